@@ -1,0 +1,32 @@
+"""What can go wrong, by whose hand: the user's configuration, the run itself, or an interruption.
+
+Each error carries one message for people: name, value, bound, fix. `train.py` prints it and exits with `exit_code`;
+the codes are part of the command line's contract.
+"""
+
+
+class StabletrainError(Exception):
+    """Base of the errors that are printed as one message, without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(StabletrainError):
+    """The configuration asks for something that cannot work; nothing was built and nothing was lost."""
+
+    exit_code = 2
+
+
+class TrainingHalted(StabletrainError):
+    """The guard stopped the run because going on would not help; the last good checkpoint is kept."""
+
+    exit_code = 3
+
+
+class Interrupted(StabletrainError):
+    """A signal ended the run between two steps; the state is saved and `resume=auto` continues it.
+
+    75 is EX_TEMPFAIL of sysexits.h: try again later.
+    """
+
+    exit_code = 75

@@ -1,0 +1,158 @@
+"""The nouns of a training step: what is passed between the rooms, and nothing that acts.
+
+This file imports nothing of the package, so every room may see it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+IGNORE_INDEX = -100
+"""A target of this value is not counted: PyTorch's own default for `ignore_index`."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch, or one micro-batch, of samples.
+
+    Attributes:
+        inputs: `[batch, time]` int64 tokens or `[batch, channels, height, width]` float32 images; a plug-in's
+            model and data may agree on anything whose first dimension is the batch.
+        targets: int64 class or next-token ids, `[batch]` or `[batch, time]`; `IGNORE_INDEX` is not counted.
+        ids: int64 `[batch]` on the CPU: which samples of the data set these are; None if the data cannot say.
+        sources: one line a sample saying where it came from (file and offset); None if the data cannot say.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    ids: Tensor | None = None
+    sources: Sequence[str] | None = None
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self.inputs.shape[0]
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with inputs and targets on `device`; pinned memory is copied without waiting."""
+        return replace(
+            self,
+            inputs=self.inputs.to(device, non_blocking=True),
+            targets=self.targets.to(device, non_blocking=True),
+        )
+
+    def pin_memory(self) -> Batch:
+        """The same batch in page-locked memory, from which a copy to a CUDA device does not wait."""
+        return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory())
+
+    def split(self, parts: int) -> list[Batch]:
+        """`parts` micro-batches of equal size, in order.
+
+        Raises:
+            ValueError: the batch does not divide into `parts`.
+        """
+        size, rest = divmod(len(self), parts)
+        if rest:
+            raise ValueError(f"a batch of {len(self)} samples does not divide into {parts} micro-batches")
+        cut = [slice(i * size, (i + 1) * size) for i in range(parts)]
+        return [
+            Batch(
+                self.inputs[s],
+                self.targets[s],
+                None if self.ids is None else self.ids[s],
+                None if self.sources is None else self.sources[s],
+            )
+            for s in cut
+        ]
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """The parts of the loss as 0-d fp32 tensors on the device, each already divided by the step's valid targets.
+
+    Micro-batches therefore simply add up to the mean over the step, however unevenly targets are ignored.
+
+    Attributes:
+        total: what is differentiated, `ce + zloss`.
+        ce: cross-entropy, nats per target.
+        zloss: the z-loss with its coefficient.
+    """
+
+    total: Tensor
+    ce: Tensor
+    zloss: Tensor
+
+    def __add__(self, other: LossTerms) -> LossTerms:
+        return LossTerms(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def detach(self) -> LossTerms:
+        """The same values without their graph."""
+        return LossTerms(*(getattr(self, f.name).detach() for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class GradNorms:
+    """L2 norms of the raw gradients: unscaled, before clipping.
+
+    Attributes:
+        total: 0-d fp32, over all parameters.
+        each: fp32 `[parameters with a gradient]`, in the order of `model.parameters()`.
+    """
+
+    total: Tensor
+    each: Tensor
+
+
+class Reading(NamedTuple):
+    """What one step measured, as floats on the host: the only thing the loop, the guard and the trackers see.
+
+    Attributes:
+        step: number of the step.
+        loss, ce, zloss: nats per target, mean over the step.
+        grad_norm: L2 norm over all parameters, before clipping.
+        clip_coef: factor the gradients were multiplied with; 1 where clipping was not active.
+        loss_scale: fp16's loss scale the step ran with; 1 in other precisions.
+        applied: whether the gate was open, so that the update reached the weights.
+        lr: learning rate of the first parameter group.
+    """
+
+    step: int
+    loss: float
+    ce: float
+    zloss: float
+    grad_norm: float
+    clip_coef: float
+    loss_scale: float
+    applied: bool
+    lr: float
+
+
+class Verdict(enum.Enum):
+    """What the loop does about a reading."""
+
+    APPLY = "apply"
+    SKIP = "skip"
+    HALT = "halt"
+
+
+@dataclass
+class TrainState:
+    """Everything a step starts from; with the step's number it determines the step.
+
+    Attributes:
+        model: the network, parameters in fp32.
+        optimizer: its moments and step counters.
+        step: number of the next step.
+        skipped: ranges `[start, stop)` of data positions that are never read; see `data/order.py`.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    step: int = 0
+    skipped: list[tuple[int, int]] = field(default_factory=list)
