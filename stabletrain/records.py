@@ -113,12 +113,13 @@ class Reading(NamedTuple):
     """What one step measured, as floats on the host: the only thing the loop, the guard and the trackers see.
 
     Attributes:
-        step: number of the step.
+        step: number of the step, counted from 1: so many steps are done when this one is.
         loss, ce, zloss: nats per target, mean over the step.
         grad_norm: L2 norm over all parameters, before clipping.
         clip_coef: factor the gradients were multiplied with; 1 where clipping was not active.
         loss_scale: fp16's loss scale the step ran with; 1 in other precisions.
         applied: whether the gate was open, so that the update reached the weights.
+        overflow: whether it was withheld by fp16's routine overflow, which calibrates the loss scale.
         lr: learning rate of the first parameter group.
     """
 
@@ -130,6 +131,7 @@ class Reading(NamedTuple):
     clip_coef: float
     loss_scale: float
     applied: bool
+    overflow: bool
     lr: float
 
 
@@ -148,7 +150,7 @@ class TrainState:
     Attributes:
         model: the network, parameters in fp32.
         optimizer: its moments and step counters.
-        step: number of the next step.
+        step: steps done, which is also the number, counted from 0, under which the next one looks up its batch.
         skipped: ranges `[start, stop)` of data positions that are never read; see `data/order.py`.
     """
 

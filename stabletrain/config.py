@@ -1,0 +1,189 @@
+"""What a user may ask for: the checks that need no torch, and the words for a mistake.
+
+A mistake is answered before torch is loaded, so within a second or so: misspelt keys name the nearest real one, values
+of a wrong type name the right one, and combinations that cannot work name both sides. Bounds of a single option stand
+in that option's class.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from stabletrain.errors import ConfigError
+
+LOWEST = {
+    "steps": 1,
+    "batch_size": 1,
+    "grad_accum_steps": 1,
+    "eval_every": 1,
+    "eval_batches": 1,
+    "log_every": 1,
+}
+"""Top-level numbers and their lowest value."""
+
+CHOSEN_PARTS = ("qknorm", "softcap")
+"""Groups that a model must take up by naming them in its own YAML (`qknorm: ${qknorm}`)."""
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuses a configuration that cannot work, before anything is built or torch is imported.
+
+    Must be called inside a Hydra job.
+
+    Raises:
+        ConfigError: naming the key, its value, the bound and the fix.
+    """
+    choices = HydraConfig.get().runtime.choices
+    values = dict(leaves(OmegaConf.to_container(cfg, resolve=True)))
+    check_keys(values, reference())
+    for key, lowest in LOWEST.items():
+        if (value := values.get(key)) is not None and value < lowest:
+            raise ConfigError(f"{key}={value} is below {lowest}")
+    if cfg.batch_size % cfg.grad_accum_steps:
+        raise ConfigError(
+            f"batch_size={cfg.batch_size} does not divide into grad_accum_steps={cfg.grad_accum_steps} micro-batches: "
+            f"the nearest batch_size is {max(1, cfg.batch_size // cfg.grad_accum_steps) * cfg.grad_accum_steps}"
+        )
+    check_parts(cfg, choices)
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every `(dotted key, value)` below `tree`; lists are values."""
+    if isinstance(tree, dict) and (tree or not prefix):
+        for key, value in tree.items():
+            yield from leaves(value, f"{prefix}{key}.")
+    else:
+        yield prefix.removesuffix("."), tree
+
+
+def reference() -> dict[str, Any]:
+    """The leaves of the same choice of options without any value of the user's: what types are measured by."""
+    hydra = HydraConfig.get()
+    chosen = [o for o in hydra.overrides.task if o.lstrip("+").partition("=")[0] in hydra.runtime.choices]
+    name = hydra.job.config_name
+    return dict(leaves(OmegaConf.to_container(compose(name, chosen), resolve=True)))
+
+
+def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Refuses keys that no option has (`+typo=1`), keys taken away, and values of another type than the default's."""
+    for key, value in values.items():
+        if key not in defaults:
+            raise ConfigError(f"{key}={value}: there is no such key{nearest(key, defaults)}")
+        default = defaults[key]
+        if default is None or fits(value, default):
+            continue
+        raise ConfigError(f"{key}={show(value)} is not {kind_of(default)}: the default is {show(default)}")
+    if missing := sorted(set(defaults) - set(values)):
+        raise ConfigError(
+            f"{missing[0]} was taken away: every group has an option that does nothing, such as none or off"
+        )
+
+
+def fits(value: Any, default: Any) -> bool:
+    """Whether `value` has the type that `default` shows; an int serves as a float, a bool never as a number."""
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, float):
+        return isinstance(value, int | float)
+    return isinstance(value, type(default))
+
+
+def kind_of(default: Any) -> str:
+    """The type of a default in words."""
+    words = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "a name",
+        list: "a list like [0.9, 0.95]",
+    }
+    return words.get(type(default), f"of type {type(default).__name__}")
+
+
+def show(value: Any) -> str:
+    """A value as one would type it."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
+def check_parts(cfg: DictConfig, choices: dict[str, str]) -> None:
+    """Refuses parts that the chosen model cannot take, and data that it cannot read."""
+    model, data = choices["model"], choices["data"]
+    for group in CHOSEN_PARTS:
+        if choices[group] != "none" and group not in cfg.model:
+            raise ConfigError(
+                f"{group}={choices[group]} does nothing with model={model}, which has no attention to apply it to: "
+                f"use {group}=none, or a model whose YAML names `{group}: ${{{group}}}`"
+            )
+    reads = cfg.model.get("modality")
+    for group in ("data", "init"):
+        gives = cfg[group].get("modality")
+        if reads and gives and reads != gives:
+            fix = {
+                ("data", "tokens"): "data=stdlib or data=text",
+                ("data", "images"): "data=digits or data=cifar10",
+                ("init", "images"): "init=torch",
+                ("init", "tokens"): "init=gpt2",
+            }.get((group, reads), f"another {group}")
+            chosen = data if group == "data" else choices["init"]
+            raise ConfigError(
+                f"{group}={chosen} is for {gives}, model={model} reads {reads}: use {fix}, "
+                f"or a model for {gives} such as model={'gpt_nano' if gives == 'tokens' else 'resnet20'}"
+            )
+
+
+def nearest(word: str, known: Any) -> str:
+    """`; did you mean ...?` for the closest of `known`, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    if not near and "." in word:  # the right name under the wrong group
+        last = {key.rsplit(".", 1)[-1]: key for key in known}
+        near = [
+            last[name]
+            for name in difflib.get_close_matches(word.rsplit(".", 1)[-1], list(last), n=1, cutoff=0.8)
+        ]
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def explain(error: Exception, config_dir: Path, overrides: list[str]) -> str | None:
+    """Hydra's complaint about a command line as one message; None where the error is about something else.
+
+    Args:
+        error: what Hydra raised while it composed.
+        config_dir: the project's `conf/`, where the real names are looked up.
+        overrides: what was typed.
+    """
+    if type(error).__module__.split(".")[0] not in ("hydra", "omegaconf", "antlr4"):
+        return None
+    text = str(error)
+    options = {
+        folder.name: sorted(f.stem for f in folder.glob("*.yaml"))
+        for folder in config_dir.iterdir()
+        if folder.is_dir()
+    }
+    if match := re.search(r"Could not override '([^']+)'", text):
+        hint = nearest(match[1], [*options, *known_keys(config_dir, overrides, options)])
+        return f"{match[1]}: there is no such key{hint or '; python train.py --help lists them'}"
+    if match := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
+        group, option = match.groups()
+        listed = re.search(r"Available options in '[^']+':\n((?:\t.*\n?)+)", text)
+        available = listed[1].split() if listed else options.get(group, [])
+        return f"{group}={option}: there is no such option{nearest(option, available)}\noptions of {group}: {', '.join(available)}"
+    named = [override for override in overrides if override.partition("=")[2] in ("null", "")]
+    if named:
+        return f"{named[0]}: a value is missing; every group has an option that does nothing, such as none or off"
+    lines = text.strip().splitlines() or [type(error).__name__]
+    return f"the command line cannot be read: {lines[0]}"
+
+
+def known_keys(config_dir: Path, overrides: list[str], options: dict[str, list[str]]) -> list[str]:
+    """Every dotted key of the configuration that the well-formed group choices among `overrides` compose."""
+    chosen = [o for o in overrides if o.partition("=")[2] in options.get(o.partition("=")[0], [])]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(config_dir.resolve()), version_base="1.3"):
+        return [key for key, _ in leaves(OmegaConf.to_container(compose("config", chosen)))]

@@ -1,0 +1,46 @@
+"""Evaluation: one pass over the validation split, in a fixed order, that leaves no trace in the training state."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stabletrain.records import IGNORE_INDEX, Batch
+from stabletrain.step import Precision
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterator[Batch], precision: Precision) -> dict[str, float]:
+    """Mean cross-entropy over all valid targets, in nats, without label smoothing or z-loss.
+
+    Args:
+        model: put into evaluation mode for the pass, and back into the mode it was in.
+        batches: on the model's device; sizes may differ.
+        precision: its autocast is used.
+
+    Returns:
+        `val/loss`, and for `[batch, classes]` logits `val/accuracy`, in [0, 1]. NaN where no target is valid.
+    """
+    training = model.training
+    model.eval()
+    loss = count = correct = 0
+    classifies = False
+    try:
+        for batch in batches:
+            with precision.autocast():
+                logits = model(batch.inputs)
+            rows, targets = logits.flatten(0, -2).float(), batch.targets.flatten()
+            valid = targets != IGNORE_INDEX
+            loss = loss + F.cross_entropy(rows, targets, ignore_index=IGNORE_INDEX, reduction="sum").double()
+            count = count + valid.sum()
+            if logits.ndim == 2:
+                classifies = True
+                correct = correct + ((rows.argmax(dim=-1) == targets) & valid).sum()
+    finally:
+        model.train(training)
+    total = float(count)
+    metrics = {"val/loss": float(loss) / total if total else float("nan")}
+    if classifies:
+        metrics["val/accuracy"] = float(correct) / total if total else float("nan")
+    return metrics

@@ -1,0 +1,80 @@
+"""Determinism: from where randomness comes, and how far the same step gives the same bits.
+
+| option | initial weights | randomness of a step | kernels |
+|---|---|---|---|
+| off | PyTorch's own seed, new each time | goes on from wherever it is | the fastest |
+| seeded | from `seed` | from (`seed`, step number) | the fastest |
+| strict | from `seed` | from (`seed`, step number) | deterministic, or an error |
+
+Seeding by step number is what makes a step a pure function of (state, number): a resumed or replayed step draws the
+same dropout masks, and a skipped one leaves no trace in the generator.
+"""
+
+import os
+import random
+
+import numpy as np
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def mix(seed: int, step: int) -> int:
+    """A well-spread 64-bit number from the two (SplitMix64's finaliser; Steele et al., OOPSLA 2014)."""
+    z = (seed * 0x9E3779B97F4A7C15 + (step + 1) * 0xD1B54A32D192ED03) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def set_kernels(strict: bool) -> dict:
+    """Sets PyTorch's switches both ways, since a sweep runs several settings in one process; returns what was set."""
+    if strict:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when CUDA starts
+    torch.use_deterministic_algorithms(strict)
+    torch.backends.cudnn.deterministic = strict
+    torch.backends.cudnn.benchmark = False
+    return {
+        "use_deterministic_algorithms": strict,
+        "cudnn.deterministic": strict,
+        "cudnn.benchmark": False,
+        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    }
+
+
+class Off:
+    """Nothing is seeded and no kernel is constrained."""
+
+    def prepare(self) -> dict:
+        """Called once, before CUDA starts; returns the switches for the log."""
+        return set_kernels(strict=False)
+
+    def seed_run(self, seed: int) -> None:
+        """Nothing: the initial weights are drawn from PyTorch's own seed."""
+        del seed
+
+    def seed_step(self, seed: int, step: int) -> None:
+        """Nothing: the generator goes on."""
+        del seed, step
+
+
+class Seeded(Off):
+    """Initial weights and each step's randomness come from `seed`; kernels stay the fastest."""
+
+    def seed_run(self, seed: int) -> None:
+        """Seeds torch (all devices), numpy and random, for the initial weights."""
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+
+    def seed_step(self, seed: int, step: int) -> None:
+        """Seeds the three from (`seed`, `step`); about 0.1 ms."""
+        self.seed_run(mix(seed, step) >> 1)  # torch takes 63 bits without a sign
+
+
+class Strict(Seeded):
+    """Seeded, and every operation deterministic: one that has no deterministic form raises an error."""
+
+    def prepare(self) -> dict:
+        """Called once, before CUDA starts; returns the switches for the log."""
+        return set_kernels(strict=True)

@@ -1,0 +1,103 @@
+"""QK-norm: queries and keys are normalised per head, so that attention logits cannot outgrow the softmax.
+
+    q <- norm(q) * gain,   k <- norm(k) * gain        over the head dimension, before RoPE and the dot product
+
+With gains of 1, |q| and |k| are at most sqrt(d), so no attention logit q·k / sqrt(d) passes sqrt(d), however large the
+weights grow. Growth of those logits is what makes transformers diverge at high learning rates (arXiv 2309.14322,
+section 3.1; first in arXiv 2302.05442).
+
+A kind of QK-norm is called with the head dimension and makes one module; a model makes one for the queries and one for
+the keys of each attention.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from stabletrain.errors import ConfigError
+
+
+class HeadLayerNorm(nn.Module):
+    """LayerNorm over the last dimension with a gain and no bias, computed in fp32."""
+
+    def __init__(self, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(head_dim))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*batch head_dim"]) -> Float[Tensor, "*batch head_dim"]:
+        """`x` normalised, in the dtype of `x`."""
+        return F.layer_norm(widened(x), self.weight.shape, self.weight, None, self.eps).to(x.dtype)
+
+
+class HeadRMSNorm(nn.Module):
+    """RMSNorm over the last dimension with a gain, computed in fp32 (arXiv 1910.07467)."""
+
+    def __init__(self, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(head_dim))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*batch head_dim"]) -> Float[Tensor, "*batch head_dim"]:
+        """`x` normalised, in the dtype of `x`."""
+        return F.rms_norm(widened(x), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class NoQKNorm:
+    """Queries and keys stay as they are."""
+
+    def __call__(self, head_dim: int) -> nn.Module:
+        """The identity."""
+        del head_dim
+        return nn.Identity()
+
+
+@dataclass(frozen=True)
+class LayerNormQK:
+    """QK-LayerNorm, the kind of arXiv 2309.14322.
+
+    Attributes:
+        eps: added to the variance; 1e-6 there.
+    """
+
+    eps: float
+
+    def __post_init__(self) -> None:
+        check_eps(self.eps)
+
+    def __call__(self, head_dim: int) -> nn.Module:
+        """A fresh norm over `head_dim` values, its gain at 1."""
+        return HeadLayerNorm(head_dim, self.eps)
+
+
+@dataclass(frozen=True)
+class RMSNormQK:
+    """QK-RMSNorm: without the mean's subtraction; Gemma 3, Qwen 3 and OLMo 2 use this kind (arXiv 2501.00656).
+
+    Attributes:
+        eps: added to the mean square.
+    """
+
+    eps: float
+
+    def __post_init__(self) -> None:
+        check_eps(self.eps)
+
+    def __call__(self, head_dim: int) -> nn.Module:
+        """A fresh norm over `head_dim` values, its gain at 1."""
+        return HeadRMSNorm(head_dim, self.eps)
+
+
+def widened(x: Tensor) -> Tensor:
+    """`x` in fp32, in which a mean of squares neither overflows nor loses its small terms; fp64 stays fp64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def check_eps(eps: float) -> None:
+    """Refuses an eps at which a head of equal values would be divided by zero."""
+    if not eps > 0:
+        raise ConfigError(f"qknorm.eps={eps} is not above 0: a constant head would be divided by 0; 1e-6 is customary")

@@ -1,0 +1,194 @@
+"""One training step: forward, backward, unscale, measure, judge, clip, apply or not.
+
+A step is a pure function of (state, step number): the batches are looked up by number, the randomness is seeded by
+number, and an update whose gate is closed changes nothing. It has two halves:
+
+- `compute` runs forward and backward. It touches gradients and buffers (BatchNorm's statistics), never weights.
+- `commit` judges, clips, and applies the update, or puts the buffers back.
+
+Between the two the loop reads what the *previous* step measured, and the weights are still exactly what a withheld
+step started from. Nothing here waits for the device, so on CUDA the reading costs no bubble.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Reading, TrainState, Verdict
+from stabletrain.watch.gradients import measure
+
+
+@runtime_checkable
+class Precision(Protocol):
+    """In which format forward and backward compute; see `stability/precision.py`."""
+
+    def autocast(self) -> AbstractContextManager: ...
+    def scale(self, loss: Tensor) -> Tensor: ...
+    def unscale_(self, gradients: list[Tensor]) -> None: ...
+    def loss_scale(self) -> Tensor: ...
+    def overflow(self, terms: LossTerms, norms: GradNorms) -> Tensor: ...
+    def update(self, overflow: Tensor, applied: Tensor) -> None: ...
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """What is minimised; see `stability/objective.py`."""
+
+    def __call__(self, logits: Tensor, targets: Tensor, n_valid: Tensor) -> LossTerms: ...
+
+
+@runtime_checkable
+class Clipping(Protocol):
+    """What shortens gradients; see `stability/clipping.py`."""
+
+    def __call__(self, model: nn.Module, norms: GradNorms) -> Tensor: ...
+
+
+@runtime_checkable
+class Guard(Protocol):
+    """Which updates may reach the weights; see `stability/guard.py`."""
+
+    skips: dict[str, int]
+    reason: str
+
+    def gate(self, terms: LossTerms, norms: GradNorms) -> Tensor: ...
+    def judge(self, reading: Reading) -> Verdict: ...
+
+
+@runtime_checkable
+class Seeding(Protocol):
+    """Where a step's randomness comes from; see `machine/determinism.py`."""
+
+    def seed_step(self, seed: int, step: int) -> None: ...
+
+
+@runtime_checkable
+class LearningRate(Protocol):
+    """The factor of the peak learning rate by step number; see `stability/schedule.py`."""
+
+    def __call__(self, step: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Everything that acts in a step, each chosen by a config group."""
+
+    precision: Precision
+    objective: Objective
+    clipping: Clipping
+    guard: Guard
+    learning_rate: LearningRate
+    determinism: Seeding
+    seed: int
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What `compute` leaves for `commit`: losses and norms on the device, and the buffers as they were before."""
+
+    terms: LossTerms
+    norms: GradNorms
+    held: list[Tensor]
+
+
+class InFlight:
+    """A reading on its way from the device to the host."""
+
+    def __init__(self, step: int, lr: float, values: Tensor) -> None:
+        """Starts the copy of `values`, fp32 `[8]` in `Reading`'s order, and returns at once."""
+        self._step, self._lr = step, lr
+        self._arrived = None
+        if values.device.type == "cuda":
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        else:
+            self._values = values
+
+    def wait(self) -> Reading:
+        """The reading; on CUDA this waits for the copy, not for the work launched after it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        loss, ce, zloss, norm, coef, scale, applied, overflow = self._values.tolist()
+        return Reading(
+            self._step, loss, ce, zloss, norm, coef, scale, bool(applied), bool(overflow), self._lr
+        )
+
+
+def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Computed:
+    """Forward and backward over the micro-batches of step `state.step`; leaves unscaled gradients in `.grad`.
+
+    Args:
+        state: what the step starts from; its weights are not touched.
+        batches: micro-batches on the model's device.
+        tools: everything that acts.
+    """
+    tools.determinism.seed_step(tools.seed, state.step)
+    state.optimizer.zero_grad(set_to_none=True)
+    held = [buffer.clone() for buffer in state.model.buffers()]
+    n_valid = torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches]).sum().clamp(min=1)
+    parts = []
+    for batch in batches:
+        with tools.precision.autocast():
+            logits = state.model(batch.inputs)
+        part = tools.objective(logits, batch.targets, n_valid)
+        tools.precision.scale(part.total).backward()
+        parts.append(part.detach())
+    terms = sum(parts[1:], parts[0])
+    tools.precision.unscale_([p.grad for p in state.model.parameters() if p.grad is not None])
+    return Computed(terms, measure(state.model), held)
+
+
+def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
+    """Judges what `compute` found, clips, applies the update or leaves everything as it was, and counts the step."""
+    terms, norms = computed.terms, computed.norms
+    overflow = tools.precision.overflow(terms, norms)
+    gate = tools.guard.gate(terms, norms) & ~overflow
+    coef = tools.clipping(state.model, norms)
+    loss_scale = tools.precision.loss_scale()
+    lr = set_lr(state.optimizer, tools.learning_rate(state.step))
+    apply(state.optimizer, gate)
+    restore(state.model, computed.held, gate)
+    tools.precision.update(overflow, gate)
+    state.step += 1
+    measured = (terms.total, terms.ce, terms.zloss, norms.total, coef, loss_scale, gate, overflow)
+    return InFlight(state.step, lr, torch.stack([value.float() for value in measured]))
+
+
+def train_step(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Reading:
+    """One whole step, and its reading."""
+    return commit(state, compute(state, batches, tools), tools).wait()
+
+
+def set_lr(optimizer: Optimizer, factor: float) -> float:
+    """Sets every group's learning rate to `factor` times its peak; returns the first group's."""
+    for group in optimizer.param_groups:
+        group.setdefault("peak_lr", group["lr"])
+        group["lr"] = group["peak_lr"] * factor
+    return optimizer.param_groups[0]["lr"]
+
+
+def apply(optimizer: Optimizer, gate: Tensor) -> None:
+    """Takes the optimizer's step where `gate` (0-d bool) is open; where it is closed, nothing at all changes.
+
+    A fused optimizer withholds the update on the device: `found_inf` leaves parameters, moments and step counters as
+    they are. Another optimizer costs one host read. Multiplying the update by 0 would not do: 0 * NaN is NaN.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.grad_scale, optimizer.found_inf = None, (~gate).float()  # ty: ignore[unresolved-attribute]
+        optimizer.step()
+    elif gate.item():
+        optimizer.step()
+
+
+def restore(model: nn.Module, held: list[Tensor], gate: Tensor) -> None:
+    """Puts back the buffers that the forward pass of a withheld step has written (BatchNorm's statistics)."""
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), held, strict=True):
+            buffer.copy_(torch.where(gate, buffer, before))

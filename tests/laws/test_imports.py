@@ -1,0 +1,109 @@
+"""Law 7: imports point one way, and what reaches outside stands in its own room."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import stabletrain
+
+PACKAGE = Path(stabletrain.__file__).parent
+ROOT = PACKAGE.parent
+
+NOUNS = {"records", "errors"}
+MAY_SEE = {
+    "records": set(),
+    "errors": set(),
+    "config": NOUNS,
+    "launch": NOUNS | {"config", "build", "loop"},
+    "step": NOUNS | {"watch"},
+    "evaluate": NOUNS | {"step"},
+    "watch": NOUNS,
+    "machine": NOUNS,
+    "stability": NOUNS | {"watch", "machine"},
+    "models": NOUNS,
+    "data": NOUNS,
+    "state": NOUNS,
+    "tracking": NOUNS,
+    "loop": NOUNS | {"step", "evaluate", "state", "watch", "tracking", "machine"},
+    "build": NOUNS | {"loop", "step", "stability", "watch", "models", "data", "state", "machine", "tracking"},
+    "cli": NOUNS | {"build", "config", "data", "models", "state", "tracking", "machine"},
+    "train": NOUNS | {"launch"},
+}
+"""Room -> rooms of the package it may import, besides its own. A new room is added here, deliberately."""
+
+ONLY = {
+    "hydra": {"train", "build", "config", "launch", "cli"},
+    "omegaconf": {"train", "build", "config", "launch", "cli"},
+    "wandb": {"tracking/wandb"},
+    "rich": {"tracking/progress"},
+    "torchvision": {"models/resnet", "data"},
+    "sklearn": {"data"},
+}
+"""Library -> rooms or files that may import it."""
+
+TORCH_FREE = ["config", "launch", "errors", "__init__"]
+
+
+def files():
+    return [*sorted(PACKAGE.rglob("*.py")), ROOT / "train.py"]
+
+
+def place(file):
+    """`stability/guard` for a file of the package, `train` for train.py."""
+    base = PACKAGE if file.is_relative_to(PACKAGE) else ROOT
+    return file.relative_to(base).with_suffix("").as_posix()
+
+
+def imports(file, *, top_level_only=False):
+    tree = ast.parse(file.read_text())
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{place(file)}: imports are written out, not relative"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("file", files(), ids=place)
+def test_a_room_sees_only_what_lies_below_it(file):
+    room = place(file).split("/")[0]
+    if room == "__init__":
+        assert not list(imports(file)), "stabletrain/__init__.py imports nothing, so that --help stays fast"
+        return
+    assert room in MAY_SEE, f"the room {room} is new: say in MAY_SEE what it may import"
+    for name in imports(file):
+        if name.startswith("stabletrain.") and (seen := name.split(".")[1]) != room:
+            assert seen in MAY_SEE[room], f"{place(file)} imports {name}"
+
+
+@pytest.mark.parametrize("library", ONLY)
+def test_a_library_stays_in_its_room(library):
+    users = {place(file) for file in files() if any(name.split(".")[0] == library for name in imports(file))}
+    assert users, f"nothing uses {library} any more: take it out of ONLY and of pyproject.toml"
+    strays = {user for user in users if user not in ONLY[library] and user.split("/")[0] not in ONLY[library]}
+    assert not strays
+
+
+def test_there_is_no_circle_between_rooms():
+    edges = {room: {seen for seen in sees if seen in MAY_SEE} for room, sees in MAY_SEE.items()}
+    order: list[str] = []
+
+    def visit(room, above):
+        assert room not in above, f"a circle: {' -> '.join([*above, room])}"
+        if room not in order:
+            for seen in sorted(edges[room]):
+                visit(seen, [*above, room])
+            order.append(room)
+
+    for room in edges:
+        visit(room, [])
+    assert order.index("records") < order.index("step") < order.index("loop") < order.index("build")
+
+
+@pytest.mark.parametrize("name", TORCH_FREE)
+def test_what_answers_a_typo_does_not_load_torch(name):
+    for imported in imports(PACKAGE / f"{name}.py", top_level_only=True):
+        assert imported.split(".")[0] not in ("torch", "torchvision", "numpy"), f"{name} imports {imported}"

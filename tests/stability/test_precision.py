@@ -1,0 +1,176 @@
+"""Precision: dtypes, TF32 flags, the loss scale's rule, and what is refused where."""
+
+import pytest
+import torch
+
+from stabletrain.errors import ConfigError
+from stabletrain.machine import hardware
+from stabletrain.records import GradNorms, LossTerms
+from stabletrain.stability import precision
+from stabletrain.stability.precision import LossScaled
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+FP16 = {"init_scale": 65536.0, "growth_interval": 2000, "min_scale": 1.0}
+
+
+def terms(loss):
+    value = torch.tensor(loss)
+    return LossTerms(value, value, torch.zeros(()))
+
+
+def norms(norm):
+    return GradNorms(torch.tensor(norm), torch.tensor([norm]))
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: precision.fp32(CPU), torch.float32),
+        (lambda: precision.bf16(CPU), torch.bfloat16),
+        (lambda: precision.fp16(CPU, **FP16), torch.float16),
+    ],
+)
+def test_matmul_runs_in_the_modes_dtype_and_parameters_stay_fp32(make, expected):
+    layer = torch.nn.Linear(4, 4)
+    with make().autocast():
+        assert layer(torch.randn(2, 4)).dtype == expected
+    assert layer.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+def test_every_mode_sets_tf32_off_for_matmul_and_convolution(mode):
+    torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
+    made = precision.fp16(CPU, **FP16) if mode == "fp16" else getattr(precision, mode)(CPU)
+    made.prepare()
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    assert torch.backends.cudnn.conv.fp32_precision == "ieee"
+
+
+def test_tf32_mode_sets_both_on(monkeypatch):
+    monkeypatch.setattr(hardware, "has_tf32", lambda device: True)
+    precision.tf32(CPU).prepare()
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    assert torch.backends.cudnn.conv.fp32_precision == "tf32"
+    precision.fp32(CPU).prepare()
+
+
+def test_tf32_is_refused_without_the_hardware():
+    with pytest.raises(ConfigError, match="precision=tf32 on cpu.*precision=fp32"):
+        precision.tf32(CPU)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A CUDA device of a given name and capability, as PyTorch would report it."""
+
+    def make(name, capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        ones, zeros = torch.ones, torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *a, device=None, **k: zeros(*a, **k))
+        monkeypatch.setattr(torch, "ones", lambda *a, device=None, **k: ones(*a, **k))
+        tensor = torch.tensor
+        monkeypatch.setattr(torch, "tensor", lambda *a, device=None, **k: tensor(*a, **k))
+
+    return make
+
+
+def test_auto_takes_bf16_on_ampere_and_fp16_on_volta_and_says_why(card):
+    card("NVIDIA A100", (8, 0))
+    ampere = precision.auto(CUDA, **FP16)
+    assert (ampere.name, ampere.why) == ("bf16", "auto: NVIDIA A100 (compute capability 8.0) has bf16")
+    card("Tesla V100", (7, 0))
+    volta = precision.auto(CUDA, **FP16)
+    assert (volta.name, volta.why) == ("fp16", "auto: Tesla V100 (compute capability 7.0) has no bf16")
+    assert isinstance(volta, LossScaled)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [({"avx512_bf16"}, "bf16"), ({"amx_bf16"}, "bf16"), ({"avx2"}, "fp32")]
+)
+def test_auto_on_a_cpu_goes_by_its_flags(monkeypatch, flags, expected):
+    monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset(flags))
+    assert precision.auto(CPU, **FP16).name == expected
+
+
+def test_bf16_on_a_v100_is_refused_with_the_card_and_the_fix(card):
+    card("Tesla V100-SXM2-32GB", (7, 0))
+    with pytest.raises(ConfigError, match="precision=bf16 on Tesla V100-SXM2-32GB.*precision=fp16"):
+        precision.bf16(CUDA)
+
+
+def test_fp16_on_a_cpu_says_that_it_is_slow():
+    assert "slower" in precision.fp16(CPU, **FP16).why
+
+
+def scaled(**values):
+    return LossScaled("fp16", CPU, torch.float16, **values)
+
+
+def step(scaler, loss, norm):
+    overflow = scaler.overflow(terms(loss), norms(norm))
+    applied = torch.isfinite(torch.tensor(loss)) & torch.isfinite(torch.tensor(norm)) & ~overflow
+    scaler.update(overflow, applied)
+    return bool(overflow)
+
+
+def test_scaling_and_unscaling_gives_the_gradient_back_exactly():
+    scaler = scaled()
+    weight = torch.randn(5, requires_grad=True)
+    scaler.scale((weight * torch.arange(5.0)).sum()).backward()
+    assert weight.grad[1] == 65536
+    scaler.unscale_([weight.grad])
+    assert torch.equal(weight.grad, torch.arange(5.0))
+
+
+def test_the_scale_halves_on_overflow_and_doubles_after_clean_steps_in_a_row():
+    scaler = scaled(init_scale=1024.0, growth_interval=3)
+    assert step(scaler, 1.0, float("inf"))
+    assert scaler.loss_scale() == 512
+    assert [step(scaler, 1.0, 1.0) for _ in range(2)] == [False, False]
+    assert step(scaler, 1.0, float("nan")), (
+        "the third clean step did not come: an overflow starts the count afresh"
+    )
+    assert scaler.loss_scale() == 256
+    for _ in range(3):
+        step(scaler, 1.0, 1.0)
+    assert scaler.loss_scale() == 512
+
+
+def test_a_non_finite_loss_is_no_overflow_and_leaves_the_scale_alone():
+    scaler = scaled(init_scale=1024.0, growth_interval=2)
+    step(scaler, 1.0, 1.0)
+    before = {key: value.clone() for key, value in scaler.state_dict().items()}
+    assert not step(scaler, float("nan"), float("nan"))
+    assert all(torch.equal(before[key], value) for key, value in scaler.state_dict().items())
+
+
+def test_an_overflow_at_the_floor_is_a_fault():
+    scaler = scaled(init_scale=2.0, min_scale=1.0)
+    assert step(scaler, 1.0, float("inf"))
+    assert not step(scaler, 1.0, float("inf")), "at the floor the scale cannot help any more"
+    assert scaler.loss_scale() == 1
+
+
+def test_the_state_goes_through_a_checkpoint():
+    scaler = scaled(init_scale=1024.0, growth_interval=5)
+    step(scaler, 1.0, float("inf"))
+    step(scaler, 1.0, 1.0)
+    other = scaled()
+    other.load_state_dict(scaler.state_dict())
+    assert other.state_dict() == scaler.state_dict()
+    other.load_state_dict({})
+    assert other.state_dict() == scaler.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"min_scale": 0.0}, r"precision\.init_scale"),
+        ({"init_scale": 0.5}, r"precision\.init_scale"),
+        ({"growth_interval": 0}, r"precision\.growth_interval"),
+    ],
+)
+def test_bounds_are_named(values, message):
+    with pytest.raises(ConfigError, match=message):
+        scaled(**values)

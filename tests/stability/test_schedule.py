@@ -1,0 +1,47 @@
+"""The learning rate by step number, at its corners."""
+
+import pytest
+
+from stabletrain.errors import ConfigError
+from stabletrain.stability.schedule import Constant, Cosine, LearningRate, LinearWarmup, NoWarmup
+
+
+def test_linear_warmup_rises_in_equal_steps_and_stays():
+    rate = LearningRate(LinearWarmup(4), Constant(), total=10)
+    assert [rate(step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_warmup_without_a_length_takes_five_percent():
+    rate = LearningRate(LinearWarmup(None), Constant(), total=200)
+    assert rate(8) < 1
+    assert rate(9) == 1
+    assert LearningRate(LinearWarmup(None), Constant(), total=3)(0) == 1, (
+        "a run too short to warm up starts at the peak"
+    )
+
+
+def test_cosine_is_at_the_peak_after_warmup_half_way_down_in_the_middle_and_at_the_ratio_at_the_end():
+    rate = LearningRate(LinearWarmup(10), Cosine(0.1), total=110)
+    assert rate(9) == rate(10) == 1
+    assert rate(60) == pytest.approx(0.55)
+    assert rate(110) == pytest.approx(0.1)
+    assert rate(1000) == pytest.approx(0.1), "steps past the end stay at the end's rate"
+    assert all(rate(s) > rate(s + 1) for s in range(10, 110))
+
+
+def test_no_warmup_and_constant_are_one_everywhere():
+    rate = LearningRate(NoWarmup(), Constant(), total=5)
+    assert {rate(step) for step in range(5)} == {1.0}
+
+
+@pytest.mark.parametrize("steps", [10, 11])
+def test_a_warmup_that_never_ends_is_refused_with_both_numbers(steps):
+    with pytest.raises(ConfigError, match=rf"warmup\.steps={steps} >= steps=10: .* lower warmup\.steps"):
+        LearningRate(LinearWarmup(steps), Cosine(0.1), total=10)
+
+
+def test_bounds_are_named():
+    with pytest.raises(ConfigError, match=r"warmup\.steps=0.*warmup=none"):
+        LinearWarmup(0)
+    with pytest.raises(ConfigError, match=r"schedule\.final_ratio=1\.5"):
+        Cosine(1.5)

@@ -1,0 +1,193 @@
+"""The step: what a withheld update leaves untouched, accumulation, clipping after unscaling, seeds by number."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from stabletrain.machine.determinism import Seeded
+from stabletrain.records import IGNORE_INDEX, Batch, TrainState
+from stabletrain.stability import precision
+from stabletrain.stability.clipping import NoClip, NormClip
+from stabletrain.stability.guard import NoGuard, SkipGuard
+from stabletrain.stability.objective import NoZLoss, Objective
+from stabletrain.stability.optimizers import SGD, AdamW
+from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
+from stabletrain.step import Tools, compute, train_step
+
+CPU = torch.device("cpu")
+PRECISIONS = {
+    "fp32": lambda: precision.fp32(CPU),
+    "bf16": lambda: precision.bf16(CPU),
+    "fp16": lambda: precision.fp16(CPU, init_scale=1024.0, growth_interval=2000, min_scale=1.0),
+}
+OPTIMIZERS = {
+    "adamw": lambda fused: AdamW(1e-2, [0.9, 0.95], 1e-8, 0.1, fused),
+    "sgd": lambda fused: SGD(1e-2, 0.9, False, 1e-4, fused),
+}
+
+
+class Tiny(nn.Module):
+    """A convolution, BatchNorm, dropout and a head: one of each thing a step can change."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten()
+        )
+        self.head = nn.Linear(4 * 4, 3)
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs))
+
+
+def tools(kind="fp32", clipping=None, guard=None):
+    return Tools(
+        precision=PRECISIONS[kind](),
+        objective=Objective(NoZLoss()),
+        clipping=clipping or NormClip(1.0),
+        guard=guard or SkipGuard(10),
+        learning_rate=LearningRate(NoWarmup(), Constant(), 100),
+        determinism=Seeded(),
+        seed=0,
+    )
+
+
+def fresh(optimizer="adamw", fused=True):
+    torch.manual_seed(0)
+    model = Tiny()
+    return TrainState(model, OPTIMIZERS[optimizer](fused)(model))
+
+
+def batch(seed=0, size=8):
+    generator = torch.Generator().manual_seed(seed)
+    return Batch(
+        torch.randn(size, 1, 4, 4, generator=generator), torch.randint(3, (size,), generator=generator)
+    )
+
+
+def bits(state):
+    """Everything a withheld step must leave alone, copied."""
+    moments = [
+        value for p in state.model.parameters() for _, value in sorted(state.optimizer.state[p].items())
+    ]
+    tensors = [*state.model.state_dict().values(), *[m for m in moments if isinstance(m, torch.Tensor)]]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", PRECISIONS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["input", "gradient"])
+def test_a_withheld_update_changes_no_bit(kind, optimizer, fused, bad, where):
+    state, acting = fresh(optimizer, fused), tools(kind)
+    train_step(state, [batch(1)], acting)
+    before, scale = bits(state), acting.precision.loss_scale().item()
+    poisoned = batch(2)
+    if where == "input":
+        poisoned.inputs[3, 0, 1, 1] = bad
+        reading = train_step(state, [poisoned], acting)
+    else:
+        handle = state.model.head.bias.register_hook(lambda g: torch.full_like(g, bad))
+        reading = train_step(state, [poisoned], acting)
+        handle.remove()
+    assert not reading.applied
+    assert same(bits(state), before)
+    assert state.step == 2, "the step happened all the same"
+    routine = kind == "fp16" and where == "gradient"
+    assert reading.overflow == routine
+    assert acting.precision.loss_scale().item() == (scale / 2 if routine else scale)
+
+
+def test_after_a_withheld_update_training_goes_on_as_if_that_step_had_not_been():
+    skipping, plain = fresh(), fresh()
+    acting = tools()
+    poisoned = batch(9)
+    poisoned.inputs[0] = float("nan")
+    for number, each in enumerate([batch(1), poisoned, batch(2)]):
+        skipping.step = number
+        train_step(skipping, [each], acting)
+    for number, each in [(0, batch(1)), (2, batch(2))]:
+        plain.step = number
+        train_step(plain, [each], acting)
+    assert same(bits(skipping), bits(plain))
+
+
+def test_without_a_guard_the_poison_reaches_the_weights():
+    state = fresh()
+    poisoned = batch(2)
+    poisoned.inputs[3, 0, 1, 1] = float("nan")
+    reading = train_step(state, [poisoned], tools(guard=NoGuard()))
+    assert reading.applied
+    assert not torch.isfinite(state.model.head.weight).all()
+
+
+def test_compute_touches_no_weight():
+    state, acting = fresh(), tools()
+    weights = [p.detach().clone() for p in state.model.parameters()]
+    compute(state, [batch(1)], acting)
+    assert same([p.detach() for p in state.model.parameters()], weights)
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch_even_with_uneven_targets():
+    whole, parts = fresh(), fresh()
+    whole.model.eval()  # BatchNorm and dropout see the batch, not the sample
+    parts.model.eval()
+    each = batch(1)
+    each.targets[:3] = IGNORE_INDEX
+    one = train_step(whole, [each], tools(clipping=NoClip()))
+    four = train_step(parts, each.split(4), tools(clipping=NoClip()))
+    assert four.loss == pytest.approx(one.loss, rel=1e-6)
+    assert four.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="8 samples does not divide into 3"):
+        batch().split(3)
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 100.0])
+def test_the_clipped_norm_is_the_true_norm_in_every_precision(max_norm):
+    """Clipping before unscaling would cut fp16's gradients 1024 times too short."""
+    norms = {}
+    for kind in PRECISIONS:
+        state = fresh()
+        state.model.eval()
+        reading = train_step(state, [batch(1)], tools(kind, clipping=NormClip(max_norm)))
+        clipped = torch.cat([p.grad.flatten() for p in state.model.parameters()]).norm().item()
+        norms[kind] = clipped
+        assert clipped == pytest.approx(min(max_norm, reading.grad_norm), rel=1e-3)
+        assert reading.clip_coef == pytest.approx(min(1.0, max_norm / reading.grad_norm), rel=1e-3)
+    assert norms["bf16"] == pytest.approx(norms["fp32"], rel=0.03)
+    assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.01)
+
+
+def test_a_step_is_a_pure_function_of_state_and_number():
+    state = fresh()
+    train_step(state, [batch(1)], tools())
+    again = TrainState(copy.deepcopy(state.model), AdamW(1e-2, [0.9, 0.95], 1e-8, 0.1)(state.model), step=1)
+    again.optimizer = AdamW(1e-2, [0.9, 0.95], 1e-8, 0.1)(again.model)
+    again.optimizer.load_state_dict(copy.deepcopy(state.optimizer.state_dict()))
+    first = train_step(state, [batch(2)], tools())
+    torch.rand(1000)
+    second = train_step(again, [batch(2)], tools())
+    assert first == second
+    assert same(bits(state), bits(again))
+
+
+def test_the_learning_rate_of_every_group_follows_the_schedule():
+    state = fresh()
+    state.optimizer.param_groups[1]["lr"] = 5e-3
+    half = tools()
+    half = Tools(**{**half.__dict__, "learning_rate": lambda step: 0.5 / (step + 1)})
+    readings = [train_step(state, [batch(i)], half) for i in range(2)]
+    assert [r.lr for r in readings] == [5e-3, 2.5e-3]
+    assert [g["lr"] for g in state.optimizer.param_groups] == [2.5e-3, 1.25e-3]

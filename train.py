@@ -1,0 +1,19 @@
+"""Trains one configuration, or with `-m` a sweep of them: compose, build, run. See `python train.py --help`."""
+
+import sys
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from stabletrain.launch import launch, run_job
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> float | None:
+    """One run; the returned validation loss is what Hydra's optimising sweepers minimise."""
+    return run_job(cfg)
+
+
+if __name__ == "__main__":
+    sys.exit(launch(main, Path(__file__).parent / "conf"))
