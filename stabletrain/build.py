@@ -5,19 +5,12 @@ in the YAML or below: a model takes `${qknorm}` and `${softcap}` into its own YA
 data (`vocab_size`, `block_size`, `num_classes`, `in_channels`); and a precision is told the device.
 """
 
-import inspect
-import os
-import platform
-import sys
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
-from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -25,13 +18,20 @@ from torch import nn
 from stabletrain.data.order import position
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.errors import ConfigError, StabletrainError
-from stabletrain.loop import History, Job, Plan
+from stabletrain.job import History, Job, Plan
 from stabletrain.machine import hardware
 from stabletrain.records import Batch, TrainState
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.schedule import LearningRate
-from stabletrain.state.capture import restore
+from stabletrain.state.capture import Stateful, restore
+from stabletrain.state.checkpoint import NoCheckpoints
+from stabletrain.state.folder import find
 from stabletrain.step import Tools
+from stabletrain.summary import closing, opening, sample_text
+from stabletrain.tracking.metrics import Metrics
+from stabletrain.tracking.progress import Progress
+from stabletrain.tracking.run import RunFolder, versions
+from stabletrain.tracking.tracker import NoTracker, Tracker
 
 FROM_DATA = ("vocab_size", "block_size", "num_classes", "in_channels")
 """Keys of a model that null leaves to the data."""
@@ -40,15 +40,119 @@ DEFAULT_VAL_BATCHES = 20
 """Batches of an evaluation over a plug-in's data that does not say how many it has."""
 
 
+def build(cfg: DictConfig, folder: Path) -> Job:
+    """The run that `cfg` describes, resumed where it asks for that, ready for `loop.run`.
+
+    Args:
+        cfg: checked by `config.check`; must be called inside a Hydra job, for the choice of options.
+        folder: the run folder.
+
+    Raises:
+        ConfigError: a bound passed, a combination that cannot work, or a folder that already holds a run.
+    """
+    determinism = make(cfg, "determinism")
+    switches = determinism.prepare()  # before CUDA starts
+    device = hardware.pick(cfg.device)
+    precision = make(cfg, "precision", device=device)
+    precision.prepare()
+    tools = Tools(
+        precision=precision,
+        objective=Objective(make(cfg, "zloss"), cfg.label_smoothing),
+        clipping=make(cfg, "clipping"),
+        guard=make(cfg, "guard"),
+        learning_rate=LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps),
+        determinism=determinism,
+        seed=cfg.seed,
+    )
+    data = make(cfg, "data")
+    determinism.seed_run(cfg.seed)
+    model = make_model(cfg, data)
+    make(cfg, "init")(model)  # on the CPU, so that every device starts from the same weights
+    model.to(device)
+    state = TrainState(model, make(cfg, "optimizer")(model))
+    history = History()
+    parts = {"guard": tools.guard, "precision": precision, "history": history}
+
+    checkpoints, wandb = make(cfg, "checkpoint"), make(cfg, "wandb")
+
+    run = RunFolder(folder)
+    choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra" not in group}
+    machine = hardware.describe(device) | {"precision": precision.name, "determinism": switches}
+    fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else {"name": choices["data"]}
+    run.start(resuming=cfg.resume != "none", choices=choices, hardware=machine, data=fingerprint)
+    config = plain(cfg)
+    tracker = Tracker(Metrics(folder), wandb, Progress(cfg.log_every))
+    try:
+        wandb.start(folder, run.id, {**config, "groups": choices, "hardware": machine, "versions": versions()})
+        checkpoints.open(folder, lambda kind, step, fields: tracker.event(kind, step, **fields))
+        continue_from(cfg.resume, checkpoints, tracker, state, parts)
+    except BaseException as error:
+        tracker.close(1)
+        run.finish("failed", str(error), {})
+        raise
+    if cfg.compile:
+        model.compile()
+
+    def load(step: int) -> Batch:
+        return data.batch(position(step, state.skipped), cfg.batch_size, "train")
+
+    unit, per = ("img", "image") if cfg.data.get("modality") == "images" else ("tok", getattr(data, "per", "token"))
+    print(opening(choices, config, model, data, tools, f"{hardware.name(device)}, {hardware.threads()}", str(folder)))
+    tracker.start(cfg.steps, state.step)
+    return Job(
+        plan=Plan(cfg.steps, cfg.grad_accum_steps, cfg.eval_every, cfg.log_every),
+        state=state,
+        tools=tools,
+        batches=Prefetch(load, pin=device.type == "cuda"),
+        validation=lambda: validation(data, cfg.batch_size, cfg.eval_batches),
+        device=device,
+        checkpoints=checkpoints,
+        tracker=tracker,
+        folder=run,
+        parts=parts,
+        history=history,
+        unit=unit,
+        closing=lambda: closing(
+            step=state.step,
+            history=history,
+            skips=tools.guard.skips,
+            unit=unit,
+            per=per,
+            folder=str(folder),
+            sample=sample_text(model, data, device),
+            typed=HydraConfig.get().overrides.task,
+        ),
+    )
+
+
+def continue_from(
+    resume: str, checkpoints: NoCheckpoints, tracker: NoTracker, state: TrainState, parts: Mapping[str, Stateful]
+) -> None:
+    """Restores the checkpoint that `resume` asks for, if there is one, and forgets the metrics after it.
+
+    Args:
+        resume: `none`; `auto` for the newest of this run folder that verifies; or a checkpoint's folder.
+        checkpoints: opened.
+        tracker, state, parts: of the run.
+    """
+    if resume == "none":
+        return
+    found = checkpoints.newest() if resume == "auto" else find(Path(resume))
+    if found is not None:
+        restore(found.load(), state, parts)
+        tracker.event("resume", state.step, checkpoint=found.path.name, healthy=found.healthy)
+    tracker.rewind(state.step)
+
+
 def make(cfg: DictConfig, group: str, **given: Any) -> Any:
     """The object of a group's option, with plain Python values.
 
     Raises:
         ConfigError: a key the option does not have, or a bound passed.
     """
-    node = OmegaConf.to_container(cfg[group], resolve=True)
+    node = plain(cfg[group])
     node.pop("modality", None)
-    option = HydraConfig.get().runtime.choices.get(group, group)
+    option = HydraConfig.get().runtime.choices.get(group, group) if HydraConfig.initialized() else group
     if "_target_" not in node:
         raise ConfigError(f"{group}={option}: its YAML has no _target_, so there is nothing to build")
     try:
@@ -58,6 +162,11 @@ def make(cfg: DictConfig, group: str, **given: Any) -> Any:
         if isinstance(cause, StabletrainError):
             raise cause from None
         raise ConfigError(f"{group}={option} cannot be built: {cause}") from error
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """A configuration as plain Python values, interpolations resolved."""
+    return cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
 
 
 def innermost(error: BaseException) -> BaseException:
@@ -79,3 +188,9 @@ def make_model(cfg: DictConfig, data: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not an nn.Module")
     return model
+
+
+def validation(data: Any, size: int, limit: int | None) -> Iterator[Batch]:
+    """The validation split's batches in their fixed order: all, or the first `limit`."""
+    count = data.batches(size, "val") if hasattr(data, "batches") else DEFAULT_VAL_BATCHES
+    return (data.batch(number, size, "val") for number in range(min(count, limit or count)))

@@ -143,10 +143,7 @@ def nearest(word: str, known: Any) -> str:
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     if not near and "." in word:  # the right name under the wrong group
         last = {key.rsplit(".", 1)[-1]: key for key in known}
-        near = [
-            last[name]
-            for name in difflib.get_close_matches(word.rsplit(".", 1)[-1], list(last), n=1, cutoff=0.8)
-        ]
+        near = [last[name] for name in difflib.get_close_matches(word.rsplit(".", 1)[-1], list(last), n=1, cutoff=0.8)]
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -162,9 +159,7 @@ def explain(error: Exception, config_dir: Path, overrides: list[str]) -> str | N
         return None
     text = str(error)
     options = {
-        folder.name: sorted(f.stem for f in folder.glob("*.yaml"))
-        for folder in config_dir.iterdir()
-        if folder.is_dir()
+        folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in config_dir.iterdir() if folder.is_dir()
     }
     if match := re.search(r"Could not override '([^']+)'", text):
         hint = nearest(match[1], [*options, *known_keys(config_dir, overrides, options)])
@@ -173,7 +168,8 @@ def explain(error: Exception, config_dir: Path, overrides: list[str]) -> str | N
         group, option = match.groups()
         listed = re.search(r"Available options in '[^']+':\n((?:\t.*\n?)+)", text)
         available = listed[1].split() if listed else options.get(group, [])
-        return f"{group}={option}: there is no such option{nearest(option, available)}\noptions of {group}: {', '.join(available)}"
+        hint = nearest(option, available)
+        return f"{group}={option}: there is no such option{hint}\noptions of {group}: {', '.join(available)}"
     named = [override for override in overrides if override.partition("=")[2] in ("null", "")]
     if named:
         return f"{named[0]}: a value is missing; every group has an option that does nothing, such as none or off"

@@ -30,6 +30,14 @@ from stabletrain.config import check, explain
 from stabletrain.errors import ConfigError, Interrupted, StabletrainError
 
 
+class RunFailed(Exception):
+    """A run of a sweep did not finish, and has said why; raised so that Hydra goes on with the others."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"exit code {exit_code}")
+        self.exit_code = exit_code
+
+
 def launch(main: Callable[[], Any], config_dir: Path) -> int:
     """Runs `main`, Hydra's decorated entry point, over `sys.argv`; returns the process's exit code.
 
@@ -42,16 +50,15 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
     try:
         sys.argv[1:] = continued(typed)
         main()
-    except StabletrainError as error:  # from a run of a sweep, which has already said it
-        return error.exit_code
+    except RunFailed as failure:
+        return failure.exit_code
     except KeyboardInterrupt:
         print("\nstabletrain: stopped at once; the last checkpoint is kept", file=sys.stderr)
         return 130
     except Exception as error:
         message = explain(error, config_dir, typed)
         if message is None:
-            if not getattr(error, "said", False):
-                traceback.print_exc()
+            traceback.print_exc()
             return 1
         print(f"stabletrain: {message}", file=sys.stderr)
         return ConfigError.exit_code
@@ -63,7 +70,7 @@ def run_job(cfg: DictConfig) -> float | None:
 
     Raises:
         SystemExit: with the run's exit code, where it did not finish (single runs, and an interrupted sweep).
-        Exception: the same in a sweep, so that Hydra goes on with the others.
+        RunFailed: the same in a sweep.
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
@@ -72,7 +79,10 @@ def run_job(cfg: DictConfig) -> float | None:
         from stabletrain.build import build  # torch is loaded here, after the checks that do without
         from stabletrain.loop import run
 
-        return run(build(cfg, folder))
+        job = build(cfg, folder)
+        val_loss = run(job).val.get("val/loss")
+        print(job.closing(), flush=True)
+        return val_loss
     except Exception as error:
         if isinstance(error, StabletrainError):
             print(f"stabletrain: {error}", file=sys.stderr)
@@ -81,10 +91,10 @@ def run_job(cfg: DictConfig) -> float | None:
         if isinstance(error, Interrupted):
             print(f"continue  {again()}", file=sys.stderr)
         record_refusal(folder, error)
+        code = getattr(error, "exit_code", 1)
         if hydra.mode == RunMode.MULTIRUN and not isinstance(error, Interrupted):
-            error.said = True  # ty: ignore[unresolved-attribute]
-            raise
-        sys.exit(getattr(error, "exit_code", 1))
+            raise RunFailed(code) from None
+        sys.exit(code)
 
 
 def record_refusal(folder: Path, error: Exception) -> None:
@@ -129,9 +139,7 @@ def continued(typed: list[str]) -> list[str]:
         rest = [argument for argument in typed if not argument.startswith("resume=")]
         return [*recorded(path), *rest, "resume=auto", f"hydra.run.dir='{path}'"]
     raise SystemExit(
-        refuse(
-            f"resume={path} is neither a run folder nor a checkpoint: use auto, none, or outputs/<date>/<time>"
-        )
+        refuse(f"resume={path} is neither a run folder nor a checkpoint: use auto, none, or outputs/<date>/<time>")
     )
 
 
@@ -144,7 +152,8 @@ def refuse(message: str) -> int:
 def recorded(folder: Path) -> list[str]:
     """The overrides a run was started with, without `resume`; none where they are not recorded."""
     file = folder / ".hydra" / "overrides.yaml"
-    return [o for o in OmegaConf.load(file) if not o.startswith("resume=")] if file.exists() else []
+    overrides = [str(override) for override in OmegaConf.load(file)] if file.exists() else []
+    return [override for override in overrides if not override.startswith("resume=")]
 
 
 def newest_of_same(typed: list[str], sweep: bool) -> Path | None:
@@ -152,7 +161,7 @@ def newest_of_same(typed: list[str], sweep: bool) -> Path | None:
     same = sorted(o for o in typed if "=" in o and not o.startswith(("-", "resume=", "hydra.")))
     if sweep:
         for file in sorted(Path("multirun").glob("*/*/multirun.yaml"), reverse=True):
-            tasks = OmegaConf.load(file).hydra.overrides.task
+            tasks = [str(override) for override in OmegaConf.select(OmegaConf.load(file), "hydra.overrides.task")]
             if sorted(o for o in tasks if not o.startswith("resume=")) == same:
                 return file.parent
         return None

@@ -1,184 +1,139 @@
-"""The loop around the step: cadence, verdicts, evaluation, checkpoints and signals. It decides when, and computes nothing.
+"""The loop around the step: cadence, verdicts, evaluation, checkpoints, signals. It decides when and computes nothing.
 
 Each round launches the next step's `compute`, then reads what the step before it measured, and only then lets `commit`
 change the weights. Whoever wants to look into a withheld step finds the weights as that step found them.
 """
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-
-import torch
 
 from stabletrain.errors import Interrupted, TrainingHalted
 from stabletrain.evaluate import evaluate
+from stabletrain.job import UNITS, History, Job
 from stabletrain.machine.signals import StopRequest
-from stabletrain.records import Batch, Reading, TrainState, Verdict
-from stabletrain.state.capture import Stateful, capture
-from stabletrain.state.checkpoint import Checkpoints, NoCheckpoints
-from stabletrain.step import InFlight, Tools, commit, compute
-from stabletrain.tracking.tracker import Tracker
-
-
-@dataclass(frozen=True)
-class Plan:
-    """When what happens, in steps; see `conf/config.yaml`."""
-
-    steps: int
-    grad_accum_steps: int
-    eval_every: int
-    log_every: int
-
-
-@dataclass
-class History:
-    """What a run remembers of itself across interruptions.
-
-    Attributes:
-        best_loss: lowest validation loss so far, nats; at `best_step`.
-        val: the newest evaluation's metrics.
-        seconds: training time, without evaluations and checkpoints.
-        units: tokens or images consumed.
-    """
-
-    best_loss: float = math.inf
-    best_step: int = 0
-    val: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    units: int = 0
-
-    def state_dict(self) -> dict:
-        """For the checkpoint."""
-        return asdict(self)
-
-    def load_state_dict(self, state: dict) -> None:
-        """From a checkpoint."""
-        for name, value in state.items():
-            setattr(self, name, value)
-
-
-@dataclass
-class Job:
-    """One run, built: what `run` needs and nothing of how it was chosen.
-
-    Attributes:
-        plan: the cadence.
-        state: model, optimizer and step number.
-        tools: what acts in a step.
-        precision_state, ...: see `parts`.
-        load: the training batch of a step number, on the host.
-        validation: the batches of one evaluation, on the host.
-        device: where the model lives.
-        checkpoints: where states are saved.
-        tracker: where numbers and events go.
-        parts: everything stateful beside model and optimizer, by name.
-        history: what the run remembers of itself.
-    """
-
-    plan: Plan
-    state: TrainState
-    tools: Tools
-    load: Callable[[int], Batch]
-    validation: Callable[[], Iterator[Batch]]
-    device: torch.device
-    checkpoints: Checkpoints | NoCheckpoints
-    tracker: Tracker
-    parts: Mapping[str, Stateful]
-    history: History
+from stabletrain.records import Batch, Reading, Verdict
+from stabletrain.state.capture import capture
+from stabletrain.step import InFlight, commit, compute
 
 
 class Pace:
-    """Tokens or images a second of training: the clock stands still during evaluations and checkpoints."""
+    """Tokens or images a second of training: the clock stands still during evaluations and checkpoints.
 
-    def __init__(self) -> None:
+    Attributes:
+        rate: units a second over the last stretch.
+    """
+
+    def __init__(self, history: History) -> None:
+        self.rate = 0.0
+        self._history = history
         self._since, self._units = time.perf_counter(), 0
 
     def count(self, batch: Batch) -> None:
         """Counts a batch: one unit a target, so tokens for text and images for classes."""
         self._units += batch.targets.numel()
 
-    def lap(self) -> tuple[float, int]:
-        """Seconds and units since the last lap, which a new one follows."""
+    def measure(self) -> None:
+        """Ends a stretch, adds it to the history, and begins the next."""
         now = time.perf_counter()
-        lap = now - self._since, self._units
+        seconds = now - self._since
+        self.rate = self._units / seconds if seconds > 0 else 0.0
+        self._history.seconds += seconds
+        self._history.units += self._units
         self._since, self._units = now, 0
-        return lap
+
+    def resume(self) -> None:
+        """Begins a stretch now: what lies between the last one and now was no training."""
+        self._since = time.perf_counter()
 
 
 def run(job: Job) -> History:
-    """Trains until `plan.steps` steps are done.
+    """Trains until `plan.steps` steps are done, and records how it ended.
 
     Raises:
         Interrupted: a signal came; the state is saved.
         TrainingHalted: the guard gave up; no state is saved that was not healthy.
     """
-    plan, state, pace = job.plan, job.state, Pace()
+    try:
+        train(job)
+    except BaseException as error:
+        job.tracker.close(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1))
+        job.folder.finish(status_of(error), str(error) or type(error).__name__, final(job))
+        raise
+    finally:
+        job.batches.close()
+    job.tracker.summary(final(job))
+    job.tracker.close(0)
+    job.folder.finish("finished", None, final(job))
+    return job.history
+
+
+def status_of(error: BaseException) -> str:
+    """The status in `run.json` of a run that ended with `error`."""
+    if isinstance(error, TrainingHalted):
+        return "halted"
+    return "preempted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+
+
+def final(job: Job) -> dict[str, float]:
+    """The run's last numbers, for `run.json` and W&B's summary."""
+    history = job.history
+    return history.val | {
+        "steps": job.state.step,
+        "best/val_loss": history.best_loss,
+        "best/step": history.best_step,
+        "seconds": history.seconds,
+        f"{UNITS[job.unit]}_per_s": history.units / max(history.seconds, 1e-9),
+        **{f"guard/skipped_{kind}": count for kind, count in job.tools.guard.skips.items()},
+    }
+
+
+def train(job: Job) -> None:
+    """The loop itself."""
+    plan, state, pace = job.plan, job.state, Pace(job.history)
     in_flight: InFlight | None = None
     with StopRequest() as stop:
         while state.step < plan.steps:
-            batch = job.load(state.step)
-            micro_batches = batch.to(job.device).split(plan.grad_accum_steps)
-            computed = compute(state, micro_batches, job.tools)
+            batch = job.batches.get(state.step)
+            computed = compute(state, batch.to(job.device).split(plan.grad_accum_steps), job.tools)
             if in_flight is not None:
                 settle(job, in_flight.wait(), pace)
             in_flight = commit(state, computed, job.tools)
             pace.count(batch)
-            last = state.step == plan.steps
-            evaluating = last or state.step % plan.eval_every == 0
-            if evaluating or job.checkpoints.due(state.step) or stop.name:
+            last, stopping = state.step == plan.steps, stop.name
+            evaluating = last or (state.step % plan.eval_every == 0 and not stopping)
+            if evaluating or stopping or job.checkpoints.due(state.step):
                 settle(job, in_flight.wait(), pace)
                 in_flight = None
-                settle_time(job, pace)
-                val_loss = validate(job) if evaluating and not stop.name else None
-                if job.checkpoints.due(state.step) or last or stop.name or val_loss == job.history.best_loss:
+                pace.measure()
+                best, val_loss = job.history.best_loss, validate(job) if evaluating else None
+                improved = val_loss is not None and val_loss < best
+                if last or stopping or improved or job.checkpoints.due(state.step):
                     save(job, val_loss)
-                pace.lap()
-            if stop.name and not last:
+                pace.resume()
+            if stopping and not last:
                 job.checkpoints.wait()
-                job.tracker.event("preempt", state.step, signal=stop.name)
-                raise Interrupted(f"{stop.name} after step {state.step}: the state is saved")
+                job.tracker.event("preempt", state.step, signal=stopping)
+                raise Interrupted(f"{stopping}: stopped after step {state.step} of {plan.steps}, the state is saved")
     job.checkpoints.wait()
-    return job.history
 
 
 def settle(job: Job, reading: Reading, pace: Pace) -> None:
     """Draws the consequences of a step that is over: the guard's verdict, the log, the progress line."""
     guard = job.tools.guard
     verdict = guard.judge(reading)
-    skipped = sum(guard.skips.values())
+    metrics = reading_metrics(reading, sum(guard.skips.values()))
     if verdict is not Verdict.APPLY:
         kind = "overflow" if reading.overflow else "nonfinite"
-        job.tracker.event(
-            "skip",
-            reading.step,
-            kind=kind,
-            reason=guard.reason,
-            loss=reading.loss,
-            grad_norm=reading.grad_norm,
-        )
-        if not reading.overflow and is_round(guard.skips.get(kind, 0)):
-            job.tracker.note(
-                f"step {reading.step}: {guard.reason}; the update was withheld (skip {guard.skips[kind]})"
-            )
+        numbers = {"loss": reading.loss, "grad_norm": reading.grad_norm, "loss_scale": reading.loss_scale}
+        job.tracker.event("skip", reading.step, kind=kind, reason=guard.reason, **numbers)
+        if not reading.overflow and is_round(guard.skips[kind]):
+            job.tracker.note(f"step {reading.step}: {guard.reason}; update withheld (number {guard.skips[kind]})")
     if reading.step % job.plan.log_every == 0 or reading.step in (1, job.plan.steps):
-        seconds, units = settle_time(job, pace)
-        rate = units / seconds if seconds > 0 else 0.0
-        job.tracker.log(
-            reading.step, reading_metrics(reading, skipped) | {f"{job.tracker.unit}s_per_s": rate}
-        )
-        job.tracker.progress(reading, rate, skipped)
+        pace.measure()
+        job.tracker.log(reading.step, metrics | {f"{UNITS[job.unit]}_per_s": pace.rate})
+    job.tracker.progress(reading.step, metrics, pace.rate, job.unit, sum(guard.skips.values()))
     if verdict is Verdict.HALT:
         job.tracker.event("halt", reading.step, reason=guard.reason)
         raise TrainingHalted(f"step {reading.step}: {guard.reason}")
-
-
-def settle_time(job: Job, pace: Pace) -> tuple[float, int]:
-    """Adds the lap to the history."""
-    seconds, units = pace.lap()
-    job.history.seconds += seconds
-    job.history.units += units
-    return seconds, units
 
 
 def is_round(count: int) -> bool:
@@ -215,6 +170,5 @@ def save(job: Job, val_loss: float | None) -> None:
     """Takes a checkpoint of everything stateful; it counts as healthy while no step is being skipped."""
     state = job.state
     healthy = getattr(job.tools.guard, "consecutive", 0) == 0
-    job.checkpoints.save(
-        state.step, capture(state, job.parts), info=job.tracker.identity, healthy=healthy, val_loss=val_loss
-    )
+    tree = capture(state, job.parts)
+    job.checkpoints.save(state.step, tree, info={"run": job.folder.id}, healthy=healthy, val_loss=val_loss)

@@ -116,9 +116,7 @@ class InFlight:
         if self._arrived is not None:
             self._arrived.synchronize()
         loss, ce, zloss, norm, coef, scale, applied, overflow = self._values.tolist()
-        return Reading(
-            self._step, loss, ce, zloss, norm, coef, scale, bool(applied), bool(overflow), self._lr
-        )
+        return Reading(self._step, loss, ce, zloss, norm, coef, scale, bool(applied), bool(overflow), self._lr)
 
 
 def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Computed:
@@ -181,7 +179,7 @@ def apply(optimizer: Optimizer, gate: Tensor) -> None:
     they are. Another optimizer costs one host read. Multiplying the update by 0 would not do: 0 * NaN is NaN.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.grad_scale, optimizer.found_inf = None, (~gate).float()  # ty: ignore[unresolved-attribute]
+        optimizer.grad_scale, optimizer.found_inf = None, (~gate).float()  # ty: ignore[missing-attribute]
         optimizer.step()
     elif gate.item():
         optimizer.step()

@@ -33,9 +33,7 @@ class Tiny(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten()
-        )
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten())
         self.head = nn.Linear(4 * 4, 3)
 
     def forward(self, inputs):
@@ -62,16 +60,12 @@ def fresh(optimizer="adamw", fused=True):
 
 def batch(seed=0, size=8):
     generator = torch.Generator().manual_seed(seed)
-    return Batch(
-        torch.randn(size, 1, 4, 4, generator=generator), torch.randint(3, (size,), generator=generator)
-    )
+    return Batch(torch.randn(size, 1, 4, 4, generator=generator), torch.randint(3, (size,), generator=generator))
 
 
 def bits(state):
     """Everything a withheld step must leave alone, copied."""
-    moments = [
-        value for p in state.model.parameters() for _, value in sorted(state.optimizer.state[p].items())
-    ]
+    moments = [value for p in state.model.parameters() for _, value in sorted(state.optimizer.state[p].items())]
     tensors = [*state.model.state_dict().values(), *[m for m in moments if isinstance(m, torch.Tensor)]]
     return [tensor.detach().clone() for tensor in tensors]
 

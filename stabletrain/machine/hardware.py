@@ -16,11 +16,7 @@ def pick(wanted: str) -> torch.device:
         ConfigError: it is not there, or no device is called so.
     """
     if wanted == "auto":
-        return (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     kind, _, index = wanted.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ConfigError(f"device={wanted} is not a device: use auto, cpu, cuda or cuda:0")
@@ -28,9 +24,7 @@ def pick(wanted: str) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(index or 0) >= count:
-        raise ConfigError(
-            f"device={wanted}: this machine has {count} CUDA devices; use device=auto or device=cpu"
-        )
+        raise ConfigError(f"device={wanted}: this machine has {count} CUDA devices; use device=auto or device=cpu")
     return torch.device("cuda", int(index or 0))
 
 
@@ -53,11 +47,7 @@ def has_bf16(device: torch.device) -> bool:
 
 def has_tf32(device: torch.device) -> bool:
     """Whether the device has TF32: NVIDIA's compute capability >= 8.0."""
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def bf16_reason(device: torch.device) -> str:
@@ -74,6 +64,12 @@ def bf16_reason(device: torch.device) -> str:
 def name(device: torch.device) -> str:
     """The card's product name, or `cpu`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def threads() -> str:
+    """`2 threads`: how many PyTorch computes with on the CPU."""
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' if count > 1 else ''}"
 
 
 def describe(device: torch.device) -> dict:

@@ -55,9 +55,7 @@ class ZLoss:
 
     def __post_init__(self) -> None:
         if not self.coefficient > 0:
-            raise ConfigError(
-                f"zloss.coefficient={self.coefficient} is not above 0: use zloss=none for no z-loss"
-            )
+            raise ConfigError(f"zloss.coefficient={self.coefficient} is not above 0: use zloss=none for no z-loss")
 
     def __call__(self, logits: Float[Tensor, "n classes"], valid: Bool[Tensor, " n"]) -> Float[Tensor, ""]:
         """The sum, with its gradient to the logits of valid rows only."""

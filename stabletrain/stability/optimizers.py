@@ -102,9 +102,7 @@ class SGD:
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"optimizer.momentum={self.momentum} is outside [0, 1): 0.9 is customary")
         if self.nesterov and not self.momentum:
-            raise ConfigError(
-                "optimizer.nesterov=true with optimizer.momentum=0 does nothing: set a momentum"
-            )
+            raise ConfigError("optimizer.nesterov=true with optimizer.momentum=0 does nothing: set a momentum")
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """The optimizer over `model`'s trained parameters."""

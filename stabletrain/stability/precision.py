@@ -13,6 +13,7 @@ set explicitly in every mode, for matmul and for convolution, since PyTorch's de
 
 import contextlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -25,13 +26,14 @@ from stabletrain.records import GradNorms, LossTerms
 
 def set_tf32(allowed: bool) -> None:
     """Sets TF32 for every fp32 matmul and convolution of the process, on CUDA and in oneDNN: "tf32" or "ieee"."""
-    value = "tf32" if allowed else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = value
-    torch.backends.cudnn.conv.fp32_precision = value
-    torch.backends.cudnn.rnn.fp32_precision = value
-    torch.backends.mkldnn.matmul.fp32_precision = "ieee"  # oneDNN's "tf32" is another thing than the card's
-    torch.backends.mkldnn.conv.fp32_precision = "ieee"
-    torch.backends.mkldnn.rnn.fp32_precision = "ieee"
+    from torch.backends import cuda, cudnn, mkldnn
+
+    on_card: list[Any] = [cuda.matmul, cudnn.conv, cudnn.rnn]  # ty: ignore[missing-attribute]
+    for operation in on_card:
+        operation.fp32_precision = "tf32" if allowed else "ieee"
+    in_onednn: list[Any] = [mkldnn.matmul, mkldnn.conv, mkldnn.rnn]  # ty: ignore[missing-attribute]
+    for operation in in_onednn:
+        operation.fp32_precision = "ieee"  # what oneDNN calls tf32 is not the cards' format
 
 
 @dataclass
@@ -119,9 +121,7 @@ class LossScaled(Unscaled):
                 "0 < min_scale <= init_scale: 65536 and 1 are customary"
             )
         if self.growth_interval < 1:
-            raise ConfigError(
-                f"precision.growth_interval={self.growth_interval} is below 1: 2000 is customary"
-            )
+            raise ConfigError(f"precision.growth_interval={self.growth_interval} is below 1: 2000 is customary")
         self._scale = torch.tensor(self.init_scale, device=self.device)
         self._clean = torch.zeros((), dtype=torch.int64, device=self.device)
 

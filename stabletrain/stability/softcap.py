@@ -20,12 +20,12 @@ from stabletrain.errors import ConfigError
 
 
 def softcap(x: Float[Tensor, "*shape"], cap: float) -> Float[Tensor, "*shape"]:
-    """`cap * tanh(x / cap)` in the dtype of `x`, computed in fp32 (fp64 stays fp64).
+    """`cap * tanh(x / cap)` in fp32, or fp64 where `x` is.
 
-    In bf16 tanh rounds to 1 from about 3 caps on, where its slope `1 - tanh^2` would be lost.
+    In bf16 tanh rounds to 1 from about 3 caps on, and its slope `1 - tanh^2` would be 0.
     """
     wide = x if x.dtype == torch.float64 else x.float()
-    return (cap * torch.tanh(wide / cap)).to(x.dtype)
+    return cap * torch.tanh(wide / cap)
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Bool[Tensor, "{queries} {keys}"]:
@@ -66,15 +66,15 @@ class Gemma2Softcap:
     The scores are held in memory, `[batch, head, query, key]`, which fused attention avoids: expect a slower step.
 
     Attributes:
-        attention: cap of the attention logits, 50 in Gemma 2.
-        final: cap of the final logits, 30 in Gemma 2.
+        attention_cap: cap of the attention logits, 50 in Gemma 2.
+        final_cap: cap of the final logits, 30 in Gemma 2.
     """
 
-    attention: float
-    final_logits: float
+    attention_cap: float
+    final_cap: float
 
     def __post_init__(self) -> None:
-        for name in ("attention", "final_logits"):
+        for name in ("attention_cap", "final_cap"):
             if not (cap := getattr(self, name)) > 0:
                 raise ConfigError(f"softcap.{name}={cap} is not above 0: use softcap=none for no softcap")
 
@@ -88,13 +88,12 @@ class Gemma2Softcap:
         dropout_p: float,
     ) -> Float[Tensor, "batch head query dim"]:
         """`softmax(softcap(q k^T / sqrt(dim))) v`, in the dtype of `v`; the softmax in fp32."""
-        # Scaled before the product: in fp16 an unscaled score passes 65504 sqrt(dim) times earlier.
-        scores = softcap((q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1), self.attention)
+        scores = softcap((q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1), self.attention_cap)
         if is_causal:  # after the cap, which would turn -inf into a finite score
             scores = scores.masked_fill(~causal_mask(q.shape[-2], k.shape[-2], q.device), -torch.inf)
-        weights = torch.softmax(scores if scores.dtype == torch.float64 else scores.float(), dim=-1)
-        return F.dropout(weights.to(v.dtype), dropout_p) @ v
+        weights = torch.softmax(scores, dim=-1).to(v.dtype)
+        return F.dropout(weights, dropout_p) @ v
 
     def final(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """The capped logits, in their dtype."""
-        return softcap(logits, self.final_logits)
+        return softcap(logits, self.final_cap).to(logits.dtype)

@@ -81,9 +81,7 @@ def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> Non
         try:
             part.load_state_dict(map_tensors(torch.clone, tree["parts"][name]))
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the checkpoint's state of '{name}' does not fit ({error!r}): {FIX}"
-            ) from error
+            raise ConfigError(f"the checkpoint's state of '{name}' does not fit ({error!r}): {FIX}") from error
     live = state.model.state_dict()
     whole = {name: _like(live[name], v) if isinstance(v, Tensor) else v for name, v in tree["model"].items()}
     state.model.load_state_dict(whole)
@@ -120,8 +118,7 @@ def _capture_optimizer(state: TrainState) -> Tree:
         "kind": type(state.optimizer).__name__,
         "state": {by_index[index]: dict(values) for index, values in packed["state"].items()},
         "param_groups": [
-            {**group, "params": [by_index[index] for index in group["params"]]}
-            for group in packed["param_groups"]
+            {**group, "params": [by_index[index] for index in group["params"]]} for group in packed["param_groups"]
         ],
     }
 
@@ -158,9 +155,7 @@ def _put(live: Any, saved: Any, device: torch.device, parameter: Tensor | None =
     if isinstance(live, Tensor) and live.shape == saved.shape:
         return live.copy_(_like(live, saved))
     if parameter is not None and parameter.shape == saved.shape and device == parameter.device:
-        return torch.empty_like(parameter, dtype=saved.dtype).copy_(
-            _like(parameter, saved)
-        )  # its memory format too
+        return torch.empty_like(parameter, dtype=saved.dtype).copy_(_like(parameter, saved))  # its memory format too
     return saved.to(device, copy=True)
 
 
@@ -193,9 +188,7 @@ def _check_optimizer(tree: Tree, state: TrainState) -> None:
     names, optimizer = _names(state), state.optimizer
     kind, saved, live = type(optimizer).__name__, tree["param_groups"], optimizer.param_groups
     if tree["kind"] != kind:
-        raise ConfigError(
-            f"the checkpoint does not fit optimizer {kind}: it holds the state of {tree['kind']}: {FIX}"
-        )
+        raise ConfigError(f"the checkpoint does not fit optimizer {kind}: it holds the state of {tree['kind']}: {FIX}")
     if len(saved) != len(live):
         raise ConfigError(
             f"the checkpoint does not fit optimizer {kind}: it has {len(saved)} parameter groups, "

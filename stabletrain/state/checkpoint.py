@@ -30,19 +30,17 @@ class NoCheckpoints:
     def open(self, folder: Path, on_event: Report) -> None:
         """Nothing to open."""
 
-    def due(self, step: int) -> bool:  # noqa: ARG002
+    def due(self, step: int) -> bool:
         """Never."""
         return False
 
-    def save(
-        self, step: int, tree: Tree, *, info: Mapping[str, Any], healthy: bool, val_loss: float | None
-    ) -> None:
+    def save(self, step: int, tree: Tree, *, info: Mapping[str, Any], healthy: bool, val_loss: float | None) -> None:
         """Nothing is saved."""
 
     def wait(self) -> None:
         """Nothing is under way."""
 
-    def newest(self, *, healthy_only: bool = False) -> Checkpoint | None:  # noqa: ARG002
+    def newest(self, *, healthy_only: bool = False) -> Checkpoint | None:
         """None."""
         return None
 
@@ -69,9 +67,7 @@ class Checkpoints(NoCheckpoints):
 
     def __init__(self, every: int, keep: int, keep_best: bool, asynchronous: bool) -> None:
         if every < 1:
-            raise ConfigError(
-                f"checkpoint.every={every} is below 1 step: choose 1 or more, or checkpoint=off"
-            )
+            raise ConfigError(f"checkpoint.every={every} is below 1 step: choose 1 or more, or checkpoint=off")
         if keep < 1:
             raise ConfigError(f"checkpoint.keep={keep} is below 1: choose 1 or more, or checkpoint=off")
         self.every, self.keep, self.keep_best, self.asynchronous = every, keep, keep_best, asynchronous
@@ -98,9 +94,7 @@ class Checkpoints(NoCheckpoints):
         """Whether a checkpoint is to be taken when `step` steps are done."""
         return step > 0 and step % self.every == 0
 
-    def save(
-        self, step: int, tree: Tree, *, info: Mapping[str, Any], healthy: bool, val_loss: float | None
-    ) -> None:
+    def save(self, step: int, tree: Tree, *, info: Mapping[str, Any], healthy: bool, val_loss: float | None) -> None:
         """Copies the state to the host, then writes it in the background.
 
         Args:
@@ -176,9 +170,7 @@ class Checkpoints(NoCheckpoints):
         except BaseException as error:  # of the program, not the disk: raised where the loop waits
             self._error = error
 
-    def _write(
-        self, step: int, tree: Tree, info: Mapping[str, Any], healthy: bool, val_loss: float | None
-    ) -> dict:
+    def _write(self, step: int, tree: Tree, info: Mapping[str, Any], healthy: bool, val_loss: float | None) -> dict:
         start = time.perf_counter()
         bad = nonfinite(tree) if healthy else None
         path = disk.write(

@@ -12,8 +12,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,17 +63,22 @@ class Checkpoint:
         Raises:
             UnusableCheckpoint: a file is missing or is not what was written.
         """
-        files = _manifest(self.path)["files"]
-        skeleton = json.loads(_checked(self.path, SKELETON, files))
-        model = safetensors.torch.load(_checked(self.path, MODEL, files))
-        training = safetensors.torch.load(_checked(self.path, TRAINING, files))
-        return {"model": unflatten(skeleton["model"], model), **unflatten(skeleton["training"], training)}
+        with _trusting_nothing(self.path):
+            files, skeleton = self._open()
+            training = safetensors.torch.load(_checked(self.path, TRAINING, files))
+            model = safetensors.torch.load(_checked(self.path, MODEL, files))
+            return {"model": unflatten(skeleton["model"], model), **unflatten(skeleton["training"], training)}
 
     def load_model(self) -> dict[str, Any]:
         """The model's `state_dict` alone, on the CPU; raises as `load` does."""
+        with _trusting_nothing(self.path):
+            files, skeleton = self._open()
+            model = safetensors.torch.load(_checked(self.path, MODEL, files))
+            return unflatten(skeleton["model"], model)
+
+    def _open(self) -> tuple[dict[str, Any], Tree]:
         files = _manifest(self.path)["files"]
-        skeleton = json.loads(_checked(self.path, SKELETON, files))
-        return unflatten(skeleton["model"], safetensors.torch.load(_checked(self.path, MODEL, files)))
+        return files, json.loads(_checked(self.path, SKELETON, files))
 
 
 def write(
@@ -126,15 +131,16 @@ def peek(path: Path) -> Checkpoint:
     Raises:
         UnusableCheckpoint: it is none, was altered, or lacks bytes.
     """
-    manifest = _manifest(path)
-    for name, entry in manifest["files"].items():
-        size = (path / name).stat().st_size if (path / name).is_file() else None
-        if size is None:
-            raise UnusableCheckpoint(f"{path}: {name} is missing")
-        if size != entry["bytes"]:
-            raise UnusableCheckpoint(f"{path}: {name} has {size} bytes, the manifest says {entry['bytes']}")
-    judged = unflatten({"val_loss": manifest["val_loss"], "info": manifest["info"]}, {})
-    return Checkpoint(path, manifest["step"], manifest["healthy"], judged["val_loss"], judged["info"])
+    with _trusting_nothing(path):
+        manifest = _manifest(path)
+        for name, entry in manifest["files"].items():
+            size = (path / name).stat().st_size if (path / name).is_file() else None
+            if size is None:
+                raise UnusableCheckpoint(f"{path}: {name} is missing")
+            if size != entry["bytes"]:
+                raise UnusableCheckpoint(f"{path}: {name} has {size} bytes, the manifest says {entry['bytes']}")
+        judged = unflatten({"val_loss": manifest["val_loss"], "info": manifest["info"]}, {})
+        return Checkpoint(path, manifest["step"], manifest["healthy"], judged["val_loss"], judged["info"])
 
 
 def verify(path: Path) -> Checkpoint:
@@ -144,20 +150,18 @@ def verify(path: Path) -> Checkpoint:
         UnusableCheckpoint: it is not so; says which file and why.
     """
     found = peek(path)
-    for name, entry in _manifest(path)["files"].items():
-        with open(path / name, "rb") as file:
-            digest = hashlib.sha256()
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-        if digest.hexdigest() != entry["sha256"]:
-            raise UnusableCheckpoint(f"{path}: {name} does not match its checksum")
-    try:
+    with _trusting_nothing(path):
+        for name, entry in _manifest(path)["files"].items():
+            with open(path / name, "rb") as file:
+                digest = hashlib.sha256()
+                while chunk := file.read(CHUNK):
+                    digest.update(chunk)
+            if digest.hexdigest() != entry["sha256"]:
+                raise UnusableCheckpoint(f"{path}: {name} does not match its checksum")
         skeleton = json.loads((path / SKELETON).read_bytes())
         for part, name in (("model", MODEL), ("training", TRAINING)):
             with safe_open(path / name, framework="pt") as tensors:
                 unflatten(skeleton[part], dict.fromkeys(tensors.keys()))
-    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UnusableCheckpoint(f"{path}: its files do not hold a state ({error})") from error
     return found
 
 
@@ -210,28 +214,31 @@ def _sync(folder: Path) -> None:
             os.close(handle)
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+@contextmanager
+def _trusting_nothing(path: Path) -> Generator[None, None, None]:
+    """Whatever goes wrong in reading says that this is no checkpoint: a file's content is anybody's."""
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        written = manifest.pop("sha256")
-        if manifest["format"] != FORMAT:
-            raise UnusableCheckpoint(
-                f"{path}: format {manifest['format']} is not {FORMAT}, which this version reads"
-            )
-        if written != _digest(manifest) or manifest["files"].keys() != {MODEL, TRAINING, SKELETON}:
-            raise UnusableCheckpoint(f"{path}: {MANIFEST} does not match its checksum")
+        yield
     except FileNotFoundError as error:
-        raise UnusableCheckpoint(f"{path}: {MANIFEST} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UnusableCheckpoint(f"{path}: {MANIFEST} cannot be read ({type(error).__name__})") from error
+        raise UnusableCheckpoint(f"{path}: {Path(error.filename).name} is missing") from error
+    except OSError as error:
+        raise UnusableCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnusableCheckpoint(f"{path}: its files do not hold a state ({type(error).__name__})") from error
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    manifest = json.loads((path / MANIFEST).read_bytes())
+    written = manifest.pop("sha256")
+    if manifest["format"] != FORMAT:
+        raise UnusableCheckpoint(f"{path}: format {manifest['format']} is not {FORMAT}, which this version reads")
+    if written != _digest(manifest) or manifest["files"].keys() != {MODEL, TRAINING, SKELETON}:
+        raise UnusableCheckpoint(f"{path}: {MANIFEST} does not match its checksum")
     return manifest
 
 
 def _checked(path: Path, name: str, files: Mapping[str, Any]) -> bytes:
-    try:
-        content = (path / name).read_bytes()
-    except OSError as error:
-        raise UnusableCheckpoint(f"{path}: {name} cannot be read ({error.strerror})") from error
+    content = (path / name).read_bytes()
     if hashlib.sha256(content).hexdigest() != files[name]["sha256"]:
         raise UnusableCheckpoint(f"{path}: {name} does not match its checksum")
     return content

@@ -31,9 +31,7 @@ def pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     Raises:
         TypeError: a dtype that the format does not know.
     """
-    order = sorted(
-        tensors, key=lambda name: (-tensors[name].element_size(), name)
-    )  # so that each one is aligned
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each one is aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:

@@ -15,9 +15,7 @@ NAN, INF = math.nan, math.inf
 def gate(guard, loss, norm):
     value = torch.tensor(loss)
     return bool(
-        guard.gate(
-            LossTerms(value, value, torch.zeros(())), GradNorms(torch.tensor(norm), torch.tensor([norm]))
-        )
+        guard.gate(LossTerms(value, value, torch.zeros(())), GradNorms(torch.tensor(norm), torch.tensor([norm])))
     )
 
 

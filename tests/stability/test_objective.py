@@ -23,9 +23,7 @@ def test_z_loss_value_and_gradient_equal_the_closed_form():
     log_z = torch.log(torch.exp(wide).sum(-1))
     torch.testing.assert_close(value, 1e-4 * log_z**2)
     (gradient,) = torch.autograd.grad(value.sum(), wide)
-    torch.testing.assert_close(
-        gradient, 2e-4 * log_z[:, None] * torch.softmax(wide, -1)
-    )  # d(c z^2) = 2 c z softmax
+    torch.testing.assert_close(gradient, 2e-4 * log_z[:, None] * torch.softmax(wide, -1))  # d(c z^2) = 2 c z softmax
 
 
 def test_z_loss_of_large_bf16_logits_is_computed_in_fp32():

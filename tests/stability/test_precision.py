@@ -85,9 +85,7 @@ def test_auto_takes_bf16_on_ampere_and_fp16_on_volta_and_says_why(card):
     assert isinstance(volta, LossScaled)
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"), [({"avx512_bf16"}, "bf16"), ({"amx_bf16"}, "bf16"), ({"avx2"}, "fp32")]
-)
+@pytest.mark.parametrize(("flags", "expected"), [({"avx512_bf16"}, "bf16"), ({"amx_bf16"}, "bf16"), ({"avx2"}, "fp32")])
 def test_auto_on_a_cpu_goes_by_its_flags(monkeypatch, flags, expected):
     monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset(flags))
     assert precision.auto(CPU, **FP16).name == expected
@@ -128,9 +126,7 @@ def test_the_scale_halves_on_overflow_and_doubles_after_clean_steps_in_a_row():
     assert step(scaler, 1.0, float("inf"))
     assert scaler.loss_scale() == 512
     assert [step(scaler, 1.0, 1.0) for _ in range(2)] == [False, False]
-    assert step(scaler, 1.0, float("nan")), (
-        "the third clean step did not come: an overflow starts the count afresh"
-    )
+    assert step(scaler, 1.0, float("nan")), "the third clean step did not come: an overflow starts the count afresh"
     assert scaler.loss_scale() == 256
     for _ in range(3):
         step(scaler, 1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Capture and restore: training goes on bitwise as if nothing had happened, or a message says what does not fit."""
+"""After a restore, training goes on bitwise as if nothing had happened; what does not fit is named."""
 
 import copy
 import json
@@ -9,7 +9,7 @@ from torch import nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
-from stabletrain.state.capture import capture, restore
+from stabletrain.state.capture import _home, capture, restore
 from stabletrain.state.tree import flatten, to_host, unflatten
 
 
@@ -42,9 +42,7 @@ class Counter:
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.9, 0.95)),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "amsgrad": lambda p: torch.optim.Adam(
-        p, lr=torch.tensor(1e-2), amsgrad=True, foreach=False, capturable=False
-    ),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2), amsgrad=True, foreach=False, capturable=False),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True),
 }
@@ -212,6 +210,15 @@ def test_how_the_update_is_computed_stays_the_running_programs():
     assert fused.optimizer.state[fused.model.conv.weight]["step"] == 2
 
 
+def test_where_new_state_lives_follows_pytorchs_rule():
+    """A step counter is the host's, unless the kernel reads it on the device; `meta` stands for another device."""
+    parameter = torch.zeros(2, device="meta")
+    assert _home("step", parameter, {"fused": None, "capturable": False}) == torch.device("cpu")
+    for group in ({"fused": True}, {"capturable": True}):
+        assert _home("step", parameter, group) == parameter.device
+    assert _home("exp_avg", parameter, {}) == parameter.device
+
+
 def test_names_are_the_models_own_when_it_is_compiled_in_place():
     state = begin()
     names = list(state.model.state_dict())
@@ -285,9 +292,7 @@ def test_a_sharded_model_is_gathered_and_cut_up_again(tmp_path):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    distributed.init_process_group(
-        "gloo", store=distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
-    )
+    distributed.init_process_group("gloo", store=distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
 

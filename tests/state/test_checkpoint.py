@@ -1,6 +1,7 @@
 """A checkpoint is complete or absent, and never trusted before every byte of it is what was written."""
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -11,7 +12,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -24,7 +27,7 @@ from stabletrain.state import disk
 from stabletrain.state.capture import capture
 from stabletrain.state.checkpoint import Checkpoints, NoCheckpoints
 from stabletrain.state.disk import Checkpoint, UnusableCheckpoint
-from stabletrain.state.folder import find
+from stabletrain.state.folder import by_val_loss, find
 
 
 def tree(step: int) -> dict:
@@ -36,15 +39,18 @@ class Run:
 
     def __init__(self, folder: Path, **options) -> None:
         self.events: list[tuple[str, int, dict]] = []
-        policy = {"every": 10, "keep": 2, "keep_best": True, "asynchronous": False}
+        policy: dict[str, Any] = {"every": 10, "keep": 2, "keep_best": True, "asynchronous": False}
         self.checkpoints = Checkpoints(**(policy | options))
         self.checkpoints.open(folder, lambda *event: self.events.append(event))
         self.folder = folder / "checkpoints"
 
     def save(self, step, healthy=True, val_loss=None, **kwargs):
-        self.checkpoints.save(
-            step, kwargs.get("tree", tree(step)), info={}, healthy=healthy, val_loss=val_loss
-        )
+        self.checkpoints.save(step, kwargs.get("tree", tree(step)), info={}, healthy=healthy, val_loss=val_loss)
+
+    def newest(self, **options) -> Checkpoint:
+        found = self.checkpoints.newest(**options)
+        assert found is not None
+        return found
 
     def steps(self):
         return sorted(int(path.name[5:]) for path in self.folder.iterdir())
@@ -63,7 +69,7 @@ def test_what_is_saved_is_what_is_loaded(run):
     state.optimizer.step()
     info = {"wandb": "abc", "seen": math.inf}
     run.checkpoints.save(20, capture(state, {}), info=info, healthy=True, val_loss=math.nan)
-    found = run.checkpoints.newest()
+    found = run.newest()
     assert (found.path, found.step, found.healthy, found.info) == (
         run.folder / "step-00000020",
         20,
@@ -78,7 +84,7 @@ def test_what_is_saved_is_what_is_loaded(run):
         assert torch.equal(loaded["model"][name], value)
         assert torch.equal(found.load_model()[name], value)
     moments = loaded["optimizer"]["state"]["0.weight"]
-    assert torch.equal(moments["exp_avg"], state.optimizer.state[model[0].weight]["exp_avg"])
+    assert torch.equal(moments["exp_avg"], state.optimizer.state[next(model.parameters())]["exp_avg"])
 
 
 def test_any_program_reads_the_model_by_its_own_names(run):
@@ -88,8 +94,10 @@ def test_any_program_reads_the_model_by_its_own_names(run):
     file = run.folder / "step-00000010" / "model.safetensors"
     other = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     other.load_state_dict(safetensors.torch.load_file(file))
-    assert torch.equal(other[0].weight, model[0].weight)
-    assert file.stat().st_mode & 0o777 == 0o666 & ~(os.umask(0) | os.umask(0o022))
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    mask = os.umask(0)
+    os.umask(mask)
+    assert file.stat().st_mode & 0o777 == 0o666 & ~mask  # others may read it, as far as the user lets them
 
 
 def test_the_state_may_change_as_soon_as_save_returns(tmp_path):
@@ -97,7 +105,7 @@ def test_the_state_may_change_as_soon_as_save_returns(tmp_path):
     live = torch.ones(1 << 20)
     run.checkpoints.save(10, {"model": {"w": live}}, info={}, healthy=True, val_loss=None)
     live.fill_(7.0)
-    assert torch.equal(run.checkpoints.newest().load()["model"]["w"], torch.ones(1 << 20))
+    assert torch.equal(run.newest().load()["model"]["w"], torch.ones(1 << 20))
 
 
 def test_training_does_not_wait_for_the_disk_but_the_next_save_does(tmp_path, monkeypatch):
@@ -121,15 +129,15 @@ def test_due_every_so_many_steps_and_never_at_0(run):
 # ------------------------------------------------------------------------------------------------ damage
 
 
-def flip(path: Path, at: int = -1) -> None:
+def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[at] ^= 1
+    content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
 FILES = ["model.safetensors", "training.safetensors", "state.json", "manifest.json"]
 
-DAMAGE = {f"flipped-{name}": lambda c, n=name: flip(c / n, len((c / n).read_bytes()) // 2) for name in FILES}
+DAMAGE: dict[str, Callable[[Path], Any]] = {f"flipped-{name}": lambda c, n=name: flip(c / n) for name in FILES}
 DAMAGE |= {f"truncated-{name}": lambda c, n=name: os.truncate(c / n, 20) for name in FILES}
 DAMAGE |= {f"missing-{name}": lambda c, n=name: (c / n).unlink() for name in FILES}
 DAMAGE |= {f"empty-{name}": lambda c, n=name: (c / n).write_bytes(b"") for name in FILES}
@@ -138,10 +146,17 @@ DAMAGE |= {
     "a-file": lambda c: (shutil.rmtree(c), c.write_text("not a folder")),
     "another-steps": lambda c: (shutil.rmtree(c), shutil.copytree(c.with_name("step-00000010"), c)),
     "other-format": lambda c: rewrite_manifest(c, format=99),
+    "edited": lambda c: edit(c / "manifest.json", '"healthy": true', '"healthy": false'),
     "no-object": lambda c: (c / "manifest.json").write_text("[]"),
     "deep": lambda c: (c / "manifest.json").write_text("[" * 100_000),
     "escaping": lambda c: rewrite_manifest(c, files={"../../secret": {"bytes": 1, "sha256": ""}}),
 }
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
 
 
 def rewrite_manifest(checkpoint: Path, **changes) -> None:
@@ -158,7 +173,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_reason(run, damage, capsys
     run.save(20)
     DAMAGE[damage](run.folder / "step-00000020")
     run.events.clear()
-    assert run.checkpoints.newest().step == 10
+    assert run.newest().step == 10
     [(kind, step, fields)] = run.events
     assert (kind, step) == ("checkpoint_skipped", 20)
     printed = capsys.readouterr().err
@@ -170,17 +185,15 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_reason(run, damage, capsys
 def test_a_damaged_file_is_named(run):
     run.save(10)
     flip(run.folder / "step-00000010" / "training.safetensors")
-    with pytest.raises(
-        UnusableCheckpoint, match=r"step-00000010: training.safetensors does not match its checksum"
-    ):
+    with pytest.raises(UnusableCheckpoint, match=r"step-00000010: training.safetensors does not match its checksum"):
         disk.verify(run.folder / "step-00000010")
 
 
 def test_damage_after_verifying_is_noticed_when_loading(run):
     run.save(10)
-    found = run.checkpoints.newest()
+    found = run.newest()
     flip(found.path / "model.safetensors")
-    with pytest.raises(UnusableCheckpoint, match="model.safetensors does not match"):
+    with pytest.raises(UnusableCheckpoint, match=r"model.safetensors does not match"):
         found.load()
 
 
@@ -247,8 +260,16 @@ def test_the_newest_and_the_best_are_kept(run):
     for step, loss in [(10, 3.0), (20, 1.0), (30, 2.0), (40, 2.5), (50, math.nan)]:
         run.save(step, val_loss=loss)
     assert run.steps() == [20, 40, 50]
-    assert run.checkpoints.best().step == 20
-    assert run.checkpoints.newest().step == 50
+    best = run.checkpoints.best()
+    assert best is not None
+    assert best.step == 20
+    assert run.newest().step == 50
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([3.0, math.nan, 1.0, -math.inf])))
+def test_a_loss_that_is_no_number_is_never_the_best(order):
+    known = [Checkpoint(Path(str(i)), i, True, loss, {}) for i, loss in enumerate([*order, None])]
+    assert [c.val_loss for c in by_val_loss(known)] == [1.0, 3.0]
 
 
 def test_without_keep_best_only_the_newest_are_kept(tmp_path):
@@ -264,8 +285,8 @@ def test_the_last_healthy_one_outlives_any_number_of_sick_ones(run):
     for step in range(30, 80, 10):
         run.save(step, healthy=False, val_loss=0.0)
     assert run.steps() == [20, 60, 70]
-    assert run.checkpoints.newest().step == 70
-    assert run.checkpoints.newest(healthy_only=True).step == 20
+    assert run.newest().step == 70
+    assert run.newest(healthy_only=True).step == 20
     assert run.checkpoints.best() is None
 
 
@@ -275,7 +296,7 @@ def test_a_damaged_one_does_not_push_out_the_last_whole_one(run):
     (run.folder / "step-00000020" / "model.safetensors").unlink()
     run.save(30, healthy=False)
     run.save(40, healthy=False)
-    assert run.checkpoints.newest(healthy_only=True).step == 10
+    assert run.newest(healthy_only=True).step == 10
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -285,12 +306,10 @@ def test_weights_or_moments_that_are_not_finite_are_never_healthy(run, where, ba
     sick["optimizer"]["state"]["w"] = {"exp_avg": torch.zeros(3)}
     (sick["model"]["w"] if where == "model" else sick["optimizer"]["state"]["w"]["exp_avg"])[2] = bad
     run.save(10, tree=sick)
-    assert not run.checkpoints.newest().healthy
+    assert not run.newest().healthy
     [(kind, _, fields)] = run.events
     assert (kind, fields["healthy"]) == ("checkpoint", False)
-    assert fields["reason"] == (
-        "w is not finite" if where == "model" else "optimizer/w/exp_avg is not finite"
-    )
+    assert fields["reason"] == ("w is not finite" if where == "model" else "optimizer/w/exp_avg is not finite")
 
 
 def test_a_rollback_forgets_the_future_but_never_the_last_healthy_one(run):
@@ -306,8 +325,8 @@ def test_a_step_reached_again_is_replaced(run):
     run.save(10, val_loss=1.0)
     run.save(10, val_loss=2.0, tree=tree(11))
     assert run.steps() == [10]
-    assert run.checkpoints.newest().val_loss == 2.0
-    assert run.checkpoints.newest().load()["step"] == 11
+    assert run.newest().val_loss == 2.0
+    assert run.newest().load()["step"] == 11
 
 
 def test_one_set_aside_to_be_replaced_comes_back_and_other_leftovers_go(tmp_path, run):
@@ -317,7 +336,7 @@ def test_one_set_aside_to_be_replaced_comes_back_and_other_leftovers_go(tmp_path
     shutil.copytree(run.folder / ".step-00000010.old-1", run.folder / ".step-00000030.gone-1")
     again = Run(tmp_path)
     assert again.steps() == [10]
-    assert again.checkpoints.newest().step == 10
+    assert again.newest().step == 10
 
 
 # ------------------------------------------------------------------------------------------ the disk fails
@@ -344,12 +363,10 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path, capfd, async
     assert [path.name for path in run.folder.iterdir()] == ["step-00000010"]
     printed = capfd.readouterr().err
     assert printed.count("\n") == 1
-    assert (
-        f"the checkpoint of step 20 was not written ({os.strerror(errno.EFBIG)}): training goes on" in printed
-    )
+    assert f"the checkpoint of step 20 was not written ({os.strerror(errno.EFBIG)}): training goes on" in printed
     run.save(40)
     run.checkpoints.wait()
-    assert run.checkpoints.newest().step == 40
+    assert run.newest().step == 40
 
 
 def test_a_failure_while_replacing_leaves_the_old_one(run, monkeypatch):
@@ -366,7 +383,7 @@ def test_a_failure_while_replacing_leaves_the_old_one(run, monkeypatch):
     run.save(10, tree=tree(11))
     assert run.events[-1][0] == "checkpoint_failed"
     assert run.steps() == [10]
-    assert run.checkpoints.newest().load()["step"] == 10
+    assert run.newest().load()["step"] == 10
 
 
 def test_every_byte_is_on_the_disk_before_the_name_appears(run, monkeypatch):
@@ -417,7 +434,7 @@ for n in range(rounds):
         while True:
             step += 1
             for again in (0, 1):  # each step twice: the second replaces the first
-                tree = {"model": {f"w{i}": torch.full((1 << 14,), float(step)) for i in range(8)}, "step": step}
+                tree = {"model": {f"w{i}": torch.full((1 << 14,), step * 1.0) for i in range(8)}, "step": step}
                 checkpoints.save(step, tree, info={"step": step}, healthy=step % 3 != 0, val_loss=1.0 / step)
                 checkpoints.wait()
                 os.write(written, b"%d\n" % step)
@@ -460,15 +477,13 @@ def test_kill_9_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path,
         raise SystemExit(signal.SIGKILL)
 
     monkeypatch.setattr(Path, "rename", killed)
-    monkeypatch.setattr(disk.shutil, "rmtree", lambda *a, **k: None)
-    monkeypatch.setattr(
-        Path, "exists", lambda self: self.name.startswith("step")
-    )  # its clean-up does not run either
+    monkeypatch.setattr(disk.shutil, "rmtree", lambda *_, **__: None)
+    monkeypatch.setattr(Path, "exists", lambda self: self.name[0] == "s")  # nor does its clean-up run
     with pytest.raises(SystemExit):
         disk.write(run.folder, tree(11), step=10, info={}, healthy=True, val_loss=None)
     monkeypatch.undo()
     assert not (run.folder / "step-00000010").exists()
-    assert Run(tmp_path).checkpoints.newest().load()["step"] == 10
+    assert Run(tmp_path).newest().load()["step"] == 10
 
 
 # ------------------------------------------------------------------------------------------ without a run
@@ -501,6 +516,7 @@ def test_find_says_what_is_wrong_where_there_is_none(tmp_path, run):
 
 @pytest.mark.parametrize("key", ["every", "keep"])
 def test_a_number_out_of_bounds_is_refused_by_name(key):
-    good = {"every": 1, "keep": 1, "keep_best": True, "asynchronous": True}
+    options: dict[str, Any] = {"every": 1, "keep": 1, "keep_best": True, "asynchronous": True}
+    options[key] = 0
     with pytest.raises(ConfigError, match=rf"checkpoint.{key}=0 is below 1.*checkpoint=off"):
-        Checkpoints(**(good | {key: 0}))
+        Checkpoints(**options)

@@ -1,4 +1,4 @@
-"""A tree survives the way through JSON and safetensors bit for bit, and its host copy is nobody else's memory."""
+"""A tree survives the way through JSON and safetensors bit for bit; its host copy is nobody else's memory."""
 
 import json
 import math
@@ -96,6 +96,15 @@ def test_the_library_reads_what_is_written_in_every_dtype(dtype):
         assert back[name].dtype == tensor.dtype
         assert back[name].shape == tensor.shape
         assert torch.equal(back[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+
+def test_every_tensor_lies_aligned_in_the_file():
+    tensors = {"a": torch.zeros(3, dtype=torch.uint8), "b": torch.zeros(1, dtype=torch.float64), "c": torch.zeros(1)}
+    content = b"".join(pieces(tensors))
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    for name, tensor in tensors.items():
+        assert (8 + length + header[name]["data_offsets"][0]) % tensor.element_size() == 0
 
 
 def test_a_dtype_the_format_lacks_is_refused():

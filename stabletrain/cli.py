@@ -1,0 +1,73 @@
+"""`stabletrain`: what one does with runs and data beside training them.
+
+    stabletrain prepare <text or data set> <out>    token shards for data=tokens
+    stabletrain sample <run>                        text from a trained model
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from stabletrain.errors import ConfigError, StabletrainError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a subcommand; returns the process's exit code."""
+    parser = argparse.ArgumentParser(prog="stabletrain", description="Beside `python train.py`: data and runs.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    from stabletrain.data import prepare
+
+    preparing = commands.add_parser("prepare", help="turn text into token shards for data=tokens")
+    prepare.add_arguments(preparing)
+    preparing.set_defaults(run=prepare.run)
+
+    sampling = commands.add_parser("sample", help="write text with a trained model")
+    sampling.add_argument("run", type=Path, help="a run folder, or one of its checkpoints")
+    sampling.add_argument("--prompt", help="what the text begins with (default: the data's own)")
+    sampling.add_argument("--tokens", type=int, default=500, help="how many to add (default: %(default)s)")
+    sampling.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")
+    sampling.add_argument("--top-k", type=int, default=50, help="draw from so many likeliest (default: %(default)s)")
+    sampling.add_argument("--seed", type=int, default=0, help="of the drawing (default: %(default)s)")
+    sampling.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
+    sampling.set_defaults(run=sample)
+
+    chosen = parser.parse_args(arguments)
+    try:
+        chosen.run(chosen)
+    except StabletrainError as error:
+        print(f"stabletrain: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def sample(chosen: argparse.Namespace) -> None:
+    """Prints text that the run's model continues from the prompt."""
+    import torch
+    from omegaconf import OmegaConf
+
+    from stabletrain.build import make, make_model
+    from stabletrain.models.sampling import generate
+    from stabletrain.state.folder import find
+
+    checkpoint = find(chosen.run, best=chosen.best)
+    file = checkpoint.path.parent.parent / ".hydra" / "config.yaml"
+    if not file.exists():
+        raise ConfigError(f"{chosen.run}: the run's configuration, {file}, is missing: name a run folder that train.py made")
+    cfg = OmegaConf.load(file)
+    data = make(cfg, "data")
+    if not hasattr(data, "encode"):
+        raise ConfigError(f"{chosen.run}: its model was trained on {cfg.data._target_}, which is no text to continue")
+    model = make_model(cfg, data)
+    model.load_state_dict(checkpoint.load_model())
+    prompt = torch.tensor([data.encode(data.prompt if chosen.prompt is None else chosen.prompt)])
+    generator = torch.Generator().manual_seed(chosen.seed)
+    tokens = generate(model, prompt, chosen.tokens, chosen.temperature, chosen.top_k, generator)
+    print(data.decode(tokens[0].tolist()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,3 @@
+"""INTERIM, to be replaced."""
+def position(step, skipped):
+    return step

@@ -1,0 +1,98 @@
+"""One run, built: what the loop needs, and nothing of how it was chosen."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from stabletrain.records import Batch, TrainState
+from stabletrain.state.capture import Stateful
+from stabletrain.state.checkpoint import NoCheckpoints
+from stabletrain.step import Tools
+from stabletrain.tracking.run import RunFolder
+from stabletrain.tracking.tracker import NoTracker
+
+UNITS = {"tok": "tokens", "img": "images"}
+"""What the pace counts, in short and in the metrics."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When what happens, in steps; see `conf/config.yaml`."""
+
+    steps: int
+    grad_accum_steps: int
+    eval_every: int
+    log_every: int
+
+
+@dataclass
+class History:
+    """What a run remembers of itself across interruptions.
+
+    Attributes:
+        best_loss: lowest validation loss so far, nats; at `best_step`.
+        val: the newest evaluation's metrics.
+        seconds: training time, without evaluations and checkpoints.
+        units: tokens or images consumed.
+    """
+
+    best_loss: float = math.inf
+    best_step: int = 0
+    val: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    units: int = 0
+
+    def state_dict(self) -> dict:
+        """For the checkpoint."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict) -> None:
+        """From a checkpoint."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """Training batches by step number; see `data/prefetch.py`."""
+
+    def get(self, step: int) -> Batch: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class Job:
+    """One run, built.
+
+    Attributes:
+        plan: the cadence.
+        state: model, optimizer and step number.
+        tools: what acts in a step.
+        batches: the training batch of a step number, on the host.
+        validation: the batches of one evaluation, on the host.
+        device: where the model lives.
+        checkpoints: where states are saved.
+        tracker: where numbers and events go.
+        folder: `run.json`.
+        parts: everything stateful beside model and optimizer, by name.
+        history: what the run remembers of itself.
+        unit: what the pace counts: `tok` or `img`.
+        closing: what a person reads last; asked for when the run is over.
+    """
+
+    plan: Plan
+    state: TrainState
+    tools: Tools
+    batches: Batches
+    validation: Callable[[], Iterator[Batch]]
+    device: torch.device
+    checkpoints: NoCheckpoints
+    tracker: NoTracker
+    folder: RunFolder
+    parts: Mapping[str, Stateful]
+    history: History
+    unit: str
+    closing: Callable[[], str]

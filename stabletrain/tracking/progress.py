@@ -1,0 +1,160 @@
+"""What a person watching sees: one live line on a terminal, plain lines of the same content anywhere else.
+
+    step  300/1500 ━━━━━━╸━━━━━━━━━ loss 2.31  grad 0.84  lr 2.9e-03  27.4k tok/s  skipped 0  1:32 left
+
+Where the line does not fit, its least important parts go first: skipped (while it is 0), lr, rate, grad.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+LEAST_BAR, MOST_BAR = 8, 40
+"""Columns of the bar."""
+
+DROPPED_FIRST = ("quiet", "lr", "rate", "grad", "left", "skipped")
+"""Parts of the line in the order in which they are given up; step and loss always stay."""
+
+REFRESH = 0.1
+"""Seconds between two pictures of the live line."""
+
+
+class Progress:
+    """The live line, or plain lines.
+
+    Attributes:
+        log_every: steps between two plain lines.
+    """
+
+    def __init__(self, log_every: int, stream: Any = None) -> None:
+        """`stream`, a text file, defaults to standard output; live on a terminal that can move its cursor."""
+        self.log_every = log_every
+        self._stream = stream or sys.stdout
+        self._live: Any = None
+        self._parts: dict[str, str] = {}
+        self._first = self._step = self._total = 0
+        self._started = self._drawn = time.monotonic()
+
+    def start(self, total: int, first: int) -> None:
+        """Begins at `first` steps done of `total`."""
+        self._total, self._first, self._step = total, first, first
+        self._started = time.monotonic()
+        if self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+            from rich.console import Console
+            from rich.live import Live
+
+            console = Console(file=self._stream, highlight=False)
+            self._live = Live(console=console, auto_refresh=False, get_renderable=self._picture)
+            self._live.start()
+
+    def update(self, step: int, metrics: Mapping[str, Any], rate: float, unit: str, skipped: int) -> None:
+        """Shows a step.
+
+        Args:
+            step: steps done.
+            metrics: of which `train/loss`, `grad/norm` and `lr` are shown.
+            rate: samples or tokens a second.
+            unit: what `rate` counts, `tok` or `img`.
+            skipped: steps withheld so far.
+        """
+        self._step = step
+        self._parts = parts(step, self._total, metrics, rate, unit, skipped, self._seconds_left())
+        if self._live is None:
+            if step % self.log_every == 0 or step == self._total:
+                self._print("  ".join(self._parts.values()))
+        elif time.monotonic() - self._drawn >= REFRESH or step == self._total:
+            self._drawn = time.monotonic()
+            self._live.refresh()
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the live one."""
+        if self._live is None:
+            self._print(text)
+        else:
+            self._live.console.print(text, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leaves the last picture standing; may be called twice."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _print(self, text: str) -> None:
+        with suppress(OSError):  # whoever read along is gone (`| head`): no reason to stop training
+            print(text, file=self._stream, flush=True)
+
+    def _seconds_left(self) -> float | None:
+        done = self._step - self._first
+        return (time.monotonic() - self._started) / done * (self._total - self._step) if done > 0 else None
+
+    def _picture(self) -> Any:
+        from rich.text import Text
+
+        if not self._parts:
+            return Text("")
+        words = fit(self._parts, self._live.console.width)
+        bar = bar_of(self._step / max(self._total, 1), words.pop("bar"))
+        head, *rest = words.items()
+        text = Text(head[1] + " ", no_wrap=True, overflow="crop")
+        text.append(bar[0], style="green").append(bar[1], style="bright_black").append(" ")
+        return text.append("  ".join(word for _, word in rest))
+
+
+def parts(
+    step: int, total: int, metrics: Mapping[str, Any], rate: float, unit: str, skipped: int, left: float | None
+) -> dict[str, str]:
+    """The words of the line by name, in order; what is not known is left out."""
+    words = {"step": f"step {step:>{len(str(total))}}/{total}"}
+    if "train/loss" in metrics:
+        words["loss"] = f"loss {short(metrics['train/loss'])}"
+    if "grad/norm" in metrics:
+        words["grad"] = f"grad {short(metrics['grad/norm'])}"
+    if "lr" in metrics:
+        words["lr"] = f"lr {metrics['lr']:.1e}"
+    words["rate"] = f"{thousands(rate)} {unit}/s"
+    words["skipped" if skipped else "quiet"] = f"skipped {skipped}"
+    if left is not None:
+        words["left"] = f"{clock(left)} left"
+    return words
+
+
+def fit(words: Mapping[str, str], width: int) -> dict[str, Any]:
+    """The words that fit beside a bar into `width` columns, and `bar`, its columns (0 if there is room for none)."""
+    kept = dict(words)
+    for name in (None, *DROPPED_FIRST):
+        kept.pop(name or "", None)
+        room = width - len("  ".join(kept.values()))  # the bar stands where two spaces would: "step ━━━ loss"
+        if room >= LEAST_BAR:
+            break
+    return {**kept, "bar": min(room, MOST_BAR) if room >= LEAST_BAR else 0}
+
+
+def bar_of(share: float, columns: int) -> tuple[str, str]:
+    """The done and the open part of a bar, by half columns."""
+    halves = round(min(max(share, 0.0), 1.0) * columns * 2)
+    done = "━" * (halves // 2) + "╸" * (halves % 2)
+    return done, "━" * (columns - len(done))
+
+
+def short(value: float) -> str:
+    """Three digits or so: 2.31, 0.0042, 1234, 1.2e+05, nan."""
+    size = abs(value)
+    return f"{value:.2f}" if 0.1 <= size < 1000 else f"{value:.0f}" if 1000 <= size < 1e5 else f"{value:.2g}"
+
+
+def thousands(value: float) -> str:
+    """950, 27.4k, 1.2M."""
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{letter}"
+    return f"{value:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """1:32, 2:05:00."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,0 +1,139 @@
+"""`run.json`: what a run is, on what it ran, and how it ended; written whole or not at all."""
+
+import json
+import os
+import platform
+import secrets
+import shlex
+import string
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from stabletrain.errors import ConfigError
+from stabletrain.tracking.metrics import now, numbers, plain, replace
+
+STATUSES = ("running", "finished", "halted", "preempted", "failed")
+
+PACKAGES = ("stabletrain", "torch", "torchvision", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
+"""Whose versions are recorded."""
+
+
+class RunFolder:
+    """A run's folder and its `run.json`.
+
+    Attributes:
+        path: the folder.
+        id: eight letters and digits, the same for a run and whatever continues it; empty before `start`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.id = ""
+        self._record: dict[str, Any] = {}
+
+    def start(
+        self,
+        *,
+        resuming: bool,
+        choices: Mapping[str, Any],
+        hardware: Mapping[str, Any],
+        data: Mapping[str, Any],
+    ) -> str:
+        """Writes `run.json` with status `running`.
+
+        Args:
+            resuming: continue the run that the folder holds, if it holds one: same id, same start.
+            choices: option chosen in each config group.
+            hardware: what it runs on.
+            data: fingerprint of the data set.
+
+        Returns:
+            the run's id.
+
+        Raises:
+            ConfigError: the folder holds a run, and this is not to continue it.
+        """
+        earlier, metrics = self.read(), self.path / "metrics.jsonl"
+        if not resuming and (earlier.get("id") or (metrics.exists() and metrics.stat().st_size)):
+            raise ConfigError(
+                f"hydra.run.dir={self.path} already holds run {earlier.get('id')} ({earlier.get('status')}): continue "
+                "it with resume=auto, or choose another hydra.run.dir"
+            )
+        time = now()
+        self.id = earlier.get("id") or "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
+        self._record = {
+            "id": self.id,
+            "status": "running",
+            "reason": None,
+            "started": earlier.get("started") or time,
+            "resumed": [*(earlier.get("resumed") or []), time] if earlier.get("id") else [],
+            "ended": None,
+            "git": git(Path(__file__).parents[2]),
+            "choices": dict(choices),
+            "hardware": dict(hardware),
+            "versions": versions(),
+            "data": dict(data),
+            "command": shlex.join(sys.orig_argv),
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "final": {},
+        }
+        self._write()
+        return self.id
+
+    def finish(self, status: str, reason: str | None, final: Mapping[str, Any]) -> None:
+        """Writes how the run ended.
+
+        Args:
+            status: finished, halted, preempted or failed.
+            reason: one line for people; None where there is nothing to say.
+            final: the last metrics; NaN and infinities as in `metrics.jsonl`.
+        """
+        assert status in STATUSES[1:], status
+        self._record |= {"status": status, "reason": reason, "ended": now(), "final": dict(final)}
+        try:
+            self._write()
+        except OSError as error:  # the run is over and its weights are safe: no reason to call it failed
+            print(f"stabletrain: {self.path / 'run.json'} still says running ({error})", file=sys.stderr)
+
+    def read(self) -> dict[str, Any]:
+        """What `run.json` says; empty where there is none that can be read."""
+        try:
+            record = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return numbers(record) if isinstance(record, dict) else {}
+
+    def _write(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        replace(self.path / "run.json", json.dumps(plain(self._record), allow_nan=False, indent=2) + "\n")
+
+
+def git(checkout: Path) -> dict[str, Any] | None:
+    """Commit of a checkout, and whether tracked files differ from it; None where it is none of its own."""
+
+    def ask(*words: str) -> str:
+        command = ["git", "-C", str(checkout), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        if Path(ask("rev-parse", "--show-toplevel")).resolve() != checkout.resolve():
+            return None  # installed somewhere inside another project's checkout
+        return {"commit": ask("rev-parse", "HEAD"), "dirty": ask("status", "--porcelain", "-uno") != ""}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that decide what a run computes."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:  # a loaded module knows more than its metadata: torch's says which CUDA it was built for
+            found[package] = str(getattr(sys.modules.get(package), "__version__", None) or version(package))
+        except PackageNotFoundError:
+            found[package] = None
+    return found

@@ -1,0 +1,119 @@
+"""Law 4: resume is exact. Interrupted anywhere and continued, a run ends as if nothing had been."""
+
+import json
+
+import pytest
+import torch
+
+from stabletrain.build import build
+from stabletrain.loop import run
+from stabletrain.tracking.metrics import read_jsonl
+from tests.laws import kills
+from tests.runs import TINY_GPT, TINY_RESNET, composed
+
+STEPS = 12
+CLOCK = {"time", "tokens_per_s", "images_per_s"}
+
+
+class Crash(Exception):
+    """What a killed process looks like from inside: nothing more runs."""
+
+
+def trained(folder, *overrides, crash_at=None):
+    with composed(*overrides) as cfg:
+        job = build(cfg, folder)
+        get = job.batches.get
+
+        def crashing(step):
+            if step == crash_at:
+                raise Crash
+            return get(step)
+
+        job.batches.get = crashing
+        if crash_at is None:
+            run(job)
+        else:
+            with pytest.raises(Crash):
+                run(job)
+    return job
+
+
+def newest(folder):
+    return kills.everything(max((folder / "checkpoints").glob("step-*")))
+
+
+def metrics(folder):
+    return [{k: v for k, v in line.items() if k not in CLOCK} for line in read_jsonl(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("tiny", [[*TINY_GPT, "model.dropout=0.1"], TINY_RESNET], ids=["gpt", "resnet"])
+@pytest.mark.parametrize("crash_at", [1, 5, 11])
+def test_crash_and_resume_equals_never_having_stopped(tmp_path, tiny, precision, crash_at):
+    chosen = [*tiny, f"precision={precision}", f"steps={STEPS}", "eval_every=4", "checkpoint.every=5", "log_every=1"]
+    if precision == "fp16":
+        chosen += ["precision.init_scale=1e9", "precision.growth_interval=3"]  # so that the scale moves
+    trained(tmp_path / "whole", *chosen)
+    trained(tmp_path / "cut", *chosen, crash_at=crash_at)
+    resumed = trained(tmp_path / "cut", *chosen, "resume=auto")
+    assert newest(tmp_path / "cut") == newest(tmp_path / "whole")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    assert resumed.state.step == STEPS
+
+
+def test_the_example_would_notice_a_lost_scale_guard_or_moment(tmp_path):
+    """Each stateful thing is really in the comparison above."""
+    chosen = [*TINY_GPT, "precision=fp16", "precision.init_scale=1e9", "steps=5", "checkpoint.every=5"]
+    trained(tmp_path, *chosen)
+    kept = newest(tmp_path)
+    assert kept["state"]["training"]["parts"]["guard"]["skips"]["overflow"] > 0
+    assert any("exp_avg" in name for name in kept["names"])
+    assert any("precision" in name for name in kept["names"])
+
+
+def test_a_resumed_run_keeps_its_identity_and_says_so(tmp_path):
+    chosen = [*TINY_GPT, "steps=6", "checkpoint.every=3"]
+    trained(tmp_path, *chosen, crash_at=4)
+    first = json.loads((tmp_path / "run.json").read_text())
+    assert first["status"] == "failed"
+    trained(tmp_path, *chosen, "resume=auto")
+    second = json.loads((tmp_path / "run.json").read_text())
+    assert (second["id"], second["status"], len(second["resumed"])) == (first["id"], "finished", 1)
+    (event,) = [e for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "resume"]
+    assert (event["step"], event["checkpoint"]) == (3, "step-00000003")
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    chosen = [*TINY_GPT, "steps=4"]
+    trained(tmp_path, *chosen)
+    before = newest(tmp_path), metrics(tmp_path)
+    job = trained(tmp_path, *chosen, "resume=auto")
+    assert (newest(tmp_path), metrics(tmp_path)) == before
+    assert job.history.val["val/loss"] == before[1][-1]["val/loss"]
+
+
+def test_resuming_with_another_learning_rate_uses_it(tmp_path):
+    """A changed key changes the result: the checkpoint's optimizer does not bring its old rate along."""
+    chosen = [*TINY_GPT, "steps=6", "checkpoint.every=3", "schedule=constant", "warmup=none", "log_every=1"]
+    trained(tmp_path, *chosen, crash_at=4)
+    trained(tmp_path, *chosen, "resume=auto", "optimizer.lr=0.125")
+    assert [line["lr"] for line in metrics(tmp_path) if "lr" in line] == [3e-3] * 3 + [0.125] * 3
+
+
+def test_kill_minus_nine_at_random_moments(tmp_path):
+    """Three real kills of a real process; `python -m tests.laws.kills` does thirty."""
+    report = kills.campaign(tmp_path, kills=3, seed=0)
+    assert report.kills == 3
+    assert report.identical, report.difference
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_first_difference(tmp_path):
+    trained(tmp_path, *TINY_GPT, "steps=2")
+    from stabletrain.errors import ConfigError
+
+    with composed(*TINY_GPT, "steps=4", "model.n_embd=32", "resume=auto") as cfg, pytest.raises(
+        ConfigError, match="does not fit the model: 'embedding.weight' is \\[256, 16\\]"
+    ):
+        build(cfg, tmp_path)
+    assert torch.isfinite(torch.tensor(1.0))
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"

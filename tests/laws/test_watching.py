@@ -1,0 +1,35 @@
+"""Law 2: watching changes nothing. Logging, evaluating and saving at every step or never: bitwise-equal weights."""
+
+import pytest
+import torch
+
+from stabletrain.build import build
+from stabletrain.loop import run
+from stabletrain.state.capture import capture
+from stabletrain.state.tree import flatten
+from tests.runs import TINY_GPT, TINY_RESNET, composed
+
+ALWAYS = ["log_every=1", "eval_every=1", "checkpoint.every=1", "checkpoint.asynchronous=true", "wandb=offline"]
+NEVER = ["log_every=1000", "eval_every=1000", "checkpoint=off", "wandb=disabled"]
+
+
+def trained(folder, *overrides):
+    with composed(*overrides) as cfg:
+        torch.manual_seed(7)  # for determinism=off, which seeds nothing itself
+        job = build(cfg, folder)
+        torch.manual_seed(8)
+        run(job)
+    return flatten(capture(job.state, {"precision": job.parts["precision"], "guard": job.parts["guard"]}))
+
+
+@pytest.mark.parametrize("determinism", ["seeded", "off"])
+@pytest.mark.parametrize("tiny", [[*TINY_GPT, "model.dropout=0.2"], TINY_RESNET], ids=["gpt", "resnet"])
+def test_watching_everything_or_nothing_gives_the_same_bits(tmp_path, tiny, determinism):
+    chosen = [*tiny, f"determinism={determinism}", "precision=bf16", "steps=6"]
+    watched, watched_skeleton = trained(tmp_path / "watched", *chosen, *ALWAYS)
+    unwatched, skeleton = trained(tmp_path / "unwatched", *chosen, *NEVER)
+    assert watched_skeleton == skeleton
+    assert watched.keys() == unwatched.keys()
+    for name, value in watched.items():
+        assert torch.equal(value, unwatched[name]), name
+    assert len((tmp_path / "watched" / "metrics.jsonl").read_text().splitlines()) == 12, "a line and an evaluation a step"

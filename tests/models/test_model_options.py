@@ -1,0 +1,69 @@
+"""The YAML files of model, qknorm, softcap and init: each builds, and has the numbers it states."""
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.utils import get_class, instantiate
+from omegaconf import OmegaConf
+
+CONF = Path(__file__).parents[2] / "conf"
+FILLED = {"vocab_size": 256, "block_size": 64, "num_classes": 1000, "in_channels": 3}
+
+
+def load(group: str, option: str) -> dict[str, Any]:
+    """An option's keys without those that only the build reads."""
+    keys: Any = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"), resolve=False)
+    return {key: value for key, value in keys.items() if key not in ("defaults", "modality")}
+
+
+def build(option: str, **given: int) -> torch.nn.Module:
+    model = load("model", option)
+    model |= {key: (FILLED | given)[key] for key, value in model.items() if value is None}
+    parts = {group: load(group, "none") for group in ("qknorm", "softcap")}
+    return instantiate(OmegaConf.create({"model": model} | parts).model)
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "size"),
+    [
+        ("gpt_nano", {}, 853_120),
+        ("gpt_mini", {}, 10_818_432),
+        ("gpt2", {"vocab_size": 50257, "block_size": 1024}, 124_439_808),
+        ("resnet20", {"num_classes": 10}, 269_722),
+        ("resnet18", {}, 11_689_512),
+        ("resnet50", {}, 25_557_032),
+    ],
+)
+def test_a_model_has_the_parameters_its_first_line_states(option: str, given: dict[str, int], size: int) -> None:
+    with torch.device("meta"):
+        model = build(option, **given)
+    assert sum(p.numel() for p in model.parameters()) == size
+    stated = re.search(r"([\d.]+) M parameters", (CONF / "model" / f"{option}.yaml").read_text().splitlines()[0])
+    assert stated is not None
+    digits = len(stated[1].partition(".")[2])
+    assert f"{size / 1e6:.{digits}f}" == stated[1]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for g in ("model", "qknorm", "softcap", "init") for p in sorted((CONF / g).glob("*"))],
+    ids=lambda path: f"{path.parent.name}={path.stem}",
+)
+def test_an_option_opens_with_its_name_and_names_every_argument(path: Path) -> None:
+    keys = load(path.parent.name, path.stem)
+    assert path.read_text().startswith(f"# {path.stem}: ")
+    target = get_class(keys.pop("_target_"))
+    assert set(keys) == set(inspect.signature(target).parameters)
+    if dataclasses.is_dataclass(target):
+        assert dataclasses.asdict(target(**keys)) == keys
+
+
+def test_the_null_keys_become_the_sizes_of_the_data() -> None:
+    model = build("gpt_nano")
+    logits = model(torch.randint(256, (2, 64)))
+    assert logits.shape == (2, 64, 256)

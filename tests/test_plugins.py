@@ -1,0 +1,77 @@
+"""A user's own model and data, from a folder outside the project, trained by the ordinary command."""
+
+import json
+import textwrap
+
+import pytest
+
+from tests.runs import command
+
+CODE = '''
+import torch
+from torch import nn
+from stabletrain.records import Batch
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+class Data:
+    """Three clouds of points; one poisoned batch, if asked for."""
+    def __init__(self, noise, poisoned_step=None):
+        self.noise, self.poisoned_step = noise, poisoned_step
+
+    def batch(self, step, size, split):
+        generator = torch.Generator().manual_seed(step + (10**6 if split == "val" else 0))
+        targets = torch.randint(3, (size,), generator=generator)
+        inputs = torch.eye(8)[targets] + self.noise * torch.randn(size, 8, generator=generator)
+        if split == "train" and step == self.poisoned_step:
+            inputs[0, 0] = float("nan")
+        return Batch(inputs, targets)
+'''
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    """A config folder of the user's, beside the code it names."""
+    (tmp_path / "mine.py").write_text(textwrap.dedent(CODE))
+    for group, text in {
+        "model": "_target_: mine.Model\nwidth: 16\n",
+        "data": "_target_: mine.Data\nnoise: 0.1\npoisoned_step: null\n",
+    }.items():
+        (tmp_path / "conf" / group).mkdir(parents=True)
+        (tmp_path / "conf" / group / "mine.yaml").write_text(text)
+    return tmp_path
+
+
+def run(plugin, *overrides):
+    chosen = ["model=mine", "data=mine", "steps=60", "eval_every=60", "batch_size=16", "wandb=disabled", "device=cpu"]
+    where = ["--config-dir", str(plugin / "conf"), "hydra.run.dir=run"]
+    done = command(*where, *chosen, "optimizer.lr=0.03", *overrides, cwd=plugin, PYTHONPATH=str(plugin))
+    return done, plugin / "run"
+
+
+def test_a_users_model_and_data_are_trained_evaluated_and_guarded(plugin):
+    done, folder = run(plugin, "data.poisoned_step=7")
+    assert done.returncode == 0, done.stderr
+    record = json.loads((folder / "run.json").read_text())
+    assert record["final"]["val/accuracy"] > 0.99
+    assert record["choices"]["model"] == "mine"
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [(e["step"], e["kind"]) for e in events if e["event"] == "skip"] == [(8, "nonfinite")]
+
+
+def test_a_mistake_in_a_users_yaml_is_one_message(plugin):
+    done, _ = run(plugin, "model.width=many")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "stabletrain: model.width=many is not a whole number: the default is 16"
+
+
+def test_qknorm_with_a_model_that_does_not_take_it_is_refused(plugin):
+    done, _ = run(plugin, "stability=qknorm")
+    assert done.returncode == 2
+    assert "qknorm=layernorm does nothing with model=mine" in done.stderr
