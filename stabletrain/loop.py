@@ -54,7 +54,9 @@ def run(job: Job) -> History:
     """
     try:
         train(job)
+        job.checkpoints.wait()
     except BaseException as error:
+        job.checkpoints.settle()
         job.tracker.close(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1))
         job.folder.finish(status_of(error), str(error) or type(error).__name__, final(job))
         raise
@@ -113,7 +115,6 @@ def train(job: Job) -> None:
                 job.checkpoints.wait()
                 job.tracker.event("preempt", state.step, signal=stopping)
                 raise Interrupted(f"{stopping}: stopped after step {state.step} of {plan.steps}, the state is saved")
-    job.checkpoints.wait()
 
 
 def settle(job: Job, reading: Reading, pace: Pace) -> None:

@@ -16,8 +16,9 @@ from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
 from stabletrain.state.tree import Tree, map_tensors
 
-HOW_NOT_WHAT = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
-"""Keys of a parameter group that say how the update is computed: they stay as the running program chose."""
+NOT_RESTORED = frozenset({"params", "peak_lr"})
+"""Keys of a parameter group that stay as the running program chose, beside the optimizer's own arguments: a learning
+rate that was changed for the resumed run is meant."""
 
 FIX = "resume with the options the run began with, or start a new run in another folder"
 
@@ -126,7 +127,7 @@ def _capture_optimizer(state: TrainState) -> Tree:
 def _restore_optimizer(tree: Tree, state: TrainState) -> None:
     names, optimizer = _names(state), state.optimizer
     for group, saved in zip(optimizer.param_groups, tree["param_groups"], strict=True):
-        for key in saved.keys() - HOW_NOT_WHAT:
+        for key in saved.keys() - NOT_RESTORED - optimizer.defaults.keys():
             group[key] = _put(group.get(key), saved[key], torch.device("cpu"))
         for parameter in group["params"]:
             values = tree["state"].get(names[parameter])

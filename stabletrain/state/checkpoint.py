@@ -127,6 +127,12 @@ class Checkpoints(NoCheckpoints):
         if error is not None:
             raise error
 
+    def settle(self) -> None:
+        """Returns when the last write has ended; for a run that is ending with an error of its own already."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
     def newest(self, *, healthy_only: bool = False) -> Checkpoint | None:
         """The newest checkpoint that verifies; others are reported with their reason and passed over."""
         self.wait()

@@ -33,7 +33,7 @@ class Metrics:
         """One line: `step`, `time` (seconds since 1970) and the values, floats in full precision."""
         self._metrics.append({"step": step, "time": round(time.time(), 3), **values})
 
-    def event(self, kind: str, step: int, **fields: Any) -> None:
+    def event(self, kind: str, step: int, /, **fields: Any) -> None:
         """One line: `event`, `step`, `time` (ISO 8601, UTC) and the fields."""
         self._events.append({"event": kind, "step": step, "time": now(), **fields})
 

@@ -17,7 +17,7 @@ class NoTracker:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Records the metrics of a step, under the names of the config groups: `train/loss`, `grad/norm`, `lr` ..."""
 
-    def event(self, kind: str, step: int, **fields: Any) -> None:
+    def event(self, kind: str, step: int, /, **fields: Any) -> None:
         """Records that something happened: skip, spike, rollback, checkpoint, resume, preempt, alarm, halt."""
 
     def note(self, text: str) -> None:
@@ -55,7 +55,7 @@ class Tracker(NoTracker):
         self._metrics.log(step, metrics)
         self._wandb.log(step, metrics)
 
-    def event(self, kind: str, step: int, **fields: Any) -> None:
+    def event(self, kind: str, step: int, /, **fields: Any) -> None:
         self._metrics.event(kind, step, **fields)
 
     def note(self, text: str) -> None:
