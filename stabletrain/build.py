@@ -7,17 +7,16 @@ data (`vocab_size`, `block_size`, `num_classes`, `in_channels`); and a precision
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
 
+from stabletrain.config import make, plain
 from stabletrain.data.order import position
 from stabletrain.data.prefetch import Prefetch
-from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.errors import ConfigError
 from stabletrain.job import History, Job, Plan
 from stabletrain.machine import hardware
 from stabletrain.records import Batch, TrainState
@@ -142,38 +141,6 @@ def continue_from(
         restore(found.load(), state, parts)
         tracker.event("resume", state.step, checkpoint=found.path.name, healthy=found.healthy)
     tracker.rewind(state.step)
-
-
-def make(cfg: DictConfig, group: str, **given: Any) -> Any:
-    """The object of a group's option, with plain Python values.
-
-    Raises:
-        ConfigError: a key the option does not have, or a bound passed.
-    """
-    node = plain(cfg[group])
-    node.pop("modality", None)
-    option = HydraConfig.get().runtime.choices.get(group, group) if HydraConfig.initialized() else group
-    if "_target_" not in node:
-        raise ConfigError(f"{group}={option}: its YAML has no _target_, so there is nothing to build")
-    try:
-        return instantiate(node, **given, _convert_="all")
-    except InstantiationException as error:
-        cause = innermost(error)
-        if isinstance(cause, StabletrainError):
-            raise cause from None
-        raise ConfigError(f"{group}={option} cannot be built: {cause}") from error
-
-
-def plain(cfg: DictConfig) -> dict[str, Any]:
-    """A configuration as plain Python values, interpolations resolved."""
-    return cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
-
-
-def innermost(error: BaseException) -> BaseException:
-    """The error that started a chain of them."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def make_model(cfg: DictConfig, data: Any) -> nn.Module:

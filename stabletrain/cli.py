@@ -1,7 +1,7 @@
 """`stabletrain`: what one does with runs and data beside training them.
 
-    stabletrain prepare <text or data set> <out>    token shards for data=tokens
-    stabletrain sample <run>                        text from a trained model
+stabletrain prepare <text or data set> <out>    token shards for data=tokens
+stabletrain sample <run>                        text from a trained model
 """
 
 import argparse
@@ -49,14 +49,17 @@ def sample(chosen: argparse.Namespace) -> None:
     import torch
     from omegaconf import OmegaConf
 
-    from stabletrain.build import make, make_model
+    from stabletrain.build import make_model
+    from stabletrain.config import make
     from stabletrain.models.sampling import generate
     from stabletrain.state.folder import find
 
     checkpoint = find(chosen.run, best=chosen.best)
     file = checkpoint.path.parent.parent / ".hydra" / "config.yaml"
     if not file.exists():
-        raise ConfigError(f"{chosen.run}: the run's configuration, {file}, is missing: name a run folder that train.py made")
+        raise ConfigError(
+            f"{chosen.run}: the run's configuration, {file}, is missing: name a run folder that train.py made"
+        )
     cfg = OmegaConf.load(file)
     data = make(cfg, "data")
     if not hasattr(data, "encode"):

@@ -9,14 +9,17 @@ import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from stabletrain.errors import ConfigError
+from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.stability.schedule import LearningRate
 
 LOWEST = {
     "steps": 1,
@@ -52,6 +55,39 @@ def check(cfg: DictConfig) -> None:
             f"the nearest batch_size is {max(1, cfg.batch_size // cfg.grad_accum_steps) * cfg.grad_accum_steps}"
         )
     check_parts(cfg, choices)
+    LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps)  # its bounds need no torch
+
+
+def make(cfg: DictConfig, group: str, **given: Any) -> Any:
+    """The object of a group's option, with plain Python values.
+
+    Raises:
+        ConfigError: a key the option does not have, or a bound passed.
+    """
+    node = plain(cfg[group])
+    node.pop("modality", None)
+    option = HydraConfig.get().runtime.choices.get(group, group) if HydraConfig.initialized() else group
+    if "_target_" not in node:
+        raise ConfigError(f"{group}={option}: its YAML has no _target_, so there is nothing to build")
+    try:
+        return instantiate(node, **given, _convert_="all")
+    except InstantiationException as error:
+        cause = innermost(error)
+        if isinstance(cause, StabletrainError):
+            raise cause from None
+        raise ConfigError(f"{group}={option} cannot be built: {cause}") from error
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """A configuration as plain Python values, interpolations resolved."""
+    return cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
+
+
+def innermost(error: BaseException) -> BaseException:
+    """The error that started a chain of them."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -79,7 +115,8 @@ def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
         default = defaults[key]
         if default is None or fits(value, default):
             continue
-        raise ConfigError(f"{key}={show(value)} is not {kind_of(default)}: the default is {show(default)}")
+        hint = f"write {key}={int(value)}" if whole(value) else f"the default is {show(default)}"
+        raise ConfigError(f"{key}={show(value)} is not {kind_of(default)}: {hint}")
     if missing := sorted(set(defaults) - set(values)):
         raise ConfigError(
             f"{missing[0]} was taken away: every group has an option that does nothing, such as none or off"
@@ -93,6 +130,11 @@ def fits(value: Any, default: Any) -> bool:
     if isinstance(default, float):
         return isinstance(value, int | float)
     return isinstance(value, type(default))
+
+
+def whole(value: Any) -> bool:
+    """Whether `value` is a float that could be written as an int, such as 1e3."""
+    return isinstance(value, float) and value.is_integer()
 
 
 def kind_of(default: Any) -> str:
@@ -155,14 +197,20 @@ def explain(error: Exception, config_dir: Path, overrides: list[str]) -> str | N
         config_dir: the project's `conf/`, where the real names are looked up.
         overrides: what was typed.
     """
-    if type(error).__module__.split(".")[0] not in ("hydra", "omegaconf", "antlr4"):
+    if not {"hydra", "omegaconf", "antlr4"} & {raised_in(error), type(error).__module__.split(".")[0]}:
         return None
     text = str(error)
     options = {
         folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in config_dir.iterdir() if folder.is_dir()
     }
     if match := re.search(r"Could not override '([^']+)'", text):
-        hint = nearest(match[1], [*options, *known_keys(config_dir, overrides, options)])
+        known = known_keys(config_dir, overrides, options)
+        hint = nearest(match[1], [*options, *known])
+        group = match[1].partition(".")[0]
+        if not hint and group in options:
+            own = sorted(key for key in known if key.startswith(f"{group}.") and "_target_" not in key)
+            keys = f"has the keys {', '.join(own)}" if own else "has no keys"
+            hint = f"; the chosen {group} {keys}; other options of {group}: {', '.join(options[group])}"
         return f"{match[1]}: there is no such key{hint or '; python train.py --help lists them'}"
     if match := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
         group, option = match.groups()
@@ -175,6 +223,14 @@ def explain(error: Exception, config_dir: Path, overrides: list[str]) -> str | N
         return f"{named[0]}: a value is missing; every group has an option that does nothing, such as none or off"
     lines = text.strip().splitlines() or [type(error).__name__]
     return f"the command line cannot be read: {lines[0]}"
+
+
+def raised_in(error: Exception) -> str:
+    """The package whose code raised `error`: Hydra's parser answers some typing errors with a bare ValueError."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else trace.tb_frame.f_globals.get("__name__", "").split(".")[0]
 
 
 def known_keys(config_dir: Path, overrides: list[str], options: dict[str, list[str]]) -> list[str]:

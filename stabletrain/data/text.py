@@ -1,19 +1,195 @@
-"""INTERIM, to be replaced."""
-import sysconfig, pathlib, numpy as np, torch
-from stabletrain.records import Batch
-class Stdlib:
-    vocab_size=256; per="byte"; prompt="\ndef "; summary="stdlib interim"
-    def __init__(self, block_size, seed):
-        p=pathlib.Path(sysconfig.get_paths()["stdlib"])
-        fs=[f for f in sorted(p.rglob("*.py")) if not {"site-packages","test","tests","__pycache__","idle_test"}&set(f.relative_to(p).parts)]
-        b=b"".join(f.read_bytes() for f in fs); self.data=np.frombuffer(b,np.uint8); self.block_size=block_size; self.seed=seed
-        self.n=int(len(self.data)*.98)
-    def batch(self, step,size,split):
-        rng=np.random.default_rng([self.seed,step,split=="val"])
-        if split=="val": o=self.n+(np.arange(size)+step*size)*self.block_size
-        else: o=rng.integers(0,self.n-self.block_size-1,size)
-        w=np.stack([self.data[i:i+self.block_size+1] for i in o]).astype(np.int64)
-        return Batch(torch.from_numpy(w[:,:-1]),torch.from_numpy(w[:,1:]))
-    def batches(self,size,split): return (len(self.data)-self.n-1)//self.block_size//size
-    def encode(self,t): return list(t.encode())
-    def decode(self,i): return bytes(i).decode(errors="replace")
+"""Text: files are read as bytes, and each byte is a token, so any text is data without a tokenizer."""
+
+import hashlib
+import os
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+
+from stabletrain.data.files import find_text
+from stabletrain.data.order import place
+from stabletrain.data.tokenizers import Bytes
+from stabletrain.data.windows import Windows
+from stabletrain.errors import ConfigError
+
+MANY = 20   # files from which on whole files are held out
+NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+class Pieces:
+    """Bytes of files put one after another; a `Stream`.
+
+    Args:
+        pieces: (file, offset in it, bytes), in order.
+    """
+
+    def __init__(self, pieces: list[tuple[str, int, bytes]]) -> None:
+        self._bytes = np.frombuffer(b"".join(content for _, _, content in pieces), np.uint8)
+        self._where = [(name, offset) for name, offset, _ in pieces]
+        self._starts = np.cumsum([0] + [len(content) for _, _, content in pieces])
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Bytes `start ... stop - 1` as uint8."""
+        return self._bytes[start:stop]
+
+    def locate(self, position: int) -> str:
+        """`file:offset` of a byte."""
+        piece = int(np.searchsorted(self._starts, position, "right")) - 1
+        name, offset = self._where[piece]
+        return f"{name}:{offset + position - int(self._starts[piece])}"
+
+
+class Corpus(Windows):
+    """Byte-level text of a list of files.
+
+    With 20 files or more, whole files are held out for validation, chosen by a hash of their names alone (and the
+    one of lowest hash if that chooses none); with fewer, the last `val_fraction` of each. Neither depends on the
+    seed: runs of different seeds are measured on the same text.
+
+    Args:
+        name: what people call it.
+        where: the key and its value, for errors.
+        root: folder of the files.
+        files: names relative to `root`.
+        block_size: bytes in a sample.
+        val_fraction: share held out, in (0, 1).
+        seed: names the order.
+        prompt: a fitting start for generated text.
+        skip_unreadable: leave out files that cannot be read, where otherwise they are an error.
+
+    Raises:
+        ConfigError: a value is out of range, a file cannot be read, or there is too little text.
+    """
+
+    vocab_size = Bytes.vocab_size
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        where: str,
+        root: Path,
+        files: list[str],
+        block_size: int,
+        val_fraction: float,
+        seed: int,
+        prompt: str,
+        skip_unreadable: bool = False,
+    ) -> None:
+        if not 0 < val_fraction < 1:
+            raise ConfigError(f"data.val_fraction={val_fraction} is not between 0 and 1: 0.1 holds out a tenth")
+        contents: list[tuple[str, bytes]] = []
+        for file in files:
+            try:
+                contents.append((file, (root / file).read_bytes()))
+            except OSError as error:
+                if not skip_unreadable:
+                    raise ConfigError(f"{where}: {root / file} cannot be read ({error.strerror}): move it away") from None
+        train: list[tuple[str, int, bytes]] = []
+        val: list[tuple[str, int, bytes]] = []
+        if len(contents) >= MANY:
+            limit = max(val_fraction, min(place(file) for file, _ in contents) + 2**-60)
+            for file, content in contents:
+                (val if place(file) < limit else train).append((str(root / file), 0, content))
+        else:
+            for file, content in contents:
+                cut = len(content) - round(len(content) * val_fraction)
+                train.append((str(root / file), 0, content[:cut]))
+                val.append((str(root / file), cut, content[cut:]))
+        super().__init__(Pieces(train), Pieces(val), block_size=block_size, seed=seed, where=where, unit="bytes")
+        self.name, self.prompt = name, prompt
+        self._files, self._sizes = [file for file, _ in contents], [len(content) for _, content in contents]
+
+    @property
+    def summary(self) -> str:
+        """Name, size and number of files."""
+        number = f"{len(self._files):,} file{'s' if len(self._files) != 1 else ''}"
+        return f"{self.name}, {sum(self._sizes) / 1e6:.1f} MB, {number}"
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """What was read: name, sizes and a BLAKE2b hash of names, sizes and both splits' bytes."""
+        digest = hashlib.blake2b(repr(list(zip(self._files, self._sizes, strict=True))).encode(), digest_size=16)
+        for stream in (self._train, self._val):
+            digest.update(np.ascontiguousarray(stream.read(0, len(stream))).data)
+        return {
+            "name": self.name,
+            "files": len(self._files),
+            "train_tokens": len(self._train),
+            "val_tokens": len(self._val),
+            "hash": digest.hexdigest(),
+        }
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of `text` in UTF-8."""
+        return Bytes().encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of bytes."""
+        return Bytes().decode(ids)
+
+
+class Text(Corpus):
+    """Any text: a file, all text files below a folder, or all that a glob matches (`find_text` has the rule).
+
+    Args:
+        path: file, folder or glob, relative to the folder the user stands in.
+        block_size: bytes in a sample.
+        val_fraction: share held out for validation.
+        seed: names the order.
+
+    Raises:
+        ConfigError: as `Corpus`, or the path is not set or not there.
+    """
+
+    def __init__(self, path: str | None, block_size: int = 256, val_fraction: float = 0.1, seed: int = 0) -> None:
+        if path is None:
+            raise ConfigError("data.path is not set: data=text needs data.path=<file, folder or glob>")
+        root, files = find_text(path, "data.path")
+        super().__init__(
+            name=Path(path).name or str(path),
+            where=f"data.path={path}",
+            root=root,
+            files=files,
+            block_size=block_size,
+            val_fraction=val_fraction,
+            seed=seed,
+            prompt="\n",
+        )
+
+
+class Stdlib(Corpus):
+    """The Python standard library's own source: some 11 MB of text that is there wherever this runs.
+
+    Tests, installed packages and files that cannot be read are left out. What it holds depends on the Python
+    version; `fingerprint` tells two versions apart.
+
+    Args:
+        block_size: bytes in a sample.
+        val_fraction: share of the files held out for validation.
+        seed: names the order.
+
+    Raises:
+        ConfigError: as `Corpus`, as on a Python that keeps its library in an archive.
+    """
+
+    def __init__(self, block_size: int = 128, val_fraction: float = 0.02, seed: int = 0) -> None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = []
+        for folder, below, names in os.walk(root):
+            below[:] = [n for n in below if n not in NOT_THE_LIBRARY]
+            files += [Path(folder, n).relative_to(root).as_posix() for n in names if n.endswith(".py")]
+        super().__init__(
+            name="stdlib",
+            where=f"data=stdlib ({root})",
+            root=root,
+            files=sorted(files),
+            block_size=block_size,
+            val_fraction=val_fraction,
+            seed=seed,
+            prompt="def ",
+            skip_unreadable=True,
+        )

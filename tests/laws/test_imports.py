@@ -14,7 +14,7 @@ NOUNS = {"records", "errors"}
 MAY_SEE = {
     "records": set(),
     "errors": set(),
-    "config": NOUNS,
+    "config": NOUNS | {"stability"},
     "launch": NOUNS | {"config", "build", "loop"},
     "step": NOUNS | {"watch"},
     "evaluate": NOUNS | {"step"},
@@ -28,7 +28,8 @@ MAY_SEE = {
     "job": NOUNS | {"step", "state", "tracking"},
     "loop": NOUNS | {"job", "step", "evaluate", "state", "machine"},
     "summary": NOUNS | {"models"},
-    "build": NOUNS | {"job", "summary", "step", "stability", "watch", "models", "data", "state", "machine", "tracking"},
+    "build": NOUNS
+    | {"config", "job", "summary", "step", "stability", "watch", "models", "data", "state", "machine", "tracking"},
     "cli": NOUNS | {"build", "config", "data", "models", "state", "tracking", "machine"},
     "train": NOUNS | {"launch"},
 }

@@ -111,8 +111,9 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_first_difference(tmp_
     trained(tmp_path, *TINY_GPT, "steps=2")
     from stabletrain.errors import ConfigError
 
-    with composed(*TINY_GPT, "steps=4", "model.n_embd=32", "resume=auto") as cfg, pytest.raises(
-        ConfigError, match="does not fit the model: 'embedding.weight' is \\[256, 16\\]"
+    with (
+        composed(*TINY_GPT, "steps=4", "model.n_embd=32", "resume=auto") as cfg,
+        pytest.raises(ConfigError, match="does not fit the model: 'embedding.weight' is \\[256, 16\\]"),
     ):
         build(cfg, tmp_path)
     assert torch.isfinite(torch.tensor(1.0))

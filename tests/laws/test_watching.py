@@ -32,4 +32,6 @@ def test_watching_everything_or_nothing_gives_the_same_bits(tmp_path, tiny, dete
     assert watched.keys() == unwatched.keys()
     for name, value in watched.items():
         assert torch.equal(value, unwatched[name]), name
-    assert len((tmp_path / "watched" / "metrics.jsonl").read_text().splitlines()) == 12, "a line and an evaluation a step"
+    assert len((tmp_path / "watched" / "metrics.jsonl").read_text().splitlines()) == 12, (
+        "a line and an evaluation a step"
+    )

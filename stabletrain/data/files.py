@@ -1,0 +1,87 @@
+"""Files: which files a path means, and a helpful answer where it means none. Needs no torch."""
+
+import difflib
+import glob
+import os
+from pathlib import Path
+
+from stabletrain.errors import ConfigError
+
+MAGIC = frozenset("*?[")
+SNIFF = 8000   # bytes; git looks at as many to tell text from binary
+
+
+def existing(path: str, name: str) -> Path:
+    """`path` as a Path, if it exists.
+
+    Args:
+        path: as the user wrote it; `~` is the home folder.
+        name: what the user calls it in the error, such as `data.path`.
+
+    Raises:
+        ConfigError: nothing is there; the message names the nearest thing that is.
+    """
+    found = Path(path).expanduser()
+    if found.exists():
+        return found
+    folder = found.parent
+    missing = found.name
+    while not folder.is_dir() and folder != folder.parent:
+        folder, missing = folder.parent, folder.name
+    close = difflib.get_close_matches(missing, sorted(os.listdir(folder)) if folder.is_dir() else [], n=1, cutoff=0.5)
+    hint = f"did you mean {folder / close[0]}?" if close else f"the nearest folder that exists is {folder.absolute()}"
+    raise ConfigError(f"{name}={path} does not exist: {hint}")
+
+
+def find_text(path: str, name: str) -> tuple[Path, list[str]]:
+    """The text files a path means, in a fixed order.
+
+    A file means itself. A folder means all files below it, and a glob (`**` goes any depth) all files it matches,
+    that are not empty and look like text by git's rule: no NUL among the first 8000 bytes. Below a folder, hidden
+    names and `__pycache__` are left out and links to folders are not followed.
+
+    Args:
+        path: file, folder or glob.
+        name: what the user calls it in the error.
+
+    Returns:
+        a folder, and the files' names relative to it with forward slashes, sorted.
+
+    Raises:
+        ConfigError: the path does not exist, nothing matches, or a file cannot be read.
+    """
+    if MAGIC & set(path) and not os.path.exists(os.path.expanduser(path)):
+        pattern = os.path.expanduser(path)
+        root = Path(pattern)
+        while MAGIC & set(str(root)):
+            root = root.parent
+        found = [Path(match) for match in glob.glob(pattern, recursive=True) if os.path.isfile(match)]
+    else:
+        root = existing(path, name)
+        if root.is_file():
+            return root.parent, [root.name]
+        found = list(_walk(root))
+    files = sorted(file.relative_to(root).as_posix() for file in found if looks_like_text(file, name))
+    if not files:
+        raise ConfigError(f"{name}={path} holds no text files ({len(found)} files looked at): name a file, folder or glob")
+    return root, files
+
+
+def looks_like_text(file: Path, name: str) -> bool:
+    """Whether a file is not empty and its first bytes hold no NUL.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        with file.open("rb") as handle:
+            head = handle.read(SNIFF)
+    except OSError as error:
+        raise ConfigError(f"{name}: {file} cannot be read ({error.strerror}): change its permissions or move it") from None
+    return bool(head) and b"\0" not in head
+
+
+def _walk(root: Path):
+    for folder, below, names in os.walk(root):
+        below[:] = [n for n in below if not n.startswith(".") and n != "__pycache__"]
+        yield from (Path(folder, n) for n in names if not n.startswith(".") and Path(folder, n).is_file())

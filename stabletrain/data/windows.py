@@ -1,0 +1,103 @@
+"""Windows: a long row of tokens is cut into samples of `block_size`, anew each epoch for training, fixed for validation.
+
+Sample i of an epoch reads `block_size + 1` tokens from `phase + i * block_size`; its targets are its inputs shifted
+by one, so every token but the first is predicted once. The phase in [0, block_size) is drawn for each epoch, so
+that the cuts do not fall on the same tokens for ever.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from stabletrain.data.order import Sources, key, pass_ids, sample_ids
+from stabletrain.errors import ConfigError
+from stabletrain.records import IGNORE_INDEX, Batch
+
+
+class Stream(Protocol):
+    """Tokens in a row, wherever they are kept."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        ...
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start ... stop - 1`, an integer array."""
+        ...
+
+    def locate(self, position: int) -> str:
+        """`file:offset` of a token, the offset in bytes."""
+        ...
+
+
+class Windows:
+    """Batches of windows over a training stream and a validation stream, looked up by number.
+
+    Args:
+        train: tokens to learn from.
+        val: tokens to be measured on.
+        block_size: tokens in a sample.
+        seed: names the order and the phases.
+        where: the path in words, for errors.
+        unit: what a token is called in errors.
+
+    Raises:
+        ConfigError: the block size is not positive, or a stream is too short.
+    """
+
+    def __init__(self, train: Stream, val: Stream, *, block_size: int, seed: int, where: str, unit: str) -> None:
+        if block_size < 1:
+            raise ConfigError(f"data.block_size={block_size} is below 1: choose the number of tokens in a sample, 256 say")
+        if len(train) < block_size + 1:
+            raise ConfigError(
+                f"{where} has {len(train):,} {unit} for training, a sample needs data.block_size + 1 = "
+                f"{block_size + 1:,}: give more text or lower data.block_size"
+            )
+        if len(val) < 2:
+            raise ConfigError(
+                f"{where} has {len(val)} {unit} for validation, at least 2 are needed: "
+                "give more text or raise the val_fraction it is split with"
+            )
+        self.block_size, self.seed = block_size, seed
+        self._train, self._val = train, val
+        # One window fewer than would fit at phase 0, so that an epoch has as many at every phase.
+        self._train_windows = max(1, (len(train) - block_size) // block_size)
+        self._phases = min(block_size, len(train) - self._train_windows * block_size)
+        self._val_windows = -(-(len(val) - 1) // block_size)
+
+    def batches(self, size: int, split: str) -> int:
+        """Number of batches of `size` in one pass over `split`; the last one of a validation pass may be smaller."""
+        return -(-{"train": self._train_windows, "val": self._val_windows}[split] // size)
+
+    def batch(self, step: int, size: int, split: str) -> Batch:
+        """Batch number `step`, a pure function of the arguments.
+
+        Args:
+            step: data position; any for training, below `batches(size, "val")` for validation.
+            size: samples in the batch.
+            split: `train` or `val`.
+
+        Returns:
+            inputs and targets int64 `[size, block_size]`; ids are the positions of the samples' first tokens in
+            their stream. What lies past the end of the validation stream is 0 with target `IGNORE_INDEX`.
+
+        Raises:
+            IndexError: a validation pass has no such batch.
+        """
+        stream = {"train": self._train, "val": self._val}[split]
+        if split == "train":
+            index, epochs = sample_ids(step * size, size, self._train_windows, self.seed)
+            phases = {epoch: key(self.seed, epoch, "phase") % self._phases for epoch in set(epochs.tolist())}
+            starts = index * self.block_size + np.array([phases[epoch] for epoch in epochs.tolist()])
+        else:
+            starts = pass_ids(step, size, self._val_windows) * self.block_size
+        inputs = np.zeros((len(starts), self.block_size), np.int64)
+        targets = np.full((len(starts), self.block_size), IGNORE_INDEX, np.int64)
+        for row, start in enumerate(starts.tolist()):
+            tokens = stream.read(start, min(start + self.block_size + 1, len(stream)))
+            inputs[row, : len(tokens) - 1] = tokens[:-1]
+            targets[row, : len(tokens) - 1] = tokens[1:]
+        return Batch(
+            torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(starts), Sources(stream.locate, starts)
+        )
