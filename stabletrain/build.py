@@ -95,7 +95,8 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     def load(step: int) -> Batch:
         return data.batch(position(step, state.skipped), cfg.batch_size, "train")
 
-    unit, per = ("img", "image") if cfg.data.get("modality") == "images" else ("tok", getattr(data, "per", "token"))
+    per = per_what(cfg, data)
+    unit = "img" if per == "image" else "tok"
     print(opening(choices, config, model, data, tools, f"{hardware.name(device)}, {hardware.threads()}", str(folder)))
     tracker.start(cfg.steps, state.step)
     return Job(
@@ -155,6 +156,13 @@ def make_model(cfg: DictConfig, data: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not an nn.Module")
     return model
+
+
+def per_what(cfg: DictConfig, data: Any) -> str:
+    """What a loss is per: an image, a byte where the vocabulary is the 256 bytes, else a token."""
+    if cfg.data.get("modality") == "images":
+        return "image"
+    return "byte" if getattr(data, "vocab_size", None) == 256 else "token"
 
 
 def validation(data: Any, size: int, limit: int | None) -> Iterator[Batch]:

@@ -46,7 +46,7 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         config_dir: the project's `conf/`.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come here, and are worded here
-    typed = list(sys.argv[1:])
+    typed = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))  # Hydra wants it first
     try:
         sys.argv[1:] = continued(typed)
         main()

@@ -113,7 +113,7 @@ def suggestion(typed: Sequence[str], per: str) -> str:
         sweep = ["clipping=none,norm", "optimizer.lr=0.03,3"]
     swept = tuple(f"{each.partition('=')[0]}=" for each in sweep)
     kept = [override for override in typed if not override.startswith((*swept, "resume=", "hydra."))]
-    return shlex.join(["python", "train.py", *kept, "-m", *sweep])
+    return shlex.join(["python", "train.py", "-m", *kept, *sweep])
 
 
 def sample_text(model: nn.Module, data: Any, device: torch.device, tokens: int = 200) -> str | None:

@@ -1,0 +1,336 @@
+"""Law 6: every option composes, builds and trains; every key, changed, changes the result or is refused."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+from stabletrain.build import build
+from stabletrain.config import check, leaves
+from stabletrain.errors import ConfigError
+from stabletrain.loop import run
+from stabletrain.tracking.metrics import read_jsonl
+from tests.runs import CONF, composed
+
+GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
+OPTIONS = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]
+CLOCK = {"time", "tokens_per_s", "images_per_s", "seconds"}
+
+SMALL = ["steps=4", "batch_size=4", "eval_every=2", "eval_batches=2", "log_every=2", "checkpoint.every=2", "device=cpu"]
+SMALL_GPT = [
+    "data=text",
+    "data.path=TEXT",
+    "data.block_size=16",
+    "model.n_layer=2",
+    "model.n_head=2",
+    "model.n_embd=16",
+]
+SMALL_RESNET = ["model=resnet20", "data=digits", "model.depth=8"]
+
+WITH = {
+    "model=gpt2": [
+        "model.n_layer=2",
+        "model.n_head=2",
+        "model.n_embd=16",
+        "data=text",
+        "data.path=TEXT",
+        "data.block_size=16",
+    ],
+    "model=resnet20": ["data=digits", "model.depth=8"],
+    "model=resnet18": ["data=digits", "model.stem=small"],
+    "model=resnet50": ["data=digits", "model.stem=small"],
+    "data=stdlib": ["data.block_size=16", "model.n_layer=2", "model.n_head=2", "model.n_embd=16"],
+    "data=text": SMALL_GPT[1:],
+    "data=tokens": ["data.path=SHARDS", "data.block_size=16", "model.n_layer=2", "model.n_head=2", "model.n_embd=16"],
+    "data=digits": ["model=resnet20", "model.depth=8"],
+    "data=cifar10": ["model=resnet20", "model.depth=8", "data.root=CIFAR"],
+    "data=imagefolder": ["model=resnet20", "model.depth=8", "data.path=IMAGES", "data.image_size=8"],
+    "experiment=gpt_stdlib": ["data.block_size=16", "model.n_layer=2", "model.n_head=2", "model.n_embd=16"],
+    "experiment=gpt2_tokens": [
+        "data.path=SHARDS",
+        "data.block_size=16",
+        "model.n_layer=2",
+        "model.n_head=2",
+        "model.n_embd=16",
+        "grad_accum_steps=2",
+    ],
+    "experiment=resnet_digits": ["model.depth=8"],
+    "experiment=resnet20_cifar10": ["model.depth=8", "data.root=CIFAR"],
+}
+"""What makes an option small, or gives it the data it needs; the others run on `SMALL_GPT`."""
+
+REFUSED_ON_CPU = {"precision=tf32"}
+"""Options that this machine cannot have, and that say so."""
+
+CHANGED: dict[str, object] = {
+    "steps": 5,
+    "batch_size": 6,
+    "grad_accum_steps": 2,
+    "seed": 1,
+    "label_smoothing": 0.1,
+    "eval_every": 3,
+    "eval_batches": 1,
+    "log_every": 1,
+    "device": "cuda:99",
+    "compile": True,
+    "resume": "auto",
+    "data.block_size": 8,
+    "data.val_fraction": 0.3,
+    "data.path": "OTHER",
+    "data.root": "nowhere",
+    "data.download": True,
+    "data.mean": [0.4],
+    "data.std": [0.4],
+    "data.augment": "none",
+    "data.image_size": 12,
+    "data.cache_mb": 0,
+    "optimizer.lr": 0.01,
+    "optimizer.betas": [0.8, 0.9],
+    "optimizer.eps": 0.01,
+    "optimizer.weight_decay": 0.5,
+    "optimizer.momentum": 0.5,
+    "optimizer.nesterov": True,
+    "optimizer.fused": False,
+    "precision.init_scale": 2.0**40,
+    "precision.growth_interval": 1,
+    "precision.min_scale": 2.0**41,
+    "clipping.max_norm": 0.01,
+    "warmup.steps": 3,
+    "schedule.final_ratio": 0.9,
+    "zloss.coefficient": 0.1,
+    "qknorm.eps": 0.1,
+    "softcap.attention_cap": 0.1,
+    "softcap.final_cap": 0.1,
+    "init.std": 0.1,
+    "guard.max_consecutive": 0,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 1,
+    "checkpoint.keep_best": False,
+    "checkpoint.asynchronous": False,
+    "wandb.mode": "nonsense",
+    "wandb.project": "other",
+    "wandb.entity": "us",
+    "wandb.group": "a-group",
+    "wandb.name": "a-name",
+    "wandb.tags": ["a-tag"],
+    "model.modality": "neither",
+    "data.modality": "neither",
+    "init.modality": "neither",
+    "model.vocab_size": 300,
+    "model.block_size": 8,
+    "model.n_layer": 1,
+    "model.n_head": 4,
+    "model.n_embd": 24,
+    "model.position": {"rope": "learned", "learned": "rope"},
+    "model.norm": "rmsnorm",
+    "model.norm_eps": 0.1,
+    "model.mlp": "swiglu",
+    "model.bias": {False: True, True: False},
+    "model.tied_head": {False: True, True: False},
+    "model.dropout": 0.3,
+    "model.depth": {8: 14, 18: 50, 50: 18},
+    "model.num_classes": 12,
+    "model.in_channels": 3,
+    "model.stem": "large",
+}
+"""A changed value for every key there is; a dict chooses by the value it had."""
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Small data of every form, and the names it goes by above."""
+    root = tmp_path_factory.mktemp("data")
+    (root / "text.txt").write_text("".join(f"line {i} of some text, {i * i}\n" for i in range(400)))
+    (root / "other.txt").write_text("quite another text. " * 300)
+    from stabletrain.cli import main
+
+    assert main(["prepare", str(root / "text.txt"), str(root / "shards"), "--val-fraction", "0.2"]) == 0
+    assert main(["prepare", str(root / "other.txt"), str(root / "other_shards"), "--val-fraction", "0.2"]) == 0
+    for folder, shade in (("images", 40), ("other_images", 90)):
+        for split in ("train", "val"):
+            for label in range(3):
+                (root / folder / split / f"class{label}").mkdir(parents=True)
+                for i in range(6):
+                    picture = Image.effect_noise((12, 12), shade + 10 * label + i).convert("RGB")
+                    picture.save(root / folder / split / f"class{label}" / f"{i}.png")
+    (root / "cifar").mkdir()  # see pretend_cifar
+    names = {"TEXT": "text.txt", "SHARDS": "shards", "IMAGES": "images", "CIFAR": "cifar"}
+    return {name: str(root / file) for name, file in names.items()} | {
+        "OTHER:text": str(root / "other.txt"),
+        "OTHER:tokens": str(root / "other_shards"),
+        "OTHER:imagefolder": str(root / "other_images"),
+    }
+
+
+@pytest.fixture(autouse=True)
+def pretend_cifar(monkeypatch):
+    """torchvision's CIFAR10 without its 170 MB: random pictures where the folder exists, its own error elsewhere."""
+    import numpy as np
+    import torchvision
+
+    class CIFAR10:
+        classes = [f"class{i}" for i in range(10)]  # noqa: RUF012
+
+        def __init__(self, root, train=True, download=False, **_):
+            if not Path(root).is_dir() and not download:
+                raise RuntimeError("Dataset not found or corrupted. You can use download=True to download it")
+            if download and not Path(root).is_dir():
+                raise OSError("no network here")
+            generator = np.random.default_rng(int(train))
+            self.data = generator.integers(0, 256, (40, 32, 32, 3), dtype=np.uint8)
+            self.targets = [i % 10 for i in range(40)]
+
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", CIFAR10)
+
+
+def filled(overrides, places):
+    """The overrides with the names of places replaced."""
+    return [f"{key}={places.get(value, value)}" for key, _, value in (o.partition("=") for o in overrides)]
+
+
+def observe(folder, overrides):
+    """Everything a run leaves, but the clock: what a key must change to be alive."""
+    with composed(*overrides) as cfg:
+        check(cfg)
+        job = build(cfg, folder)
+        run(job)
+        filed = cfg.wandb if "mode" in cfg.wandb else {}
+        filed = {key: str(value) for key, value in filed.items()}
+    weights = hashlib.sha256()
+    for value in job.state.model.state_dict().values():
+        weights.update(value.float().contiguous().numpy().tobytes())
+    lines = [*read_jsonl(folder / "metrics.jsonl"), *read_jsonl(folder / "events.jsonl")]
+    return {
+        "weights": weights.hexdigest(),
+        "lines": [{k: repr(v) for k, v in line.items() if k not in CLOCK} for line in lines],
+        "kept": sorted(path.name for path in (folder / "checkpoints").glob("*")),
+        "how": [job.state.optimizer.defaults.get("fused"), job.state.model._compiled_call_impl is not None],
+        "background": getattr(job.checkpoints, "asynchronous", None),
+        "wandb": filed,
+        "data": json.loads((folder / "run.json").read_text())["data"],
+    }
+
+
+def overrides_for(group, option):
+    """A small run with this option."""
+    choice = f"{group}={option}"
+    others = WITH.get(choice, SMALL_GPT)
+    small = [o for o in SMALL if not (choice == "checkpoint=off" and o.startswith("checkpoint."))]
+    wandb = [] if group == "wandb" else ["wandb=disabled"]
+    return [choice, *small, *wandb, *others]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)
+def test_every_option_trains_or_says_why_not(tmp_path, monkeypatch, places, group, option):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    chosen = filled(overrides_for(group, option), places)
+    if f"{group}={option}" in REFUSED_ON_CPU:
+        with pytest.raises(ConfigError, match=f"{group}={option} on cpu"):
+            observe(tmp_path, chosen)
+        return
+    seen = observe(tmp_path, chosen)
+    assert any("train/loss" in line for line in seen["lines"])
+    assert seen["kept"] == ([] if option == "off" and group == "checkpoint" else ["step-00000002", "step-00000004"])
+
+
+def keys_of(group, option):
+    """The keys that this option's YAML brings, or for no group the top level's."""
+    tree = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
+    tree.pop("defaults", None)
+    return [key for key, value in leaves(tree) if key and key != "_target_" and not str(value).startswith("${")]
+
+
+KEYS = [
+    (group, option, key)
+    for group, option in OPTIONS
+    if group not in ("experiment", "stability")
+    for key in keys_of(group, option)
+]
+TOP = [key for key in yaml.safe_load((CONF / "config.yaml").read_text()) if key not in ("defaults", "hydra")]
+
+
+def changed(key, chosen):
+    """The changed value as an override."""
+    value = CHANGED[key]
+    if isinstance(value, dict):
+        with composed(*chosen) as cfg:
+            group, name = key.split(".")
+            value = value[cfg[group][name]]
+    return json.dumps(value).replace('"', "") if not isinstance(value, str) else value
+
+
+@pytest.mark.parametrize(("group", "option", "key"), KEYS, ids=lambda value: value)
+def test_every_key_of_every_option_is_alive(tmp_path, places, group, option, key):
+    name = f"{group}.{key}"
+    assert name in CHANGED, f"{name} is new: give CHANGED a value that must change a run"
+    chosen = filled(overrides_for(group, option), places)
+    if f"{group}={option}" in REFUSED_ON_CPU:
+        pytest.skip("refused as a whole on this machine")
+    extra = needed_for(group, option, key)
+    if extra is None:
+        pytest.skip("alive only on another machine; see test_precision.py")
+    base = observe(tmp_path / "base", [*chosen, *extra])
+    value = changed(name, chosen)
+    if value == "OTHER":
+        value = places[f"OTHER:{option}"]
+    try:
+        other = observe(tmp_path / "other", [*chosen, *extra, f"{name}={value}"])
+    except ConfigError as refused:
+        assert key in str(refused) or group in str(refused)
+        return
+    assert other != base, f"{name}={value} changed nothing"
+
+
+def needed_for(group, option, key):
+    """What else a key needs so as to matter; None where it cannot matter on this machine."""
+    if group == "precision" and option == "auto":
+        return None  # the three numbers are for cards that auto sends to fp16
+    if (group, key) == ("checkpoint", "keep_best"):
+        return ["checkpoint.keep=1", "optimizer.lr=1.0", "checkpoint.every=1", "eval_every=1", "clipping=none"]
+    if (group, key) == ("schedule", "final_ratio") or (group, key) == ("warmup", "steps"):
+        return ["warmup=linear", "schedule=cosine"]
+    return []
+
+
+@pytest.mark.parametrize("key", TOP)
+def test_every_top_level_key_is_alive(tmp_path, places, key):
+    assert key in CHANGED, f"{key} is new: give CHANGED a value that must change a run"
+    chosen = filled(["wandb=disabled", *SMALL, *SMALL_GPT], places)
+    if key == "compile":  # jaxtyping's checks cannot be traced: that it trains is tests/test_compile.py's
+        with composed(*chosen, "compile=true") as cfg:
+            assert build(cfg, tmp_path).state.model._compiled_call_impl is not None
+        return
+    base = observe(tmp_path / "base", chosen)
+    if key == "resume":  # a finished run: nothing is trained again, and it says so
+        again = observe(tmp_path / "base", [*chosen, "resume=auto"])
+        assert [line["event"] for line in again["lines"] if "event" in line][-1] == repr("resume")
+        return
+    try:
+        other = observe(tmp_path / "other", [*chosen, f"{key}={changed(key, chosen)}"])
+    except ConfigError as refused:
+        assert key in str(refused)
+        return
+    assert other != base, f"{key} changed nothing"
+
+
+def test_no_changed_value_is_left_over():
+    known = {f"{group}.{key}" for group, _, key in KEYS} | set(TOP)
+    assert set(CHANGED) <= known, f"no option has {set(CHANGED) - known}"
+
+
+def test_every_option_file_opens_with_a_line_that_says_what_and_when():
+    for group, option in OPTIONS:
+        lines = (CONF / group / f"{option}.yaml").read_text().splitlines()
+        first = next(line for line in lines if not line.startswith("# @package"))
+        assert first.startswith(f"# {option}: "), f"conf/{group}/{option}.yaml"
+        assert len(first) > len(option) + 20
+
+
+def test_every_group_can_be_switched_off_by_a_real_object():
+    off = {"none", "off", "disabled", "constant", "torch", "fp32"}
+    for group in set(GROUPS) - {"model", "data", "optimizer", "experiment"}:
+        options = {option for each, option in OPTIONS if each == group}
+        assert options & off, f"{group} has no option that does nothing"

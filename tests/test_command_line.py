@@ -1,0 +1,219 @@
+"""The command line as a user meets it: mistakes, signals, sweeps, and what is left in the folders."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from stabletrain.tracking.metrics import read_jsonl
+from tests.runs import ROOT, TINY_GPT, command
+from tests.tracking.wandb_file import read
+
+QUICK = [*TINY_GPT, "steps=6", "eval_every=3", "log_every=2", "hydra.run.dir=run"]
+
+
+@pytest.fixture
+def no_torch(tmp_path):
+    """A folder that shadows torch with a module that cannot be imported."""
+    (tmp_path / "shadow").mkdir()
+    (tmp_path / "shadow" / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    return str(tmp_path / "shadow")
+
+
+MISTAKES = {
+    "optimizer.lrr=1": "optimizer.lrr: there is no such key; did you mean optimizer.lr?",
+    "presision=bf16": "presision: there is no such key; did you mean precision?",
+    "max_norm=1": "max_norm: there is no such key; did you mean clipping.max_norm?",
+    "clipping=norn": "clipping=norn: there is no such option; did you mean norm?\noptions of clipping: none, norm",
+    "steps=abc": "steps=abc is not a whole number: the default is 1000",
+    "steps=1e3": "steps=1000.0 is not a whole number: write steps=1000",
+    "steps=0": "steps=0 is below 1",
+    "steps=true": "steps=true is not a whole number: the default is 1000",
+    "optimizer.fused=1": "optimizer.fused=1 is not true or false: the default is true",
+    "optimizer.lr=null": "optimizer.lr=null is not a number: the default is 0.003",
+    "optimizer.betas=0.9": "optimizer.betas=0.9 is not a list like [0.9, 0.95]: the default is [0.9, 0.95]",
+    "+foo=1": "foo=1: there is no such key",
+    "~guard": "guard._target_ was taken away: every group has an option that does nothing, such as none or off",
+    "init=null": "init=null: a value is missing; every group has an option that does nothing, such as none or off",
+    "steps=[": "the command line cannot be read: no viable alternative at input '['",
+    "zloss.coefficient=1": "zloss.coefficient: there is no such key; the chosen zloss has no keys; "
+    "other options of zloss: none, olmo, palm",
+    "warmup.steps=2000": "warmup.steps=2000 >= steps=1000: the peak learning rate is never reached; "
+    "lower warmup.steps or raise steps",
+    "warmup.steps=0": "warmup.steps=0 is below 1: use warmup=none for no warmup",
+    "grad_accum_steps=3": "batch_size=16 does not divide into grad_accum_steps=3 micro-batches: "
+    "the nearest batch_size is 15",
+    "model=resnet20": "data=stdlib is for tokens, model=resnet20 reads images: use data=digits or data=cifar10, "
+    "or a model for tokens such as model=gpt_nano",
+    "resume=nowhere": "resume=nowhere is neither a run folder nor a checkpoint: use auto, none, or outputs/<date>/<time>",
+}
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_a_mistake_is_one_message_without_loading_torch(tmp_path, no_torch, typed):
+    done = command(typed, cwd=tmp_path, PYTHONPATH=no_torch)
+    assert done.stderr == f"stabletrain: {MISTAKES[typed]}\n"
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_resnet_cannot_take_qknorm_even_through_a_preset(tmp_path, no_torch):
+    done = command("experiment=resnet_digits", "stability=zloss_qknorm", cwd=tmp_path, PYTHONPATH=no_torch)
+    assert done.returncode == 2
+    assert "qknorm=layernorm does nothing with model=resnet20" in done.stderr
+
+
+def test_help_lists_every_group_without_loading_torch(tmp_path, no_torch):
+    done = command("--help", cwd=tmp_path, PYTHONPATH=no_torch)
+    assert done.returncode == 0
+    for group in (folder for folder in (ROOT / "conf").iterdir() if folder.is_dir()):
+        options = sorted(file.stem for file in group.glob("*.yaml"))
+        assert f"{group.name}: {', '.join(options)}" in done.stdout
+
+
+def test_a_bound_that_needs_torch_is_one_message_too(tmp_path):
+    done = command(*QUICK, "optimizer.lr=-1", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "stabletrain: optimizer.lr=-1 is not above 0: nothing would be learned\n")
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "failed"
+    assert "optimizer.lr=-1" in record["reason"]
+
+
+def test_what_the_user_types_beats_the_preset_and_the_experiment(tmp_path):
+    done = command("stability=zloss_qknorm", "zloss=olmo", "experiment=resnet_digits", "steps=7", "--cfg", "job", cwd=tmp_path)
+    text = done.stdout
+    assert "coefficient: 1.0e-05" in text
+    assert "steps: 7" in text
+    assert "_target_: stabletrain.stability.init.TorchInit" in text, "the GPTs' init does not leak into a ResNet"
+
+
+def test_a_run_says_what_it_did_where_it_is_and_what_is_next(tmp_path):
+    done = command(*QUICK, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    out = done.stdout.splitlines()
+    assert out[0].startswith("stabletrain · gpt_nano, 14,416 parameters · stdlib, ")
+    assert out[1].startswith("precision ")
+    assert [line.split()[1] for line in out if line.startswith("step")] == ["2/6", "4/6", "6/6"]
+    assert any(line.startswith("val loss ") and "nats/byte" in line for line in out)
+    assert any(line.startswith("sample ") for line in out)
+    assert "next     python train.py" in out[-1]
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "finished"
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "val/loss" in line] == [3, 6]
+    assert record["final"]["val/loss"] == lines[-1]["val/loss"]
+    kept = {"train/loss", "train/ce", "train/zloss", "grad/norm", "clip/coef", "lr", "precision/loss_scale", "guard/skipped"}
+    assert kept | {"step", "time", "tokens_per_s"} == set(lines[0])
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
+    assert command(*QUICK, cwd=tmp_path).returncode == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes(), (tmp_path / "run" / "run.json").read_bytes()
+    again = command(*QUICK, cwd=tmp_path)
+    assert again.returncode == 2
+    assert "already holds run" in again.stderr
+    assert "resume=auto" in again.stderr
+    assert before == ((tmp_path / "run" / "metrics.jsonl").read_bytes(), (tmp_path / "run" / "run.json").read_bytes())
+
+
+def begin(cwd, *overrides):
+    """A run in the background, once it has logged its first step."""
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *TINY_GPT, "steps=100000", "log_every=1", *overrides],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if [f for f in cwd.rglob("metrics.jsonl") if f.read_bytes().count(b"\n") > 3]:
+            return process
+        time.sleep(0.05)
+    raise AssertionError(process.communicate())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_says_how_to_continue_and_the_same_command_continues(tmp_path, number):
+    process = begin(tmp_path)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert f"{number.name}: stopped after step" in errors
+    assert "continue  python" in errors
+    assert "resume=auto" in errors
+    (folder,) = tmp_path.glob("outputs/*/*")
+    record = json.loads((folder / "run.json").read_text())
+    assert record["status"] == "preempted"
+    stopped = read_jsonl(folder / "metrics.jsonl")[-1]["step"]
+    assert (folder / "checkpoints" / f"step-{stopped:08}").is_dir()
+
+    again = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *TINY_GPT, "steps=100000", "log_every=1", "resume=auto"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while read_jsonl(folder / "metrics.jsonl")[-1]["step"] <= stopped and time.monotonic() < deadline:
+        assert again.poll() is None, again.stderr.read()
+        time.sleep(0.05)
+    again.send_signal(number)
+    again.communicate(timeout=60)
+    assert again.returncode == 75
+    steps = [line["step"] for line in read_jsonl(folder / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1)), "nothing is missing and nothing is twice"
+    assert len(list(tmp_path.glob("outputs/*/*"))) == 1, "it continued in the folder of the run"
+
+
+def test_resume_names_a_run_folder_and_takes_its_overrides_along(tmp_path):
+    assert command(*QUICK, cwd=tmp_path).returncode == 0
+    more = command("resume=run", "steps=9", cwd=tmp_path)
+    assert more.returncode == 0, more.stderr
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "lr" in line] == [1, 2, 4, 6, 8, 9]
+    fork = command("resume=run/checkpoints/step-00000009", "steps=12", "hydra.run.dir=fork", cwd=tmp_path)
+    assert fork.returncode == 0, fork.stderr
+    forked = [line["step"] for line in read_jsonl(tmp_path / "fork" / "metrics.jsonl") if "lr" in line]
+    assert forked == [10, 12]
+    ids = {json.loads((tmp_path / name / "run.json").read_text())["id"] for name in ("run", "fork")}
+    assert len(ids) == 2
+
+
+def test_in_a_sweep_every_run_has_its_own_folder_wandb_run_and_exit_status(tmp_path):
+    chosen = [o for o in QUICK if not o.startswith(("hydra.run", "wandb"))]
+    done = command(*chosen, "-m", "optimizer.lr=1e-3,-1,3e-3", "hydra.sweep.dir=sweep", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "optimizer.lr=-1 is not above 0" in done.stderr
+    records = [json.loads((tmp_path / "sweep" / str(i) / "run.json").read_text()) for i in range(3)]
+    assert [record["status"] for record in records] == ["finished", "failed", "finished"]
+    assert "optimizer.lr=-1" in records[1]["reason"]
+    runs = [read(tmp_path / "sweep" / str(i)) for i in (0, 2)]
+    assert [run["id"] for run in runs] == [records[0]["id"], records[2]["id"]]
+    assert [run["exit_code"] for run in runs] == [0, 0]
+    assert [run["config"]["optimizer"]["lr"] for run in runs] == [1e-3, 3e-3]
+    assert [run["config"]["groups"]["guard"] for run in runs] == ["skip", "skip"]
+
+
+def test_a_halt_has_its_own_code_and_says_why(tmp_path):
+    chosen = [*QUICK, "optimizer.lr=1e30", "clipping=none", "warmup=none", "guard.max_consecutive=2", "precision=fp32"]
+    done = command(*chosen, cwd=tmp_path)
+    assert done.returncode == 3, (done.stdout, done.stderr)
+    assert "guard.max_consecutive=2" in done.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "halted"
+
+
+def test_sampling_from_a_finished_run(tmp_path):
+    assert command(*QUICK, cwd=tmp_path).returncode == 0
+    write = [sys.executable, "-m", "stabletrain.cli", "sample", "run", "--prompt", "import ", "--tokens", "20"]
+    first, second = (subprocess.run(write, cwd=tmp_path, capture_output=True, text=True, timeout=120) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("import ")
+    assert first.stdout == second.stdout
+    missing = subprocess.run([*write[:4], "nowhere"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert missing.returncode == 2
+    assert missing.stderr.startswith("stabletrain: nowhere holds no usable checkpoint")
