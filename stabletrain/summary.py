@@ -100,8 +100,8 @@ def closing(
         f"{result} after {step:,} steps in {history.seconds:.0f} s, {skipped} skipped{kinds and f' ({kinds})'}, {best}",
         f"pace     {history.units / max(history.seconds, 1e-9):,.0f} {unit}/s",
     ]
-    if sample:
-        first, *rest = sample.splitlines() or [""]
+    if sample and sample.strip():
+        first, *rest = sample.strip("\n").splitlines()
         lines += [f"sample   {first}", *(f"         {line}" for line in rest)]
     return "\n".join([*lines, f"run      {folder}", f"next     {suggestion(typed, per)}"])
 

@@ -1,11 +1,12 @@
 """Tokenizers: text to numbers and back; bytes need nothing, byte-pair vocabularies need tiktoken. Needs no torch."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from stabletrain.errors import ConfigError
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What turns text into numbers below `vocab_size`; `separator` is the number put after each document."""
 

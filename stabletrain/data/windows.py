@@ -5,7 +5,7 @@ by one, so every token but the first is predicted once. The phase in [0, block_s
 that the cuts do not fall on the same tokens for ever.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.records import IGNORE_INDEX, Batch
 
 
+@runtime_checkable
 class Stream(Protocol):
     """Tokens in a row, wherever they are kept."""
 

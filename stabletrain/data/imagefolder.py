@@ -1,0 +1,125 @@
+"""A folder of class folders: `<path>/<class>/*.jpg`, or `<path>/train/<class>/...` beside `val/` or `test/`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from stabletrain.data.files import existing
+from stabletrain.data.images import Images, Pictures
+from stabletrain.data.order import place
+from stabletrain.errors import ConfigError
+
+ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+
+
+class Files:
+    """Picture files, decoded when they are asked for.
+
+    Args:
+        root: folder that names are relative to.
+        files: names, and the class id of each.
+        channels: 3 for colour, 1 for grey.
+    """
+
+    def __init__(self, root: Path, files: Sequence[tuple[str, int]], channels: int) -> None:
+        self._root, self._names, self._mode = root, [name for name, _ in files], "RGB" if channels == 3 else "L"
+        self.labels = np.array([label for _, label in files], np.int64)
+
+    def __call__(self, index: int) -> Tensor:
+        """Picture `index`, uint8 `[channels, height, width]`.
+
+        Raises:
+            ConfigError: the file cannot be read as a picture.
+        """
+        path = self._root / self._names[index]
+        try:
+            with Image.open(path) as opened:
+                pixels = np.array(opened.convert(self._mode))
+        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+            raise ConfigError(f"data.path: {path} cannot be read as a picture ({error}): repair it or move it away") from None
+        return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
+
+    def locate(self, index: int) -> str:
+        """The file."""
+        return str(self._root / self._names[index])
+
+
+class ImageFolder(Images):
+    """Pictures in one folder a class.
+
+    With `train/` and `val/` (or `test/`) below the path these are the splits; otherwise `val_fraction` of the files, by a
+    hash of their names, is kept for validation.
+
+    Raises:
+        ConfigError: no path, no class folders, or splits of different classes.
+    """
+
+    def __init__(
+        self,
+        path: str | None,
+        image_size: int,
+        augment: str,
+        val_fraction: float,
+        cache_mb: float,
+        mean: Sequence[float],
+        std: Sequence[float],
+        seed: int,
+    ) -> None:
+        if path is None:
+            raise ConfigError("data.path is not set: data=imagefolder needs data.path=<folder of class folders>")
+        if not 0 < val_fraction < 1:
+            raise ConfigError(f"data.val_fraction={val_fraction} is not between 0 and 1: 0.1 holds out a tenth")
+        if len(mean) not in (1, 3):
+            raise ConfigError(f"data.mean={list(mean)} has {len(mean)} numbers: 3 for colour, 1 for grey")
+        root = existing(path, "data.path")
+        second = next((name for name in ("val", "test") if (root / name).is_dir()), None)
+        if (root / "train").is_dir() and second:
+            classes = class_folders(root / "train")
+            if classes != class_folders(root / second):
+                raise ConfigError(f"data.path={path}: train/ and {second}/ do not have the same class folders")
+            train, val = (files_of(root / split, classes) for split in ("train", second))
+            splits: dict[str, Pictures] = {
+                "train": Files(root / "train", train, len(mean)),
+                "val": Files(root / second, val, len(mean)),
+            }
+        else:
+            classes = class_folders(root)
+            files = files_of(root, classes)
+            kept = [place(name) < val_fraction for name, _ in files]
+            splits = {
+                "train": Files(root, [f for f, held in zip(files, kept, strict=True) if not held], len(mean)),
+                "val": Files(root, [f for f, held in zip(files, kept, strict=True) if held], len(mean)),
+            }
+        super().__init__(
+            root.name,
+            splits,
+            classes,
+            size=image_size,
+            mean=mean,
+            std=std,
+            augment=augment,
+            seed=seed,
+            cache_mb=cache_mb,
+        )
+
+
+def class_folders(root: Path) -> list[str]:
+    """Names of the class folders, sorted; refuses fewer than two."""
+    found = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if len(found) < 2:
+        raise ConfigError(f"data.path: {root} has {len(found)} class folders: put the pictures of each class into one of its own")
+    return found
+
+
+def files_of(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
+    """Name relative to `root` and class id of every picture file, in a fixed order."""
+    return [
+        (file.relative_to(root).as_posix(), label)
+        for label, name in enumerate(classes)
+        for file in sorted((root / name).rglob("*"))
+        if file.suffix.lower() in ENDINGS
+    ]

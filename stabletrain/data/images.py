@@ -1,0 +1,231 @@
+"""Images: class-labelled pictures looked up by number, decoded once where they are small, augmented by number.
+
+Pictures are held as uint8 and normalised when a batch is made: `(pixel / 255 - mean) / std` for each channel.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from stabletrain.data.augment import DRAWS, augmentation, fit
+from stabletrain.data.order import Sources, key, pass_ids, place, sample_ids, uniform
+from stabletrain.errors import ConfigError
+from stabletrain.records import Batch
+
+
+@runtime_checkable
+class Pictures(Protocol):
+    """The pictures of one split."""
+
+    labels: np.ndarray
+    """int64 `[n]`."""
+
+    def __call__(self, index: int) -> Tensor:
+        """Picture `index`, uint8 `[channels, height, width]`."""
+        ...
+
+    def locate(self, index: int) -> str:
+        """Where it comes from, for people."""
+        ...
+
+
+class Held:
+    """Pictures in memory, all of one size.
+
+    Args:
+        pixels: uint8 `[n, channels, size, size]`.
+        labels: class ids.
+        name: what a picture is called in `sources`: `name:index`.
+    """
+
+    def __init__(self, pixels: UInt8[Tensor, "n channels size size"], labels: Sequence[int], name: str) -> None:
+        self.pixels, self.labels, self._name = pixels, np.asarray(labels, np.int64), name
+
+    def __call__(self, index: int) -> UInt8[Tensor, "channels size size"]:
+        """Picture `index`."""
+        return self.pixels[index]
+
+    def locate(self, index: int) -> str:
+        """`name:index`."""
+        return f"{self._name}:{index}"
+
+
+class Images:
+    """Batches of images over a training and a validation split, looked up by number.
+
+    Attributes:
+        classes: names of the classes.
+        num_classes, in_channels: what a model must fit.
+        summary: for people.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        splits: dict[str, Pictures],
+        classes: Sequence[str],
+        *,
+        size: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        augment: str,
+        seed: int,
+        cache_mb: float = 0,
+    ) -> None:
+        """Joins two splits to a data set.
+
+        Args:
+            name: for people.
+            splits: `train` and `val`.
+            classes: their names, in the order of their ids.
+            size: pixels of a side of what the model sees.
+            mean, std: of each channel, of pixels in [0, 1].
+            augment: `none`, `crop`, `crop_flip` or `resized_crop`; in training only.
+            seed: of order and augmentation.
+            cache_mb: decoded pictures of a split are kept if all of them take at most so many MB.
+
+        Raises:
+            ConfigError: a value out of range, or a split without pictures.
+        """
+        if size < 1:
+            raise ConfigError(f"data.image_size={size} is below 1")
+        if len(mean) != len(std) or not len(mean):
+            raise ConfigError(f"data.mean has {len(mean)} numbers and data.std {len(std)}: one of each a channel")
+        if not all(value > 0 for value in std):
+            raise ConfigError(f"data.std={list(std)} is not above 0 everywhere: pixels are divided by it")
+        for split, pictures in splits.items():
+            if not len(pictures.labels):
+                raise ConfigError(f"data={name} has no pictures to {'train' if split == 'train' else 'validate'} on")
+        self.classes, self.num_classes, self.in_channels = list(classes), len(classes), len(mean)
+        self._name, self._splits, self._size, self._seed = name, splits, size, seed
+        self._mean, self._std = (torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))
+        self._augment = augmentation(augment, size)
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="pictures")
+        self._kept = {
+            split: {} if len(p.labels) * self.in_channels * size * size <= cache_mb * 1e6 else None
+            for split, p in splits.items()
+        }
+        counts = " + ".join(f"{len(splits[split].labels):,}" for split in ("train", "val"))
+        self.summary = f"{name}, {counts} images of {size} x {size} in {self.num_classes} classes"
+
+    def batches(self, size: int, split: str) -> int:
+        """Batches of `size` in one pass; validation's last may be smaller."""
+        return -(-len(self._splits[split].labels) // size)
+
+    def batch(self, step: int, size: int, split: str) -> Batch:
+        """The batch of a number: a pure function of its arguments.
+
+        Args:
+            step: from 0; in training without end.
+            size: images.
+            split: `train` (shuffled anew each epoch, augmented) or `val` (in a fixed order).
+
+        Returns:
+            inputs fp32 `[size, channels, image_size, image_size]`, channels last in memory; targets int64 `[size]`.
+        """
+        pictures = self._splits[split]
+        if split == "val":
+            ids = pass_ids(step, size, len(pictures.labels))
+            images = self._gather(split, ids)
+        else:
+            ids, _ = sample_ids(step * size, size, len(pictures.labels), self._seed)
+            numbers = np.arange(step * size, (step + 1) * size)
+            draws = uniform(numbers, key(self._seed, "augment"), DRAWS)
+            if self._augment.whole:
+                images = torch.stack(list(self._pool.map(self._augment, map(pictures, ids.tolist()), draws)))
+            else:
+                images = self._augment(self._gather(split, ids), draws)
+        targets = torch.from_numpy(pictures.labels[ids])
+        return Batch(self._normalise(images), targets, torch.from_numpy(ids), Sources(pictures.locate, ids))
+
+    def fingerprint(self) -> dict:
+        """Which data this is: sizes, and a hash of the labels and of every thousandth picture."""
+        digest = hashlib.sha256()
+        for split in ("train", "val"):
+            pictures = self._splits[split]
+            digest.update(pictures.labels.tobytes())
+            for index in range(0, len(pictures.labels), 1000):
+                digest.update(pictures(index).numpy().tobytes())
+        sizes = {split: len(pictures.labels) for split, pictures in self._splits.items()}
+        return {"name": self._name, **sizes, "classes": self.num_classes, "sha256": digest.hexdigest()}
+
+    def _gather(self, split: str, ids: np.ndarray) -> UInt8[Tensor, "batch channels size size"]:
+        """Pictures brought to size, from memory where they are kept."""
+        pictures, kept = self._splits[split], self._kept[split]
+        if isinstance(pictures, Held) and pictures.pixels.shape[-2:] == (self._size, self._size):
+            return pictures.pixels[torch.from_numpy(ids)]
+        missing = [index for index in ids.tolist() if kept is None or index not in kept]
+        made = dict(zip(missing, self._pool.map(lambda index: fit(pictures(index), self._size), missing), strict=True))
+        if kept is not None:
+            kept.update(made)
+        return torch.stack([made[index] if index in made else kept[index] for index in ids.tolist()])  # ty: ignore
+
+    def _normalise(self, images: UInt8[Tensor, "batch channels size size"]) -> Float[Tensor, "batch channels size size"]:
+        scaled = (images.float() / 255 - self._mean) / self._std
+        return scaled.contiguous(memory_format=torch.channels_last)
+
+
+class Digits(Images):
+    """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; every fifth, by a hash, is kept for validation."""
+
+    def __init__(self, augment: str, seed: int) -> None:
+        from sklearn.datasets import load_digits
+
+        found = load_digits()
+        pixels = torch.from_numpy(found.images * (255 / 16)).round().to(torch.uint8)[:, None]
+        splits = held_out(pixels, found.target.tolist(), 0.2, "digits")
+        names = [str(name) for name in found.target_names]
+        super().__init__("digits", splits, names, size=8, mean=[0.3053], std=[0.3761], augment=augment, seed=seed)
+
+
+def held_out(pixels: Tensor, labels: Sequence[int], fraction: float, name: str) -> dict[str, Pictures]:
+    """Splits pictures in memory, class by class, so that both sides have each class in its share."""
+    labels_of = np.asarray(labels)
+    val: list[int] = []
+    for label in np.unique(labels_of):
+        members = sorted(np.flatnonzero(labels_of == label).tolist(), key=lambda index: place(f"{name}:{index}"))
+        val += members[: round(len(members) * fraction)]
+    chosen = np.zeros(len(labels_of), bool)
+    chosen[val] = True
+    return {
+        split: Held(pixels[torch.from_numpy(mask)], labels_of[mask].tolist(), f"{name}/{split}")
+        for split, mask in (("train", ~chosen), ("val", chosen))
+    }
+
+
+class Cifar10(Images):
+    """CIFAR-10 (Krizhevsky 2009): torchvision's copy, downloaded only when asked for.
+
+    Raises:
+        ConfigError: the files are not there and `download` is off, or the download fails.
+    """
+
+    def __init__(
+        self, root: str, download: bool, augment: str, mean: Sequence[float], std: Sequence[float], seed: int
+    ) -> None:
+        import torchvision
+
+        def load(train: bool) -> Held:
+            try:
+                found = torchvision.datasets.CIFAR10(root, train=train, download=download)
+            except Exception as error:  # of the network, the disk or a broken archive: one message for all
+                if not download:
+                    raise ConfigError(
+                        f"data.root={root} does not hold CIFAR-10: data.download=true fetches it (170 MB), or name its folder"
+                    ) from None
+                raise ConfigError(f"data.download=true: CIFAR-10 could not be fetched to {root}: {error}") from None
+            self_classes.extend(found.classes[len(self_classes) :])
+            pixels = torch.from_numpy(np.ascontiguousarray(found.data.transpose(0, 3, 1, 2)))
+            return Held(pixels, found.targets, f"cifar10/{'train' if train else 'test'}")
+
+        self_classes: list[str] = []
+        splits: dict[str, Pictures] = {"train": load(True), "val": load(False)}
+        super().__init__("cifar10", splits, self_classes, size=32, mean=mean, std=std, augment=augment, seed=seed)
+
+
