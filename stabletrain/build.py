@@ -54,11 +54,12 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     device = hardware.pick(cfg.device)
     precision = make(cfg, "precision", device=device)
     precision.prepare()
+    guard = make(cfg, "guard")
     tools = Tools(
         precision=precision,
         objective=Objective(make(cfg, "zloss"), cfg.label_smoothing),
         clipping=make(cfg, "clipping"),
-        guard=make(cfg, "guard"),
+        guard=guard,
         learning_rate=LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps),
         determinism=determinism,
         seed=cfg.seed,
@@ -70,7 +71,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     model.to(device)
     state = TrainState(model, make(cfg, "optimizer")(model))
     history = History()
-    parts = {"guard": tools.guard, "precision": precision, "history": history}
+    parts: dict[str, Stateful] = {"guard": guard, "precision": precision, "history": history}
 
     checkpoints, wandb = make(cfg, "checkpoint"), make(cfg, "wandb")
 

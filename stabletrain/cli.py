@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from stabletrain.errors import ConfigError, StabletrainError
 
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def sample(chosen: argparse.Namespace) -> None:
     """Prints text that the run's model continues from the prompt."""
     import torch
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
 
     from stabletrain.build import make_model
     from stabletrain.config import make
@@ -60,7 +61,7 @@ def sample(chosen: argparse.Namespace) -> None:
         raise ConfigError(
             f"{chosen.run}: the run's configuration, {file}, is missing: name a run folder that train.py made"
         )
-    cfg = OmegaConf.load(file)
+    cfg = cast("DictConfig", OmegaConf.load(file))
     data = make(cfg, "data")
     if not hasattr(data, "encode"):
         raise ConfigError(f"{chosen.run}: its model was trained on {cfg.data._target_}, which is no text to continue")

@@ -48,7 +48,8 @@ MISTAKES = {
     "the nearest batch_size is 15",
     "model=resnet20": "data=stdlib is for tokens, model=resnet20 reads images: use data=digits or data=cifar10, "
     "or a model for tokens such as model=gpt_nano",
-    "resume=nowhere": "resume=nowhere is neither a run folder nor a checkpoint: use auto, none, or outputs/<date>/<time>",
+    "resume=nowhere": "resume=nowhere is neither a run folder nor a checkpoint: "
+    "use auto, none, or outputs/<date>/<time>",
 }
 
 
@@ -75,14 +76,19 @@ def test_help_lists_every_group_without_loading_torch(tmp_path, no_torch):
 
 def test_a_bound_that_needs_torch_is_one_message_too(tmp_path):
     done = command(*QUICK, "optimizer.lr=-1", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, "stabletrain: optimizer.lr=-1 is not above 0: nothing would be learned\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "stabletrain: optimizer.lr=-1 is not above 0: nothing would be learned\n",
+    )
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["status"] == "failed"
     assert "optimizer.lr=-1" in record["reason"]
 
 
 def test_what_the_user_types_beats_the_preset_and_the_experiment(tmp_path):
-    done = command("stability=zloss_qknorm", "zloss=olmo", "experiment=resnet_digits", "steps=7", "--cfg", "job", cwd=tmp_path)
+    done = command(
+        "stability=zloss_qknorm", "zloss=olmo", "experiment=resnet_digits", "steps=7", "--cfg", "job", cwd=tmp_path
+    )
     text = done.stdout
     assert "coefficient: 1.0e-05" in text
     assert "steps: 7" in text
@@ -105,7 +111,16 @@ def test_a_run_says_what_it_did_where_it_is_and_what_is_next(tmp_path):
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines if "val/loss" in line] == [3, 6]
     assert record["final"]["val/loss"] == lines[-1]["val/loss"]
-    kept = {"train/loss", "train/ce", "train/zloss", "grad/norm", "clip/coef", "lr", "precision/loss_scale", "guard/skipped"}
+    kept = {
+        "train/loss",
+        "train/ce",
+        "train/zloss",
+        "grad/norm",
+        "clip/coef",
+        "lr",
+        "precision/loss_scale",
+        "guard/skipped",
+    }
     assert kept | {"step", "time", "tokens_per_s"} == set(lines[0])
 
 

@@ -43,7 +43,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class CropFlip:
-    """Zero padding by an eighth, a random crop of the old size, half of them mirrored (He et al., arXiv 1512.03385, 4.2).
+    """Zero padding by an eighth, a random crop of the old size, half of them mirrored (arXiv 1512.03385, section 4.2).
 
     Attributes:
         flip: whether to mirror; digits and text are another thing mirrored.
@@ -81,9 +81,7 @@ class ResizedCrop:
     size: int
     whole = True
 
-    def __call__(
-        self, image: UInt8[Tensor, "channels _ _"], draws: np.ndarray
-    ) -> UInt8[Tensor, "channels size size"]:
+    def __call__(self, image: UInt8[Tensor, "channels _ _"], draws: np.ndarray) -> UInt8[Tensor, "channels size size"]:
         """A part of one image; the middle, where ten tries find none that fits."""
         height, width = image.shape[-2:]
         down = across = min(height, width)

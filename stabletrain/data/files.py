@@ -8,7 +8,7 @@ from pathlib import Path
 from stabletrain.errors import ConfigError
 
 MAGIC = frozenset("*?[")
-SNIFF = 8000   # bytes; git looks at as many to tell text from binary
+SNIFF = 8000  # bytes; git looks at as many to tell text from binary
 
 
 def existing(path: str, name: str) -> Path:
@@ -63,7 +63,9 @@ def find_text(path: str, name: str) -> tuple[Path, list[str]]:
         found = list(_walk(root))
     files = sorted(file.relative_to(root).as_posix() for file in found if looks_like_text(file, name))
     if not files:
-        raise ConfigError(f"{name}={path} holds no text files ({len(found)} files looked at): name a file, folder or glob")
+        raise ConfigError(
+            f"{name}={path} holds no text files ({len(found)} files looked at): name a file, folder or glob"
+        )
     return root, files
 
 
@@ -77,7 +79,9 @@ def looks_like_text(file: Path, name: str) -> bool:
         with file.open("rb") as handle:
             head = handle.read(SNIFF)
     except OSError as error:
-        raise ConfigError(f"{name}: {file} cannot be read ({error.strerror}): change its permissions or move it") from None
+        raise ConfigError(
+            f"{name}: {file} cannot be read ({error.strerror}): change its permissions or move it"
+        ) from None
     return bool(head) and b"\0" not in head
 
 

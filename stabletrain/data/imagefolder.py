@@ -40,7 +40,9 @@ class Files:
             with Image.open(path) as opened:
                 pixels = np.array(opened.convert(self._mode))
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise ConfigError(f"data.path: {path} cannot be read as a picture ({error}): repair it or move it away") from None
+            raise ConfigError(
+                f"data.path: {path} cannot be read as a picture ({error}): repair it or move it away"
+            ) from None
         return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
 
     def locate(self, index: int) -> str:
@@ -51,8 +53,8 @@ class Files:
 class ImageFolder(Images):
     """Pictures in one folder a class.
 
-    With `train/` and `val/` (or `test/`) below the path these are the splits; otherwise `val_fraction` of the files, by a
-    hash of their names, is kept for validation.
+    With `train/` and `val/` (or `test/`) below the path these are the splits; otherwise `val_fraction` of the files, by
+    a hash of their names, is kept for validation.
 
     Raises:
         ConfigError: no path, no class folders, or splits of different classes.
@@ -76,13 +78,14 @@ class ImageFolder(Images):
         if len(mean) not in (1, 3):
             raise ConfigError(f"data.mean={list(mean)} has {len(mean)} numbers: 3 for colour, 1 for grey")
         root = existing(path, "data.path")
+        splits: dict[str, Pictures]
         second = next((name for name in ("val", "test") if (root / name).is_dir()), None)
         if (root / "train").is_dir() and second:
             classes = class_folders(root / "train")
             if classes != class_folders(root / second):
                 raise ConfigError(f"data.path={path}: train/ and {second}/ do not have the same class folders")
             train, val = (files_of(root / split, classes) for split in ("train", second))
-            splits: dict[str, Pictures] = {
+            splits = {
                 "train": Files(root / "train", train, len(mean)),
                 "val": Files(root / second, val, len(mean)),
             }
@@ -111,7 +114,9 @@ def class_folders(root: Path) -> list[str]:
     """Names of the class folders, sorted; refuses fewer than two."""
     found = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if len(found) < 2:
-        raise ConfigError(f"data.path: {root} has {len(found)} class folders: put the pictures of each class into one of its own")
+        raise ConfigError(
+            f"data.path: {root} has {len(found)} class folders: put the pictures of each class into one of its own"
+        )
     return found
 
 

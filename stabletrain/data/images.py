@@ -166,7 +166,9 @@ class Images:
             kept.update(made)
         return torch.stack([made[index] if index in made else kept[index] for index in ids.tolist()])  # ty: ignore
 
-    def _normalise(self, images: UInt8[Tensor, "batch channels size size"]) -> Float[Tensor, "batch channels size size"]:
+    def _normalise(
+        self, images: UInt8[Tensor, "batch channels size size"]
+    ) -> Float[Tensor, "batch channels size size"]:
         scaled = (images.float() / 255 - self._mean) / self._std
         return scaled.contiguous(memory_format=torch.channels_last)
 
@@ -217,15 +219,13 @@ class Cifar10(Images):
             except Exception as error:  # of the network, the disk or a broken archive: one message for all
                 if not download:
                     raise ConfigError(
-                        f"data.root={root} does not hold CIFAR-10: data.download=true fetches it (170 MB), or name its folder"
+                        f"data.root={root} does not hold CIFAR-10: data.download=true fetches it (170 MB)"
                     ) from None
                 raise ConfigError(f"data.download=true: CIFAR-10 could not be fetched to {root}: {error}") from None
-            self_classes.extend(found.classes[len(self_classes) :])
+            names.extend(found.classes[len(names) :])
             pixels = torch.from_numpy(np.ascontiguousarray(found.data.transpose(0, 3, 1, 2)))
             return Held(pixels, found.targets, f"cifar10/{'train' if train else 'test'}")
 
-        self_classes: list[str] = []
+        names: list[str] = []
         splits: dict[str, Pictures] = {"train": load(True), "val": load(False)}
-        super().__init__("cifar10", splits, self_classes, size=32, mean=mean, std=std, augment=augment, seed=seed)
-
-
+        super().__init__("cifar10", splits, names, size=32, mean=mean, std=std, augment=augment, seed=seed)

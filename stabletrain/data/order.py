@@ -14,7 +14,7 @@ from typing import overload
 
 import numpy as np
 
-ROUNDS = 8   # four suffice for a good round function (Luby and Rackoff 1988); the rest costs microseconds
+ROUNDS = 8  # four suffice for a good round function (Luby and Rackoff 1988); the rest costs microseconds
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
 
@@ -119,7 +119,7 @@ def position(step: int, skipped: Iterable[Sequence[int]]) -> int:
     """
     end = 0
     for start, stop in sorted((start, stop) for start, stop in skipped):
-        start = max(start, end)   # ranges may overlap or lie within one another
+        start = max(start, end)  # ranges may overlap or lie within one another
         if stop <= start:
             continue
         if step < start:

@@ -20,7 +20,7 @@ class Prefetch:
     def __init__(self, load: Callable[[int], Batch], ahead: int = 2, pin: bool = False) -> None:
         """`load` gives the batch of a number; with `pin` it is put into page-locked memory on the thread too."""
         self.ahead = ahead
-        self._load = (lambda step: load(step).pin_memory()) if pin else load
+        self._load, self._pin = load, pin
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._waiting: dict[int, Future[Batch]] = {}
 
@@ -31,8 +31,12 @@ class Prefetch:
             self._waiting.pop(number).cancel()
         for number in wanted:
             if number not in self._waiting:
-                self._waiting[number] = self._pool.submit(self._load, number)
+                self._waiting[number] = self._pool.submit(self._make, number)
         return self._waiting.pop(step).result()
+
+    def _make(self, number: int) -> Batch:
+        batch = self._load(number)
+        return batch.pin_memory() if self._pin else batch
 
     def close(self) -> None:
         """Stops the thread; what it is computing is dropped."""

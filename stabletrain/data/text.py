@@ -13,7 +13,7 @@ from stabletrain.data.tokenizers import Bytes
 from stabletrain.data.windows import Windows
 from stabletrain.errors import ConfigError
 
-MANY = 20   # files from which on whole files are held out
+MANY = 20  # files from which on whole files are held out
 NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -88,7 +88,9 @@ class Corpus(Windows):
                 contents.append((file, (root / file).read_bytes()))
             except OSError as error:
                 if not skip_unreadable:
-                    raise ConfigError(f"{where}: {root / file} cannot be read ({error.strerror}): move it away") from None
+                    raise ConfigError(
+                        f"{where}: {root / file} cannot be read ({error.strerror}): move it away"
+                    ) from None
         train: list[tuple[str, int, bytes]] = []
         val: list[tuple[str, int, bytes]] = []
         if len(contents) >= MANY:

@@ -61,7 +61,7 @@ class BytePair:
             raise ConfigError(f"tokenizer={name} is none of bytes, {', '.join(known)}: choose one of them")
         try:
             self._encoding: Any = tiktoken.get_encoding(name)
-        except Exception as error:   # whatever the network layer raises
+        except Exception as error:  # whatever the network layer raises
             raise ConfigError(
                 f"tokenizer={name}: its vocabulary could not be downloaded ({type(error).__name__}): run once where "
                 "there is a network with TIKTOKEN_CACHE_DIR set to a folder, and set the same folder here"

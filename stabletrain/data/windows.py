@@ -1,4 +1,4 @@
-"""Windows: a long row of tokens is cut into samples of `block_size`, anew each epoch for training, fixed for validation.
+"""Windows: a row of tokens is cut into samples of `block_size`, anew each epoch for training, fixed for validation.
 
 Sample i of an epoch reads `block_size + 1` tokens from `phase + i * block_size`; its targets are its inputs shifted
 by one, so every token but the first is predicted once. The phase in [0, block_size) is drawn for each epoch, so
@@ -49,7 +49,9 @@ class Windows:
 
     def __init__(self, train: Stream, val: Stream, *, block_size: int, seed: int, where: str, unit: str) -> None:
         if block_size < 1:
-            raise ConfigError(f"data.block_size={block_size} is below 1: choose the number of tokens in a sample, 256 say")
+            raise ConfigError(
+                f"data.block_size={block_size} is below 1: choose the number of tokens in a sample, 256 say"
+            )
         if len(train) < block_size + 1:
             raise ConfigError(
                 f"{where} has {len(train):,} {unit} for training, a sample needs data.block_size + 1 = "
@@ -100,5 +102,8 @@ class Windows:
             inputs[row, : len(tokens) - 1] = tokens[:-1]
             targets[row, : len(tokens) - 1] = tokens[1:]
         return Batch(
-            torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(starts), Sources(stream.locate, starts)
+            torch.from_numpy(inputs),
+            torch.from_numpy(targets),
+            torch.from_numpy(starts),
+            Sources(stream.locate, starts),
         )

@@ -40,6 +40,9 @@ class NoCheckpoints:
     def wait(self) -> None:
         """Nothing is under way."""
 
+    def settle(self) -> None:
+        """Nothing is under way."""
+
     def newest(self, *, healthy_only: bool = False) -> Checkpoint | None:
         """None."""
         return None

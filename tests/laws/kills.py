@@ -2,7 +2,7 @@
 
     python -m tests.laws.kills --kills 30
 
-The moments are uniform over the run's own duration, and checkpoints are written every other step, so that a share of the
+The moments are uniform over the run's duration, and checkpoints are written every other step, so that a share of the
 kills falls inside a checkpoint's writing; the report counts them.
 """
 

@@ -1,0 +1,197 @@
+"""`stabletrain prepare`: text, or a Hugging Face data set, becomes token shards for `data=tokens`.
+
+Documents are streamed, so memory does not grow with the data. Each is followed by the tokenizer's separator; which are
+kept for validation depends on a hash of their names alone. Everything is written to a folder with a temporary name,
+which is renamed at the end: a half-written set is never used.
+"""
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from stabletrain.data.files import find_text
+from stabletrain.data.manifest import VERSION
+from stabletrain.data.order import place
+from stabletrain.data.tokenizers import load_tokenizer
+from stabletrain.errors import ConfigError
+
+FEW = 20
+"""With fewer documents each is split at its end; with more, whole documents are kept for validation."""
+
+EVERY = 100_000_000
+"""Tokens between two lines about the progress."""
+
+
+class Writer:
+    """Writes the tokens of one split into shards of `limit` tokens."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, limit: int) -> None:
+        self._folder, self._split, self._dtype, self._limit = folder, split, dtype, limit
+        self.shards: list[dict[str, str | int]] = []
+        self.tokens = 0
+        self._room, self._file = 0, None
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Appends tokens, beginning new shards as needed."""
+        values = np.asarray(ids, dtype=self._dtype)
+        while len(values):
+            if not self._room:
+                self.close()
+                name = f"{self._split}-{len(self.shards):05}.bin"
+                self.shards.append({"file": name, "tokens": 0})
+                self._file, self._room = (self._folder / name).open("wb"), self._limit
+            piece, values = values[: self._room], values[self._room :]
+            assert self._file is not None
+            piece.tofile(self._file)
+            self._room -= len(piece)
+            self.tokens += len(piece)
+            self.shards[-1]["tokens"] = int(self.shards[-1]["tokens"]) + len(piece)
+
+    def close(self) -> None:
+        """Brings the shard that is open to the disk."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+
+def prepare(
+    source: str,
+    out: str,
+    *,
+    tokenizer: str = "bytes",
+    val_fraction: float = 0.01,
+    shard_tokens: int = 100_000_000,
+    hf: bool = False,
+    hf_config: str | None = None,
+    hf_split: str = "train",
+    column: str = "text",
+) -> dict:
+    """Writes the shards; returns the manifest.
+
+    Args:
+        source: a file, folder or glob of text; with `hf` the name, or local folder, of a Hugging Face data set.
+        out: the folder to write; must not exist, or be empty.
+        tokenizer: `bytes`, or the name of a tiktoken encoding such as `gpt2`.
+        val_fraction: share kept for validation, in (0, 1).
+        shard_tokens: tokens of a shard.
+        hf_config, hf_split, column: which part of a Hugging Face data set, and which column holds the text.
+
+    Raises:
+        ConfigError: a value out of range, nothing to read, or `out` holds something.
+    """
+    if not 0 < val_fraction < 1:
+        raise ConfigError(f"--val-fraction={val_fraction} is not between 0 and 1: 0.01 is customary")
+    if shard_tokens < 1:
+        raise ConfigError(f"--shard-tokens={shard_tokens} is below 1")
+    target = Path(out).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{out} exists and is not an empty folder: choose another, or remove it")
+    coder = load_tokenizer(tokenizer)
+    few, documents = huggingface(source, hf_config, hf_split, column) if hf else texts(source)
+    dtype = np.dtype("uint8" if coder.vocab_size <= 2**8 else "uint16" if coder.vocab_size <= 2**16 else "uint32")
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    splits = {split: Writer(partial, split, dtype.newbyteorder("<"), shard_tokens) for split in ("train", "val")}
+    try:
+        said = 0
+        for name, text in documents:
+            for split, piece in divided(name, text, val_fraction, few):
+                splits[split].add([*coder.encode(piece), coder.separator])
+            if (done := sum(writer.tokens for writer in splits.values())) >= said + EVERY:
+                said = done
+                print(f"{done:,} tokens", flush=True)
+        for split, writer in splits.items():
+            writer.close()
+            if not writer.tokens:
+                raise ConfigError(
+                    f"{source} leaves nothing to {'train' if split == 'train' else 'validate'} on: give more text"
+                )
+        meta = {
+            "version": VERSION,
+            "tokenizer": coder.name,
+            "vocab_size": coder.vocab_size,
+            "dtype": dtype.name,
+            "source": source,
+            "splits": {split: writer.shards for split, writer in splits.items()},
+        }
+        (partial / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
+    except BaseException:
+        for writer in splits.values():
+            writer.close()
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return meta
+
+
+def texts(source: str) -> tuple[bool, Iterator[tuple[str, str]]]:
+    """Whether there are few documents, and the name and text of each file; what is no UTF-8 is replaced."""
+    root, files = find_text(source, "source")
+    return len(files) < FEW, ((file, (root / file).read_text(encoding="utf-8", errors="replace")) for file in files)
+
+
+def divided(name: str, text: str, val_fraction: float, few: bool) -> Iterator[tuple[str, str]]:
+    """The splits a document goes to: one of them whole or, of few documents, its end to validation."""
+    if not few:
+        yield ("val" if place(name) < val_fraction else "train"), text
+        return
+    cut = len(text) - round(len(text) * val_fraction)
+    for split, piece in (("train", text[:cut]), ("val", text[cut:])):
+        if piece:
+            yield split, piece
+
+
+def huggingface(source: str, config: str | None, split: str, column: str) -> tuple[bool, Iterator[tuple[str, str]]]:
+    """False (documents are many), and number and text of each row of a data set, streamed."""
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            "--hf needs the package datasets, which is not installed: pip install 'stabletrain[hf]'"
+        ) from None
+    try:
+        rows = datasets.load_dataset(source, config, split=split, streaming=True)
+        first = next(iter(rows), None)
+    except Exception as error:  # whatever the network layer or a wrong name raises
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{source}: the data set could not be opened ({type(error).__name__}: {reason})") from None
+    if first is None or column not in first:
+        columns = ", ".join(first) if first else "none, it is empty"
+        raise ConfigError(f"--column={column} is not in {source}: its columns are {columns}")
+    return False, ((str(number), str(row[column])) for number, row in enumerate(rows))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The subcommand's arguments."""
+    parser.add_argument("source", help="a file, folder or glob of text; with --hf a Hugging Face data set")
+    parser.add_argument("out", help="the folder to write")
+    parser.add_argument(
+        "--tokenizer", default="bytes", help="bytes, or a tiktoken encoding such as gpt2 (default: bytes)"
+    )
+    parser.add_argument("--val-fraction", type=float, default=0.01, help="share kept for validation (default: 0.01)")
+    parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens of a shard (default: 100000000)")
+    parser.add_argument(
+        "--hf", action="store_true", help="source is a data set of the Hugging Face hub, or a local one"
+    )
+    parser.add_argument("--hf-config", help="its configuration, such as sample-10BT")
+    parser.add_argument("--hf-split", default="train", help="its split (default: train)")
+    parser.add_argument("--column", default="text", help="its column that holds the text (default: text)")
+
+
+def run(chosen: argparse.Namespace) -> None:
+    """The subcommand."""
+    names = ("tokenizer", "val_fraction", "shard_tokens", "hf", "hf_config", "hf_split", "column")
+    meta = prepare(chosen.source, chosen.out, **{name: getattr(chosen, name) for name in names})
+    sizes = {split: sum(shard["tokens"] for shard in shards) for split, shards in meta["splits"].items()}
+    print(f"{chosen.out}: {sizes['train']:,} tokens to train on, {sizes['val']:,} to validate on")
+    print(f"next     python train.py data=tokens data.path={chosen.out}")

@@ -1,0 +1,118 @@
+"""Token shards: memory-mapped files that are never read whole, as `stabletrain prepare` writes them.
+
+meta.json     {"version", "tokenizer", "vocab_size", "dtype", "splits": {"train": [{"file", "tokens"}], "val": ...}}
+*.bin         raw little-endian token ids of that dtype
+"""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from stabletrain.data.files import existing
+from stabletrain.data.manifest import read_meta
+from stabletrain.data.tokenizers import load_tokenizer
+from stabletrain.data.windows import Windows
+from stabletrain.errors import ConfigError
+
+
+class Shards:
+    """The shards of one split as one row of tokens; a `Stream`.
+
+    Args:
+        folder: where they lie.
+        shards: file name and tokens of each, in order.
+        dtype: of a token.
+
+    Raises:
+        ConfigError: a shard is missing, or is not as long as the manifest says.
+    """
+
+    def __init__(self, folder: Path, shards: list[tuple[str, int]], dtype: np.dtype) -> None:
+        self._files = [folder / name for name, _ in shards]
+        self._itemsize = dtype.itemsize
+        for file, (_, tokens) in zip(self._files, shards, strict=True):
+            size = file.stat().st_size if file.is_file() else -1
+            if size != tokens * dtype.itemsize:
+                found = "is missing" if size < 0 else f"has {size:,} bytes"
+                wanted = tokens * dtype.itemsize
+                raise ConfigError(
+                    f"data.path: shard {file} {found}, the manifest says {wanted:,}: prepare the data again"
+                )
+        self._maps = [np.memmap(file, dtype, "r") for file, (_, n) in zip(self._files, shards, strict=True) if n]
+        self._files = [file for file, (_, n) in zip(self._files, shards, strict=True) if n]
+        self._starts = np.cumsum([0, *(len(each) for each in self._maps)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start ... stop - 1`; a stretch may cross shards."""
+        pieces = []
+        first = int(np.searchsorted(self._starts, start, "right")) - 1
+        for shard in range(first, len(self._maps)):
+            begin = int(self._starts[shard])
+            if begin >= stop:
+                break
+            pieces.append(self._maps[shard][max(start - begin, 0) : stop - begin])
+        return np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
+
+    def locate(self, position: int) -> str:
+        """`shard:offset` of a token, the offset in bytes."""
+        shard = int(np.searchsorted(self._starts, position, "right")) - 1
+        return f"{self._files[shard]}:{(position - int(self._starts[shard])) * self._itemsize}"
+
+
+class Tokens(Windows):
+    """Token shards, looked up by number; opening 10^9 tokens costs what opening ten does.
+
+    Attributes:
+        vocab_size: of the tokenizer.
+        prompt: what a sample of generated text begins with.
+
+    Args:
+        path: the folder that `stabletrain prepare` wrote.
+        block_size: tokens of a sample.
+        seed: names the order.
+
+    Raises:
+        ConfigError: no path, no manifest there, a shard that does not fit it, or too few tokens.
+    """
+
+    prompt = "\n"
+
+    def __init__(self, path: str | None, block_size: int, seed: int) -> None:
+        if path is None:
+            raise ConfigError(
+                "data.path is not set: data=tokens needs data.path=<folder that stabletrain prepare wrote>"
+            )
+        folder = existing(path, "data.path")
+        meta = read_meta(folder)
+        dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+        train, val = (
+            Shards(folder, [(shard["file"], shard["tokens"]) for shard in meta["splits"][split]], dtype)
+            for split in ("train", "val")
+        )
+        super().__init__(train, val, block_size=block_size, seed=seed, where=f"data.path={path}", unit="tokens")
+        self.vocab_size: int = meta["vocab_size"]
+        self._tokenizer_name: str = meta["tokenizer"]
+        self._folder, self._meta = folder, meta
+
+    @property
+    def summary(self) -> str:
+        """Name, tokens and tokenizer."""
+        return f"{self._folder.name}, {len(self._train) + len(self._val):,} tokens of {self._tokenizer_name}"
+
+    def fingerprint(self) -> dict:
+        """Which data this is: the manifest's numbers and hash; the tokens themselves are not read."""
+        digest = hashlib.sha256((self._folder / "meta.json").read_bytes()).hexdigest()
+        sizes = {"train_tokens": len(self._train), "val_tokens": len(self._val)}
+        return {"name": self._folder.name, "tokenizer": self._tokenizer_name, **sizes, "meta_sha256": digest}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        return load_tokenizer(self._tokenizer_name).encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids."""
+        return load_tokenizer(self._tokenizer_name).decode(ids)

@@ -1,0 +1,53 @@
+"""Prefetching: the same batches as without it, whatever is asked for."""
+
+import threading
+
+import pytest
+import torch
+
+from stabletrain.data.prefetch import Prefetch
+from stabletrain.records import Batch
+
+
+def load(step):
+    return Batch(torch.full((2,), float(step)), torch.tensor([step, step]))
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_batches_are_those_of_their_number_in_any_order(ahead):
+    prefetch = Prefetch(load, ahead=ahead)
+    for step in [0, 1, 2, 3, 1, 2, 50, 51, 0, 0]:  # on, back, far ahead, again
+        assert prefetch.get(step).targets.tolist() == [step, step]
+    prefetch.close()
+
+
+def test_the_next_ones_are_under_way_on_another_thread():
+    begun, threads = [threading.Event() for _ in range(10)], set()
+
+    def noting(step):
+        threads.add(threading.current_thread())
+        begun[step].set()
+        return load(step)
+
+    prefetch = Prefetch(noting, ahead=2)
+    prefetch.get(0)
+    assert begun[2].wait(5), "nobody asked for step 2 yet"
+    assert not begun[3].is_set()
+    assert threading.main_thread() not in threads
+    prefetch.close()
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_an_error_is_raised_at_the_step_it_belongs_to():
+    def failing(step):
+        if step == 2:
+            raise RuntimeError("sample 2 is broken")
+        return load(step)
+
+    prefetch = Prefetch(failing, ahead=3)
+    assert prefetch.get(0).targets[0] == 0
+    assert prefetch.get(1).targets[0] == 1
+    with pytest.raises(RuntimeError, match="sample 2 is broken"):
+        prefetch.get(2)
+    assert prefetch.get(3).targets[0] == 3
+    prefetch.close()
