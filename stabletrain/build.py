@@ -149,10 +149,15 @@ def make_model(cfg: DictConfig, data: Any) -> nn.Module:
     """The model, its nulls filled from the data."""
     given = {}
     for key in FROM_DATA:
-        if key in cfg.model and cfg.model[key] is None:
-            if not hasattr(data, key):
-                raise ConfigError(f"model.{key} is null, and the data does not say it: set model.{key}")
-            given[key] = getattr(data, key)
+        if key not in cfg.model:
+            continue
+        wanted, needed = cfg.model[key], getattr(data, key, None)
+        if wanted is None and needed is None:
+            raise ConfigError(f"model.{key} is null, and the data does not say it: set model.{key}")
+        if wanted is None:
+            given[key] = needed
+        elif needed is not None and (wanted < needed or (key == "in_channels" and wanted != needed)):
+            raise ConfigError(f"model.{key}={wanted} does not fit the data, which needs {needed}: leave it null")
     model = make(cfg, "model", **given)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not an nn.Module")

@@ -7,7 +7,7 @@ in that option's class.
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -154,7 +154,7 @@ def show(value: Any) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
-def check_parts(cfg: DictConfig, choices: dict[str, str]) -> None:
+def check_parts(cfg: DictConfig, choices: Mapping[str, str]) -> None:
     """Refuses parts that the chosen model cannot take, and data that it cannot read."""
     model, data = choices["model"], choices["data"]
     for group in CHOSEN_PARTS:

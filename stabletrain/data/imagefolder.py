@@ -53,8 +53,8 @@ class Files:
 class ImageFolder(Images):
     """Pictures in one folder a class.
 
-    With `train/` and `val/` (or `test/`) below the path these are the splits; otherwise `val_fraction` of the files, by
-    a hash of their names, is kept for validation.
+    With `train/` and `val/` (or `test/`) below the path these are the splits; otherwise `val_fraction` of the files (in
+    `train/`, if there is one), by a hash of their names, is kept for validation.
 
     Raises:
         ConfigError: no path, no class folders, or splits of different classes.
@@ -90,6 +90,7 @@ class ImageFolder(Images):
                 "val": Files(root / second, val, len(mean)),
             }
         else:
+            root = root / "train" if (root / "train").is_dir() else root
             classes = class_folders(root)
             files = files_of(root, classes)
             kept = [place(name) < val_fraction for name, _ in files]

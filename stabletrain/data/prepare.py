@@ -1,8 +1,8 @@
 """`stabletrain prepare`: text, or a Hugging Face data set, becomes token shards for `data=tokens`.
 
-Documents are streamed, so memory does not grow with the data. Each is followed by the tokenizer's separator; which are
-kept for validation depends on a hash of their names alone. Everything is written to a folder with a temporary name,
-which is renamed at the end: a half-written set is never used.
+Documents are streamed, so memory holds one of them and not the data. Each is followed by the tokenizer's separator;
+which are kept for validation depends on a hash of their names alone. Everything is written to a folder with a temporary
+name, which is renamed at the end: a half-written set is never used.
 """
 
 import argparse
@@ -104,7 +104,9 @@ def prepare(
         said = 0
         for name, text in documents:
             for split, piece in divided(name, text, val_fraction, few):
-                splits[split].add([*coder.encode(piece), coder.separator])
+                for part in parts(piece):
+                    splits[split].add(coder.encode(part))
+                splits[split].add([coder.separator])
             if (done := sum(writer.tokens for writer in splits.values())) >= said + EVERY:
                 said = done
                 print(f"{done:,} tokens", flush=True)
@@ -137,7 +139,7 @@ def prepare(
 def texts(source: str) -> tuple[bool, Iterator[tuple[str, str]]]:
     """Whether there are few documents, and the name and text of each file; what is no UTF-8 is replaced."""
     root, files = find_text(source, "source")
-    return len(files) < FEW, ((file, (root / file).read_text(encoding="utf-8", errors="replace")) for file in files)
+    return len(files) < FEW, ((file, (root / file).read_bytes().decode(errors="replace")) for file in files)
 
 
 def divided(name: str, text: str, val_fraction: float, few: bool) -> Iterator[tuple[str, str]]:
@@ -149,6 +151,20 @@ def divided(name: str, text: str, val_fraction: float, few: bool) -> Iterator[tu
     for split, piece in (("train", text[:cut]), ("val", text[cut:])):
         if piece:
             yield split, piece
+
+
+def parts(text: str, size: int = 1 << 20) -> Iterator[str]:
+    """A text in pieces of at most `size` characters, cut after line ends where there are any.
+
+    The ids of a long document at once would take some ten times its memory.
+    """
+    start = 0
+    while start < len(text):
+        stop = start + size
+        if stop < len(text):
+            stop = text.rfind("\n", start, stop) + 1 or stop
+        yield text[start:stop]
+        start = stop
 
 
 def huggingface(source: str, config: str | None, split: str, column: str) -> tuple[bool, Iterator[tuple[str, str]]]:
@@ -163,12 +179,27 @@ def huggingface(source: str, config: str | None, split: str, column: str) -> tup
         rows = datasets.load_dataset(source, config, split=split, streaming=True)
         first = next(iter(rows), None)
     except Exception as error:  # whatever the network layer or a wrong name raises
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{source}: the data set could not be opened ({type(error).__name__}: {reason})") from None
+        raise unreadable(source, "could not be opened", error) from None
     if first is None or column not in first:
         columns = ", ".join(first) if first else "none, it is empty"
         raise ConfigError(f"--column={column} is not in {source}: its columns are {columns}")
-    return False, ((str(number), str(row[column])) for number, row in enumerate(rows))
+
+    def documents() -> Iterator[tuple[str, str]]:
+        number = -1
+        try:
+            for number, row in enumerate(rows):
+                if row[column] is not None:
+                    yield str(number), str(row[column])
+        except Exception as error:  # the network again, in mid-stream
+            raise unreadable(source, f"broke off after row {number}", error) from None
+
+    return False, documents()
+
+
+def unreadable(source: str, what: str, error: Exception) -> ConfigError:
+    """One message for whatever the library raised."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ConfigError(f"{source}: the data set {what} ({type(error).__name__}: {reason})")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 """Text: files are read as bytes, and each byte is a token, so any text is data without a tokenizer."""
 
 import hashlib
+import math
 import os
 import sysconfig
 from pathlib import Path
@@ -94,7 +95,7 @@ class Corpus(Windows):
         train: list[tuple[str, int, bytes]] = []
         val: list[tuple[str, int, bytes]] = []
         if len(contents) >= MANY:
-            limit = max(val_fraction, min(place(file) for file, _ in contents) + 2**-60)
+            limit = max(val_fraction, math.nextafter(min(place(file) for file, _ in contents), 1))
             for file, content in contents:
                 (val if place(file) < limit else train).append((str(root / file), 0, content))
         else:

@@ -152,6 +152,21 @@ def test_images_come_channels_last(folder):
     assert batch.inputs.dtype == torch.float32
 
 
+@pytest.mark.parametrize(("cache_mb", "again"), [(100, False), (0.0, True)])
+def test_small_pictures_are_decoded_once_if_they_fit_the_cache(folder, cache_mb, again):
+    data = ImageFolder(str(folder), **(FOLDER | {"cache_mb": cache_mb}))
+    before = data.batch(0, 4, "val").inputs
+    for file in folder.rglob("*.png"):
+        Image.new("RGB", (8, 8), (9, 9, 9)).save(file)
+    assert torch.equal(data.batch(0, 4, "val").inputs, before) != again
+
+
+def test_a_train_folder_alone_is_split(tmp_path, folder):
+    folder.rename(tmp_path / "train")
+    data = ImageFolder(str(tmp_path), **FOLDER)
+    assert data.batches(1, "train") + data.batches(1, "val") == 20
+
+
 def test_a_broken_picture_is_named(folder):
     (folder / "class0" / "3.png").write_bytes(b"no picture")
     data = ImageFolder(str(folder), **FOLDER)

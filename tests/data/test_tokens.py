@@ -82,6 +82,16 @@ def test_many_documents_are_kept_for_validation_whole(tmp_path):
     assert not set(sides["train"]) & set(sides["val"])
 
 
+def test_a_long_document_in_parts_is_the_same_and_line_ends_stay(tmp_path):
+    content = "".join(f"line {i}\r\n" for i in range(300_000)).encode()
+    (tmp_path / "long.txt").write_bytes(content)
+    prepare(str(tmp_path / "long.txt"), str(tmp_path / "out"), val_fraction=0.01)
+    train = (tmp_path / "out" / "train-00000.bin").read_bytes()
+    val = (tmp_path / "out" / "val-00000.bin").read_bytes()
+    assert train[:-1] + val[:-1] == content
+    assert train[-1:] == val[-1:] == b"\0"
+
+
 def test_an_interrupted_preparation_leaves_nothing(tmp_path, text, monkeypatch):
     import stabletrain.data.prepare as module
 
@@ -124,6 +134,7 @@ def test_a_hugging_face_data_set_is_streamed(tmp_path):
     (tmp_path / "set").mkdir()
     rows = [json.dumps({"text": f"document {i} " * 5, "id": i}) for i in range(50)]
     (tmp_path / "set" / "train.jsonl").write_text("\n".join(rows))
+    (tmp_path / "set" / "more.jsonl").write_text(json.dumps({"text": None, "id": 99}))
     prepare(str(tmp_path / "set"), str(tmp_path / "out"), hf=True, val_fraction=0.2)
     content = b"".join((tmp_path / "out" / f"{split}-00000.bin").read_bytes() for split in ("train", "val"))
     assert sorted(content.split(b"\0")[:-1]) == sorted(f"document {i} ".encode() * 5 for i in range(50))

@@ -157,7 +157,7 @@ def places(tmp_path_factory):
                     picture = Image.effect_noise((12, 12), shade + 10 * label + i).convert("RGB")
                     picture.save(root / folder / split / f"class{label}" / f"{i}.png")
     (root / "cifar").mkdir()  # see pretend_cifar
-    names = {"TEXT": "text.txt", "SHARDS": "shards", "IMAGES": "images", "CIFAR": "cifar"}
+    names = {"TEXT": "text.txt", "SHARDS": "shards", "IMAGES": "images", "FLAT": "images/train", "CIFAR": "cifar"}
     return {name: str(root / file) for name, file in names.items()} | {
         "OTHER:text": str(root / "other.txt"),
         "OTHER:tokens": str(root / "other_shards"),
@@ -277,10 +277,10 @@ def test_every_key_of_every_option_is_alive(tmp_path, places, group, option, key
     chosen = filled(overrides_for(group, option), places)
     if f"{group}={option}" in REFUSED_ON_CPU:
         pytest.skip("refused as a whole on this machine")
-    extra = needed_for(group, option, key)
+    extra = needed_for(group, option, key, places)
     if extra is None:
-        pytest.skip("alive only on another machine; see test_precision.py")
-    base = observe(tmp_path / "base", [*chosen, *extra])
+        pytest.skip(SEEN_ELSEWHERE.get(name, "alive only on another machine: tests/stability/test_precision.py"))
+    base = observe_or_refusal(tmp_path / "base", [*chosen, *extra])
     value = changed(name, chosen)
     if value == "OTHER":
         value = places[f"OTHER:{option}"]
@@ -290,12 +290,30 @@ def test_every_key_of_every_option_is_alive(tmp_path, places, group, option, key
     assert other != base, f"{name}={value} changed nothing"
 
 
-def needed_for(group, option, key):
-    """What else a key needs so as to matter; None where it cannot matter on this machine."""
+SEEN_ELSEWHERE = {"data.cache_mb": "tests/data/test_images.py"}
+"""Keys that change no result, only its cost, and where that is shown."""
+
+
+def needed_for(group, option, key, places):
+    """What else a key needs so as to matter; None where it cannot matter in a run here."""
+    name = f"{group}.{key}"
     if group == "precision" and option == "auto":
         return None  # the three numbers are for cards that auto sends to fp16
     if (group, key) == ("checkpoint", "keep_best"):
-        return ["checkpoint.keep=1", "optimizer.lr=1.0", "checkpoint.every=1", "eval_every=1", "clipping=none"]
+        return [
+            "checkpoint.keep=1",
+            "optimizer.lr=0.5",
+            "checkpoint.every=1",
+            "eval_every=1",
+            "steps=12",
+            "clipping=none",
+        ]
+    if name in SEEN_ELSEWHERE:
+        return None
+    if name == "data.download":
+        return ["data.root=nowhere"]
+    if name == "data.val_fraction" and option == "imagefolder":
+        return [f"data.path={places['FLAT']}"]
     if (group, key) == ("schedule", "final_ratio") or (group, key) == ("warmup", "steps"):
         return ["warmup=linear", "schedule=cosine"]
     return []
