@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     preparing = commands.add_parser("prepare", help="turn text into token shards for data=tokens")
     prepare.add_arguments(preparing)
-    preparing.set_defaults(run=prepare.run)
+    preparing.set_defaults(do=prepare.run)
 
     sampling = commands.add_parser("sample", help="write text with a trained model")
     sampling.add_argument("run", type=Path, help="a run folder, or one of its checkpoints")
@@ -32,11 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sampling.add_argument("--top-k", type=int, default=50, help="draw from so many likeliest (default: %(default)s)")
     sampling.add_argument("--seed", type=int, default=0, help="of the drawing (default: %(default)s)")
     sampling.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
-    sampling.set_defaults(run=sample)
+    sampling.set_defaults(do=sample)
 
     chosen = parser.parse_args(arguments)
     try:
-        chosen.run(chosen)
+        chosen.do(chosen)
     except StabletrainError as error:
         print(f"stabletrain: {error}", file=sys.stderr)
         return error.exit_code
