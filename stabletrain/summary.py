@@ -3,6 +3,7 @@
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,14 +35,25 @@ def opening(
     about = getattr(data, "summary", choices["data"])
     precision = tools.precision
     settings = [f"precision {precision.name}{f' ({precision.why})' if precision.why else ''}"]
-    settings += [named(group, choices[group], config[group]) for group in SHOWN if choices[group] != "none"]
+    resolved = {"warmup": {"steps": tools.learning_rate.warmup.length(tools.learning_rate.total)}}
+    settings += [
+        named(group, choices[group], {**config[group], **resolved.get(group, {})})
+        for group in SHOWN
+        if choices[group] != "none"
+    ]
     return "\n".join(
         [
             f"stabletrain · {choices['model']}, {millions(size)} parameters · {about} · {machine}",
             " · ".join(settings),
-            f"run {folder}",
+            f"run {near(folder)}",
         ]
     )
+
+
+def near(folder: str) -> str:
+    """A folder as one would type it: relative, if it lies below the current one."""
+    path = Path(folder)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else folder
 
 
 SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", "qknorm")
@@ -95,7 +107,7 @@ def closing(
         result = f"val accuracy {100 * history.val['val/accuracy']:.2f} %, loss {loss:.3f} nats"
     skipped = sum(skips.values())
     kinds = ", ".join(f"{count} {kind}" for kind, count in skips.items() if count)
-    best = f"best at step {history.best_step:,}" if history.best_step != step else "the best of the run"
+    best = f"best at step {history.best_step:,}"
     lines = [
         f"{result} after {step:,} steps in {history.seconds:.0f} s, {skipped} skipped{kinds and f' ({kinds})'}, {best}",
         f"pace     {history.units / max(history.seconds, 1e-9):,.0f} {unit}/s",
@@ -103,7 +115,7 @@ def closing(
     if sample and sample.strip():
         first, *rest = sample.strip("\n").splitlines()
         lines += [f"sample   {first}", *(f"         {line}" for line in rest)]
-    return "\n".join([*lines, f"run      {folder}", f"next     {suggestion(typed, per)}"])
+    return "\n".join([*lines, f"run      {near(folder)}", f"next     {suggestion(typed, per)}"])
 
 
 def suggestion(typed: Sequence[str], per: str) -> str:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import safe_open
@@ -23,7 +23,7 @@ from safetensors import safe_open
 from stabletrain.tracking.metrics import read_jsonl
 from tests.runs import ROOT, TINY_GPT
 
-STEPS = 120
+STEPS = 300
 RUN = [
     *TINY_GPT,
     "model.n_embd=64",
@@ -41,16 +41,18 @@ class Report:
     """What a campaign found.
 
     Attributes:
+        runs: runs that were killed, each some times.
         kills: processes killed.
         inside_write: of them, with a checkpoint half-written.
         resumed_from: steps that resumes began at.
-        identical: whether the end is bit-identical to the unkilled run's.
+        identical: whether every end is bit-identical to the unkilled run's.
         difference: what differs, if anything.
     """
 
+    runs: int = 0
     kills: int = 0
     inside_write: int = 0
-    resumed_from: tuple[int, ...] = ()
+    resumed_from: list[int] = field(default_factory=list)
     identical: bool = False
     difference: str = ""
 
@@ -90,50 +92,49 @@ def finish(process: subprocess.Popen) -> None:
         raise RuntimeError(errors)
 
 
-def first_line(folder: Path, process: subprocess.Popen, lines: int) -> None:
-    """Waits until the run has logged more than `lines`, or has ended."""
+def training(folder: Path, process: subprocess.Popen, since: float) -> None:
+    """Waits until this process has written to the run's metrics, or has ended."""
     file = folder / "metrics.jsonl"
-    while process.poll() is None and (not file.exists() or file.read_bytes().count(b"\n") <= lines):
-        time.sleep(0.01)
+    while process.poll() is None and not (file.exists() and file.stat().st_size and file.stat().st_mtime > since):
+        time.sleep(0.002)
+
+
+def status(folder: Path) -> str:
+    """The status in `run.json`, empty without one."""
+    file = folder / "run.json"
+    return json.loads(file.read_text())["status"] if file.exists() else ""
 
 
 def campaign(place: Path, kills: int, seed: int) -> Report:
-    """One run, killed `kills` times at random moments, against one that is left alone."""
+    """Runs killed at random moments until `kills` kills are done; each run's end is compared with an unkilled one's."""
     draw, report = random.Random(seed), Report()
-    whole, cut = place / "whole", place / "cut"
+    whole = place / "whole"
     place.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    since = time.time()
     process = start(whole)
-    first_line(whole, process, 0)
-    training = -time.monotonic()
+    training(whole, process, since)
+    duration = -time.monotonic()
     finish(process)
-    training += time.monotonic()
-    resumes = []
+    duration += time.monotonic()
     while report.kills < kills:
-        if (cut / "run.json").exists() and json.loads((cut / "run.json").read_text())["status"] == "finished":
-            if error := compare(whole, cut):
-                report.difference = error
-                return report
-            cut = place / f"cut{report.kills}"  # it outran the killer: begin another
-        process = start(cut, "resume=auto")
-        lines = (cut / "metrics.jsonl").read_bytes().count(b"\n") if (cut / "metrics.jsonl").exists() else 0
-        del lines
-        before = len(resumed(cut))
-        while process.poll() is None and len(resumed(cut)) == before and not (cut / "metrics.jsonl").exists():
-            time.sleep(0.005)
-        time.sleep(draw.uniform(0, training * 0.6))
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-            report.kills += 1
-            report.inside_write += any((cut / "checkpoints").glob(".step-*")) if (cut / "checkpoints").is_dir() else 0
-        process.communicate()
-        resumes += resumed(cut)[before:]
-    finish(start(cut, "resume=auto"))
-    resumes += resumed(cut)[-1:]
-    report.resumed_from = tuple(resumes)
-    report.difference = compare(whole, cut)
-    report.identical = not report.difference
-    print(f"{report.kills} kills in {time.monotonic() - began:.0f} s", file=sys.stderr)
+        cut = place / f"cut{report.runs}"
+        report.runs += 1
+        while report.kills < kills and status(cut) != "finished":
+            since = time.time()
+            process = start(cut, "resume=auto")
+            training(cut, process, since)
+            time.sleep(draw.uniform(0, duration / 4))  # so that a run is killed some times before it ends
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+                report.kills += 1
+                report.inside_write += any((cut / "checkpoints").glob(f".step-*{process.pid}"))
+            process.communicate()
+        finish(start(cut, "resume=auto"))
+        report.resumed_from += resumed(cut)
+        if difference := compare(whole, cut):
+            report.difference = f"{cut.name}: {difference}"
+            return report
+    report.identical = True
     return report
 
 

@@ -105,6 +105,7 @@ def test_kill_minus_nine_at_random_moments(tmp_path):
     report = kills.campaign(tmp_path, kills=3, seed=0)
     assert report.kills == 3
     assert report.identical, report.difference
+    assert report.resumed_from, "no kill came after a checkpoint: the campaign shows nothing"
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_first_difference(tmp_path):
