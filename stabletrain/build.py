@@ -79,7 +79,14 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra" not in group}
     machine = hardware.describe(device) | {"precision": precision.name, "determinism": switches}
     fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else {"name": choices["data"]}
-    run.start(resuming=cfg.resume != "none", choices=choices, hardware=machine, data=fingerprint)
+    resuming = cfg.resume == "auto"
+    run.start(
+        resuming=resuming,
+        choices=choices,
+        hardware=machine,
+        data=fingerprint,
+        run_id=saved_id(folder) if resuming else None,
+    )
     config = plain(cfg)
     tracker = Tracker(Metrics(folder), wandb, Progress(cfg.log_every))
     try:
@@ -124,6 +131,14 @@ def build(cfg: DictConfig, folder: Path) -> Job:
             typed=HydraConfig.get().overrides.task,
         ),
     )
+
+
+def saved_id(folder: Path) -> str | None:
+    """The run's id as its checkpoints have it: so a run stays the same run even without its `run.json`."""
+    try:
+        return find(folder).info.get("run")
+    except ConfigError:
+        return None
 
 
 def continue_from(

@@ -42,6 +42,7 @@ class RunFolder:
         choices: Mapping[str, Any],
         hardware: Mapping[str, Any],
         data: Mapping[str, Any],
+        run_id: str | None = None,
     ) -> str:
         """Writes `run.json` with status `running`.
 
@@ -50,6 +51,7 @@ class RunFolder:
             choices: option chosen in each config group.
             hardware: what it runs on.
             data: fingerprint of the data set.
+            run_id: the id to go on under where the folder has lost its `run.json`.
 
         Returns:
             the run's id.
@@ -64,7 +66,7 @@ class RunFolder:
                 "it with resume=auto, or choose another hydra.run.dir"
             )
         time = now()
-        self.id = earlier.get("id") or "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
+        self.id = earlier.get("id") or run_id or "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
         self._record = {
             "id": self.id,
             "status": "running",

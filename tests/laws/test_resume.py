@@ -83,6 +83,15 @@ def test_a_resumed_run_keeps_its_identity_and_says_so(tmp_path):
     assert (event["step"], event["checkpoint"]) == (3, "step-00000003")
 
 
+def test_the_identity_lives_in_the_checkpoint_too(tmp_path):
+    chosen = [*TINY_GPT, "steps=6", "checkpoint.every=3"]
+    trained(tmp_path, *chosen, crash_at=4)
+    first = json.loads((tmp_path / "run.json").read_text())["id"]
+    (tmp_path / "run.json").unlink()
+    trained(tmp_path, *chosen, "resume=auto")
+    assert json.loads((tmp_path / "run.json").read_text())["id"] == first
+
+
 def test_a_finished_run_is_not_trained_again(tmp_path):
     chosen = [*TINY_GPT, "steps=4"]
     trained(tmp_path, *chosen)
