@@ -105,7 +105,9 @@ def build(cfg: DictConfig, folder: Path) -> Job:
 
     per = per_what(cfg, data)
     unit = "img" if per == "image" else "tok"
-    print(opening(choices, config, model, data, tools, f"{hardware.name(device)}, {hardware.threads()}", str(folder)))
+    tracker.note(
+        opening(choices, config, model, data, tools, f"{hardware.name(device)}, {hardware.threads()}", str(folder))
+    )
     tracker.start(cfg.steps, state.step)
     return Job(
         plan=Plan(cfg.steps, cfg.grad_accum_steps, cfg.eval_every, cfg.log_every),

@@ -29,6 +29,9 @@ from omegaconf import DictConfig, OmegaConf
 from stabletrain.config import check, explain
 from stabletrain.errors import ConfigError, Interrupted, StabletrainError
 
+RUNS: list[tuple[Path, list[str]]] = []
+"""Folder and overrides of each run of this process."""
+
 
 class RunFailed(Exception):
     """A run of a sweep did not finish, and has said why; raised so that Hydra goes on with the others."""
@@ -60,8 +63,10 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         if message is None:
             traceback.print_exc()
             return 1
-        print(f"stabletrain: {message}", file=sys.stderr)
-        return ConfigError.exit_code
+        return refuse(message)
+    finally:
+        if len(RUNS) > 1:
+            print(sweep_summary(), flush=True)
     return 0
 
 
@@ -74,6 +79,7 @@ def run_job(cfg: DictConfig) -> float | None:
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
+    RUNS.append((folder, list(hydra.overrides.task)))
     try:
         check(cfg)
         from stabletrain.build import build  # torch is loaded here, after the checks that do without
@@ -81,7 +87,7 @@ def run_job(cfg: DictConfig) -> float | None:
 
         job = build(cfg, folder)
         val_loss = run(job).val.get("val/loss")
-        print(job.closing(), flush=True)
+        job.tracker.note(job.closing())
         return val_loss
     except Exception as error:
         if isinstance(error, StabletrainError):
@@ -95,6 +101,21 @@ def run_job(cfg: DictConfig) -> float | None:
         if hydra.mode == RunMode.MULTIRUN and not isinstance(error, Interrupted):
             raise RunFailed(code) from None
         sys.exit(code)
+
+
+def sweep_summary() -> str:
+    """How each run of a sweep ended, a line each, with what was varied between them."""
+    common = set.intersection(*(set(overrides) for _, overrides in RUNS))
+    lines = []
+    for folder, overrides in RUNS:
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        loss = record.get("final", {}).get("val/loss")
+        result = f"val loss {loss:.3f}" if isinstance(loss, float) else f"val loss {loss or '-'}"
+        varied = " ".join(override for override in overrides if override not in common)
+        lines.append((record["status"], f"{record['status']:<9} {result:<14} {varied:<40} {folder.name}"))
+    finished = sum(status == "finished" for status, _ in lines)
+    head = f"sweep    {len(lines)} runs, {finished} finished, in {RUNS[0][0].parent}"
+    return "\n".join([head, *(f"         {line}" for _, line in lines)])
 
 
 def record_refusal(folder: Path, error: Exception) -> None:

@@ -210,6 +210,8 @@ def test_in_a_sweep_every_run_has_its_own_folder_wandb_run_and_exit_status(tmp_p
     runs = [read(tmp_path / "sweep" / str(i)) for i in (0, 2)]
     assert [run["id"] for run in runs] == [records[0]["id"], records[2]["id"]]
     assert [run["exit_code"] for run in runs] == [0, 0]
+    assert "sweep    3 runs, 2 finished" in done.stdout
+    assert [line.split()[0] for line in done.stdout.splitlines()[-3:]] == ["finished", "failed", "finished"]
     assert [run["config"]["optimizer"]["lr"] for run in runs] == [1e-3, 3e-3]
     assert [run["config"]["groups"]["guard"] for run in runs] == ["skip", "skip"]
 
@@ -220,6 +222,18 @@ def test_a_halt_has_its_own_code_and_says_why(tmp_path):
     assert done.returncode == 3, (done.stdout, done.stderr)
     assert "guard.max_consecutive=2" in done.stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "halted"
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *QUICK], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(timeout=120), errors) == (0, b"")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
 
 
 def test_sampling_from_a_finished_run(tmp_path):

@@ -66,7 +66,11 @@ class RunFolder:
                 "it with resume=auto, or choose another hydra.run.dir"
             )
         time = now()
-        self.id = earlier.get("id") or run_id or "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
+        self.id = (
+            earlier.get("id")
+            or run_id
+            or "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
+        )
         self._record = {
             "id": self.id,
             "status": "running",

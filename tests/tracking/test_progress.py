@@ -94,16 +94,21 @@ def test_time_left_counts_from_where_the_run_began(monkeypatch):
 
 
 class Gone(io.StringIO):
+    tries = 0
+
     def write(self, text):
+        self.tries += 1
         raise BrokenPipeError
 
 
 def test_nobody_reading_along_is_no_reason_to_stop():
-    progress = Progress(1, Gone())
+    stream = Gone()
+    progress = Progress(1, stream)
     progress.start(2, 0)
     progress.update(1, METRICS, 1.0, "tok", 0)
     progress.note("still here")
     progress.close()
+    assert stream.tries > 0, "it did try to write"
 
 
 LIVE = """
