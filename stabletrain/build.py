@@ -5,6 +5,7 @@ in the YAML or below: a model takes `${qknorm}` and `${softcap}` into its own YA
 data (`vocab_size`, `block_size`, `num_classes`, `in_channels`); and a precision is told the device.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from torch import nn
 
+from stabletrain.arguments import SWEEP, take_apart
 from stabletrain.config import make, plain
 from stabletrain.data.order import position
 from stabletrain.data.prefetch import Prefetch
@@ -26,7 +28,7 @@ from stabletrain.state.capture import Stateful, restore
 from stabletrain.state.checkpoint import NoCheckpoints
 from stabletrain.state.folder import find
 from stabletrain.step import Tools
-from stabletrain.summary import closing, opening, sample_text
+from stabletrain.summary import closing, opening, sample_text, suggestion
 from stabletrain.tracking.metrics import Metrics
 from stabletrain.tracking.progress import Progress
 from stabletrain.tracking.run import RunFolder, versions
@@ -65,6 +67,8 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         seed=cfg.seed,
     )
     data = make(cfg, "data")
+    if not callable(getattr(data, "batch", None)):
+        raise ConfigError(f"data: {cfg.data._target_} has no batch(step, size, split)")
     determinism.seed_run(cfg.seed)
     model = make_model(cfg, data)
     make(cfg, "init")(model)  # on the CPU, so that every device starts from the same weights
@@ -76,6 +80,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     checkpoints, wandb = make(cfg, "checkpoint"), make(cfg, "wandb")
 
     run = RunFolder(folder)
+    typed = take_apart([*sys.argv[1:]])
     choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra" not in group}
     machine = hardware.describe(device) | {"precision": precision.name, "determinism": switches}
     fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else {"name": choices["data"]}
@@ -86,6 +91,8 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         hardware=machine,
         data=fingerprint,
         run_id=saved_id(folder) if resuming else None,
+        options=[option for option in typed.options if option not in SWEEP],
+        overrides=HydraConfig.get().overrides.task,
     )
     config = plain(cfg)
     tracker = Tracker(Metrics(folder), wandb, Progress(cfg.log_every))
@@ -93,18 +100,20 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         wandb.start(folder, run.id, {**config, "groups": choices, "hardware": machine, "versions": versions()})
         checkpoints.open(folder, lambda kind, step, fields: tracker.event(kind, step, **fields))
         continue_from(cfg.resume, checkpoints, tracker, state, parts)
+        if state.step > cfg.steps:
+            raise ConfigError(f"steps={cfg.steps} is below the {state.step} steps that are done: raise steps")
     except BaseException as error:
         tracker.close(1)
-        run.finish("failed", str(error), {})
+        run.abandon(str(error))
         raise
+    tracker.rewind(state.step)
     if cfg.compile:
         model.compile()
 
     def load(step: int) -> Batch:
-        return data.batch(position(step, state.skipped), cfg.batch_size, "train")
+        return checked(data.batch(position(step, state.skipped), cfg.batch_size, "train"))
 
-    per = per_what(cfg, data)
-    unit = "img" if per == "image" else "tok"
+    unit, per = units(cfg, data)
     tracker.note(
         opening(choices, config, model, data, tools, f"{hardware.name(device)}, {hardware.threads()}", str(folder))
     )
@@ -130,7 +139,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
             per=per,
             folder=str(folder),
             sample=sample_text(model, data, device),
-            typed=HydraConfig.get().overrides.task,
+            again=suggestion(typed, "qknorm" in cfg.model, per),
         ),
     )
 
@@ -146,7 +155,7 @@ def saved_id(folder: Path) -> str | None:
 def continue_from(
     resume: str, checkpoints: NoCheckpoints, tracker: NoTracker, state: TrainState, parts: Mapping[str, Stateful]
 ) -> None:
-    """Restores the checkpoint that `resume` asks for, if there is one, and forgets the metrics after it.
+    """Restores the checkpoint that `resume` asks for, if there is one, and says where there is none.
 
     Args:
         resume: `none`; `auto` for the newest of this run folder that verifies; or a checkpoint's folder.
@@ -159,7 +168,11 @@ def continue_from(
     if found is not None:
         restore(found.load(), state, parts)
         tracker.event("resume", state.step, checkpoint=found.path.name, healthy=found.healthy)
-    tracker.rewind(state.step)
+        if not found.healthy:
+            tracker.note(f"resume: {found.path.name} is not healthy: its weights or moments may not be finite")
+    elif tracker.started():
+        tracker.event("restart", 0, reason="no usable checkpoint")
+        tracker.note("resume: no usable checkpoint is left here; the run starts again from step 0")
 
 
 def make_model(cfg: DictConfig, data: Any) -> nn.Module:
@@ -178,17 +191,37 @@ def make_model(cfg: DictConfig, data: Any) -> nn.Module:
     model = make(cfg, "model", **given)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not an nn.Module")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(f"model: {cfg.model._target_} has no parameters to train")
     return model
 
 
-def per_what(cfg: DictConfig, data: Any) -> str:
-    """What a loss is per: an image, a byte where the vocabulary is the 256 bytes, else a token."""
+def units(cfg: DictConfig, data: Any) -> tuple[str, str]:
+    """What the pace counts, and what a loss is per: an image, a byte where the vocabulary is the 256 bytes, a token.
+
+    Data that does not say its modality is asked for a sample: a target for each is one class, not a text.
+    """
     if cfg.data.get("modality") == "images":
-        return "image"
-    return "byte" if getattr(data, "vocab_size", None) == 256 else "token"
+        return "img", "image"
+    if cfg.data.get("modality") is None and checked(data.batch(0, 1, "val")).targets.ndim == 1:
+        return "sample", "sample"
+    return "tok", "byte" if getattr(data, "vocab_size", None) == 256 else "token"
+
+
+def checked(batch: Any) -> Batch:
+    """The batch, if the data keeps its contract.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(batch, Batch):
+        raise ConfigError(
+            f"data: batch() gave a {type(batch).__name__}: return stabletrain.records.Batch(inputs, targets)"
+        )
+    return batch
 
 
 def validation(data: Any, size: int, limit: int | None) -> Iterator[Batch]:
     """The validation split's batches in their fixed order: all, or the first `limit`."""
     count = data.batches(size, "val") if hasattr(data, "batches") else DEFAULT_VAL_BATCHES
-    return (data.batch(number, size, "val") for number in range(min(count, limit or count)))
+    return (checked(data.batch(number, size, "val")) for number in range(min(count, limit or count)))

@@ -40,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StabletrainError as error:
         print(f"stabletrain: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"stabletrain: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0

@@ -1,18 +1,14 @@
-"""What a user may ask for: the checks that need no torch, and the words for a mistake.
+"""What a configuration may be: the checks that need no torch, and the making of an option's object.
 
-A mistake is answered before torch is loaded, so within a second or so: misspelt keys name the nearest real one, values
-of a wrong type name the right one, and combinations that cannot work name both sides. Bounds of a single option stand
-in that option's class.
+Values of a wrong type name the right one, and combinations that cannot work name both sides. Bounds of a single option
+stand in that option's class.
 """
 
 import difflib
-import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
@@ -49,6 +45,8 @@ def check(cfg: DictConfig) -> None:
     for key, lowest in LOWEST.items():
         if (value := values.get(key)) is not None and value < lowest:
             raise ConfigError(f"{key}={value} is below {lowest}")
+    if not 0 <= cfg.seed < 2**63:
+        raise ConfigError(f"seed={cfg.seed} is outside [0, 2^63)")
     if cfg.batch_size % cfg.grad_accum_steps:
         raise ConfigError(
             f"batch_size={cfg.batch_size} does not divide into grad_accum_steps={cfg.grad_accum_steps} micro-batches: "
@@ -75,7 +73,7 @@ def make(cfg: DictConfig, group: str, **given: Any) -> Any:
         cause = innermost(error)
         if isinstance(cause, StabletrainError):
             raise cause from None
-        raise ConfigError(f"{group}={option} cannot be built: {cause}") from error
+        raise ConfigError(f"{group}={option} cannot be built from {node['_target_']}: {cause}") from error
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
@@ -111,7 +109,8 @@ def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Refuses keys that no option has (`+typo=1`), keys taken away, and values of another type than the default's."""
     for key, value in values.items():
         if key not in defaults:
-            raise ConfigError(f"{key}={value}: there is no such key{nearest(key, defaults)}")
+            near = difflib.get_close_matches(key, list(defaults), n=1, cutoff=0.75)
+            raise ConfigError(f"{key}={value}: there is no such key{f'; did you mean {near[0]}?' if near else ''}")
         default = defaults[key]
         if default is None or fits(value, default):
             continue
@@ -178,64 +177,3 @@ def check_parts(cfg: DictConfig, choices: Mapping[str, str]) -> None:
                 f"{group}={chosen} is for {gives}, model={model} reads {reads}: use {fix}, "
                 f"or a model for {gives} such as model={'gpt_nano' if gives == 'tokens' else 'resnet20'}"
             )
-
-
-def nearest(word: str, known: Any) -> str:
-    """`; did you mean ...?` for the closest of `known`, or nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    if not near and "." in word:  # the right name under the wrong group
-        last = {key.rsplit(".", 1)[-1]: key for key in known}
-        near = [last[name] for name in difflib.get_close_matches(word.rsplit(".", 1)[-1], list(last), n=1, cutoff=0.8)]
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def explain(error: Exception, config_dir: Path, overrides: list[str]) -> str | None:
-    """Hydra's complaint about a command line as one message; None where the error is about something else.
-
-    Args:
-        error: what Hydra raised while it composed.
-        config_dir: the project's `conf/`, where the real names are looked up.
-        overrides: what was typed.
-    """
-    if not {"hydra", "omegaconf", "antlr4"} & {raised_in(error), type(error).__module__.split(".")[0]}:
-        return None
-    text = str(error)
-    options = {
-        folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in config_dir.iterdir() if folder.is_dir()
-    }
-    if match := re.search(r"Could not override '([^']+)'", text):
-        known = known_keys(config_dir, overrides, options)
-        hint = nearest(match[1], [*options, *known])
-        group = match[1].partition(".")[0]
-        if not hint and group in options:
-            own = sorted(key for key in known if key.startswith(f"{group}.") and "_target_" not in key)
-            keys = f"has the keys {', '.join(own)}" if own else "has no keys"
-            hint = f"; the chosen {group} {keys}; other options of {group}: {', '.join(options[group])}"
-        return f"{match[1]}: there is no such key{hint or '; python train.py --help lists them'}"
-    if match := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
-        group, option = match.groups()
-        listed = re.search(r"Available options in '[^']+':\n((?:\t.*\n?)+)", text)
-        available = listed[1].split() if listed else options.get(group, [])
-        hint = nearest(option, available)
-        return f"{group}={option}: there is no such option{hint}\noptions of {group}: {', '.join(available)}"
-    named = [override for override in overrides if override.partition("=")[2] in ("null", "")]
-    if named:
-        return f"{named[0]}: a value is missing; every group has an option that does nothing, such as none or off"
-    lines = text.strip().splitlines() or [type(error).__name__]
-    return f"the command line cannot be read: {lines[0]}"
-
-
-def raised_in(error: Exception) -> str:
-    """The package whose code raised `error`: Hydra's parser answers some typing errors with a bare ValueError."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return "" if trace is None else trace.tb_frame.f_globals.get("__name__", "").split(".")[0]
-
-
-def known_keys(config_dir: Path, overrides: list[str], options: dict[str, list[str]]) -> list[str]:
-    """Every dotted key of the configuration that the well-formed group choices among `overrides` compose."""
-    chosen = [o for o in overrides if o.partition("=")[2] in options.get(o.partition("=")[0], [])]
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(config_dir.resolve()), version_base="1.3"):
-        return [key for key, _ in leaves(OmegaConf.to_container(compose("config", chosen)))]

@@ -24,9 +24,12 @@ class TrainingHalted(StabletrainError):
 
 
 class Interrupted(StabletrainError):
-    """A signal ended the run between two steps; the state is saved and `resume=auto` continues it.
+    """A signal ended the run between two steps; if the state is saved, `resume=auto` continues it.
 
-    75 is EX_TEMPFAIL of sysexits.h: try again later.
+    75 is EX_TEMPFAIL of sysexits.h: try again later. Without a saved state there is nothing to try again from: 130.
     """
 
-    exit_code = 75
+    def __init__(self, message: str, *, saved: bool) -> None:
+        super().__init__(message)
+        self.saved = saved
+        self.exit_code = 75 if saved else 130

@@ -14,7 +14,7 @@ from stabletrain.step import Tools
 from stabletrain.tracking.run import RunFolder
 from stabletrain.tracking.tracker import NoTracker
 
-UNITS = {"tok": "tokens", "img": "images"}
+UNITS = {"tok": "tokens", "img": "images", "sample": "samples"}
 """What the pace counts, in short and in the metrics."""
 
 
@@ -79,7 +79,7 @@ class Job:
         folder: `run.json`.
         parts: everything stateful beside model and optimizer, by name.
         history: what the run remembers of itself.
-        unit: what the pace counts: `tok` or `img`.
+        unit: what the pace counts: `tok`, `img` or `sample`.
         closing: what a person reads last; asked for when the run is over.
     """
 

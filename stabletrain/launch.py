@@ -7,7 +7,7 @@
 | 2 | refused: the configuration cannot work |
 | 3 | halted by the guard |
 | 75 | interrupted by a signal, saved; `resume=auto` continues |
-| 130 | interrupted twice: stopped at once |
+| 130 | interrupted twice, or without checkpoints to save to: stopped |
 
 In a sweep each run ends with its own code, a failing run does not stop the others, and the sweep ends with the code of
 the first run that did not finish.
@@ -19,15 +19,18 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from stabletrain.config import check, explain
+from stabletrain.arguments import continued, key_of, take_apart
+from stabletrain.config import check
 from stabletrain.errors import ConfigError, Interrupted, StabletrainError
+from stabletrain.mistakes import explain
 
 RUNS: list[tuple[Path, list[str]]] = []
 """Folder and overrides of each run of this process."""
@@ -49,10 +52,13 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         config_dir: the project's `conf/`.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come here, and are worded here
-    typed = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))  # Hydra wants it first
+    typed = take_apart(sys.argv[1:])
     try:
-        sys.argv[1:] = continued(typed)
+        options, overrides = continued(typed)
+        sys.argv[1:] = [*options, *overrides]
         main()
+    except StabletrainError as error:
+        return refuse(str(error))
     except RunFailed as failure:
         return failure.exit_code
     except KeyboardInterrupt:
@@ -94,7 +100,7 @@ def run_job(cfg: DictConfig) -> float | None:
             print(f"stabletrain: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
-        if isinstance(error, Interrupted):
+        if isinstance(error, Interrupted) and error.saved:
             print(f"continue  {again()}", file=sys.stderr)
         record_refusal(folder, error)
         code = getattr(error, "exit_code", 1)
@@ -120,74 +126,28 @@ def sweep_summary() -> str:
 
 def record_refusal(folder: Path, error: Exception) -> None:
     """Leaves a `run.json` that says why, where the run ended before it had one."""
-    if not (folder / "run.json").exists():
-        reason = str(error) or type(error).__name__
-        (folder / "run.json").write_text(
-            json.dumps({"id": None, "status": "failed", "reason": reason}, indent=2) + "\n"
-        )
+    hydra = HydraConfig.get()
+    record = {
+        "id": None,
+        "status": "failed",
+        "reason": str(error) or type(error).__name__,
+        "choices": {group: option for group, option in hydra.runtime.choices.items() if "hydra" not in group},
+        "overrides": list(hydra.overrides.task),
+        "command": shlex.join(sys.orig_argv),
+        "final": {},
+    }
+    with suppress(OSError):  # the message on the terminal matters more
+        if not (folder / "run.json").exists():
+            (folder / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def again() -> str:
     """The command that was typed, with `resume=auto`."""
-    typed = [argument for argument in sys.orig_argv[1:] if not argument.startswith("resume=")]
+    typed = [argument for argument in sys.orig_argv[1:] if key_of(argument) != "resume"]
     return shlex.join(["python", *typed, "resume=auto"])
-
-
-def continued(typed: list[str]) -> list[str]:
-    """The command line with `resume` resolved to the folder it continues in; others are returned as they are.
-
-    `resume=auto` looks for the newest run (or, with `-m`, sweep) of the same overrides. `resume=<run folder>` continues
-    there with that run's recorded overrides, which those typed now may change. `resume=<checkpoint folder>` does the
-    same in a new run folder.
-    """
-    wanted = [argument.partition("=")[2] for argument in typed if argument.startswith("resume=")]
-    if not wanted or wanted[-1] in ("none", ""):
-        return typed
-    sweep = bool({"-m", "--multirun"} & set(typed))
-    key = "hydra.sweep.dir" if sweep else "hydra.run.dir"
-    if wanted[-1] == "auto":
-        if any(argument.startswith(f"{key}=") for argument in typed):
-            return typed
-        folder = newest_of_same(typed, sweep)
-        if folder is None:
-            print("resume=auto: no earlier run of this command here; a new one starts", file=sys.stderr)
-            return typed
-        return [*typed, f"{key}='{folder}'"]
-    path = Path(wanted[-1])
-    if (path / "manifest.json").exists():
-        return [*recorded(path.parent.parent), *typed]
-    if (path / "checkpoints").is_dir():
-        rest = [argument for argument in typed if not argument.startswith("resume=")]
-        return [*recorded(path), *rest, "resume=auto", f"hydra.run.dir='{path}'"]
-    raise SystemExit(
-        refuse(f"resume={path} is neither a run folder nor a checkpoint: use auto, none, or outputs/<date>/<time>")
-    )
 
 
 def refuse(message: str) -> int:
     """Prints a configuration error; returns its exit code."""
     print(f"stabletrain: {message}", file=sys.stderr)
     return ConfigError.exit_code
-
-
-def recorded(folder: Path) -> list[str]:
-    """The overrides a run was started with, without `resume`; none where they are not recorded."""
-    file = folder / ".hydra" / "overrides.yaml"
-    overrides = [str(override) for override in OmegaConf.load(file)] if file.exists() else []
-    return [override for override in overrides if not override.startswith("resume=")]
-
-
-def newest_of_same(typed: list[str], sweep: bool) -> Path | None:
-    """The newest run folder (or sweep folder) below the current one that was started with the same overrides."""
-    same = sorted(o for o in typed if "=" in o and not o.startswith(("-", "resume=", "hydra.")))
-    if sweep:
-        for file in sorted(Path("multirun").glob("*/*/multirun.yaml"), reverse=True):
-            tasks = [str(override) for override in OmegaConf.select(OmegaConf.load(file), "hydra.overrides.task")]
-            if sorted(o for o in tasks if not o.startswith("resume=")) == same:
-                return file.parent
-        return None
-    for file in sorted(Path("outputs").glob("*/*/.hydra/overrides.yaml"), reverse=True):
-        folder = file.parent.parent
-        if sorted(recorded(folder)) == same and (folder / "checkpoints").is_dir():
-            return folder
-    return None

@@ -114,7 +114,11 @@ def train(job: Job) -> None:
             if stopping and not last:
                 job.checkpoints.wait()
                 job.tracker.event("preempt", state.step, signal=stopping)
-                raise Interrupted(f"{stopping}: stopped after step {state.step} of {plan.steps}, the state is saved")
+                where = f"{stopping}: stopped after step {state.step} of {plan.steps}"
+                saved = job.checkpoints.keeps
+                raise Interrupted(
+                    f"{where}, {'the state is' if saved else 'checkpoint=off: nothing is'} saved", saved=saved
+                )
 
 
 def settle(job: Job, reading: Reading, pace: Pace) -> None:

@@ -2,13 +2,15 @@
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from stabletrain.arguments import SWEEP, Arguments, key_of
 from stabletrain.models.sampling import generate
 
 
@@ -65,7 +67,11 @@ FIRST_VALUE = ("lr", "max_norm", "steps", "coefficient")
 
 def named(group: str, option: str, values: Mapping[str, Any]) -> str:
     """`clipping norm 1.0`: a group, its option and the value that matters most."""
-    shown = [f"{key} {values[key]:g}" if key == "lr" else f"{values[key]:g}" for key in FIRST_VALUE if values.get(key)]
+    shown = [
+        f"{key} {values[key]:g}" if key == "lr" else f"{values[key]:g}"
+        for key in FIRST_VALUE
+        if values.get(key) is not None
+    ]
     return " ".join([group, option, *shown[:1]])
 
 
@@ -87,7 +93,7 @@ def closing(
     per: str,
     folder: str,
     sample: str | None,
-    typed: Sequence[str],
+    again: str,
 ) -> str:
     """The result, a sample of generated text, the pace, the run folder, and a command to try next.
 
@@ -99,9 +105,11 @@ def closing(
         per: what a loss is per, such as `byte`.
         folder: the run folder.
         sample: generated text, or None.
-        typed: the command line's overrides.
+        again: a command to try next.
     """
     loss = history.val.get("val/loss", math.nan)
+    if not history.val or math.isnan(loss):
+        per = f"{per}: the weights are not finite, or nothing was evaluated"
     result = f"val loss {loss:.3f} nats/{per} ({loss / math.log(2):.2f} bits)"
     if "val/accuracy" in history.val:
         result = f"val accuracy {100 * history.val['val/accuracy']:.2f} %, loss {loss:.3f} nats"
@@ -115,17 +123,26 @@ def closing(
     if sample and sample.strip():
         first, *rest = sample.strip("\n").splitlines()
         lines += [f"sample   {first}", *(f"         {line}" for line in rest)]
-    return "\n".join([*lines, f"run      {near(folder)}", f"next     {suggestion(typed, per)}"])
+    return "\n".join([*lines, f"run      {near(folder)}", f"next     {again}"])
 
 
-def suggestion(typed: Sequence[str], per: str) -> str:
-    """A sweep to try next, over what was just run."""
-    sweep = ["stability=none,zloss_qknorm", "optimizer.lr=1e-3,1e-1"]
-    if per == "image":
-        sweep = ["clipping=none,norm", "optimizer.lr=0.03,3"]
-    swept = tuple(f"{each.partition('=')[0]}=" for each in sweep)
-    kept = [override for override in typed if not override.startswith((*swept, "resume=", "hydra."))]
-    return shlex.join(["python", "train.py", "-m", *kept, *sweep])
+def suggestion(typed: Arguments, has_attention: bool, per: str) -> str:
+    """A sweep to try next, over what was just run.
+
+    Args:
+        typed: its command line.
+        has_attention: whether the model takes QK-norm, so that every preset fits it.
+        per: what its loss is per.
+    """
+    sweep = ["clipping=none,norm", "optimizer.lr=0.03,3"]
+    if has_attention:
+        sweep = ["stability=none,zloss_qknorm", "optimizer.lr=1e-3,1e-1"]
+    elif per != "image":
+        sweep = ["clipping=none,norm", "optimizer.lr=1e-3,1e-1"]
+    swept = {key_of(each) for each in sweep} | {"resume", "zloss", "qknorm", "stability"}
+    kept = [o for o in typed.overrides if key_of(o) not in swept and not key_of(o).startswith("hydra")]
+    options = [option for option in typed.options if option not in SWEEP]
+    return shlex.join(["python", sys.argv[0], "-m", *options, *kept, *sweep])
 
 
 def sample_text(model: nn.Module, data: Any, device: torch.device, tokens: int = 200) -> str | None:
@@ -134,5 +151,7 @@ def sample_text(model: nn.Module, data: Any, device: torch.device, tokens: int =
         return None
     prompt = torch.tensor([data.encode(data.prompt)], device=device)
     generator = torch.Generator(device).manual_seed(0)
-    tokens_out = generate(model, prompt, tokens, temperature=0.8, top_k=50, generator=generator)
-    return data.decode(tokens_out[0].tolist())
+    try:
+        return data.decode(generate(model, prompt, tokens, 0.8, 50, generator)[0].tolist())
+    except Exception as error:  # the run is over and saved: a sample is no reason to call it failed
+        return f"(none: {error})"

@@ -37,10 +37,17 @@ MISTAKES = {
     "optimizer.betas=0.9": "optimizer.betas=0.9 is not a list like [0.9, 0.95]: the default is [0.9, 0.95]",
     "+foo=1": "foo=1: there is no such key",
     "~guard": "guard._target_ was taken away: every group has an option that does nothing, such as none or off",
-    "init=null": "init=null: a value is missing; every group has an option that does nothing, such as none or off",
-    "steps=[": "the command line cannot be read: no viable alternative at input '['",
+    "init=null": "init=null: every group has an option that does nothing, such as none or off",
+    "steps=[": "the command line cannot be read: no viable alternative at input '['\n"
+    "quote values with special characters: \"data.path='a=b, c.txt'\"",
+    "steps": "steps: a value is missing: write steps=<value>",
+    "seed=-1": "seed=-1 is outside [0, 2^63)",
+    "resume=": "resume= has no value: use auto, none, a run folder or a checkpoint",
+    "model.num_classes=2": "model.num_classes: there is no such key; the chosen model has the keys bias, block_size, "
+    "dropout, mlp, modality, n_embd, n_head, n_layer, norm, norm_eps, position, qknorm, softcap, tied_head, vocab_size; "
+    "options of model: gpt2, gpt_mini, gpt_nano, resnet18, resnet20, resnet50",
     "zloss.coefficient=1": "zloss.coefficient: there is no such key; the chosen zloss has no keys; "
-    "other options of zloss: none, olmo, palm",
+    "options of zloss: none, olmo, palm",
     "warmup.steps=2000": "warmup.steps=2000 >= steps=1000: the peak learning rate is never reached; "
     "lower warmup.steps or raise steps",
     "warmup.steps=0": "warmup.steps=0 is below 1: use warmup=none for no warmup",
@@ -214,6 +221,35 @@ def test_in_a_sweep_every_run_has_its_own_folder_wandb_run_and_exit_status(tmp_p
     assert [line.split()[0] for line in done.stdout.splitlines()[-3:]] == ["finished", "failed", "finished"]
     assert [run["config"]["optimizer"]["lr"] for run in runs] == [1e-3, 3e-3]
     assert [run["config"]["groups"]["guard"] for run in runs] == ["skip", "skip"]
+
+
+def test_a_refused_resume_does_the_run_no_harm(tmp_path):
+    assert command(*QUICK, cwd=tmp_path).returncode == 0
+    before = {
+        f: f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file() and f.suffix in (".json", ".yaml")
+    }
+    assert command("resume=run", "optimizer.lr=-1", cwd=tmp_path).returncode == 2
+    assert command("resume=run", "steps=9", "model.n_layer=3", cwd=tmp_path).returncode == 2
+    assert before == {f: f.read_bytes() for f in before}
+    more = command("resume=run/checkpoints", "steps=9", cwd=tmp_path)
+    assert more.returncode == 0, more.stderr
+
+
+def test_without_checkpoints_a_signal_does_not_claim_that_anything_was_saved(tmp_path):
+    process = begin(tmp_path, "checkpoint=off")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "checkpoint=off: nothing is saved" in errors
+    assert "continue" not in errors
+
+
+def test_options_may_stand_anywhere_and_a_folder_that_is_not_there_is_named(tmp_path):
+    done = command("steps=5", "--cfg", "job", "zloss=olmo", cwd=tmp_path)
+    assert "coefficient: 1.0e-05" in done.stdout
+    missing = command("steps=5", "--config-dir", "nowhere", cwd=tmp_path)
+    assert missing.returncode == 2
+    assert missing.stderr.startswith("stabletrain: --config-dir nowhere does not exist")
 
 
 def test_a_halt_has_its_own_code_and_says_why(tmp_path):

@@ -71,6 +71,36 @@ def test_a_mistake_in_a_users_yaml_is_one_message(plugin):
     assert done.stderr.strip() == "stabletrain: model.width=many is not a whole number: the default is 16"
 
 
+def test_a_run_of_plugins_is_resumed_by_its_folder_alone(plugin):
+    assert run(plugin)[0].returncode == 0
+    more = command("resume=run", "steps=70", cwd=plugin, PYTHONPATH=str(plugin))
+    assert more.returncode == 0, more.stderr
+    assert json.loads((plugin / "run" / "run.json").read_text())["final"]["steps"] == 70
+
+
+def test_a_misspelt_key_of_a_users_own_is_found(plugin):
+    done, _ = run(plugin, "model.wdith=3")
+    assert done.stderr == "stabletrain: model.wdith: there is no such key; did you mean model.width?\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "return Batch(inputs, targets)",
+            "data: batch() gave a tuple: return stabletrain.records.Batch(inputs, targets)",
+        ),
+        ("return self.net(inputs)", "model: forward() gave a tuple for targets of [16]: logits are [batch, classes], "),
+    ],
+)
+def test_a_broken_contract_is_named(plugin, code, message):
+    file = plugin / "mine.py"
+    file.write_text(file.read_text().replace(code, "return inputs, inputs"))
+    done, _ = run(plugin)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"stabletrain: {message}")
+
+
 def test_qknorm_with_a_model_that_does_not_take_it_is_refused(plugin):
     done, _ = run(plugin, "stability=qknorm")
     assert done.returncode == 2

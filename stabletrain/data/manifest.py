@@ -25,7 +25,7 @@ def read_meta(folder: Path) -> dict:
         shards = [shard for split in ("train", "val") for shard in meta["splits"][split]]
         whole = all(isinstance(s["file"], str) and isinstance(s["tokens"], int) for s in shards)
         whole = whole and isinstance(meta["vocab_size"], int) and isinstance(meta["tokenizer"], str)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             f"data.path={folder} has no meta.json: write the folder with `stabletrain prepare <text> {folder}`, "
             "or use data=text for plain text"

@@ -35,8 +35,8 @@ class Bytes:
         return list(text.encode())
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of bytes."""
-        return bytes(ids).decode(errors="replace")
+        """The text of bytes; ids past them, which a model with a larger vocabulary may draw, become U+FFFD."""
+        return bytes(i if i < 256 else 0xFF for i in ids).decode(errors="replace")
 
 
 class BytePair:

@@ -96,6 +96,12 @@ class Objective:
             targets: class ids; `IGNORE_INDEX` is not counted.
             n_valid: valid targets of the whole step, at least 1.
         """
+        if not isinstance(logits, Tensor) or logits.ndim != targets.ndim + 1:
+            shape = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+            raise ConfigError(
+                f"model: forward() gave {shape} for targets of {list(targets.shape)}: logits are [batch, classes], "
+                "or [batch, time, vocab] for text"
+            )
         rows = logits.flatten(0, -2).float()
         wanted = targets.flatten()
         ce = F.cross_entropy(

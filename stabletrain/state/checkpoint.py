@@ -25,7 +25,13 @@ Report = Callable[[str, int, dict], None]
 
 
 class NoCheckpoints:
-    """Keeps nothing on disk and continues from nothing."""
+    """Keeps nothing on disk and continues from nothing.
+
+    Attributes:
+        keeps: whether anything is ever saved.
+    """
+
+    keeps = False
 
     def open(self, folder: Path, on_event: Report) -> None:
         """Nothing to open."""
@@ -67,6 +73,8 @@ class Checkpoints(NoCheckpoints):
         keep_best: also keep the healthy one of the lowest validation loss.
         asynchronous: write on a background thread; False waits for each write.
     """
+
+    keeps = True
 
     def __init__(self, every: int, keep: int, keep_best: bool, asynchronous: bool) -> None:
         if every < 1:

@@ -37,6 +37,10 @@ class Metrics:
         """One line: `event`, `step`, `time` (ISO 8601, UTC) and the fields."""
         self._events.append({"event": kind, "step": step, "time": now(), **fields})
 
+    def started(self) -> bool:
+        """Whether `metrics.jsonl` holds a line."""
+        return self._metrics.path.exists() and self._metrics.path.stat().st_size > 0
+
     def rewind(self, step: int) -> None:
         """Drops the metrics of steps after `step`, at once or not at all; events stay, for they did happen.
 

@@ -1,5 +1,6 @@
 """`run.json`: what a run is, on what it ran, and how it ended; written whole or not at all."""
 
+import fcntl
 import json
 import os
 import platform
@@ -8,10 +9,10 @@ import shlex
 import string
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from stabletrain.errors import ConfigError
 from stabletrain.tracking.metrics import now, numbers, plain, replace
@@ -34,6 +35,8 @@ class RunFolder:
         self.path = path
         self.id = ""
         self._record: dict[str, Any] = {}
+        self._earlier: dict[str, Any] = {}
+        self._lock: IO[str] | None = None
 
     def start(
         self,
@@ -43,6 +46,8 @@ class RunFolder:
         hardware: Mapping[str, Any],
         data: Mapping[str, Any],
         run_id: str | None = None,
+        options: Sequence[str] = (),
+        overrides: Sequence[str] = (),
     ) -> str:
         """Writes `run.json` with status `running`.
 
@@ -52,15 +57,20 @@ class RunFolder:
             hardware: what it runs on.
             data: fingerprint of the data set.
             run_id: the id to go on under where the folder has lost its `run.json`.
+            options, overrides: the command line; those of the first start are kept, since they are what `resume=auto`
+                knows the run by.
 
         Returns:
             the run's id.
 
         Raises:
-            ConfigError: the folder holds a run, and this is not to continue it.
+            ConfigError: the folder holds a run, and this is not to continue it; or another process is at it.
         """
+        self.path.mkdir(parents=True, exist_ok=True)
         earlier, metrics = self.read(), self.path / "metrics.jsonl"
+        self._claim(earlier)
         if not resuming and (earlier.get("id") or (metrics.exists() and metrics.stat().st_size)):
+            self._release()
             raise ConfigError(
                 f"hydra.run.dir={self.path} already holds run {earlier.get('id')} ({earlier.get('status')}): continue "
                 "it with resume=auto, or choose another hydra.run.dir"
@@ -83,13 +93,25 @@ class RunFolder:
             "hardware": dict(hardware),
             "versions": versions(),
             "data": dict(data),
+            "options": earlier.get("options", list(options)),
+            "overrides": earlier.get("overrides", list(overrides)),
             "command": shlex.join(sys.orig_argv),
             "host": platform.node(),
             "pid": os.getpid(),
             "final": {},
         }
+        self._earlier = earlier
         self._write()
         return self.id
+
+    def abandon(self, reason: str) -> None:
+        """Ends a start that led to nothing: what the folder said before stands again, or that it failed."""
+        if self._earlier.get("id"):
+            self._record = self._earlier
+            self._write()
+            self._release()
+        else:
+            self.finish("failed", reason, {})
 
     def finish(self, status: str, reason: str | None, final: Mapping[str, Any]) -> None:
         """Writes how the run ended.
@@ -105,6 +127,26 @@ class RunFolder:
             self._write()
         except OSError as error:  # the run is over and its weights are safe: no reason to call it failed
             print(f"stabletrain: {self.path / 'run.json'} still says running ({error})", file=sys.stderr)
+        self._release()
+
+    def _claim(self, earlier: Mapping[str, Any]) -> None:
+        """Takes the folder for this process; the system gives it free when the process ends, however it ends."""
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise ConfigError(
+                f"hydra.run.dir={self.path} is in use by process {earlier.get('pid')} on {earlier.get('host')}: "
+                "wait for it, stop it, or choose another hydra.run.dir"
+            ) from None
+        except OSError:  # a file system without locks: nothing can be known
+            pass
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def read(self) -> dict[str, Any]:
         """What `run.json` says; empty where there is none that can be read."""

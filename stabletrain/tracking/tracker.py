@@ -32,6 +32,10 @@ class NoTracker:
     def summary(self, values: Mapping[str, Any]) -> None:
         """Records the final values."""
 
+    def started(self) -> bool:
+        """Whether there is a record already."""
+        return False
+
     def rewind(self, step: int) -> None:
         """Forgets the metrics after `step`, which will be measured again."""
 
@@ -69,6 +73,9 @@ class Tracker(NoTracker):
 
     def summary(self, values: Mapping[str, Any]) -> None:
         self._wandb.summary(values)
+
+    def started(self) -> bool:
+        return self._metrics.started()
 
     def rewind(self, step: int) -> None:
         self._metrics.rewind(step)

@@ -15,7 +15,9 @@ MAY_SEE = {
     "records": set(),
     "errors": set(),
     "config": NOUNS | {"stability"},
-    "launch": NOUNS | {"config", "build", "loop"},
+    "arguments": NOUNS,
+    "mistakes": NOUNS | {"arguments", "config"},
+    "launch": NOUNS | {"arguments", "mistakes", "config", "build", "loop"},
     "step": NOUNS | {"watch"},
     "evaluate": NOUNS | {"step"},
     "watch": NOUNS,
@@ -27,7 +29,7 @@ MAY_SEE = {
     "tracking": NOUNS,
     "job": NOUNS | {"step", "state", "tracking"},
     "loop": NOUNS | {"job", "step", "evaluate", "state", "machine"},
-    "summary": NOUNS | {"models"},
+    "summary": NOUNS | {"arguments", "models"},
     "build": NOUNS
     | {"config", "job", "summary", "step", "stability", "watch", "models", "data", "state", "machine", "tracking"},
     "cli": NOUNS | {"build", "config", "data", "models", "state", "tracking", "machine"},
@@ -36,8 +38,8 @@ MAY_SEE = {
 """Room -> rooms of the package it may import, besides its own. A new room is added here, deliberately."""
 
 ONLY = {
-    "hydra": {"train", "build", "config", "launch", "cli"},
-    "omegaconf": {"train", "build", "config", "launch", "cli"},
+    "hydra": {"train", "build", "config", "launch", "mistakes", "cli"},
+    "omegaconf": {"train", "build", "config", "launch", "arguments", "mistakes", "cli"},
     "wandb": {"tracking/wandb"},
     "rich": {"tracking/progress"},
     "torchvision": {"models/resnet", "data"},
@@ -45,7 +47,7 @@ ONLY = {
 }
 """Library -> rooms or files that may import it."""
 
-TORCH_FREE = ["config", "launch", "errors", "__init__"]
+TORCH_FREE = ["arguments", "config", "mistakes", "launch", "errors", "__init__"]
 
 
 def files():

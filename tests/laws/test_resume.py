@@ -1,11 +1,13 @@
 """Law 4: resume is exact. Interrupted anywhere and continued, a run ends as if nothing had been."""
 
 import json
+import os
+import shutil
 
 import pytest
-import torch
 
 from stabletrain.build import build
+from stabletrain.errors import ConfigError
 from stabletrain.loop import run
 from stabletrain.tracking.metrics import read_jsonl
 from tests.laws import kills
@@ -119,12 +121,39 @@ def test_kill_minus_nine_at_random_moments(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_first_difference(tmp_path):
     trained(tmp_path, *TINY_GPT, "steps=2")
-    from stabletrain.errors import ConfigError
+    before = (tmp_path / "run.json").read_text()
 
     with (
         composed(*TINY_GPT, "steps=4", "model.n_embd=32", "resume=auto") as cfg,
         pytest.raises(ConfigError, match="does not fit the model: 'embedding.weight' is \\[256, 16\\]"),
     ):
         build(cfg, tmp_path)
-    assert torch.isfinite(torch.tensor(1.0))
-    assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
+    assert json.loads((tmp_path / "run.json").read_text()) == json.loads(before), "the finished run is what it was"
+
+
+def test_fewer_steps_than_are_done_are_refused(tmp_path):
+    trained(tmp_path, *TINY_GPT, "steps=4")
+    with (
+        composed(*TINY_GPT, "steps=3", "resume=auto") as cfg,
+        pytest.raises(ConfigError, match="steps=3 is below the 4 steps that are done"),
+    ):
+        build(cfg, tmp_path)
+
+
+def test_a_run_that_is_alive_is_not_joined(tmp_path):
+    with composed(*TINY_GPT, "steps=4") as cfg:
+        alive = build(cfg, tmp_path)
+    with (
+        composed(*TINY_GPT, "steps=4", "resume=auto") as cfg,
+        pytest.raises(ConfigError, match=rf"is in use by process {os.getpid()} on "),
+    ):
+        build(cfg, tmp_path)
+    run(alive)
+
+
+def test_checkpoints_that_are_gone_are_not_passed_over_in_silence(tmp_path, capsys):
+    trained(tmp_path, *TINY_GPT, "steps=4")
+    shutil.rmtree(tmp_path / "checkpoints")
+    trained(tmp_path, *TINY_GPT, "steps=4", "resume=auto")
+    assert "no usable checkpoint is left here; the run starts again from step 0" in capsys.readouterr().out
+    assert "restart" in [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")]

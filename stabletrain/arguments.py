@@ -1,0 +1,161 @@
+"""The command line as it was typed: options before overrides, and `resume` resolved to the folder it continues in.
+
+A run's `run.json` keeps the arguments it was first started with; that record, and not Hydra's own, which each start
+rewrites, says which command a folder belongs to.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from omegaconf import OmegaConf
+
+from stabletrain.errors import ConfigError
+
+WITH_VALUE = frozenset(
+    [
+        "--config-dir",
+        "-cd",
+        "--config-name",
+        "-cn",
+        "--config-path",
+        "-cp",
+        "--package",
+        "-p",
+        "--cfg",
+        "-c",
+        "--info",
+        "-i",
+        "--shell-completion",
+        "-sc",
+    ]
+)
+"""Hydra's options that are followed by a value."""
+
+SWEEP = frozenset({"-m", "--multirun"})
+
+
+class Arguments(NamedTuple):
+    """A command line, taken apart.
+
+    Attributes:
+        options: Hydra's, such as `--config-dir my_conf`, each with its value, in order.
+        overrides: `key=value` and the like, in order, of the same key only the last.
+    """
+
+    options: list[str]
+    overrides: list[str]
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether every combination is to be run."""
+        return bool(SWEEP & set(self.options))
+
+    def value(self, key: str) -> str | None:
+        """The value an override gives `key`, without quotes; None where there is no such override."""
+        found = [o.partition("=")[2] for o in self.overrides if key_of(o) == key and "=" in o]
+        return found[-1].strip("'\"") if found else None
+
+    def without(self, key: str) -> "Arguments":
+        """The same without the overrides of `key`."""
+        return Arguments(self.options, [o for o in self.overrides if key_of(o) != key])
+
+    def own(self) -> list[str]:
+        """What makes a command the same command: its overrides, sorted, but for `resume` and Hydra's own."""
+        return sorted(o for o in self.overrides if key_of(o) != "resume" and not key_of(o).startswith("hydra"))
+
+
+def key_of(override: str) -> str:
+    """The key of `key=value`, `+key=value`, `~key`."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def take_apart(typed: list[str]) -> Arguments:
+    """Options wherever they stand, which Hydra wants first, and overrides."""
+    options: list[str] = []
+    overrides: dict[str, str] = {}
+    rest = iter(typed)
+    for argument in rest:
+        if argument.startswith("-"):
+            options.append(argument)
+            if argument in WITH_VALUE and (value := next(rest, None)) is not None:
+                options.append(value)
+        else:
+            overrides.pop(key_of(argument), None)
+            overrides[key_of(argument)] = argument
+    return Arguments(options, list(overrides.values()))
+
+
+def continued(typed: Arguments) -> Arguments:
+    """The command line with `resume` resolved; one without it as it is.
+
+    `resume=auto` looks for the newest run (or, with `-m`, sweep) of the same overrides, and continues in its folder.
+    `resume=<run folder>` continues there with the arguments that run was started with; those typed now win.
+    `resume=<checkpoint folder>` does the same in a new run folder.
+
+    Raises:
+        ConfigError: `resume` names nothing that could be continued.
+    """
+    resume = typed.value("resume")
+    if resume is None or resume == "none":
+        return typed
+    typed = typed.without("resume")
+    if not resume:
+        raise ConfigError("resume= has no value: use auto, none, a run folder or a checkpoint")
+    key = "hydra.sweep.dir" if typed.sweeps else "hydra.run.dir"
+    if resume == "auto":
+        folder = typed.value(key) or newest_of_same(typed)
+        if folder is None:
+            print("resume=auto: no earlier run of this command here; a new one starts", file=sys.stderr)
+            return added(typed, "resume=none")
+        return within(added(typed, "resume=auto"), key, Path(folder))
+    path = Path(resume)
+    path = path.parent if path.name == "checkpoints" else path
+    if (path / "manifest.json").exists():
+        return added(before(recorded(path.parent.parent), typed), f"resume='{path}'")
+    if (path / "checkpoints").is_dir():
+        return within(added(before(recorded(path), typed), "resume=auto"), "hydra.run.dir", path)
+    raise ConfigError(
+        f"resume={resume} is neither a run folder nor a checkpoint: use auto, none, or outputs/<date>/<time>"
+    )
+
+
+def added(arguments: Arguments, *overrides: str) -> Arguments:
+    """The arguments with more overrides, which win over those before."""
+    return take_apart([*arguments.options, *arguments.overrides, *overrides])
+
+
+def before(first: Arguments, then: Arguments) -> Arguments:
+    """Recorded arguments, and those typed now, which win."""
+    options = then.options if set(first.options) <= set(then.options) else [*first.options, *then.options]
+    return take_apart([*options, *first.overrides, *then.overrides])
+
+
+def within(arguments: Arguments, key: str, folder: Path) -> Arguments:
+    """The arguments with the folder to continue in; Hydra leaves its record of the first start there alone."""
+    kept = ["hydra.output_subdir=null"] if (folder / "run.json").exists() else []
+    return added(arguments, f"{key}='{folder}'", *kept)
+
+
+def recorded(folder: Path) -> Arguments:
+    """The arguments that the run in `folder` was first started with; none where they are not recorded."""
+    try:
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        return take_apart([*record.get("options", []), *record.get("overrides", [])]).without("resume")
+    except (OSError, ValueError, AttributeError, TypeError):
+        return Arguments([], [])
+
+
+def newest_of_same(typed: Arguments) -> str | None:
+    """The newest run folder (or sweep folder) below the current one that was started with the same overrides."""
+    if typed.sweeps:
+        for file in sorted(Path("multirun").glob("*/*/multirun.yaml"), reverse=True):
+            tasks = OmegaConf.select(OmegaConf.load(file), "hydra.overrides.task") or []
+            if take_apart([str(task) for task in tasks]).own() == typed.own():
+                return str(file.parent)
+        return None
+    for file in sorted(Path("outputs").glob("*/*/run.json"), reverse=True):
+        if recorded(file.parent).own() == typed.own() and (file.parent / "checkpoints").is_dir():
+            return str(file.parent)
+    return None
