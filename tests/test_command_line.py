@@ -44,8 +44,8 @@ MISTAKES = {
     "seed=-1": "seed=-1 is outside [0, 2^63)",
     "resume=": "resume= has no value: use auto, none, a run folder or a checkpoint",
     "model.num_classes=2": "model.num_classes: there is no such key; the chosen model has the keys bias, block_size, "
-    "dropout, mlp, modality, n_embd, n_head, n_layer, norm, norm_eps, position, qknorm, softcap, tied_head, vocab_size; "
-    "options of model: gpt2, gpt_mini, gpt_nano, resnet18, resnet20, resnet50",
+    "dropout, mlp, modality, n_embd, n_head, n_layer, norm, norm_eps, position, qknorm, softcap, tied_head, "
+    "vocab_size; options of model: gpt2, gpt_mini, gpt_nano, resnet18, resnet20, resnet50",
     "zloss.coefficient=1": "zloss.coefficient: there is no such key; the chosen zloss has no keys; "
     "options of zloss: none, olmo, palm",
     "warmup.steps=2000": "warmup.steps=2000 >= steps=1000: the peak learning rate is never reached; "
@@ -112,7 +112,8 @@ def test_a_run_says_what_it_did_where_it_is_and_what_is_next(tmp_path):
     assert [line.split()[1] for line in out if line.startswith("step")] == ["2/6", "4/6", "6/6"]
     assert any(line.startswith("val loss ") and "nats/byte" in line for line in out)
     assert any(line.startswith("sample ") for line in out)
-    assert "next     python train.py" in out[-1]
+    assert out[-1].startswith("next     python ")
+    assert out[-1].endswith("stability=none,zloss_qknorm optimizer.lr=1e-3,1e-1")
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["status"] == "finished"
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from stabletrain.errors import ConfigError
 from stabletrain.tracking.metrics import now, numbers, plain, replace
@@ -36,7 +36,7 @@ class RunFolder:
         self.id = ""
         self._record: dict[str, Any] = {}
         self._earlier: dict[str, Any] = {}
-        self._lock: IO[str] | None = None
+        self._lock: int | None = None
 
     def start(
         self,
@@ -131,11 +131,11 @@ class RunFolder:
 
     def _claim(self, earlier: Mapping[str, Any]) -> None:
         """Takes the folder for this process; the system gives it free when the process ends, however it ends."""
-        self._lock = (self.path / ".lock").open("w")
+        self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.close()
+            self._release()
             raise ConfigError(
                 f"hydra.run.dir={self.path} is in use by process {earlier.get('pid')} on {earlier.get('host')}: "
                 "wait for it, stop it, or choose another hydra.run.dir"
@@ -145,8 +145,11 @@ class RunFolder:
 
     def _release(self) -> None:
         if self._lock is not None:
-            self._lock.close()
+            os.close(self._lock)
             self._lock = None
+
+    def __del__(self) -> None:
+        self._release()
 
     def read(self) -> dict[str, Any]:
         """What `run.json` says; empty where there is none that can be read."""

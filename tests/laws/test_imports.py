@@ -31,7 +31,20 @@ MAY_SEE = {
     "loop": NOUNS | {"job", "step", "evaluate", "state", "machine"},
     "summary": NOUNS | {"arguments", "models"},
     "build": NOUNS
-    | {"config", "job", "summary", "step", "stability", "watch", "models", "data", "state", "machine", "tracking"},
+    | {
+        "arguments",
+        "config",
+        "job",
+        "summary",
+        "step",
+        "stability",
+        "watch",
+        "models",
+        "data",
+        "state",
+        "machine",
+        "tracking",
+    },
     "cli": NOUNS | {"build", "config", "data", "models", "state", "tracking", "machine"},
     "train": NOUNS | {"launch"},
 }

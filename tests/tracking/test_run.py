@@ -48,11 +48,12 @@ def test_it_says_how_it_ended(tmp_path):
 def test_a_folder_with_a_run_is_not_written_over(tmp_path):
     first = RunFolder(tmp_path)
     first.start(resuming=False, **WHAT)
+    first.finish("finished", None, {})
     before = (tmp_path / "run.json").read_bytes()
     with pytest.raises(ConfigError) as caught:
         RunFolder(tmp_path).start(resuming=False, **WHAT)
     assert str(caught.value) == (
-        f"hydra.run.dir={tmp_path} already holds run {first.id} (running): continue it with resume=auto, or choose "
+        f"hydra.run.dir={tmp_path} already holds run {first.id} (finished): continue it with resume=auto, or choose "
         "another hydra.run.dir"
     )
     assert (tmp_path / "run.json").read_bytes() == before
