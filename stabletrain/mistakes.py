@@ -41,7 +41,7 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
     for file in (file for folder in folders for file in folder.glob("*/*.yaml")):
         options.setdefault(file.parent.name, []).append(file.stem)
     if match := re.search(r"Could not override '([^']+)'", text):
-        return no_such_key(match[1], typed, config_dir, options)
+        return no_such_key(match[1], typed, folders, options)
     if match := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
         group, option = match.groups()
         available = sorted(options.get(group, []))
@@ -59,10 +59,13 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
     return f"the command line cannot be read: {' '.join(lines[:2])}"
 
 
-def no_such_key(key: str, typed: Arguments, config_dir: Path, options: dict[str, list[str]]) -> str:
-    """The message for a key that is not there, with the nearest that is."""
-    known = [name for name in (*options, *known_keys(config_dir, typed, options)) if name != key]
-    group = key.partition(".")[0]
+def no_such_key(key: str, typed: Arguments, folders: list[Path], options: dict[str, list[str]]) -> str:
+    """The message for a key that is not there: the options that have it, or the nearest key that is."""
+    group, _, name = key.partition(".")
+    having = [file.stem for folder in folders for file in sorted(folder.glob(f"{group}/*.yaml")) if has(file, name)]
+    if name and having:
+        return f"{key}: the chosen {group} has no such key; {', '.join(f'{group}={option}' for option in having)} would"
+    known = [name for name in (*options, *known_keys(folders[0], typed, options)) if name != key]
     mine = [name for name in known if name.startswith(f"{group}.") and "_target_" not in name]
     own = sorted(name.removeprefix(f"{group}.") for name in mine)
     hint = nearest(key, [f"{group}.{name}" for name in own] if group in options and group != key else known)
@@ -70,6 +73,11 @@ def no_such_key(key: str, typed: Arguments, config_dir: Path, options: dict[str,
         keys = f"has the keys {', '.join(own)}" if own else "has no keys"
         hint = f"; the chosen {group} {keys}; options of {group}: {', '.join(sorted(options[group]))}"
     return f"{key}: there is no such key{hint or '; python train.py --help lists them'}"
+
+
+def has(file: Path, name: str) -> bool:
+    """Whether an option's YAML has a key of that name."""
+    return any(line.partition(":")[0] == name for line in file.read_text(encoding="utf-8").splitlines())
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -43,10 +43,11 @@ MISTAKES = {
     "steps": "steps: a value is missing: write steps=<value>",
     "seed=-1": "seed=-1 is outside [0, 2^63)",
     "resume=": "resume= has no value: use auto, none, a run folder or a checkpoint",
-    "model.num_classes=2": "model.num_classes: there is no such key; the chosen model has the keys bias, block_size, "
-    "dropout, mlp, modality, n_embd, n_head, n_layer, norm, norm_eps, position, qknorm, softcap, tied_head, "
-    "vocab_size; options of model: gpt2, gpt_mini, gpt_nano, resnet18, resnet20, resnet50",
-    "zloss.coefficient=1": "zloss.coefficient: there is no such key; the chosen zloss has no keys; "
+    "model.num_classes=2": "model.num_classes: the chosen model has no such key; "
+    "model=resnet18, model=resnet20, model=resnet50 would",
+    "zloss.coefficient=1": "zloss.coefficient: the chosen zloss has no such key; zloss=olmo, zloss=palm would",
+    "data.path=x": "data.path: the chosen data has no such key; data=imagefolder, data=text, data=tokens would",
+    "zloss.strength=1": "zloss.strength: there is no such key; the chosen zloss has no keys; "
     "options of zloss: none, olmo, palm",
     "warmup.steps=2000": "warmup.steps=2000 >= steps=1000: the peak learning rate is never reached; "
     "lower warmup.steps or raise steps",
