@@ -69,6 +69,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     data = make(cfg, "data")
     if not callable(getattr(data, "batch", None)):
         raise ConfigError(f"data: {cfg.data._target_} has no batch(step, size, split)")
+    unit, per = units(cfg, data)
     determinism.seed_run(cfg.seed)
     model = make_model(cfg, data)
     make(cfg, "init")(model)  # on the CPU, so that every device starts from the same weights
@@ -113,7 +114,6 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     def load(step: int) -> Batch:
         return checked(data.batch(position(step, state.skipped), cfg.batch_size, "train"))
 
-    unit, per = units(cfg, data)
     tracker.note(
         opening(choices, config, model, data, tools, f"{hardware.name(device)}, {hardware.threads()}", str(folder))
     )

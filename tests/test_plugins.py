@@ -96,9 +96,10 @@ def test_a_misspelt_key_of_a_users_own_is_found(plugin):
 def test_a_broken_contract_is_named(plugin, code, message):
     file = plugin / "mine.py"
     file.write_text(file.read_text().replace(code, "return inputs, inputs"))
-    done, _ = run(plugin)
+    done, folder = run(plugin)
     assert done.returncode == 2
     assert done.stderr.startswith(f"stabletrain: {message}")
+    assert json.loads((folder / "run.json").read_text())["status"] == "failed"
 
 
 def test_qknorm_with_a_model_that_does_not_take_it_is_refused(plugin):
