@@ -168,6 +168,7 @@ def continue_from(
     if found is not None:
         restore(found.load(), state, parts)
         tracker.event("resume", state.step, checkpoint=found.path.name, healthy=found.healthy)
+        tracker.note(f"resumed after step {state.step}, from {found.path}")
         if not found.healthy:
             tracker.note(f"resume: {found.path.name} is not healthy: its weights or moments may not be finite")
     elif tracker.started():

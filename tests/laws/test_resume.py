@@ -73,12 +73,13 @@ def test_the_example_would_notice_a_lost_scale_guard_or_moment(tmp_path):
     assert any("precision" in name for name in kept["names"])
 
 
-def test_a_resumed_run_keeps_its_identity_and_says_so(tmp_path):
+def test_a_resumed_run_keeps_its_identity_and_says_so(tmp_path, capsys):
     chosen = [*TINY_GPT, "steps=6", "checkpoint.every=3"]
     trained(tmp_path, *chosen, crash_at=4)
     first = json.loads((tmp_path / "run.json").read_text())
     assert first["status"] == "failed"
     trained(tmp_path, *chosen, "resume=auto")
+    assert f"resumed after step 3, from {tmp_path / 'checkpoints' / 'step-00000003'}" in capsys.readouterr().out
     second = json.loads((tmp_path / "run.json").read_text())
     assert (second["id"], second["status"], len(second["resumed"])) == (first["id"], "finished", 1)
     (event,) = [e for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "resume"]
