@@ -33,6 +33,7 @@ from stabletrain.tracking.metrics import Metrics
 from stabletrain.tracking.progress import Progress
 from stabletrain.tracking.run import RunFolder, versions
 from stabletrain.tracking.tracker import NoTracker, Tracker
+from stabletrain.watch.recent import Recent
 
 FROM_DATA = ("vocab_size", "block_size", "num_classes", "in_channels")
 """Keys of a model that null leaves to the data."""
@@ -56,11 +57,12 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     device = hardware.pick(cfg.device)
     precision = make(cfg, "precision", device=device)
     precision.prepare()
-    guard = make(cfg, "guard")
+    guard, clipping, monitors, recent = make(cfg, "guard"), make(cfg, "clipping"), make(cfg, "monitors"), Recent()
     tools = Tools(
         precision=precision,
         objective=Objective(make(cfg, "zloss"), cfg.label_smoothing),
-        clipping=make(cfg, "clipping"),
+        clipping=clipping,
+        after_update=make(cfg, "qkclip"),
         guard=guard,
         learning_rate=LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps),
         determinism=determinism,
@@ -74,16 +76,26 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     model = make_model(cfg, data)
     make(cfg, "init")(model)  # on the CPU, so that every device starts from the same weights
     model.to(device)
+    islands = precision.islands(model)
     state = TrainState(model, make(cfg, "optimizer")(model))
+    precision.attach(model, state.optimizer)
     history = History()
-    parts: dict[str, Stateful] = {"guard": guard, "precision": precision, "history": history}
+    parts: dict[str, Stateful] = {
+        "guard": guard,
+        "precision": precision,
+        "clipping": clipping,
+        "history": history,
+        "recent": recent,
+        "monitors": monitors,
+    }
 
     checkpoints, wandb = make(cfg, "checkpoint"), make(cfg, "wandb")
 
     run = RunFolder(folder)
     typed = take_apart([*sys.argv[1:]])
     choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra" not in group}
-    machine = hardware.describe(device) | {"precision": precision.name, "determinism": switches}
+    chosen = {"precision": precision.name, "fp32_modules": islands, "determinism": switches}
+    machine = hardware.describe(device) | chosen
     fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else {"name": choices["data"]}
     resuming = cfg.resume == "auto"
     run.start(
@@ -125,6 +137,8 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         batches=Prefetch(load, pin=device.type == "cuda"),
         validation=lambda: validation(data, cfg.batch_size, cfg.eval_batches),
         device=device,
+        monitors=monitors,
+        recent=recent,
         checkpoints=checkpoints,
         tracker=tracker,
         folder=run,

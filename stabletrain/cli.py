@@ -2,6 +2,7 @@
 
 stabletrain prepare <text or data set> <out>    token shards for data=tokens
 stabletrain sample <run>                        text from a trained model
+stabletrain compare <sweep> [--picture <file>]  a sweep over learning rates: losses, sensitivity, attention logits
 """
 
 import argparse
@@ -33,6 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sampling.add_argument("--seed", type=int, default=0, help="of the drawing (default: %(default)s)")
     sampling.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
     sampling.set_defaults(do=sample)
+
+    comparing = commands.add_parser("compare", help="what a sweep over learning rates shows")
+    comparing.add_argument("runs", type=Path, nargs="+", help="a sweep's folder, or folders of runs")
+    comparing.add_argument("--picture", type=Path, help="also draw the curves into this file (.svg, .png)")
+    comparing.set_defaults(do=compare)
 
     chosen = parser.parse_args(arguments)
     try:
@@ -74,6 +80,18 @@ def sample(chosen: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(chosen.seed)
     tokens = generate(model, prompt, chosen.tokens, chosen.temperature, chosen.top_k, generator)
     print(data.decode(tokens[0].tolist()))
+
+
+def compare(chosen: argparse.Namespace) -> None:
+    """Prints the sensitivity table of a sweep, and draws its curves."""
+    from stabletrain.compare.picture import draw
+    from stabletrain.compare.runs import read_runs
+    from stabletrain.compare.sensitivity import arms, table
+
+    found = arms(read_runs(chosen.runs))
+    print(table(found))
+    if chosen.picture is not None:
+        draw(found, chosen.picture)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ LOWEST = {
 }
 """Top-level numbers and their lowest value."""
 
-CHOSEN_PARTS = ("qknorm", "softcap")
+CHOSEN_PARTS = ("qknorm", "softcap", "qkclip")
 """Groups that a model must take up by naming them in its own YAML (`qknorm: ${qknorm}`)."""
 
 
@@ -162,6 +162,11 @@ def check_parts(cfg: DictConfig, choices: Mapping[str, str]) -> None:
                 f"{group}={choices[group]} does nothing with model={model}, which has no attention to apply it to: "
                 f"use {group}=none, or a model whose YAML names `{group}: ${{{group}}}`"
             )
+    if choices["qkclip"] != "none" and choices["qknorm"] != "none":
+        raise ConfigError(
+            f"qkclip={choices['qkclip']} does nothing with qknorm={choices['qknorm']}, whose norm takes out the scale "
+            "of the projections that it clips: use qkclip=none, or qknorm=none"
+        )
     reads = cfg.model.get("modality")
     for group in ("data", "init"):
         gives = cfg[group].get("modality")

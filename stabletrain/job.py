@@ -13,6 +13,8 @@ from stabletrain.state.checkpoint import NoCheckpoints
 from stabletrain.step import Tools
 from stabletrain.tracking.run import RunFolder
 from stabletrain.tracking.tracker import NoTracker
+from stabletrain.watch.monitors import NoMonitors
+from stabletrain.watch.recent import Recent
 
 UNITS = {"tok": "tokens", "img": "images", "sample": "samples"}
 """What the pace counts, in short and in the metrics."""
@@ -74,6 +76,8 @@ class Job:
         batches: the training batch of a step number, on the host.
         validation: the batches of one evaluation, on the host.
         device: where the model lives.
+        monitors: what looks into a step now and then.
+        recent: what the last steps were like.
         checkpoints: where states are saved.
         tracker: where numbers and events go.
         folder: `run.json`.
@@ -89,6 +93,8 @@ class Job:
     batches: Batches
     validation: Callable[[], Iterator[Batch]]
     device: torch.device
+    monitors: NoMonitors
+    recent: Recent
     checkpoints: NoCheckpoints
     tracker: NoTracker
     folder: RunFolder

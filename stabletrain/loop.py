@@ -5,6 +5,8 @@ change the weights. Whoever wants to look into a withheld step finds the weights
 """
 
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from stabletrain.errors import Interrupted, TrainingHalted
 from stabletrain.evaluate import evaluate
@@ -13,6 +15,9 @@ from stabletrain.machine.signals import StopRequest
 from stabletrain.records import Batch, Reading, Verdict
 from stabletrain.state.capture import capture
 from stabletrain.step import InFlight, commit, compute
+from stabletrain.watch.recent import Alarm
+
+NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class Pace:
@@ -95,20 +100,27 @@ def train(job: Job) -> None:
     with StopRequest() as stop:
         while state.step < plan.steps:
             batch = job.batches.get(state.step)
-            computed = compute(state, batch.to(job.device).split(plan.grad_accum_steps), job.tools)
+            micro_batches = batch.to(job.device).split(plan.grad_accum_steps)
+            computed = compute(state, micro_batches, job.tools)
             if in_flight is not None:
                 settle(job, in_flight.wait(), pace)
+            watching = job.monitors.due(state.step + 1)
+            if watching:
+                job.monitors.before(state.model, state.optimizer, micro_batches[0], job.tools.precision)
             in_flight = commit(state, computed, job.tools)
             pace.count(batch)
             last, stopping = state.step == plan.steps, stop.name
             evaluating = last or (state.step % plan.eval_every == 0 and not stopping)
-            if evaluating or stopping or job.checkpoints.due(state.step):
-                settle(job, in_flight.wait(), pace)
+            saving = last or stopping or job.checkpoints.due(state.step)
+            if watching or evaluating or saving:
+                reading = in_flight.wait()
+                settle(job, reading, pace, watch(job, reading) if watching else {})
                 in_flight = None
+            if evaluating or saving:
                 pace.measure()
                 best, val_loss = job.history.best_loss, validate(job) if evaluating else None
                 improved = val_loss is not None and val_loss < best
-                if last or stopping or improved or job.checkpoints.due(state.step):
+                if saving or improved:
                     save(job, val_loss)
                 pace.resume()
             if stopping and not last:
@@ -121,24 +133,43 @@ def train(job: Job) -> None:
                 )
 
 
-def settle(job: Job, reading: Reading, pace: Pace) -> None:
-    """Draws the consequences of a step that is over: the guard's verdict, the log, the progress line."""
+def settle(job: Job, reading: Reading, pace: Pace, seen: Mapping[str, float] = NOTHING) -> None:
+    """Draws the consequences of a step that is over: the guard's verdict, the log, the progress line.
+
+    What the monitors have `seen` of it goes into the same line of the log.
+    """
     guard = job.tools.guard
     verdict = guard.judge(reading)
-    metrics = reading_metrics(reading, sum(guard.skips.values()))
+    raise_alarms(job, reading.step, job.recent.add(reading))
+    metrics = reading_metrics(reading, sum(guard.skips.values())) | job.recent.metrics()
     if verdict is not Verdict.APPLY:
         kind = "overflow" if reading.overflow else "nonfinite"
         numbers = {"loss": reading.loss, "grad_norm": reading.grad_norm, "loss_scale": reading.loss_scale}
         job.tracker.event("skip", reading.step, kind=kind, reason=guard.reason, **numbers)
         if not reading.overflow and is_round(guard.skips[kind]):
             job.tracker.note(f"step {reading.step}: {guard.reason}; update withheld (number {guard.skips[kind]})")
-    if reading.step % job.plan.log_every == 0 or reading.step in (1, job.plan.steps):
+    if seen or reading.step % job.plan.log_every == 0 or reading.step in (1, job.plan.steps):
         pace.measure()
-        job.tracker.log(reading.step, metrics | {f"{UNITS[job.unit]}_per_s": pace.rate})
+        job.tracker.log(reading.step, {**metrics, f"{UNITS[job.unit]}_per_s": pace.rate, **seen})
     job.tracker.progress(reading.step, metrics, pace.rate, job.unit, sum(guard.skips.values()))
     if verdict is Verdict.HALT:
         job.tracker.event("halt", reading.step, reason=guard.reason)
         raise TrainingHalted(f"step {reading.step}: {guard.reason}")
+
+
+def watch(job: Job, reading: Reading) -> dict[str, float]:
+    """What the monitors saw of the step that is just over."""
+    metrics, alarms = job.monitors.after(job.state.model, job.state.optimizer, reading.applied)
+    raise_alarms(job, reading.step, alarms)
+    return metrics
+
+
+def raise_alarms(job: Job, step: int, alarms: list[Alarm]) -> None:
+    """Records each alarm, shows it, and sends it to whoever is not watching."""
+    for alarm in alarms:
+        job.tracker.event("alarm", step, kind=alarm.kind, text=alarm.text)
+        job.tracker.note(f"step {step}: {alarm.text}")
+        job.tracker.alert(alarm.kind, f"step {step}: {alarm.text}")
 
 
 def is_round(count: int) -> bool:

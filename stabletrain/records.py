@@ -109,6 +109,20 @@ class GradNorms:
     each: Tensor
 
 
+@dataclass(frozen=True)
+class Clipped:
+    """What clipping did to a step's gradients; 0-d fp32 tensors on their device.
+
+    Attributes:
+        coef: norm after over norm before; 1 where nothing was clipped.
+        active: share, in [0, 1], of what this kind clips one by one (the whole gradient, tensors, rows, values) that
+            was clipped.
+    """
+
+    coef: Tensor
+    active: Tensor
+
+
 class Reading(NamedTuple):
     """What one step measured, as floats on the host: the only thing the loop, the guard and the trackers see.
 
@@ -116,7 +130,8 @@ class Reading(NamedTuple):
         step: number of the step, counted from 1: so many steps are done when this one is.
         loss, ce, zloss: nats per target, mean over the step.
         grad_norm: L2 norm over all parameters, before clipping.
-        clip_coef: factor the gradients were multiplied with; 1 where clipping was not active.
+        clip_coef: gradient norm after clipping over before; 1 where clipping was not active.
+        clip_active: share, in [0, 1], of what the clipping clips one by one that it did clip.
         loss_scale: fp16's loss scale the step ran with; 1 in other precisions.
         applied: whether the gate was open, so that the update reached the weights.
         overflow: whether it was withheld by fp16's routine overflow, which calibrates the loss scale.
@@ -129,6 +144,7 @@ class Reading(NamedTuple):
     zloss: float
     grad_norm: float
     clip_coef: float
+    clip_active: float
     loss_scale: float
     applied: bool
     overflow: bool
@@ -148,7 +164,7 @@ class TrainState:
     """Everything a step starts from; with the step's number it determines the step.
 
     Attributes:
-        model: the network, parameters in fp32.
+        model: the network, parameters in fp32 (with precision=bf16_params its matrices in bf16).
         optimizer: its moments and step counters.
         step: steps done, which is also the number, counted from 0, under which the next one looks up its batch.
         skipped: ranges `[start, stop)` of data positions that are never read; see `data/order.py`.

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Reading, TrainState, Verdict
+from stabletrain.records import IGNORE_INDEX, Batch, Clipped, GradNorms, LossTerms, Reading, TrainState, Verdict
 from stabletrain.watch.gradients import measure
 
 
 @runtime_checkable
 class Precision(Protocol):
-    """In which format forward and backward compute; see `stability/precision.py`."""
+    """In which format forward and backward compute; see `stability/precision/`."""
 
     def autocast(self) -> AbstractContextManager: ...
     def scale(self, loss: Tensor) -> Tensor: ...
@@ -44,9 +44,16 @@ class Objective(Protocol):
 
 @runtime_checkable
 class Clipping(Protocol):
-    """What shortens gradients; see `stability/clipping.py`."""
+    """What shortens gradients; see `stability/clipping/`. Only a step whose gate is open may enter its statistics."""
 
-    def __call__(self, model: nn.Module, norms: GradNorms) -> Tensor: ...
+    def __call__(self, model: nn.Module, norms: GradNorms, gate: Tensor) -> Clipped: ...
+
+
+@runtime_checkable
+class AfterUpdate(Protocol):
+    """What bounds the weights once the update has reached them; see `stability/qkclip.py`."""
+
+    def __call__(self, model: nn.Module, gate: Tensor) -> None: ...
 
 
 @runtime_checkable
@@ -81,6 +88,7 @@ class Tools:
     precision: Precision
     objective: Objective
     clipping: Clipping
+    after_update: AfterUpdate
     guard: Guard
     learning_rate: LearningRate
     determinism: Seeding
@@ -100,7 +108,7 @@ class InFlight:
     """A reading on its way from the device to the host."""
 
     def __init__(self, step: int, lr: float, values: Tensor) -> None:
-        """Starts the copy of `values`, fp32 `[8]` in `Reading`'s order, and returns at once."""
+        """Starts the copy of `values`, fp32 `[9]` in `Reading`'s order, and returns at once."""
         self._step, self._lr = step, lr
         self._arrived = None
         if values.device.type == "cuda":
@@ -115,8 +123,8 @@ class InFlight:
         """The reading; on CUDA this waits for the copy, not for the work launched after it."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        loss, ce, zloss, norm, coef, scale, applied, overflow = self._values.tolist()
-        return Reading(self._step, loss, ce, zloss, norm, coef, scale, bool(applied), bool(overflow), self._lr)
+        *measured, applied, overflow = self._values.tolist()
+        return Reading(self._step, *measured, bool(applied), bool(overflow), self._lr)
 
 
 def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Computed:
@@ -148,14 +156,18 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     terms, norms = computed.terms, computed.norms
     overflow = tools.precision.overflow(terms, norms)
     gate = tools.guard.gate(terms, norms) & ~overflow
-    coef = tools.clipping(state.model, norms)
+    clipped = tools.clipping(state.model, norms, gate)
     loss_scale = tools.precision.loss_scale()
     lr = set_lr(state.optimizer, tools.learning_rate(state.step))
     apply(state.optimizer, gate)
+    tools.after_update(state.model, gate)
     restore(state.model, computed.held, gate)
     tools.precision.update(overflow, gate)
     state.step += 1
-    measured = (terms.total, terms.ce, terms.zloss, norms.total, coef, loss_scale, gate, overflow)
+    measured = (
+        *(terms.total, terms.ce, terms.zloss, norms.total, clipped.coef, clipped.active),
+        *(loss_scale, gate, overflow),
+    )
     return InFlight(state.step, lr, torch.stack([value.float() for value in measured]))
 
 

@@ -126,11 +126,18 @@ def test_a_run_says_what_it_did_where_it_is_and_what_is_next(tmp_path):
         "train/zloss",
         "grad/norm",
         "clip/coef",
+        "clip/fraction",
         "lr",
         "precision/loss_scale",
         "guard/skipped",
+        "guard/skip_rate",
+        "spike/score",
+        "spike/grad_norm_score",
     }
-    assert kept | {"step", "time", "tokens_per_s"} == set(lines[0])
+    looks = [{name for name in line if name.startswith("monitors/")} for line in lines]
+    assert kept | {"step", "time", "tokens_per_s"} == set(lines[0]) - looks[0]
+    assert looks[0] >= {"monitors/attn_logit_max", "monitors/update_ratio/blocks.0", "monitors/log_z_mean"}
+    assert not any(looks[1:]), "monitors.every is 100"
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):

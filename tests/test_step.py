@@ -12,7 +12,8 @@ from stabletrain.stability import precision
 from stabletrain.stability.clipping import NoClip, NormClip
 from stabletrain.stability.guard import NoGuard, SkipGuard
 from stabletrain.stability.objective import NoZLoss, Objective
-from stabletrain.stability.optimizers import SGD, AdamW
+from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
+from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
 from stabletrain.step import Tools, compute, train_step
 
@@ -23,21 +24,27 @@ PRECISIONS = {
     "fp16": lambda: precision.fp16(CPU, init_scale=1024.0, growth_interval=2000, min_scale=1.0),
 }
 OPTIMIZERS = {
-    "adamw": lambda fused: AdamW(1e-2, [0.9, 0.95], 1e-8, 0.1, fused),
-    "sgd": lambda fused: SGD(1e-2, 0.9, False, 1e-4, fused),
+    "adamw": AdamW(1e-2, [0.9, 0.95], 1e-8, 0.1),
+    "adamw-unfused": AdamW(1e-2, [0.9, 0.95], 1e-8, 0.1, fused=False),
+    "sgd": SGD(1e-2, 0.9, False, 1e-4),
+    "sgd-unfused": SGD(1e-2, 0.9, False, 1e-4, fused=False),
+    "stable_adamw": StableAdamW(1e-2, [0.9, 0.95], 1e-8, 0.1),
+    "spam": SPAM(1e-2, [0.9, 0.95], 1e-8, 0.1, theta=5000.0, reset_interval=2, warmup_steps=1),
+    "muon": Muon(1e-2, 0.1, momentum=0.95, nesterov=True, ns_steps=5, betas=[0.9, 0.95], eps=1e-8),
 }
 
 
 class Tiny(nn.Module):
-    """A convolution, BatchNorm, dropout and a head: one of each thing a step can change."""
+    """A convolution, BatchNorm, dropout, a hidden matrix and a head: one of each thing a step can change."""
 
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten())
+        self.hidden = nn.Linear(4 * 4, 4 * 4)
         self.head = nn.Linear(4 * 4, 3)
 
     def forward(self, inputs):
-        return self.head(self.body(inputs))
+        return self.head(self.hidden(self.body(inputs)))
 
 
 def tools(kind="fp32", clipping=None, guard=None):
@@ -45,6 +52,7 @@ def tools(kind="fp32", clipping=None, guard=None):
         precision=PRECISIONS[kind](),
         objective=Objective(NoZLoss()),
         clipping=clipping or NormClip(1.0),
+        after_update=NoQKClip(),
         guard=guard or SkipGuard(10),
         learning_rate=LearningRate(NoWarmup(), Constant(), 100),
         determinism=Seeded(),
@@ -52,10 +60,10 @@ def tools(kind="fp32", clipping=None, guard=None):
     )
 
 
-def fresh(optimizer="adamw", fused=True):
+def fresh(optimizer="adamw"):
     torch.manual_seed(0)
     model = Tiny()
-    return TrainState(model, OPTIMIZERS[optimizer](fused)(model))
+    return TrainState(model, OPTIMIZERS[optimizer](model))
 
 
 def batch(seed=0, size=8):
@@ -76,11 +84,10 @@ def same(one, other):
 
 @pytest.mark.parametrize("kind", PRECISIONS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["input", "gradient"])
-def test_a_withheld_update_changes_no_bit(kind, optimizer, fused, bad, where):
-    state, acting = fresh(optimizer, fused), tools(kind)
+def test_a_withheld_update_changes_no_bit(kind, optimizer, bad, where):
+    state, acting = fresh(optimizer), tools(kind)
     train_step(state, [batch(1)], acting)
     before, scale = bits(state), acting.precision.loss_scale().item()
     poisoned = batch(2)

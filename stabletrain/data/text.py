@@ -11,7 +11,7 @@ import numpy as np
 from stabletrain.data.files import find_text
 from stabletrain.data.order import place
 from stabletrain.data.tokenizers import Bytes
-from stabletrain.data.windows import Windows
+from stabletrain.data.windows import LengthWarmup, Windows
 from stabletrain.errors import ConfigError
 
 MANY = 20  # files from which on whole files are held out
@@ -60,6 +60,7 @@ class Corpus(Windows):
         val_fraction: share held out, in (0, 1).
         seed: names the order.
         prompt: a fitting start for generated text.
+        length_warmup: how training samples grow to `block_size`.
         skip_unreadable: leave out files that cannot be read, where otherwise they are an error.
 
     Raises:
@@ -79,6 +80,7 @@ class Corpus(Windows):
         val_fraction: float,
         seed: int,
         prompt: str,
+        length_warmup: LengthWarmup,
         skip_unreadable: bool = False,
     ) -> None:
         if not 0 < val_fraction < 1:
@@ -103,7 +105,15 @@ class Corpus(Windows):
                 cut = len(content) - round(len(content) * val_fraction)
                 train.append((str(root / file), 0, content[:cut]))
                 val.append((str(root / file), cut, content[cut:]))
-        super().__init__(Pieces(train), Pieces(val), block_size=block_size, seed=seed, where=where, unit="bytes")
+        super().__init__(
+            Pieces(train),
+            Pieces(val),
+            block_size=block_size,
+            seed=seed,
+            where=where,
+            unit="bytes",
+            length_warmup=length_warmup,
+        )
         self.name, self.prompt = name, prompt
         self._files, self._sizes = [file for file, _ in contents], [len(content) for _, content in contents]
 
@@ -143,12 +153,22 @@ class Text(Corpus):
         block_size: bytes in a sample.
         val_fraction: share held out for validation.
         seed: names the order.
+        length_warmup: steps over which samples grow to `block_size`; 0 for none.
+        length_start: bytes of the first samples, where they grow.
 
     Raises:
         ConfigError: as `Corpus`, or the path is not set or not there.
     """
 
-    def __init__(self, path: str | None, block_size: int = 256, val_fraction: float = 0.1, seed: int = 0) -> None:
+    def __init__(
+        self,
+        path: str | None,
+        block_size: int = 256,
+        val_fraction: float = 0.1,
+        seed: int = 0,
+        length_warmup: int = 0,
+        length_start: int = 8,
+    ) -> None:
         if path is None:
             raise ConfigError("data.path is not set: data=text needs data.path=<file, folder or glob>")
         root, files = find_text(path, "data.path")
@@ -161,6 +181,7 @@ class Text(Corpus):
             val_fraction=val_fraction,
             seed=seed,
             prompt="\n",
+            length_warmup=LengthWarmup(length_warmup, length_start),
         )
 
 
@@ -174,12 +195,21 @@ class Stdlib(Corpus):
         block_size: bytes in a sample.
         val_fraction: share of the files held out for validation.
         seed: names the order.
+        length_warmup: steps over which samples grow to `block_size`; 0 for none.
+        length_start: bytes of the first samples, where they grow.
 
     Raises:
         ConfigError: as `Corpus`, as on a Python that keeps its library in an archive.
     """
 
-    def __init__(self, block_size: int = 128, val_fraction: float = 0.02, seed: int = 0) -> None:
+    def __init__(
+        self,
+        block_size: int = 128,
+        val_fraction: float = 0.02,
+        seed: int = 0,
+        length_warmup: int = 0,
+        length_start: int = 8,
+    ) -> None:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = []
         for folder, below, names in os.walk(root):
@@ -194,5 +224,6 @@ class Stdlib(Corpus):
             val_fraction=val_fraction,
             seed=seed,
             prompt="def ",
+            length_warmup=LengthWarmup(length_warmup, length_start),
             skip_unreadable=True,
         )

@@ -12,7 +12,7 @@ import numpy as np
 from stabletrain.data.files import existing
 from stabletrain.data.manifest import read_meta
 from stabletrain.data.tokenizers import load_tokenizer
-from stabletrain.data.windows import Windows
+from stabletrain.data.windows import LengthWarmup, Windows
 from stabletrain.errors import ConfigError
 
 
@@ -74,6 +74,8 @@ class Tokens(Windows):
         path: the folder that `stabletrain prepare` wrote.
         block_size: tokens of a sample.
         seed: names the order.
+        length_warmup: steps over which samples grow to `block_size`; 0 for none.
+        length_start: tokens of the first samples, where they grow.
 
     Raises:
         ConfigError: no path, no manifest there, a shard that does not fit it, or too few tokens.
@@ -81,7 +83,9 @@ class Tokens(Windows):
 
     prompt = "\n"
 
-    def __init__(self, path: str | None, block_size: int, seed: int) -> None:
+    def __init__(
+        self, path: str | None, block_size: int, seed: int, length_warmup: int = 0, length_start: int = 8
+    ) -> None:
         if path is None:
             raise ConfigError(
                 "data.path is not set: data=tokens needs data.path=<folder that stabletrain prepare wrote>"
@@ -93,7 +97,15 @@ class Tokens(Windows):
             Shards(folder, [(shard["file"], shard["tokens"]) for shard in meta["splits"][split]], dtype)
             for split in ("train", "val")
         )
-        super().__init__(train, val, block_size=block_size, seed=seed, where=f"data.path={path}", unit="tokens")
+        super().__init__(
+            train,
+            val,
+            block_size=block_size,
+            seed=seed,
+            where=f"data.path={path}",
+            unit="tokens",
+            length_warmup=LengthWarmup(length_warmup, length_start),
+        )
         self.vocab_size: int = meta["vocab_size"]
         self._tokenizer_name: str = meta["tokenizer"]
         self._folder, self._meta = folder, meta

@@ -2,9 +2,11 @@
 
 Sample i of an epoch reads `block_size + 1` tokens from `phase + i * block_size`; its targets are its inputs shifted
 by one, so every token but the first is predicted once. The phase in [0, block_size) is drawn for each epoch, so
-that the cuts do not fall on the same tokens for ever.
+that the cuts do not fall on the same tokens for ever. While sequences are still warming up, a training sample is cut
+off after its first tokens: which samples a step reads, and from where, stays the same.
 """
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -32,6 +34,32 @@ class Stream(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LengthWarmup:
+    """Sequence-length warmup: short sequences first, whose gradients vary less (Li et al., arXiv 2108.06084).
+
+    Attributes:
+        steps: data positions over which the length rises in a straight line; 0 for none.
+        start: length at position 0, in tokens.
+    """
+
+    steps: int = 0
+    start: int = 8
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ConfigError(f"data.length_warmup={self.steps} is below 0: use 0 for full sequences from the start")
+        if self.start < 1:
+            raise ConfigError(f"data.length_start={self.start} is below 1: the paper starts with 8 tokens")
+
+    def length(self, position: int, block_size: int) -> int:
+        """Tokens of a training sample: from `start` to `block_size`, in multiples of 8, as tensor cores like them."""
+        if position >= self.steps or self.start >= block_size:
+            return block_size
+        length = self.start + (block_size - self.start) * position // self.steps
+        return max(self.start, length - length % 8)
+
+
 class Windows:
     """Batches of windows over a training stream and a validation stream, looked up by number.
 
@@ -42,12 +70,23 @@ class Windows:
         seed: names the order and the phases.
         where: the path in words, for errors.
         unit: what a token is called in errors.
+        length_warmup: how training samples grow to `block_size`.
 
     Raises:
-        ConfigError: the block size is not positive, or a stream is too short.
+        ConfigError: the block size is not positive, a stream is too short, or the warmup starts past the block size.
     """
 
-    def __init__(self, train: Stream, val: Stream, *, block_size: int, seed: int, where: str, unit: str) -> None:
+    def __init__(
+        self,
+        train: Stream,
+        val: Stream,
+        *,
+        block_size: int,
+        seed: int,
+        where: str,
+        unit: str,
+        length_warmup: LengthWarmup,
+    ) -> None:
         if block_size < 1:
             raise ConfigError(
                 f"data.block_size={block_size} is below 1: choose the number of tokens in a sample, 256 say"
@@ -62,7 +101,12 @@ class Windows:
                 f"{where} has {len(val)} {unit} for validation, at least 2 are needed: "
                 "give more text or raise the val_fraction it is split with"
             )
-        self.block_size, self.seed = block_size, seed
+        if length_warmup.steps and length_warmup.start >= block_size:
+            raise ConfigError(
+                f"data.length_start={length_warmup.start} >= data.block_size={block_size}: the warmup of "
+                "data.length_warmup would do nothing; lower data.length_start"
+            )
+        self.block_size, self.seed, self.length_warmup = block_size, seed, length_warmup
         self._train, self._val = train, val
         # One window fewer than would fit at phase 0, so that an epoch has as many at every phase.
         self._train_windows = max(1, (len(train) - block_size) // block_size)
@@ -82,8 +126,9 @@ class Windows:
             split: `train` or `val`.
 
         Returns:
-            inputs and targets int64 `[size, block_size]`; ids are the positions of the samples' first tokens in
-            their stream. What lies past the end of the validation stream is 0 with target `IGNORE_INDEX`.
+            inputs and targets int64 `[size, block_size]`, shorter while `length_warmup` lasts; ids are the positions
+            of the samples' first tokens in their stream. What lies past the end of the validation stream is 0 with
+            target `IGNORE_INDEX`.
 
         Raises:
             IndexError: a validation pass has no such batch.
@@ -93,12 +138,14 @@ class Windows:
             index, epochs = sample_ids(step * size, size, self._train_windows, self.seed)
             phases = {epoch: key(self.seed, epoch, "phase") % self._phases for epoch in set(epochs.tolist())}
             starts = index * self.block_size + np.array([phases[epoch] for epoch in epochs.tolist()])
+            length = self.length_warmup.length(step, self.block_size)
         else:
             starts = pass_ids(step, size, self._val_windows) * self.block_size
-        inputs = np.zeros((len(starts), self.block_size), np.int64)
-        targets = np.full((len(starts), self.block_size), IGNORE_INDEX, np.int64)
+            length = self.block_size
+        inputs = np.zeros((len(starts), length), np.int64)
+        targets = np.full((len(starts), length), IGNORE_INDEX, np.int64)
         for row, start in enumerate(starts.tolist()):
-            tokens = stream.read(start, min(start + self.block_size + 1, len(stream)))
+            tokens = stream.read(start, min(start + length + 1, len(stream)))
             inputs[row, : len(tokens) - 1] = tokens[:-1]
             targets[row, : len(tokens) - 1] = tokens[1:]
         return Batch(

@@ -16,6 +16,12 @@ import random
 import numpy as np
 import torch
 
+from stabletrain.errors import ConfigError
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+FIXED = (":4096:8", ":16:8")
+"""cuBLAS's workspaces with which concurrent streams give the same bits; the first is the larger and faster."""
+
 _MASK = (1 << 64) - 1
 
 
@@ -28,18 +34,44 @@ def mix(seed: int, step: int) -> int:
 
 
 def set_kernels(strict: bool) -> dict:
-    """Sets PyTorch's switches both ways, since a sweep runs several settings in one process; returns what was set."""
+    """Sets PyTorch's switches both ways, since a sweep runs several settings in one process; returns what was set.
+
+    cuBLAS reads its workspace from the environment once, when CUDA starts: so every option asks for the fixed one, and
+    a `strict` run later in the sweep finds it. `use_deterministic_algorithms` also keeps `torch.compile` from choosing
+    kernels by their speed, and has uninitialised memory filled with NaN, so that reading it is a fault and no chance.
+
+    Raises:
+        ConfigError: `strict`, and cuBLAS may not give the same bits twice.
+    """
     if strict:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when CUDA starts
+        check_workspace()
+    os.environ.setdefault(WORKSPACE, FIXED[0])
     torch.use_deterministic_algorithms(strict)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # ty: ignore[missing-attribute]
     torch.backends.cudnn.deterministic = strict
     torch.backends.cudnn.benchmark = False
     return {
         "use_deterministic_algorithms": strict,
+        "fill_uninitialized_memory": strict,
         "cudnn.deterministic": strict,
         "cudnn.benchmark": False,
-        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        WORKSPACE: os.environ[WORKSPACE],
     }
+
+
+def check_workspace() -> None:
+    """Refuses a workspace with which cuBLAS is not deterministic, or one that comes too late."""
+    found = os.environ.get(WORKSPACE)
+    if found is None and torch.cuda.is_initialized():
+        raise ConfigError(
+            f"determinism=strict: CUDA has started without {WORKSPACE}, which it reads only then; "
+            f"set {WORKSPACE}={FIXED[0]} in the environment"
+        )
+    if found not in (None, *FIXED):
+        raise ConfigError(
+            f"determinism=strict: {WORKSPACE}={found} in the environment lets cuBLAS give other bits each time; "
+            f"use {' or '.join(FIXED)}, or unset it"
+        )
 
 
 class Off:
@@ -76,5 +108,9 @@ class Strict(Seeded):
     """Seeded, and every operation deterministic: one that has no deterministic form raises an error."""
 
     def prepare(self) -> dict:
-        """Called once, before CUDA starts; returns the switches for the log."""
+        """Called once, before CUDA starts; returns the switches for the log.
+
+        Raises:
+            ConfigError: the environment does not let cuBLAS be deterministic.
+        """
         return set_kernels(strict=True)

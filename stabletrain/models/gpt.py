@@ -35,6 +35,13 @@ class Softcap(Protocol):
     def final(self, logits: Tensor) -> Tensor: ...
 
 
+@runtime_checkable
+class QKClip(Protocol):
+    """Makes the module that is shown every query and key of training; see `stability/qkclip.py`."""
+
+    def meter(self, n_head: int) -> nn.Module: ...
+
+
 class KVCache:
     """Keys and values that one attention has computed so far, so that later tokens need not compute them again."""
 
@@ -56,24 +63,50 @@ class KVCache:
         return k, v
 
 
+class DotProduct(nn.Module):
+    """Softmax attention of queries over keys: a module of its own, so that it can be watched, and kept in fp32."""
+
+    def __init__(self, softcap: Softcap, dropout: float) -> None:
+        super().__init__()
+        self.softcap = softcap
+        self.dropout = dropout
+
+    def forward(
+        self,
+        q: Float[Tensor, "batch head query dim"],
+        k: Float[Tensor, "batch head key dim"],
+        v: Float[Tensor, "batch head key dim"],
+    ) -> Float[Tensor, "batch head query dim"]:
+        """Each query sees the keys up to its own; the last query is aligned with the last key."""
+        return self.softcap.attend(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+
+
 class Attention(nn.Module):
     """Causal self-attention.
 
     Queries, keys and values have a projection each, not one fused, so that the norms of their weights and gradients can
-    be told apart: attention logits grow through those of q and k. Hooks on `query_norm` and `key_norm`, identities
-    without QK-norm, see the q and k that enter the dot product, up to RoPE, which keeps their length.
+    be told apart: attention logits grow through those of q and k.
     """
 
-    def __init__(self, n_embd: int, n_head: int, bias: bool, dropout: float, qknorm: QKNorm, softcap: Softcap) -> None:
+    def __init__(
+        self,
+        n_embd: int,
+        n_head: int,
+        bias: bool,
+        dropout: float,
+        qknorm: QKNorm,
+        softcap: Softcap,
+        qkclip: QKClip,
+    ) -> None:
         super().__init__()
         self.n_head = n_head
-        self.dropout = dropout
-        self.softcap = softcap
         self.query = nn.Linear(n_embd, n_embd, bias=bias)
         self.key = nn.Linear(n_embd, n_embd, bias=bias)
         self.value = nn.Linear(n_embd, n_embd, bias=bias)
         self.query_norm = qknorm(n_embd // n_head)
         self.key_norm = qknorm(n_embd // n_head)
+        self.meter = qkclip.meter(n_head)
+        self.dot_product = DotProduct(softcap, dropout)
         self.out = nn.Linear(n_embd, n_embd, bias=bias)
 
     def forward(
@@ -87,10 +120,19 @@ class Attention(nn.Module):
         ]
         q = position.rotate(self.query_norm(q), start)
         k = position.rotate(self.key_norm(k), start)
+        self.meter(q, k)
         if cache is not None:
             k, v = cache.extend(k, v)
-        y = self.softcap.attend(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
-        return self.out(y.transpose(1, 2).flatten(2))
+        return self.out(self.dot_product(q, k, v).transpose(1, 2).flatten(2))
+
+
+class TiedHead(nn.Module):
+    """A head without weights of its own: logits are products with the embedding's rows."""
+
+    def forward(
+        self, x: Float[Tensor, "batch time width"], embedding: Float[Tensor, "vocab width"]
+    ) -> Float[Tensor, "batch time vocab"]:
+        return F.linear(x, embedding)
 
 
 class Block(nn.Module):
@@ -139,6 +181,9 @@ class GPT(nn.Module):
         dropout: share dropped of the embeddings, the attention weights and each branch's output, in [0, 1).
         qknorm: a kind of QK-norm.
         softcap: a kind of softcap.
+        qkclip: a kind of QK-clip.
+        embedding_gradient: share of the gradient that reaches the embedding, in (0, 1]; GLM-130B shrinks it to 0.1
+            (arXiv 2210.02414, section 3.3). A tied head's own gradient stays whole.
 
     Raises:
         ConfigError: a value outside its bound, or a name that is no choice.
@@ -160,7 +205,9 @@ class GPT(nn.Module):
         dropout: float,
         qknorm: QKNorm,
         softcap: Softcap,
+        qkclip: QKClip,
         norm_eps: float = 1e-6,
+        embedding_gradient: float = 1.0,
     ) -> None:
         super().__init__()
         check_sizes(vocab_size=vocab_size, block_size=block_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
@@ -173,17 +220,20 @@ class GPT(nn.Module):
             raise ConfigError(f"model.dropout={dropout} is outside [0, 1): use 0 for none")
         if not norm_eps > 0:
             raise ConfigError(f"model.norm_eps={norm_eps} is not above 0: equal values would be divided by 0; use 1e-6")
+        if not 0 < embedding_gradient <= 1:
+            raise ConfigError(f"model.embedding_gradient={embedding_gradient} is outside (0, 1]: 0.1 is GLM-130B's")
         make_norm, make_mlp = choice("norm", norm, NORMS), choice("mlp", mlp, MLPS)
         self.block_size = block_size
         self.n_layer = n_layer
         self.softcap = softcap
+        self.embedding_gradient = embedding_gradient
         self.embedding = nn.Embedding(vocab_size, n_embd)
         self.position = choice("position", position, POSITIONS)(block_size, n_embd, n_embd // n_head)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
             Block(
                 attention_norm=make_norm(n_embd, norm_eps, bias),
-                attention=Attention(n_embd, n_head, bias, dropout, qknorm, softcap),
+                attention=Attention(n_embd, n_head, bias, dropout, qknorm, softcap, qkclip),
                 mlp_norm=make_norm(n_embd, norm_eps, bias),
                 mlp=make_mlp(n_embd, bias),
                 dropout=dropout,
@@ -191,7 +241,7 @@ class GPT(nn.Module):
             for _ in range(n_layer)
         )
         self.norm = make_norm(n_embd, norm_eps, bias)
-        self.head = None if tied_head else nn.Linear(n_embd, vocab_size, bias=False)
+        self.head = TiedHead() if tied_head else nn.Linear(n_embd, vocab_size, bias=False)
 
     def forward(
         self, inputs: Int[Tensor, "batch time"], cache: list[KVCache] | None = None
@@ -208,15 +258,23 @@ class GPT(nn.Module):
         start = cache[0].length if cache else 0
         if (length := start + inputs.shape[1]) > self.block_size:
             raise ValueError(f"a sequence of {length} tokens is longer than model.block_size={self.block_size}")
-        x = self.dropout(self.position(self.embedding(inputs), start))
+        x = self.embedding(inputs)
+        if (share := self.embedding_gradient) < 1:
+            x = x.detach() + share * (x - x.detach())  # the value keeps its bits
+        x = self.dropout(self.position(x, start))
         for i, block in enumerate(self.blocks):
             x = block(x, self.position, cache[i] if cache else None)
         x = self.norm(x)
-        return self.softcap.final(F.linear(x, self.embedding.weight) if self.head is None else self.head(x))
+        logits = self.head(x, self.embedding.weight) if isinstance(self.head, TiedHead) else self.head(x)
+        return self.softcap.final(logits)
 
     def new_cache(self) -> list[KVCache]:
         """An empty cache, one part for each block; `forward` fills it."""
         return [KVCache() for _ in self.blocks]
+
+    def classifier(self) -> nn.Module:
+        """The module whose weight makes the logits: the head, or the embedding it is tied to."""
+        return self.embedding if isinstance(self.head, TiedHead) else self.head
 
     def residual_projections(self) -> list[nn.Linear]:
         """The linear layers whose output is added to the residual stream: two a block; inits scale them by depth."""

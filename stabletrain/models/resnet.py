@@ -76,6 +76,14 @@ class CifarResNet(nn.Module):
         x = self.stages(F.relu(self.bn1(self.conv1(x))))
         return self.fc(x.mean(dim=(2, 3)))
 
+    def classifier(self) -> nn.Module:
+        """The layer that makes the logits."""
+        return self.fc
+
+    def residual_gains(self) -> list[nn.Parameter]:
+        """The gains that end the residual branches: those of each block's last BatchNorm."""
+        return [block.bn2.weight for block in self.modules() if isinstance(block, CifarBlock)]
+
 
 class TorchvisionResNet(ResNet):
     """torchvision's ResNet, its parameter names included, with a choice of stem and of input channels.
@@ -109,6 +117,15 @@ class TorchvisionResNet(ResNet):
     def forward(self, x: Float[Tensor, "batch in_channels height width"]) -> Float[Tensor, "batch num_classes"]:
         """Logits of images of any size that the stem leaves something of."""
         return super().forward(x.contiguous(memory_format=torch.channels_last))
+
+    def classifier(self) -> nn.Module:
+        """The layer that makes the logits."""
+        return self.fc
+
+    def residual_gains(self) -> list[nn.Parameter]:
+        """The gains that end the residual branches: those of each block's last BatchNorm."""
+        blocks = [module for module in self.modules() if isinstance(module, BasicBlock | Bottleneck)]
+        return [block.get_parameter("bn3.weight" if hasattr(block, "bn3") else "bn2.weight") for block in blocks]
 
 
 STAGES: dict[int, tuple[type[BasicBlock] | type[Bottleneck], list[int]]] = {

@@ -4,6 +4,7 @@ Both return factors of `optimizer.lr`, and `LearningRate` multiplies them, so ev
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -71,6 +72,18 @@ class LinearWarmup:
 
 
 @dataclass(frozen=True)
+class CosineWarmup(LinearWarmup):
+    """Half a cosine from nearly 0 to the peak: flat at both ends, so that neither comes as a shock.
+
+    The shape with which `torch.optim.lr_scheduler.OneCycleLR` rises (Smith and Topin, arXiv 1708.07120).
+    """
+
+    def factor(self, step: int, total: int) -> float:
+        """`(1 - cos(pi x)) / 2`, where x is the linear warmup's factor."""
+        return 0.5 * (1 - math.cos(math.pi * super().factor(step, total)))
+
+
+@dataclass(frozen=True)
 class Constant:
     """The peak learning rate to the end."""
 
@@ -91,12 +104,77 @@ class Cosine:
     final_ratio: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.final_ratio <= 1:
-            raise ConfigError(f"schedule.final_ratio={self.final_ratio} is outside [0, 1]: 0.1 is customary")
+        check_final_ratio(self.final_ratio)
 
     def factor(self, progress: float) -> float:
         """1 at progress 0, `final_ratio` at progress 1."""
         return self.final_ratio + (1 - self.final_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class WSD:
+    """Warmup, stable, decay: the peak for most of the run, then down to `final_ratio` in its last stretch.
+
+    One run at the peak serves runs of any length, each with its own decay (MiniCPM, arXiv 2404.06395, section 4). The
+    decay is `1 - sqrt(x)`, which Hägele et al. (arXiv 2405.18392, section 3) found better than a straight line.
+
+    Attributes:
+        decay_share: share of the run after warmup that decays, in (0, 1]; 0.1 to 0.2 there.
+        final_ratio: what is left at the end, as a share of the peak, in [0, 1].
+        shape: `sqrt` for `1 - sqrt(x)`, `linear` for a straight line.
+    """
+
+    decay_share: float = 0.2
+    final_ratio: float = 0.0
+    shape: str = "sqrt"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay_share <= 1:
+            raise ConfigError(
+                f"schedule.decay_share={self.decay_share} is outside (0, 1]: use schedule=constant for no decay"
+            )
+        check_final_ratio(self.final_ratio)
+        if self.shape not in ("sqrt", "linear"):
+            raise ConfigError(f"schedule.shape={self.shape} is unknown: choose sqrt or linear")
+
+    def factor(self, progress: float) -> float:
+        """1 until the last `decay_share`, `final_ratio` at progress 1."""
+        x = max(0.0, progress - (1 - self.decay_share)) / self.decay_share
+        left = 1 - (math.sqrt(x) if self.shape == "sqrt" else x)
+        return self.final_ratio + (1 - self.final_ratio) * left
+
+
+@dataclass(frozen=True)
+class Step:
+    """The peak, multiplied by `gamma` at each milestone, as He et al. train ResNets (arXiv 1512.03385, section 4.2).
+
+    Attributes:
+        milestones: shares of the run after warmup, rising, each in (0, 1); a half and three quarters there.
+        gamma: factor at each, in (0, 1); 0.1 there.
+    """
+
+    milestones: Sequence[float] = (0.5, 0.75)
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        rising = all(a < b for a, b in zip(self.milestones, self.milestones[1:], strict=False))
+        if not self.milestones or not rising or not all(0 < share < 1 for share in self.milestones):
+            raise ConfigError(
+                f"schedule.milestones={list(self.milestones)} are not rising shares of the run in (0, 1): "
+                "[0.5, 0.75] is customary; use schedule=constant for none"
+            )
+        if not 0 < self.gamma < 1:
+            raise ConfigError(f"schedule.gamma={self.gamma} is outside (0, 1): 0.1 is customary")
+
+    def factor(self, progress: float) -> float:
+        """`gamma` to the power of the milestones that are reached."""
+        return self.gamma ** sum(progress >= milestone for milestone in self.milestones)
+
+
+def check_final_ratio(ratio: float) -> None:
+    """Refuses a learning rate that would end below 0 or above its peak."""
+    if not 0 <= ratio <= 1:
+        raise ConfigError(f"schedule.final_ratio={ratio} is outside [0, 1]: 0.1 is customary")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from stabletrain.data.text import Stdlib, Text
 from stabletrain.errors import ConfigError
@@ -130,3 +131,30 @@ def test_too_little_text_names_both_numbers(tmp_path):
 def test_a_glob_reads_what_it_matches(tmp_path):
     make(tmp_path, files=3)
     assert Text(str(tmp_path / "texts" / "00[01].txt"), 16, 0.1, 0).fingerprint()["files"] == 2
+
+
+def test_sequence_length_warmup_cuts_the_same_samples_off_and_leaves_validation_whole(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(bytes(range(256)) * 40)
+    full = Text(str(file), block_size=64)
+    grown = Text(str(file), block_size=64, length_warmup=10, length_start=8)
+    lengths = []
+    for step in range(12):
+        short, whole = grown.batch(step, 4, "train"), full.batch(step, 4, "train")
+        lengths.append(short.inputs.shape[1])
+        assert torch.equal(short.inputs, whole.inputs[:, : lengths[-1]])
+        assert torch.equal(short.targets, whole.targets[:, : lengths[-1]])
+        assert torch.equal(short.ids, whole.ids)
+    assert lengths == [8, 8, 16, 24, 24, 32, 40, 40, 48, 56, 64, 64]
+    assert grown.batch(0, 4, "val").inputs.shape == (4, 64)
+
+
+def test_a_length_warmup_that_could_do_nothing_is_refused(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(bytes(range(256)) * 4)
+    with pytest.raises(ConfigError, match=r"data\.length_start=64 >= data\.block_size=64"):
+        Text(str(file), block_size=64, length_warmup=5, length_start=64)
+    with pytest.raises(ConfigError, match=r"data\.length_warmup=-1 is below 0"):
+        Text(str(file), block_size=64, length_warmup=-1)
+    with pytest.raises(ConfigError, match=r"data\.length_start=0 is below 1"):
+        Text(str(file), block_size=64, length_start=0)

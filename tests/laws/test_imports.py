@@ -27,8 +27,9 @@ MAY_SEE = {
     "data": NOUNS,
     "state": NOUNS,
     "tracking": NOUNS,
-    "job": NOUNS | {"step", "state", "tracking"},
-    "loop": NOUNS | {"job", "step", "evaluate", "state", "machine"},
+    "compare": NOUNS | {"tracking"},
+    "job": NOUNS | {"step", "state", "tracking", "watch"},
+    "loop": NOUNS | {"job", "step", "evaluate", "state", "machine", "watch"},
     "summary": NOUNS | {"arguments", "models"},
     "build": NOUNS
     | {
@@ -45,7 +46,7 @@ MAY_SEE = {
         "machine",
         "tracking",
     },
-    "cli": NOUNS | {"build", "config", "data", "models", "state", "tracking", "machine"},
+    "cli": NOUNS | {"build", "compare", "config", "data", "models", "state", "tracking", "machine"},
     "train": NOUNS | {"launch"},
 }
 """Room -> rooms of the package it may import, besides its own. A new room is added here, deliberately."""
@@ -55,6 +56,7 @@ ONLY = {
     "omegaconf": {"train", "build", "config", "launch", "arguments", "mistakes", "cli"},
     "wandb": {"tracking/wandb"},
     "rich": {"tracking/progress"},
+    "matplotlib": {"compare/picture"},
     "torchvision": {"models/resnet", "data"},
     "sklearn": {"data"},
 }

@@ -40,6 +40,7 @@ WITH = {
         "data.block_size=16",
     ],
     "model=resnet20": ["data=digits", "model.depth=8"],
+    "model=nf_resnet20": ["data=digits", "model.depth=8"],
     "model=resnet18": ["data=digits", "model.stem=small"],
     "model=resnet50": ["data=digits", "model.stem=small"],
     "data=stdlib": ["data.block_size=16", "model.n_layer=2", "model.n_head=2", "model.n_embd=16"],
@@ -57,10 +58,27 @@ WITH = {
         "model.n_embd=16",
         "grad_accum_steps=2",
     ],
+    "experiment=lr_sensitivity": SMALL_GPT,
     "experiment=resnet_digits": ["model.depth=8"],
+    "experiment=nf_resnet_digits": ["model.depth=8"],
     "experiment=resnet20_cifar10": ["model.depth=8", "data.root=CIFAR"],
 }
 """What makes an option small, or gives it the data it needs; the others run on `SMALL_GPT`."""
+
+REFUSED_WITH_RESNET = {
+    "qknorm=layernorm": "no attention",
+    "qknorm=rmsnorm": "no attention",
+    "softcap=gemma2": "no attention",
+    "qkclip=kimi": "no attention",
+    "stability=qknorm": "no attention",
+    "stability=zloss_qknorm": "no attention",
+    "stability=full": "no attention",
+    "stability=v100": "no attention",
+    "init=gpt2": "init=gpt2 is for tokens",
+    "init=small": "init=small is for tokens",
+    "optimizer=muon": "no hidden matri",
+}
+"""Options that a ResNet cannot have, and what the message says."""
 
 REFUSED_ON_CPU = {"precision=tf32"}
 """Options that this machine cannot have, and that say so."""
@@ -78,6 +96,8 @@ CHANGED: dict[str, object] = {
     "compile": True,
     "resume": "auto",
     "data.block_size": 8,
+    "data.length_warmup": 3,
+    "data.length_start": 4,
     "data.val_fraction": 0.3,
     "data.path": "OTHER",
     "data.root": "nowhere",
@@ -94,18 +114,40 @@ CHANGED: dict[str, object] = {
     "optimizer.momentum": 0.5,
     "optimizer.nesterov": True,
     "optimizer.fused": False,
+    "optimizer.decay": "independent",
+    "optimizer.theta": 1.0,
+    "optimizer.reset_interval": 3,
+    "optimizer.warmup_steps": 1,
+    "optimizer.ns_steps": 1,
+    "precision.fp32_modules": ["head"],
     "precision.init_scale": 2.0**40,
     "precision.growth_interval": 1,
     "precision.min_scale": 2.0**41,
     "clipping.max_norm": 0.01,
+    "clipping.clip_value": 1e-6,
+    "clipping.clipping": 1e-6,
+    "clipping.eps": 1.0,
+    "clipping.z_threshold": 0.01,
+    "clipping.alpha": 0.5,
+    "clipping.warmup_steps": 2,
+    "clipping.growth": 1.5,
+    "clipping.beta": 0.5,
     "warmup.steps": 3,
     "schedule.final_ratio": 0.9,
+    "schedule.decay_share": 0.9,
+    "schedule.shape": "linear",
+    "schedule.milestones": [0.1],
+    "schedule.gamma": 0.5,
     "zloss.coefficient": 0.1,
     "qknorm.eps": 0.1,
     "softcap.attention_cap": 0.1,
     "softcap.final_cap": 0.1,
+    "qkclip.max_logit": 1e-6,
     "init.std": 0.1,
     "guard.max_consecutive": 0,
+    "monitors.every": 2,
+    "monitors.hessian_iterations": 0,
+    "monitors.hessian_samples": 1,
     "checkpoint.every": 1,
     "checkpoint.keep": 1,
     "checkpoint.keep_best": False,
@@ -131,6 +173,9 @@ CHANGED: dict[str, object] = {
     "model.bias": {False: True, True: False},
     "model.tied_head": {False: True, True: False},
     "model.dropout": 0.3,
+    "model.embedding_gradient": 0.1,
+    "model.alpha": 0.5,
+    "model.skipinit": True,
     "model.depth": {8: 14, 18: 50, 50: 18},
     "model.num_classes": 12,
     "model.in_channels": 3,
@@ -244,6 +289,26 @@ def test_every_option_trains_or_says_why_not(tmp_path, monkeypatch, places, grou
     assert seen["kept"] == ([] if option == "off" and group == "checkpoint" else ["step-00000002", "step-00000004"])
 
 
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [(group, option) for group, option in OPTIONS if group not in ("model", "data", "experiment")],
+    ids=lambda value: value,
+)
+def test_every_option_trains_a_resnet_too_or_says_why_not(tmp_path, monkeypatch, group, option):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    choice = f"{group}={option}"
+    chosen = [o for o in overrides_for(group, option) if o not in WITH.get(choice, SMALL_GPT)]
+    refused = REFUSED_WITH_RESNET.get(choice) or (f"{choice} on cpu" if choice in REFUSED_ON_CPU else None)
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            observe(tmp_path, [*chosen, *SMALL_RESNET])
+        return
+    seen = observe(tmp_path, [*chosen, *SMALL_RESNET])
+    losses = [float(line["train/loss"]) for line in seen["lines"] if "train/loss" in line]
+    assert losses
+    assert all(0 < loss < 20 for loss in losses)
+
+
 def keys_of(group, option):
     """The keys that this option's YAML brings, or for no group the top level's."""
     tree = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
@@ -315,8 +380,19 @@ def needed_for(group, option, key, places):
         return ["data.root=nowhere"]
     if name == "data.val_fraction" and option == "imagefolder":
         return [f"data.path={places['FLAT']}"]
-    if (group, key) == ("schedule", "final_ratio") or (group, key) == ("warmup", "steps"):
-        return ["warmup=linear", "schedule=cosine"]
+    if name == "warmup.steps":
+        return ["schedule=cosine"]
+    if group == "schedule":
+        return ["warmup=linear", "steps=8"]
+    if (group, option) == ("optimizer", "spam"):
+        return ["optimizer.reset_interval=4", "optimizer.warmup_steps=2", "steps=8"]
+    if option == "adagc":
+        return ["clipping.warmup_steps=1", "steps=8"]
+    if option == "zclip" and key != "max_norm":
+        loose = ["clipping.max_norm=100", "clipping.z_threshold=0.5", "clipping.warmup_steps=4"]
+        return [*loose, "steps=12", "warmup=none", "batch_size=1", "optimizer.lr=1e-5"]  # norms up and down
+    if name == "data.length_start":
+        return ["data.length_warmup=4"]
     return []
 
 

@@ -7,10 +7,14 @@ from stabletrain.build import build
 from stabletrain.loop import run
 from stabletrain.state.capture import capture
 from stabletrain.state.tree import flatten
+from stabletrain.tracking.metrics import read_jsonl
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
-ALWAYS = ["log_every=1", "eval_every=1", "checkpoint.every=1", "checkpoint.asynchronous=true", "wandb=offline"]
-NEVER = ["log_every=1000", "eval_every=1000", "checkpoint=off", "wandb=disabled"]
+ALWAYS = [
+    *("log_every=1", "eval_every=1", "monitors=full", "monitors.every=1"),
+    *("checkpoint.every=1", "checkpoint.asynchronous=true", "wandb=offline"),
+]
+NEVER = ["log_every=1000", "eval_every=1000", "checkpoint=off", "wandb=disabled", "monitors=none"]
 
 
 def trained(folder, *overrides):
@@ -32,6 +36,7 @@ def test_watching_everything_or_nothing_gives_the_same_bits(tmp_path, tiny, dete
     assert watched.keys() == unwatched.keys()
     for name, value in watched.items():
         assert torch.equal(value, unwatched[name]), name
-    assert len((tmp_path / "watched" / "metrics.jsonl").read_text().splitlines()) == 12, (
-        "a line and an evaluation a step"
-    )
+    lines = read_jsonl(tmp_path / "watched" / "metrics.jsonl")
+    assert len(lines) == 12, "a line and an evaluation a step"
+    assert sum("monitors/hessian_top" in line and "monitors/update_ratio_max" in line for line in lines) == 6
+    assert not [e for e in read_jsonl(tmp_path / "watched" / "events.jsonl") if e["event"] == "alarm"]

@@ -1,12 +1,19 @@
 """Randomness by number: the same (seed, step) draws the same, whatever was drawn before."""
 
+import os
 import random
 
 import numpy as np
 import pytest
 import torch
 
+from stabletrain.build import build
+from stabletrain.config import check
+from stabletrain.errors import ConfigError
+from stabletrain.loop import run
 from stabletrain.machine.determinism import Off, Seeded, Strict, mix
+from stabletrain.tracking.metrics import read_jsonl
+from tests.runs import TINY_GPT, TINY_RESNET, command, composed
 
 
 def draw():
@@ -50,3 +57,98 @@ def test_strict_refuses_what_has_no_deterministic_form_and_seeded_lifts_that_aga
         torch.zeros(3).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]), accumulate=False)
     Seeded().prepare()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def switches():
+    """What PyTorch itself says of everything that strict sets."""
+    return {
+        "use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "fill_uninitialized_memory": torch.are_deterministic_algorithms_enabled()
+        and torch.utils.deterministic.fill_uninitialized_memory,
+        "cudnn.deterministic": torch.backends.cudnn.deterministic,
+        "cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    }
+
+
+def test_what_is_logged_is_what_holds(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    torch.backends.cudnn.benchmark = True
+    strict = Strict().prepare()
+    assert strict == switches()
+    assert strict == {
+        "use_deterministic_algorithms": True,
+        "fill_uninitialized_memory": True,
+        "cudnn.deterministic": True,
+        "cudnn.benchmark": False,
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    assert torch.empty(5).isnan().all(), "uninitialised memory is a NaN, not a chance"
+    seeded = Seeded().prepare()
+    assert seeded == switches()
+    assert not any(seeded[key] for key in seeded if key != "CUBLAS_WORKSPACE_CONFIG")
+
+
+def test_a_strict_run_after_a_seeded_one_finds_the_workspace(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    Seeded().prepare()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert Strict().prepare()["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_strict_is_refused_where_cublas_would_not_follow(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:0:0.*use :4096:8 or :16:8"):
+        Strict().prepare()
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="CUDA has started without.*set CUBLAS_WORKSPACE_CONFIG=:4096:8"):
+        Strict().prepare()
+    assert not torch.are_deterministic_algorithms_enabled(), "a refusal sets nothing"
+
+
+SMALL = ["steps=4", "log_every=1", "eval_every=4", "checkpoint=off", "determinism=strict"]
+MODELS = {
+    "gpt": [*TINY_GPT, "model.dropout=0.1"],
+    "resnet": [*TINY_RESNET, "model.depth=8"],
+}
+
+
+def trained(folder, *overrides):
+    """The bytes of the weights, and the logged lines but for the clock, after a tiny run."""
+    with composed(*overrides, *SMALL) as cfg:
+        check(cfg)
+        job = build(cfg, folder)
+        run(job)
+    weights = b"".join(v.cpu().contiguous().numpy().tobytes() for v in job.state.model.state_dict().values())
+    clock = {"time", "tokens_per_s", "images_per_s"}
+    return weights, [{k: v for k, v in m.items() if k not in clock} for m in read_jsonl(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_strict_runs_are_bitwise_equal_and_another_seed_is_another_run(tmp_path, model, precision):
+    chosen = [*MODELS[model], f"precision={precision}"]
+    first = trained(tmp_path / "first", *chosen, "seed=1")
+    torch.rand(7)
+    assert trained(tmp_path / "second", *chosen, "seed=1") == first
+    weights, lines = trained(tmp_path / "third", *chosen, "seed=2")
+    assert weights != first[0]
+    assert [line.get("train/loss") for line in lines] != [line.get("train/loss") for line in first[1]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_two_strict_runs_on_a_card_are_bitwise_equal(tmp_path, model, precision):
+    lines = []
+    for name in ("first", "second"):  # a process each: CUDA must start with the workspace set
+        chosen = [*MODELS[model], f"precision={precision}", "device=cuda", *SMALL]
+        done = command(*chosen, f"hydra.run.dir={name}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        clock = {"time", "tokens_per_s", "images_per_s"}
+        lines.append(
+            [{k: v for k, v in m.items() if k not in clock} for m in read_jsonl(tmp_path / name / "metrics.jsonl")]
+        )
+    assert lines[0] == lines[1]

@@ -14,6 +14,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
 from stabletrain.models.layers import RMSNorm, Rotary, SwiGLUMLP
 from stabletrain.stability.init import GPT2Init
+from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import LayerNormQK, NoQKNorm, RMSNormQK
 from stabletrain.stability.softcap import Gemma2Softcap, NoSoftcap
 
@@ -48,6 +49,7 @@ def small(**changes: Any) -> GPT:
         "dropout": 0.0,
         "qknorm": NoQKNorm(),
         "softcap": NoSoftcap(),
+        "qkclip": NoQKClip(),
     }
     model = GPT(**(values | changes))
     with torch.no_grad():
@@ -279,7 +281,9 @@ def test_dropout_acts_at_each_of_its_sites_in_training_only(site: str, softcap: 
             nn.init.zeros_(gpt.get_parameter(f"blocks.0.{name}.weight"))
     inputs = tokens(1, 8)
     assert torch.equal(model(inputs), plain(inputs))
-    active = {"embedding": "dropout", "attention weights": "blocks.0.attention"}.get(site, "blocks.0.dropout")
+    active = {"embedding": "dropout", "attention weights": "blocks.0.attention.dot_product"}.get(
+        site, "blocks.0.dropout"
+    )
     model.get_submodule(active).training = True
     assert not torch.equal(model(inputs), plain(inputs))
     assert not torch.equal(model(inputs), model(inputs))
@@ -288,6 +292,7 @@ def test_dropout_acts_at_each_of_its_sites_in_training_only(site: str, softcap: 
 COMPILES = """
 import torch
 from stabletrain.models.gpt import GPT
+from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import LayerNormQK
 from stabletrain.stability.softcap import Gemma2Softcap, NoSoftcap
 
@@ -298,6 +303,7 @@ for position, norm, mlp, softcap in (
     model = GPT(
         vocab_size=29, block_size=16, n_layer=2, n_head=4, n_embd=32, position=position, norm=norm, mlp=mlp,
         bias=False, tied_head=False, dropout=0.0, qknorm=LayerNormQK(1e-6), softcap=softcap,
+        qkclip=NoQKClip(),
     )
     inputs = torch.randint(29, (2, 8))
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(inputs), model(inputs))
@@ -355,3 +361,35 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> N
 
 def test_an_odd_head_is_fine_with_learned_positions() -> None:
     assert small(n_embd=20, n_head=4, position="learned")(tokens(1, 4)).shape == (1, 4, 29)
+
+
+def test_the_embeddings_gradient_is_shrunk_and_nothing_else_changes():
+    whole, shrunk = small(tied_head=True), small(tied_head=True, embedding_gradient=0.1)
+    for model in (whole, shrunk):
+        F.cross_entropy(model(tokens(2, 8)).flatten(0, 1), tokens(2, 8).flatten()).backward()
+    assert torch.equal(shrunk(tokens(2, 8)), whole(tokens(2, 8)))
+    for (name, a), (_, b) in zip(shrunk.named_parameters(), whole.named_parameters(), strict=True):
+        if name != "embedding.weight":
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)
+    untied_whole, untied = small(), small(embedding_gradient=0.1)
+    for model in (untied_whole, untied):
+        F.cross_entropy(model(tokens(2, 8)).flatten(0, 1), tokens(2, 8).flatten()).backward()
+    torch.testing.assert_close(
+        untied.embedding.weight.grad, 0.1 * untied_whole.embedding.weight.grad, rtol=1e-4, atol=1e-8
+    )
+    # A tied head keeps its own gradient: what is taken away is nine tenths of the embedding's.
+    as_embedding = (whole.embedding.weight.grad - shrunk.embedding.weight.grad) / 0.9
+    assert 0 < as_embedding.norm() < whole.embedding.weight.grad.norm() * 10
+    assert not torch.allclose(shrunk.embedding.weight.grad, 0.1 * whole.embedding.weight.grad)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5, float("nan")])
+def test_the_share_of_the_embeddings_gradient_is_bounded(share):
+    with pytest.raises(ConfigError, match=r"model\.embedding_gradient="):
+        small(embedding_gradient=share)
+
+
+def test_the_classifier_is_the_head_or_the_embedding_it_is_tied_to():
+    untied, tied = small(), small(tied_head=True)
+    assert untied.classifier() is untied.head
+    assert tied.classifier() is tied.embedding

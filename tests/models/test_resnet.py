@@ -15,7 +15,7 @@ def count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def small_models() -> list[nn.Module]:
+def small_models() -> list[CifarResNet | TorchvisionResNet]:
     torch.manual_seed(0)
     return [
         CifarResNet(depth=20, num_classes=10, in_channels=3),
@@ -133,6 +133,20 @@ def test_batch_statistics_move_in_training_and_rest_in_evaluation() -> None:
         assert all(torch.equal(mean, old) for mean, old in zip(means, before, strict=True))
         model.train()(torch.randn(2, 3, 32, 32))
         assert not any(torch.equal(mean, old) for mean, old in zip(means, before, strict=True))
+
+
+@pytest.mark.parametrize(("model", "last", "blocks"), [(0, "bn2", 9), (1, "bn2", 8), (2, "bn2", 8)])
+def test_the_residual_gains_are_those_of_each_blocks_last_norm(model: int, last: str, blocks: int) -> None:
+    net = small_models()[model]
+    names = {id(p): name for name, p in net.named_parameters()}
+    ends = [names[id(gain)] for gain in net.residual_gains()]
+    assert len(set(ends)) == blocks
+    assert all(name.endswith(f"{last}.weight") and name.count(".") > 2 for name in ends)
+
+
+def test_the_classifier_is_the_layer_that_makes_the_logits() -> None:
+    for net in small_models():
+        assert net.classifier() is net.fc
 
 
 @pytest.mark.parametrize(("depth", "nearest"), [(18, 20), (21, 20), (2, 8), (-4, 8), (25, 26)])

@@ -9,6 +9,7 @@ from torch import nn
 from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
 from stabletrain.models.sampling import generate
+from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.softcap import Gemma2Softcap, NoSoftcap
 
@@ -51,6 +52,7 @@ def gpt(**changes: Any) -> GPT:
         bias=False,
         tied_head=False,
         qknorm=NoQKNorm(),
+        qkclip=NoQKClip(),
         **values,
     )
     with torch.no_grad():

@@ -1,9 +1,20 @@
 """The learning rate by step number, at its corners."""
 
+import math
+
 import pytest
 
 from stabletrain.errors import ConfigError
-from stabletrain.stability.schedule import Constant, Cosine, LearningRate, LinearWarmup, NoWarmup
+from stabletrain.stability.schedule import (
+    WSD,
+    Constant,
+    Cosine,
+    CosineWarmup,
+    LearningRate,
+    LinearWarmup,
+    NoWarmup,
+    Step,
+)
 
 
 def test_linear_warmup_rises_in_equal_steps_and_stays():
@@ -29,6 +40,30 @@ def test_cosine_is_at_the_peak_after_warmup_half_way_down_in_the_middle_and_at_t
     assert all(rate(s) > rate(s + 1) for s in range(10, 110))
 
 
+def test_cosine_warmup_is_half_a_cosine_that_ends_at_the_peak():
+    rate = LearningRate(CosineWarmup(8), Constant(), total=20)
+    for step in range(8):
+        assert rate(step) == pytest.approx(math.sin(math.pi * (step + 1) / 16) ** 2), "(1 - cos x) / 2 = sin^2 (x / 2)"
+    assert rate(3) == pytest.approx(0.5), "half-way up at half-time"
+    assert rate(7) == rate(8) == 1
+
+
+@pytest.mark.parametrize("shape", ["sqrt", "linear"])
+def test_wsd_stays_at_the_peak_and_decays_in_its_last_share(shape):
+    rate = LearningRate(LinearWarmup(10), WSD(decay_share=0.25, final_ratio=0.1, shape=shape), total=110)
+    assert {rate(step) for step in range(9, 86)} == {1.0}
+    assert rate(85 + 16) == pytest.approx(0.1 + 0.9 * {"sqrt": 1 - 0.8, "linear": 1 - 0.64}[shape])
+    assert rate(110) == pytest.approx(0.1)
+    assert all(rate(s) > rate(s + 1) for s in range(85, 110))
+
+
+def test_step_falls_by_gamma_at_each_milestone_and_nowhere_else():
+    rate = LearningRate(NoWarmup(), Step(milestones=[0.5, 0.75], gamma=0.1), total=64)
+    assert {rate(step) for step in range(32)} == {1.0}
+    assert {rate(step) for step in range(32, 48)} == {0.1}
+    assert {round(rate(step), 12) for step in range(48, 64)} == {0.01}
+
+
 def test_no_warmup_and_constant_are_one_everywhere():
     rate = LearningRate(NoWarmup(), Constant(), total=5)
     assert {rate(step) for step in range(5)} == {1.0}
@@ -45,3 +80,15 @@ def test_bounds_are_named():
         LinearWarmup(0)
     with pytest.raises(ConfigError, match=r"schedule\.final_ratio=1\.5"):
         Cosine(1.5)
+    with pytest.raises(ConfigError, match=r"schedule\.decay_share=0.*schedule=constant"):
+        WSD(decay_share=0.0)
+    with pytest.raises(ConfigError, match=r"schedule\.shape=cubic.*sqrt or linear"):
+        WSD(shape="cubic")
+    with pytest.raises(ConfigError, match=r"schedule\.gamma=1\.0"):
+        Step(gamma=1.0)
+
+
+@pytest.mark.parametrize("milestones", [[], [0.5, 0.5], [0.75, 0.5], [0.0], [1.0]])
+def test_milestones_are_rising_shares(milestones):
+    with pytest.raises(ConfigError, match=r"schedule\.milestones=.*\[0\.5, 0\.75\]"):
+        Step(milestones=milestones)

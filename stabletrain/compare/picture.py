@@ -1,0 +1,44 @@
+"""The curves behind a sensitivity table: final loss, and largest attention logit, against the learning rate."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from stabletrain.compare.sensitivity import Arm
+from stabletrain.errors import ConfigError
+
+
+def draw(found: Sequence[Arm], file: Path) -> None:
+    """Writes the picture; its ending, such as .svg or .png, decides the format.
+
+    Each line is the mean over the seeds, its band the lowest to the highest.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise ConfigError('--picture needs matplotlib: pip install "stabletrain[picture]"') from None
+    mpl.use("agg")
+    mpl.rcParams["svg.hashsalt"] = "stabletrain"  # the same runs give the same file
+    from matplotlib import pyplot
+
+    seen = any(not math.isnan(point.logit) for arm in found for curve in arm.curves.values() for point in curve)
+    figure, axes = pyplot.subplots(1, 2 if seen else 1, figsize=(9 if seen else 5, 3.6), squeeze=False)
+    panels = [("final validation loss, nats", "loss"), ("largest attention logit", "logit")][: 2 if seen else 1]
+    for axis, (label, field) in zip(axes[0], panels, strict=True):
+        for arm in found:
+            rates = [point.rate for point in next(iter(arm.curves.values()))]
+            values = [[getattr(point, field) for point in arm.at(rate)] for rate in rates]
+            (line,) = axis.plot(rates, [sum(each) / len(each) for each in values], marker="o", ms=3, label=arm.name)
+            axis.fill_between(rates, list(map(min, values)), list(map(max, values)), alpha=0.2, color=line.get_color())
+        axis.set(xscale="log", xlabel="peak learning rate", ylabel=label)
+        axis.grid(alpha=0.3)
+    if seen:
+        axes[0][1].set_yscale("log")
+        axes[0][1].axhline(1e4, color="grey", lw=0.8, ls="--")
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    pyplot.close(figure)

@@ -1,0 +1,32 @@
+"""Clipping: gradients that are too long are shortened before the optimizer sees them.
+
+| kind | what is bounded | by |
+|---|---|---|
+| none | - | - |
+| norm | the whole gradient | a number |
+| value | each value | a number |
+| per_module | each module's gradient | a number |
+| agc | each output unit's gradient | a share of the unit's weights |
+| zclip | the whole gradient | its own recent norms: mean and spread |
+| adagc | each tensor's gradient | its own recent norms |
+
+A kind is called with the model, whose `.grad` it may rewrite, with the norms measured before, and with the gate:
+whether this step's update will be applied. It is called after unscaling, so a bound means the same in every precision,
+and after the guard has judged. It asks nothing of the host, and it acts after the backward pass, so a compiled model
+stays whole.
+
+A norm that is not finite decides nothing: what it belongs to stays as it is, so a NaN never spreads from one tensor to
+the others. Nor does it enter a statistic; neither does the norm of a step whose gate is closed.
+
+`factors.py` is what the kinds share; every other file is one kind.
+"""
+
+from stabletrain.stability.clipping.adagc import AdaGC
+from stabletrain.stability.clipping.agc import AGC
+from stabletrain.stability.clipping.none import NoClip
+from stabletrain.stability.clipping.norm import NormClip
+from stabletrain.stability.clipping.per_module import PerModuleClip
+from stabletrain.stability.clipping.value import ValueClip
+from stabletrain.stability.clipping.zclip import ZClip
+
+__all__ = ["AGC", "AdaGC", "NoClip", "NormClip", "PerModuleClip", "ValueClip", "ZClip"]

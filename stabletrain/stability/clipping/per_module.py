@@ -1,0 +1,64 @@
+"""Per-module clipping: each module's gradient is shortened by itself, so that one outlier does not throttle all.
+
+    g_m <- g_m * min(1, max_norm / |g_m|),      |g_m| over the parameters that module m owns itself
+
+Global clipping divides every gradient by what may be one embedding's burst: a batch of rare tokens then costs the whole
+model a step. A module is whatever `nn.Module` holds parameters of its own (a linear layer with its bias, a norm, an
+embedding); a parameter that several share belongs to the first. Layers were so clipped by McMahan et al., arXiv
+1710.06963, there for privacy.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from stabletrain.errors import ConfigError
+from stabletrain.records import Clipped, GradNorms
+from stabletrain.stability.clipping.factors import Stateless, in_parts, shortening, whole
+
+
+def by_module(model: nn.Module) -> list[list[Tensor]]:
+    """The gradients of each module that owns some, in the order of `model.parameters()`."""
+    seen: set[nn.Parameter] = set()
+    groups = []
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p not in seen]
+        seen.update(own)
+        if group := [p.grad for p in own if p.grad is not None]:
+            groups.append(group)
+    return groups
+
+
+@dataclass(frozen=True)
+class PerModuleClip(Stateless):
+    """Per-module clipping.
+
+    Attributes:
+        max_norm: largest L2 norm of one module's gradient; m modules may reach sqrt(m) times that together.
+    """
+
+    max_norm: float
+
+    def __post_init__(self) -> None:
+        if not self.max_norm > 0:
+            raise ConfigError(
+                f"clipping.max_norm={self.max_norm} is not above 0: no gradient would be left; "
+                "use clipping=none to switch clipping off"
+            )
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
+        """Scales every `.grad` in place by its module's factor; `active` is the share of modules clipped."""
+        del gate
+        groups = by_module(model)
+        if not groups:
+            return whole(torch.ones_like(norms.total))
+        # `model.parameters()` goes module by module, so a module's norms lie side by side
+        sides = norms.each.split([len(group) for group in groups])
+        before = torch.stack(torch._foreach_norm(list(sides), 2))
+        factors = shortening(before, self.max_norm)
+        for group, factor in zip(groups, factors.unbind(), strict=True):
+            torch._foreach_mul_(group, factor)
+        return in_parts(norms, before * factors, factors)

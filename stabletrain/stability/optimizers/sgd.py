@@ -1,0 +1,46 @@
+"""Stochastic gradient descent with momentum: PyTorch's own, over the field's parameter groups."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from stabletrain.errors import ConfigError
+from stabletrain.stability.optimizers.groups import check_rates, decayed
+
+
+@dataclass(frozen=True)
+class SGD:
+    """`torch.optim.SGD`.
+
+    Attributes:
+        lr: peak learning rate.
+        momentum: in [0, 1).
+        nesterov: look ahead along the momentum, which must then be above 0.
+        weight_decay: L2, added to the gradient.
+        fused: one kernel for all parameters; False falls back to PyTorch's default implementation.
+    """
+
+    lr: float
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    fused: bool = True
+
+    def __post_init__(self) -> None:
+        check_rates(self.lr, self.weight_decay)
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"optimizer.momentum={self.momentum} is outside [0, 1): 0.9 is customary")
+        if self.nesterov and not self.momentum:
+            raise ConfigError("optimizer.nesterov=true with optimizer.momentum=0 does nothing: set a momentum")
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        """The optimizer over `model`'s trained parameters."""
+        return torch.optim.SGD(
+            decayed(model, self.weight_decay),
+            lr=self.lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            fused=self.fused or None,
+        )

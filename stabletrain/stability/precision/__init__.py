@@ -1,0 +1,23 @@
+"""Precision: in which format the forward and backward pass compute, and what fp16 needs so as to survive it.
+
+Parameters, gradients and optimizer state are fp32 in every mode but bf16_params; only autocast's list of operations
+runs lower, and not in the modules that are named islands of fp32. TF32 is set explicitly in every mode, for matmul and
+for convolution, since PyTorch's defaults differ between the two.
+
+| mode | autocast | TF32 | loss scaling | islands |
+|---|---|---|---|---|
+| fp32 | - | off | - | - |
+| tf32 | - | on | - | - |
+| bf16 | bfloat16 | off | - (fp32's range) | as named |
+| bf16_params | bfloat16, matrices stored so | off | - | as named |
+| fp16 | float16 | off | dynamic | as named |
+
+`unscaled.py` is every mode but fp16, `scaled.py` fp16's loss scale, `islands.py` the modules kept in fp32, `narrow.py`
+the parameters kept in bf16, `modes.py` what the config group offers.
+"""
+
+from stabletrain.stability.precision.modes import auto, bf16, bf16_params, fp16, fp32, tf32
+from stabletrain.stability.precision.scaled import LossScaled
+from stabletrain.stability.precision.unscaled import Unscaled
+
+__all__ = ["LossScaled", "Unscaled", "auto", "bf16", "bf16_params", "fp16", "fp32", "tf32"]

@@ -1,0 +1,106 @@
+"""The modes of the config group `precision`: each is refused where the machine does not have it, and says what is slow.
+
+A mode that is fp32 throughout takes `fp32_modules` from a preset and says that they do nothing, so that
+`stability=v100 precision=fp32` is the fp32 run to compare with.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from stabletrain.errors import ConfigError
+from stabletrain.machine import hardware
+from stabletrain.stability.precision.narrow import Bf16Parameters
+from stabletrain.stability.precision.scaled import LossScaled
+from stabletrain.stability.precision.unscaled import Unscaled
+
+
+def fp32(device: torch.device, fp32_modules: Sequence[str] = ()) -> Unscaled:
+    """True IEEE fp32 everywhere: the diagnostic fallback."""
+    return Unscaled("fp32", device, torch.float32, fp32_modules=fp32_modules)
+
+
+def tf32(device: torch.device, fp32_modules: Sequence[str] = ()) -> Unscaled:
+    """fp32 storage, matmuls and convolutions with TF32's 10-bit mantissa.
+
+    Raises:
+        ConfigError: the device has no TF32.
+    """
+    if not hardware.has_tf32(device):
+        raise ConfigError(
+            f"precision=tf32 on {hardware.name(device)}: TF32 exists on NVIDIA cards of compute capability 8.0 and "
+            "newer; use precision=fp32 or precision=auto"
+        )
+    return Unscaled("tf32", device, torch.float32, tf32=True, fp32_modules=fp32_modules)
+
+
+def bf16(device: torch.device, fp32_modules: Sequence[str] = ()) -> Unscaled:
+    """bfloat16 autocast: fp32's range, 8 bits of precision, no loss scaling.
+
+    Raises:
+        ConfigError: the card only emulates bf16, slowly and without an error of its own (V100, T4 and older).
+    """
+    why = check_bf16("bf16", device)
+    return Unscaled("bf16", device, torch.bfloat16, why=why, fp32_modules=fp32_modules)
+
+
+def bf16_params(device: torch.device, fp32_modules: Sequence[str] = ()) -> Bf16Parameters:
+    """As bf16, and matrices and kernels are stored in bf16, their updates rounded stochastically.
+
+    Raises:
+        ConfigError: as for bf16.
+    """
+    why = check_bf16("bf16_params", device)
+    return Bf16Parameters("bf16_params", device, torch.bfloat16, why=why, fp32_modules=fp32_modules)
+
+
+def check_bf16(mode: str, device: torch.device) -> str:
+    """Refuses a card that has no bf16; says where a CPU has none."""
+    if device.type == "cuda" and not hardware.has_bf16(device):
+        raise ConfigError(
+            f"precision={mode} on {hardware.name(device)}: this card has no bf16 and would emulate it many times "
+            "slower; use precision=fp16 or precision=auto"
+        )
+    return "" if hardware.has_bf16(device) else "this CPU has no bf16 instructions: slower than fp32"
+
+
+def fp16(
+    device: torch.device,
+    init_scale: float,
+    growth_interval: int,
+    min_scale: float,
+    fp32_modules: Sequence[str] = (),
+) -> LossScaled:
+    """float16 autocast with dynamic loss scaling."""
+    why = "fp16 on a CPU is for tests: some 60 times slower than fp32" if device.type == "cpu" else ""
+    return LossScaled(
+        "fp16",
+        device,
+        torch.float16,
+        why=why,
+        fp32_modules=fp32_modules,
+        init_scale=init_scale,
+        growth_interval=growth_interval,
+        min_scale=min_scale,
+    )
+
+
+def auto(
+    device: torch.device,
+    init_scale: float,
+    growth_interval: int,
+    min_scale: float,
+    fp32_modules: Sequence[str] = (),
+) -> Unscaled:
+    """The fastest mode that is safe here: bf16 where the hardware has it, fp16 on older cards, else fp32.
+
+    The three numbers are fp16's, for the cards that end there; `fp32_modules` is for bf16 and fp16.
+    """
+    if hardware.has_bf16(device):
+        chosen = bf16(device, fp32_modules)
+    elif device.type == "cuda":
+        chosen = fp16(device, init_scale, growth_interval, min_scale, fp32_modules)
+    else:
+        chosen = fp32(device, fp32_modules)
+    chosen.why = "; ".join(filter(None, [f"auto: {hardware.bf16_reason(device)}", chosen.why]))
+    return chosen

@@ -1,0 +1,114 @@
+"""Growth: what the sizes along the depth say of explosion and vanishing, in one line that names the layers.
+
+| kind | sign |
+|---|---|
+| explosion | a block's activations, or the gradients of an earlier block, are 1e3 times another's before (after) it |
+| vanishing | they are 1e-4 of another's; or a block's gradients are below Adam's eps or, in fp16, nearly all 0 |
+
+Ratios are of root mean squares, between any two blocks in the order of the forward pass, so slow growth over many
+blocks counts like a jump (arXiv 1211.5063; Glorot and Bengio 2010). The bounds are this project's own: wide enough for
+residual streams that grow with depth and training. A block of exact zeros enters no ratio: it is how zero-initialised
+branches start.
+"""
+
+import math
+from collections.abc import Mapping
+
+EXPLODES = 1e3
+VANISHES = 1e-4
+ZERO_SHARE = 0.9
+"""Share of exactly zero gradients of a block, in fp16, from which on they are taken to have underflowed."""
+
+LOGIT_LIMIT = 1e4
+"""Largest attention logit past which every run of arXiv 2309.14322 diverged."""
+
+INIT = "choose another init, or put norms or residual connections between the blocks"
+
+
+def extremes(sizes: Mapping[str, float]) -> tuple[tuple[str, str, float], tuple[str, str, float]] | None:
+    """The greatest rise and the greatest fall from an entry to a later one: (from, to, ratio) each.
+
+    Entries that are 0 or not finite are passed over; None where fewer than two are left.
+    """
+    known = [(name, size) for name, size in sizes.items() if math.isfinite(size) and size > 0]
+    if len(known) < 2:
+        return None
+    rise = fall = (known[0][0], known[1][0], known[1][1] / known[0][1])
+    lowest = highest = known[0]
+    for name, size in known[1:]:
+        rise = max(rise, (lowest[0], name, size / lowest[1]), key=lambda found: found[2])
+        fall = min(fall, (highest[0], name, size / highest[1]), key=lambda found: found[2])
+        lowest, highest = min(lowest, (name, size), key=lambda e: e[1]), max(highest, (name, size), key=lambda e: e[1])
+    return rise, fall
+
+
+def backwards(sizes: Mapping[str, float]) -> dict[str, float]:
+    """The same sizes in the order of the backward pass."""
+    return dict([*sizes.items()][::-1])
+
+
+def explosion(activations: Mapping[str, float], gradients: Mapping[str, float]) -> str | None:
+    """The alarm's text, or None.
+
+    Args:
+        activations: root mean square of each block's output, in the order of the forward pass.
+        gradients: root mean square of each block's gradients, in the same order.
+    """
+    if (found := extremes(activations)) and found[0][2] > EXPLODES:
+        start, end, ratio = found[0]
+        return f"explosion: activations grow {ratio:.1e} times from {start} to {end}; {INIT}"
+    if (found := extremes(backwards(gradients))) and found[0][2] > EXPLODES:
+        start, end, ratio = found[0]
+        return f"explosion: gradients grow {ratio:.1e} times on their way back from {start} to {end}; {INIT}"
+    return None
+
+
+def vanishing(activations: Mapping[str, float], gradients: Mapping[str, float]) -> str | None:
+    """The alarm's text, or None; arguments as for `explosion`."""
+    if (found := extremes(activations)) and found[1][2] < VANISHES:
+        start, end, ratio = found[1]
+        return f"vanishing: activations shrink to {ratio:.1e} from {start} to {end}; {INIT}"
+    if (found := extremes(backwards(gradients))) and found[1][2] < VANISHES:
+        start, end, ratio = found[1]
+        return f"vanishing: gradients shrink to {ratio:.1e} on their way back from {start} to {end}; {INIT}"
+    return None
+
+
+def starving(over_eps: Mapping[str, float], zero_shares: Mapping[str, float], *, fp16: bool) -> str | None:
+    """The text of an alarm that must hold at several looks in a row, because the first steps may look so; or None.
+
+    Args:
+        over_eps: each block's gradient RMS over Adam's eps; blocks without one are left out.
+        zero_shares: share of each block's gradients that are exactly 0.
+        fp16: whether the forward pass runs in float16.
+    """
+    gone = [name for name, share in zero_shares.items() if share > ZERO_SHARE]
+    if fp16 and gone:
+        return (
+            f"vanishing: more than {ZERO_SHARE:.0%} of the gradients of {listed(gone)} are exactly 0, below the "
+            "smallest float16; use precision=bf16, or raise precision.init_scale"
+        )
+    low = [name for name, ratio in over_eps.items() if ratio < 1]
+    if low:
+        return (
+            f"vanishing: gradients of {listed(low)} are below Adam's eps, which then sets the length of the update; "
+            f"lower optimizer.eps, or {INIT}"
+        )
+    return None
+
+
+def attention(largest: Mapping[str, float]) -> str | None:
+    """The alarm's text where an attention logit passes 1e4, None elsewhere."""
+    high = {name: value for name, value in largest.items() if value > LOGIT_LIMIT}
+    if not high:
+        return None
+    return (
+        f"attention logits of {listed([*high])} reach {max(high.values()):.1e}: runs that passed {LOGIT_LIMIT:.0e} "
+        "diverged (arXiv 2309.14322); use qknorm=layernorm, or lower optimizer.lr"
+    )
+
+
+def listed(names: list[str]) -> str:
+    """At most three names, and how many more."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,82 @@
+"""What the tests of clipping start from: a small model whose gradients are given, and every kind by its name."""
+
+import torch
+from torch import Tensor, nn
+
+from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
+from stabletrain.watch.gradients import measure
+
+OPEN, CLOSED = torch.tensor(True), torch.tensor(False)
+
+KINDS = {
+    "none": NoClip,
+    "norm": lambda: NormClip(1.0),
+    "value": lambda: ValueClip(0.05),
+    "per_module": lambda: PerModuleClip(0.5),
+    "agc": AGC,
+    "zclip": lambda: ZClip(max_norm=5.0, warmup_steps=5),
+    "adagc": lambda: AdaGC(max_norm=5.0, warmup_steps=5),
+}
+"""Bounds and warm-ups such that some twelve steps of gradients around norm 1 reach every branch."""
+
+
+class Small(nn.Module):
+    """An embedding, a convolution with a bias, a norm, a scalar gain and a classifier."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.conv = nn.Conv2d(2, 3, 2)
+        self.norm = nn.LayerNorm(4)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.head = nn.Linear(4, 5)
+
+
+def small(seed=0) -> Small:
+    """The model, its weights by `seed`."""
+    torch.manual_seed(seed)
+    return Small()
+
+
+def give(model: nn.Module, norm: float, seed: int = 0) -> None:
+    """Puts random gradients into `.grad`, of the given global norm."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(p.shape, generator=generator) for p in model.parameters()]
+    length = torch.cat([g.flatten() for g in drawn]).double().norm()
+    for parameter, gradient in zip(model.parameters(), drawn, strict=True):
+        parameter.grad = (gradient.double() * (norm / length)).to(parameter.dtype)
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the gradients in float64, by name."""
+    return {name: p.grad.double().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def flat(model: nn.Module) -> Tensor:
+    """All gradients as one float64 vector."""
+    return torch.cat([g.flatten() for g in grads(model).values()])
+
+
+def clip(kind, model, gate=OPEN):
+    """One call, as the step makes it."""
+    return kind(model, measure(model), gate)
+
+
+def one_step(kind, model, norm, seed=0, gate=OPEN):
+    """Gives gradients of that norm and clips them."""
+    give(model, norm, seed)
+    return clip(kind, model, gate)
+
+
+def equal_trees(one, other) -> bool:
+    """Whether two states hold the same bits."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal_trees(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def tensors(tree) -> list[Tensor]:
+    """Every tensor of a state."""
+    if isinstance(tree, dict):
+        return [leaf for value in tree.values() for leaf in tensors(value)]
+    return [tree] if isinstance(tree, Tensor) else []

@@ -1,0 +1,151 @@
+"""Every kind within the real step: after unscaling, under accumulation, compiled, withheld, and resumed from disk."""
+
+import copy
+
+import pytest
+import torch
+
+from stabletrain.machine.determinism import Seeded
+from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
+from stabletrain.stability.guard import SkipGuard
+from stabletrain.stability.objective import NoZLoss, Objective
+from stabletrain.stability.qkclip import NoQKClip
+from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
+from stabletrain.state.capture import capture, restore
+from stabletrain.step import Tools, train_step
+from tests.laws.test_resume import metrics, newest, trained
+from tests.runs import TINY_GPT, TINY_RESNET
+from tests.stability.clipping.given import equal_trees
+from tests.test_step import PRECISIONS, batch, bits, fresh, same
+
+KINDS = {
+    "none": NoClip,
+    "norm": lambda: NormClip(0.05),
+    "value": lambda: ValueClip(0.02),
+    "per_module": lambda: PerModuleClip(0.05),
+    "agc": lambda: AGC(0.01, 1e-3),
+    "zclip": lambda: ZClip(max_norm=0.05, warmup_steps=2),
+    "adagc": lambda: AdaGC(max_norm=0.05, warmup_steps=2),
+}
+"""Bounds far below the norms of this model, so that all of them act."""
+
+WITH_MEMORY = ["zclip", "adagc"]
+
+
+def tools(precision="fp32", *, clipping):
+    return Tools(
+        precision=PRECISIONS[precision](),
+        objective=Objective(NoZLoss()),
+        clipping=clipping,
+        after_update=NoQKClip(),
+        guard=SkipGuard(10),
+        learning_rate=LearningRate(NoWarmup(), Constant(), 100),
+        determinism=Seeded(),
+        seed=0,
+    )
+
+
+def length(state):
+    return torch.cat([p.grad.flatten() for p in state.model.parameters()]).norm().item()
+
+
+def eval_mode(state):
+    state.model.eval()  # BatchNorm and dropout see the batch, not the sample
+    return state
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("steps", [1, 4])
+def test_the_clipped_norm_is_the_same_in_every_precision(name, steps):
+    """Clipping before unscaling would cut fp16's gradients 1024 times too short."""
+    lengths, shares = {}, {}
+    for precision in PRECISIONS:
+        state, acting = eval_mode(fresh()), tools(precision, clipping=KINDS[name]())
+        for number in range(steps):
+            reading = train_step(state, [batch(number)], acting)
+        lengths[precision], shares[precision] = length(state), reading.clip_active
+        assert lengths[precision] == pytest.approx(reading.clip_coef * reading.grad_norm, rel=1e-3)
+    assert name == "none" or shares["fp32"] > 0
+    assert lengths["bf16"] == pytest.approx(lengths["fp32"], rel=0.03)
+    assert lengths["fp16"] == pytest.approx(lengths["fp32"], rel=0.01)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_accumulation_clips_the_gradient_of_the_whole_batch(name):
+    whole, parts = eval_mode(fresh()), eval_mode(fresh())
+    one = train_step(whole, [batch(1)], tools(clipping=KINDS[name]()))
+    four = train_step(parts, batch(1).split(4), tools(clipping=KINDS[name]()))
+    assert four.clip_coef == pytest.approx(one.clip_coef, rel=1e-4)
+    for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_compiled_model_is_clipped_alike(name):
+    plain, compiled = eval_mode(fresh()), eval_mode(fresh())
+    compiled.model.compile(backend="aot_eager")
+    kinds = KINDS[name](), KINDS[name]()
+    for number in range(4):
+        readings = [
+            train_step(state, [batch(number)], tools(clipping=kind))
+            for state, kind in zip((plain, compiled), kinds, strict=True)
+        ]
+    assert readings[1].clip_coef == pytest.approx(readings[0].clip_coef, rel=1e-4)
+    assert kinds[1].state_dict().get("names") == kinds[0].state_dict().get("names"), "the plain names"
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_withheld_step_leaves_no_trace(name, precision, bad):
+    """As if it had not been: the statistics, and what later steps make of them."""
+    skipping, plain = fresh(), fresh()
+    for state, numbers in ((skipping, range(6)), (plain, (0, 2, 3, 5))):
+        acting = tools(precision, clipping=KINDS[name]())
+        for number in numbers:
+            state.step, given = number, batch(number)
+            if number in (1, 4):
+                given.inputs[3, 0, 1, 1] = bad
+            train_step(state, [given], acting)
+        if state is skipping:
+            left = acting.clipping.state_dict()
+    assert equal_trees(acting.clipping.state_dict(), left)
+    assert same(bits(skipping), bits(plain))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_captured_state_goes_on_bit_for_bit(name, precision):
+    state, acting = fresh(), tools(precision, clipping=KINDS[name]())
+    for number in range(3):
+        train_step(state, [batch(number)], acting)
+    parts = {"clipping": acting.clipping, "precision": acting.precision}
+    tree = copy.deepcopy(capture(state, parts))
+    again, acting_again = fresh(), tools(precision, clipping=KINDS[name]())
+    restore(tree, again, {"clipping": acting_again.clipping, "precision": acting_again.precision})
+    for number in range(3, 6):
+        readings = [train_step(each, [batch(number)], tool) for each, tool in ((state, acting), (again, acting_again))]
+        assert readings[0] == readings[1]
+    assert same(bits(state), bits(again))
+    assert equal_trees(acting.clipping.state_dict(), acting_again.clipping.state_dict())
+
+
+@pytest.mark.parametrize("name", WITH_MEMORY)
+@pytest.mark.parametrize("tiny", [TINY_GPT, TINY_RESNET], ids=["gpt", "resnet"])
+def test_a_run_resumed_from_disk_ends_as_if_it_had_never_stopped(tmp_path, name, tiny):
+    chosen = [*tiny, f"clipping={name}", "clipping.warmup_steps=4", "clipping.max_norm=0.5", "steps=8"]
+    chosen += ["eval_every=8", "checkpoint.every=5", "log_every=1", "precision=fp32"]
+    trained(tmp_path / "whole", *chosen)
+    trained(tmp_path / "cut", *chosen, crash_at=7)
+    trained(tmp_path / "cut", *chosen, "resume=auto")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    one, other = newest(tmp_path / "cut"), newest(tmp_path / "whole")
+    assert equal_trees(one, other) if isinstance(one, dict) else one == other
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("tiny", [TINY_GPT, TINY_RESNET], ids=["gpt", "resnet"])
+def test_every_option_composes_and_trains(tmp_path, name, tiny):
+    job = trained(tmp_path / "run", *tiny, f"clipping={name}", "steps=2", "checkpoint=off", "log_every=1")
+    assert type(job.tools.clipping) is type(KINDS[name]())
+    assert [line["step"] for line in metrics(tmp_path / "run")][-1] == 2

@@ -1,0 +1,120 @@
+"""What every optimizer must keep: nothing at a closed gate, nothing non-finite, and the same bits after a resume."""
+
+import pytest
+import torch
+from torch import nn
+
+from stabletrain.records import TrainState
+from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
+from stabletrain.state.capture import capture, restore
+from stabletrain.state.tree import map_tensors
+from stabletrain.step import apply, set_lr
+
+ADAM = {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+KINDS = {
+    "adamw": AdamW(**ADAM),
+    "adamw-unfused": AdamW(**ADAM, fused=False),
+    "sgd": SGD(lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-4),
+    "stable_adamw": StableAdamW(**ADAM),
+    "spam": SPAM(**ADAM, theta=50.0, reset_interval=4, warmup_steps=2),
+    "muon": Muon(**ADAM, momentum=0.95, nesterov=True, ns_steps=5),
+}
+OPEN, CLOSED = torch.tensor(True), torch.tensor(False)
+
+
+class Net(nn.Module):
+    """An embedding, a norm, a hidden matrix, a kernel in channels_last, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4)
+        self.hidden = nn.Linear(4, 4)
+        self.kernel = nn.Conv2d(4, 4, 3, padding=1)
+        self.head = nn.Linear(4, 5)
+        self.to(memory_format=torch.channels_last)
+
+
+def fresh(kind):
+    torch.manual_seed(0)
+    model = Net()
+    return TrainState(model, KINDS[kind](model))
+
+
+def fill(state, value):
+    """Gives every parameter a gradient: of this value, or random ones of that seed."""
+    torch.manual_seed(value if isinstance(value, int) else 0)
+    for p in state.model.parameters():
+        p.grad = torch.randn_like(p) if isinstance(value, int) else torch.full_like(p, value)
+
+
+def bits(state):
+    tree = capture(state, {})
+    return map_tensors(torch.clone, {"model": tree["model"], "state": tree["optimizer"]["state"]})
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    return a == b
+
+
+def finite(state):
+    tensors = [*state.model.parameters(), *(v for s in state.optimizer.state.values() for v in s.values())]
+    return all(torch.isfinite(t).all() for t in tensors if isinstance(t, torch.Tensor))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_withheld_update_keeps_every_bit_and_the_next_ones_are_as_if_it_had_not_been(kind, bad):
+    state, clean = fresh(kind), fresh(kind)
+    for seed in (1, 2):
+        for each in (state, clean):
+            fill(each, seed)
+            apply(each.optimizer, OPEN)
+    before = bits(state)
+    fill(state, bad)
+    apply(state.optimizer, CLOSED)
+    assert equal(bits(state), before)
+    for seed in (3, 4, 5, 6):
+        for each in (state, clean):
+            fill(each, seed)
+            apply(each.optimizer, OPEN)
+    assert equal(bits(state), bits(clean))
+    assert finite(state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e17])
+def test_no_gradient_that_the_gate_lets_through_makes_anything_non_finite(kind, size):
+    """1e17 in each of these 200 values has a norm of 1.4e18, which is still finite when squared."""
+    state = fresh(kind)
+    for value in (size, 1.0, size, 0.0, size, -size, 1e-3, 0.0):
+        fill(state, value)
+        apply(state.optimizer, OPEN)
+        assert finite(state), value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restored_optimizer_goes_on_with_the_same_bits(kind):
+    whole, first, second = fresh(kind), fresh(kind), fresh(kind)
+    fill(second, 99)
+    apply(second.optimizer, OPEN)  # so that there is something to overwrite
+    for step in range(6):
+        fill(whole, step)
+        set_lr(whole.optimizer, 1 / (step + 1))
+        apply(whole.optimizer, OPEN)
+    for step in range(3):
+        fill(first, step)
+        set_lr(first.optimizer, 1 / (step + 1))
+        apply(first.optimizer, OPEN)
+    saved = map_tensors(torch.clone, capture(first, {}))
+    for target in (second, fresh(kind)):
+        restore(saved, target, {})
+        for step in range(3, 6):
+            fill(target, step)
+            set_lr(target.optimizer, 1 / (step + 1))
+            apply(target.optimizer, OPEN)
+        assert equal(bits(target), bits(whole))
