@@ -73,8 +73,8 @@ class GPT2Init:
 class NormalInit:
     """OLMo 2's: every weight N(0, std), whatever its shape and depth; biases 0.
 
-    Small enough that the residual stream grows slowly, and wide models start as narrow ones do. Source: OLMo 2, arXiv
-    2501.00656, section 3.2.
+    Every block adds the same variance to the residual stream, which so grows with the root of the depth. Source: OLMo
+    2, arXiv 2501.00656.
 
     Attributes:
         std: standard deviation of every weight; 0.02 there.

@@ -76,7 +76,7 @@ REFUSED_WITH_RESNET = {
     "stability=v100": "no attention",
     "init=gpt2": "init=gpt2 is for tokens",
     "init=small": "init=small is for tokens",
-    "optimizer=muon": "no hidden matri",
+    "optimizer=muon": "no hidden matrix",
 }
 """Options that a ResNet cannot have, and what the message says."""
 
@@ -112,10 +112,10 @@ CHANGED: dict[str, object] = {
     "optimizer.eps": 0.01,
     "optimizer.weight_decay": 0.5,
     "optimizer.momentum": 0.5,
-    "optimizer.nesterov": True,
+    "optimizer.nesterov": {False: True, True: False},
     "optimizer.fused": False,
     "optimizer.decay": "independent",
-    "optimizer.theta": 1.0,
+    "optimizer.theta": 1.5,
     "optimizer.reset_interval": 3,
     "optimizer.warmup_steps": 1,
     "optimizer.ns_steps": 1,
@@ -367,7 +367,7 @@ def needed_for(group, option, key, places):
     if (group, key) == ("checkpoint", "keep_best"):
         return [
             "checkpoint.keep=1",
-            "optimizer.lr=10.0",
+            "optimizer.lr=5.0",
             "schedule=constant",
             "checkpoint.every=1",
             "eval_every=1",

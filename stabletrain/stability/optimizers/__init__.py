@@ -1,7 +1,7 @@
 """Optimizers: what turns gradients into updates, a file for each kind.
 
-Fused kernels are the default where PyTorch has them: they take the guard's gate on the device (`found_inf`), so an
-update is withheld without the host ever asking. The others cost one host read a step.
+Every one takes the guard's gate on the device (`found_inf`), so an update is withheld without the host ever asking:
+PyTorch's by their fused kernels, the others as `gated.py` does it.
 """
 
 from stabletrain.stability.optimizers.adamw import AdamW

@@ -1,13 +1,11 @@
-"""What the optimizers share: which parameters are decayed, how strongly, and the bounds of their numbers.
+"""Which parameters an optimizer decays, how strongly, and the bounds that several optimizers share.
 
 Weight decay goes to matrices and convolution kernels only: norms, biases and embeddings are left alone, since pulling
-them to 0 regularises nothing. It is one of two kinds:
+them to 0 regularises nothing. It has two forms, with f the factor of warmup and schedule:
 
-    coupled       w <- w - lr_t weight_decay w                   PyTorch's AdamW: a lower learning rate decays less
-    independent   w <- w - (lr_t / lr) weight_decay w            lr_t / lr: warmup and schedule alone
-
-Independent decay leaves weights of the same size at every learning rate, which is what makes rates comparable
-(Wortsman et al., arXiv 2309.14322, section 3.2.2; as AdamW was first written down, arXiv 1711.05101).
+    coupled:      w <- w - lr f decay w      PyTorch's: another peak rate is another regulariser
+    independent:  w <- w - f decay w         Loshchilov and Hutter's own form, arXiv 1711.05101; the form with which
+                                             arXiv 2309.14322 compares learning rates (section 3.2.2)
 """
 
 from collections.abc import Collection, Sequence
@@ -18,54 +16,59 @@ from torch import Tensor, nn
 from stabletrain.errors import ConfigError
 from stabletrain.stability.roles import embeddings
 
-DECAYS = ("coupled", "independent")
-TINY = torch.finfo(torch.float32).tiny
-"""Smallest normal fp32, 1.2e-38: what is added to a divisor must not vanish in fp32."""
+SMALLEST_EPS = torch.finfo(torch.float32).tiny
+"""The smallest normal fp32: a smaller eps is 0, or nearly so, to the moments, and 0 / 0 would follow."""
 
 
-def decayed(model: nn.Module, weight_decay: float, without: Collection[Tensor] = ()) -> list[dict]:
+def decayed(model: nn.Module, weight_decay: float, leave_out: Collection[Tensor] = ()) -> list[dict]:
     """Two parameter groups: with weight decay (matrices, kernels), and without (norms, biases, embeddings).
 
-    A parameter that an embedding and a head share counts as an embedding. Frozen parameters are left out, and those
-    in `without`, which another optimizer has.
+    A parameter that an embedding and a head share counts as an embedding. Frozen parameters are left out, and so are
+    those in `leave_out`.
     """
-    tables = {id(parameter) for table in embeddings(model) for parameter in table.parameters(recurse=False)}
-    taken = {id(parameter) for parameter in without}
-    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
+    tables, absent = {id(m.weight) for m in embeddings(model)}, {id(p) for p in leave_out}
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in absent]
     with_decay = [p for p in trained if p.ndim >= 2 and id(p) not in tables]
-    rest = [p for p in trained if p.ndim < 2 or id(p) in tables]
+    without = [p for p in trained if p.ndim < 2 or id(p) in tables]
     groups = [
         {"params": with_decay, "weight_decay": weight_decay},
-        {"params": rest, "weight_decay": 0.0},
+        {"params": without, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
-def coupled_decay(weight_decay: float, decay: str, lr: float) -> float:
-    """The factor that, times the learning rate of a step, is that step's weight decay."""
-    return weight_decay / lr if decay == "independent" else weight_decay
+def decay_per_rate(lr: float, weight_decay: float, decay: str) -> float:
+    """What a decayed group's `weight_decay` must be, given that its optimizer multiplies it by the learning rate.
 
-
-def check_rates(lr: float, weight_decay: float, decay: str = "coupled") -> None:
-    """Raises ConfigError where the learning rate or the weight decay is out of bounds."""
-    if not lr > 0:
-        raise ConfigError(f"optimizer.lr={lr} is not above 0: nothing would be learned")
-    if not weight_decay >= 0:
-        raise ConfigError(f"optimizer.weight_decay={weight_decay} is below 0: use 0 for none")
-    if decay not in DECAYS:
+    Raises:
+        ConfigError: `decay` is neither `coupled` nor `independent`, or a step at the peak would shrink weights by
+            their whole length or more.
+    """
+    if decay not in ("coupled", "independent"):
         raise ConfigError(f"optimizer.decay={decay} is unknown: choose coupled or independent")
-    if decay == "independent" and weight_decay >= 1:
+    per_rate = weight_decay if decay == "coupled" else weight_decay / lr
+    if not lr * per_rate < 1:
         raise ConfigError(
-            f"optimizer.weight_decay={weight_decay} with optimizer.decay=independent takes away all of a weight in one "
-            "step: 1e-4 is customary"
+            f"optimizer.weight_decay={weight_decay} with optimizer.decay={decay} and optimizer.lr={lr} shrinks weights "
+            f"by {lr * per_rate:g} of themselves at the peak, which is not below 1: lower optimizer.weight_decay"
         )
+    return per_rate
 
 
-def check_adam(betas: Sequence[float], eps: float) -> None:
-    """Raises ConfigError where Adam's numbers are out of bounds."""
+def check_rates(lr: float, weight_decay: float) -> None:
+    """Raises ConfigError where the learning rate or the weight decay is out of bounds."""
+    if not 0 < lr < float("inf"):
+        raise ConfigError(f"optimizer.lr={lr} is not a finite number above 0: nothing would be learned")
+    if not 0 <= weight_decay < float("inf"):
+        raise ConfigError(f"optimizer.weight_decay={weight_decay} is not a finite number from 0 up: use 0 for none")
+
+
+def check_moments(betas: Sequence[float], eps: float) -> None:
+    """Raises ConfigError where Adam's betas or eps are out of bounds."""
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"optimizer.betas={list(betas)} are not two numbers in [0, 1): [0.9, 0.95] is customary")
-    if not eps >= TINY:
+    if not SMALLEST_EPS <= eps < float("inf"):
         raise ConfigError(
-            f"optimizer.eps={eps} is below {TINY:.2g}: the update would divide by 0 in fp32; 1e-8 is customary"
+            f"optimizer.eps={eps} is not a number from {SMALLEST_EPS:.3g} (fp32's smallest) up: the update would "
+            "divide by 0; 1e-8 is customary"
         )

@@ -1,68 +1,45 @@
 """Muon for the hidden matrices, AdamW for everything else, as one optimizer.
 
-    W <- W - lr_t weight_decay W - 0.2 sqrt(max(rows, columns)) lr_t orthogonalised(momentum)
+    B <- momentum B + (1 - momentum) g
+    w <- w - lr (0.2 sqrt(max(rows, columns)) orthogonal(B, or Nesterov's) + decay w)
 
-Every direction of a matrix is then moved alike, however its gradient is conditioned. The factor gives an update the RMS
-of AdamW's, so that one learning rate serves both. PyTorch's own `torch.optim.Muon` does it, by five Newton-Schulz
-iterations in bf16. Sources: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; the factor
-and the weight decay from Liu et al., arXiv 2502.16982, section 2.2.
-
-Hidden matrices are the weights of `nn.Linear` that are neither shared with an embedding nor the classifier. Embeddings,
-norms, biases, the head, and convolution kernels are AdamW's.
+`orthogonal` brings every singular value near 1 by `ns_steps` Newton-Schulz iterations in bf16, so that no direction of
+the update can outgrow the others: however large a gradient spike is, its update is of ordinary size. The factor gives
+the update AdamW's usual root mean square, 0.2, so that one learning rate and one weight decay serve both (Liu et al.,
+arXiv 2502.16982, section 2.2). Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: embeddings, the final
+classifier, norms and biases stay with AdamW.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.stability.optimizers.groups import check_adam, check_rates, coupled_decay, decayed
+from stabletrain.stability.optimizers.gated import gate, write_
+from stabletrain.stability.optimizers.groups import check_moments, check_rates, decay_per_rate, decayed
 from stabletrain.stability.roles import classifier, embeddings
-
-
-class MuonWithAdamW(Optimizer):
-    """Two optimizers that share one state and one list of groups, Muon's first."""
-
-    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
-        groups = [*muon.param_groups, *adamw.param_groups]
-        super().__init__([{"params": group["params"]} for group in groups], {**muon.defaults, **adamw.defaults})
-        self.param_groups = groups  # the very dictionaries that the two step with
-        muon.state = adamw.state = self.state
-        self._parts = muon, adamw
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # ty: ignore[incompatible-method-override]
-        """Both take their step."""
-        del closure
-        for part in self._parts:
-            part.step()
-
-
-def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The weights that Muon is for, in the model's order."""
-    others = [*embeddings(model), *([] if (last := classifier(model)) is None else [last])]
-    excluded = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    weights = {module.weight: None for module in linears if isinstance(module.weight, nn.Parameter)}  # each once
-    return [weight for weight in weights if weight.requires_grad and id(weight) not in excluded]
 
 
 @dataclass(frozen=True)
 class Muon:
-    """Muon, with AdamW for what is no hidden matrix.
+    """`torch.optim.Muon` with `torch.optim.AdamW` beside it.
 
     Attributes:
-        lr: peak learning rate of both.
-        weight_decay: decoupled from the gradient.
-        momentum: Muon's, in [0, 1).
-        nesterov: Muon's momentum looks ahead.
-        ns_steps: Newton-Schulz iterations, at least 1.
-        betas: AdamW's.
-        eps: AdamW's.
-        decay: `coupled` to the learning rate, or `independent` of it; see `groups.py`.
+        lr: peak learning rate of both; warmup and schedule multiply it.
+        momentum: of Muon, in [0, 1).
+        nesterov: whether Muon looks ahead along its momentum, which must then be above 0.
+        ns_steps: Newton-Schulz iterations, in [1, 99].
+        betas: of AdamW, each in [0, 1).
+        eps: of AdamW; above 0.
+        weight_decay: of both, decoupled from the gradient.
+        decay: `coupled` multiplies the weight decay by the learning rate, `independent` by warmup and schedule only.
+
+    Raises:
+        ConfigError: a bound passed.
     """
 
     lr: float
@@ -75,42 +52,89 @@ class Muon:
     decay: str = "coupled"
 
     def __post_init__(self) -> None:
-        check_rates(self.lr, self.weight_decay, self.decay)
-        check_adam(self.betas, self.eps)
+        check_rates(self.lr, self.weight_decay)
+        check_moments(self.betas, self.eps)
+        decay_per_rate(self.lr, self.weight_decay, self.decay)
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"optimizer.momentum={self.momentum} is outside [0, 1): 0.95 is customary")
         if self.nesterov and not self.momentum:
             raise ConfigError("optimizer.nesterov=true with optimizer.momentum=0 does nothing: set a momentum")
-        if not 1 <= self.ns_steps < 100:
-            raise ConfigError(f"optimizer.ns_steps={self.ns_steps} is outside [1, 100): 5 is customary")
+        if not 1 <= self.ns_steps <= 99:
+            raise ConfigError(f"optimizer.ns_steps={self.ns_steps} is outside [1, 99]: 5 is customary")
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """The optimizer over `model`'s trained parameters.
 
         Raises:
-            ConfigError: the model has nothing that Muon is for.
+            ConfigError: the model has no hidden matrix.
         """
         matrices = hidden_matrices(model)
         if not matrices:
             raise ConfigError(
-                f"optimizer=muon: {type(model).__name__} has no hidden matrices, only kernels, norms and a classifier, "
-                "which would all be AdamW's: use optimizer=adamw or optimizer=sgd"
+                f"optimizer=muon: {type(model).__name__} has no hidden matrix, which is a weight of an nn.Linear other "
+                "than the final classifier's (kernels of convolutions are none): use optimizer=sgd or optimizer=adamw"
             )
-        weight_decay = coupled_decay(self.weight_decay, self.decay, self.lr)
-        muon = torch.optim.Muon(
-            matrices,
-            lr=self.lr,
-            weight_decay=weight_decay,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            ns_steps=self.ns_steps,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        rest = torch.optim.AdamW(
-            decayed(model, weight_decay, without=matrices),
-            lr=self.lr,
-            betas=(self.betas[0], self.betas[1]),
-            eps=self.eps,
-            fused=True,
-        )
-        return MuonWithAdamW(muon, rest)
+        per_rate = decay_per_rate(self.lr, self.weight_decay, self.decay)
+        orthogonal = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
+        adaptive = {"betas": (self.betas[0], self.betas[1]), "eps": self.eps, "fused": True}
+        hidden = {"params": matrices, "weight_decay": per_rate, "adjust_lr_fn": "match_rms_adamw", **orthogonal}
+        rest = [group | adaptive for group in decayed(model, per_rate, leave_out=matrices)]
+        return MuonAndAdamW([hidden], rest, self.lr)
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Trained weights of `nn.Linear` layers that neither look up tokens nor make the logits, each once."""
+    last = classifier(model)
+    apart = {id(module.weight) for module in [*embeddings(model), last] if module is not None}
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not last]
+    weights = {linear.weight: None for linear in linears if isinstance(linear.weight, nn.Parameter)}  # each once
+    return [weight for weight in weights if weight.requires_grad and id(weight) not in apart]
+
+
+class MuonAndAdamW(Optimizer):
+    """PyTorch's Muon and AdamW over one list of groups and one state, which every caller sees as usual.
+
+    A group belongs to Muon if it has `ns_steps`. Muon knows no gate; so what a withheld update changed is put back from
+    a copy, which lives for the length of the step.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, hidden: list[dict[str, Any]], rest: list[dict[str, Any]], lr: float) -> None:
+        """Takes Muon's groups and AdamW's, each with the arguments that its optimizer has."""
+        own = torch.optim.Muon(hidden, lr=lr), *([torch.optim.AdamW(rest, lr=lr)] if rest else [])
+        super().__init__([group for optimizer in own for group in optimizer.param_groups], {})
+        self.defaults = {key: None for group in self.param_groups for key in group if key != "params"}  # the user's
+        self._share()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called on loading and copying, which replace the groups and the state."""
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        hidden = [group for group in self.param_groups if "ns_steps" in group]
+        rest = [group for group in self.param_groups if "ns_steps" not in group]
+        self._muon = torch.optim.Muon(hidden)
+        self._adamw = torch.optim.AdamW(rest) if rest else None
+        self._muon.state = self.state
+        if self._adamw is not None:
+            self._adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # ty: ignore[incompatible-method-override]
+        """One update of every parameter that has a gradient; where `found_inf` is 1, nothing changes."""
+        weights = [p for group in self._muon.param_groups for p in group["params"] if p.grad is not None]
+        if weights:
+            self._orthogonal_step(weights)
+        if self._adamw is not None:
+            self._adamw.found_inf = getattr(self, "found_inf", None)  # ty: ignore[missing-attribute]
+            self._adamw.step()
+
+    def _orthogonal_step(self, weights: list[nn.Parameter]) -> None:
+        for weight in weights:
+            self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+        changed: list[Tensor] = [*weights, *(self.state[weight]["momentum_buffer"] for weight in weights)]
+        before = list(torch._foreach_clone(changed))
+        self._muon.step()
+        write_(changed, before, ~gate(self, weights[0].device))

@@ -1,4 +1,9 @@
-"""Stochastic gradient descent with momentum: PyTorch's own, over the field's parameter groups."""
+"""Stochastic gradient descent with momentum: the default for ResNets.
+
+    u <- momentum u + g + decay w;  w <- w - lr u            (nesterov: w <- w - lr (g + decay w + momentum u))
+
+Sutskever et al., ICML 2013; no weight decay on norms and biases, as in Goyal et al., arXiv 1706.02677.
+"""
 
 from dataclasses import dataclass
 
@@ -15,11 +20,14 @@ class SGD:
     """`torch.optim.SGD`.
 
     Attributes:
-        lr: peak learning rate.
+        lr: peak learning rate; warmup and schedule multiply it.
         momentum: in [0, 1).
         nesterov: look ahead along the momentum, which must then be above 0.
         weight_decay: L2, added to the gradient.
         fused: one kernel for all parameters; False falls back to PyTorch's default implementation.
+
+    Raises:
+        ConfigError: a bound passed.
     """
 
     lr: float

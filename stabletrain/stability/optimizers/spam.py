@@ -1,100 +1,56 @@
-"""SPAM: Adam that cuts single spiking coordinates, and forgets its moments now and then.
+"""SPAM: AdamW that cuts single spiking coordinates, and forgets its moments every so often.
 
-    g_i <- sign(g_i) sqrt(theta v_i)   where g_i^2 > theta v_i and v_i > 0         v of the step before, as it lies
-    every `reset_interval` updates:  m = v = 0, the bias correction starts again, and the learning rate rises once more
-    from 1 % to its value along half a cosine of `warmup_steps` updates
+    where v > 0 and g^2 > theta v:  g <- sign(g) sqrt(theta v)         v before this step, corrected for its bias
+    every `reset_interval` updates: m, v, t <- 0, and for `warmup_steps` updates the learning rate is multiplied by
+                                    1 - 0.99 (1 + cos(pi k / (warmup_steps + 1))) / 2,  k = 0, 1, ...
 
-A spike that enters the moments lengthens, or shortens, updates for hundreds of steps; here it is cut before it enters,
-and what entered is forgotten at the next reset. Source: Huang et al., arXiv 2501.06842, section 4 and algorithm 1.
-
-Two things are done otherwise than in the authors' code. A coordinate with v = 0 is not cut: its bound would be 0, and a
-token that was never seen could never be learned. And a reset restarts the bias correction: with the old step count the
-first updates after it would be many times too short, or, with betas far apart, too long.
+One spiking gradient stays in m for tens of steps and in v for hundreds; the cut keeps most of it out, the reset ends
+what is left. Huang et al., arXiv 2501.06842. The authors' code differs in three things: it does not restart the bias
+correction at a reset; it compares with the uncorrected v, and so waits 20 steps after a reset before it cuts; and it
+cuts where v = 0 as well, which freezes a coordinate that has had no gradient yet. The weight decay keeps the whole
+learning rate, there and here.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.stability.optimizers.groups import check_adam, check_rates, coupled_decay, decayed
-from stabletrain.stability.optimizers.moments import advance_, moments, unbiased
+from stabletrain.stability.optimizers.gated import (
+    Moments,
+    bias,
+    descend_,
+    moments,
+    remember_,
+    root_of_second,
+    write_,
+)
+from stabletrain.stability.optimizers.groups import check_moments, check_rates, decay_per_rate, decayed
 
-
-class SPAMOptimizer(Optimizer):
-    """The update of the module's first lines; each parameter counts its own updates and resets."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        theta: float,
-        reset_interval: int,
-        warmup_steps: int,
-    ) -> None:
-        own = {"theta": theta, "reset_interval": reset_interval, "warmup_steps": warmup_steps}
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, **own})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # ty: ignore[incompatible-method-override]
-        """Updates every parameter that has a gradient."""
-        del closure
-        for group in self.param_groups:
-            of, betas = moments(self, group), tuple(group["betas"])
-            if not of.parameters:
-                continue
-            for p, step in zip(of.parameters, of.steps, strict=True):
-                if step.item() >= group["reset_interval"]:
-                    forget(self.state[p])
-            cut = [spike_free(g, v, group["theta"]) for g, v in zip(of.gradients, of.v, strict=True)]
-            of = of._replace(gradients=cut)
-            advance_(of, betas)
-            m, v = unbiased(of.m, betas[0], of.steps), unbiased(of.v, betas[1], of.steps)
-            for p, m_p, v_p in zip(of.parameters, m, v, strict=True):
-                state = self.state[p]
-                rise = rewarmed(state["step"].item() - 1, group["warmup_steps"]) if state.get("resets") else 1.0
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.addcdiv_(m_p, v_p.sqrt_().add_(group["eps"]), value=-group["lr"] * rise)
-
-
-def forget(state: dict[str, Any]) -> None:
-    """Zeroes a parameter's moments and its count of updates since; counts the reset."""
-    for name in ("exp_avg", "exp_avg_sq", "step"):
-        state[name].zero_()
-    state["resets"] = state.get("resets", 0) + 1
-
-
-def spike_free(g: Tensor, v: Tensor, theta: float) -> Tensor:
-    """The gradient with each coordinate cut to `sqrt(theta v)`, where v is above 0."""
-    bound = v.sqrt() * math.sqrt(theta)  # theta v itself may pass fp32's largest number
-    return torch.where(v > 0, torch.minimum(torch.maximum(g, -bound), bound), g)
-
-
-def rewarmed(updates: float, length: int) -> float:
-    """Factor of the learning rate so many updates after a reset: 1 % at first, 1 from `length` on."""
-    return 1 - 0.99 * 0.5 * (1 + math.cos(math.pi * updates / length)) if updates < length else 1.0
+LOWEST = 0.01
+"""Of the learning rate, right after a reset."""
 
 
 @dataclass(frozen=True)
 class SPAM:
-    """SPAM.
+    """Spike-aware Adam with momentum reset.
 
     Attributes:
-        lr: peak learning rate.
+        lr: peak learning rate; warmup and schedule multiply it.
         betas: decay of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment; above 0.
         weight_decay: decoupled from the gradient.
-        theta: a squared coordinate may be so many times its second moment.
-        reset_interval: updates after which the moments are forgotten.
-        warmup_steps: updates over which the learning rate rises again after that; 0 for none.
-        decay: `coupled` to the learning rate, or `independent` of it; see `groups.py`.
+        theta: how often its own running mean a squared gradient may be, above 1.
+        reset_interval: updates between two resets.
+        warmup_steps: updates after a reset until the whole learning rate is back; below `reset_interval`.
+        decay: `coupled` multiplies the weight decay by the learning rate, `independent` by warmup and schedule only.
+
+    Raises:
+        ConfigError: a bound passed.
     """
 
     lr: float
@@ -107,30 +63,90 @@ class SPAM:
     decay: str = "coupled"
 
     def __post_init__(self) -> None:
-        check_rates(self.lr, self.weight_decay, self.decay)
-        check_adam(self.betas, self.eps)
-        if not self.theta >= 1:
+        check_rates(self.lr, self.weight_decay)
+        check_moments(self.betas, self.eps)
+        decay_per_rate(self.lr, self.weight_decay, self.decay)
+        if not 1 < self.theta < math.inf:
             raise ConfigError(
-                f"optimizer.theta={self.theta} is below 1: gradients that follow their second moment would be cut; "
-                "5000 is customary"
+                f"optimizer.theta={self.theta} is not above 1: ordinary gradients would be cut; "
+                "5000 is the paper's; use optimizer=adamw for none"
             )
         if self.reset_interval < 1:
-            raise ConfigError(f"optimizer.reset_interval={self.reset_interval} is below 1: 500 is customary")
+            raise ConfigError(f"optimizer.reset_interval={self.reset_interval} is below 1: 500 is the paper's")
         if not 0 <= self.warmup_steps < self.reset_interval:
             raise ConfigError(
                 f"optimizer.warmup_steps={self.warmup_steps} is outside [0, optimizer.reset_interval="
-                f"{self.reset_interval}): the learning rate would never be back before the next reset; 150 of 500 is "
-                "customary"
+                f"{self.reset_interval}): the whole learning rate would never be back; lower optimizer.warmup_steps"
             )
 
     def __call__(self, model: nn.Module) -> Optimizer:
         """The optimizer over `model`'s trained parameters."""
-        return SPAMOptimizer(
-            decayed(model, coupled_decay(self.weight_decay, self.decay, self.lr)),
-            self.lr,
-            (self.betas[0], self.betas[1]),
-            self.eps,
-            self.theta,
-            self.reset_interval,
-            self.warmup_steps,
+        return SpikeAwareAdamW(
+            decayed(model, decay_per_rate(self.lr, self.weight_decay, self.decay)),
+            {
+                "lr": self.lr,
+                "betas": (self.betas[0], self.betas[1]),
+                "eps": self.eps,
+                "theta": self.theta,
+                "reset_interval": self.reset_interval,
+                "warmup_steps": self.warmup_steps,
+                "capturable": True,
+            },
         )
+
+
+class SpikeAwareAdamW(Optimizer):
+    """The rule above as a PyTorch optimizer.
+
+    Its state is AdamW's with `step` counted from the last reset, so that it corrects the bias of the moments beside it,
+    and `resets`, which says how many there were.
+    """
+
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # ty: ignore[incompatible-method-override]
+        """One update of every parameter that has a gradient; where `found_inf` is 1, nothing changes."""
+        for group in self.param_groups:
+            if (known := moments(self, group, "resets")) is None:
+                continue
+            beta1, beta2 = group["betas"]
+            done = torch.stack(known.steps)
+            due = done >= group["reset_interval"]
+            since = torch.where(due, 0, done)
+            resets = torch.stack([state["resets"] for state in known.states]) + due
+            kept = list((~due).float().unbind())
+            first, second = (list(torch._foreach_mul(mean, kept)) for mean in (known.first, known.second))
+            cut_spikes_(known, second, bias(beta2, since), group["theta"])
+            remember_(known, first, second, group)
+            counts = since + 1
+            warm = torch.where(resets > 0, rewarmup(since, group["warmup_steps"]), 1.0)
+            rates = group["lr"] * warm / bias(beta1, counts)
+            descend_(known, root_of_second(known, bias(beta2, counts)), rates, group)
+            write_(known.steps, list(counts.unbind()), known.open)
+            write_([state["resets"] for state in known.states], list(resets.unbind()), known.open)
+
+
+def cut_spikes_(known: Moments, second: list[Tensor], unbias: Tensor, threshold: float) -> None:
+    """Cuts `known.gradients`, in place, to +-sqrt(threshold * v) where v > 0.
+
+    Roots are compared, not squares, so that neither a large gradient nor threshold * v overflows.
+
+    Args:
+        known: for the gradients.
+        second: v before this step's gradient.
+        unbias: float64 `[tensors]`, the bias of `second`; 0 where it is all 0.
+        threshold: theta.
+    """
+    limits = list(torch._foreach_sqrt(second))
+    torch._foreach_mul_(limits, list((threshold / unbias).sqrt().unbind()))
+    for limit, v in zip(limits, second, strict=True):
+        limit.masked_fill_(v == 0, math.inf)
+    torch._foreach_minimum_(known.gradients, limits)
+    torch._foreach_maximum_(known.gradients, torch._foreach_neg(limits))
+
+
+def rewarmup(since: Tensor, warmup_steps: int) -> Tensor:
+    """The factor of the learning rate `since` updates after a reset; 0.01 at once, 1 from `warmup_steps` on."""
+    rising = 1 - (1 - LOWEST) * (1 + torch.cos(math.pi * since.double() / (warmup_steps + 1))) / 2
+    return torch.where(since < warmup_steps, rising, 1.0)

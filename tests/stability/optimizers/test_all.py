@@ -97,6 +97,28 @@ def test_no_gradient_that_the_gate_lets_through_makes_anything_non_finite(kind, 
         assert finite(state), value
 
 
+@pytest.mark.parametrize("kind", ["stable_adamw", "spam"])
+def test_even_a_gradient_whose_square_is_infinite_leaves_no_infinite_moment(kind):
+    """What the guard would withhold, applied all the same: PyTorch's AdamW keeps v = Inf for ever."""
+    state = fresh(kind)
+    for value in (1.0, 1e30, -1e30, 1.0, 1.0):
+        fill(state, value)
+        apply(state.optimizer, OPEN)
+        assert finite(state), value
+    before = [p.detach().clone() for p in state.model.parameters()]
+    for seed in range(20):
+        fill(state, seed)
+        apply(state.optimizer, OPEN)
+    assert finite(state)
+    assert all(not torch.equal(p, b) for p, b in zip(state.model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gate_is_taken_on_the_device(kind):
+    """Where it is not, `step.apply` asks the host, once a step."""
+    assert getattr(fresh(kind).optimizer, "_step_supports_amp_scaling", False) == (kind != "adamw-unfused")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_restored_optimizer_goes_on_with_the_same_bits(kind):
     whole, first, second = fresh(kind), fresh(kind), fresh(kind)

@@ -1,5 +1,6 @@
 """StableAdamW, SPAM and Muon against formulas written out in float64."""
 
+import copy
 import itertools
 import math
 
@@ -38,7 +39,7 @@ def stable_adamw(w, grads, lr, betas, eps, weight_decay):
         v_hat = v / (1 - betas[1] ** t)
         rms = float((g**2 / v_hat.clamp(min=eps**2)).mean().sqrt())
         eta = lr / max(1.0, rms)
-        w = w - eta * weight_decay * w - eta * (m / (1 - betas[0] ** t)) / (v_hat.sqrt() + eps)
+        w = w - lr * weight_decay * w - eta * (m / (1 - betas[0] ** t)) / (v_hat.sqrt() + eps)
     return w
 
 
@@ -75,11 +76,12 @@ def spam(w, grads, lr, betas, eps, weight_decay, theta, reset_interval, warmup_s
         if t == reset_interval:
             m = v = torch.zeros_like(w)
             t, resets = 0, resets + 1
-        spiking = (v > 0) & (g**2 > theta * v)
-        g = torch.where(spiking, g.sign() * (theta * v).sqrt(), g)
+        v_hat = v / (1 - betas[1] ** t) if t else v
+        spiking = (v > 0) & (g**2 > theta * v_hat)
+        g = torch.where(spiking, g.sign() * (theta * v_hat).sqrt(), g)
         rise = 1.0
         if resets and t < warmup_steps:
-            rise = 1 - 0.99 * (1 + math.cos(math.pi * t / warmup_steps)) / 2
+            rise = 1 - 0.99 * (1 + math.cos(math.pi * t / (warmup_steps + 1))) / 2
         t += 1
         m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g**2
         update = (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
@@ -160,8 +162,31 @@ def test_muons_learning_rate_and_zero_grad_reach_both_parts():
     assert len(held) == len(set(held)) == len(list(model.parameters()))
 
 
+def test_muon_goes_on_with_the_same_bits_after_a_copy_and_after_a_load():
+    torch.manual_seed(0)
+    model = Two()
+    optimizer = Muon(**MUON)(model)
+
+    def take(each, owner, seed):
+        torch.manual_seed(seed)
+        for p in owner.parameters():
+            p.grad = torch.randn_like(p)
+        each.step()
+
+    take(optimizer, model, 1)
+    copied_model, copied = copy.deepcopy((model, optimizer))
+    loaded_model = copy.deepcopy(model)
+    loaded = Muon(**MUON)(loaded_model)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, owner in ((optimizer, model), (copied, copied_model), (loaded, loaded_model)):
+        take(each, owner, 2)
+    for name, p in model.named_parameters():
+        assert torch.equal(copied_model.get_parameter(name), p), name
+        assert torch.equal(loaded_model.get_parameter(name), p), name
+
+
 def test_muon_is_refused_where_there_is_nothing_for_it():
-    with pytest.raises(ConfigError, match="no hidden matrices.*optimizer=adamw"):
+    with pytest.raises(ConfigError, match="no hidden matrix.*optimizer=adamw"):
         Muon(**MUON)(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)))
 
 
