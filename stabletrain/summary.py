@@ -37,6 +37,8 @@ def opening(
     about = getattr(data, "summary", choices["data"])
     precision = tools.precision
     settings = [f"precision {precision.name}{f' ({precision.why})' if precision.why else ''}"]
+    if config["precision"].get("fp32_modules"):
+        settings.append(f"in fp32 {', '.join(config['precision']['fp32_modules'])}")
     resolved = {"warmup": {"steps": tools.learning_rate.warmup.length(tools.learning_rate.total)}}
     settings += [
         named(group, choices[group], {**config[group], **resolved.get(group, {})})
@@ -58,10 +60,10 @@ def near(folder: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else folder
 
 
-SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", "qknorm")
+SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", "qknorm", "softcap", "qkclip")
 """Groups of the opening's second line."""
 
-FIRST_VALUE = ("lr", "max_norm", "steps", "coefficient")
+FIRST_VALUE = ("lr", "max_norm", "clip_value", "clipping", "steps", "coefficient", "attention_cap", "max_logit")
 """The value shown beside an option, where it has one of these."""
 
 

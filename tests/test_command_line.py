@@ -27,7 +27,7 @@ MISTAKES = {
     "optimizer.lrr=1": "optimizer.lrr: there is no such key; did you mean optimizer.lr?",
     "presision=bf16": "presision: there is no such key; did you mean precision?",
     "max_norm=1": "max_norm: there is no such key; did you mean clipping.max_norm?",
-    "clipping=norn": "clipping=norn: there is no such option; did you mean norm?\noptions of clipping: none, norm",
+    "clipping=norn": "clipping=norn: there is no such option; did you mean norm?\noptions of clipping: adagc, agc, none, norm, per_module, value, zclip",
     "steps=abc": "steps=abc is not a whole number: the default is 1000",
     "steps=1e3": "steps=1000.0 is not a whole number: write steps=1000",
     "steps=0": "steps=0 is below 1",
@@ -44,7 +44,7 @@ MISTAKES = {
     "seed=-1": "seed=-1 is outside [0, 2^63)",
     "resume=": "resume= has no value: use auto, none, a run folder or a checkpoint",
     "model.num_classes=2": "model.num_classes: the chosen model has no such key; "
-    "model=resnet18, model=resnet20, model=resnet50 would",
+    "model=nf_resnet20, model=resnet18, model=resnet20, model=resnet50 would",
     "zloss.coefficient=1": "zloss.coefficient: the chosen zloss has no such key; zloss=olmo, zloss=palm would",
     "data.path=x": "data.path: the chosen data has no such key; data=imagefolder, data=text, data=tokens would",
     "zloss.strength=1": "zloss.strength: there is no such key; the chosen zloss has no keys; "

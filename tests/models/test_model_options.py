@@ -24,7 +24,7 @@ def load(group: str, option: str) -> dict[str, Any]:
 def build(option: str, **given: int) -> torch.nn.Module:
     model = load("model", option)
     model |= {key: (FILLED | given)[key] for key, value in model.items() if value is None}
-    parts = {group: load(group, "none") for group in ("qknorm", "softcap")}
+    parts = {group: load(group, "none") for group in ("qknorm", "softcap", "qkclip")}
     return instantiate(OmegaConf.create({"model": model} | parts).model)
 
 
@@ -35,6 +35,7 @@ def build(option: str, **given: int) -> torch.nn.Module:
         ("gpt_mini", {}, 10_818_432),
         ("gpt2", {"vocab_size": 50257, "block_size": 1024}, 124_439_808),
         ("resnet20", {"num_classes": 10}, 269_722),
+        ("nf_resnet20", {"num_classes": 10}, 272_474),
         ("resnet18", {}, 11_689_512),
         ("resnet50", {}, 25_557_032),
     ],
@@ -51,7 +52,7 @@ def test_a_model_has_the_parameters_its_first_line_states(option: str, given: di
 
 @pytest.mark.parametrize(
     "path",
-    [p for g in ("model", "qknorm", "softcap", "init") for p in sorted((CONF / g).glob("*"))],
+    [p for g in ("model", "qknorm", "softcap", "qkclip", "init") for p in sorted((CONF / g).glob("*"))],
     ids=lambda path: f"{path.parent.name}={path.stem}",
 )
 def test_an_option_opens_with_its_name_and_names_every_argument(path: Path) -> None:

@@ -133,6 +133,14 @@ def test_the_betas_follow_from_alpha_alone() -> None:
     assert blocks[-1].variance == pytest.approx(variances[-1])
 
 
+def test_the_classifier_reads_the_mean_of_activations_brought_back_to_unit_variance() -> None:
+    net, last = model(alpha=1.0), []
+    net.blocks[-1].register_forward_hook(lambda _m, _i, y: last.append(y))
+    logits = net(torch.randn(4, 3, 16, 16))
+    features = math.sqrt(2 / (1 - 1 / math.pi)) * (last[0] / math.sqrt(4)).relu()  # 1 + 3 blocks since the last reset
+    torch.testing.assert_close(logits, net.fc(features.mean(dim=(2, 3))))
+
+
 def test_no_sample_sees_another_and_evaluation_is_training() -> None:
     net, x = model(), torch.randn(6, 3, 8, 8)
     logits = net(x)
