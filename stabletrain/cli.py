@@ -84,14 +84,17 @@ def sample(chosen: argparse.Namespace) -> None:
 
 def compare(chosen: argparse.Namespace) -> None:
     """Prints the sensitivity table of a sweep, and draws its curves."""
-    from stabletrain.compare.picture import draw
+    from stabletrain.compare.picture import check_name, draw
     from stabletrain.compare.runs import read_runs
     from stabletrain.compare.sensitivity import arms, table
 
+    if chosen.picture is not None:
+        check_name(chosen.picture)
     found = arms(read_runs(chosen.runs))
     print(table(found))
     if chosen.picture is not None:
         draw(found, chosen.picture)
+        print(f"picture  {chosen.picture}", file=sys.stderr)
 
 
 if __name__ == "__main__":

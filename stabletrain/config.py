@@ -5,6 +5,7 @@ stand in that option's class.
 """
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -24,8 +25,20 @@ LOWEST = {
     "eval_every": 1,
     "eval_batches": 1,
     "log_every": 1,
+    "data.length_warmup": 0,
 }
 """Top-level numbers and their lowest value."""
+
+NULLS = {
+    "eval_batches": 1,
+    "warmup.steps": 1,
+    "model.vocab_size": 1,
+    "model.block_size": 1,
+    "model.num_classes": 1,
+    "model.in_channels": 1,
+    "data.path": "",
+}
+"""Keys whose default is null, and a value of the type that they take otherwise."""
 
 CHOSEN_PARTS = ("qknorm", "softcap", "qkclip")
 """Groups that a model must take up by naming them in its own YAML (`qknorm: ${qknorm}`)."""
@@ -51,6 +64,15 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(
             f"batch_size={cfg.batch_size} does not divide into grad_accum_steps={cfg.grad_accum_steps} micro-batches: "
             f"the nearest batch_size is {max(1, cfg.batch_size // cfg.grad_accum_steps) * cfg.grad_accum_steps}"
+        )
+    if (growing := values.get("data.length_warmup")) and growing >= cfg.steps:
+        raise ConfigError(
+            f"data.length_warmup={growing} >= steps={cfg.steps}: samples would never have their full length; lower "
+            "data.length_warmup or raise steps"
+        )
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ConfigError(
+            f"WORLD_SIZE={ranks}: this version trains in one process; start it with python train.py, without torchrun"
         )
     check_parts(cfg, choices)
     LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps)  # its bounds need no torch
@@ -111,10 +133,14 @@ def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
         if key not in defaults:
             near = difflib.get_close_matches(key, list(defaults), n=1, cutoff=0.75)
             raise ConfigError(f"{key}={value}: there is no such key{f'; did you mean {near[0]}?' if near else ''}")
-        default = defaults[key]
-        if default is None or fits(value, default):
+        default = defaults[key] if defaults[key] is not None else NULLS.get(key)
+        if default is None or (value is None and defaults[key] is None) or fits(value, default):
             continue
-        hint = f"write {key}={int(value)}" if whole(value) else f"the default is {show(default)}"
+        hint = f"the default is {show(defaults[key])}"
+        if whole(value):
+            hint = f"write {key}={int(value)}"
+        elif isinstance(default, list) and not isinstance(value, list):
+            hint = f"write {key}=[{show(value)}]"
         raise ConfigError(f"{key}={show(value)} is not {kind_of(default)}: {hint}")
     if missing := sorted(set(defaults) - set(values)):
         raise ConfigError(
@@ -128,6 +154,8 @@ def fits(value: Any, default: Any) -> bool:
         return isinstance(default, bool) and isinstance(value, bool)
     if isinstance(default, float):
         return isinstance(value, int | float)
+    if isinstance(default, list) and isinstance(value, list):
+        return not default or all(fits(each, default[0]) for each in value)
     return isinstance(value, type(default))
 
 
@@ -143,7 +171,7 @@ def kind_of(default: Any) -> str:
         int: "a whole number",
         float: "a number",
         str: "a name",
-        list: "a list like [0.9, 0.95]",
+        list: "a list of such values",
     }
     return words.get(type(default), f"of type {type(default).__name__}")
 
@@ -156,16 +184,23 @@ def show(value: Any) -> str:
 def check_parts(cfg: DictConfig, choices: Mapping[str, str]) -> None:
     """Refuses parts that the chosen model cannot take, and data that it cannot read."""
     model, data = choices["model"], choices["data"]
+    typed = {override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task}
+
+    def named(group: str) -> str:
+        """`qknorm=layernorm`, and which preset chose it where nobody typed it."""
+        preset = "" if group in typed or choices["stability"] == "none" else f"stability={choices['stability']} sets "
+        return f"{preset}{group}={choices[group]}, which" if preset else f"{group}={choices[group]}"
+
     for group in CHOSEN_PARTS:
         if choices[group] != "none" and group not in cfg.model:
             raise ConfigError(
-                f"{group}={choices[group]} does nothing with model={model}, which has no attention to apply it to: "
+                f"{named(group)} does nothing with model={model}, which has no attention to apply it to: "
                 f"use {group}=none, or a model whose YAML names `{group}: ${{{group}}}`"
             )
     if choices["qkclip"] != "none" and choices["qknorm"] != "none":
         raise ConfigError(
-            f"qkclip={choices['qkclip']} does nothing with qknorm={choices['qknorm']}, whose norm takes out the scale "
-            "of the projections that it clips: use qkclip=none, or qknorm=none"
+            f"{named('qknorm')} takes out the scale of the projections that qkclip={choices['qkclip']} clips, so both "
+            "together do nothing more: use qkclip=none, or qknorm=none"
         )
     reads = cfg.model.get("modality")
     for group in ("data", "init"):

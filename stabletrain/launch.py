@@ -118,10 +118,14 @@ def sweep_summary() -> str:
         loss = record.get("final", {}).get("val/loss")
         result = f"val loss {loss:.3f}" if isinstance(loss, float) else f"val loss {loss or '-'}"
         varied = " ".join(override for override in overrides if override not in common)
-        lines.append((record["status"], f"{record['status']:<9} {result:<14} {varied:<40} {folder.name}"))
+        if record["status"] not in ("finished", "running"):
+            result = f"{result}   {' '.join(str(record.get('reason')).split())[:100]}"
+        lines.append((record["status"], f"{record['status']:<9} {varied:<40} {folder.name:>3}  {result}"))
     finished = sum(status == "finished" for status, _ in lines)
     head = f"sweep    {len(lines)} runs, {finished} finished, in {RUNS[0][0].parent}"
-    return "\n".join([head, *(f"         {line}" for _, line in lines)])
+    rates = {o for _, overrides in RUNS for o in overrides if key_of(o) == "optimizer.lr"}
+    then = [f"next     stabletrain compare {RUNS[0][0].parent}"] if len(rates) > 1 else []
+    return "\n".join([head, *(f"         {line}" for _, line in lines), *then])
 
 
 def record_refusal(folder: Path, error: Exception) -> None:

@@ -104,13 +104,13 @@ def train(job: Job) -> None:
             computed = compute(state, micro_batches, job.tools)
             if in_flight is not None:
                 settle(job, in_flight.wait(), pace)
-            watching = job.monitors.due(state.step + 1)
+            watching = job.monitors.due(state.step + 1, plan.steps)
             if watching:
                 job.monitors.before(state.model, state.optimizer, micro_batches[0], job.tools.precision)
             in_flight = commit(state, computed, job.tools)
             pace.count(batch)
             last, stopping = state.step == plan.steps, stop.name
-            evaluating = last or (state.step % plan.eval_every == 0 and not stopping)
+            evaluating = last or state.step % plan.eval_every == 0
             saving = last or stopping or job.checkpoints.due(state.step)
             if watching or evaluating or saving:
                 reading = in_flight.wait()
@@ -118,6 +118,9 @@ def train(job: Job) -> None:
                 in_flight = None
             if evaluating or saving:
                 pace.measure()
+                if stopping and evaluating:  # safe first: the evaluation may outlast the time that is left
+                    save(job, None)
+                    job.checkpoints.wait()
                 best, val_loss = job.history.best_loss, validate(job) if evaluating else None
                 improved = val_loss is not None and val_loss < best
                 if saving or improved:

@@ -52,6 +52,9 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
             return f"{override}: a value is missing: write {key_of(override)}=<value>"
         if key_of(override) in options and override.partition("=")[2] == "null":
             return f"{override}: every group has an option that does nothing, such as none or off"
+    if "Ambiguous value" in text:
+        several = next((o for o in typed.overrides if "," in o.partition("=")[2]), typed.overrides[0])
+        return f"{several}: these are several values: add -m to run one after the other, python train.py -m ..."
     lines = text.strip().splitlines() or [type(error).__name__]
     if "antlr4" in origin or "override_grammar" in text:
         quoting = "quote values with special characters: \"data.path='a=b, c.txt'\""

@@ -141,7 +141,7 @@ def suggestion(typed: Arguments, has_attention: bool, per: str) -> str:
         sweep = ["stability=none,zloss_qknorm", "optimizer.lr=1e-3,1e-1"]
     elif per != "image":
         sweep = ["clipping=none,norm", "optimizer.lr=1e-3,1e-1"]
-    swept = {key_of(each) for each in sweep} | {"resume", "zloss", "qknorm", "stability"}
+    swept = {key_of(each) for each in sweep} | {"resume", "zloss", "qknorm", "qkclip", "stability"}
     kept = [o for o in typed.overrides if key_of(o) not in swept and not key_of(o).startswith("hydra")]
     options = [option for option in typed.options if option not in SWEEP]
     return shlex.join(["python", sys.argv[0], "-m", *options, *kept, *sweep])

@@ -27,10 +27,31 @@ MISTAKES = {
     "optimizer.lrr=1": "optimizer.lrr: there is no such key; did you mean optimizer.lr?",
     "presision=bf16": "presision: there is no such key; did you mean precision?",
     "max_norm=1": "max_norm: there is no such key; did you mean clipping.max_norm?",
-    "clipping=norn": "clipping=norn: there is no such option; did you mean norm?\noptions of clipping: adagc, agc, none, norm, per_module, value, zclip",
+    "clipping=norn": "clipping=norn: there is no such option; did you mean norm?\n"
+    "options of clipping: adagc, agc, none, norm, per_module, value, zclip",
     "steps=abc": "steps=abc is not a whole number: the default is 1000",
     "steps=1e3": "steps=1000.0 is not a whole number: write steps=1000",
     "steps=0": "steps=0 is below 1",
+    "warmup.steps=nan": "warmup.steps=nan is not a whole number: the default is null",
+    "warmup.steps=2.5": "warmup.steps=2.5 is not a whole number: the default is null",
+    "eval_batches=abc": "eval_batches=abc is not a whole number: the default is null",
+    "optimizer.betas=[0.9,abc]": "optimizer.betas=[0.9, 'abc'] is not a list of such values: "
+    "the default is [0.9, 0.95]",
+    "precision.fp32_modules=head": "precision.fp32_modules=head is not a list of such values: "
+    "write precision.fp32_modules=[head]",
+    "optimizer.lr=1e-3,1e-1": "optimizer.lr=1e-3,1e-1: these are several values: "
+    "add -m to run one after the other, python train.py -m ...",
+    "optimizer=muon,spam": "optimizer=muon,spam: these are several values: "
+    "add -m to run one after the other, python train.py -m ...",
+    "data.length_warmup=2000": "data.length_warmup=2000 >= steps=1000: samples would never have their full length; "
+    "lower data.length_warmup or raise steps",
+    "model=resnet20 data=digits stability=full": "stability=full sets qknorm=layernorm, which does nothing with "
+    "model=resnet20, which has no attention to apply it to: use qknorm=none, or a model whose YAML names "
+    "`qknorm: ${qknorm}`",
+    "qkclip=kimi stability=v100": "stability=v100 sets qknorm=layernorm, which takes out the scale of the projections "
+    "that qkclip=kimi clips, so both together do nothing more: use qkclip=none, or qknorm=none",
+    "qkclip=kimi qknorm=rmsnorm": "qknorm=rmsnorm takes out the scale of the projections that qkclip=kimi clips, so "
+    "both together do nothing more: use qkclip=none, or qknorm=none",
     "steps=true": "steps=true is not a whole number: the default is 1000",
     "optimizer.fused=1": "optimizer.fused=1 is not true or false: the default is true",
     "optimizer.lr=null": "optimizer.lr=null is not a number: the default is 0.003",
@@ -63,7 +84,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_a_mistake_is_one_message_without_loading_torch(tmp_path, no_torch, typed):
-    done = command(typed, cwd=tmp_path, PYTHONPATH=no_torch)
+    done = command(*typed.split(), cwd=tmp_path, PYTHONPATH=no_torch)
     assert done.stderr == f"stabletrain: {MISTAKES[typed]}\n"
     assert (done.returncode, done.stdout) == (2, "")
 
@@ -72,6 +93,12 @@ def test_a_resnet_cannot_take_qknorm_even_through_a_preset(tmp_path, no_torch):
     done = command("experiment=resnet_digits", "stability=zloss_qknorm", cwd=tmp_path, PYTHONPATH=no_torch)
     assert done.returncode == 2
     assert "qknorm=layernorm does nothing with model=resnet20" in done.stderr
+
+
+def test_several_processes_are_refused_rather_than_left_to_train_each_alone(tmp_path, no_torch):
+    done = command("steps=2", cwd=tmp_path, PYTHONPATH=no_torch, WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert done.stderr.startswith("stabletrain: WORLD_SIZE=2: this version trains in one process")
 
 
 def test_help_lists_every_group_without_loading_torch(tmp_path, no_torch):

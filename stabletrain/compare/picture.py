@@ -7,6 +7,8 @@ from pathlib import Path
 from stabletrain.compare.sensitivity import Arm
 from stabletrain.errors import ConfigError
 
+FORMATS = (".svg", ".png", ".pdf")
+
 
 def draw(found: Sequence[Arm], file: Path) -> None:
     """Writes the picture; its ending, such as .svg or .png, decides the format.
@@ -14,8 +16,9 @@ def draw(found: Sequence[Arm], file: Path) -> None:
     Each line is the mean over the seeds, its band the lowest to the highest.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or does not know the format.
     """
+    check_name(file)
     try:
         import matplotlib as mpl
     except ImportError:
@@ -26,7 +29,9 @@ def draw(found: Sequence[Arm], file: Path) -> None:
 
     seen = any(not math.isnan(point.logit) for arm in found for curve in arm.curves.values() for point in curve)
     figure, axes = pyplot.subplots(1, 2 if seen else 1, figsize=(9 if seen else 5, 3.6), squeeze=False)
-    panels = [("final validation loss, nats", "loss"), ("largest attention logit", "logit")][: 2 if seen else 1]
+    panels = [("final validation loss, at most that at init, nats", "loss"), ("largest attention logit", "logit")][
+        : 2 if seen else 1
+    ]
     for axis, (label, field) in zip(axes[0], panels, strict=True):
         for arm in found:
             rates = [point.rate for point in next(iter(arm.curves.values()))]
@@ -42,3 +47,11 @@ def draw(found: Sequence[Arm], file: Path) -> None:
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
     pyplot.close(figure)
+
+
+def check_name(file: Path) -> None:
+    """Refuses a file that could not be written."""
+    if file.suffix not in FORMATS:
+        raise ConfigError(f"--picture {file}: the ending says the format: use {', '.join(FORMATS)}")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--picture {file}: there is no folder {file.parent}: make it first")

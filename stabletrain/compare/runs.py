@@ -61,7 +61,10 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def read_run(folder: Path) -> Run:
     """The run of one folder."""
-    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    try:
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{folder / 'run.json'} cannot be read ({error}): leave this run out") from error
     overrides = {}
     for override in record.get("overrides", []):
         key, _, value = override.lstrip("+").partition("=")

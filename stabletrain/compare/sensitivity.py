@@ -2,7 +2,7 @@
 
     sensitivity = mean over the grid of min(final validation loss, loss at init)  -  the lowest of these
 
-A run that ended in NaN, or did not end, counts as its loss at init. The number alone can deceive, for a model stuck at
+A run that ended in NaN, or was halted, counts as its loss at init. The number alone can deceive, for a model stuck at
 chance at every rate scores 0: always look at the curves. Source: Wortsman et al., arXiv 2309.14322, section 2.2.
 """
 
@@ -25,12 +25,14 @@ class Point:
     Attributes:
         rate: peak learning rate.
         loss: what counts: the final validation loss, or the loss at init where that is lower or the run diverged.
+        ended: the final validation loss; NaN where the run diverged.
         logit: largest attention logit that the monitors saw; NaN where they saw none.
-        diverged: whether the run ended in NaN, or not at all.
+        diverged: whether the run ended in NaN, or was halted.
     """
 
     rate: float
     loss: float
+    ended: float
     logit: float
     diverged: bool
 
@@ -62,16 +64,24 @@ def sensitivity(losses: Sequence[float]) -> float:
 
 
 def point(run: Run) -> Point:
-    """What a run contributes."""
-    start = run.first("train/ce")
-    if start is None:
-        raise ConfigError(f"{run.folder}: nothing was logged: run it again, or leave it out")
-    final = run.last("val/loss") if run.record.get("status") == "finished" else None
+    """What a run contributes.
+
+    Raises:
+        ConfigError: it is not over.
+    """
+    start, status = run.first("train/ce"), run.record.get("status")
+    if start is None or status not in ("finished", "halted"):
+        raise ConfigError(
+            f"{run.folder}: its status is {status}, so it says nothing of where it would have ended: finish it with "
+            "resume, or leave it out"
+        )
+    final = run.last("val/loss") if status == "finished" else None
     good = final is not None and math.isfinite(final)
     logits = [value for value in run.values(LOGIT) if not math.isnan(value)]
     return Point(
         rate=float(run.overrides[RATE]),
         loss=min(final, start) if good and final is not None else start,
+        ended=final if good and final is not None else math.nan,
         logit=max(logits, default=math.nan),
         diverged=not good,
     )
@@ -108,7 +118,7 @@ def arms(runs: Sequence[Run]) -> list[Arm]:
 def table(found: Sequence[Arm]) -> str:
     """A Markdown table: final loss by rate, mean over the seeds, and each arm's sensitivity with its spread."""
     rates = [point.rate for point in next(iter(found[0].curves.values()))]
-    head = ["", *(f"{rate:g}" for rate in rates), "sensitivity"]
+    head = [RATE, *(f"{rate:g}" for rate in rates), "sensitivity"]
     rows = [head, ["---"] * len(head)]
     for arm in found:
         rows.append([arm.name, *(cell(arm.at(rate)) for rate in rates), spread(arm.sensitivities())])
@@ -121,9 +131,11 @@ def table(found: Sequence[Arm]) -> str:
 
 
 def cell(points: Sequence[Point]) -> str:
-    """Mean loss over the seeds, and how many of them diverged."""
-    diverged = sum(point.diverged for point in points)
-    return f"{statistics.fmean(point.loss for point in points):.3f}" + (f" ({diverged} diverged)" if diverged else "")
+    """Mean loss over the seeds, and how many of them diverged, or ended above their loss at init, which then counts."""
+    diverged, above = sum(p.diverged for p in points), sum(p.ended > p.loss for p in points)
+    notes = [f"{count} {what}" for count, what in ((diverged, "diverged"), (above, "above init")) if count]
+    mean = f"{statistics.fmean(point.loss for point in points):.3f}"
+    return f"{mean} ({', '.join(notes)})" if notes else mean
 
 
 def spread(values: Sequence[float]) -> str:

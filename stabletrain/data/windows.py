@@ -51,6 +51,11 @@ class LengthWarmup:
             raise ConfigError(f"data.length_warmup={self.steps} is below 0: use 0 for full sequences from the start")
         if self.start < 1:
             raise ConfigError(f"data.length_start={self.start} is below 1: the paper starts with 8 tokens")
+        if not self.steps and self.start != LengthWarmup.start:
+            raise ConfigError(
+                f"data.length_start={self.start} does nothing with data.length_warmup=0: set data.length_warmup to the "
+                "steps over which samples grow"
+            )
 
     def length(self, position: int, block_size: int) -> int:
         """Tokens of a training sample: from `start` to `block_size`, in multiples of 8, as tensor cores like them."""

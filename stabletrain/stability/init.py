@@ -220,10 +220,17 @@ def written(model: nn.Module, init: str) -> list:
     """The linear layers, convolutions and embeddings of `model`, in its order.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, or the weight of one is computed from others (a parametrisation).
     """
-    if found := [m for m in model.modules() if isinstance(m, Layer | nn.Embedding | nn.EmbeddingBag)]:
-        return found
+    found = [(name, m) for name, m in model.named_modules() if isinstance(m, Layer | nn.Embedding | nn.EmbeddingBag)]
+    for name, module in found:
+        if not isinstance(getattr(module, "weight", None), nn.Parameter):
+            raise ConfigError(
+                f"init={init}: the weight of {name} is no parameter but computed from some (weight or spectral norm), "
+                "so it cannot be rewritten: use init=torch"
+            )
+    if found:
+        return [module for _, module in found]
     raise ConfigError(
         f"init={init} writes linear layers, convolutions and embeddings, and {type(model).__name__} has none: "
         "use init=torch"

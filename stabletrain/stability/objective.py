@@ -54,8 +54,11 @@ class ZLoss:
     coefficient: float
 
     def __post_init__(self) -> None:
-        if not self.coefficient > 0:
-            raise ConfigError(f"zloss.coefficient={self.coefficient} is not above 0: use zloss=none for no z-loss")
+        if not 0 < self.coefficient < float("inf"):
+            raise ConfigError(
+                f"zloss.coefficient={self.coefficient} is not a finite number above 0: 1e-4 is customary; use "
+                "zloss=none for no z-loss"
+            )
 
     def __call__(self, logits: Float[Tensor, "n classes"], valid: Bool[Tensor, " n"]) -> Float[Tensor, ""]:
         """The sum, with its gradient to the logits of valid rows only."""

@@ -74,8 +74,11 @@ class QKClip:
     max_logit: float
 
     def __post_init__(self) -> None:
-        if not self.max_logit > 0:
-            raise ConfigError(f"qkclip.max_logit={self.max_logit} is not above 0: use qkclip=none for no QK-clip")
+        if not torch.finfo(torch.float32).tiny <= self.max_logit <= torch.finfo(torch.float32).max:
+            raise ConfigError(
+                f"qkclip.max_logit={self.max_logit} is not a finite number above 0: 100 is the paper's; use "
+                "qkclip=none for no QK-clip"
+            )
 
     def meter(self, n_head: int) -> nn.Module:
         """A meter of `n_head` heads; an attention calls it with the queries and keys that enter its dot product."""
@@ -91,8 +94,8 @@ class QKClip:
             if not isinstance(meter := getattr(attention, "meter", None), LogitMeter):
                 continue
             seen = meter.get_buffer("max_logit")
-            gamma = self.max_logit / seen.clamp(min=self.max_logit)
-            root = torch.where(gate & torch.isfinite(seen), gamma, 1.0).sqrt()
+            past = gate & torch.isfinite(seen) & (seen > self.max_logit)
+            root = torch.where(past, self.max_logit / seen, 1.0).sqrt()
             for projection in (attention.get_submodule("query"), attention.get_submodule("key")):
                 for parameter in projection.parameters():  # weight [width, n_embd] and bias [width], a head in a row
                     parameter.unflatten(0, (len(root), -1)).mul_(root.view(-1, *[1] * parameter.ndim))

@@ -3,6 +3,8 @@
 A model may name its parts itself, by a method; the fallback is what most models look like.
 """
 
+import inspect
+
 from torch import nn
 
 
@@ -11,7 +13,8 @@ def classifier(model: nn.Module) -> nn.Module | None:
 
     A GPT whose head is tied answers with its embedding.
     """
-    if callable(named := getattr(model, "classifier", None)) and not isinstance(named, nn.Module):
+    named = getattr(model, "classifier", None)
+    if inspect.ismethod(named) and not inspect.signature(named).parameters:  # a plug-in's own may be a forward pass
         return named()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return linears[-1] if linears else None

@@ -75,8 +75,10 @@ class Gemma2Softcap:
 
     def __post_init__(self) -> None:
         for name in ("attention_cap", "final_cap"):
-            if not (cap := getattr(self, name)) > 0:
-                raise ConfigError(f"softcap.{name}={cap} is not above 0: use softcap=none for no softcap")
+            if not 0 < (cap := getattr(self, name)) < float("inf"):
+                raise ConfigError(
+                    f"softcap.{name}={cap} is not a finite number above 0: use softcap=none for no softcap"
+                )
 
     def attend(
         self,

@@ -78,7 +78,10 @@ def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> Non
     _check_optimizer(tree["optimizer"], state)
     for name, part in parts.items():
         if name not in tree["parts"]:
-            raise ConfigError(f"the checkpoint has no state of '{name}': {FIX}")
+            raise ConfigError(
+                f"the checkpoint has no state of '{name}': another version of stabletrain wrote it; go on with that "
+                "version, or start a new run in another folder"
+            )
         try:
             part.load_state_dict(map_tensors(torch.clone, tree["parts"][name]))
         except (KeyError, TypeError, ValueError) as error:

@@ -104,7 +104,7 @@ def attention(largest: Mapping[str, float]) -> str | None:
         return None
     return (
         f"attention logits of {listed([*high])} reach {max(high.values()):.1e}: runs that passed {LOGIT_LIMIT:.0e} "
-        "diverged (arXiv 2309.14322); use qknorm=layernorm, or lower optimizer.lr"
+        "diverged (arXiv 2309.14322); use qknorm=layernorm or qkclip=kimi, or lower optimizer.lr"
     )
 
 

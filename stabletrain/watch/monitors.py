@@ -29,9 +29,9 @@ IN_A_ROW = 3
 class NoMonitors:
     """Looks at nothing."""
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, total: int) -> bool:
         """Never."""
-        del step
+        del step, total
         return False
 
     def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward) -> None:
@@ -59,7 +59,7 @@ class Monitors(NoMonitors):
     Names of metrics are `monitors/<what>/<place>`, and `monitors/<what>` or `monitors/<what>_max` over all places.
 
     Attributes:
-        every: steps between looks; the first step is always looked at.
+        every: steps between looks; the first step and the last are always looked at.
     """
 
     every: int
@@ -71,9 +71,9 @@ class Monitors(NoMonitors):
         if self.every < 1:
             raise ConfigError(f"monitors.every={self.every} is below 1: use monitors=none for no monitors")
 
-    def due(self, step: int) -> bool:
-        """Whether the step of that number, counted from 1, is looked at."""
-        return step == 1 or step % self.every == 0
+    def due(self, step: int, total: int) -> bool:
+        """Whether the step of that number, counted from 1, is looked at: the first, the last, and every so many."""
+        return step in (1, total) or step % self.every == 0
 
     def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward) -> None:
         """The first half: call it when the raw gradients are there and the weights are still the step's own.

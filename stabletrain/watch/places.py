@@ -47,4 +47,4 @@ def by_place(names: Iterable[str], among: dict[str, nn.Module]) -> dict[str, lis
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that have a gradient, by name; a shared one has the first of its names."""
-    return {name: p for name, p in model.named_parameters() if p.grad is not None}
+    return {name: p for name, p in model.named_parameters() if p.grad is not None and p.numel()}

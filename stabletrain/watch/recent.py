@@ -59,8 +59,8 @@ class Recent:
             Alarm(
                 "clipping",
                 f"clipping was active in {mean(self._active):.0%} of the last {len(self._active)} updates: gradients "
-                "are as a rule longer than its bound, which then sets the length of every update; lower optimizer.lr, "
-                "raise the bound (clipping.max_norm), or use clipping=per_module if one part of the model is to blame",
+                "are as a rule longer than its bound, which then sets the length of every update; lower optimizer.lr "
+                "or raise the clipping's bound; where one part of the model is to blame, use clipping=per_module",
             )
         ]
 

@@ -27,6 +27,10 @@ def zero_shares(tensors: list[Tensor]) -> Float[Tensor, " tensors"]:
     return torch.stack([1 - torch.count_nonzero(tensor) / tensor.numel() for tensor in tensors])
 
 
+TINY = torch.finfo(torch.float32).tiny
+"""Below it a squared eps is 0, and 0 / 0 would follow."""
+
+
 class Adaptive:
     """Those of `parameters` that `optimizer` gives an Adam-like second moment, and its numbers for them.
 
@@ -57,7 +61,7 @@ class Adaptive:
             unbiased = v.float() / at_least_eps(
                 1 - beta2 ** torch.as_tensor(step, dtype=torch.float64, device=v.device)
             )
-            out.append((g.float().square() / unbiased.clamp(min=eps**2)).mean().sqrt())
+            out.append((g.float().square() / unbiased.clamp(min=max(eps**2, TINY))).mean().sqrt())
         return torch.stack(out)
 
 

@@ -70,11 +70,22 @@ def test_the_command_prints_the_table_and_draws_the_curves(sweep, tmp_path, caps
     picture = tmp_path / "curves.svg"
     assert main(["compare", str(sweep), "--picture", str(picture)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "|  | 0.001 | 0.01 | 0.1 | sensitivity |"
+    assert lines[0] == "| optimizer.lr | 0.001 | 0.01 | 0.1 | sensitivity |"
     mean, deviation = statistics.fmean([4 / 3, 1.2]), statistics.stdev([4 / 3, 1.2])
-    assert lines[2] == f"| stability=none | 2.050 | 2.400 | 5.500 (1 diverged) | {mean:.3f} ± {deviation:.3f} |"
+    assert (
+        lines[2]
+        == f"| stability=none | 2.050 | 2.400 | 5.500 (1 diverged, 1 above init) | {mean:.3f} ± {deviation:.3f} |"
+    )
     assert lines[5] == "| stability=none | 3 | 3 | 2e+04 |  |"
     assert "</svg>" in picture.read_text()
+
+
+@pytest.mark.parametrize("status", ["running", "preempted", "failed"])
+def test_a_run_that_is_not_over_is_refused_for_it_says_nothing(sweep, status):
+    record = json.loads((sweep / "6" / "run.json").read_text()) | {"status": status}
+    (sweep / "6" / "run.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=f"its status is {status}.*finish it with resume, or leave it out"):
+        arms(read_runs([sweep]))
 
 
 def test_what_cannot_be_compared_is_refused(sweep, tmp_path, capsys):
@@ -82,10 +93,18 @@ def test_what_cannot_be_compared_is_refused(sweep, tmp_path, capsys):
     empty.mkdir()
     assert main(["compare", str(empty)]) == 2
     assert "there is no run here" in capsys.readouterr().err
+    for picture, reason in (("a.xyz", "use .svg, .png, .pdf"), ("no/a.svg", "there is no folder")):
+        assert main(["compare", str(sweep), "--picture", str(tmp_path / picture)]) == 2
+        seen = capsys.readouterr()
+        assert reason in seen.err
+        assert not seen.out
     with pytest.raises(ConfigError, match=r"optimizer\.lr does not differ"):
         arms(read_runs([sweep / "0"]))
     with pytest.raises(ConfigError, match="is there twice"):
         arms(read_runs([sweep, sweep / "0"]))
+    (sweep / "0" / "run.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"run\.json cannot be read"):
+        read_runs([sweep])
     (sweep / "0" / "run.json").unlink()
     with pytest.raises(ConfigError, match="do not share one grid"):
         arms(read_runs([sweep]))

@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+import signal
 
 import pytest
+import torch
 
 from stabletrain.build import build
-from stabletrain.errors import ConfigError
+from stabletrain.errors import ConfigError, Interrupted
 from stabletrain.loop import run
 from stabletrain.tracking.metrics import read_jsonl
 from tests.laws import kills
@@ -46,6 +48,52 @@ def newest(folder):
 
 def metrics(folder):
     return [{k: v for k, v in line.items() if k not in CLOCK} for line in read_jsonl(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("stop_after", [3, 4, 8])
+def test_a_stop_at_a_step_that_is_evaluated_loses_neither_the_state_nor_the_evaluation(tmp_path, stop_after):
+    chosen = [*TINY_GPT, f"steps={STEPS}", "eval_every=4", "checkpoint.every=5", "log_every=1"]
+    trained(tmp_path / "whole", *chosen)
+    with composed(*chosen) as cfg:
+        job = build(cfg, tmp_path / "cut")
+        get = job.batches.get
+
+        def signalling(step):
+            if step == stop_after - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return get(step)
+
+        job.batches.get = signalling
+        with pytest.raises(Interrupted):
+            run(job)
+    trained(tmp_path / "cut", *chosen, "resume=auto")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    assert newest(tmp_path / "cut").keys() == newest(tmp_path / "whole").keys()
+    for name, value in newest(tmp_path / "whole").items():
+        assert str(newest(tmp_path / "cut")[name]) == str(value), name
+
+
+STATEFUL = {
+    "zclip": ["clipping=zclip", "clipping.warmup_steps=3", "clipping.z_threshold=0.5", "optimizer=stable_adamw"],
+    "adagc": ["clipping=adagc", "clipping.warmup_steps=3", "optimizer=spam", "optimizer.reset_interval=5"],
+    "muon": ["optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3", "precision=bf16_params", "monitors=full"],
+    "lengths": ["data.length_warmup=9", "data.length_start=2", "schedule=wsd", "warmup=cosine", "init=small"],
+}
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+@pytest.mark.parametrize("crash_at", [7, 11])
+def test_every_kind_of_memory_survives_a_crash(tmp_path, kind, crash_at):
+    chosen = [*TINY_GPT, *STATEFUL[kind], f"steps={STEPS}", "eval_every=4", "checkpoint.every=5", "log_every=1"]
+    chosen += ["optimizer.warmup_steps=2"] if kind == "adagc" else []
+    chosen += ["monitors.every=2"]
+    whole = trained(tmp_path / "whole", *chosen)
+    trained(tmp_path / "cut", *chosen, crash_at=crash_at)
+    resumed = trained(tmp_path / "cut", *chosen, "resume=auto")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    for (name, a), b in zip(whole.state.model.named_parameters(), resumed.state.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert str(whole.tools.clipping.state_dict()) == str(resumed.tools.clipping.state_dict())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -244,3 +244,9 @@ def test_it_is_refused_where_bf16_is(monkeypatch):
     with pytest.raises(ConfigError, match="precision=bf16_params on Tesla V100.*precision=fp16"):
         precision.bf16_params(torch.device("cuda", 0))
     assert "slower" in precision.bf16_params(CPU).why
+
+
+def test_a_model_with_nothing_to_narrow_is_refused():
+    model = nn.Sequential(nn.LayerNorm(4))
+    with pytest.raises(ConfigError, match="no linear layer or convolution .*use precision=bf16"):
+        precision.bf16_params(torch.device("cpu")).attach(model, torch.optim.SGD(model.parameters(), lr=0.1))

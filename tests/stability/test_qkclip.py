@@ -132,6 +132,14 @@ def test_in_a_run_the_bound_holds_after_each_step_whatever_the_precision_and_acc
     job.tracker.close(0)
 
 
-def test_the_bound_is_positive():
-    with pytest.raises(ConfigError, match=r"qkclip\.max_logit=0\.0.*qkclip=none"):
-        QKClip(0.0)
+@pytest.mark.parametrize("bound", [0.0, -1.0, 1e-50, float("inf"), float("nan")])
+def test_the_bound_is_positive_and_finite(bound):
+    with pytest.raises(ConfigError, match=r"qkclip\.max_logit=.*qkclip=none"):
+        QKClip(bound)
+
+
+def test_heads_that_have_seen_nothing_keep_their_bits_even_under_the_least_bound():
+    model = gpt(QKClip(1.2e-38))
+    before = [p.detach().clone() for p in model.parameters()]
+    QKClip(1.2e-38)(model, OPEN)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))

@@ -170,8 +170,8 @@ def test_after_without_before_is_not_fatal():
 
 
 def test_the_first_step_and_multiples_are_due():
-    assert [step for step in range(1, 25) if Monitors(10).due(step)] == [1, 10, 20]
-    assert not any(NoMonitors().due(step) for step in range(1, 25))
+    assert [step for step in range(1, 25) if Monitors(10).due(step, 24)] == [1, 10, 20, 24]
+    assert not any(NoMonitors().due(step, 24) for step in range(1, 25))
 
 
 def test_what_was_told_is_remembered():

@@ -58,7 +58,7 @@ def decay_per_rate(lr: float, weight_decay: float, decay: str) -> float:
 def check_rates(lr: float, weight_decay: float) -> None:
     """Raises ConfigError where the learning rate or the weight decay is out of bounds."""
     if not 0 < lr < float("inf"):
-        raise ConfigError(f"optimizer.lr={lr} is not a finite number above 0: nothing would be learned")
+        raise ConfigError(f"optimizer.lr={lr} is not a finite number above 0: adamw's default is 3e-3")
     if not 0 <= weight_decay < float("inf"):
         raise ConfigError(f"optimizer.weight_decay={weight_decay} is not a finite number from 0 up: use 0 for none")
 

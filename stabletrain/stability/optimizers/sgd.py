@@ -44,11 +44,19 @@ class SGD:
             raise ConfigError("optimizer.nesterov=true with optimizer.momentum=0 does nothing: set a momentum")
 
     def __call__(self, model: nn.Module) -> Optimizer:
-        """The optimizer over `model`'s trained parameters."""
-        return torch.optim.SGD(
+        """The optimizer over `model`'s trained parameters.
+
+        The momentum is there from the start, as zeros, with which the first step is what it is without. PyTorch's fused
+        kernel would make it of uninitialised memory in the first step, and leave it so if that step is withheld.
+        """
+        optimizer = torch.optim.SGD(
             decayed(model, self.weight_decay),
             lr=self.lr,
             momentum=self.momentum,
             nesterov=self.nesterov,
             fused=self.fused or None,
         )
+        for group in optimizer.param_groups if self.momentum else []:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimizer

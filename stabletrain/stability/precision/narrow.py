@@ -23,6 +23,7 @@ from jaxtyping import BFloat16, Float32
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stabletrain.errors import ConfigError
 from stabletrain.stability.precision.islands import Island
 from stabletrain.stability.precision.unscaled import Unscaled
 
@@ -36,7 +37,13 @@ class Bf16Parameters(Unscaled):
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Narrows the weights of `model` in place, and has every step of `optimizer` round them stochastically."""
-        Rounding(narrow(model, self.device.type)).around(optimizer)
+        weights = narrow(model, self.device.type)
+        if not weights:
+            raise ConfigError(
+                f"precision=bf16_params: {type(model).__name__} has no linear layer or convolution outside of "
+                "precision.fp32_modules whose weight could be stored in bf16: use precision=bf16"
+            )
+        Rounding(weights).around(optimizer)
 
 
 class Narrow(nn.Module):

@@ -16,6 +16,9 @@ from stabletrain.errors import ConfigError
 from stabletrain.records import GradNorms, LossTerms
 from stabletrain.stability.precision.unscaled import Unscaled
 
+LARGEST_SCALE = 2.0**100
+"""Where the scale stops to grow: an infinite one could never be halved again."""
+
 
 @dataclass
 class LossScaled(Unscaled):
@@ -50,7 +53,7 @@ class LossScaled(Unscaled):
         return loss * self._scale
 
     def unscale_(self, gradients: list[Tensor]) -> None:
-        """Divides every gradient by the loss scale, in place (the scale is a power of two: exact)."""
+        """Divides every gradient by the loss scale, in place; exact where the scale is a power of two."""
         torch._foreach_div_(gradients, self._scale)
 
     def loss_scale(self) -> Float[Tensor, ""]:
@@ -66,7 +69,7 @@ class LossScaled(Unscaled):
         """Calibrates the scale after a step; a step withheld for another reason than overflow changes nothing."""
         clean = self._clean + applied
         grow = clean >= self.growth_interval
-        grown = torch.where(grow, self._scale * 2.0, self._scale)
+        grown = torch.where(grow, (self._scale * 2.0).clamp(max=LARGEST_SCALE), self._scale)
         halved = (self._scale * 0.5).clamp(min=self.min_scale)
         self._scale = torch.where(overflow, halved, grown)
         self._clean = torch.where(overflow | grow, 0, clean)

@@ -97,6 +97,35 @@ def test_no_gradient_that_the_gate_lets_through_makes_anything_non_finite(kind, 
         assert finite(state), value
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_withheld_first_update_leaves_no_trace_even_in_memory_full_of_nan(kind):
+    """PyTorch's fused SGD makes its momentum of uninitialised memory, and does not write it if the step is withheld."""
+    state, clean = fresh(kind), fresh(kind)
+    for _ in range(8):  # what the allocator will hand out next
+        kept = [torch.full_like(p, float("nan")) for p in state.model.parameters() for _ in range(8)]
+        del kept
+    fill(state, float("nan"))
+    apply(state.optimizer, CLOSED)
+    for seed in (1, 2, 3):
+        for each in (state, clean):
+            fill(each, seed)
+            apply(each.optimizer, OPEN)
+    assert finite(state)
+    for (name, p), other in zip(state.model.named_parameters(), clean.model.parameters(), strict=True):
+        assert torch.equal(p, other), name
+
+
+def test_momentum_is_there_before_the_first_step_and_changes_nothing_of_it():
+    ours, torchs = fresh("sgd"), fresh("sgd")
+    assert all((s["momentum_buffer"] == 0).all() for s in ours.optimizer.state.values())
+    torchs.optimizer.state.clear()
+    for seed in (1, 2):
+        for each in (ours, torchs):
+            fill(each, seed)
+            apply(each.optimizer, OPEN)
+    assert equal(bits(ours), bits(torchs))
+
+
 @pytest.mark.parametrize("kind", ["stable_adamw", "spam"])
 def test_even_a_gradient_whose_square_is_infinite_leaves_no_infinite_moment(kind):
     """What the guard would withhold, applied all the same: PyTorch's AdamW keeps v = Inf for ever."""
