@@ -29,9 +29,7 @@ def draw(found: Sequence[Arm], file: Path) -> None:
 
     seen = any(not math.isnan(point.logit) for arm in found for curve in arm.curves.values() for point in curve)
     figure, axes = pyplot.subplots(1, 2 if seen else 1, figsize=(9 if seen else 5, 3.6), squeeze=False)
-    panels = [("final validation loss, at most that at init, nats", "loss"), ("largest attention logit", "logit")][
-        : 2 if seen else 1
-    ]
+    panels = [("final loss (or that at init), nats", "loss"), ("largest attention logit", "logit")][: 2 if seen else 1]
     for axis, (label, field) in zip(axes[0], panels, strict=True):
         for arm in found:
             rates = [point.rate for point in next(iter(arm.curves.values()))]
