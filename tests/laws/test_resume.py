@@ -206,3 +206,13 @@ def test_checkpoints_that_are_gone_are_not_passed_over_in_silence(tmp_path, caps
     trained(tmp_path, *TINY_GPT, "steps=4", "resume=auto")
     assert "no usable checkpoint is left here; the run starts again from step 0" in capsys.readouterr().out
     assert "restart" in [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")]
+
+
+def test_an_alarm_that_was_raised_before_a_stop_is_not_raised_again(tmp_path):
+    chosen = [*TINY_GPT, "checkpoint.every=2", "monitors.every=1"]
+    with composed(*chosen, "steps=2") as cfg:
+        job = build(cfg, tmp_path)
+        job.monitors.load_state_dict({"raised": ["attention"], "starving": 0})
+        run(job)
+    resumed = trained(tmp_path, *chosen, "steps=4", "resume=auto")
+    assert resumed.monitors.state_dict()["raised"] == ["attention"]

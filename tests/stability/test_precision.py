@@ -253,3 +253,13 @@ def test_the_state_goes_through_a_checkpoint():
 def test_bounds_are_named(values, message):
     with pytest.raises(ConfigError, match=message):
         scaled(**values)
+
+
+def test_the_scale_stops_to_grow_before_it_could_become_infinite():
+    acting = LossScaled("fp16", CPU, torch.float16, init_scale=2.0**100, growth_interval=1)
+    no, yes = torch.tensor(False), torch.tensor(True)
+    for _ in range(100):
+        acting.update(overflow=no, applied=yes)
+    assert acting.loss_scale() == 2.0**100
+    acting.update(overflow=yes, applied=no)
+    assert acting.loss_scale() == 2.0**99
