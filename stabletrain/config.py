@@ -139,7 +139,7 @@ def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
         hint = f"the default is {show(defaults[key])}"
         if whole(value):
             hint = f"write {key}={int(value)}"
-        elif isinstance(default, list) and not isinstance(value, list):
+        elif default == [] and not isinstance(value, list):
             hint = f"write {key}=[{show(value)}]"
         raise ConfigError(f"{key}={show(value)} is not {kind_of(default)}: {hint}")
     if missing := sorted(set(defaults) - set(values)):
@@ -166,12 +166,13 @@ def whole(value: Any) -> bool:
 
 def kind_of(default: Any) -> str:
     """The type of a default in words."""
+    if isinstance(default, list):
+        return f"a list of {'names' if not default or isinstance(default[0], str) else 'numbers'}"
     words = {
         bool: "true or false",
         int: "a whole number",
         float: "a number",
         str: "a name",
-        list: "a list of such values",
     }
     return words.get(type(default), f"of type {type(default).__name__}")
 

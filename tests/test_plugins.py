@@ -105,4 +105,4 @@ def test_a_broken_contract_is_named(plugin, code, message):
 def test_qknorm_with_a_model_that_does_not_take_it_is_refused(plugin):
     done, _ = run(plugin, "stability=qknorm")
     assert done.returncode == 2
-    assert "qknorm=layernorm does nothing with model=mine" in done.stderr
+    assert "stability=qknorm sets qknorm=layernorm, which does nothing with model=mine" in done.stderr

@@ -14,7 +14,8 @@ def classifier(model: nn.Module) -> nn.Module | None:
     A GPT whose head is tied answers with its embedding.
     """
     named = getattr(model, "classifier", None)
-    if inspect.ismethod(named) and not inspect.signature(named).parameters:  # a plug-in's own may be a forward pass
+    module = isinstance(named, nn.Module)
+    if callable(named) and not module and not inspect.signature(named).parameters:  # it may be a forward pass
         return named()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return linears[-1] if linears else None

@@ -392,7 +392,7 @@ def needed_for(group, option, key, places):
         loose = ["clipping.max_norm=100", "clipping.z_threshold=0.5", "clipping.warmup_steps=4"]
         return [*loose, "steps=12", "warmup=none", "batch_size=1", "optimizer.lr=1e-5"]  # norms up and down
     if name == "data.length_start":
-        return ["data.length_warmup=4"]
+        return ["data.length_warmup=3"]
     return []
 
 

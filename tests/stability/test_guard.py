@@ -20,7 +20,7 @@ def gate(guard, loss, norm):
 
 
 def reading(loss=1.0, norm=1.0, applied=True, overflow=False, scale=1.0):
-    return Reading(7, loss, loss, 0.0, norm, 1.0, scale, applied, overflow, 1e-3)
+    return Reading(7, loss, loss, 0.0, norm, 1.0, 0.0, scale, applied, overflow, 1e-3)
 
 
 @pytest.mark.parametrize("loss", [1.0, NAN, INF, -INF])

@@ -9,7 +9,8 @@ from torch import nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
-from stabletrain.models.gpt import GPT, DotProduct
+from stabletrain.models.attention import DotProduct
+from stabletrain.models.gpt import GPT
 from stabletrain.models.resnet import CifarResNet
 from stabletrain.stability import precision
 from stabletrain.stability.init import GPT2Init

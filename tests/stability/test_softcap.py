@@ -117,5 +117,5 @@ def test_none_is_pytorchs_fused_attention_bitwise() -> None:
 @pytest.mark.parametrize("name", ["attention_cap", "final_cap"])
 @pytest.mark.parametrize("cap", [0.0, -50.0, float("nan")])
 def test_a_cap_that_is_not_above_zero_is_refused(name: str, cap: float) -> None:
-    with pytest.raises(ConfigError, match=rf"softcap\.{name}=.* is not above 0: use softcap=none"):
+    with pytest.raises(ConfigError, match=rf"softcap\.{name}=.* is not a finite number above 0: use softcap=none"):
         Gemma2Softcap(**({"attention_cap": 50.0, "final_cap": 30.0} | {name: cap}))

@@ -41,18 +41,19 @@ def decay_per_rate(lr: float, weight_decay: float, decay: str) -> float:
     """What a decayed group's `weight_decay` must be, given that its optimizer multiplies it by the learning rate.
 
     Raises:
-        ConfigError: `decay` is neither `coupled` nor `independent`, or a step at the peak would shrink weights by
-            their whole length or more.
+        ConfigError: `decay` is neither `coupled` nor `independent`, or independent decay would take a weight away in
+            one step.
     """
     if decay not in ("coupled", "independent"):
         raise ConfigError(f"optimizer.decay={decay} is unknown: choose coupled or independent")
-    per_rate = weight_decay if decay == "coupled" else weight_decay / lr
-    if not lr * per_rate < 1:
+    if decay == "coupled":
+        return weight_decay
+    if not weight_decay < 1:
         raise ConfigError(
-            f"optimizer.weight_decay={weight_decay} with optimizer.decay={decay} and optimizer.lr={lr} shrinks weights "
-            f"by {lr * per_rate:g} of themselves at the peak, which is not below 1: lower optimizer.weight_decay"
+            f"optimizer.weight_decay={weight_decay} with optimizer.decay=independent takes all of a weight away in one "
+            "step: 1e-4 is customary"
         )
-    return per_rate
+    return weight_decay / lr
 
 
 def check_rates(lr: float, weight_decay: float) -> None:
