@@ -1,0 +1,55 @@
+"""What the benchmarks measure on: a GPT and a ResNet with random data, small on a CPU, of a usual size on a card."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from stabletrain.models.gpt import GPT
+from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
+from stabletrain.stability.qkclip import NoQKClip
+from stabletrain.stability.qknorm import NoQKNorm
+from stabletrain.stability.softcap import NoSoftcap
+
+
+def gpt(n_layer: int, n_embd: int, block_size: int, batch: int, vocab: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """A GPT with heads of 64 (of 32, if it is narrow), tokens and targets."""
+    model = GPT(
+        vocab_size=vocab,
+        block_size=block_size,
+        n_layer=n_layer,
+        n_head=n_embd // (64 if n_embd >= 512 else 32),
+        n_embd=n_embd,
+        position="rope",
+        norm="layernorm",
+        mlp="gelu",
+        bias=False,
+        tied_head=False,
+        dropout=0.0,
+        qknorm=NoQKNorm(),
+        softcap=NoSoftcap(),
+        qkclip=NoQKClip(),
+    )
+    tokens = torch.randint(vocab, (batch, block_size + 1))
+    return model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def resnet(model: nn.Module, size: int, batch: int, classes: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """A ResNet, images and labels."""
+    return model, torch.randn(batch, 3, size, size), torch.randint(classes, (batch,))
+
+
+WORKLOADS: dict[str, dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]]] = {
+    "cpu": {
+        "GPT 4 x 128, 16 x 128 tokens": lambda: gpt(4, 128, 128, 16, 256),
+        "ResNet-20, 32 images of 32 px": lambda: resnet(
+            CifarResNet(depth=20, num_classes=10, in_channels=3), 32, 32, 10
+        ),
+    },
+    "cuda": {
+        "GPT 12 x 768, 8 x 1024 tokens": lambda: gpt(12, 768, 1024, 8, 50257),
+        "ResNet-50, 64 images of 224 px": lambda: resnet(
+            TorchvisionResNet(depth=50, num_classes=1000, in_channels=3, stem="large"), 224, 64, 1000
+        ),
+    },
+}
