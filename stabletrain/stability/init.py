@@ -71,10 +71,9 @@ class GPT2Init:
 
 @dataclass(frozen=True)
 class NormalInit:
-    """OLMo 2's: every weight N(0, std), whatever its shape and depth; biases 0.
+    """OLMo 2's (arXiv 2501.00656): every weight N(0, std), whatever its shape and depth; biases 0.
 
-    Every block adds the same variance to the residual stream, which so grows with the root of the depth. Source: OLMo
-    2, arXiv 2501.00656.
+    Every block adds the same variance to the residual stream, which so grows with the root of the depth.
 
     Attributes:
         std: standard deviation of every weight; 0.02 there.
@@ -161,8 +160,7 @@ class ZeroResidualInit:
     Where a model lists residual projections, these are 0 and every other weight is N(0, 0.02), as in GPT-2 (Fixup,
     arXiv 1901.09321, zeroes the last layer of a branch; ReZero, arXiv 2003.04887, a factor of it). Where it lists
     residual gains, these are 0 and all else stays as its constructor made it (the last BatchNorm of a block: Goyal et
-    al., arXiv 1706.02677, section 5.1). In the first step only what was zeroed learns in a branch; what stands before
-    it follows from the second step on.
+    al., arXiv 1706.02677, section 5.1). In the first step of a branch only what was zeroed learns.
     """
 
     @torch.no_grad()

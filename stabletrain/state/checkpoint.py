@@ -1,8 +1,7 @@
 """When checkpoints are written, which are kept, and which one a run continues from.
 
-The copy to the host is taken at once; hashing, writing and synchronising happen on a background thread, so
-training waits only if the write before has not ended. A write that fails costs that checkpoint, never the
-run.
+The copy to the host is taken at once; hashing, writing and synchronising happen on a background thread, so training
+waits only if the write before has not ended. A write that fails costs that checkpoint, never the run.
 """
 
 import sys
