@@ -15,19 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from workloads import WORKLOADS
+from workloads import WORKLOADS, plain_tools
 
 from stabletrain.machine import hardware
-from stabletrain.machine.determinism import Seeded
 from stabletrain.records import Batch, TrainState
-from stabletrain.stability import precision
-from stabletrain.stability.clipping import NormClip
 from stabletrain.stability.guard import SkipGuard
-from stabletrain.stability.objective import NoZLoss, Objective
 from stabletrain.stability.optimizers import AdamW
-from stabletrain.stability.qkclip import NoQKClip
-from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
-from stabletrain.step import Tools, commit, compute
+from stabletrain.step import commit, compute
 from stabletrain.watch.monitors import FullMonitors, Monitors
 
 KINDS = {"default": Monitors(every=1), "full": FullMonitors(every=1, hessian_iterations=10, hessian_samples=4)}
@@ -38,18 +32,7 @@ def measured(make: Callable, mode: str, device: torch.device, monitors: Monitors
     torch.manual_seed(0)
     model, inputs, targets = make()
     model, batch = model.to(device), Batch(inputs.to(device), targets.to(device))
-    acting = getattr(precision, mode)(device)
-    acting.prepare()
-    tools = Tools(
-        precision=acting,
-        objective=Objective(NoZLoss()),
-        clipping=NormClip(1.0),
-        after_update=NoQKClip(),
-        guard=SkipGuard(100),
-        learning_rate=LearningRate(NoWarmup(), Constant(), 10**6),
-        determinism=Seeded(),
-        seed=0,
-    )
+    tools = plain_tools(mode, device, SkipGuard(max_consecutive=100))
     state = TrainState(model, AdamW(1e-4, [0.9, 0.95], 1e-8, 0.1)(model))
 
     def step(*, looking: bool) -> float:
@@ -57,7 +40,7 @@ def measured(make: Callable, mode: str, device: torch.device, monitors: Monitors
         start = time.perf_counter()
         computed = compute(state, [batch], tools)
         if looking:
-            monitors.before(model, state.optimizer, batch, acting)
+            monitors.before(model, state.optimizer, batch, tools.precision)
         reading = commit(state, computed, tools).wait()
         if looking:
             monitors.after(model, state.optimizer, reading.applied)

@@ -22,11 +22,13 @@ from stabletrain.errors import ConfigError
 from stabletrain.job import History, Job, Plan
 from stabletrain.machine import hardware
 from stabletrain.records import Batch, TrainState
+from stabletrain.stability.intake import Intake
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.schedule import LearningRate
 from stabletrain.state.capture import Stateful, restore
 from stabletrain.state.checkpoint import NoCheckpoints
-from stabletrain.state.folder import find
+from stabletrain.state.folder import find, run_of
+from stabletrain.state.snapshots import Snapshots
 from stabletrain.step import Tools
 from stabletrain.summary import closing, opening, sample_text, suggestion
 from stabletrain.tracking.metrics import Metrics
@@ -58,7 +60,22 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     precision = make(cfg, "precision", device=device)
     precision.prepare()
     guard, clipping, monitors, recent = make(cfg, "guard"), make(cfg, "clipping"), make(cfg, "monitors"), Recent()
+    faults = make(cfg, "faults")
+    data = make(cfg, "data")
+    if not callable(getattr(data, "batch", None)):
+        raise ConfigError(f"data: {cfg.data._target_} has no batch(step, size, split)")
+    data = faults.data(data)
+    unit, per = units(cfg, data)
+    determinism.seed_run(cfg.seed)
+    model = make_model(cfg, data)
+    make(cfg, "init")(model)  # on the CPU, so that every device starts from the same weights
+    model.to(device)
+    islands = precision.islands(model)
+    state = TrainState(model, make(cfg, "optimizer")(model))
+    precision.attach(model, state.optimizer)
+    faults.state(state, precision)
     tools = Tools(
+        intake=Intake(vocabulary(model, data)),
         precision=precision,
         objective=Objective(make(cfg, "zloss"), cfg.label_smoothing),
         clipping=clipping,
@@ -68,17 +85,6 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         determinism=determinism,
         seed=cfg.seed,
     )
-    data = make(cfg, "data")
-    if not callable(getattr(data, "batch", None)):
-        raise ConfigError(f"data: {cfg.data._target_} has no batch(step, size, split)")
-    unit, per = units(cfg, data)
-    determinism.seed_run(cfg.seed)
-    model = make_model(cfg, data)
-    make(cfg, "init")(model)  # on the CPU, so that every device starts from the same weights
-    model.to(device)
-    islands = precision.islands(model)
-    state = TrainState(model, make(cfg, "optimizer")(model))
-    precision.attach(model, state.optimizer)
     history = History()
     parts: dict[str, Stateful] = {
         "guard": guard,
@@ -89,7 +95,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         "monitors": monitors,
     }
 
-    checkpoints, wandb = make(cfg, "checkpoint"), make(cfg, "wandb")
+    checkpoints, wandb = faults.checkpoints(make(cfg, "checkpoint")), faults.wandb(make(cfg, "wandb"))
 
     run = RunFolder(folder)
     typed = take_apart([*sys.argv[1:]])
@@ -103,23 +109,28 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         choices=choices,
         hardware=machine,
         data=fingerprint,
-        run_id=saved_id(folder) if resuming else None,
+        run_id=run_of(folder) if resuming else None,
         options=[option for option in typed.options if option not in SWEEP],
         overrides=HydraConfig.get().overrides.task,
     )
     config = plain(cfg)
-    tracker = Tracker(Metrics(folder), wandb, Progress(cfg.log_every))
+    try:
+        metrics = Metrics(folder)
+    except ConfigError as error:
+        run.abandon(str(error))
+        raise
+    tracker = Tracker(metrics, wandb, Progress(cfg.log_every))
     try:
         wandb.start(folder, run.id, {**config, "groups": choices, "hardware": machine, "versions": versions()})
-        checkpoints.open(folder, lambda kind, step, fields: tracker.event(kind, step, **fields))
+        checkpoints.open(folder, lambda kind, step, fields: tracker.event(kind, step, **fields), run.id)
         continue_from(cfg.resume, checkpoints, tracker, state, parts)
         if state.step > cfg.steps:
             raise ConfigError(f"steps={cfg.steps} is below the {state.step} steps that are done: raise steps")
+        tracker.rewind(state.tick)
     except BaseException as error:
         tracker.close(1)
         run.abandon(str(error))
         raise
-    tracker.rewind(state.step)
     if cfg.compile:
         model.compile()
 
@@ -139,6 +150,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         device=device,
         monitors=monitors,
         recent=recent,
+        snapshots=Snapshots(),
         checkpoints=checkpoints,
         tracker=tracker,
         folder=run,
@@ -146,9 +158,9 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         history=history,
         unit=unit,
         closing=lambda: closing(
-            step=state.step,
+            state=state,
             history=history,
-            skips=tools.guard.skips,
+            guard=tools.guard,
             unit=unit,
             per=per,
             folder=str(folder),
@@ -158,32 +170,25 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     )
 
 
-def saved_id(folder: Path) -> str | None:
-    """The run's id as its checkpoints have it: so a run stays the same run even without its `run.json`."""
-    try:
-        return find(folder).info.get("run")
-    except ConfigError:
-        return None
-
-
 def continue_from(
     resume: str, checkpoints: NoCheckpoints, tracker: NoTracker, state: TrainState, parts: Mapping[str, Stateful]
 ) -> None:
     """Restores the checkpoint that `resume` asks for, if there is one, and says where there is none.
 
     Args:
-        resume: `none`; `auto` for the newest of this run folder that verifies; or a checkpoint's folder.
+        resume: `none`; `auto` for what this run folder prefers (`Checkpoints.preferred`); a run folder, for the same of
+            that; or a checkpoint, which is taken as it is.
         checkpoints: opened.
         tracker, state, parts: of the run.
     """
     if resume == "none":
         return
-    found = checkpoints.newest() if resume == "auto" else find(Path(resume))
+    found = checkpoints.preferred() if resume == "auto" else find(Path(resume))
     if found is not None:
         restore(found.load(), state, parts)
         tracker.event("resume", state.step, checkpoint=found.path.name, healthy=found.healthy)
         tracker.note(f"resumed after step {state.step}, from {found.path}")
-        if not found.healthy:
+        if not found.healthy and Path(resume).absolute() == found.path.absolute():  # elsewhere it has been said
             tracker.note(f"resume: {found.path.name} is not healthy: its weights or moments may not be finite")
     elif tracker.started():
         tracker.event("restart", 0, reason="no usable checkpoint")
@@ -209,6 +214,15 @@ def make_model(cfg: DictConfig, data: Any) -> nn.Module:
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(f"model: {cfg.model._target_} has no parameters to train")
     return model
+
+
+def vocabulary(model: nn.Module, data: Any) -> int | None:
+    """How many token ids the model knows, so that others are kept away from its kernels; None where nobody says."""
+    for knows in (model, data):
+        if isinstance(size := getattr(knows, "vocab_size", None), int):
+            return size
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return tables[0].num_embeddings if tables else None
 
 
 def units(cfg: DictConfig, data: Any) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 stabletrain prepare <text or data set> <out>    token shards for data=tokens
 stabletrain sample <run>                        text from a trained model
 stabletrain compare <sweep> [--picture <file>]  a sweep over learning rates: losses, sensitivity, attention logits
+stabletrain losses <runs> <file>                a picture of runs' training losses, rollbacks included
 """
 
 import argparse
@@ -39,6 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     comparing.add_argument("runs", type=Path, nargs="+", help="a sweep's folder, or folders of runs")
     comparing.add_argument("--picture", type=Path, help="also draw the curves into this file (.svg, .png)")
     comparing.set_defaults(do=compare)
+
+    drawing = commands.add_parser("losses", help="draw the training losses of some runs")
+    drawing.add_argument("runs", type=Path, nargs="+", help="a sweep's folder, or folders of runs")
+    drawing.add_argument("file", type=Path, help="the picture to write (.svg, .png)")
+    drawing.set_defaults(do=losses)
 
     chosen = parser.parse_args(arguments)
     try:
@@ -95,6 +101,14 @@ def compare(chosen: argparse.Namespace) -> None:
     if chosen.picture is not None:
         draw(found, chosen.picture)
         print(f"picture  {chosen.picture}", file=sys.stderr)
+
+
+def losses(chosen: argparse.Namespace) -> None:
+    """Draws the training losses of some runs."""
+    from stabletrain.compare.curves import draw_losses
+    from stabletrain.compare.runs import read_runs
+
+    draw_losses(read_runs(chosen.runs), chosen.file)
 
 
 if __name__ == "__main__":

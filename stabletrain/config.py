@@ -37,6 +37,9 @@ NULLS = {
     "model.num_classes": 1,
     "model.in_channels": 1,
     "data.path": "",
+    "faults.rank": 0,
+    "faults.module": "",
+    "faults.parameter": "",
 }
 """Keys whose default is null, and a value of the type that they take otherwise."""
 

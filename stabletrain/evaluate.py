@@ -7,30 +7,35 @@ import torch.nn.functional as F
 from torch import nn
 
 from stabletrain.records import IGNORE_INDEX, Batch
-from stabletrain.step import Precision
+from stabletrain.step import Intake, Precision
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterator[Batch], precision: Precision) -> dict[str, float]:
+def evaluate(model: nn.Module, batches: Iterator[Batch], precision: Precision, intake: Intake) -> dict[str, float]:
     """Mean cross-entropy over all valid targets, in nats, without label smoothing or z-loss.
 
     Args:
         model: put into evaluation mode for the pass, and back into the mode it was in.
         batches: on the model's device; sizes may differ.
         precision: its autocast is used.
+        intake: keeps ids and labels that are out of range from the kernels; such a label is not counted.
 
     Returns:
-        `val/loss`, and for `[batch, classes]` logits `val/accuracy`, in [0, 1]. NaN where no target is valid.
+        `val/loss`, and for `[batch, classes]` logits `val/accuracy`, in [0, 1]. NaN where no target is valid. Where a
+        batch held bad data, `val/bad_batches` says how many did.
     """
     training = model.training
     model.eval()
-    loss = count = correct = 0
+    loss = count = correct = spoilt = 0
     classifies = False
     try:
         for batch in batches:
+            inputs, _, bad_inputs = intake.inputs(batch.inputs)
             with precision.autocast():
-                logits = model(batch.inputs)
-            rows, targets = logits.flatten(0, -2).float(), batch.targets.flatten()
+                logits = model(inputs)
+            known, bad_targets = intake.targets(batch.targets, logits.shape[-1])
+            spoilt = spoilt + (bad_inputs | bad_targets)
+            rows, targets = logits.flatten(0, -2).float(), known.flatten()
             valid = targets != IGNORE_INDEX
             loss = loss + F.cross_entropy(rows, targets, ignore_index=IGNORE_INDEX, reduction="sum").double()
             count = count + valid.sum()
@@ -43,4 +48,4 @@ def evaluate(model: nn.Module, batches: Iterator[Batch], precision: Precision) -
     metrics = {"val/loss": float(loss) / total if total else float("nan")}
     if classifies:
         metrics["val/accuracy"] = float(correct) / total if total else float("nan")
-    return metrics
+    return metrics | ({"val/bad_batches": int(spoilt)} if int(spoilt) else {})

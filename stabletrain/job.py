@@ -10,6 +10,7 @@ import torch
 from stabletrain.records import Batch, TrainState
 from stabletrain.state.capture import Stateful
 from stabletrain.state.checkpoint import NoCheckpoints
+from stabletrain.state.snapshots import Snapshots
 from stabletrain.step import Tools
 from stabletrain.tracking.run import RunFolder
 from stabletrain.tracking.tracker import NoTracker
@@ -37,15 +38,30 @@ class History:
     Attributes:
         best_loss: lowest validation loss so far, nats; at `best_step`.
         val: the newest evaluation's metrics.
+        updates: optimizer steps that are in the weights.
         seconds: training time, without evaluations and checkpoints.
         units: tokens or images consumed.
+        lost_steps, lost_seconds: how much of it was rolled back.
     """
 
     best_loss: float = math.inf
     best_step: int = 0
     val: dict[str, float] = field(default_factory=dict)
+    updates: int = 0
     seconds: float = 0.0
     units: int = 0
+    lost_steps: int = 0
+    lost_seconds: float = 0.0
+
+    def lasting(self) -> dict:
+        """What a rollback does not undo: time and data spent."""
+        names = ("seconds", "units", "lost_steps", "lost_seconds")
+        return {name: getattr(self, name) for name in names}
+
+    def keep(self, lasting: dict) -> None:
+        """Puts that back over a restored state, whose own time is not lost."""
+        lost = lasting["seconds"] - self.seconds
+        self.load_state_dict({**lasting, "lost_seconds": lasting["lost_seconds"] + lost})
 
     def state_dict(self) -> dict:
         """For the checkpoint."""
@@ -62,6 +78,7 @@ class Batches(Protocol):
     """Training batches by step number; see `data/prefetch.py`."""
 
     def get(self, step: int) -> Batch: ...
+    def forget(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -78,6 +95,7 @@ class Job:
         device: where the model lives.
         monitors: what looks into a step now and then.
         recent: what the last steps were like.
+        snapshots: where states are held in memory.
         checkpoints: where states are saved.
         tracker: where numbers and events go.
         folder: `run.json`.
@@ -95,6 +113,7 @@ class Job:
     device: torch.device
     monitors: NoMonitors
     recent: Recent
+    snapshots: Snapshots
     checkpoints: NoCheckpoints
     tracker: NoTracker
     folder: RunFolder

@@ -123,6 +123,21 @@ class Clipped:
     active: Tensor
 
 
+@dataclass(frozen=True)
+class Vitals:
+    """What can go wrong in a step that loss and gradients do not show; 0-d tensors on the device.
+
+    Attributes:
+        bad_data: bool, whether the batch held what no model can learn from; see `stability/intake.py`.
+        inputs: fp32, the largest magnitude of the inputs; 0 where they are whole numbers.
+        buffers: fp32, L2 norm of the model's floating-point buffers after the forward pass (BatchNorm's statistics).
+    """
+
+    bad_data: Tensor
+    inputs: Tensor
+    buffers: Tensor
+
+
 class Reading(NamedTuple):
     """What one step measured, as floats on the host: the only thing the loop, the guard and the trackers see.
 
@@ -132,8 +147,10 @@ class Reading(NamedTuple):
         grad_norm: L2 norm over all parameters, before clipping.
         clip_coef: gradient norm after clipping over before; 1 where clipping was not active.
         clip_active: share, in [0, 1], of what the clipping clips one by one that it did clip.
+        inputs, buffers: largest magnitude of the inputs, and norm of the buffers; see `Vitals`.
         loss_scale: fp16's loss scale the step ran with; 1 in other precisions.
         applied: whether the gate was open, so that the update reached the weights.
+        bad_data: whether the batch held what no model can learn from; see `stability/intake.py`.
         overflow: whether it was withheld by fp16's routine overflow, which calibrates the loss scale.
         lr: learning rate of the first parameter group.
     """
@@ -145,8 +162,11 @@ class Reading(NamedTuple):
     grad_norm: float
     clip_coef: float
     clip_active: float
+    inputs: float
+    buffers: float
     loss_scale: float
     applied: bool
+    bad_data: bool
     overflow: bool
     lr: float
 
@@ -156,7 +176,25 @@ class Verdict(enum.Enum):
 
     APPLY = "apply"
     SKIP = "skip"
+    ROLLBACK = "rollback"
     HALT = "halt"
+
+
+@dataclass(frozen=True)
+class Detour:
+    """How a run goes on after a rollback.
+
+    Attributes:
+        number: of the rollback, from 1.
+        skip_batches: batches to pass over beyond those read since the state that was put back.
+        lr_factor: what the learning rate is multiplied by, up to step `until`.
+        until: see `lr_factor`.
+    """
+
+    number: int
+    skip_batches: int
+    lr_factor: float
+    until: int
 
 
 @dataclass
@@ -168,9 +206,11 @@ class TrainState:
         optimizer: its moments and step counters.
         step: steps done, which is also the number, counted from 0, under which the next one looks up its batch.
         skipped: ranges `[start, stop)` of data positions that are never read; see `data/order.py`.
+        tick: steps executed in the whole run, those that were rolled back included: it never goes back.
     """
 
     model: nn.Module
     optimizer: Optimizer
     step: int = 0
     skipped: list[tuple[int, int]] = field(default_factory=list)
+    tick: int = 0

@@ -19,8 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabletrain.records import IGNORE_INDEX, Batch, Clipped, GradNorms, LossTerms, Reading, TrainState, Verdict
-from stabletrain.watch.gradients import measure
+from stabletrain.records import (
+    IGNORE_INDEX,
+    Batch,
+    Clipped,
+    Detour,
+    GradNorms,
+    LossTerms,
+    Reading,
+    TrainState,
+    Verdict,
+    Vitals,
+)
+from stabletrain.watch.gradients import buffer_norm, measure
 
 
 @runtime_checkable
@@ -60,13 +71,36 @@ class AfterUpdate(Protocol):
 
 @runtime_checkable
 class Guard(Protocol):
-    """Which updates may reach the weights; see `stability/guard.py`."""
+    """Which updates may reach the weights; see `stability/guard/`."""
 
     skips: dict[str, int]
+    kind: str
     reason: str
+    rollbacks: int
 
-    def gate(self, terms: LossTerms, norms: GradNorms) -> Tensor: ...
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def held(self) -> list[int]: ...
+    @property
+    def target(self) -> int | None: ...
+    def gate(self, terms: LossTerms, norms: GradNorms, vitals: Vitals) -> Tensor: ...
     def judge(self, reading: Reading) -> Verdict: ...
+    def slowdown(self, step: int) -> float: ...
+    def due(self, step: int) -> bool: ...
+    def take(self, step: int) -> None: ...
+    def go_back(self, step: int, target: int) -> Detour: ...
+
+
+@runtime_checkable
+class Intake(Protocol):
+    """What is made of data that no model can learn from; see `stability/intake.py`."""
+
+    @property
+    def vocab_size(self) -> int | None: ...
+    def safe(self, batch: Batch, classes: int) -> Batch: ...
+    def inputs(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+    def targets(self, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]: ...
 
 
 @runtime_checkable
@@ -87,6 +121,7 @@ class LearningRate(Protocol):
 class Tools:
     """Everything that acts in a step, each chosen by a config group."""
 
+    intake: Intake
     precision: Precision
     objective: Objective
     clipping: Clipping
@@ -99,18 +134,27 @@ class Tools:
 
 @dataclass(frozen=True)
 class Computed:
-    """What `compute` leaves for `commit`: losses and norms on the device, and the buffers as they were before."""
+    """What `compute` leaves for `commit`.
+
+    Attributes:
+        terms, norms: losses and gradient norms, on the device.
+        vitals: what else the guard looks at.
+        held: the model's buffers as they were before.
+        classes: the last dimension of the logits; None if nothing could be run.
+    """
 
     terms: LossTerms
     norms: GradNorms
+    vitals: Vitals
     held: list[Tensor]
+    classes: int | None
 
 
 class InFlight:
     """A reading on its way from the device to the host."""
 
     def __init__(self, step: int, lr: float, values: Tensor) -> None:
-        """Starts the copy of `values`, fp32 `[9]` in `Reading`'s order, and returns at once."""
+        """Starts the copy of `values`, fp32 `[12]` in `Reading`'s order, and returns at once."""
         self._step, self._lr = step, lr
         self._arrived = None
         if values.device.type == "cuda":
@@ -125,8 +169,8 @@ class InFlight:
         """The reading; on CUDA this waits for the copy, not for the work launched after it."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        *measured, applied, overflow = self._values.tolist()
-        return Reading(self._step, *measured, bool(applied), bool(overflow), self._lr)
+        *measured, applied, bad_data, overflow = self._values.tolist()
+        return Reading(self._step, *measured, bool(applied), bool(bad_data), bool(overflow), self._lr)
 
 
 def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Computed:
@@ -140,35 +184,58 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     tools.determinism.seed_step(tools.seed, state.step)
     state.optimizer.zero_grad(set_to_none=True)
     held = [buffer.clone() for buffer in state.model.buffers()]
-    n_valid = torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches]).sum().clamp(min=1)
-    parts = []
+    targets_left = torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches]).sum()
+    n_valid = targets_left.clamp(min=1)
+    parts, bad, largest, classes = [], [targets_left == 0], [], None
     for batch in batches:
+        if batch.targets.numel() == 0:  # nothing to run on; a shape, so nothing is waited for
+            continue
+        inputs, magnitude, bad_inputs = tools.intake.inputs(batch.inputs)
         with tools.precision.autocast():
-            logits = state.model(batch.inputs)
-        part = tools.objective(logits, batch.targets, n_valid)
+            logits = state.model(inputs)
+        classes = logits.shape[-1]
+        targets, bad_targets = tools.intake.targets(batch.targets, classes)
+        part = tools.objective(logits, targets, n_valid)
         tools.precision.scale(part.total).backward()
         parts.append(part.detach())
+        bad += [bad_inputs, bad_targets]
+        largest.append(magnitude)
+    if not parts:
+        parts = [nothing_(state.model)]
+        largest = [torch.zeros_like(parts[0].total)]
     terms = sum(parts[1:], parts[0])
     tools.precision.unscale_([p.grad for p in state.model.parameters() if p.grad is not None])
-    return Computed(terms, measure(state.model), held)
+    vitals = Vitals(torch.stack(bad).any(), torch.stack(largest).amax(), buffer_norm(state.model))
+    return Computed(terms, measure(state.model), vitals, held, classes)
+
+
+def nothing_(model: nn.Module) -> LossTerms:
+    """The loss of no sample at all: 0, and every gradient is 0."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    zero = torch.zeros((), device=next(model.parameters()).device)
+    return LossTerms(zero, zero, zero)
 
 
 def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     """Judges what `compute` found, clips, applies the update or leaves everything as it was, and counts the step."""
     terms, norms = computed.terms, computed.norms
     overflow = tools.precision.overflow(terms, norms)
-    gate = tools.guard.gate(terms, norms) & ~overflow
+    gate = tools.guard.gate(terms, norms, computed.vitals) & ~overflow
     clipped = tools.clipping(state.model, norms, gate)
     loss_scale = tools.precision.loss_scale()
-    lr = set_lr(state.optimizer, tools.learning_rate(state.step))
+    lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.slowdown(state.step))
     apply(state.optimizer, gate)
     tools.after_update(state.model, gate)
     restore(state.model, computed.held, gate)
     tools.precision.update(overflow, gate)
     state.step += 1
+    state.tick += 1
     measured = (
         *(terms.total, terms.ce, terms.zloss, norms.total, clipped.coef, clipped.active),
-        *(loss_scale, gate, overflow),
+        *(computed.vitals.inputs, computed.vitals.buffers),
+        *(loss_scale, gate, computed.vitals.bad_data, overflow),
     )
     return InFlight(state.step, lr, torch.stack([value.float() for value in measured]))
 

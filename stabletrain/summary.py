@@ -88,9 +88,9 @@ def millions(count: int) -> str:
 
 def closing(
     *,
-    step: int,
+    state: Any,
     history: Any,
-    skips: Mapping[str, int],
+    guard: Any,
     unit: str,
     per: str,
     folder: str,
@@ -100,9 +100,9 @@ def closing(
     """The result, a sample of generated text, the pace, the run folder, and a command to try next.
 
     Args:
-        step: steps done.
-        history: the run's `History`.
-        skips: withheld updates by kind.
+        state: the run's `TrainState` at its end.
+        history: its `History`.
+        guard: its guard.
         unit: what the pace counts, `tok` or `img`.
         per: what a loss is per, such as `byte`.
         folder: the run folder.
@@ -115,17 +115,27 @@ def closing(
     result = f"val loss {loss:.3f} nats/{per} ({loss / math.log(2):.2f} bits)"
     if "val/accuracy" in history.val:
         result = f"val accuracy {100 * history.val['val/accuracy']:.2f} %, loss {loss:.3f} nats"
-    skipped = sum(skips.values())
-    kinds = ", ".join(f"{count} {kind}" for kind, count in skips.items() if count)
     best = f"best at step {history.best_step:,}"
     lines = [
-        f"{result} after {step:,} steps in {history.seconds:.0f} s, {skipped} skipped{kinds and f' ({kinds})'}, {best}",
+        f"{result} after {state.step:,} steps in {history.seconds:.0f} s, {best}",
+        f"guard    {deeds(state, history, guard)}",
         f"pace     {history.units / max(history.seconds, 1e-9):,.0f} {unit}/s",
     ]
     if sample and sample.strip():
         first, *rest = sample.strip("\n").splitlines()
         lines += [f"sample   {first}", *(f"         {line}" for line in rest)]
     return "\n".join([*lines, f"run      {near(folder)}", f"next     {again}"])
+
+
+def deeds(state: Any, history: Any, guard: Any) -> str:
+    """What the guard did: updates, skips by kind, rollbacks, data passed over, time lost."""
+    words = [f"{history.updates:,} updates in {state.step:,} steps"]
+    words += [f"{count} skipped ({kind.replace('_', ' ')})" for kind, count in guard.skips.items() if count]
+    if guard.rollbacks:
+        words.append(f"{guard.rollbacks} rollback{'s' if guard.rollbacks > 1 else ''}")
+        words.append(f"{history.lost_steps} steps ({history.lost_seconds:.0f} s) lost")
+        words.append("batches never read " + " ".join(f"{start}-{stop - 1}" for start, stop in state.skipped))
+    return ", ".join(words) if len(words) > 1 else f"{words[0]}, nothing withheld"
 
 
 def suggestion(typed: Arguments, has_attention: bool, per: str) -> str:

@@ -11,6 +11,7 @@ from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.stability import precision
 from stabletrain.stability.clipping import NoClip, NormClip
 from stabletrain.stability.guard import NoGuard, SkipGuard
+from stabletrain.stability.intake import Intake
 from stabletrain.stability.objective import NoZLoss, Objective
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
 from stabletrain.stability.qkclip import NoQKClip
@@ -49,11 +50,12 @@ class Tiny(nn.Module):
 
 def tools(kind="fp32", clipping=None, guard=None):
     return Tools(
+        intake=Intake(),
         precision=PRECISIONS[kind](),
         objective=Objective(NoZLoss()),
         clipping=clipping or NormClip(1.0),
         after_update=NoQKClip(),
-        guard=guard or SkipGuard(10),
+        guard=guard or SkipGuard(max_consecutive=10),
         learning_rate=LearningRate(NoWarmup(), Constant(), 100),
         determinism=Seeded(),
         seed=0,

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ class Run:
         folder: where it lies.
         record: its `run.json`.
         overrides: what was typed for it, key to value, later ones winning.
-        metrics: the lines of its `metrics.jsonl`, NaN and infinities as floats.
+        metrics: the lines of its `metrics.jsonl`, NaN and infinities as floats, without those that were rolled back.
+        abandoned: those that were.
     """
 
     folder: Path
     record: dict[str, Any]
     overrides: dict[str, str]
     metrics: list[dict[str, Any]]
+    abandoned: list[dict[str, Any]] = field(default_factory=list)
 
     def first(self, name: str) -> float | None:
         """The first value logged under `name`."""
@@ -69,7 +71,9 @@ def read_run(folder: Path) -> Run:
     for override in record.get("overrides", []):
         key, _, value = override.lstrip("+").partition("=")
         overrides[key] = value
-    return Run(folder, record, overrides, read_jsonl(folder / "metrics.jsonl"))
+    lines = read_jsonl(folder / "metrics.jsonl")
+    kept, abandoned = ([line for line in lines if bool(line.get("rolled_back")) is gone] for gone in (False, True))
+    return Run(folder, record, overrides, kept, abandoned)
 
 
 def natural(name: str) -> tuple[int, str]:

@@ -34,6 +34,11 @@ class Prefetch:
                 self._waiting[number] = self._pool.submit(self._make, number)
         return self._waiting.pop(step).result()
 
+    def forget(self) -> None:
+        """Drops every guess: the batches of the same numbers have become others."""
+        for number in list(self._waiting):
+            self._waiting.pop(number).cancel()
+
     def _make(self, number: int) -> Batch:
         batch = self._load(number)
         return batch.pin_memory() if self._pin else batch

@@ -46,7 +46,7 @@ def capture(state: TrainState, parts: Mapping[str, Stateful]) -> Tree:
         parts: what else has memory, by a name of the caller's.
 
     Returns:
-        `{"model", "optimizer", "step", "skipped", "parts"}`.
+        `{"model", "optimizer", "step", "skipped", "tick", "parts"}`.
 
     Raises:
         ConfigError: the optimizer holds a parameter that the model does not, or state that belongs to no
@@ -57,6 +57,7 @@ def capture(state: TrainState, parts: Mapping[str, Stateful]) -> Tree:
         "optimizer": _capture_optimizer(state),
         "step": state.step,
         "skipped": [list(span) for span in state.skipped],
+        "tick": state.tick,
         "parts": {name: part.state_dict() for name, part in parts.items()},
     }
 
@@ -92,6 +93,7 @@ def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> Non
     _restore_optimizer(tree["optimizer"], state)
     state.step = tree["step"]
     state.skipped = [(start, stop) for start, stop in tree["skipped"]]
+    state.tick = tree.get("tick", tree["step"])  # before there were rollbacks, both were one
 
 
 def _names(state: TrainState) -> dict[Tensor, str]:

@@ -1,63 +1,27 @@
-"""When checkpoints are written, which are kept, and which one a run continues from.
+"""When checkpoints are written, and what becomes of a run whose disk does not take them.
 
 The copy to the host is taken at once; hashing, writing and synchronising happen on a background thread, so training
-waits only if the write before has not ended. A write that fails costs that checkpoint, never the run.
+waits only if the write before has not ended. A write that fails costs that checkpoint, never the run: it is said once,
+the next one is tried in its turn, and once more it is said when that succeeds. Which checkpoints stay is in
+`retention.py`, which one a run continues from in `folder.py`.
 """
 
-import sys
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stabletrain.errors import ConfigError
 from stabletrain.state import disk
-from stabletrain.state.disk import Checkpoint, UnusableCheckpoint
-from stabletrain.state.folder import by_val_loss, number, steps_in, verified
+from stabletrain.state.folder import Folder
+from stabletrain.state.health import unsound
+from stabletrain.state.notice import Report, reason_of, say
+from stabletrain.state.off import NoCheckpoints
+from stabletrain.state.retention import kept, left_behind
 from stabletrain.state.tree import Tree, flatten, to_host
-
-Report = Callable[[str, int, dict], None]
-"""Takes an event's kind, its step and its fields; called from the writing thread too."""
-
-
-class NoCheckpoints:
-    """Keeps nothing on disk and continues from nothing.
-
-    Attributes:
-        keeps: whether anything is ever saved.
-    """
-
-    keeps = False
-
-    def open(self, folder: Path, on_event: Report) -> None:
-        """Nothing to open."""
-
-    def due(self, step: int) -> bool:
-        """Never."""
-        return False
-
-    def save(self, step: int, tree: Tree, *, info: Mapping[str, Any], healthy: bool, val_loss: float | None) -> None:
-        """Nothing is saved."""
-
-    def wait(self) -> None:
-        """Nothing is under way."""
-
-    def settle(self) -> None:
-        """Nothing is under way."""
-
-    def newest(self, *, healthy_only: bool = False) -> Checkpoint | None:
-        """None."""
-        return None
-
-    def best(self) -> Checkpoint | None:
-        """None."""
-        return None
-
-    def rewind(self, step: int) -> None:
-        """Nothing to forget."""
+from stabletrain.state.trust import Checkpoint
 
 
 class Checkpoints(NoCheckpoints):
@@ -68,7 +32,7 @@ class Checkpoints(NoCheckpoints):
 
     Attributes:
         every: steps between two checkpoints.
-        keep: so many of the newest are kept, besides the last healthy one, which is never removed.
+        keep: so many of the newest are kept, besides the last healthy ones.
         keep_best: also keep the healthy one of the lowest validation loss.
         asynchronous: write on a background thread; False waits for each write.
     """
@@ -81,24 +45,35 @@ class Checkpoints(NoCheckpoints):
         if keep < 1:
             raise ConfigError(f"checkpoint.keep={keep} is below 1: choose 1 or more, or checkpoint=off")
         self.every, self.keep, self.keep_best, self.asynchronous = every, keep, keep_best, asynchronous
-        self._folder: Path | None = None
+        self._folder: Folder | None = None
         self._on_event: Report | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._failing = False
+        self._reason = ""  # why the last write failed; empty while writes succeed
+        self._written: int | None = None  # step of the last one that succeeded
+        self._stuck: set[Path] = set()  # said to be in the way
 
-    def open(self, folder: Path, on_event: Report) -> None:
+    def open(self, folder: Path, on_event: Report, run: str | None = None) -> None:
         """Chooses the run folder, and clears away what a killed process left half-written.
 
         Args:
             folder: the run folder; made if it does not exist.
             on_event: is told `checkpoint`, `checkpoint_failed` and `checkpoint_skipped`; from the writing
                 thread too.
+            run: the run's id: checkpoints whose `info["run"]` is another are not continued from.
+
+        Raises:
+            ConfigError: no checkpoint can be written there.
         """
-        self._folder = folder / "checkpoints"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._on_event = on_event
-        disk.tidy(self._folder)
+        self._folder, self._on_event = Folder(folder / "checkpoints", on_event, run), on_event
+        try:
+            disk.try_out(self._folder.path)
+            disk.tidy(self._folder.path)
+        except OSError as error:
+            raise ConfigError(
+                f"no checkpoint can be written to {self._folder.path} ({reason_of(error)}): mend that, choose another "
+                "hydra.run.dir, or train without, by checkpoint=off"
+            ) from error
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be taken when `step` steps are done."""
@@ -107,12 +82,14 @@ class Checkpoints(NoCheckpoints):
     def save(self, step: int, tree: Tree, *, info: Mapping[str, Any], healthy: bool, val_loss: float | None) -> None:
         """Copies the state to the host, then writes it in the background.
 
+        What is on the disk of later steps is then left behind by the run, and goes, unless it is the last healthy one.
+
         Args:
             step: steps done; one of that number is replaced.
             tree: from `capture`; may share memory with the live state, which may change as soon as this
                 returns.
             info: plain JSON values kept with it.
-            healthy: the caller's judgement; weights or moments that are not finite overrule it.
+            healthy: the caller's judgement; weights or moments that are not sound (`health.py`) overrule it.
             val_loss: nats per target; None if not known.
 
         Raises:
@@ -130,9 +107,7 @@ class Checkpoints(NoCheckpoints):
 
     def wait(self) -> None:
         """Returns when the last write has ended."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self.settle()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -143,115 +118,102 @@ class Checkpoints(NoCheckpoints):
             self._thread.join()
             self._thread = None
 
-    def newest(self, *, healthy_only: bool = False) -> Checkpoint | None:
-        """The newest checkpoint that verifies; others are reported with their reason and passed over."""
+    def saved(self, step: int) -> bool:
+        """Whether the newest write that ended was of `step`, and succeeded."""
+        return self._written == step and not self._reason
+
+    def unsaved(self) -> str | None:
+        """One line for the end of a run whose last state could not be written; None if it could."""
+        if not self._reason:
+            return None
+        known = self._open_folder().known()
+        left = f"the newest on the disk is of step {known[-1].step}" if known else "no checkpoint of this run is left"
+        return f"the last state could not be saved ({self._reason}): {left}; writes that failed: {self.failed}"
+
+    def newest(self, *, healthy_only: bool = False, at_most: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint that verifies, of at most that step; see `Folder.newest`."""
         self.wait()
-        for path in reversed(list(steps_in(self._open_folder()))):
-            found = self._verified(path)
-            if found is not None and (found.healthy or not healthy_only):
-                return found
-        return None
+        return self._open_folder().newest(healthy_only=healthy_only, at_most=at_most)
+
+    def preferred(self) -> Checkpoint | None:
+        """What a run continues from: the newest that verifies, or an older one that is healthy; see
+        `Folder.preferred`."""
+        self.wait()
+        return self._open_folder().preferred()
 
     def best(self) -> Checkpoint | None:
         """The healthy checkpoint of the lowest validation loss that verifies."""
         self.wait()
-        for known in by_val_loss(self._known()):
-            if self._verified(known.path) is not None:
-                return known
-        return None
+        return self._open_folder().best()
 
     def rewind(self, step: int) -> None:
-        """Forgets the checkpoints after `step`, which a rollback left behind; never the last healthy one."""
+        """Forgets the checkpoints after `step`, which a rollback left behind.
+
+        The last healthy one that verifies is never among them: where none at or before `step` does, the newest after
+        it stays until a healthy one has been written.
+        """
         self.wait()
-        known = self._known()
-        healthy = [c for c in known if c.healthy]
-        last = next((c for c in reversed(healthy) if c.step <= step), healthy[-1] if healthy else None)
-        for checkpoint in known:
-            if checkpoint.step > step and checkpoint is not last:
-                disk.remove(checkpoint.path)
+        folder = self._open_folder()
+        healthy = folder.newest(healthy_only=True, at_most=step)
+        if healthy is None:
+            folder.newest(healthy_only=True)  # so that one found damaged is not the one that stays
+        self._forget(left_behind(folder.known(), step, healthy is not None))
 
     def _attempt(self, step: int, *arguments: Any) -> None:
         try:
-            self._tell("checkpoint", step, self._write(step, *arguments))
-            self._failing = False
-        except OSError as error:
-            if not self._failing:
-                self._failing = True
-                reason = error.strerror or str(error)
-                say(
-                    f"the checkpoint of step {step} was not written ({reason}): training goes on, earlier "
-                    "checkpoints are kept"
-                )
-                self._tell("checkpoint_failed", step, {"reason": str(error)})
+            try:
+                fields = self._write(step, *arguments)
+            except OSError as error:
+                self._failed(step, error)
+            else:
+                self._succeeded(step, fields)
         except BaseException as error:  # of the program, not the disk: raised where the loop waits
             self._error = error
 
+    def _failed(self, step: int, error: OSError) -> None:
+        self.failed += 1
+        failing, self._reason = self._reason, reason_of(error)
+        if not failing:
+            say(
+                f"the checkpoint of step {step} was not written ({self._reason}): training goes on, earlier "
+                "checkpoints are kept"
+            )
+            self._tell("checkpoint_failed", step, {"reason": str(error)})
+
+    def _succeeded(self, step: int, fields: dict) -> None:
+        if self._reason:
+            say(f"checkpoints are written again, from step {step} on")
+        self._written, self._reason = step, ""
+        self._tell("checkpoint", step, fields)
+
     def _write(self, step: int, tree: Tree, info: Mapping[str, Any], healthy: bool, val_loss: float | None) -> dict:
-        start = time.perf_counter()
-        bad = nonfinite(tree) if healthy else None
-        path = disk.write(
-            self._open_folder(),
-            tree,
-            step=step,
-            info=info,
-            healthy=healthy and bad is None,
-            val_loss=val_loss,
-        )
-        self._retain()
-        fields = {
-            "path": path.name,
-            "healthy": healthy and bad is None,
-            "seconds": round(time.perf_counter() - start, 3),
-        }
-        return fields if bad is None else {**fields, "reason": f"{bad} is not finite"}
+        start, folder = time.perf_counter(), self._open_folder()
+        bad = unsound(tree) if healthy else None
+        healthy, there = healthy and bad is None, os.path.isdir(folder.path)
+        path = disk.write(folder.path, tree, step=step, info=info, healthy=healthy, val_loss=val_loss)
+        if not there:
+            say(f"{folder.path} had gone with all that was in it: it is made again, with the checkpoint of step {step}")
+        folder.damaged.pop(path, None)
+        self._forget(left_behind(folder.known(), step, healthy))
+        known = folder.known()
+        self._forget({checkpoint.path for checkpoint in known} - kept(known, self.keep, self.keep_best))
+        fields = {"path": path.name, "healthy": healthy, "seconds": round(time.perf_counter() - start, 3)}
+        return fields if bad is None else {**fields, "reason": bad}
 
-    def _retain(self) -> None:
-        known = self._known()
-        kept = {c.path for c in known[-self.keep :]}
-        kept |= {c.path for c in [c for c in known if c.healthy][-1:]}
-        if self.keep_best:
-            kept |= {c.path for c in by_val_loss(known)[:1]}
-        for checkpoint in known:
-            if checkpoint.path not in kept:
-                disk.remove(checkpoint.path)
-
-    def _known(self) -> list[Checkpoint]:
-        """All that look whole, oldest first. Those that do not are left for people to look at."""
-        known = []
-        for path in steps_in(self._open_folder()):
+    def _forget(self, paths: set[Path]) -> None:
+        for path in sorted(paths):
             try:
-                known.append(disk.peek(path))
-            except UnusableCheckpoint:
-                continue
-        return known
-
-    def _verified(self, path: Path) -> Checkpoint | None:
-        try:
-            return verified(path)
-        except UnusableCheckpoint as error:
-            say(f"checkpoint skipped: {error}")
-            self._tell("checkpoint_skipped", number(path), {"path": path.name, "reason": str(error)})
-            return None
+                disk.remove(path)
+            except OSError as error:  # one too many on the disk is no reason to stop
+                if path not in self._stuck:
+                    self._stuck.add(path)
+                    say(f"{path} is of no more use and cannot be removed ({reason_of(error)}): please remove it")
 
     def _tell(self, kind: str, step: int, fields: dict) -> None:
         if self._on_event is not None:
             self._on_event(kind, step, fields)
 
-    def _open_folder(self) -> Path:
+    def _open_folder(self) -> Folder:
         if self._folder is None:
             raise RuntimeError("Checkpoints.open(folder, on_event) comes first")
         return self._folder
-
-
-def nonfinite(tree: Tree) -> str | None:
-    """Name of the first tensor among weights, buffers and optimizer state that holds NaN or Inf."""
-    judged = {"model": tree["model"], "optimizer": tree.get("optimizer", {}).get("state", {})}
-    for name, tensor in flatten(judged)[0].items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            return name.removeprefix("model/")
-    return None
-
-
-def say(message: str) -> None:
-    """One line for people."""
-    print(f"stabletrain: {message}", file=sys.stderr)

@@ -1,84 +1,27 @@
-"""One checkpoint on disk: a folder that is complete or absent at every instant, and that nobody needs pickle
-to read.
+"""Writing a checkpoint: a folder that is complete or absent at every instant, and that nobody needs pickle to read.
 
 `step-00000500/` holds `model.safetensors` (the names of `model.state_dict()`, for any program),
-`training.safetensors` (all other tensors), `state.json` (the skeletons of `state/tree.py`) and
-`manifest.json` (sizes and SHA-256 of the other three, and of itself). It is written under a hidden temporary
-name, each file and the folder are synchronised to the disk, and one rename makes it appear. Reading checks
-every byte first, and no file is ever unpickled.
+`training.safetensors` (all other tensors), `state.json` (the skeletons of `state/tree.py`) and `manifest.json` (sizes
+and SHA-256 of the other three, and of itself). It is written under a hidden temporary name, each file and the folder
+are synchronised to the disk, and one rename makes it appear. Reading (`trust.py`) checks every byte first.
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from safetensors import SafetensorError, safe_open
-
-from stabletrain.errors import ConfigError
 from stabletrain.state.stream import pieces
-from stabletrain.state.tree import Tree, flatten, unflatten
+from stabletrain.state.tree import Tree, flatten
+from stabletrain.state.trust import FORMAT, MANIFEST, MODEL, SKELETON, TRAINING, UnusableCheckpoint, peek, render
 
-FORMAT = 1
-MODEL, TRAINING, SKELETON, MANIFEST = (
-    "model.safetensors",
-    "training.safetensors",
-    "state.json",
-    "manifest.json",
-)
-CHUNK = 1 << 20
-
-
-class UnusableCheckpoint(ConfigError):
-    """A folder that is no checkpoint, or no longer the one that was written; says which file and why."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One checkpoint on disk.
-
-    Attributes:
-        path: its folder.
-        step: steps done when it was taken.
-        healthy: whether the caller judged it so and all its weights and moments are finite.
-        val_loss: last validation loss known then, nats per target; None if there was none.
-        info: what the caller wanted kept with it, plain JSON values.
-    """
-
-    path: Path
-    step: int
-    healthy: bool
-    val_loss: float | None
-    info: Mapping[str, Any]
-
-    def load(self) -> Tree:
-        """The whole tree, on the CPU.
-
-        Raises:
-            UnusableCheckpoint: a file is missing or is not what was written.
-        """
-        with _trusting_nothing(self.path):
-            files, skeleton = self._open()
-            training = safetensors.torch.load(_checked(self.path, TRAINING, files))
-            model = safetensors.torch.load(_checked(self.path, MODEL, files))
-            return {"model": unflatten(skeleton["model"], model), **unflatten(skeleton["training"], training)}
-
-    def load_model(self) -> dict[str, Any]:
-        """The model's `state_dict` alone, on the CPU; raises as `load` does."""
-        with _trusting_nothing(self.path):
-            files, skeleton = self._open()
-            model = safetensors.torch.load(_checked(self.path, MODEL, files))
-            return unflatten(skeleton["model"], model)
-
-    def _open(self) -> tuple[dict[str, Any], Tree]:
-        files = _manifest(self.path)["files"]
-        return files, json.loads(_checked(self.path, SKELETON, files))
+NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM}
+"""What a file system answers that cannot synchronise a folder."""
 
 
 def write(
@@ -87,11 +30,12 @@ def write(
     """Writes `folder/step-XXXXXXXX` and returns it; one of that name is replaced.
 
     Args:
-        folder: the folder of checkpoints, which exists.
+        folder: the folder of checkpoints; made where it does not exist.
         tree: contiguous CPU tensors that nobody changes meanwhile, with a `model` at its top.
 
     Raises:
-        OSError: the disk is full or gone; nothing half-written is left under a checkpoint's name.
+        OSError: the disk is full or gone; nothing half-written is left under a checkpoint's name, and one that was to
+            be replaced is still there.
     """
     model, model_skeleton = flatten(tree["model"])
     training, training_skeleton = flatten({key: child for key, child in tree.items() if key != "model"})
@@ -102,93 +46,83 @@ def write(
     final = folder / f"step-{step:08d}"
     temporary = folder / f".{final.name}.tmp-{os.getpid()}"
     old = folder / f".{final.name}.old-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    _delete(temporary)
     try:
-        temporary.mkdir()
+        temporary.mkdir(parents=True)
         manifest["files"] = {
             MODEL: _write(temporary / MODEL, pieces(model)),
             TRAINING: _write(temporary / TRAINING, pieces(training)),
-            SKELETON: _write(temporary / SKELETON, [_json(skeleton)]),
+            SKELETON: _write(temporary / SKELETON, [json.dumps(skeleton, allow_nan=False).encode()]),
         }
-        _write(temporary / MANIFEST, [_json(manifest | {"sha256": _digest(manifest)}, indent=2)])
+        _write(temporary / MANIFEST, [render(manifest)])
         _sync(temporary)
-        if final.exists():
+        if os.path.lexists(final):
             final.rename(old)
         temporary.rename(final)
-        _sync(folder)
-        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
-        if old.exists() and not final.exists():
-            old.rename(final)
-        shutil.rmtree(temporary, ignore_errors=True)
+        if os.path.lexists(old) and not os.path.lexists(final):
+            with suppress(OSError):  # what stopped the write matters more, and `tidy` brings it back too
+                old.rename(final)
+        _delete(temporary)
         raise
+    with suppress(OSError):  # it is there, and whole; a power cut can at most take the name back
+        _sync(folder)
+    _delete(old)
     return final
 
 
-def peek(path: Path) -> Checkpoint:
-    """A checkpoint by its manifest and the sizes of its files, without reading the tensors.
-
-    Raises:
-        UnusableCheckpoint: it is none, was altered, or lacks bytes.
-    """
-    with _trusting_nothing(path):
-        manifest = _manifest(path)
-        for name, entry in manifest["files"].items():
-            size = (path / name).stat().st_size if (path / name).is_file() else None
-            if size is None:
-                raise UnusableCheckpoint(f"{path}: {name} is missing")
-            if size != entry["bytes"]:
-                raise UnusableCheckpoint(f"{path}: {name} has {size} bytes, the manifest says {entry['bytes']}")
-        judged = unflatten({"val_loss": manifest["val_loss"], "info": manifest["info"]}, {})
-        return Checkpoint(path, manifest["step"], manifest["healthy"], judged["val_loss"], judged["info"])
-
-
-def verify(path: Path) -> Checkpoint:
-    """A checkpoint of which every byte is what was written, and whose files fit together.
-
-    Raises:
-        UnusableCheckpoint: it is not so; says which file and why.
-    """
-    found = peek(path)
-    with _trusting_nothing(path):
-        for name, entry in _manifest(path)["files"].items():
-            with open(path / name, "rb") as file:
-                digest = hashlib.sha256()
-                while chunk := file.read(CHUNK):
-                    digest.update(chunk)
-            if digest.hexdigest() != entry["sha256"]:
-                raise UnusableCheckpoint(f"{path}: {name} does not match its checksum")
-        skeleton = json.loads((path / SKELETON).read_bytes())
-        for part, name in (("model", MODEL), ("training", TRAINING)):
-            with safe_open(path / name, framework="pt") as tensors:
-                unflatten(skeleton[part], dict.fromkeys(tensors.keys()))
-    return found
-
-
 def remove(path: Path) -> None:
-    """Makes a checkpoint absent at once, then deletes it."""
+    """Makes a checkpoint absent at once, then deletes it.
+
+    Raises:
+        OSError: it is still there.
+    """
     gone = path.with_name(f".{path.name}.gone-{os.getpid()}")
-    with suppress(OSError):  # an undeletable old checkpoint is no reason to stop
-        path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+    _delete(gone)
+    path.rename(gone)
+    _delete(gone)
 
 
 def tidy(folder: Path) -> None:
-    """Deletes what a killed process left; a checkpoint it had just set aside to replace it comes back."""
-    for left in folder.glob(".step-*"):
+    """Deletes what a killed process left; a checkpoint that it had set aside to replace it comes back, unless the
+    new one is in its place and whole.
+
+    Raises:
+        OSError: the folder cannot be read, or one that should come back cannot be renamed.
+    """
+    for left in sorted(folder.glob(".step-*")):
         final = folder / left.name[1:].partition(".")[0]
-        if ".old-" in left.name and not final.exists():
+        if ".old-" in left.name and not _stands(final):
+            if os.path.lexists(final):
+                final.rename(folder / f".{final.name}.gone-{os.getpid()}")
+                _delete(folder / f".{final.name}.gone-{os.getpid()}")
             left.rename(final)
         else:
-            shutil.rmtree(left, ignore_errors=True)
+            _delete(left)
 
 
-def _json(value: Any, indent: int | None = None) -> bytes:
-    return json.dumps(value, allow_nan=False, indent=indent).encode()
+def try_out(folder: Path) -> None:
+    """Makes the folder if there is none, and writes a byte into it and to the disk, as a checkpoint's would be.
+
+    Raises:
+        OSError: no checkpoint can be written there.
+    """
+    probe = folder / f".step-probe.gone-{os.getpid()}"
+    _delete(probe)
+    try:
+        probe.mkdir(parents=True)
+        _write(probe / MANIFEST, [b"\n"])
+    finally:
+        _delete(probe)
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, allow_nan=False, sort_keys=True).encode()).hexdigest()
+def _stands(path: Path) -> bool:
+    """Whether there is a checkpoint that looks whole."""
+    try:
+        peek(path)
+    except UnusableCheckpoint:
+        return False
+    return True
 
 
 def _write(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
@@ -206,39 +140,21 @@ def _write(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
 
 def _sync(folder: Path) -> None:
     """Makes the names inside a folder survive a power cut, where the file system can."""
-    with suppress(OSError):
+    try:
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-@contextmanager
-def _trusting_nothing(path: Path) -> Generator[None, None, None]:
-    """Whatever goes wrong in reading says that this is no checkpoint: a file's content is anybody's."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise UnusableCheckpoint(f"{path}: {Path(error.filename).name} is missing") from error
     except OSError as error:
-        raise UnusableCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UnusableCheckpoint(f"{path}: its files do not hold a state ({type(error).__name__})") from error
+        if error.errno not in NO_SYNC:
+            raise
 
 
-def _manifest(path: Path) -> dict[str, Any]:
-    manifest = json.loads((path / MANIFEST).read_bytes())
-    written = manifest.pop("sha256")
-    if manifest["format"] != FORMAT:
-        raise UnusableCheckpoint(f"{path}: format {manifest['format']} is not {FORMAT}, which this version reads")
-    if written != _digest(manifest) or manifest["files"].keys() != {MODEL, TRAINING, SKELETON}:
-        raise UnusableCheckpoint(f"{path}: {MANIFEST} does not match its checksum")
-    return manifest
-
-
-def _checked(path: Path, name: str, files: Mapping[str, Any]) -> bytes:
-    content = (path / name).read_bytes()
-    if hashlib.sha256(content).hexdigest() != files[name]["sha256"]:
-        raise UnusableCheckpoint(f"{path}: {name} does not match its checksum")
-    return content
+def _delete(path: Path) -> None:
+    """Deletes a folder, a file or a link, as far as that can be done: what stays has a hidden name and harms nobody."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()

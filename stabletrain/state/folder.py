@@ -1,65 +1,170 @@
-"""Which checkpoints a folder holds, and which of them can be trusted: reading them needs no run."""
+"""The checkpoints in a folder, and which of them to continue from: the newest that can be trusted, or a healthy one.
 
-import math
+Reading them needs no run. One that is damaged, or of another run, is passed over, and a line says which and why.
+"""
+
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from stabletrain.errors import ConfigError
-from stabletrain.state.disk import MANIFEST, Checkpoint, UnusableCheckpoint, verify
+from stabletrain.state.notice import Report, Tell, say, silent
+from stabletrain.state.retention import by_val_loss
+from stabletrain.state.trust import MANIFEST, Checkpoint, UnusableCheckpoint, peek, verify
 
-NAME = re.compile(r"step-(\d{8,})")
+NAME = re.compile(r"step-([0-9]{8,})")
+
+
+class Folder:
+    """The checkpoints in one folder.
+
+    Args:
+        path: the folder; it need not exist.
+        report: is told `checkpoint_skipped`.
+        run: id of the run that they must be of, where their `info` names one; None takes any.
+        tell: shows a person a line.
+
+    Attributes:
+        damaged: why those could not be used that were found so, until they can be.
+    """
+
+    def __init__(self, path: Path, report: Report = silent, run: str | None = None, tell: Tell = say) -> None:
+        self.path, self.run = path, run
+        self.damaged: dict[Path, str] = {}
+        self._report, self._tell = report, tell
+
+    def newest(self, *, healthy_only: bool = False, at_most: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint that verifies; those that do not are reported with their reason and passed over.
+
+        Args:
+            healthy_only: pass over those that are not healthy, in silence.
+            at_most: pass over those of later steps, in silence.
+        """
+        for path in reversed(self._paths()):
+            if at_most is not None and number(path) > at_most:
+                continue
+            found = self._verified(path, healthy_only)
+            if found is not None:
+                return found
+        return None
+
+    def best(self) -> Checkpoint | None:
+        """The healthy checkpoint of the lowest validation loss that verifies."""
+        return next((c for c in by_val_loss(self.known()) if self._verified(c.path, True) is not None), None)
+
+    def preferred(self) -> Checkpoint | None:
+        """What to continue from: the newest that verifies, if it is healthy; else the newest healthy one; else, where
+        no healthy one is left, the newest after all. A line says where it is not simply the newest and healthy.
+        """
+        newest = self.newest()
+        if newest is None or newest.healthy:
+            return newest
+        healthy = self.newest(healthy_only=True, at_most=newest.step - 1)
+        if healthy is None:
+            self._tell(f"{newest.path} is not healthy, and no healthy one is left: continuing from it all the same")
+            return newest
+        self._tell(f"checkpoint skipped: {newest.path} is not healthy: continuing from {healthy.path.name}, which is")
+        self._report("checkpoint_skipped", newest.step, {"path": newest.path.name, "reason": "not healthy"})
+        return healthy
+
+    def known(self) -> list[Checkpoint]:
+        """All that look whole and were not found damaged, oldest first. The others are left for people to look at."""
+        known = []
+        for path in self._paths():
+            try:
+                known.append(self._own(peek(path)))
+            except UnusableCheckpoint:
+                continue
+        return [checkpoint for checkpoint in known if checkpoint.path not in self.damaged]
+
+    def _paths(self) -> list[Path]:
+        try:
+            return list(steps_in(self.path))
+        except UnusableCheckpoint as error:
+            self._pass_over(self.path, 0, str(error))
+            return []
+
+    def _verified(self, path: Path, healthy_only: bool) -> Checkpoint | None:
+        try:
+            found = self._own(peek(path))
+            if healthy_only and not found.healthy:
+                return None
+            found = verify(path)
+        except UnusableCheckpoint as error:
+            self._pass_over(path, number(path), str(error))
+            return None
+        self.damaged.pop(path, None)
+        return found
+
+    def _own(self, found: Checkpoint) -> Checkpoint:
+        """The checkpoint itself, if it is of this name and this run."""
+        if found.step != number(found.path):
+            raise UnusableCheckpoint(f"{found.path}: its manifest is of step {found.step}")
+        run = found.info.get("run")
+        if None not in (run, self.run) and run != self.run:
+            raise UnusableCheckpoint(f"{found.path}: it is of run {run}, and this is run {self.run}")
+        return found
+
+    def _pass_over(self, path: Path, step: int, reason: str) -> None:
+        if self.damaged.get(path) != reason:  # said once
+            self.damaged[path] = reason
+            self._tell(f"checkpoint skipped: {reason}")
+            self._report("checkpoint_skipped", step, {"path": path.name, "reason": reason})
 
 
 def find(path: Path, *, best: bool = False) -> Checkpoint:
-    """A checkpoint to read from, without a run: `path` itself, or the newest (or best) one in it that
-    verifies.
+    """A checkpoint to read from, without a run.
 
     Args:
-        path: a checkpoint, a folder of checkpoints, or a run folder.
-        best: the healthy one of the lowest validation loss instead of the newest.
+        path: a checkpoint, which is taken as it is asked for; or a folder of checkpoints or a run folder, of which
+            the one is taken that a run would continue from.
+        best: of a folder, the healthy one of the lowest validation loss instead.
 
     Raises:
         ConfigError: there is none; names the folder and what is wrong with those that are there.
     """
-    if (path / MANIFEST).exists():
+    if NAME.fullmatch(path.name) or os.path.exists(path / MANIFEST):
         return verify(path)
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found, reasons = [], []
-    for step in reversed(list(steps_in(folder))):
-        try:
-            found.append(verified(step))
-        except UnusableCheckpoint as error:
-            reasons.append(str(error))
-        if found and not best:
-            return found[0]
-    if best and (ranked := by_val_loss(found)):
-        return ranked[0]
+    lines: list[str] = []
+    folder = Folder(inside(path), tell=lines.append)
+    found = folder.best() if best else folder.preferred()
+    if found is not None:
+        for line in lines:
+            say(line)
+        return found
     kind = "checkpoint with a validation loss" if best else "checkpoint"
-    why = "; ".join(reasons) or "name a run folder, its checkpoints folder, or one step-XXXXXXXX in it"
+    why = "; ".join(folder.damaged.values()) or "name a run folder, its checkpoints folder, or one step-XXXXXXXX in it"
     raise ConfigError(f"{path} holds no usable {kind}: {why}")
 
 
+def run_of(path: Path) -> str | None:
+    """The id of the run whose checkpoints are in a run folder, as the newest that looks whole has it; None where
+    nobody says."""
+    ids = [checkpoint.info.get("run") for checkpoint in Folder(inside(path)).known()]
+    return next((run for run in reversed(ids) if run), None)
+
+
+def inside(path: Path) -> Path:
+    """The folder of checkpoints of a run folder; any other folder itself."""
+    return path / "checkpoints" if os.path.isdir(path / "checkpoints") else path
+
+
 def steps_in(folder: Path) -> Iterator[Path]:
-    """The folders that are named like checkpoints, oldest first."""
-    named = [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.is_dir() else []
+    """The paths that are named like checkpoints, oldest first.
+
+    Raises:
+        UnusableCheckpoint: the folder is there and cannot be read.
+    """
+    try:
+        named = [folder / name for name in os.listdir(folder) if NAME.fullmatch(name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise UnusableCheckpoint(f"{folder} cannot be read ({error.strerror or error})") from error
     yield from sorted(named, key=number)
 
 
 def number(path: Path) -> int:
     """The step in a checkpoint's name."""
     return int(path.name.partition("-")[2])
-
-
-def verified(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, verified; its name must be its step's, as a renamed copy is none."""
-    found = verify(path)
-    if found.step != number(path):
-        raise UnusableCheckpoint(f"{path}: its manifest is of step {found.step}")
-    return found
-
-
-def by_val_loss(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    """The healthy ones with a finite validation loss, best first, of equals the newest."""
-    ranked = [c for c in checkpoints if c.healthy and c.val_loss is not None and math.isfinite(c.val_loss)]
-    return sorted(ranked, key=lambda c: (c.val_loss, -c.step))

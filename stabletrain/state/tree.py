@@ -83,13 +83,13 @@ def unflatten(skeleton: Tree, tensors: Mapping[str, Any]) -> Tree:
     return walk(skeleton)
 
 
-def to_host(tree: Tree) -> Tree:
+def to_host(tree: Tree, *, wait: bool = True) -> Tree:
     """The same tree with detached, contiguous CPU copies that share no memory with the live state, nor each
     other.
 
-    CUDA tensors are copied into page-locked memory without waiting, then waited for once. A sharded tensor
-    (DTensor) is gathered whole, which is a collective: all its ranks must call. Mappings become dicts, tuples
-    stay tuples.
+    CUDA tensors are copied into page-locked memory without waiting, then waited for once; or not at all, where
+    `wait` is False: who reads them on the host must then synchronise first. A sharded tensor (DTensor) is gathered
+    whole, which is a collective: all its ranks must call. Mappings become dicts, tuples stay tuples.
     """
     streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -105,8 +105,9 @@ def to_host(tree: Tree) -> Tree:
         return host.copy_(tensor, non_blocking=True)
 
     copied = map_tensors(copy, tree)
-    for stream in streams.values():
-        stream.synchronize()
+    if wait:
+        for stream in streams.values():
+            stream.synchronize()
     return copied
 
 

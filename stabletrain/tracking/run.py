@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError
-from stabletrain.tracking.metrics import now, numbers, plain, replace
+from stabletrain.tracking.metrics import now, numbers, plain, replace, warn
 
 STATUSES = ("running", "finished", "halted", "preempted", "failed")
 
@@ -64,12 +64,16 @@ class RunFolder:
             the run's id.
 
         Raises:
-            ConfigError: the folder holds a run, and this is not to continue it; or another process is at it.
+            ConfigError: the folder holds a run, and this is not to continue it; another process is at it; or it cannot
+                be written.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        earlier, metrics = self.read(), self.path / "metrics.jsonl"
-        self._claim(earlier)
-        if not resuming and (earlier.get("id") or (metrics.exists() and metrics.stat().st_size)):
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            earlier, metrics = self.read(), self.path / "metrics.jsonl"
+            self._claim(earlier)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        if not resuming and (earlier.get("id") or (metrics.is_file() and metrics.stat().st_size)):
             self._release()
             raise ConfigError(
                 f"hydra.run.dir={self.path} already holds run {earlier.get('id')} ({earlier.get('status')}): continue "
@@ -101,15 +105,18 @@ class RunFolder:
             "final": {},
         }
         self._earlier = earlier
-        self._write()
+        try:
+            self._write()
+        except OSError as error:
+            self._release()
+            raise self._unwritable(error) from error
         return self.id
 
     def abandon(self, reason: str) -> None:
         """Ends a start that led to nothing: what the folder said before stands again, or that it failed."""
         if self._earlier.get("id"):
             self._record = self._earlier
-            self._write()
-            self._release()
+            self._write_at_last()
         else:
             self.finish("failed", reason, {})
 
@@ -123,11 +130,19 @@ class RunFolder:
         """
         assert status in STATUSES[1:], status
         self._record |= {"status": status, "reason": reason, "ended": now(), "final": dict(final)}
+        self._write_at_last()
+
+    def _write_at_last(self) -> None:
         try:
             self._write()
-        except OSError as error:  # the run is over and its weights are safe: no reason to call it failed
-            print(f"stabletrain: {self.path / 'run.json'} still says running ({error})", file=sys.stderr)
+        except OSError as error:  # the run is over: no reason to call it failed
+            warn(f"{self.path / 'run.json'} still says running ({error})")
         self._release()
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"hydra.run.dir={self.path} cannot be written ({error}): mend that, or choose another hydra.run.dir"
+        )
 
     def _claim(self, earlier: Mapping[str, Any]) -> None:
         """Takes the folder for this process; the system gives it free when the process ends, however it ends."""

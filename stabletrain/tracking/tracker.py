@@ -36,8 +36,11 @@ class NoTracker:
         """Whether there is a record already."""
         return False
 
-    def rewind(self, step: int) -> None:
-        """Forgets the metrics after `step`, which will be measured again."""
+    def rewind(self, tick: int) -> None:
+        """Forgets the metrics after `tick` executed steps, which will be measured again."""
+
+    def mark(self, step: int) -> None:
+        """Marks the metrics after `step` as rolled back."""
 
     def close(self, exit_code: int) -> None:
         """Ends the record; 0 is a run that finished."""
@@ -77,8 +80,11 @@ class Tracker(NoTracker):
     def started(self) -> bool:
         return self._metrics.started()
 
-    def rewind(self, step: int) -> None:
-        self._metrics.rewind(step)
+    def rewind(self, tick: int) -> None:
+        self._metrics.rewind(tick)
+
+    def mark(self, step: int) -> None:
+        self._metrics.mark(step)
 
     def close(self, exit_code: int) -> None:
         self._progress.close()

@@ -1,7 +1,7 @@
-"""Gradient norms, measured once a step in one pass, before anything judges or clips them."""
+"""Norms of gradients and buffers, each measured once a step in one pass, before anything judges or clips them."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stabletrain.records import GradNorms
 
@@ -18,3 +18,15 @@ def measure(model: nn.Module) -> GradNorms:
         return GradNorms(total=zero, each=zero[None])
     each = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
     return GradNorms(total=torch.linalg.vector_norm(each), each=each)
+
+
+def buffer_norm(model: nn.Module) -> Tensor:
+    """L2 norm over the floating-point buffers (BatchNorm's statistics); 0-d fp32, on their device, no host read.
+
+    A buffer that is not finite makes it so. Weights as large as a flipped bit leaves them may hide behind a
+    normalisation from loss and gradients, but not from its statistics.
+    """
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if not buffers:
+        return torch.zeros((), device=next(model.parameters()).device)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers, 2, dtype=torch.float32)))

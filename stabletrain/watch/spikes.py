@@ -58,13 +58,29 @@ class Spikes:
             return math.inf
         if len(self._values) < self.minimum:
             return 0.0
-        values = np.fromiter(self._values, np.float64, len(self._values))
-        mean = values.mean()
-        deviation = max(float(values.std()), RESOLUTION * abs(float(mean)))
-        distance = value - float(mean)
+        mean, deviation = self._normal()
+        distance = value - mean
         if deviation == 0.0:
             return math.copysign(math.inf, distance) if distance else 0.0
         return distance / deviation
+
+    @property
+    def limit(self) -> float:
+        """Where spikes begin: mean + sigma std of the window; infinite with fewer than `minimum` values in it."""
+        if len(self._values) < self.minimum:
+            return math.inf
+        mean, deviation = self._normal()
+        return mean + self.sigma * deviation if deviation else mean
+
+    @property
+    def mean(self) -> float:
+        """Mean of the window; 0 of an empty one."""
+        return self._normal()[0] if self._values else 0.0
+
+    def _normal(self) -> tuple[float, float]:
+        values = np.fromiter(self._values, np.float64, len(self._values))
+        mean = float(values.mean())
+        return mean, max(float(values.std()), RESOLUTION * abs(mean))
 
     def add(self, value: float) -> float:
         """Judges `value` by the window, counts it, and takes it in; returns its z.

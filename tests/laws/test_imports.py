@@ -28,8 +28,12 @@ MAY_SEE = {
     "state": NOUNS,
     "tracking": NOUNS,
     "compare": NOUNS | {"tracking"},
+    "faults": NOUNS | {"state"},
+    "forensics": NOUNS,
     "job": NOUNS | {"step", "state", "tracking", "watch"},
-    "loop": NOUNS | {"job", "step", "evaluate", "state", "machine", "watch"},
+    "recovery": NOUNS | {"job", "data", "state", "tracking"},
+    "report": NOUNS | {"job", "step", "forensics", "watch"},
+    "loop": NOUNS | {"job", "step", "evaluate", "machine", "recovery", "report"},
     "summary": NOUNS | {"arguments", "models"},
     "build": NOUNS
     | {
@@ -45,6 +49,7 @@ MAY_SEE = {
         "state",
         "machine",
         "tracking",
+        "faults",
     },
     "cli": NOUNS | {"build", "compare", "config", "data", "models", "state", "tracking", "machine"},
     "train": NOUNS | {"launch"},

@@ -1,18 +1,11 @@
-"""A checkpoint is complete or absent, and never trusted before every byte of it is what was written."""
+"""What is saved is what is loaded, and a checkpoint is complete or absent, whenever the process is killed."""
 
-import errno
-import itertools
-import json
 import math
 import os
-import pickle
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +19,8 @@ from stabletrain.records import TrainState
 from stabletrain.state import disk
 from stabletrain.state.capture import capture
 from stabletrain.state.checkpoint import Checkpoints, NoCheckpoints
-from stabletrain.state.disk import Checkpoint, UnusableCheckpoint
-from stabletrain.state.folder import by_val_loss, find
-
-
-def tree(step: int) -> dict:
-    return {"model": {"w": torch.full((64, 8), float(step))}, "optimizer": {"state": {}}, "step": step}
-
-
-class Run:
-    """Checkpoints of a run folder, and what they reported."""
-
-    def __init__(self, folder: Path, **options) -> None:
-        self.events: list[tuple[str, int, dict]] = []
-        policy: dict[str, Any] = {"every": 10, "keep": 2, "keep_best": True, "asynchronous": False}
-        self.checkpoints = Checkpoints(**(policy | options))
-        self.checkpoints.open(folder, lambda *event: self.events.append(event))
-        self.folder = folder / "checkpoints"
-
-    def save(self, step, healthy=True, val_loss=None, **kwargs):
-        self.checkpoints.save(step, kwargs.get("tree", tree(step)), info={}, healthy=healthy, val_loss=val_loss)
-
-    def newest(self, **options) -> Checkpoint:
-        found = self.checkpoints.newest(**options)
-        assert found is not None
-        return found
-
-    def steps(self):
-        return sorted(int(path.name[5:]) for path in self.folder.iterdir())
-
-
-@pytest.fixture
-def run(tmp_path):
-    return Run(tmp_path)
+from stabletrain.state.folder import find
+from tests.state.given import FILES, Run, flip, tree
 
 
 def test_what_is_saved_is_what_is_loaded(run):
@@ -126,264 +88,12 @@ def test_due_every_so_many_steps_and_never_at_0(run):
     assert not any(NoCheckpoints().due(step) for step in range(1000))
 
 
-# ------------------------------------------------------------------------------------------------ damage
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-FILES = ["model.safetensors", "training.safetensors", "state.json", "manifest.json"]
-
-DAMAGE: dict[str, Callable[[Path], Any]] = {f"flipped-{name}": lambda c, n=name: flip(c / n) for name in FILES}
-DAMAGE |= {f"truncated-{name}": lambda c, n=name: os.truncate(c / n, 20) for name in FILES}
-DAMAGE |= {f"missing-{name}": lambda c, n=name: (c / n).unlink() for name in FILES}
-DAMAGE |= {f"empty-{name}": lambda c, n=name: (c / n).write_bytes(b"") for name in FILES}
-DAMAGE |= {
-    "foreign-folder": lambda c: (shutil.rmtree(c), c.mkdir(), (c / "notes.txt").write_text("mine")),
-    "a-file": lambda c: (shutil.rmtree(c), c.write_text("not a folder")),
-    "another-steps": lambda c: (shutil.rmtree(c), shutil.copytree(c.with_name("step-00000010"), c)),
-    "other-format": lambda c: rewrite_manifest(c, format=99),
-    "edited": lambda c: edit(c / "manifest.json", '"healthy": true', '"healthy": false'),
-    "no-object": lambda c: (c / "manifest.json").write_text("[]"),
-    "deep": lambda c: (c / "manifest.json").write_text("[" * 100_000),
-    "escaping": lambda c: rewrite_manifest(c, files={"../../secret": {"bytes": 1, "sha256": ""}}),
-}
-
-
-def edit(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-
-
-def rewrite_manifest(checkpoint: Path, **changes) -> None:
-    """As an attacker would: with a checksum that is right."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text()) | changes
-    del manifest["sha256"]
-    manifest["sha256"] = disk._digest(manifest)
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over_with_its_reason(run, damage, capsys):
-    run.save(10)
-    run.save(20)
-    DAMAGE[damage](run.folder / "step-00000020")
-    run.events.clear()
-    assert run.newest().step == 10
-    [(kind, step, fields)] = run.events
-    assert (kind, step) == ("checkpoint_skipped", 20)
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1
-    assert f"checkpoint skipped: {fields['reason']}" in printed
-    assert str(run.folder / "step-00000020") in fields["reason"]
-
-
-def test_a_damaged_file_is_named(run):
-    run.save(10)
-    flip(run.folder / "step-00000010" / "training.safetensors")
-    with pytest.raises(UnusableCheckpoint, match=r"step-00000010: training.safetensors does not match its checksum"):
-        disk.verify(run.folder / "step-00000010")
-
-
-def test_damage_after_verifying_is_noticed_when_loading(run):
-    run.save(10)
-    found = run.newest()
-    flip(found.path / "model.safetensors")
-    with pytest.raises(UnusableCheckpoint, match=r"model.safetensors does not match"):
-        found.load()
-
-
-class Malicious:
-    """Unpickling it leaves a file."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self):
-        return Path.touch, (self.mark,)
-
-
-@pytest.mark.parametrize("forged", [False, True], ids=["plain", "with a valid manifest"])
-def test_nothing_is_ever_unpickled(tmp_path, run, forged):
-    mark = tmp_path / "pwned"
-    poison = pickle.dumps(Malicious(mark))
-    pickle.loads(poison)
-    assert mark.exists()  # the poison works
-    mark.unlink()
-    run.save(10)
-    run.save(20)
-    run.save(30)
-    newest = run.folder / "step-00000030"
-    if forged:
-        entries = {}
-        for name in FILES[:3]:
-            (newest / name).write_bytes(poison)
-            entries[name] = {"bytes": len(poison), "sha256": disk.hashlib.sha256(poison).hexdigest()}
-        rewrite_manifest(newest, files=entries)
-    else:
-        for name in FILES:
-            (newest / name).write_bytes(poison)
-    torch.save({"model": Malicious(mark)}, run.folder / "step-00000020" / "model.safetensors")
-    run.events.clear()
-    assert run.checkpoints.newest() is None  # 10 was rotated out
-    assert [(kind, step) for kind, step, _ in run.events] == [("checkpoint_skipped", s) for s in (30, 20)]
-    with pytest.raises(ConfigError, match="holds no usable checkpoint"):
-        find(tmp_path)
-    for path in (newest, run.folder / "step-00000020"):
-        with pytest.raises(UnusableCheckpoint):
-            disk.verify(path)
-        with pytest.raises(UnusableCheckpoint):
-            Checkpoint(path, 0, True, None, {}).load()
-    assert not mark.exists()
-
-
-def test_a_skeleton_without_its_tensors_is_no_checkpoint(run):
-    run.save(10)
-    path = run.folder / "step-00000010"
-    skeleton = b'{"model": {"w": {"$tensor": "absent"}}, "training": {}}'
-    (path / "state.json").write_bytes(skeleton)
-    entry = {"bytes": len(skeleton), "sha256": disk.hashlib.sha256(skeleton).hexdigest()}
-    files = json.loads((path / "manifest.json").read_text())["files"]
-    rewrite_manifest(path, files=files | {"state.json": entry})
-    with pytest.raises(UnusableCheckpoint, match="do not hold a state"):
-        disk.verify(path)
-
-
-# --------------------------------------------------------------------------------------------- retention
-
-
-def test_the_newest_and_the_best_are_kept(run):
-    for step, loss in [(10, 3.0), (20, 1.0), (30, 2.0), (40, 2.5), (50, math.nan)]:
-        run.save(step, val_loss=loss)
-    assert run.steps() == [20, 40, 50]
-    best = run.checkpoints.best()
-    assert best is not None
-    assert best.step == 20
-    assert run.newest().step == 50
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations([3.0, math.nan, 1.0, -math.inf])))
-def test_a_loss_that_is_no_number_is_never_the_best(order):
-    known = [Checkpoint(Path(str(i)), i, True, loss, {}) for i, loss in enumerate([*order, None])]
-    assert [c.val_loss for c in by_val_loss(known)] == [1.0, 3.0]
-
-
-def test_without_keep_best_only_the_newest_are_kept(tmp_path):
-    run = Run(tmp_path, keep_best=False, keep=1)
-    for step in (10, 20, 30):
-        run.save(step, val_loss=float(step))
-    assert run.steps() == [30]
-
-
-def test_the_last_healthy_one_outlives_any_number_of_sick_ones(run):
-    run.save(10)
-    run.save(20)
-    for step in range(30, 80, 10):
-        run.save(step, healthy=False, val_loss=0.0)
-    assert run.steps() == [20, 60, 70]
-    assert run.newest().step == 70
-    assert run.newest(healthy_only=True).step == 20
-    assert run.checkpoints.best() is None
-
-
-def test_a_damaged_one_does_not_push_out_the_last_whole_one(run):
-    run.save(10)
-    run.save(20)
-    (run.folder / "step-00000020" / "model.safetensors").unlink()
-    run.save(30, healthy=False)
-    run.save(40, healthy=False)
-    assert run.newest(healthy_only=True).step == 10
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("where", ["model", "moments"])
-def test_weights_or_moments_that_are_not_finite_are_never_healthy(run, where, bad):
-    sick = tree(10)
-    sick["optimizer"]["state"]["w"] = {"exp_avg": torch.zeros(3)}
-    (sick["model"]["w"] if where == "model" else sick["optimizer"]["state"]["w"]["exp_avg"])[2] = bad
-    run.save(10, tree=sick)
-    assert not run.newest().healthy
-    [(kind, _, fields)] = run.events
-    assert (kind, fields["healthy"]) == ("checkpoint", False)
-    assert fields["reason"] == ("w is not finite" if where == "model" else "optimizer/w/exp_avg is not finite")
-
-
-def test_a_rollback_forgets_the_future_but_never_the_last_healthy_one(run):
-    for step in (10, 20, 30):
-        run.save(step)
-    run.checkpoints.rewind(20)
-    assert run.steps() == [20]
-    run.checkpoints.rewind(10)
-    assert run.steps() == [20]
-
-
 def test_a_step_reached_again_is_replaced(run):
     run.save(10, val_loss=1.0)
     run.save(10, val_loss=2.0, tree=tree(11))
     assert run.steps() == [10]
     assert run.newest().val_loss == 2.0
     assert run.newest().load()["step"] == 11
-
-
-def test_one_set_aside_to_be_replaced_comes_back_and_other_leftovers_go(tmp_path, run):
-    run.save(10)
-    (run.folder / "step-00000010").rename(run.folder / ".step-00000010.old-1")
-    (run.folder / ".step-00000020.tmp-1").mkdir()
-    shutil.copytree(run.folder / ".step-00000010.old-1", run.folder / ".step-00000030.gone-1")
-    again = Run(tmp_path)
-    assert again.steps() == [10]
-    assert again.newest().step == 10
-
-
-# ------------------------------------------------------------------------------------------ the disk fails
-
-
-@pytest.fixture
-def small_disk():
-    """Files over 64 KiB cannot be written: the kernel refuses as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.usefixtures("small_disk")
-def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path, capfd, asynchronous):
-    run = Run(tmp_path, asynchronous=asynchronous)
-    run.save(10)
-    for step in (20, 30):
-        run.save(step, tree={"model": {"w": torch.zeros(1 << 16)}})
-    run.checkpoints.wait()
-    assert [(kind, step) for kind, step, _ in run.events] == [("checkpoint", 10), ("checkpoint_failed", 20)]
-    assert [path.name for path in run.folder.iterdir()] == ["step-00000010"]
-    printed = capfd.readouterr().err
-    assert printed.count("\n") == 1
-    assert f"the checkpoint of step 20 was not written ({os.strerror(errno.EFBIG)}): training goes on" in printed
-    run.save(40)
-    run.checkpoints.wait()
-    assert run.newest().step == 40
-
-
-def test_a_failure_while_replacing_leaves_the_old_one(run, monkeypatch):
-    run.save(10)
-    rename, calls = Path.rename, []
-
-    def second_fails(self, target):
-        calls.append(self)
-        if len(calls) == 2:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", second_fails)
-    run.save(10, tree=tree(11))
-    assert run.events[-1][0] == "checkpoint_failed"
-    assert run.steps() == [10]
-    assert run.newest().load()["step"] == 10
 
 
 def test_every_byte_is_on_the_disk_before_the_name_appears(run, monkeypatch):
@@ -466,27 +176,6 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_to_continue_from(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "survived 12 kills" in done.stdout
     assert "skipped" not in done.stderr
-
-
-def test_kill_9_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path, run, monkeypatch):
-    run.save(10)
-    rename = Path.rename
-
-    def killed(self, target):
-        rename(self, target)
-        raise SystemExit(signal.SIGKILL)
-
-    monkeypatch.setattr(Path, "rename", killed)
-    monkeypatch.setattr(disk.shutil, "rmtree", lambda *_, **__: None)
-    monkeypatch.setattr(Path, "exists", lambda self: self.name[0] == "s")  # nor does its clean-up run
-    with pytest.raises(SystemExit):
-        disk.write(run.folder, tree(11), step=10, info={}, healthy=True, val_loss=None)
-    monkeypatch.undo()
-    assert not (run.folder / "step-00000010").exists()
-    assert Run(tmp_path).newest().load()["step"] == 10
-
-
-# ------------------------------------------------------------------------------------------ without a run
 
 
 def test_find_takes_a_run_a_folder_of_checkpoints_or_one_of_them(tmp_path, run):

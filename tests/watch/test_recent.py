@@ -9,7 +9,7 @@ from stabletrain.records import Reading
 from stabletrain.watch.recent import Recent
 
 
-def reading(step=1, *, active=0.0, applied=True, loss=2.0, norm=1.0):
+def reading(step=1, *, active=0.0, applied=True, loss=2.0, norm=1.0, overflow=False):
     return Reading(
         step=step,
         loss=loss,
@@ -18,9 +18,12 @@ def reading(step=1, *, active=0.0, applied=True, loss=2.0, norm=1.0):
         grad_norm=norm,
         clip_coef=1.0,
         clip_active=active,
+        inputs=0.0,
+        buffers=0.0,
         loss_scale=1.0,
         applied=applied,
-        overflow=False,
+        bad_data=False,
+        overflow=overflow,
         lr=1e-3,
     )
 
@@ -92,3 +95,29 @@ def test_an_alarm_is_not_raised_again_after_a_resume():
     assert [alarm for _ in range(20) for alarm in first.add(reading(active=1.0))]
     second.load_state_dict(first.state_dict())
     assert not [alarm for _ in range(40) for alarm in second.add(reading(active=1.0))]
+
+
+def test_a_rising_skip_rate_is_told_once_long_before_a_row_of_skips():
+    recent = Recent()
+    alarms = []
+    for i in range(100):  # one in four is skipped: never two in a row
+        alarms += recent.add(reading(applied=i % 4 != 3))
+    (alarm,) = alarms
+    assert alarm.kind == "skips"
+    assert alarm.text.startswith("5 of the last 20 steps were skipped")
+
+
+def test_overflows_of_a_calibrating_loss_scale_alarm_nobody():
+    recent = Recent()
+    assert [alarm for _ in range(50) for alarm in recent.add(reading(applied=False, overflow=True))] == []
+
+
+def test_an_alarm_outlasts_a_rollback():
+    recent = Recent()
+    before = recent.state_dict()
+    for _ in range(5):
+        recent.add(reading(applied=False))
+    lasting = recent.lasting()
+    recent.load_state_dict(before)
+    recent.keep(lasting)
+    assert [alarm for _ in range(5) for alarm in recent.add(reading(applied=False))] == []

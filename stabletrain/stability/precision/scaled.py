@@ -45,7 +45,7 @@ class LossScaled(Unscaled):
             )
         if self.growth_interval < 1:
             raise ConfigError(f"precision.growth_interval={self.growth_interval} is below 1: 2000 is customary")
-        self._scale = torch.tensor(self.init_scale, device=self.device)
+        self._scale = torch.tensor(float(self.init_scale), device=self.device)
         self._clean = torch.zeros((), dtype=torch.int64, device=self.device)
 
     def scale(self, loss: Float[Tensor, ""]) -> Float[Tensor, ""]:

@@ -8,6 +8,7 @@ import torch
 from stabletrain.machine.determinism import Seeded
 from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
 from stabletrain.stability.guard import SkipGuard
+from stabletrain.stability.intake import Intake
 from stabletrain.stability.objective import NoZLoss, Objective
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
@@ -34,11 +35,12 @@ WITH_MEMORY = ["zclip", "adagc"]
 
 def tools(precision="fp32", *, clipping):
     return Tools(
+        intake=Intake(),
         precision=PRECISIONS[precision](),
         objective=Objective(NoZLoss()),
         clipping=clipping,
         after_update=NoQKClip(),
-        guard=SkipGuard(10),
+        guard=SkipGuard(max_consecutive=10),
         learning_rate=LearningRate(NoWarmup(), Constant(), 100),
         determinism=Seeded(),
         seed=0,

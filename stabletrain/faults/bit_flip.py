@@ -1,0 +1,88 @@
+"""A flipped bit, as of a memory error: in a weight or in a moment of the optimizer, before the forward pass.
+
+Bits count from the lowest. In fp32, 0 to 22 are the mantissa, 23 to 30 the exponent, 31 the sign: bit 30 makes a number
+about 1e38 of a weight below 2, bit 22 one that is at most half as large again.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stabletrain.errors import ConfigError
+from stabletrain.faults.planned import check_at_least, place, say
+from stabletrain.faults.step import OfStep, Removable, chosen_parameter
+from stabletrain.records import TrainState
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Names that optimizers give to their moments."""
+
+WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by their bytes."""
+
+
+@dataclass(frozen=True)
+class BitFlip(OfStep):
+    """One flipped bit in one element.
+
+    Attributes:
+        where: `weight`, or `moment`: whatever the optimizer keeps first of `exp_avg`, `exp_avg_sq` and
+            `momentum_buffer`; or one of these by name.
+        bit: 0 to 31 in fp32, 0 to 15 in bf16.
+        parameter: dotted name; None for the middle one of the matrices and kernels.
+        seed: which element.
+    """
+
+    where: str = "weight"
+    bit: int = 30
+    parameter: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("bit", self.bit, 0)
+        if self.where not in ("weight", "moment", *MOMENTS):
+            raise ConfigError(f"faults.where={self.where} is none of weight, moment, {', '.join(MOMENTS)}")
+
+    def check(self, state: TrainState) -> None:
+        name, parameter = chosen_parameter(state.model, self.parameter)
+        dtype = parameter.dtype if self.where == "weight" else torch.float32
+        self._check_bit(name, dtype)
+
+    def strike(self, state: TrainState, precision: Any) -> list[Removable]:
+        name, parameter = chosen_parameter(state.model, self.parameter)
+        kind, tensor = self._find(state, parameter)
+        if tensor is None:
+            say(f"none: the optimizer has no {kind} of {name} yet at tick {state.tick}")
+            return []
+        self._check_bit(name, tensor.dtype)
+        where = place(tensor, self.seed, state.tick)
+        before = float(tensor[where])
+        flip_(tensor, where, self.bit)
+        say(
+            f"bit {self.bit} of the {kind} of {name} {list(where)}, {before:g}, now {float(tensor[where]):g}, "
+            f"at tick {state.tick}"
+        )
+        return []
+
+    def _find(self, state: TrainState, parameter: nn.Parameter) -> tuple[str, Tensor | None]:
+        """What is to be hit, and its name; None while the optimizer does not have it yet."""
+        if self.where == "weight":
+            return self.where, parameter.data
+        kept = state.optimizer.state.get(parameter, {})
+        names = [self.where] if self.where in MOMENTS else MOMENTS
+        found = [(name, kept[name]) for name in names if isinstance(kept.get(name), Tensor)]
+        return found[0] if found else (self.where, None)
+
+    def _check_bit(self, name: str, dtype: torch.dtype) -> None:
+        if self.bit >= 8 * dtype.itemsize:
+            raise ConfigError(f"faults.bit={self.bit} is above {8 * dtype.itemsize - 1}, the sign of {name} in {dtype}")
+
+
+@torch.no_grad()
+def flip_(tensor: Tensor, where: tuple[int, ...], bit: int) -> None:
+    """Flips one bit of one element, in place; `tensor` may have any strides and any dtype."""
+    width = 8 * tensor.element_size()
+    mask = 1 << bit if bit < width - 1 else -(1 << bit)
+    tensor.view(WHOLE[tensor.element_size()])[where] ^= mask

@@ -1,0 +1,112 @@
+"""Faults in the writing of a checkpoint: the disk is full, or the process is killed, with one file half-written.
+
+They happen at the checkpoint that is taken when `at` ticks are done: as long as nothing was rolled back, the one of
+that step. The checkpoints of other ticks are written by the very code that writes them with `faults=none`.
+"""
+
+import errno
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stabletrain.errors import ConfigError
+from stabletrain.faults.planned import Planned, say
+from stabletrain.state import disk
+
+Content = Iterable[bytes | memoryview]
+
+
+@dataclass(frozen=True)
+class OfDisk(Planned):
+    """A fault within the writing of a checkpoint; `at` counts ticks done."""
+
+    def checkpoints(self, checkpoints: Any) -> Any:
+        """The same checkpoints, whose write at a planned tick does not end well.
+
+        Raises:
+            ConfigError: nothing is ever written.
+        """
+        if not checkpoints.keeps:
+            raise ConfigError("a fault in a checkpoint does nothing with checkpoint=off: use checkpoint=default")
+        save, spared = checkpoints.save, self.spared(checkpoints)
+
+        def save_ill_fated(step: int, tree: Mapping[str, Any], **rest: Any) -> None:
+            if tree["tick"] in self.at and step not in spared:
+                interrupt(step, lambda path: self.happen(path, step))
+            save(step, tree, **rest)
+
+        checkpoints.save = save_ill_fated
+        return checkpoints
+
+    def spared(self, checkpoints: Any) -> set[int]:
+        """Steps whose checkpoints nothing happens to after all."""
+        del checkpoints
+        return set()
+
+    def happen(self, path: Path, step: int) -> None:
+        """What happens when half of the file `path` is written."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class DiskFull(OfDisk):
+    """No space is left when a checkpoint is half-written."""
+
+    def happen(self, path: Path, step: int) -> None:
+        say(f"disk full in the checkpoint of step {step}")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+@dataclass(frozen=True)
+class Kill(OfDisk):
+    """The process is killed (SIGKILL) when a checkpoint is half-written.
+
+    A process that finds a checkpoint half-written follows one that was killed there, and is spared: so `resume=auto`
+    carries such a run to its end.
+    """
+
+    def spared(self, checkpoints: Any) -> set[int]:
+        """Steps whose half-written checkpoints are found when the folder is opened, which clears them away."""
+        known: set[int] = set()
+        open_ = checkpoints.open
+
+        def look_and_open(folder: Path, *rest: Any) -> None:
+            known.update(int(left.name[6:14]) for left in (folder / "checkpoints").glob(".step-*.tmp-*"))
+            open_(folder, *rest)
+
+        checkpoints.open = look_and_open
+        return known
+
+    def happen(self, path: Path, step: int) -> None:
+        say(f"kill -9 in the checkpoint of step {step}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupt(step: int, happen: Callable[[Path], None]) -> None:
+    """Has `happen` called, once, when the first half of the second file of the checkpoint of `step` is written.
+
+    Checkpoints are written on a thread of their own. So the function that writes files is exchanged for one that puts
+    it back as soon as it meets that file.
+    """
+    write = disk._write
+
+    def write_half(path: Path, content: Content) -> dict[str, Any]:
+        if path.name != disk.TRAINING or not path.parent.name.startswith(f".step-{step:08d}."):
+            return write(path, content)
+        disk._write = write
+        return write(path, half(content, lambda: happen(path)))
+
+    disk._write = write_half  # ty: ignore[invalid-assignment]
+
+
+def half(content: Content, happen: Callable[[], None]) -> Content:
+    """The first half of `content`'s bytes, without a copy of them, and then what happens."""
+    pieces = list(content)
+    left = sum(len(piece) for piece in pieces) // 2
+    for piece in pieces:
+        yield piece[:left]
+        left -= min(left, len(piece))
+    happen()

@@ -1,0 +1,104 @@
+"""Several faults in one run: a list of them, each with its kind and its kind's own keys."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+from stabletrain.errors import ConfigError
+from stabletrain.faults.activation import Activation
+from stabletrain.faults.bit_flip import BitFlip
+from stabletrain.faults.data import Empty, Ignored, Input, Label, Poison
+from stabletrain.faults.disk import DiskFull, Kill
+from stabletrain.faults.gradient import Gradient
+from stabletrain.faults.learning_rate import LearningRate
+from stabletrain.faults.none import NoFaults
+from stabletrain.faults.planned import Planned
+from stabletrain.faults.wandb import LostWandb
+from stabletrain.records import TrainState
+
+KINDS: dict[str, type[Planned]] = {
+    "input": Input,
+    "label": Label,
+    "ignored": Ignored,
+    "empty": Empty,
+    "poison": Poison,
+    "activation": Activation,
+    "gradient": Gradient,
+    "learning_rate": LearningRate,
+    "bitflip": BitFlip,
+    "disk_full": DiskFull,
+    "kill": Kill,
+    "wandb": LostWandb,
+}
+"""Kinds by the names of their options."""
+
+
+class Plan(NoFaults):
+    """Several faults.
+
+    Args:
+        faults: of each a mapping of `kind`, `at`, and other keys of that kind, such as
+            `{kind: gradient, at: [30], value: nan}`.
+
+    Raises:
+        ConfigError: an unknown kind or key, or a value out of range.
+    """
+
+    def __init__(self, faults: Sequence[Any]) -> None:
+        self.faults = [planned(number, entry) for number, entry in enumerate(faults)]
+
+    def data(self, data: Any) -> Any:
+        """The data with all faults of data."""
+        for fault in self.faults:
+            data = fault.data(data)
+        return data
+
+    def checkpoints(self, checkpoints: Any) -> Any:
+        """The checkpoints with all faults of the disk."""
+        for fault in self.faults:
+            checkpoints = fault.checkpoints(checkpoints)
+        return checkpoints
+
+    def wandb(self, wandb: Any) -> Any:
+        """W&B with all its faults."""
+        for fault in self.faults:
+            wandb = fault.wandb(wandb)
+        return wandb
+
+    def state(self, state: TrainState, precision: Any) -> None:
+        """Prepares all faults of the step."""
+        for fault in self.faults:
+            fault.state(state, precision)
+
+
+def planned(number: int, entry: Any) -> Planned:
+    """The fault that an entry of the plan describes."""
+    place = f"faults.faults[{number}]"
+    if not isinstance(entry, Mapping) or "kind" not in entry:
+        raise ConfigError(f"{place}={entry} has no kind: write {{kind: gradient, at: [30], value: nan}}")
+    kind, keys = entry["kind"], {key: as_number(value) for key, value in entry.items() if key != "kind"}
+    if kind not in KINDS:
+        raise ConfigError(f"{place}: kind={kind} is no kind of fault{near(str(kind), KINDS)}: {', '.join(KINDS)}")
+    known = {field.name: field for field in fields(KINDS[kind])}
+    for key in keys:
+        if key not in known:
+            raise ConfigError(f"{place}: {kind} has no key {key}{near(str(key), known)}: {', '.join(known)}")
+    for name, field in known.items():
+        if name not in keys and field.default is MISSING:
+            raise ConfigError(f"{place}: {kind} has no {name}: write {{kind: {kind}, {name}: [30]}}")
+    try:
+        return KINDS[kind](**keys)
+    except ConfigError as error:
+        raise ConfigError(f"{place}, {kind}: {error}") from None
+
+
+def as_number(value: Any) -> Any:
+    """The numbers that YAML takes for words, as numbers; anything else as it is."""
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def near(name: str, known: Any) -> str:
+    """The nearest of the known names, as a question."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""

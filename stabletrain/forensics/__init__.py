@@ -1,0 +1,1 @@
+"""What explains an incident, once there is one; nothing here runs before."""

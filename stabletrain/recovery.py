@@ -1,0 +1,160 @@
+"""Recovery: states are put by, in memory and on the disk, and put back when the guard asks for it.
+
+A rollback puts the newest healthy state back, in memory, from the disk, or computed again, and then everything that has
+been read since lies behind the run. Computed again means: an older state is loaded and its steps are run a second time,
+silently, up to the one that is wanted. As a step is a pure function of its state and number this leads to the same
+bits, so a run that was killed and resumed rolls back exactly as one that never was.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from stabletrain.data.order import position
+from stabletrain.errors import TrainingHalted
+from stabletrain.job import Job
+from stabletrain.records import Reading
+from stabletrain.state.capture import capture, restore
+from stabletrain.tracking.tracker import NoTracker
+
+
+@runtime_checkable
+class Lasting(Protocol):
+    """A part of the state with something that a rollback does not undo: counts, budgets, time."""
+
+    def lasting(self) -> dict[str, Any]: ...
+    def keep(self, lasting: dict[str, Any], /) -> None: ...
+
+
+@dataclass
+class Return:
+    """What is to be done when the state that a rollback wants has been computed again.
+
+    Attributes:
+        step: of that state.
+        trouble: step after which the guard asked for the rollback.
+        tick, skipped, lasting: what a rollback does not undo.
+        tracker: where numbers go again from then on.
+    """
+
+    step: int
+    trouble: int
+    tick: int
+    skipped: list[tuple[int, int]]
+    lasting: dict[str, dict[str, Any]]
+    tracker: NoTracker
+
+
+class Recovery:
+    """Puts states by and back for one run.
+
+    Attributes:
+        returning: the state on the way to which steps are run again; None as a rule.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.returning: Return | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether the state after `step` steps is to be put by in memory."""
+        return self._job.tools.guard.due(step)
+
+    def put_by(self) -> None:
+        """Puts the present state by, in memory."""
+        job, guard = self._job, self._job.tools.guard
+        guard.take(job.state.step)
+        job.snapshots.take(job.state.step, capture(job.state, job.parts))
+        job.snapshots.keep(guard.held)
+
+    def save(self, val_loss: float | None, *, healthy: bool | None = None) -> None:
+        """Takes a checkpoint of everything stateful; whether it is healthy, the guard says where nobody else does."""
+        state, guard = self._job.state, self._job.tools.guard
+        tree = capture(state, self._job.parts)
+        info = {"run": self._job.folder.id}
+        healthy = guard.healthy if healthy is None else healthy
+        self._job.checkpoints.save(state.step, tree, info=info, healthy=healthy, val_loss=val_loss)
+
+    def go_back(self, reading: Reading) -> None:
+        """Puts the newest healthy state back.
+
+        Args:
+            reading: of the step at which the guard gave up on the present state.
+
+        Raises:
+            TrainingHalted: no state is left that the run could go back to.
+        """
+        job, state, guard = self._job, self._job.state, self._job.tools.guard
+        self.arrive()  # if the trouble came on the way back already
+        target, reason = guard.target, guard.reason
+        tree = None if target is None else self._find(target)
+        if target is None or tree is None:
+            raise TrainingHalted(f"step {reading.step}: {reason}; no healthy state is left to go back to")
+        target = max(target, tree["step"])
+        start, stop = position(target, state.skipped), position(reading.step - 1, state.skipped) + 1
+        detour = guard.go_back(reading.step, target)
+        stop += detour.skip_batches
+        skipped = [*state.skipped, (start, stop)]
+        lasting = {name: part.lasting() for name, part in job.parts.items() if isinstance(part, Lasting)}
+        self.returning = Return(target, reading.step, state.tick, skipped, lasting, job.tracker)
+        job.tracker.event(
+            "rollback",
+            reading.step,
+            to=target,
+            loaded=tree["step"],
+            tick=state.tick,
+            skipped=[start, stop],
+            lr_factor=detour.lr_factor,
+            reason=reason,
+        )
+        slower = f", learning rate x {detour.lr_factor:g} until step {detour.until}" if detour.lr_factor < 1 else ""
+        text = (
+            f"step {reading.step}: {reason}: rollback {detour.number}, to step {target}; batches {start} to {stop - 1} "
+            f"are never read again{slower}"
+        )
+        job.tracker.note(text)
+        job.tracker.alert("rollback", text)
+        restore(tree, state, job.parts)
+        job.batches.forget()
+        if state.step < target:
+            job.tracker.note(f"rollback: steps {state.step + 1} to {target} are run again to reach that state")
+            job.tracker = NoTracker()
+        else:
+            self.arrive()
+
+    def arrive(self) -> None:
+        """Ends a way back: what a rollback does not undo is put over the restored state, and that is saved."""
+        back, job = self.returning, self._job
+        if back is None:
+            return
+        self.returning, job.tracker = None, back.tracker
+        job.state.tick, job.state.skipped = back.tick, back.skipped
+        for name, lasting in back.lasting.items():
+            part = job.parts[name]
+            assert isinstance(part, Lasting)
+            part.keep(lasting)
+        job.history.lost_steps += back.trouble - job.state.step
+        job.batches.forget()
+        job.snapshots.keep(job.tools.guard.held)
+        job.tracker.mark(job.state.step)
+        job.checkpoints.rewind(job.state.step)
+        self.save(job.history.val.get("val/loss"), healthy=True)
+
+    def preserve(self) -> None:
+        """Saves the newest healthy state in memory to the disk: the run is about to end, and its weights are bad."""
+        target = self._job.tools.guard.target
+        tree = None if target is None else self._job.snapshots.newest(target)
+        if tree is not None:
+            val = tree["parts"]["history"]["val"].get("val/loss")
+            info = {"run": self._job.folder.id}
+            self._job.checkpoints.save(tree["step"], tree, info=info, healthy=True, val_loss=val)
+
+    def _find(self, target: int) -> Any:
+        """The newest state up to step `target`, of those in memory and on the disk; else the newest healthy one."""
+        job = self._job
+        held = job.snapshots.newest(target)
+        if held is not None and held["step"] == target:
+            return held
+        saved = job.checkpoints.newest(at_most=target) or job.checkpoints.newest(healthy_only=True)
+        if held is not None and (saved is None or held["step"] >= saved.step):
+            return held
+        return saved.load() if saved is not None else None

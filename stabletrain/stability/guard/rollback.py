@@ -1,0 +1,170 @@
+"""Rollback: when skipping does not help, the weights themselves have gone wrong, and an older state is put back.
+
+    skips that do not end (`patience`)   ->  back to the newest healthy state from before, past the data that was read
+                                             since it, plus `skip_batches`, and slower for `lr_steps` steps
+    rollbacks that do not help           ->  further back each time, with ever lower a learning rate
+    `max_rollbacks` of them              ->  the run halts
+
+A step that is skipped changes nothing. So to read the same batches again from the older state would lead to the same
+weights again, bit for bit; that is why everything read since that state is passed over, as PaLM did (arXiv 2204.02311,
+section 5.1: restart about 100 steps before the spike, skip 200 to 500 batches, among them those seen before it).
+
+The guard knows states by their step number only. The loop keeps them (`state/snapshots.py`), and where one is lost,
+because the process was killed, it is computed again from an older checkpoint: a step is a pure function.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from stabletrain.errors import ConfigError
+from stabletrain.records import Detour, Reading, Verdict
+from stabletrain.stability.guard.skip import SkipGuard
+
+WHOLE = {
+    "patience": (1, "10 skips"),
+    "snapshots": (1, "3 states"),
+    "snapshot_every": (1, "50 steps"),
+    "healthy_after": (0, "20 steps"),
+    "skip_batches": (0, "20 batches"),
+    "max_rollbacks": (0, "3 rollbacks"),
+    "lr_steps": (0, "100 steps"),
+}
+"""Lowest and customary value of the whole numbers."""
+
+LASTING = ("skips", "rollbacks", "in_vain", "beyond", "slow")
+"""What a rollback does not undo."""
+
+
+@dataclass
+class RollbackGuard(SkipGuard):
+    """Skips, and where skipping does not end, goes back to a healthy state.
+
+    Attributes:
+        patience: so much `trouble` calls for a rollback.
+        snapshots: healthy states that are kept in memory.
+        snapshot_every: steps between two of them.
+        healthy_after: steps after which a state in memory is healthy, if the run is out of trouble then.
+        skip_batches: batches to pass over beyond those that were read since the state that is put back.
+        max_rollbacks: so many rollbacks without progress halt the run at the next trouble. Progress is a healthy state
+            from beyond the trouble.
+        lr_factor: the learning rate is multiplied by it after a rollback, and once more after each further one without
+            progress.
+        lr_steps: for so many steps.
+        waiting, known: steps of the states in memory that are not yet, and that are, healthy; oldest first.
+        rollbacks: in the whole run.
+        in_vain: rollbacks without progress, up to now.
+        beyond: the step that a healthy state must lie beyond to be progress.
+        slow: first and last step, and factor, of the lowered learning rate.
+    """
+
+    patience: int = 10
+    snapshots: int = 3
+    snapshot_every: int = 50
+    healthy_after: int = 20
+    skip_batches: int = 20
+    max_rollbacks: int = 3
+    lr_factor: float = 0.5
+    lr_steps: int = 100
+    waiting: list[int] = field(default_factory=list)
+    known: list[int] = field(default_factory=list)
+    rollbacks: int = 0
+    in_vain: int = 0
+    beyond: int = 0
+    slow: tuple[int, int, float] = (0, 0, 1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, (lowest, customary) in WHOLE.items():
+            if (value := getattr(self, name)) < lowest:
+                raise ConfigError(f"guard.{name}={value} is below {lowest}: {customary} is customary")
+        if not 0 < self.lr_factor <= 1:
+            raise ConfigError(
+                f"guard.lr_factor={self.lr_factor} is outside (0, 1]: 0.5 is customary; 1 keeps the learning rate"
+            )
+        if self.patience > self.max_consecutive:
+            raise ConfigError(
+                f"guard.patience={self.patience} is above guard.max_consecutive={self.max_consecutive}: the run would "
+                "halt before it ever went back; lower guard.patience"
+            )
+
+    def judge(self, reading: Reading) -> Verdict:
+        """What to do about a step that is over."""
+        verdict = super().judge(reading)
+        if verdict is Verdict.APPLY:
+            self._promote(reading.step)
+        if verdict is not Verdict.SKIP or self.kind not in ("spike", "nonfinite"):
+            return verdict
+        if self.trouble < self.patience:
+            return Verdict.SKIP
+        what = f"{self.reason}, and skipping has not ended it (guard.patience={self.patience})"
+        if self.in_vain < self.max_rollbacks:
+            self.reason = what
+            return Verdict.ROLLBACK
+        self.reason = f"{what}, nor have guard.max_rollbacks={self.max_rollbacks} rollbacks: " + (
+            "lower optimizer.lr, lengthen warmup.steps, try stability=zloss_qknorm or precision=fp32"
+        )
+        return Verdict.HALT
+
+    def due(self, step: int) -> bool:
+        """Whether the state after `step` steps is to be kept in memory: every so many steps, and the very first."""
+        return not self.known or step % self.snapshot_every == 0
+
+    def take(self, step: int) -> None:
+        """Remembers that it is kept.
+
+        The first state of all is taken for healthy; another waits until `healthy_after` steps have followed it and the run is out of trouble.
+        """
+        if step not in self.held:
+            (self.waiting if self.known else self.known).append(step)
+
+    @property
+    def held(self) -> list[int]:
+        """Steps of the states that may be asked for again."""
+        return self.known + self.waiting
+
+    @property
+    def target(self) -> int | None:
+        """Step of the state to go back to: the newest healthy one."""
+        return self.known[-1] if self.known else None
+
+    def go_back(self, step: int, target: int) -> Detour:
+        """Counts a rollback from `step` to `target`, and lowers the learning rate from there on."""
+        self.rollbacks += 1
+        self.in_vain += 1
+        self.beyond = max(self.beyond, step)
+        self.slow = (target, target + self.lr_steps, self.lr_factor**self.in_vain)
+        return Detour(self.rollbacks, self.skip_batches, self.slow[2], self.slow[1])
+
+    def slowdown(self, step: int) -> float:
+        """The factor of the learning rate at step number `step`: below 1 for some time after a rollback."""
+        start, stop, factor = self.slow
+        return factor if start <= step < stop else 1.0
+
+    def lasting(self) -> dict[str, Any]:
+        """What a rollback does not undo: counts and budgets."""
+        return {name: getattr(self, name) for name in LASTING} | {"skips": dict(self.skips), "slow": list(self.slow)}
+
+    def keep(self, lasting: dict[str, Any]) -> None:
+        """Puts that back over a restored state."""
+        for name, value in lasting.items():
+            setattr(self, name, tuple(value) if name == "slow" else value)
+
+    def state_dict(self) -> dict:
+        """Counts, windows, budgets and which states are held, for the checkpoint."""
+        memory = {"waiting": list(self.waiting), "known": list(self.known)}
+        return {**super().state_dict(), **self.lasting(), **memory}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Puts them back; what another guard wrote lacks them, and they start afresh."""
+        super().load_state_dict(state)
+        self.waiting, self.known = list(state.get("waiting", [])), list(state.get("known", []))
+        self.keep({name: state[name] for name in LASTING[1:] if name in state})
+
+    def _promote(self, step: int) -> None:
+        if not self.healthy:
+            return
+        ready = [taken for taken in self.waiting if step - taken >= self.healthy_after]
+        self.waiting = self.waiting[len(ready) :]
+        self.known = (self.known + ready)[-self.snapshots :]
+        if any(taken > self.beyond for taken in ready):
+            self.in_vain = 0

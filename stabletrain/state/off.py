@@ -1,0 +1,61 @@
+"""No checkpoints: nothing is kept on disk, for short runs and sweeps that nobody continues."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stabletrain.state.notice import Report
+from stabletrain.state.tree import Tree
+from stabletrain.state.trust import Checkpoint
+
+
+class NoCheckpoints:
+    """Keeps nothing on disk and continues from nothing.
+
+    Attributes:
+        keeps: whether anything is ever saved.
+        failed: writes that failed in this process.
+    """
+
+    keeps = False
+    failed = 0
+
+    def open(self, folder: Path, on_event: Report, run: str | None = None) -> None:
+        """Nothing to open."""
+
+    def due(self, step: int) -> bool:
+        """Never."""
+        return False
+
+    def save(self, step: int, tree: Tree, *, info: Mapping[str, Any], healthy: bool, val_loss: float | None) -> None:
+        """Nothing is saved."""
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def saved(self, step: int) -> bool:
+        """Whether the newest write that ended was of `step`, and succeeded: no."""
+        del step
+        return False
+
+    def unsaved(self) -> str | None:
+        """What a person must know at the end: nothing was to be saved."""
+        return None
+
+    def newest(self, *, healthy_only: bool = False, at_most: int | None = None) -> Checkpoint | None:
+        """None."""
+        return None
+
+    def preferred(self) -> Checkpoint | None:
+        """None."""
+        return None
+
+    def best(self) -> Checkpoint | None:
+        """None."""
+        return None
+
+    def rewind(self, step: int) -> None:
+        """Nothing to forget."""

@@ -1,0 +1,155 @@
+"""Law 3: a skipped step changes nothing. Whatever goes wrong, wherever, in every precision, both models and kinds of
+optimizer: parameters, buffers, moments, step counters, and the memory of clipping, guard and loss scale keep every bit.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stabletrain.build import build
+from stabletrain.state.capture import capture
+from stabletrain.state.tree import flatten, to_host
+from stabletrain.step import train_step
+from tests.runs import TINY_GPT, TINY_RESNET, composed
+
+MODELS = {"gpt": [*TINY_GPT, "clipping=zclip"], "resnet": [*TINY_RESNET, "model.depth=8", "batch_size=4"]}
+
+
+def some_module(model):
+    """A module in the middle whose output is a tensor."""
+    leaves = [module for module in model.modules() if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)]
+    return leaves[len(leaves) // 2]
+
+
+def spoil_inputs(job, batch, value):
+    """For text a token id that does not exist: whole numbers cannot be NaN."""
+    inputs = batch.inputs.clone()
+    inputs[(-1,) * inputs.ndim] = value if inputs.is_floating_point() else 2**31 - 1
+    return replace(batch, inputs=inputs)
+
+
+def spoil_labels(job, batch, value):
+    targets = batch.targets.clone()
+    targets[(1,) * targets.ndim] = 10**6 if math.isnan(value) else -1
+    return replace(batch, targets=targets)
+
+
+def spoil_all_labels(job, batch, value):
+    return replace(batch, targets=torch.full_like(batch.targets, -100))
+
+
+def spoil_activation(job, batch, value):
+    def hook(module, inputs, output):
+        output = output.clone()
+        output[(0,) * output.ndim] = value
+        return output
+
+    some_module(job.state.model).register_forward_hook(hook)
+    return batch
+
+
+def spoil_loss(job, batch, value):
+    objective = job.tools.objective
+
+    def spoilt(logits, targets, n_valid):
+        terms = objective(logits, targets, n_valid)
+        return replace(terms, total=terms.total * value, ce=terms.ce * value)
+
+    object.__setattr__(job.tools, "objective", spoilt)
+    return batch
+
+
+def spoil_one_gradient(job, batch, value):
+    def hook(gradient):
+        gradient = gradient.clone()
+        gradient[(0,) * gradient.ndim] = value
+        return gradient
+
+    some_module(job.state.model).weight.register_hook(hook)
+    return batch
+
+
+def spike(job, batch, value):
+    """Finite, and beyond every limit."""
+    return spoil_loss(job, batch, 1e4)
+
+
+SPOILT = {
+    "input": spoil_inputs,
+    "label": spoil_labels,
+    "ignored": spoil_all_labels,
+    "activation": spoil_activation,
+    "loss": spoil_loss,
+    "gradient": spoil_one_gradient,
+    "spike": spike,
+}
+
+
+def everything(job):
+    """All of the state but what a step must count: its number, and the skips."""
+    tensors, skeleton = flatten(to_host(capture(job.state, {k: job.parts[k] for k in ("clipping", "precision")})))
+    guard = job.tools.guard.limits.state_dict()
+    skeleton = {key: value for key, value in skeleton.items() if key not in ("step", "tick")}
+    return tensors, str(skeleton), str(guard)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("what", SPOILT)
+def test_a_skipped_step_changes_nothing(tmp_path, what, value, model, precision, fused):
+    chosen = [*MODELS[model], f"precision={precision}", f"optimizer.fused={str(fused).lower()}", "checkpoint=off"]
+    if precision == "fp16":  # at its floor, a gradient that is not finite is no calibration
+        chosen += ["precision.init_scale=1", "precision.min_scale=1"]
+    with composed(*chosen, "guard=skip", "steps=9", "warmup=none", "schedule=constant") as cfg:
+        job = build(cfg, tmp_path)
+    batches = [job.batches.get(step) for step in range(5)]
+    job.batches.close()
+    for batch in batches[:3]:
+        assert job.tools.guard.judge(train_step(job.state, [batch], job.tools)).value == "apply"
+    before = everything(job)
+    reading = train_step(job.state, [SPOILT[what](job, batches[3], value)], job.tools)
+    assert not reading.applied
+    assert job.tools.guard.judge(reading).value == "skip"
+    kind = {"input": "bad_data", "label": "bad_data", "ignored": "bad_data", "spike": "spike"}.get(what, "nonfinite")
+    assert job.tools.guard.skips[kind] == 1
+    after = everything(job)
+    assert after[1:] == before[1:]
+    assert after[0].keys() == before[0].keys()
+    for name, tensor in before[0].items():
+        assert torch.equal(after[0][name], tensor), name
+    assert (job.state.step, job.state.tick) == (4, 4), "the step happened"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_comparison_sees_a_step_that_is_applied(tmp_path, model):
+    with composed(*MODELS[model], "guard=skip", "steps=9", "checkpoint=off") as cfg:
+        job = build(cfg, tmp_path)
+    before = everything(job)
+    job.tools.guard.judge(train_step(job.state, [job.batches.get(0)], job.tools))
+    job.batches.close()
+    after = everything(job)
+    assert after[2] != before[2], "the guard's windows"
+    changed = {name for name, tensor in before[0].items() if not torch.equal(after[0][name], tensor)}
+    parts = ["model/", "optimizer/"] if model == "gpt" else ["model/", "optimizer/", "running_mean"]
+    assert all(any(part in name for name in changed | (after[0].keys() - before[0].keys())) for part in parts)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_empty_batch_is_a_skip(tmp_path, model):
+    chosen = ["guard=skip", "steps=9", "checkpoint=off", "grad_accum_steps=2", "warmup=none", "schedule=constant"]
+    with composed(*MODELS[model], *chosen) as cfg:
+        job = build(cfg, tmp_path)
+    batch = job.batches.get(0)
+    job.batches.close()
+    train_step(job.state, batch.split(2), job.tools)
+    before = everything(job)
+    empty = replace(batch, inputs=batch.inputs[:0], targets=batch.targets[:0], ids=None, sources=None)
+    reading = train_step(job.state, empty.split(2), job.tools)
+    assert (reading.applied, reading.bad_data, reading.loss, reading.grad_norm) == (False, True, 0.0, 0.0)
+    after = everything(job)
+    assert after[1:] == before[1:]
+    assert all(torch.equal(after[0][name], tensor) for name, tensor in before[0].items())

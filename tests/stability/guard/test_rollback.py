@@ -1,0 +1,144 @@
+"""When the guard asks for an older state, for which, and what a rollback does not undo."""
+
+import math
+
+import pytest
+
+from stabletrain.errors import ConfigError
+from stabletrain.records import Verdict
+from stabletrain.stability.guard import RollbackGuard
+from tests.stability.guard.given import feed, reading
+
+CALM = [2.0 + 0.01 * (i % 3) for i in range(40)]
+QUICK = {"window": 20, "patience": 3, "snapshots": 2, "snapshot_every": 10, "healthy_after": 4}
+
+
+def calm(guard, steps, first_step=1):
+    """Feeds clean steps, and takes the states that are due, as the loop does."""
+    for step in range(first_step, first_step + steps):
+        guard.judge(reading(CALM[step % 40], step=step))
+        if guard.due(step):
+            guard.take(step)
+    return guard
+
+
+def started(**changed):
+    guard = RollbackGuard(**(QUICK | changed))
+    assert guard.due(0)
+    guard.take(0)
+    return guard
+
+
+def test_skips_that_do_not_end_ask_for_a_rollback():
+    guard = calm(started(), 30)
+    assert feed(guard, [50.0] * 3, first_step=31) == [Verdict.SKIP, Verdict.SKIP, Verdict.ROLLBACK]
+    assert "guard.patience=3" in guard.reason
+
+
+def test_applied_steps_between_skips_count_against_them():
+    guard = calm(started(), 30)
+    assert feed(guard, [50.0, 2.0] * 20) == [Verdict.SKIP, Verdict.APPLY] * 20, "half of them is borne"
+    assert feed(guard, [50.0, 50.0, 2.0, 50.0, 50.0])[-1] is Verdict.ROLLBACK
+
+
+@pytest.mark.parametrize("harmless", [{"overflow": True}, {"bad_data": True}])
+def test_neither_calibration_nor_bad_data_asks_for_one(harmless):
+    guard = calm(started(), 30)
+    for step in range(31, 60):
+        assert guard.judge(reading(norm=math.inf, applied=False, step=step, **harmless)) is Verdict.SKIP
+    assert guard.trouble == 0
+
+
+def test_states_are_known_as_healthy_after_clean_steps_and_only_the_newest_are_held():
+    guard = started()
+    assert (guard.known, guard.waiting) == ([0], []), "the first is taken for healthy"
+    calm(guard, 13)
+    assert (guard.known, guard.waiting, guard.target) == ([0], [10], 0)
+    calm(guard, 1, first_step=14)
+    assert (guard.known, guard.waiting, guard.target) == ([0, 10], [], 10)
+    calm(guard, 10, first_step=15)
+    assert (guard.known, guard.held) == ([10, 20], [10, 20]), "snapshots=2"
+
+
+def test_no_state_becomes_healthy_while_the_run_is_in_trouble():
+    guard = calm(started(), 12)
+    for step in (13, 14):
+        guard.judge(reading(50.0, applied=False, step=step))
+    calm(guard, 1, first_step=15)
+    assert guard.waiting == [10]
+    calm(guard, 1, first_step=16)
+    assert guard.waiting == []
+
+
+def gone_back(guard, step):
+    """What the loop does with the guard's memory: the state of `target` is put back, and what lasts is kept."""
+    target = guard.target
+    detour = guard.go_back(step, target)
+    lasting = guard.lasting()
+    restored = calm(started(), target)
+    vars(guard).update({name: getattr(restored, name) for name in ("known", "waiting", "trouble")})
+    guard.keep(lasting)
+    return detour
+
+
+def test_the_learning_rate_is_lowered_again_with_each_rollback_in_vain():
+    guard = calm(started(lr_steps=5, max_rollbacks=9), 30)
+    detours = []
+    for _ in range(3):
+        feed(guard, [50.0] * 3)
+        detours.append(gone_back(guard, 33))
+    assert [detour.lr_factor for detour in detours] == [0.5, 0.25, 0.125]
+    assert [detour.number for detour in detours] == [1, 2, 3]
+    start = detours[-1].until - 5
+    assert [guard.slowdown(step) for step in range(start - 1, start + 6)] == [1.0, *[0.125] * 5, 1.0]
+
+
+def test_rollbacks_in_vain_end_the_run_and_say_what_to_do():
+    guard = calm(started(max_rollbacks=1), 30)
+    assert feed(guard, [50.0] * 3)[-1] is Verdict.ROLLBACK
+    gone_back(guard, 33)
+    assert feed(guard, [50.0] * 3)[-1] is Verdict.HALT
+    assert "guard.max_rollbacks=1" in guard.reason
+    assert "optimizer.lr" in guard.reason
+
+
+def test_a_healthy_state_beyond_the_trouble_is_progress():
+    guard = calm(started(max_rollbacks=1), 30)
+    feed(guard, [50.0] * 3, first_step=31)
+    gone_back(guard, 33)
+    assert guard.in_vain == 1
+    calm(guard, 23, first_step=21)
+    assert guard.in_vain == 1, "the state after 40 steps lies beyond, but has not proved itself"
+    calm(guard, 1, first_step=44)
+    assert guard.in_vain == 0
+    assert feed(guard, [50.0] * 3)[-1] is Verdict.ROLLBACK
+
+
+def test_counts_and_budgets_go_through_a_checkpoint():
+    guard = calm(started(), 30)
+    feed(guard, [50.0] * 3)
+    gone_back(guard, 33)
+    other = RollbackGuard(**QUICK)
+    other.load_state_dict(guard.state_dict())
+    assert other.state_dict() == guard.state_dict()
+    assert (other.rollbacks, other.in_vain, other.skips["spike"], other.slowdown(25)) == (1, 1, 3, 0.5)
+    assert not other.due(5), "its states are known: none is taken between"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(
+            ("patience", 0),
+            ("patience", 101),
+            ("healthy_after", -1),
+            ("snapshots", 0),
+            ("snapshot_every", 0),
+            ("skip_batches", -1),
+        ),
+        *(("max_rollbacks", -1), ("lr_steps", -1), ("lr_factor", 0.0), ("lr_factor", 1.5)),
+    ],
+)
+def test_values_out_of_range_name_the_key(key, value):
+    with pytest.raises(ConfigError, match=rf"guard\.{key}={value}"):
+        RollbackGuard(**{key: value})

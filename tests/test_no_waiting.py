@@ -1,0 +1,50 @@
+"""The step asks nothing of the host: on a GPU each such question would stop the queue of work.
+
+What makes the host wait is seen by the dispatcher: `item()`, `bool()`, `float()` and `nonzero()` of a tensor are
+operations of their own, on every device.
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stabletrain.build import build
+from stabletrain.step import commit, compute
+from tests.runs import TINY_GPT, TINY_RESNET, composed
+
+WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "_unique2", "masked_select"}
+
+
+class Questions(TorchDispatchMode):
+    """Notes every operation whose result the host needs before it can go on."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        if name in WAITING:
+            self.asked.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("guard", ["off", "skip", "rollback"])
+@pytest.mark.parametrize("tiny", [TINY_GPT, [*TINY_RESNET, "model.depth=8"]], ids=["gpt", "resnet"])
+def test_a_step_asks_nothing_of_the_host(tmp_path, tiny, guard, precision):
+    with composed(*tiny, f"guard={guard}", f"precision={precision}", "checkpoint=off", "zloss=palm") as cfg:
+        job = build(cfg, tmp_path)
+    batches = [job.batches.get(step) for step in range(3)]
+    job.batches.close()
+    for batch in batches:
+        with Questions() as questions:
+            in_flight = commit(job.state, compute(job.state, batch.split(2), job.tools), job.tools)
+        assert questions.asked == []
+        job.tools.guard.judge(in_flight.wait())
+
+
+def test_a_question_would_be_noticed():
+    with Questions() as questions:
+        bool(torch.ones(()) > 0)
+    assert questions.asked == ["_local_scalar_dense"]
