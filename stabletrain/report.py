@@ -74,7 +74,7 @@ def report(job: Job, launched: Launched, pace: Pace, seen: Mapping[str, float] =
     metrics = reading_metrics(reading, skipped) | job.recent.metrics()
     metrics |= {"tick": job.state.tick, "guard/rollbacks": guard.rollbacks}
     if not reading.applied:
-        report_skip(job, launched, reading)
+        report_skip(job, launched, reading, told=verdict is not Verdict.SKIP)
     if seen or reading.step % job.plan.log_every == 0 or reading.step in (1, job.plan.steps):
         pace.measure()
         job.tracker.log(reading.step, {**metrics, f"{UNITS[job.unit]}_per_s": pace.rate, **seen})
@@ -82,8 +82,8 @@ def report(job: Job, launched: Launched, pace: Pace, seen: Mapping[str, float] =
     return verdict
 
 
-def report_skip(job: Job, launched: Launched, reading: Reading) -> None:
-    """Records a step whose update was withheld, and says so now and then."""
+def report_skip(job: Job, launched: Launched, reading: Reading, *, told: bool) -> None:
+    """Records a step whose update was withheld, and says so now and then, unless a graver verdict tells it anyway."""
     guard = job.tools.guard
     numbers = {"loss": reading.loss, "grad_norm": reading.grad_norm, "loss_scale": reading.loss_scale}
     reason, samples = guard.reason, {}
@@ -91,7 +91,7 @@ def report_skip(job: Job, launched: Launched, reading: Reading) -> None:
         bad = bad_samples(launched.batch, job.tools.intake.vocab_size, launched.classes)
         reason, samples = describe(bad), {"samples": bad}
     job.tracker.event("skip", reading.step, kind=guard.kind, reason=reason, tick=job.state.tick, **numbers, **samples)
-    if guard.kind != "overflow" and is_round(guard.skips[guard.kind]):
+    if not told and guard.kind != "overflow" and is_round(guard.skips[guard.kind]):
         number = guard.skips[guard.kind]
         job.tracker.note(f"step {reading.step}: {reason}; update withheld ({guard.kind}, number {number})")
 

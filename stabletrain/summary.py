@@ -60,7 +60,7 @@ def near(folder: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else folder
 
 
-SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", "qknorm", "softcap", "qkclip")
+SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", "qknorm", "softcap", "qkclip", "faults")
 """Groups of the opening's second line."""
 
 FIRST_VALUE = ("lr", "max_norm", "clip_value", "clipping", "steps", "coefficient", "attention_cap", "max_logit")

@@ -12,6 +12,7 @@ from stabletrain.loop import run
 from stabletrain.state.folder import find
 from stabletrain.tracking.metrics import read_jsonl
 from tests.runs import TINY_GPT, composed
+from tests.tracking import wandb_file
 
 QUICK = [
     "guard=rollback",
@@ -192,3 +193,16 @@ def test_an_end_that_says_what_the_guard_did(tmp_path):
     assert "guard    50 updates in 50 steps, 3 skipped (spike), 1 rollback, 10 steps" in said
     assert "batches never read 25-36" in said
     assert job.history.lost_seconds > 0
+
+
+def test_wandb_drops_nothing_after_a_rollback(tmp_path, monkeypatch):
+    """Its own step counter would refuse whatever goes back; here the step is a metric, and the tick never goes back."""
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    trained(tmp_path, "steps=40", "wandb=offline", wrecked=[32])
+    found = wandb_file.read(tmp_path)
+    rows = [row for row in found["history"] if "train/loss" in row]
+    assert [row["tick"] for row in rows] == list(range(1, 51))
+    assert [row["step"] for row in rows] == [*range(1, 36), *range(26, 41)]
+    assert [row["guard/rollbacks"] for row in rows] == [0] * 35 + [1] * 15
+    assert ("rollback", True) in [(title, "to step 25" in text) for title, text in found["alerts"]]
+    assert found["summary"]["guard/rollbacks"] == 1

@@ -1,5 +1,6 @@
 """Which samples of a batch cannot be trained on, and what is wrong with each, from the batch as it lies on the host."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,18 +21,29 @@ def bad_samples(batch: Batch, vocab_size: int | None, classes: int | None) -> li
         classes: bound of the targets; None if the model has not said.
 
     Returns:
-        for each `index` (its place in the batch), `id` and `source` (file and offset) where the data says them, and
-        `what` is wrong. A fault of the whole batch has index None.
+        for each `index` (its place in the batch), `id` and `source` (file and offset) where the data says them, the
+        `fault` (input, label, ignored, empty), and `what` is wrong. A fault of the whole batch has index None.
     """
     if batch.targets.numel() == 0:
-        return [{"index": None, "what": "the batch is empty"}]
-    found = [
-        {"index": index, **named(batch, index), "what": what}
-        for index in range(len(batch))
-        if (what := fault_of(batch.inputs[index], batch.targets[index], vocab_size, classes))
-    ]
+        return [{"index": None, "fault": "empty", "what": "the batch is empty"}]
+    found = []
+    for index in range(len(batch)):
+        for fault, what in (
+            ("input", bad_input(batch.inputs[index], vocab_size)),
+            ("label", bad_label(batch.targets[index], classes)),
+        ):
+            if what:
+                found.append({"index": index, **named(batch, index), "fault": fault, "what": what})
+                break
     if not found and bool((batch.targets == IGNORE_INDEX).all()):
-        found = [{"index": None, **named(batch, 0), "what": f"every target is {IGNORE_INDEX}, so none counts"}]
+        found = [
+            {
+                "index": None,
+                **named(batch, 0),
+                "fault": "ignored",
+                "what": f"every target is {IGNORE_INDEX}, so none counts",
+            }
+        ]
     return found[:MOST]
 
 
@@ -41,8 +53,8 @@ def named(batch: Batch, index: int) -> dict[str, Any]:
     return ids | ({} if batch.sources is None else {"source": batch.sources[index]})
 
 
-def fault_of(inputs: Tensor, targets: Tensor, vocab_size: int | None, classes: int | None) -> str:
-    """What is wrong with one sample, in words; empty if nothing is."""
+def bad_input(inputs: Tensor, vocab_size: int | None) -> str:
+    """What is wrong with the input of one sample, in words; empty if nothing is."""
     if inputs.is_floating_point():
         bad = ~torch.isfinite(inputs)
         if bool(bad.any()):
@@ -51,11 +63,15 @@ def fault_of(inputs: Tensor, targets: Tensor, vocab_size: int | None, classes: i
         bad = (inputs < 0) | (inputs >= vocab_size)
         if bool(bad.any()):
             return f"token {int(inputs[bad][0])}{at(bad)} is outside [0, {vocab_size})"
-    if classes is not None:
-        bad = ((targets < 0) | (targets >= classes)) & (targets != IGNORE_INDEX)
-        if bool(bad.any()):
-            return f"target {int(targets[bad][0])}{at(bad)} is outside [0, {classes})"
     return ""
+
+
+def bad_label(targets: Tensor, classes: int | None) -> str:
+    """What is wrong with the targets of one sample, in words; empty if nothing is."""
+    if classes is None:
+        return ""
+    bad = ((targets < 0) | (targets >= classes)) & (targets != IGNORE_INDEX)
+    return f"target {int(targets[bad][0])}{at(bad)} is outside [0, {classes})" if bool(bad.any()) else ""
 
 
 def at(bad: Tensor) -> str:
@@ -64,7 +80,7 @@ def at(bad: Tensor) -> str:
     return f" at {place}" if place else ""
 
 
-def describe(samples: list[dict[str, Any]]) -> str:
+def describe(samples: Sequence[Mapping[str, Any]]) -> str:
     """The first bad sample in one line, and how many more there are."""
     if not samples:
         return "no sample of the batch looks bad on the host: it may have been damaged on its way to the device"

@@ -22,6 +22,7 @@ def test_a_pixel_is_named_by_sample_id_source_and_place():
         "index": 1,
         "id": 41,
         "source": "file:1",
+        "fault": "input",
         "what": "input holds 2 of 4 values that are NaN or Inf, the first at [0, 1, 0]",
     }
     assert describe([found]) == f"sample 1 of the batch: {found['what']} (file:1)"
@@ -33,12 +34,12 @@ def test_a_label_and_a_token_are_named_with_their_bound():
     assert [each["what"] for each in bad_samples(batch, None, 10)] == ["target 77 is outside [0, 10)"]
     text = Batch(torch.tensor([[1, 300], [2, 3]]), torch.tensor([[0, 1], [-5, 1]]))
     first, second = bad_samples(text, 256, 256)
-    assert first == {"index": 0, "what": "token 300 at [1] is outside [0, 256)"}
-    assert second == {"index": 1, "what": "target -5 at [0] is outside [0, 256)"}
+    assert first == {"index": 0, "fault": "input", "what": "token 300 at [1] is outside [0, 256)"}
+    assert second == {"index": 1, "fault": "label", "what": "target -5 at [0] is outside [0, 256)"}
 
 
 def test_faults_of_the_whole_batch():
-    assert bad_samples(images(0), None, None) == [{"index": None, "what": "the batch is empty"}]
+    assert bad_samples(images(0), None, None) == [{"index": None, "fault": "empty", "what": "the batch is empty"}]
     batch = images()
     batch.targets[:] = IGNORE_INDEX
     (found,) = bad_samples(batch, None, 10)
@@ -58,4 +59,4 @@ def test_a_good_batch_has_none_and_a_long_list_is_cut():
 @pytest.mark.parametrize("vocab_size", [None, 256])
 def test_data_without_ids_or_sources_is_named_by_its_place(vocab_size):
     batch = Batch(torch.full((1, 4), math.nan), torch.zeros(1, dtype=torch.int64))
-    assert bad_samples(batch, vocab_size, 10)[0].keys() == {"index", "what"}
+    assert bad_samples(batch, vocab_size, 10)[0].keys() == {"index", "fault", "what"}

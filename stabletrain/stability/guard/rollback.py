@@ -112,7 +112,8 @@ class RollbackGuard(SkipGuard):
     def take(self, step: int) -> None:
         """Remembers that it is kept.
 
-        The first state of all is taken for healthy; another waits until `healthy_after` steps have followed it and the run is out of trouble.
+        The first state of all is taken for healthy; another waits until `healthy_after` steps have followed it and the
+        run is out of trouble.
         """
         if step not in self.held:
             (self.waiting if self.known else self.known).append(step)
