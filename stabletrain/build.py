@@ -12,7 +12,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
 from stabletrain.arguments import SWEEP, take_apart
 from stabletrain.config import make, plain
@@ -135,7 +135,13 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         model.compile()
 
     def load(step: int) -> Batch:
-        return checked(data.batch(position(step, state.skipped), cfg.batch_size, "train"))
+        batch = checked(data.batch(position(step, state.skipped), cfg.batch_size, "train"))
+        if len(batch) % cfg.grad_accum_steps:
+            raise ConfigError(
+                f"data: batch {step} has {len(batch)} samples, which grad_accum_steps={cfg.grad_accum_steps} does not "
+                f"divide: return batch_size={cfg.batch_size} samples, or use grad_accum_steps=1"
+            )
+        return batch
 
     tracker.note(
         opening(choices, config, model, data, tools, f"{hardware.name(device)}, {hardware.threads()}", str(folder))
@@ -247,6 +253,16 @@ def checked(batch: Any) -> Batch:
         raise ConfigError(
             f"data: batch() gave a {type(batch).__name__}: return stabletrain.records.Batch(inputs, targets)"
         )
+    for name in ("inputs", "targets"):
+        value = getattr(batch, name)
+        if not isinstance(value, Tensor):
+            raise ConfigError(f"data: {name} is a {type(value).__name__}: a batch holds tensors; stack them into one")
+    if len(batch.inputs) != len(batch.targets):
+        raise ConfigError(
+            f"data: a batch has {len(batch.inputs)} inputs and {len(batch.targets)} targets: one for each"
+        )
+    if batch.targets.is_floating_point():
+        raise ConfigError(f"data: targets are {batch.targets.dtype}: they are class ids, so return whole numbers")
     return batch
 
 

@@ -18,7 +18,7 @@ def evaluate(model: nn.Module, batches: Iterator[Batch], precision: Precision, i
         model: put into evaluation mode for the pass, and back into the mode it was in.
         batches: on the model's device; sizes may differ.
         precision: its autocast is used.
-        intake: keeps ids and labels that are out of range from the kernels; such a label is not counted.
+        intake: finds bad data; a label out of range is not counted, nor is a batch with bad inputs.
 
     Returns:
         `val/loss`, and for `[batch, classes]` logits `val/accuracy`, in [0, 1]. NaN where no target is valid. Where a
@@ -36,6 +36,8 @@ def evaluate(model: nn.Module, batches: Iterator[Batch], precision: Precision, i
             known, bad_targets = intake.targets(batch.targets, logits.shape[-1])
             spoilt = spoilt + (bad_inputs | bad_targets)
             rows, targets = logits.flatten(0, -2).float(), known.flatten()
+            targets = torch.where(bad_inputs, IGNORE_INDEX, targets)
+            rows = torch.where(bad_inputs, 0.0, rows)
             valid = targets != IGNORE_INDEX
             loss = loss + F.cross_entropy(rows, targets, ignore_index=IGNORE_INDEX, reduction="sum").double()
             count = count + valid.sum()

@@ -23,22 +23,23 @@ def run(job: Job) -> History:
         Interrupted: a signal came; the state is saved.
         TrainingHalted: the guard gave up; no state is saved that was not healthy.
     """
+    tracker = job.tracker
     try:
         train(job)
         job.checkpoints.wait()
     except BaseException as error:
         job.checkpoints.settle()
-        job.tracker.close(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1))
+        tracker.close(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1))
         job.folder.finish(status_of(error), str(error) or type(error).__name__, final(job))
         raise
     finally:
         job.batches.close()
     job.tracker.summary(final(job))
     job.tracker.close(0)
-    unsaved = job.checkpoints.unsaved()
-    job.folder.finish("finished", unsaved, final(job))
-    if unsaved:
-        job.tracker.note(f"checkpoint: {unsaved}")
+    reasons = [reason for reason in (job.tools.guard.trouble_at_end(), job.checkpoints.unsaved()) if reason]
+    job.folder.finish("finished", "; ".join(reasons) or None, final(job))
+    for reason in reasons:
+        job.tracker.note(f"note     {reason}")
     return job.history
 
 
@@ -111,6 +112,7 @@ def train(job: Job) -> None:
                     recovery.save(val_loss)
                 pace.resume()
             if stopping and not last:
+                recovery.give_up_the_way()
                 job.checkpoints.wait()
                 job.tracker.event("preempt", state.step, signal=stopping)
                 where = f"{stopping}: stopped after step {state.step} of {plan.steps}"
@@ -129,6 +131,8 @@ def settle(job: Job, launched: Launched, pace: Pace, recovery: Recovery, seen: M
         TrainingHalted: the guard gave up.
     """
     verdict = report(job, launched, pace, seen)
+    if job.state.step == job.plan.steps:
+        verdict = job.tools.guard.at_end(verdict)
     if verdict is Verdict.APPLY:
         job.history.updates += 1
     if verdict is Verdict.ROLLBACK:
@@ -146,6 +150,11 @@ def validate(job: Job) -> float:
     """Evaluates, logs, and remembers the best; returns the validation loss."""
     batches = (batch.to(job.device) for batch in job.validation())
     metrics = evaluate(job.state.model, batches, job.tools.precision, job.tools.intake)
+    if spoilt := metrics.get("val/bad_batches"):
+        text = f"evaluation: {spoilt} batches hold bad data; what is bad in them is not counted"
+        if not job.history.val.get("val/bad_batches"):
+            job.tracker.note(f"step {job.state.step}: {text}")
+        job.tracker.event("bad_validation", job.state.step, batches=spoilt)
     job.history.val = metrics
     if metrics["val/loss"] < job.history.best_loss:
         job.history.best_loss, job.history.best_step = metrics["val/loss"], job.state.step

@@ -14,6 +14,7 @@ from stabletrain.errors import TrainingHalted
 from stabletrain.job import Job
 from stabletrain.records import Reading
 from stabletrain.state.capture import capture, restore
+from stabletrain.state.tree import Tree
 from stabletrain.tracking.tracker import NoTracker
 
 
@@ -67,12 +68,25 @@ class Recovery:
         job.snapshots.keep(guard.held)
 
     def save(self, val_loss: float | None, *, healthy: bool | None = None) -> None:
-        """Takes a checkpoint of everything stateful; whether it is healthy, the guard says where nobody else does."""
-        state, guard = self._job.state, self._job.tools.guard
-        tree = capture(state, self._job.parts)
-        info = {"run": self._job.folder.id}
+        """Takes a checkpoint of everything stateful; whether it is healthy, the guard says where nobody else does.
+
+        If nothing on the disk is as old as the state that a rollback would ask for, that state is saved too: what is
+        in memory is lost when the process is killed.
+        """
+        state, guard, checkpoints = self._job.state, self._job.tools.guard, self._job.checkpoints
+        if self.returning:  # what is on the disk beyond this step is still good
+            return
+        target = guard.target
+        if target is not None and target < state.step and not checkpoints.reaches(target):
+            held = self._job.snapshots.newest(target)
+            if held is not None:
+                self._write(held, healthy=True, val_loss=held["parts"]["history"]["val"].get("val/loss"))
         healthy = guard.healthy if healthy is None else healthy
-        self._job.checkpoints.save(state.step, tree, info=info, healthy=healthy, val_loss=val_loss)
+        self._write(capture(state, self._job.parts), healthy=healthy, val_loss=val_loss)
+
+    def _write(self, tree: Tree, *, healthy: bool, val_loss: float | None) -> None:
+        info, anchor = {"run": self._job.folder.id}, self._job.tools.guard.target
+        self._job.checkpoints.save(tree["step"], tree, info=info, healthy=healthy, val_loss=val_loss, anchor=anchor)
 
     def go_back(self, reading: Reading) -> None:
         """Puts the newest healthy state back.
@@ -84,7 +98,7 @@ class Recovery:
             TrainingHalted: no state is left that the run could go back to.
         """
         job, state, guard = self._job, self._job.state, self._job.tools.guard
-        self.arrive()  # if the trouble came on the way back already
+        self.arrive()  # if the trouble came on the way back already, on a machine that is not deterministic
         target, reason = guard.target, guard.reason
         tree = None if target is None else self._find(target)
         if target is None or tree is None:
@@ -109,7 +123,7 @@ class Recovery:
         slower = f", learning rate x {detour.lr_factor:g} until step {detour.until}" if detour.lr_factor < 1 else ""
         text = (
             f"step {reading.step}: {reason}: rollback {detour.number}, to step {target}; batches {start} to {stop - 1} "
-            f"are never read again{slower}"
+            f"are passed over{slower}"
         )
         job.tracker.note(text)
         job.tracker.alert("rollback", text)
@@ -135,26 +149,39 @@ class Recovery:
         job.history.lost_steps += back.trouble - job.state.step
         job.batches.forget()
         job.snapshots.keep(job.tools.guard.held)
-        job.tracker.mark(job.state.step)
+        job.tracker.mark(job.state.step, back.tick)
         job.checkpoints.rewind(job.state.step)
         self.save(job.history.val.get("val/loss"), healthy=True)
 
     def preserve(self) -> None:
-        """Saves the newest healthy state in memory to the disk: the run is about to end, and its weights are bad."""
-        target = self._job.tools.guard.target
-        tree = None if target is None else self._job.snapshots.newest(target)
-        if tree is not None:
-            val = tree["parts"]["history"]["val"].get("val/loss")
-            info = {"run": self._job.folder.id}
-            self._job.checkpoints.save(tree["step"], tree, info=info, healthy=True, val_loss=val)
+        """Saves the newest healthy state in memory to the disk: the run is about to end, and its weights are bad.
+
+        What a rollback does not undo is put over it, so that a run which is resumed from it goes on from there.
+        """
+        job, target = self._job, self._job.tools.guard.target
+        tree = None if target is None else job.snapshots.newest(target)
+        if tree is None:
+            return
+        parts = dict(tree["parts"])
+        for name, part in job.parts.items():
+            if isinstance(part, Lasting):
+                parts[name] = {**parts[name], **part.lasting()}
+        over = {"tick": job.state.tick, "skipped": [list(span) for span in job.state.skipped], "parts": parts}
+        self._write({**tree, **over}, healthy=True, val_loss=tree["parts"]["history"]["val"].get("val/loss"))
+        job.tracker.mark(tree["step"], job.state.tick)
+
+    def give_up_the_way(self) -> None:
+        """Ends a way back before it has led anywhere: the disk has all that it needs to begin it again."""
+        if self.returning:
+            self._job.tracker, self.returning = self.returning.tracker, None
 
     def _find(self, target: int) -> Any:
-        """The newest state up to step `target`, of those in memory and on the disk; else the newest healthy one."""
+        """The newest state up to step `target`, of those in memory and on the disk; else the oldest healthy one."""
         job = self._job
         held = job.snapshots.newest(target)
         if held is not None and held["step"] == target:
             return held
-        saved = job.checkpoints.newest(at_most=target) or job.checkpoints.newest(healthy_only=True)
+        saved = job.checkpoints.newest(at_most=target) or job.checkpoints.oldest()
         if held is not None and (saved is None or held["step"] >= saved.step):
             return held
         return saved.load() if saved is not None else None

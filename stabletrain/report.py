@@ -72,7 +72,7 @@ def report(job: Job, launched: Launched, pace: Pace, seen: Mapping[str, float] =
     skipped = sum(guard.skips.values())
     raise_alarms(job, reading.step, job.recent.add(reading))
     metrics = reading_metrics(reading, skipped) | job.recent.metrics()
-    metrics |= {"tick": job.state.tick, "guard/rollbacks": guard.rollbacks}
+    metrics |= {"tick": job.state.tick, "guard/applied": int(reading.applied), "guard/rollbacks": guard.rollbacks}
     if not reading.applied:
         report_skip(job, launched, reading, told=verdict is not Verdict.SKIP)
     if seen or reading.step % job.plan.log_every == 0 or reading.step in (1, job.plan.steps):

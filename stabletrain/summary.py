@@ -110,9 +110,9 @@ def closing(
         again: a command to try next.
     """
     loss = history.val.get("val/loss", math.nan)
-    if not history.val or math.isnan(loss):
-        per = f"{per}: the weights are not finite, or nothing was evaluated"
     result = f"val loss {loss:.3f} nats/{per} ({loss / math.log(2):.2f} bits)"
+    if not history.val or math.isnan(loss):
+        result = "val loss nan: the weights are not finite, or nothing was evaluated"
     if "val/accuracy" in history.val:
         result = f"val accuracy {100 * history.val['val/accuracy']:.2f} %, loss {loss:.3f} nats"
     best = f"best at step {history.best_step:,}"
@@ -129,12 +129,13 @@ def closing(
 
 def deeds(state: Any, history: Any, guard: Any) -> str:
     """What the guard did: updates, skips by kind, rollbacks, data passed over, time lost."""
-    words = [f"{history.updates:,} updates in {state.step:,} steps"]
+    again = f", {state.tick:,} executed" if state.tick != state.step else ""
+    words = [f"{history.updates:,} updates in {state.step:,} steps{again}"]
     words += [f"{count} skipped ({kind.replace('_', ' ')})" for kind, count in guard.skips.items() if count]
     if guard.rollbacks:
         words.append(f"{guard.rollbacks} rollback{'s' if guard.rollbacks > 1 else ''}")
         words.append(f"{history.lost_steps} steps ({history.lost_seconds:.0f} s) lost")
-        words.append("batches never read " + " ".join(f"{start}-{stop - 1}" for start, stop in state.skipped))
+        words.append("batches passed over " + " ".join(f"{start}-{stop - 1}" for start, stop in state.skipped))
     return ", ".join(words) if len(words) > 1 else f"{words[0]}, nothing withheld"
 
 
@@ -152,7 +153,7 @@ def suggestion(typed: Arguments, has_attention: bool, per: str) -> str:
     elif per != "image":
         sweep = ["clipping=none,norm", "optimizer.lr=1e-3,1e-1"]
     swept = {key_of(each) for each in sweep} | {"resume", "zloss", "qknorm", "qkclip", "stability"}
-    kept = [o for o in typed.overrides if key_of(o) not in swept and not key_of(o).startswith("hydra")]
+    kept = [o for o in typed.overrides if key_of(o) not in swept and not key_of(o).startswith(("hydra", "faults"))]
     options = [option for option in typed.options if option not in SWEEP]
     return shlex.join(["python", sys.argv[0], "-m", *options, *kept, *sweep])
 

@@ -1,5 +1,6 @@
 """Rollback in whole runs: the weights go wrong, an older state comes back, and nothing that was measured is lost."""
 
+import json
 import math
 
 import pytest
@@ -179,7 +180,8 @@ def test_checkpoints_of_the_rolled_back_stretch_are_gone_and_the_new_course_is_s
     trained(tmp_path, "steps=36", "checkpoint.every=11", "checkpoint.keep=9", wrecked=[31])
     # 11, 22 and 33 were due; the trouble began at 32 and was over after 34, so 33 was saved in it and went with it.
     steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert steps == ["step-00000011", "step-00000022", "step-00000025", "step-00000033", "step-00000036"]
+    # With the first went the state that a rollback would have asked for then, as nothing so old was on the disk.
+    assert steps == [f"step-{step:08d}" for step in (5, 11, 22, 25, 33, 36)]
     saved = find(tmp_path / "checkpoints" / "step-00000025")
     assert saved.healthy
     assert saved.load()["parts"]["guard"]["rollbacks"] == 1
@@ -190,8 +192,8 @@ def test_checkpoints_of_the_rolled_back_stretch_are_gone_and_the_new_course_is_s
 def test_an_end_that_says_what_the_guard_did(tmp_path):
     job = trained(tmp_path, "steps=50", wrecked=[32])
     said = job.closing()
-    assert "guard    50 updates in 50 steps, 3 skipped (spike), 1 rollback, 10 steps" in said
-    assert "batches never read 25-36" in said
+    assert "guard    50 updates in 50 steps, 60 executed, 3 skipped (spike), 1 rollback, 10 steps" in said
+    assert "batches passed over 25-36" in said
     assert job.history.lost_seconds > 0
 
 
@@ -206,3 +208,50 @@ def test_wandb_drops_nothing_after_a_rollback(tmp_path, monkeypatch):
     assert [row["guard/rollbacks"] for row in rows] == [0] * 35 + [1] * 15
     assert ("rollback", True) in [(title, "to step 25" in text) for title, text in found["alerts"]]
     assert found["summary"]["guard/rollbacks"] == 1
+
+
+def test_trouble_in_the_last_steps_is_no_end(tmp_path):
+    """Patience would outlast the run: it goes back at once, and ends well."""
+    job = trained(tmp_path, "steps=40", "guard.patience=9", wrecked=[37])
+    (event,) = events(tmp_path, "rollback")
+    assert event["step"] == 40
+    assert "the run is at its end" in event["reason"]
+    assert job.state.step == 40
+    assert job.tools.guard.healthy
+    assert math.isfinite(job.history.val["val/loss"])
+
+
+def test_a_run_that_ends_in_trouble_says_so(tmp_path, capsys):
+    with composed(*TINY_GPT, *[o for o in QUICK if not o.startswith("guard")], "guard=skip", "steps=40") as cfg:
+        job = build(cfg, tmp_path)
+        wreck(job, [35])
+        run(job)
+    reason = json.loads((tmp_path / "run.json").read_text())["reason"]
+    assert reason.startswith("the run ended in trouble: of its last steps 5 were skipped (loss ")
+    assert reason in capsys.readouterr().out
+
+
+def test_a_halt_keeps_what_was_spent(tmp_path):
+    """Budgets, passed-over data and metrics are still there when a halted run is resumed."""
+    with pytest.raises(TrainingHalted):
+        trained(tmp_path, "steps=80", "guard.max_rollbacks=1", wrecked=range(42, 1000))
+    left = find(tmp_path)
+    assert left.load()["parts"]["guard"]["rollbacks"] == 1
+    assert left.load()["tick"] == len([line for line in lines(tmp_path) if "train/loss" in line])
+    assert left.load()["skipped"] == [[35, 47]]
+    before = [line["tick"] for line in lines(tmp_path)]
+    job = trained(tmp_path, "steps=80", "guard.max_rollbacks=1", "resume=auto")
+    assert [line["tick"] for line in lines(tmp_path)][: len(before)] == before
+    assert job.state.step == 80
+
+
+def test_after_a_restart_a_ruined_checkpoint_is_not_gone_back_to_again_and_again(tmp_path):
+    """The newest checkpoint was taken after the ruin and before anybody saw it; an older one must be there."""
+    chosen = ["checkpoint.every=29", "checkpoint.keep=1"]
+    chosen += ["faults=learning_rate", "faults.at=[31]", "faults.factor=1e5"]
+    trained(tmp_path, *chosen, "steps=32")  # its last update ruins the weights
+    assert find(tmp_path).healthy, "nobody has seen it"
+    job = trained(tmp_path, *chosen, "steps=60", "resume=auto")
+    assert job.state.step == 60
+    assert job.tools.guard.healthy
+    assert job.tools.guard.rollbacks == 1

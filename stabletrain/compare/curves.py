@@ -35,12 +35,11 @@ def draw_losses(runs: Sequence[Run], file: Path) -> None:
 
 def course(lines: Sequence[dict]) -> tuple[list[int], list[float], list[tuple[int, float]]]:
     """Steps and losses of the applied steps, and step and loss of those that were skipped."""
-    steps, losses, skipped, before = [], [], [], 0
+    steps, losses, skipped = [], [], []
     for line in lines:
         if "train/loss" not in line:
             continue
-        withheld, before = line.get("guard/skipped", 0) > before, line.get("guard/skipped", 0)
-        if withheld:
+        if not line.get("guard/applied", 1):
             skipped.append((line["step"], line["train/loss"]))
         else:
             steps.append(line["step"])

@@ -33,6 +33,8 @@ class Planned(NoFaults):
     at: Sequence[int]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.at, Sequence) or isinstance(self.at, str):
+            raise ConfigError(f"faults.at={self.at} is not a list: write [{self.at}]")
         if not self.at:
             raise ConfigError("faults.at=[] plans nothing: name a step, as in faults.at=[100], or use faults=none")
         for number in self.at:

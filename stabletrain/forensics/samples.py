@@ -1,6 +1,7 @@
 """Which samples of a batch cannot be trained on, and what is wrong with each, from the batch as it lies on the host."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -49,8 +50,11 @@ def bad_samples(batch: Batch, vocab_size: int | None, classes: int | None) -> li
 
 def named(batch: Batch, index: int) -> dict[str, Any]:
     """Id and source of a sample, as far as the data says them."""
-    ids = {} if batch.ids is None else {"id": int(batch.ids[index])}
-    return ids | ({} if batch.sources is None else {"source": batch.sources[index]})
+    found: dict[str, Any] = {}
+    with suppress(IndexError, TypeError, ValueError):  # whatever the data says of itself, a run does not end by it
+        found |= {} if batch.ids is None else {"id": int(batch.ids[index])}
+        found |= {} if batch.sources is None else {"source": str(batch.sources[index])}
+    return found
 
 
 def bad_input(inputs: Tensor, vocab_size: int | None) -> str:

@@ -32,7 +32,7 @@ class Intake:
         numbers of a step that is withheld. Ids have no magnitude: 0.
         """
         if inputs.is_floating_point():
-            largest = torch.linalg.vector_norm(inputs, ord=float("inf"), dtype=torch.float32)
+            largest = torch.linalg.vector_norm(inputs, ord=float("inf")).float()
             return inputs, largest, ~torch.isfinite(largest)
         none = torch.zeros((), device=inputs.device)
         if self.vocab_size is None or inputs.is_complex() or inputs.dtype == torch.bool:
@@ -47,6 +47,7 @@ class Intake:
             targets: class ids.
             classes: how many there are, the last dimension of the logits.
         """
+        targets = targets.long()  # -100 has no place in uint8, and kernels know int64
         known = in_range(targets, classes) | (targets == IGNORE_INDEX)
         return torch.where(known, targets, IGNORE_INDEX), ~known.all()
 

@@ -79,7 +79,16 @@ class Checkpoints(NoCheckpoints):
         """Whether a checkpoint is to be taken when `step` steps are done."""
         return step > 0 and step % self.every == 0
 
-    def save(self, step: int, tree: Tree, *, info: Mapping[str, Any], healthy: bool, val_loss: float | None) -> None:
+    def save(
+        self,
+        step: int,
+        tree: Tree,
+        *,
+        info: Mapping[str, Any],
+        healthy: bool,
+        val_loss: float | None,
+        anchor: int | None = None,
+    ) -> None:
         """Copies the state to the host, then writes it in the background.
 
         What is on the disk of later steps is then left behind by the run, and goes, unless it is the last healthy one.
@@ -91,13 +100,14 @@ class Checkpoints(NoCheckpoints):
             info: plain JSON values kept with it.
             healthy: the caller's judgement; weights or moments that are not sound (`health.py`) overrule it.
             val_loss: nats per target; None if not known.
+            anchor: the newest checkpoint of a step up to this one stays, whatever its age.
 
         Raises:
             TypeError: the tree or `info` holds something that needs pickle.
         """
         self.wait()
         flatten({"info": info, "tree": tree})  # what cannot be written is refused here, where its stack tells
-        arguments = (step, to_host(tree), to_host(dict(info)), healthy, val_loss)
+        arguments = (step, to_host(tree), to_host(dict(info)), healthy, val_loss, anchor)
         if self.asynchronous:
             self._thread = threading.Thread(target=self._attempt, args=arguments, name=f"checkpoint-{step}")
             self._thread.start()
@@ -134,6 +144,16 @@ class Checkpoints(NoCheckpoints):
         """The newest checkpoint that verifies, of at most that step; see `Folder.newest`."""
         self.wait()
         return self._open_folder().newest(healthy_only=healthy_only, at_most=at_most)
+
+    def oldest(self) -> Checkpoint | None:
+        """The oldest healthy checkpoint that verifies."""
+        self.wait()
+        return self._open_folder().oldest()
+
+    def reaches(self, step: int) -> bool:
+        """Whether a checkpoint of that step or an earlier one looks whole."""
+        self.wait()
+        return any(checkpoint.step <= step for checkpoint in self._open_folder().known())
 
     def preferred(self) -> Checkpoint | None:
         """What a run continues from: the newest that verifies, or an older one that is healthy; see
@@ -186,7 +206,15 @@ class Checkpoints(NoCheckpoints):
         self._written, self._reason = step, ""
         self._tell("checkpoint", step, fields)
 
-    def _write(self, step: int, tree: Tree, info: Mapping[str, Any], healthy: bool, val_loss: float | None) -> dict:
+    def _write(
+        self,
+        step: int,
+        tree: Tree,
+        info: Mapping[str, Any],
+        healthy: bool,
+        val_loss: float | None,
+        anchor: int | None,
+    ) -> dict:
         start, folder = time.perf_counter(), self._open_folder()
         bad = unsound(tree) if healthy else None
         healthy, there = healthy and bad is None, os.path.isdir(folder.path)
@@ -196,7 +224,7 @@ class Checkpoints(NoCheckpoints):
         folder.damaged.pop(path, None)
         self._forget(left_behind(folder.known(), step, healthy))
         known = folder.known()
-        self._forget({checkpoint.path for checkpoint in known} - kept(known, self.keep, self.keep_best))
+        self._forget({checkpoint.path for checkpoint in known} - kept(known, self.keep, self.keep_best, anchor))
         fields = {"path": path.name, "healthy": healthy, "seconds": round(time.perf_counter() - start, 3)}
         return fields if bad is None else {**fields, "reason": bad}
 

@@ -49,6 +49,10 @@ class Folder:
                 return found
         return None
 
+    def oldest(self) -> Checkpoint | None:
+        """The oldest healthy checkpoint that verifies."""
+        return next((found for path in self._paths() if (found := self._verified(path, True)) is not None), None)
+
     def best(self) -> Checkpoint | None:
         """The healthy checkpoint of the lowest validation loss that verifies."""
         return next((c for c in by_val_loss(self.known()) if self._verified(c.path, True) is not None), None)

@@ -27,7 +27,16 @@ class NoCheckpoints:
         """Never."""
         return False
 
-    def save(self, step: int, tree: Tree, *, info: Mapping[str, Any], healthy: bool, val_loss: float | None) -> None:
+    def save(
+        self,
+        step: int,
+        tree: Tree,
+        *,
+        info: Mapping[str, Any],
+        healthy: bool,
+        val_loss: float | None,
+        anchor: int | None = None,
+    ) -> None:
         """Nothing is saved."""
 
     def wait(self) -> None:
@@ -48,6 +57,15 @@ class NoCheckpoints:
     def newest(self, *, healthy_only: bool = False, at_most: int | None = None) -> Checkpoint | None:
         """None."""
         return None
+
+    def oldest(self) -> Checkpoint | None:
+        """None."""
+        return None
+
+    def reaches(self, step: int) -> bool:
+        """Whether a checkpoint of that step or an earlier one is there: nothing is ever asked for."""
+        del step
+        return True
 
     def preferred(self) -> Checkpoint | None:
         """None."""

@@ -4,6 +4,7 @@
 |---|---|
 | the `keep` newest | the run continues from one of them |
 | the two newest healthy ones; the newest alone, where `keep` is 1 | a rollback and a resume fall back to them |
+| the newest at or before the anchor | from it the state that a rollback asks for can be computed again |
 | the best, if it is asked for | it is the result |
 
 Why two: that a healthy checkpoint is still what was written shows only when all of it is read, which at each save would
@@ -18,17 +19,19 @@ from pathlib import Path
 from stabletrain.state.trust import Checkpoint
 
 
-def kept(known: Sequence[Checkpoint], keep: int, keep_best: bool) -> set[Path]:
+def kept(known: Sequence[Checkpoint], keep: int, keep_best: bool, anchor: int | None = None) -> set[Path]:
     """The folders of those that stay.
 
     Args:
         known: all that look whole, oldest first.
         keep: so many of the newest stay.
         keep_best: the best stays too.
+        anchor: so does the newest of a step up to this one; None for no such wish.
     """
     healthy = [checkpoint for checkpoint in known if checkpoint.healthy]
     best = by_val_loss(known)[:1] if keep_best else []
-    return {checkpoint.path for checkpoint in (*known[-keep:], *healthy[-min(keep, 2) :], *best)}
+    early = [checkpoint for checkpoint in known if anchor is not None and checkpoint.step <= anchor][-1:]
+    return {checkpoint.path for checkpoint in (*known[-keep:], *healthy[-min(keep, 2) :], *early, *best)}
 
 
 def left_behind(known: Sequence[Checkpoint], step: int, healthy: bool) -> set[Path]:

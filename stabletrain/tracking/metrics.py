@@ -40,6 +40,7 @@ class Metrics:
                 f"hydra.run.dir={folder}: its metrics cannot be written ({error}): mend that, or choose another "
                 "hydra.run.dir"
             ) from error
+        self._unmarked: list[tuple[int, int]] = []
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """One line: `step`, `time` (seconds since 1970) and the values, floats in full precision."""
@@ -65,17 +66,30 @@ class Metrics:
         kept = [line for line in read_jsonl(self._metrics.path) if not line.get("tick", line.get("step", 0)) > tick]
         self._metrics.rewrite(kept)
 
-    def mark(self, step: int) -> None:
-        """Marks the metrics after `step` with `rolled_back: true`: they stay, and are no part of the run's course."""
+    def mark(self, step: int, tick: int) -> None:
+        """Marks the metrics after `step`, up to `tick`, with `rolled_back: true`: they stay, and are not the run's course.
+
+        What cannot be marked now, on a full disk, is tried again with the next mark and at the end.
+        """
+        self._unmarked.append((step, tick))
+        self._mark()
+
+    def _mark(self) -> None:
+        if not self._unmarked:
+            return
+        lines = read_jsonl(self._metrics.path)
+        for step, tick in self._unmarked:
+            gone = [line.get("step", 0) > step and line.get("tick", tick) <= tick for line in lines]
+            lines = [{**line, "rolled_back": True} if g else line for line, g in zip(lines, gone, strict=True)]
         try:
-            lines = read_jsonl(self._metrics.path)
-            lines = [{**line, "rolled_back": True} if line.get("step", 0) > step else line for line in lines]
             self._metrics.rewrite(lines)
+            self._unmarked.clear()
         except OSError as error:
             warn(f"{self._metrics.path}: its lines after step {step} are rolled back, but not marked so ({error})")
 
     def close(self) -> None:
         """Closes both files; a later `log` raises."""
+        self._mark()
         self._metrics.close()
         self._events.close()
 

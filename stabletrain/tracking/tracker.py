@@ -39,8 +39,8 @@ class NoTracker:
     def rewind(self, tick: int) -> None:
         """Forgets the metrics after `tick` executed steps, which will be measured again."""
 
-    def mark(self, step: int) -> None:
-        """Marks the metrics after `step` as rolled back."""
+    def mark(self, step: int, tick: int) -> None:
+        """Marks the metrics after `step`, up to `tick` executed steps, as rolled back."""
 
     def close(self, exit_code: int) -> None:
         """Ends the record; 0 is a run that finished."""
@@ -83,8 +83,8 @@ class Tracker(NoTracker):
     def rewind(self, tick: int) -> None:
         self._metrics.rewind(tick)
 
-    def mark(self, step: int) -> None:
-        self._metrics.mark(step)
+    def mark(self, step: int, tick: int) -> None:
+        self._metrics.mark(step, tick)
 
     def close(self, exit_code: int) -> None:
         self._progress.close()

@@ -20,8 +20,8 @@ NEARLY_ALWAYS = 0.95
 """Clip fraction over a full window from which on clipping is no exception any more."""
 
 SKIPS = (
-    "{} of the last {} steps were skipped: something is going wrong, though nothing of it has reached the weights; "
-    "events.jsonl names each; lower optimizer.lr, or look at the data"
+    "{} of the last {} steps were skipped: something is going wrong, though none of these updates has reached the "
+    "weights; events.jsonl names each; lower optimizer.lr, or look at the data"
 )
 
 CLIPPING = (

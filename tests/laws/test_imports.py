@@ -29,7 +29,7 @@ MAY_SEE = {
     "tracking": NOUNS,
     "compare": NOUNS | {"tracking"},
     "faults": NOUNS | {"state"},
-    "forensics": NOUNS,
+    "forensics": NOUNS | {"step", "watch", "stability", "state", "tracking"},
     "job": NOUNS | {"step", "state", "tracking", "watch"},
     "recovery": NOUNS | {"job", "data", "state", "tracking"},
     "report": NOUNS | {"job", "step", "forensics", "watch"},

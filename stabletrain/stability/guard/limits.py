@@ -98,7 +98,7 @@ class Limits:
 
     def __init__(self, sigma: float, window: int) -> None:
         if not sigma > 0:
-            raise ConfigError(f"guard.sigma={sigma} is not above 0: 6 is customary; .inf takes no spike for one")
+            raise ConfigError(f"guard.sigma={sigma} is not above 0: 6 is customary; inf takes no spike for one")
         if window < MINIMUM:
             raise ConfigError(
                 f"guard.window={window} is below {MINIMUM}: mean and deviation of so few values say little"

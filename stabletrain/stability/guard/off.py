@@ -48,6 +48,14 @@ class NoGuard:
         self.kind, self.reason = "overflow", overflow_reason(reading)
         return Verdict.SKIP
 
+    def at_end(self, verdict: Verdict) -> Verdict:
+        """The verdict on the last step of the run: as on any other."""
+        return verdict
+
+    def trouble_at_end(self) -> str | None:
+        """What a person must know of how the run ended: nothing."""
+        return None
+
     def slowdown(self, step: int) -> float:
         """1: nobody lowers the learning rate."""
         del step

@@ -31,6 +31,9 @@ WHOLE = {
 }
 """Lowest and customary value of the whole numbers."""
 
+LAST_PATIENCE = 2
+"""Trouble that calls for a rollback when there are no more steps; a single skip leaves the weights as they were."""
+
 LASTING = ("skips", "rollbacks", "in_vain", "beyond", "slow")
 """What a rollback does not undo."""
 
@@ -81,9 +84,9 @@ class RollbackGuard(SkipGuard):
             raise ConfigError(
                 f"guard.lr_factor={self.lr_factor} is outside (0, 1]: 0.5 is customary; 1 keeps the learning rate"
             )
-        if self.patience > self.max_consecutive:
+        if self.patience >= self.max_consecutive:
             raise ConfigError(
-                f"guard.patience={self.patience} is above guard.max_consecutive={self.max_consecutive}: the run would "
+                f"guard.patience={self.patience} is not below guard.max_consecutive={self.max_consecutive}: the run would "
                 "halt before it ever went back; lower guard.patience"
             )
 
@@ -96,11 +99,20 @@ class RollbackGuard(SkipGuard):
             return verdict
         if self.trouble < self.patience:
             return Verdict.SKIP
-        what = f"{self.reason}, and skipping has not ended it (guard.patience={self.patience})"
+        return self._give_up(f"skipping has not ended it (guard.patience={self.patience})")
+
+    def at_end(self, verdict: Verdict) -> Verdict:
+        """The verdict on the last step of the run: what `patience` was still to bear has no more steps to end in."""
+        if verdict is not Verdict.SKIP or self.trouble < LAST_PATIENCE:
+            return verdict
+        return self._give_up("the run is at its end")
+
+    def _give_up(self, why: str) -> Verdict:
+        what = f"{self.reason}, and {why}"
         if self.in_vain < self.max_rollbacks:
             self.reason = what
             return Verdict.ROLLBACK
-        self.reason = f"{what}, nor have guard.max_rollbacks={self.max_rollbacks} rollbacks: " + (
+        self.reason = f"{what}, nor have guard.max_rollbacks={self.max_rollbacks} rollbacks helped: " + (
             "lower optimizer.lr, lengthen warmup.steps, try stability=zloss_qknorm or precision=fp32"
         )
         return Verdict.HALT

@@ -68,7 +68,11 @@ class SkipGuard(NoGuard):
         if self.consecutive < self.max_consecutive:
             return Verdict.SKIP
         fix = "lower optimizer.lr, lengthen warmup.steps, or try precision=fp32"
-        fix = "look at the data" if self.kind == "bad_data" else f"every batch fails on these weights; {fix}"
+        fix = (
+            "look at the data; events.jsonl names each sample"
+            if self.kind == "bad_data"
+            else f"every batch fails on these weights; {fix}"
+        )
         row = f"guard.max_consecutive={self.max_consecutive} steps in a row were skipped"
         self.reason = f"{self.reason}, and {row}: {fix}"
         return Verdict.HALT
@@ -77,6 +81,12 @@ class SkipGuard(NoGuard):
     def healthy(self) -> bool:
         """Whether the state may be called so, as far as the guard knows."""
         return self.trouble == 0
+
+    def trouble_at_end(self) -> str | None:
+        """What a person must know of how the run ended; None if it ended well."""
+        if self.healthy:
+            return None
+        return f"the run ended in trouble: of its last steps {self.consecutive or self.trouble} were skipped ({self.reason})"
 
     def why(self, reading: Reading) -> tuple[str, str]:
         """Kind and reason of a step that was withheld."""

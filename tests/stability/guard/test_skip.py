@@ -91,7 +91,7 @@ def test_bad_data_without_end_halts_with_its_own_fix():
     guard = SkipGuard(max_consecutive=3)
     verdicts = [guard.judge(reading(applied=False, bad_data=True)) for _ in range(3)]
     assert verdicts[-1] is Verdict.HALT
-    assert guard.reason.endswith("look at the data")
+    assert guard.reason.endswith("look at the data; events.jsonl names each sample")
 
 
 def test_a_state_is_healthy_after_as_many_applied_steps_as_were_skipped():
