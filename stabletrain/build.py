@@ -124,6 +124,8 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         wandb.start(folder, run.id, {**config, "groups": choices, "hardware": machine, "versions": versions()})
         checkpoints.open(folder, lambda kind, step, fields: tracker.event(kind, step, **fields), run.id)
         continue_from(cfg.resume, checkpoints, tracker, state, parts)
+        if cfg.resume != "auto":
+            guard.forget()  # the states it knows are in another folder
         if state.step > cfg.steps:
             raise ConfigError(f"steps={cfg.steps} is below the {state.step} steps that are done: raise steps")
         tracker.rewind(state.tick)

@@ -37,7 +37,7 @@ class History:
 
     Attributes:
         best_loss: lowest validation loss so far, nats; at `best_step`.
-        val: the newest evaluation's metrics.
+        val: the newest evaluation's metrics, after `val_step` steps.
         updates: optimizer steps that are in the weights.
         seconds: training time, without evaluations and checkpoints.
         units: tokens or images consumed.
@@ -47,6 +47,7 @@ class History:
     best_loss: float = math.inf
     best_step: int = 0
     val: dict[str, float] = field(default_factory=dict)
+    val_step: int = 0
     updates: int = 0
     seconds: float = 0.0
     units: int = 0

@@ -97,19 +97,22 @@ def train(job: Job) -> None:
                 settled, launched = settle(job, launched, pace, recovery, seen), None
                 if not settled:
                     continue
-            if recovery.returning and state.step == recovery.returning.step:
-                recovery.arrive()
-            if putting_by:
-                recovery.put_by()
+            improved, val_loss, returning = False, None, recovery.returning
             if evaluating or saving:
                 pace.measure()
-                if stopping and evaluating:  # safe first: the evaluation may outlast the time that is left
+            if evaluating:
+                if stopping:  # safe first: the evaluation may outlast the time that is left
                     recovery.save(None)
                     job.checkpoints.wait()
-                best, val_loss = job.history.best_loss, validate(job) if evaluating else None
-                improved = val_loss is not None and val_loss < best
-                if saving or improved:
-                    recovery.save(val_loss)
+                best, val_loss = job.history.best_loss, validate(job)
+                improved = val_loss < best
+            if putting_by:  # after the evaluation: what it found is part of the state
+                recovery.put_by()
+            if returning and state.step == returning.step:
+                recovery.arrive()
+            elif saving or improved:
+                recovery.save(val_loss)
+            if evaluating or saving:
                 pace.resume()
             if stopping and not last:
                 recovery.give_up_the_way()
@@ -155,7 +158,7 @@ def validate(job: Job) -> float:
         if not job.history.val.get("val/bad_batches"):
             job.tracker.note(f"step {job.state.step}: {text}")
         job.tracker.event("bad_validation", job.state.step, batches=spoilt)
-    job.history.val = metrics
+    job.history.val, job.history.val_step = metrics, job.state.step
     if metrics["val/loss"] < job.history.best_loss:
         job.history.best_loss, job.history.best_step = metrics["val/loss"], job.state.step
     job.tracker.log(job.state.step, {"tick": job.state.tick, **metrics})

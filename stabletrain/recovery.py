@@ -6,7 +6,8 @@ silently, up to the one that is wanted. As a step is a pure function of its stat
 bits, so a run that was killed and resumed rolls back exactly as one that never was.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from stabletrain.data.order import position
@@ -70,23 +71,26 @@ class Recovery:
     def save(self, val_loss: float | None, *, healthy: bool | None = None) -> None:
         """Takes a checkpoint of everything stateful; whether it is healthy, the guard says where nobody else does.
 
-        If nothing on the disk is as old as the state that a rollback would ask for, that state is saved too: what is
-        in memory is lost when the process is killed.
+        If nothing on the disk is as old as the oldest state that rollbacks may ask for, that state is saved too: what
+        is in memory is lost when the process is killed.
         """
         state, guard, checkpoints = self._job.state, self._job.tools.guard, self._job.checkpoints
         if self.returning:  # what is on the disk beyond this step is still good
             return
-        target = guard.target
-        if target is not None and target < state.step and not checkpoints.reaches(target):
-            held = self._job.snapshots.newest(target)
+        oldest = min(guard.held, default=state.step)
+        if oldest < state.step and not checkpoints.reaches(oldest):
+            held = self._job.snapshots.newest(oldest)
             if held is not None:
-                self._write(held, healthy=True, val_loss=held["parts"]["history"]["val"].get("val/loss"))
+                val_loss_then = val_loss_of(held["parts"]["history"], held["step"])
+                self._write(held, healthy=True, val_loss=val_loss_then, here=False)
         healthy = guard.healthy if healthy is None else healthy
         self._write(capture(state, self._job.parts), healthy=healthy, val_loss=val_loss)
 
-    def _write(self, tree: Tree, *, healthy: bool, val_loss: float | None) -> None:
-        info, anchor = {"run": self._job.folder.id}, self._job.tools.guard.target
-        self._job.checkpoints.save(tree["step"], tree, info=info, healthy=healthy, val_loss=val_loss, anchor=anchor)
+    def _write(self, tree: Tree, *, healthy: bool, val_loss: float | None, here: bool = True) -> None:
+        info, anchor = {"run": self._job.folder.id}, min(self._job.tools.guard.held, default=None)
+        self._job.checkpoints.save(
+            tree["step"], tree, info=info, healthy=healthy, val_loss=val_loss, anchor=anchor, here=here
+        )
 
     def go_back(self, reading: Reading) -> None:
         """Puts the newest healthy state back.
@@ -102,6 +106,7 @@ class Recovery:
         target, reason = guard.target, guard.reason
         tree = None if target is None else self._find(target)
         if target is None or tree is None:
+            job.tracker.event("halt", reading.step, reason=f"{reason}; no healthy state is left to go back to")
             raise TrainingHalted(f"step {reading.step}: {reason}; no healthy state is left to go back to")
         target = max(target, tree["step"])
         start, stop = position(target, state.skipped), position(reading.step - 1, state.skipped) + 1
@@ -151,7 +156,7 @@ class Recovery:
         job.snapshots.keep(job.tools.guard.held)
         job.tracker.mark(job.state.step, back.tick)
         job.checkpoints.rewind(job.state.step)
-        self.save(job.history.val.get("val/loss"), healthy=True)
+        self.save(val_loss_of(asdict(job.history), job.state.step), healthy=True)
 
     def preserve(self) -> None:
         """Saves the newest healthy state in memory to the disk: the run is about to end, and its weights are bad.
@@ -167,7 +172,7 @@ class Recovery:
             if isinstance(part, Lasting):
                 parts[name] = {**parts[name], **part.lasting()}
         over = {"tick": job.state.tick, "skipped": [list(span) for span in job.state.skipped], "parts": parts}
-        self._write({**tree, **over}, healthy=True, val_loss=tree["parts"]["history"]["val"].get("val/loss"))
+        self._write({**tree, **over}, healthy=True, val_loss=val_loss_of(tree["parts"]["history"], tree["step"]))
         job.tracker.mark(tree["step"], job.state.tick)
 
     def give_up_the_way(self) -> None:
@@ -185,3 +190,8 @@ class Recovery:
         if held is not None and (saved is None or held["step"] >= saved.step):
             return held
         return saved.load() if saved is not None else None
+
+
+def val_loss_of(history: Mapping[str, Any], step: int) -> float | None:
+    """The validation loss of the state after `step` steps, if the newest evaluation was of that very state."""
+    return history["val"].get("val/loss") if history.get("val_step") == step else None

@@ -152,6 +152,22 @@ def test_a_state_lost_with_the_process_is_computed_again(tmp_path, capsys):
     assert "steps 25 to 30 are run again to reach that state" in capsys.readouterr().out
 
 
+def test_a_state_that_is_computed_again_is_the_one_that_was_lost(tmp_path):
+    """Law 4 where the wanted state, after 20 steps, is neither in memory nor on the disk, which has 13 and 26."""
+    chosen = ["steps=50", "checkpoint.every=13", "eval_every=50"]
+    whole = trained(tmp_path / "whole", *chosen, wrecked=[27])
+    trained(tmp_path / "cut", *chosen, wrecked=[27], crash_at_tick=27)
+    resumed = trained(tmp_path / "cut", *chosen, "resume=auto", wrecked=[27])
+    assert [(event["to"], event["loaded"]) for event in events(tmp_path / "whole", "rollback")] == [(20, 20)]
+    assert [(event["to"], event["loaded"]) for event in events(tmp_path / "cut", "rollback")] == [(20, 13)]
+    assert same(weights(whole), weights(resumed))
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+    for name in ("guard", "recent", "clipping", "precision"):
+        assert str(whole.parts[name].state_dict()) == str(resumed.parts[name].state_dict()), name
+    a, b = (find(tmp_path / run / "checkpoints" / "step-00000039").load() for run in ("whole", "cut"))
+    assert str(a["parts"]["guard"]) == str(b["parts"]["guard"])
+
+
 def test_rollbacks_in_vain_go_further_back_and_then_halt(tmp_path):
     with pytest.raises(TrainingHalted, match=r"guard\.max_rollbacks=2"):
         trained(tmp_path, "steps=80", "guard.max_rollbacks=2", wrecked=range(42, 1000))
@@ -181,7 +197,7 @@ def test_checkpoints_of_the_rolled_back_stretch_are_gone_and_the_new_course_is_s
     # 11, 22 and 33 were due; the trouble began at 32 and was over after 34, so 33 was saved in it and went with it.
     steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     # With the first went the state that a rollback would have asked for then, as nothing so old was on the disk.
-    assert steps == [f"step-{step:08d}" for step in (5, 11, 22, 25, 33, 36)]
+    assert steps == [f"step-{step:08d}" for step in (0, 11, 22, 25, 33, 36)]
     saved = find(tmp_path / "checkpoints" / "step-00000025")
     assert saved.healthy
     assert saved.load()["parts"]["guard"]["rollbacks"] == 1

@@ -88,6 +88,7 @@ class Checkpoints(NoCheckpoints):
         healthy: bool,
         val_loss: float | None,
         anchor: int | None = None,
+        here: bool = True,
     ) -> None:
         """Copies the state to the host, then writes it in the background.
 
@@ -101,13 +102,14 @@ class Checkpoints(NoCheckpoints):
             healthy: the caller's judgement; weights or moments that are not sound (`health.py`) overrule it.
             val_loss: nats per target; None if not known.
             anchor: the newest checkpoint of a step up to this one stays, whatever its age.
+            here: whether the run is at that step now; False for an older state, which leaves nothing behind.
 
         Raises:
             TypeError: the tree or `info` holds something that needs pickle.
         """
         self.wait()
         flatten({"info": info, "tree": tree})  # what cannot be written is refused here, where its stack tells
-        arguments = (step, to_host(tree), to_host(dict(info)), healthy, val_loss, anchor)
+        arguments = (step, to_host(tree), to_host(dict(info)), healthy, val_loss, anchor, here)
         if self.asynchronous:
             self._thread = threading.Thread(target=self._attempt, args=arguments, name=f"checkpoint-{step}")
             self._thread.start()
@@ -214,6 +216,7 @@ class Checkpoints(NoCheckpoints):
         healthy: bool,
         val_loss: float | None,
         anchor: int | None,
+        here: bool,
     ) -> dict:
         start, folder = time.perf_counter(), self._open_folder()
         bad = unsound(tree) if healthy else None
@@ -222,7 +225,8 @@ class Checkpoints(NoCheckpoints):
         if not there:
             say(f"{folder.path} had gone with all that was in it: it is made again, with the checkpoint of step {step}")
         folder.damaged.pop(path, None)
-        self._forget(left_behind(folder.known(), step, healthy))
+        if here:
+            self._forget(left_behind(folder.known(), step, healthy))
         known = folder.known()
         self._forget({checkpoint.path for checkpoint in known} - kept(known, self.keep, self.keep_best, anchor))
         fields = {"path": path.name, "healthy": healthy, "seconds": round(time.perf_counter() - start, 3)}

@@ -36,6 +36,7 @@ class NoCheckpoints:
         healthy: bool,
         val_loss: float | None,
         anchor: int | None = None,
+        here: bool = True,
     ) -> None:
         """Nothing is saved."""
 

@@ -67,7 +67,7 @@ class Metrics:
         self._metrics.rewrite(kept)
 
     def mark(self, step: int, tick: int) -> None:
-        """Marks the metrics after `step`, up to `tick`, with `rolled_back: true`: they stay, and are not the run's course.
+        """Marks the metrics after `step`, up to `tick`, `rolled_back: true`: they stay, but are not the run's course.
 
         What cannot be marked now, on a full disk, is tried again with the next mark and at the end.
         """

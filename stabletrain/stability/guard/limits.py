@@ -14,6 +14,7 @@ gradient norm a hundred times, is no start of a training. A step that was withhe
 
 import math
 from dataclasses import dataclass
+from statistics import median_low
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import Reading
@@ -30,11 +31,12 @@ class Terms:
     ratio: float
     share: float
     cold: float
+    firsts: int = 1
 
 
 LOSS = Terms(ratio=1.05, share=0.3, cold=3.0)
 NORM = Terms(ratio=20.0, share=3.0, cold=100.0)
-INPUTS = Terms(ratio=20.0, share=20.0, cold=20.0)
+INPUTS = Terms(ratio=20.0, share=20.0, cold=20.0, firsts=MINIMUM)
 
 
 class Limit:
@@ -52,19 +54,19 @@ class Limit:
     def __init__(self, sigma: float, window: int, terms: Terms) -> None:
         self._spikes = Spikes(window, sigma, max(MINIMUM, window // 2))
         self._terms = terms
-        self._first: float | None = None
+        self._first: list[float] = []
         self.value = LARGEST
 
     def add(self, value: float) -> None:
         """Takes in the value of an applied step."""
-        if self._first is None:
-            self._first = value
+        if len(self._first) < self._terms.firsts:
+            self._first.append(value)
         self._spikes.add(value)
         self._update()
 
     def _update(self) -> None:
         limit = self._spikes.limit
-        first = self._first or math.inf  # 0 protects nothing
+        first = median_low(self._first) or math.inf  # 0 protects nothing
         if math.isfinite(limit):
             limit = max(limit, self._terms.ratio * self._spikes.mean, self._terms.share * first)
         elif math.isfinite(self._spikes.sigma):
@@ -73,13 +75,14 @@ class Limit:
 
     def state_dict(self) -> dict:
         """Window and first value."""
-        return {"window": self._spikes.state_dict(), "first": self._first}
+        return {"window": self._spikes.state_dict(), "first": list(self._first)}
 
     def load_state_dict(self, state: dict) -> None:
         """Puts them back."""
         self._spikes.load_state_dict(state["window"])
-        self._first = state["first"]
-        self._update()
+        self._first = list(state["first"])
+        if self._first:
+            self._update()
 
 
 class Limits:

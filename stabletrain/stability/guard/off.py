@@ -69,6 +69,9 @@ class NoGuard:
     def take(self, step: int) -> None:
         """Nothing is kept."""
 
+    def forget(self) -> None:
+        """Nothing is kept."""
+
     @property
     def held(self) -> list[int]:
         """Steps of the states that may be asked for again: none."""

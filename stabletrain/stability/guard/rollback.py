@@ -86,8 +86,8 @@ class RollbackGuard(SkipGuard):
             )
         if self.patience >= self.max_consecutive:
             raise ConfigError(
-                f"guard.patience={self.patience} is not below guard.max_consecutive={self.max_consecutive}: the run would "
-                "halt before it ever went back; lower guard.patience"
+                f"guard.patience={self.patience} is not below guard.max_consecutive={self.max_consecutive}: the run "
+                "would halt before it ever went back; lower guard.patience"
             )
 
     def judge(self, reading: Reading) -> Verdict:
@@ -118,17 +118,21 @@ class RollbackGuard(SkipGuard):
         return Verdict.HALT
 
     def due(self, step: int) -> bool:
-        """Whether the state after `step` steps is to be kept in memory: every so many steps, and the very first."""
+        """Whether the state after `step` steps is to be kept in memory: every so many, and the very first."""
         return not self.known or step % self.snapshot_every == 0
 
     def take(self, step: int) -> None:
-        """Remembers that it is kept.
+        """Remembers that it is kept, unless the run is in trouble.
 
         The first state of all is taken for healthy; another waits until `healthy_after` steps have followed it and the
         run is out of trouble.
         """
-        if step not in self.held:
+        if step not in self.held and (self.healthy or not self.known):
             (self.waiting if self.known else self.known).append(step)
+
+    def forget(self) -> None:
+        """Forgets which states are kept: they are those of another run, and not to be had here."""
+        self.waiting, self.known = [], []
 
     @property
     def held(self) -> list[int]:

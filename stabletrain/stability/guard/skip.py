@@ -86,7 +86,8 @@ class SkipGuard(NoGuard):
         """What a person must know of how the run ended; None if it ended well."""
         if self.healthy:
             return None
-        return f"the run ended in trouble: of its last steps {self.consecutive or self.trouble} were skipped ({self.reason})"
+        skipped = self.consecutive or self.trouble
+        return f"the run ended in trouble: of its last steps {skipped} were skipped ({self.reason})"
 
     def why(self, reading: Reading) -> tuple[str, str]:
         """Kind and reason of a step that was withheld."""
