@@ -271,3 +271,45 @@ def test_after_a_restart_a_ruined_checkpoint_is_not_gone_back_to_again_and_again
     assert job.state.step == 60
     assert job.tools.guard.healthy
     assert job.tools.guard.rollbacks == 1
+
+
+def test_a_state_knows_the_evaluation_of_its_own_step(tmp_path):
+    """Evaluated, put by and gone back to, all after 25 steps: the best loss is still that one."""
+    job = trained(tmp_path, "steps=30", "eval_every=25", "checkpoint.every=25", wrecked=[29], factor=1.0)
+    evaluated = {line["step"]: line["val/loss"] for line in lines(tmp_path) if "val/loss" in line}
+    assert find(tmp_path / "checkpoints" / "step-00000025").val_loss == evaluated[25]
+    assert job.snapshots.newest(25)["parts"]["history"]["val_step"] == 25
+
+
+def test_the_checkpoint_of_a_rollback_claims_no_other_states_loss(tmp_path):
+    trained(tmp_path, "steps=36", "eval_every=20", "checkpoint.every=10", "checkpoint.keep=9", wrecked=[32])
+    assert find(tmp_path / "checkpoints" / "step-00000025").val_loss is None, "the loss is that of step 20"
+
+
+def test_a_run_begun_from_another_runs_checkpoint_has_states_of_its_own(tmp_path):
+    trained(tmp_path / "a", "steps=27")
+    job = trained(tmp_path / "b", "steps=60", f"resume={tmp_path / 'a' / 'checkpoints'}", wrecked=[28])
+    (event,) = events(tmp_path / "b", "rollback")
+    assert (event["to"], event["loaded"]) == (27, 27)
+    assert job.state.step == 60
+
+
+def test_no_state_is_put_by_in_trouble(tmp_path):
+    """Every second step is withheld for long: the states in memory do not pile up."""
+    with composed(*TINY_GPT, *QUICK, "guard.snapshot_every=1", "steps=120") as cfg:
+        job = build(cfg, tmp_path)
+    most = 0
+    keep = job.snapshots.keep
+
+    def counting(steps):
+        nonlocal most
+        keep(steps)
+        most = max(most, len(job.snapshots._trees))
+
+    job.snapshots.keep = counting
+    parameter = list(job.state.model.parameters())[-1]
+    odd = range(31, 90, 2)
+    parameter.register_hook(lambda gradient: gradient * (math.nan if job.state.tick in odd else 1))
+    run(job)
+    assert job.tools.guard.skips["nonfinite"] == 30
+    assert most <= 3 + 5, "the healthy ones, and those that wait to become so"

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from stabletrain.stability.guard.limits import LARGEST, LOSS, NORM, Limit, Terms
+from stabletrain.stability.guard.limits import INPUTS, LARGEST, LOSS, NORM, Limit, Terms
 
 WIDE = Terms(ratio=0.0, share=0.0, cold=3.0)
 
@@ -56,3 +56,10 @@ def test_the_largest_is_no_number_that_nan_or_infinity_are_below():
     assert not math.nan <= LARGEST
     assert not math.inf <= LARGEST
     assert np.isfinite(np.float32(LARGEST))
+
+
+def test_one_bad_first_batch_does_not_set_the_limit_of_the_inputs():
+    limit = Limit(6.0, 128, INPUTS)
+    for value in [2500.0, *([2.5] * 200)]:
+        limit.add(value)
+    assert limit.value == pytest.approx(50.0)
