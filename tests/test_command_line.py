@@ -159,6 +159,9 @@ def test_a_run_says_what_it_did_where_it_is_and_what_is_next(tmp_path):
         "guard/skip_rate",
         "spike/score",
         "spike/grad_norm_score",
+        "tick",
+        "guard/applied",
+        "guard/rollbacks",
     }
     looks = [{name for name in line if name.startswith("monitors/")} for line in lines]
     assert kept | {"step", "time", "tokens_per_s"} == set(lines[0]) - looks[0]
@@ -256,7 +259,7 @@ def test_in_a_sweep_every_run_has_its_own_folder_wandb_run_and_exit_status(tmp_p
     assert "sweep    3 runs, 2 finished" in done.stdout
     assert [line.split()[0] for line in done.stdout.splitlines()[-4:]] == ["finished", "failed", "finished", "next"]
     assert [run["config"]["optimizer"]["lr"] for run in runs] == [1e-3, 3e-3]
-    assert [run["config"]["groups"]["guard"] for run in runs] == ["skip", "skip"]
+    assert [run["config"]["groups"]["guard"] for run in runs] == ["rollback", "rollback"]
 
 
 def test_a_refused_resume_does_the_run_no_harm(tmp_path):
@@ -289,7 +292,8 @@ def test_options_may_stand_anywhere_and_a_folder_that_is_not_there_is_named(tmp_
 
 
 def test_a_halt_has_its_own_code_and_says_why(tmp_path):
-    chosen = [*QUICK, "optimizer.lr=1e30", "clipping=none", "warmup=none", "guard.max_consecutive=2", "precision=fp32"]
+    chosen = [*QUICK, "optimizer.lr=1e30", "clipping=none", "warmup=none", "guard=skip", "precision=fp32"]
+    chosen += ["guard.max_consecutive=2"]
     done = command(*chosen, cwd=tmp_path)
     assert done.returncode == 3, (done.stdout, done.stderr)
     assert "guard.max_consecutive=2" in done.stderr

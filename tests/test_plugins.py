@@ -62,7 +62,7 @@ def test_a_users_model_and_data_are_trained_evaluated_and_guarded(plugin):
     assert record["final"]["val/accuracy"] > 0.99
     assert record["choices"]["model"] == "mine"
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert [(e["step"], e["kind"]) for e in events if e["event"] == "skip"] == [(8, "nonfinite")]
+    assert [(e["step"], e["kind"]) for e in events if e["event"] == "skip"] == [(8, "bad_data")]
 
 
 def test_a_mistake_in_a_users_yaml_is_one_message(plugin):

@@ -419,7 +419,7 @@ def needed_for(group, option, key, places):
         loose = ["clipping.max_norm=100", "clipping.z_threshold=0.5", "clipping.warmup_steps=4"]
         return [*loose, "steps=12", "warmup=none", "batch_size=1", "optimizer.lr=1e-5"]  # norms up and down
     if group == "guard":  # an update far too long: spikes without end, or a rollback
-        lost = ["faults=learning_rate", "faults.at=[4]", "faults.factor=1e5", "steps=16", "warmup=none"]
+        lost = ["faults=learning_rate", "faults.at=[4]", "faults.factor=3e3", "steps=16", "warmup=none"]
         quick = ["patience=2", "snapshot_every=2", "healthy_after=1", "skip_batches=1", "lr_steps=3"]
         return lost + [f"guard.{value}" for value in quick if option == "rollback"]
     if group == "faults" and option not in ("plan", "spiky"):
