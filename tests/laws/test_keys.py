@@ -394,12 +394,14 @@ def needed_for(group, option, key, places):
     if (group, key) == ("checkpoint", "keep_best"):
         return [
             "checkpoint.keep=1",
-            "optimizer.lr=5.0",
-            "schedule=constant",
             "checkpoint.every=1",
+            "checkpoint.asynchronous=false",  # while one is being written, a save would be passed over
             "eval_every=1",
-            "steps=12",
+            "optimizer.lr=1.0",  # up and down: the last is not the best
+            "guard=off",
+            "schedule=constant",
             "clipping=none",
+            "steps=11",
         ]
     if name in SEEN_ELSEWHERE:
         return None
