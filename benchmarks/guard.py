@@ -7,15 +7,11 @@ A round times one step with each guard, in turns first; guarded / unguarded is t
 quartiles are printed.
 """
 
-import argparse
-import json
-import platform
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from measuring import Clock, command_line, machine, save
 from workloads import WORKLOADS, plain_tools
 
 from stabletrain.machine import hardware
@@ -29,7 +25,7 @@ from stabletrain.step import commit, compute
 GUARDS = {"off": NoGuard, "skip": SkipGuard, "rollback": RollbackGuard}
 
 
-def measured(make: Callable, mode: str, device: torch.device, rounds: int) -> dict[str, list[float]]:
+def measured(make: Callable, mode: str, device: torch.device, rounds: int, clock: Clock) -> dict[str, list[float]]:
     """Ratios of a round's guarded steps to its unguarded one, and snapshots in unguarded steps."""
     torch.manual_seed(0)
     model, inputs, targets = make()
@@ -37,13 +33,6 @@ def measured(make: Callable, mode: str, device: torch.device, rounds: int) -> di
     state = TrainState(model, AdamW(1e-4, [0.9, 0.95], 1e-8, 0.1)(model))
     tools = {name: plain_tools(mode, device, guard()) for name, guard in GUARDS.items()}
     snapshots = Snapshots()
-
-    def seconds(work: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
 
     def step(name: str) -> Callable[[], object]:
         used = tools[name]
@@ -59,35 +48,29 @@ def measured(make: Callable, mode: str, device: torch.device, rounds: int) -> di
     found: dict[str, list[float]] = {"skip": [], "rollback": [], "snapshot": []}
     for number in range(rounds):
         order = list(GUARDS) if number % 2 else list(reversed(GUARDS))
-        taken = {name: seconds(step(name)) for name in order}
+        taken = {name: clock.seconds(step(name)) for name in order}
         for name in ("skip", "rollback"):
             found[name].append(taken[name] / taken["off"])
-        found["snapshot"].append(seconds(snapshot) / taken["off"])
+        found["snapshot"].append(clock.seconds(snapshot) / taken["off"])
     return found
 
 
 def main() -> None:
     """Measures every workload of the device, prints the table, and writes the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
-    parser.add_argument("--precision", default="fp32,bf16", help="modes, separated by commas: fp32, tf32, bf16")
-    parser.add_argument("--rounds", type=int, default=40, help="pairs")
-    parser.add_argument("--json", type=Path, help="file for the results")
-    asked = parser.parse_args()
+    asked = command_line(__doc__, 40).parse_args()
     device = hardware.pick(asked.device)
-    print(f"{hardware.name(device)}, {hardware.threads()}, torch {torch.__version__}")
+    clock = Clock(device, asked.clock)
+    print(machine(device))
     print(f"| {'workload':30} | precision | what | median | quartiles |")
     print("|---|---|---|---|---|")
     results = []
     for name, make in WORKLOADS[device.type].items():
         for mode in asked.precision.split(","):
-            for what, ratios in measured(make, mode, device, asked.rounds).items():
+            for what, ratios in measured(make, mode, device, asked.rounds, clock).items():
                 low, middle, high = statistics.quantiles(ratios, n=4)
                 print(f"| {name:30} | {mode} | {what} | {middle:.3f} | {low:.3f} - {high:.3f} |", flush=True)
                 results.append({"workload": name, "precision": mode, "what": what, "ratios": ratios})
-    if asked.json:
-        about = {**hardware.describe(device), "host": platform.machine(), "torch": torch.__version__}
-        asked.json.write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
+    save(asked.json, device, results)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,11 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from stabletrain.arguments import SWEEP, take_apart
-from stabletrain.config import make, plain
+from stabletrain.config import leaves, make, plain
 from stabletrain.data.order import position
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.errors import ConfigError
+from stabletrain.forensics.evidence import Setting
 from stabletrain.job import History, Job, Plan
 from stabletrain.machine import hardware
 from stabletrain.records import Batch, TrainState
@@ -74,6 +75,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     state = TrainState(model, make(cfg, "optimizer")(model))
     precision.attach(model, state.optimizer)
     faults.state(state, precision)
+    learning_rate = LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps)
     tools = Tools(
         intake=Intake(vocabulary(model, data)),
         precision=precision,
@@ -81,7 +83,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         clipping=clipping,
         after_update=make(cfg, "qkclip"),
         guard=guard,
-        learning_rate=LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps),
+        learning_rate=learning_rate,
         determinism=determinism,
         seed=cfg.seed,
     )
@@ -145,6 +147,17 @@ def build(cfg: DictConfig, folder: Path) -> Job:
             )
         return batch
 
+    forensics = make(cfg, "forensics")
+    forensics.open(
+        folder,
+        Setting(
+            choices=choices,
+            values=dict(leaves(config)),
+            attends="qknorm" in cfg.model,
+            warmup=learning_rate.warmup.length(cfg.steps),
+            deterministic=device.type == "cpu" or choices["determinism"] == "strict",
+        ),
+    )
     tracker.note(
         opening(choices, config, model, data, tools, f"{hardware.name(device)}, {hardware.threads()}", str(folder))
     )
@@ -165,6 +178,9 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         parts=parts,
         history=history,
         unit=unit,
+        forensics=forensics,
+        load=load,
+        about={"config": config, "choices": choices},
         closing=lambda: closing(
             state=state,
             history=history,

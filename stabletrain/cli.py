@@ -4,9 +4,13 @@ stabletrain prepare <text or data set> <out>    token shards for data=tokens
 stabletrain sample <run>                        text from a trained model
 stabletrain compare <sweep> [--picture <file>]  a sweep over learning rates: losses, sensitivity, attention logits
 stabletrain losses <runs> <file>                a picture of runs' training losses, rollbacks included
+stabletrain diagnose <run>                      a run's incidents: where, why, and what to do
+stabletrain replay <incident> [key=value ...]   an incident's step again, as it was or with a fix to try
 """
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,12 +50,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     drawing.add_argument("file", type=Path, help="the picture to write (.svg, .png)")
     drawing.set_defaults(do=losses)
 
+    diagnosing = commands.add_parser("diagnose", help="list a run's incidents: where, why, and what to do")
+    diagnosing.add_argument("run", type=Path, help="a run folder, or one of its incidents")
+    diagnosing.add_argument("--json", action="store_true", help="every diagnosis.json, as one list")
+    diagnosing.set_defaults(do=diagnose)
+
+    replaying = commands.add_parser("replay", help="run an incident's step again, to see it or to try a fix")
+    replaying.add_argument("incident", type=Path, help="its folder, <run>/incidents/step-...")
+    replaying.add_argument("overrides", nargs="*", metavar="key=value", help="a fix to try, such as precision=bf16")
+    replaying.add_argument("--config-dir", type=Path, help="your own groups, if an override names an option of theirs")
+    replaying.add_argument("--json", action="store_true", help="the result for programs")
+    replaying.set_defaults(do=replay)
+
     chosen = parser.parse_args(arguments)
     try:
         chosen.do(chosen)
     except StabletrainError as error:
         print(f"stabletrain: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # whoever read has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(f"stabletrain: {error}", file=sys.stderr)
         return 1
@@ -109,6 +127,27 @@ def losses(chosen: argparse.Namespace) -> None:
     from stabletrain.compare.runs import read_runs
 
     draw_losses(read_runs(chosen.runs), chosen.file)
+
+
+def diagnose(chosen: argparse.Namespace) -> None:
+    """Prints a run's incidents."""
+    from stabletrain.forensics.found import block, incidents
+
+    found = incidents(chosen.run)
+    if chosen.json:
+        print(json.dumps([{**record, "folder": str(path)} for path, record in found], indent=2))
+    elif not found:
+        print(f"no incidents in {chosen.run}")
+    else:
+        print("\n\n".join(block(path, record) for path, record in found))
+
+
+def replay(chosen: argparse.Namespace) -> None:
+    """Runs an incident's step again, and prints what came of it."""
+    from stabletrain.rerun import again
+
+    found = again(chosen.incident, chosen.overrides, chosen.config_dir)
+    print(json.dumps(found.as_json(), indent=2) if chosen.json else found)
 
 
 if __name__ == "__main__":

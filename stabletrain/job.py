@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from stabletrain.forensics import NoForensics
 from stabletrain.records import Batch, TrainState
 from stabletrain.state.capture import Stateful
 from stabletrain.state.checkpoint import NoCheckpoints
@@ -103,6 +104,9 @@ class Job:
         parts: everything stateful beside model and optimizer, by name.
         history: what the run remembers of itself.
         unit: what the pace counts: `tok`, `img` or `sample`.
+        forensics: what explains an incident.
+        load: any training batch by its step number, on the host.
+        about: the run's configuration, to be kept with an incident.
         closing: what a person reads last; asked for when the run is over.
     """
 
@@ -121,4 +125,7 @@ class Job:
     parts: Mapping[str, Stateful]
     history: History
     unit: str
+    forensics: NoForensics
+    load: Callable[[int], Batch]
+    about: Mapping[str, Any]
     closing: Callable[[], str]

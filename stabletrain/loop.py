@@ -86,14 +86,14 @@ def train(job: Job) -> None:
             if watching:
                 seen_batch = job.tools.intake.safe(micro_batches[0], computed.classes)
                 job.monitors.before(state.model, state.optimizer, seen_batch, job.tools.precision)
-            launched = Launched(commit(state, computed, job.tools), batch, computed.classes)
+            launched = Launched(commit(state, computed, job.tools), batch, computed.classes, computed.held)
             pace.count(batch)
             last, stopping = state.step == plan.steps, stop.name
             evaluating = last or state.step % plan.eval_every == 0
             saving = last or stopping or job.checkpoints.due(state.step)
             putting_by = recovery.due(state.step)
             if watching or evaluating or saving or putting_by or recovery.returning:
-                seen = watch(job, launched.reading()) if watching else {}
+                seen = watch(job, launched) if watching else {}
                 settled, launched = settle(job, launched, pace, recovery, seen), None
                 if not settled:
                     continue

@@ -5,11 +5,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from torch import Tensor
+
 from stabletrain.forensics.samples import bad_samples, describe
+from stabletrain.forensics.scene import Scene, is_scaled
 from stabletrain.job import UNITS, History, Job
 from stabletrain.records import Batch, Reading, Verdict
 from stabletrain.step import InFlight
 from stabletrain.watch.recent import Alarm
+
+FAR = 1_000_003
+"""Steps ahead of a step, times its number, from where a batch is taken that the run has not read and never will."""
 
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
@@ -21,11 +27,13 @@ class Launched(NamedTuple):
         in_flight: the reading.
         batch: what it was computed from, on the host.
         classes: the last dimension of its logits; None if there was nothing to run.
+        held: the model's buffers from before it; by the time it is looked at, the next step has written them.
     """
 
     in_flight: InFlight
     batch: Batch
     classes: int | None
+    held: list[Tensor]
 
     def reading(self) -> Reading:
         """The numbers, once they are there."""
@@ -74,7 +82,7 @@ def report(job: Job, launched: Launched, pace: Pace, seen: Mapping[str, float] =
     metrics = reading_metrics(reading, skipped) | job.recent.metrics()
     metrics |= {"tick": job.state.tick, "guard/applied": int(reading.applied), "guard/rollbacks": guard.rollbacks}
     if not reading.applied:
-        report_skip(job, launched, reading, told=verdict is not Verdict.SKIP)
+        report_skip(job, launched, reading, verdict)
     if seen or reading.step % job.plan.log_every == 0 or reading.step in (1, job.plan.steps):
         pace.measure()
         job.tracker.log(reading.step, {**metrics, f"{UNITS[job.unit]}_per_s": pace.rate, **seen})
@@ -82,8 +90,11 @@ def report(job: Job, launched: Launched, pace: Pace, seen: Mapping[str, float] =
     return verdict
 
 
-def report_skip(job: Job, launched: Launched, reading: Reading, *, told: bool) -> None:
-    """Records a step whose update was withheld, and says so now and then, unless a graver verdict tells it anyway."""
+def report_skip(job: Job, launched: Launched, reading: Reading, verdict: Verdict) -> None:
+    """Records a step whose update was withheld, and says so now and then, unless a graver verdict tells it anyway.
+
+    The first of a row is explained, and the last where it ends the run for another reason than it began with.
+    """
     guard = job.tools.guard
     numbers = {"loss": reading.loss, "grad_norm": reading.grad_norm, "loss_scale": reading.loss_scale}
     reason, samples = guard.reason, {}
@@ -91,15 +102,69 @@ def report_skip(job: Job, launched: Launched, reading: Reading, *, told: bool) -
         bad = bad_samples(launched.batch, job.tools.intake.vocab_size, launched.classes)
         reason, samples = describe(bad), {"samples": bad}
     job.tracker.event("skip", reading.step, kind=guard.kind, reason=reason, tick=job.state.tick, **numbers, **samples)
-    if not told and guard.kind != "overflow" and is_round(guard.skips[guard.kind]):
+    kind = "spike" if guard.kind == "spike" else "nonfinite"
+    telling = guard.consecutive == 1 or (verdict is Verdict.HALT and guard.kind != job.forensics.newest)
+    if guard.kind != "overflow" and telling and look_into(job, launched, reading, kind):
+        job.forensics.newest = guard.kind
+        return
+    if verdict is Verdict.SKIP and guard.kind != "overflow" and is_round(guard.skips[guard.kind]):
         number = guard.skips[guard.kind]
         job.tracker.note(f"step {reading.step}: {reason}; update withheld ({guard.kind}, number {number})")
 
 
-def watch(job: Job, reading: Reading) -> dict[str, float]:
-    """What the monitors saw of the step that is just over."""
+def look_into(job: Job, launched: Launched, reading: Reading, kind: str) -> bool:
+    """Has a step explained; returns whether that was done, and said."""
+    filed = job.forensics.look_into(
+        lambda deadline: scene_of(job, launched, reading, deadline),
+        kind,
+        classes=launched.classes,
+        optimizer=job.state.optimizer,
+        limits=job.tools.guard.bounds,
+    )
+    if filed is None:
+        return False
+    where = None if filed.path is None else f"incidents/{filed.path.name}"
+    about = {"cause": filed.cause, "verdict": filed.verdict, "fix": list(filed.fix), "path": where}
+    job.tracker.event("incident", reading.step, tick=job.state.tick, **about)
+    for line in filed.lines:
+        job.tracker.note(line)
+    job.tracker.alert(f"incident: {filed.cause}", "\n".join(filed.lines))
+    return True
+
+
+def scene_of(job: Job, launched: Launched, reading: Reading, deadline: float) -> Scene:
+    """What running the step again needs.
+
+    Of one that was withheld all is as it was when it started. What one that was applied started from is gone: the same
+    batch is run on the weights, with the buffers, that it has made, before the next step has touched them.
+    """
+    model = job.state.model
+    return Scene(
+        model=model,
+        buffers=[*model.buffers()] if reading.applied else launched.held,
+        step=reading.step - 1,
+        batch=launched.batch,
+        micro_batches=job.plan.grad_accum_steps,
+        tools=job.tools,
+        loss_scale=reading.loss_scale,
+        device=job.device,
+        reading=reading,
+        applied=reading.applied,
+        older=lambda: job.snapshots.newest(reading.step - 2),
+        fresh=lambda: job.load(FAR * (reading.step + 1)),
+        deadline=deadline,
+        about=job.about,
+    )
+
+
+def watch(job: Job, launched: Launched) -> dict[str, float]:
+    """What the monitors saw of the step that is just over; where gradients vanish in fp16, whether fp16 is to blame."""
+    reading = launched.reading()
     metrics, alarms = job.monitors.after(job.state.model, job.state.optimizer, reading.applied)
     raise_alarms(job, reading.step, alarms)
+    vanishing = any(alarm.kind == "vanishing" for alarm in alarms)
+    if vanishing and reading.applied and is_scaled(job.tools.precision):
+        look_into(job, launched, reading, "loss_scale")
     return metrics
 
 

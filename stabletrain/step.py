@@ -76,8 +76,11 @@ class Guard(Protocol):
     skips: dict[str, int]
     kind: str
     reason: str
+    consecutive: int
     rollbacks: int
 
+    @property
+    def bounds(self) -> tuple[float, float]: ...
     @property
     def healthy(self) -> bool: ...
     @property

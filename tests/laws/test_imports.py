@@ -30,7 +30,7 @@ MAY_SEE = {
     "compare": NOUNS | {"tracking"},
     "faults": NOUNS | {"state"},
     "forensics": NOUNS | {"step", "watch", "stability", "state", "tracking"},
-    "job": NOUNS | {"step", "state", "tracking", "watch"},
+    "job": NOUNS | {"step", "state", "tracking", "watch", "forensics"},
     "recovery": NOUNS | {"job", "data", "state", "tracking"},
     "report": NOUNS | {"job", "step", "forensics", "watch"},
     "loop": NOUNS | {"job", "step", "evaluate", "machine", "recovery", "report"},
@@ -50,15 +50,19 @@ MAY_SEE = {
         "machine",
         "tracking",
         "faults",
+        "forensics",
     },
-    "cli": NOUNS | {"build", "compare", "config", "data", "models", "state", "tracking", "machine"},
+    "overrides": NOUNS | {"arguments", "mistakes", "config"},
+    "rerun": NOUNS | {"overrides", "config", "build", "step", "stability", "machine", "forensics", "tracking"},
+    "cli": NOUNS
+    | {"rerun", "forensics", "build", "compare", "config", "data", "models", "state", "tracking", "machine"},
     "train": NOUNS | {"launch"},
 }
 """Room -> rooms of the package it may import, besides its own. A new room is added here, deliberately."""
 
 ONLY = {
-    "hydra": {"train", "build", "config", "launch", "mistakes", "cli"},
-    "omegaconf": {"train", "build", "config", "launch", "arguments", "mistakes", "cli"},
+    "hydra": {"train", "build", "config", "launch", "mistakes", "overrides", "cli"},
+    "omegaconf": {"train", "build", "config", "launch", "arguments", "mistakes", "overrides", "rerun", "cli"},
     "wandb": {"tracking/wandb"},
     "rich": {"tracking/progress"},
     "matplotlib": {"compare/picture"},

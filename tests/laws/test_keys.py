@@ -172,6 +172,9 @@ CHANGED: dict[str, object] = {
     "checkpoint.every": 1,
     "checkpoint.keep": 1,
     "checkpoint.keep_best": False,
+    "forensics.max_incidents": 1,
+    "forensics.max_seconds": 1e-9,
+    "forensics.keep_state": False,
     "checkpoint.asynchronous": False,
     "wandb.mode": "nonsense",
     "wandb.project": "other",
@@ -273,6 +276,7 @@ def observe(folder, overrides):
         "weights": weights.hexdigest(),
         "lines": [{k: repr(v) for k, v in line.items() if k not in CLOCK} for line in lines],
         "kept": sorted(path.name for path in (folder / "checkpoints").glob("*")),
+        "incidents": sorted(f"{path.parent.name}/{path.name}" for path in folder.glob("incidents/*/*")),
         "how": [job.state.optimizer.defaults.get("fused"), job.state.model._compiled_call_impl is not None],
         "background": getattr(job.checkpoints, "asynchronous", None),
         "wandb": filed,
@@ -395,7 +399,7 @@ def needed_for(group, option, key, places):
         return [
             "checkpoint.keep=1",
             "checkpoint.every=1",
-            "checkpoint.asynchronous=false",  # while one is being written, a save would be passed over
+            "checkpoint.asynchronous=false",  # else its events come in the order of chance
             "eval_every=1",
             "optimizer.lr=1.0",  # up and down: the last is not the best
             "guard=off",
@@ -424,6 +428,8 @@ def needed_for(group, option, key, places):
         lost = ["faults=learning_rate", "faults.at=[4]", "faults.factor=3e3", "steps=16", "warmup=none"]
         quick = ["patience=2", "snapshot_every=2", "healthy_after=1", "skip_batches=1", "lr_steps=3"]
         return lost + [f"guard.{value}" for value in quick if option == "rollback"]
+    if group == "forensics":  # two bad steps, with a good one between them
+        return ["faults=label", "faults.at=[0,2]"]
     if group == "faults" and option not in ("plan", "spiky"):
         soft = ["faults.value=50"] if key in ("seed", "module", "parameter") and option in SOFT else []
         return ["faults.at=[1]", *soft]

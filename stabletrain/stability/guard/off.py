@@ -1,5 +1,6 @@
 """No guard: every update reaches the weights, as in a bare PyTorch loop; only fp16's loss scaling withholds some."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +30,12 @@ class NoGuard:
     reason: str = ""
     kind: str = ""
     rollbacks: int = 0
+    consecutive: int = 0
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The largest loss and gradient norm that are let through: none are kept back."""
+        return math.inf, math.inf
 
     @property
     def healthy(self) -> bool:

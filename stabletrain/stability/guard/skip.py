@@ -78,6 +78,11 @@ class SkipGuard(NoGuard):
         return Verdict.HALT
 
     @property
+    def bounds(self) -> tuple[float, float]:
+        """The largest loss and gradient norm that are let through."""
+        return self.limits.loss.value, self.limits.norm.value
+
+    @property
     def healthy(self) -> bool:
         """Whether the state may be called so, as far as the guard knows."""
         return self.trouble == 0

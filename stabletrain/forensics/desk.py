@@ -1,0 +1,157 @@
+"""The desk: incidents come in, within a budget each is looked into and filed, and three lines go out to a person."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch.optim import Optimizer
+
+from stabletrain.errors import ConfigError
+from stabletrain.forensics.evidence import Setting
+from stabletrain.forensics.explain import Explained, explain
+from stabletrain.forensics.incident import place_for, write
+from stabletrain.forensics.scene import Scene
+
+EACH_ANEW = ("poison_input", "bad_label", "bad_batch", "corrupt_state", "hardware_fault")
+"""Causes of which each incident is another accident; one of any other is the same mistake until somebody mends it."""
+
+LOOKS = 3
+"""Times `max_incidents` that a run looks into incidents at most: those it finds filed already cost time as well."""
+
+
+@dataclass(frozen=True)
+class Filed:
+    """An incident that was looked into.
+
+    Attributes:
+        path: its folder; None where it could not be written.
+        cause, verdict, fix: what it was, and what to do, best first.
+        lines: three lines for a person: what, do this, where to read on.
+    """
+
+    path: Path | None
+    cause: str
+    verdict: str
+    fix: Sequence[str]
+    lines: list[str]
+
+
+class NoForensics:
+    """Looks into nothing.
+
+    Attributes:
+        newest: kind of the withheld step that was last explained, as the guard calls it; its caller's to write.
+    """
+
+    newest = ""
+
+    def open(self, folder: Path, setting: Setting) -> None:
+        """Nothing to open."""
+
+    def look_into(
+        self,
+        make: Callable[[float], Scene],
+        kind: str,
+        *,
+        classes: int | None,
+        optimizer: Optimizer,
+        limits: tuple[float, float] = (math.inf, math.inf),
+        losses: Sequence[float] = (),
+    ) -> Filed | None:
+        """None."""
+        return None
+
+
+class Forensics(NoForensics):
+    """Looks into the first incidents of a run.
+
+    A mistake in the code or the configuration shows again after every rollback. It is filed once: the same cause at the
+    same operation again is only counted, so that another mistake finds room.
+
+    Attributes:
+        max_incidents: so many; folders that are there already count.
+        max_seconds: for each, about: what has not begun by then is left out.
+        keep_state: keep weights and batch with each.
+        again: how often what had been filed came again, by cause, module, operation, direction and line.
+    """
+
+    def __init__(self, max_incidents: int = 10, max_seconds: float = 120.0, keep_state: bool = True) -> None:
+        if max_incidents < 1:
+            raise ConfigError(
+                f"forensics.max_incidents={max_incidents} is below 1: use forensics=off to look into none"
+            )
+        if not max_seconds > 0:
+            raise ConfigError(f"forensics.max_seconds={max_seconds} is not above 0: 120 is customary")
+        self.max_incidents, self.max_seconds, self.keep_state = max_incidents, max_seconds, keep_state
+        self.again: Counter[tuple[str, ...]] = Counter()
+        self._filed: set[tuple[str, ...]] = set()
+        self._looks = 0
+        self._folder: Path | None = None
+        self._setting = Setting()
+
+    def open(self, folder: Path, setting: Setting) -> None:
+        """Chooses the run folder, and takes the run's setting, by which fixes are chosen."""
+        self._folder, self._setting = folder, setting
+
+    def look_into(
+        self,
+        make: Callable[[float], Scene],
+        kind: str,
+        *,
+        classes: int | None,
+        optimizer: Optimizer,
+        limits: tuple[float, float] = (math.inf, math.inf),
+        losses: Sequence[float] = (),
+    ) -> Filed | None:
+        """Explains a step and writes its folder.
+
+        None once the budget is spent, for a mistake that is filed already, or where an alarm is not borne out.
+
+        Args:
+            make: the scene, given its deadline (of `time.monotonic()`).
+            kind: `nonfinite` or `spike`, of a step that was withheld; `loss_scale`, of an alarm that gradients vanish.
+            classes: the last dimension of the logits; None if nobody knows.
+            optimizer: the live one; only read.
+            limits: the guard's, of loss and gradient norm.
+            losses: of the last applied steps.
+        """
+        if self._folder is None or len(list(self._folder.glob("incidents/step-*"))) >= self.max_incidents:
+            return None
+        if self._looks >= LOOKS * self.max_incidents:
+            return None
+        self._looks += 1
+        scene = make(time.monotonic() + self.max_seconds)
+        setting = replace(self._setting, loss_limit=limits[0], norm_limit=limits[1])
+        found = explain(scene, kind, classes=classes, optimizer=optimizer, setting=setting, losses=losses)
+        small = found.evidence.underflow
+        if kind == "loss_scale" and (small is None or not small.real):
+            return None
+        mistake = mistake_of(found)
+        if mistake in self._filed:
+            self.again[mistake] += 1
+            return None
+        assert scene.reading is not None
+        path: Path | None = place_for(self._folder, scene.reading.step)
+        try:
+            write(path, scene, found, rank=None, keep_state=self.keep_state)
+        except OSError as error:  # a full disk is no reason to end the run, nor to keep the cause back
+            path, where = None, f"its folder could not be written ({error.strerror or error})"
+        else:
+            where = str(path)
+            self._filed |= set() if mistake[0] in EACH_ANEW else {mistake}
+        about = found.diagnosis
+        lines = [
+            f"step {scene.reading.step}: {about.cause} ({about.confidence:.0%} sure): {about.verdict}",
+            f"do this: {about.fix[0] if about.fix else 'nothing is known to help'}",
+            f"read on: {where}",
+        ]
+        return Filed(path, about.cause, about.verdict, about.fix, lines)
+
+
+def mistake_of(found: Explained) -> tuple[str, ...]:
+    """What makes two incidents the same mistake: the cause, and the operation where there is one."""
+    o = found.evidence.origin
+    return (found.diagnosis.cause, *(() if o is None else (o.module, o.op, o.direction, o.source)))

@@ -1,0 +1,93 @@
+"""The incident's folder: `diagnosis.json` for programs, `report.md` for people, and the scene to replay it from.
+
+incidents/step-00000123/    diagnosis.json  report.md  scene.json  batch.safetensors  state.safetensors
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from stabletrain.forensics.explain import Explained
+from stabletrain.forensics.origin import Origin
+from stabletrain.forensics.page import report
+from stabletrain.forensics.replay import VARIANTS, Outcome
+from stabletrain.forensics.saved import BATCH, SCENE, STATE, save_scene
+from stabletrain.forensics.scene import Scene
+from stabletrain.tracking.metrics import now, plain, replace
+
+UNNEEDED = Outcome(not_run="what was found before explains it")
+"""A replay that nobody needed."""
+
+
+def place_for(folder: Path, step: int) -> Path:
+    """Where the incident of a step goes: of one that happens again after a rollback, beside the first."""
+    path, number = folder / "incidents" / f"step-{step:08d}", 2
+    while path.exists():
+        path, number = folder / "incidents" / f"step-{step:08d}-{number}", number + 1
+    return path
+
+
+def write(path: Path, scene: Scene, found: Explained, *, rank: int | None, keep_state: bool) -> None:
+    """Writes an incident.
+
+    Args:
+        path: its folder, from `place_for`.
+        scene: the step.
+        found: what came of looking into it.
+        rank: the guilty rank; None for one process.
+        keep_state: whether weights and batch are kept too, so that it can be replayed from the folder alone.
+
+    Raises:
+        OSError: the disk is full or gone.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    record = as_json(scene, found, rank)
+    (path / "report.md").write_text(report(record, found, path), encoding="utf-8")
+    replace(path / "diagnosis.json", json.dumps(plain(record), allow_nan=False, indent=2) + "\n")
+    if keep_state:  # the largest, so the last: on a disk that is nearly full the cause is written
+        try:
+            save_scene(path, scene)
+        except OSError:
+            for file in (SCENE, BATCH, STATE):
+                (path / file).unlink(missing_ok=True)
+            raise
+
+
+def as_json(scene: Scene, found: Explained, rank: int | None) -> dict[str, Any]:
+    """The incident as a mapping; the keys are a contract."""
+    evidence, diagnosis = found.evidence, found.diagnosis
+    guilty = evidence.guilty
+    places = guilty.samples if guilty and not guilty.others_too else []
+    batch = scene.batch
+    samples = [dict(sample) for sample in evidence.samples] or [
+        {
+            "index": index,
+            **({} if batch.ids is None else {"id": int(batch.ids[index])}),
+            **({} if batch.sources is None else {"source": batch.sources[index]}),
+        }
+        for index in places[:8]
+    ]
+    return {
+        "step": evidence.reading.step,
+        "kind": evidence.kind,
+        "cause": diagnosis.cause,
+        "confidence": diagnosis.confidence,
+        "verdict": diagnosis.verdict,
+        "fix": diagnosis.fix,
+        "origin": None if evidence.origin is None else origin_json(evidence.origin),
+        "samples": samples,
+        "rank": rank,
+        "replays": {name: asdict(evidence.outcomes.get(name, UNNEEDED)) for name in VARIANTS},
+        "reading": evidence.reading._asdict(),
+        "damage": [asdict(damage) for damage in evidence.damage],
+        "evidence": diagnosis.evidence,
+        "time": now(),
+        "seconds": round(found.seconds, 3),
+        "not_looked_at": found.failures,
+    }
+
+
+def origin_json(origin: Origin) -> dict[str, Any]:
+    """The operation to blame."""
+    return origin.as_dict()

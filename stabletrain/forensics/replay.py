@@ -1,0 +1,179 @@
+"""Replays: one step is run again, as it was or with one thing changed, on a copy of the model.
+
+| variant | what is changed | what it tells |
+|---|---|---|
+| same | nothing | other bits: the machine, or an operation that is not deterministic |
+| fp32 | no autocast, no loss scale, no TF32, parameters widened | finite: a format's range or precision is to blame |
+| fresh_batch | another batch | finite: this batch is to blame |
+| older_state | weights and buffers from before | finite: what training has made of the state since is to blame |
+
+A replay is `step.compute` itself, on an understudy. Live weights, buffers, gradients, random generators, modes, hooks
+and kernel switches are afterwards what they were.
+"""
+
+import contextlib
+import math
+import struct
+import time
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from stabletrain.forensics.scene import Scene
+from stabletrain.records import Batch, TrainState
+from stabletrain.stability.precision.unscaled import Unscaled
+from stabletrain.step import Tools, compute
+from stabletrain.watch.aside import aside
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a replay; where it was not run all but `not_run` is None.
+
+    Attributes:
+        finite: whether loss and gradient norm are.
+        loss, grad_norm: as in a reading: mean over the step, before clipping.
+        bitwise_equal_to_reading: for `same`, whether both are what the step measured; None for the others, and where
+            the step ran compiled, since an understudy does not. False is proof against the machine only with
+            `determinism=strict`.
+        zero_gradients: share, in [0, 1], of gradient elements that are exactly 0.
+        seconds: how long it took.
+        not_run: why it was not; empty where it was.
+    """
+
+    finite: bool | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    bitwise_equal_to_reading: bool | None = None
+    zero_gradients: float | None = None
+    seconds: float | None = None
+    not_run: str = ""
+
+
+@dataclass(frozen=True)
+class Take:
+    """What a variant runs."""
+
+    model: nn.Module
+    batches: list[Batch]
+    tools: Tools
+
+
+class NotPossible(Exception):
+    """The scene has not what the variant needs."""
+
+
+def same(scene: Scene) -> Take:
+    """The step as it was."""
+    return Take(scene.understudy(), scene.cut(scene.batch), scene.acting())
+
+
+def fp32(scene: Scene) -> Take:
+    """The step in true fp32; run it within `ieee_kernels`."""
+    model = scene.understudy()
+    widen_(model)
+    tools = replace(scene.tools, precision=Unscaled("fp32", scene.device, torch.float32))
+    return Take(model, scene.cut(scene.batch), tools)
+
+
+def fresh_batch(scene: Scene) -> Take:
+    """Another batch on the same state."""
+    if scene.fresh is None:
+        raise NotPossible("there is no other batch")
+    return Take(scene.understudy(), scene.cut(scene.fresh()), scene.acting())
+
+
+def older_state(scene: Scene) -> Take:
+    """The same batch on an older state."""
+    tree = None if scene.older is None else scene.older()
+    if tree is None:
+        raise NotPossible("there is no older state")
+    model = scene.understudy()
+    model.load_state_dict(tree["model"])
+    return Take(model, scene.cut(scene.batch), scene.acting())
+
+
+VARIANTS: dict[str, Callable[[Scene], Take]] = {
+    "same": same,
+    "fp32": fp32,
+    "fresh_batch": fresh_batch,
+    "older_state": older_state,
+}
+"""The variants by name, in the order in which time is spent on them."""
+
+
+def replays(scene: Scene, variants: Iterable[str] = VARIANTS) -> dict[str, Outcome]:
+    """The outcome of each variant, in order; those that the deadline cuts off are marked as not run."""
+    return {variant: replay(scene, variant) for variant in variants}
+
+
+def replay(scene: Scene, variant: str) -> Outcome:
+    """Runs the step again; never raises for what the model does.
+
+    Args:
+        scene: the step.
+        variant: one of `VARIANTS`.
+    """
+    make, began = VARIANTS[variant], time.monotonic()
+    if began >= scene.deadline:
+        return Outcome(not_run="no time was left")
+    try:
+        take = make(scene)
+        with ieee_kernels() if variant == "fp32" else contextlib.nullcontext():
+            loss, norm, zeros = perform(take.model, take.batches, take.tools, scene.step)
+    except NotPossible as error:
+        return Outcome(not_run=str(error))
+    except Exception as error:  # whatever it is: a model may be anything, and explaining must not end a run
+        return Outcome(not_run=" ".join(f"{type(error).__name__}: {error}".split())[:200])
+    equal = None
+    if variant == "same" and scene.reading is not None and scene.comparable:
+        equal = same_bits(loss, scene.reading.loss) and same_bits(norm, scene.reading.grad_norm)
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    return Outcome(finite, loss, norm, equal, zeros, time.monotonic() - began)
+
+
+def perform(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> tuple[float, float, float]:
+    """Forward and backward of a step on an understudy.
+
+    Returns:
+        loss, gradient norm, and the share of gradient elements that are 0. The gradients are left in `.grad`.
+    """
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.0), step)
+    with aside(model), torch.enable_grad():
+        computed = compute(state, batches, tools)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    zeros = sum(int((gradient == 0).sum()) for gradient in gradients)
+    count = sum(gradient.numel() for gradient in gradients)
+    return float(computed.terms.total), float(computed.norms.total), zeros / max(count, 1)
+
+
+@torch.no_grad()
+def widen_(model: nn.Module) -> None:
+    """Stores every fp16 and bf16 parameter and buffer in fp32, in place."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            tensor.data = tensor.data.float()
+
+
+@contextlib.contextmanager
+def ieee_kernels() -> Generator[None, None, None]:
+    """Within it no fp32 matmul, convolution or RNN is rounded to TF32 or less."""
+    from torch.backends import cuda, cudnn, mkldnn
+
+    kinds: list[Any] = [cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]  # ty: ignore[missing-attribute]
+    before = [kind.fp32_precision for kind in kinds]
+    try:
+        for kind in kinds:
+            kind.fp32_precision = "ieee"
+        yield
+    finally:
+        for kind, precision in zip(kinds, before, strict=True):
+            kind.fp32_precision = precision
+
+
+def same_bits(a: float, b: float) -> bool:
+    """Whether two numbers are one to the bit; every NaN is the same."""
+    return struct.pack("d", a) == struct.pack("d", b) or (math.isnan(a) and math.isnan(b))

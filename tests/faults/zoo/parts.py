@@ -1,0 +1,254 @@
+"""Parts that a user might have written into a model: each goes wrong from a step on, in the line marked `# here`.
+
+`mended` is the same part as a careful person writes it: what the fix of a diagnosis asks for.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Part(nn.Module):
+    """Passes its input on; from the `at`-th step of training on, what it computes beside that goes wrong.
+
+    The count is a buffer, so that a step run again goes wrong again.
+    """
+
+    def __init__(self, at: int, mended: bool) -> None:
+        super().__init__()
+        self.at, self.mended = at, mended
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x`, and beside it the work."""
+        if self.training:
+            self.calls += 1
+        return x + 0.1 * self.work(x, int(self.calls) > self.at).to(x.dtype)
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        """What may go wrong, `late`."""
+        raise NotImplementedError
+
+
+class LogOfGate(Part):
+    """The log of a gate that has closed."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        gate = F.relu(torch.tanh(x.float()) + (-2.0 if late else 2.0))
+        if self.mended:
+            gate = gate + 1e-6
+        return gate.log()  # here
+
+
+class LengthBackward(Part):
+    """The root of a sum of squares that is 0: its derivative."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        total = (x.float() * (0.0 if late else 1.0)).square().sum(-1, keepdim=True)
+        if self.mended:
+            total = total + 1e-6
+        return total.sqrt()  # here
+
+
+class PowerBackward(Part):
+    """A fractional power at 0: its derivative."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        size = x.float().square() * (0.0 if late else 1.0) + (0.0 if late else 1.0)
+        if self.mended:
+            size = size + 1e-6
+        return size.pow(0.3)  # here
+
+
+class WhereBackward(Part):
+    """A log behind a `where`: not chosen in forward, and still derived."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        size = F.relu(x.float()) * (0.0 if late else 1.0) + (0.0 if late else 1.0)
+        safe = torch.where(size > 0, size, 1.0) if self.mended else size
+        logs = safe.log()  # here
+        return torch.where(size > 0, logs, 0.0)
+
+
+class MaskedMean(Part):
+    """A mean over what a mask has left: nothing."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        mask = (x > (math.inf if late else -math.inf)).float()
+        count = mask.sum()
+        if self.mended:
+            count = count.clamp(min=1)
+        return (x.float() * mask).sum() / count + 0 * x  # here
+
+
+class SoftmaxByHand(Part):
+    """exp without its largest entry taken away."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        scores = torch.tanh(x.float()) + (1000.0 if late else 0.0)
+        if self.mended:
+            scores = scores - scores.amax(-1, keepdim=True)
+        e = scores.exp()  # here
+        return e / e.sum(-1, keepdim=True)
+
+
+class MaskedRow(Part):
+    """Attention to nobody: a row masked as a whole, while the harmless -inf of a causal mask is there always."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        flat = x.float().flatten(1)[:, :4]
+        scores = flat @ flat.T
+        mask = torch.ones_like(scores, dtype=torch.bool).triu(0 if late else 1)
+        scores = scores.masked_fill(mask, -1e9 if self.mended else -math.inf)
+        weights = scores.softmax(-1)  # here
+        return (weights @ flat).mean() + 0 * x
+
+
+class Angle(Part):
+    """The angle of a cosine that is 1: its derivative."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        cosine = torch.tanh(x.float()) * (0.0 if late else 0.5) + (1.0 if late else 0.0)
+        if self.mended:
+            cosine = cosine.clamp(-1 + 1e-6, 1 - 1e-6)
+        return torch.acos(cosine)  # here
+
+
+class StandardizeByHand(Part):
+    """Divides by a spread that is 0."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        x = x.float() * (0.0 if late else 1.0)
+        spread = x.std(-1, keepdim=True) + (1e-6 if self.mended else 0.0)
+        return (x - x.mean(-1, keepdim=True)) / spread  # here
+
+
+class RMSByHand(Part):
+    """RMSNorm without eps."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        x = x.float() * (0.0 if late else 1.0)
+        mean = x.pow(2).mean(-1, keepdim=True)
+        if self.mended:
+            mean = mean + 1e-6
+        return x * torch.rsqrt(mean)  # here
+
+
+class RootOfVarianceBackward(Part):
+    """eps outside the root: finite forward, not finite backward."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        x = x.float() * (0.0 if late else 1.0)
+        variance = x.var(-1, keepdim=True)
+        if self.mended:
+            variance = variance + 1e-6
+        root = variance.sqrt()  # here
+        return (x - x.mean(-1, keepdim=True)) / (root + 1e-3)
+
+
+class NormEpsInFP16(Part):
+    """An eps that fp16 rounds to 0."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        x = (x * (0.0 if late else 1.0)).to(torch.float32 if self.mended else torch.float16)
+        centred = x - x.mean(-1, keepdim=True)
+        variance = centred.square().mean(-1, keepdim=True)
+        return centred / (variance + 1e-9).sqrt()  # here
+
+
+class LayerNormNoEps(Part):
+    """The library's norm, told to add nothing."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        x = x.float() * (0.0 if late else 1.0)
+        return F.layer_norm(x, x.shape[-1:], eps=1e-6 if self.mended else 0.0)  # here
+
+
+class SquareInHalf(Part):
+    """A square that fp16 cannot hold."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        x = torch.tanh(x.float()) + (300.0 if late else 1.0)
+        x = x if self.mended else x.half()
+        return 1e-6 * x.square().float()  # here
+
+
+class ExpInHalf(Part):
+    """An exp that fp16 cannot hold, and fp32 can."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        x = torch.tanh(x.float()) + (14.0 if late else 1.0)
+        x = x if self.mended else x.half()
+        return 1e-7 * x.exp().float()  # here
+
+
+class LinearOverflow(Part):
+    """A linear layer whose products autocast's fp16 cannot hold."""
+
+    def __init__(self, at: int, mended: bool) -> None:
+        super().__init__(at, mended)
+        self.register_buffer("weight", torch.full((8, 8), 100.0))
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        some = torch.tanh(x.float().flatten(1)[:, :8]) + (2000.0 if late else 1.0)
+        with torch.autocast(x.device.type, enabled=torch.is_autocast_enabled(x.device.type) and not self.mended):
+            large = F.linear(some, self.weight)  # here
+        return 1e-7 * large.float().mean() + 0 * x
+
+
+class QuietGradient(Part):
+    """Lets little of the gradient through, and then all of it at once, as of a layer that is unfrozen."""
+
+    before, after = 1e-3, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x`, of whose gradient a share arrives."""
+        if self.training:
+            self.calls += 1
+        share = self.after if int(self.calls) > self.at and not self.mended else self.before
+        return share * x + (1 - share) * x.detach()
+
+
+class SteepBackward(Part):
+    """Gradients that fp16 cannot hold at any loss scale, of values that it can."""
+
+    def __init__(self, at: int, mended: bool) -> None:
+        super().__init__(at, mended)
+        self.register_buffer("one", torch.ones(1, 1))
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        up, down = (1e4, 1e-4) if late and not self.mended else (1.0, 1.0)
+        y = x.reshape(-1, 1)
+        for factor in (down, down, up, up):
+            y = F.linear(y, factor * self.one)  # here
+        return y.view_as(x)
+
+
+class FaintGradient(QuietGradient):
+    """Lets a millionth of the gradient through from the `at`-th step on, which a format of little range makes 0."""
+
+    before, after = 1.0, 1e-6
+
+
+class WanderingOffset(Part):
+    """Logits with an offset common to all, which softmax cannot see until the format loses what is beside it.
+
+    Training pushes it: its gradient comes by the likelier half of the classes alone, so cross-entropy, which wants all
+    of the likely, raises it without end, and ever faster. What holds log Z holds it too.
+    """
+
+    def __init__(self, at: int, mended: bool) -> None:
+        super().__init__(at, mended)
+        self.offset = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits, and from the `at`-th step on the offset."""
+        if self.training:
+            self.calls += 1
+        if int(self.calls) <= self.at:
+            return x
+        likely = x >= x.median(-1, keepdim=True).values
+        offset = torch.sinh(self.offset)
+        return x + torch.where(likely, offset, offset.detach()).to(x.dtype)
