@@ -407,6 +407,8 @@ def needed_for(group, option, key, places):
             "clipping=none",
             "steps=11",
         ]
+    if (group, key) == ("model", "stem"):  # four pictures that the large stem leaves one pixel of: any step may fail
+        return ["guard=skip"]
     if name in SEEN_ELSEWHERE:
         return None
     if name == "data.download":
