@@ -59,7 +59,6 @@ class NoForensics:
         classes: int | None,
         optimizer: Optimizer,
         limits: tuple[float, float] = (math.inf, math.inf),
-        losses: Sequence[float] = (),
     ) -> Filed | None:
         """None."""
         return None
@@ -104,7 +103,6 @@ class Forensics(NoForensics):
         classes: int | None,
         optimizer: Optimizer,
         limits: tuple[float, float] = (math.inf, math.inf),
-        losses: Sequence[float] = (),
     ) -> Filed | None:
         """Explains a step and writes its folder.
 
@@ -116,7 +114,6 @@ class Forensics(NoForensics):
             classes: the last dimension of the logits; None if nobody knows.
             optimizer: the live one; only read.
             limits: the guard's, of loss and gradient norm.
-            losses: of the last applied steps.
         """
         if self._folder is None or len(list(self._folder.glob("incidents/step-*"))) >= self.max_incidents:
             return None
@@ -125,7 +122,7 @@ class Forensics(NoForensics):
         self._looks += 1
         scene = make(time.monotonic() + self.max_seconds)
         setting = replace(self._setting, loss_limit=limits[0], norm_limit=limits[1])
-        found = explain(scene, kind, classes=classes, optimizer=optimizer, setting=setting, losses=losses)
+        found = explain(scene, kind, classes=classes, optimizer=optimizer, setting=setting)
         small = found.evidence.underflow
         if kind == "loss_scale" and (small is None or not small.real):
             return None

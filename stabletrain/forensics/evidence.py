@@ -108,7 +108,6 @@ class Evidence:
         overlong: largest RMS(m / sqrt(v)) over the parameters, of the moments before the step: learning rates that
             updates have been long; NaN where there are no such moments.
         staleness: largest RMS(g / sqrt(v)) over the parameters; NaN where there is no second moment.
-        losses: training losses of the last applied steps, oldest first.
         underflow: what fp16 has lost of the gradients; None if nobody looked.
         setting: the run's.
     """
@@ -128,7 +127,6 @@ class Evidence:
     loudest: Loudest | None = None
     overlong: float = math.nan
     staleness: float = math.nan
-    losses: Sequence[float] = ()
     underflow: Underflow | None = None
     setting: Setting = field(default_factory=Setting)
 

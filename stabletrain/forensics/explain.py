@@ -61,7 +61,6 @@ def explain(
     classes: int | None,
     optimizer: Optimizer | None,
     setting: Setting,
-    losses: Sequence[float] = (),
 ) -> Explained:
     """Looks into a step. Never raises for what the model does, and changes nothing live.
 
@@ -71,7 +70,6 @@ def explain(
         classes: the last dimension of its logits; None if nobody knows.
         optimizer: the live one, whose moments are those the step started from; only read.
         setting: of the run.
-        losses: training losses of the last applied steps.
     """
     began = time.monotonic()
     assert scene.reading is not None
@@ -88,7 +86,7 @@ def explain(
             failures.append(f"{what}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}")
             return otherwise
 
-    found = Evidence(kind, scene.reading, setting=setting, losses=losses)
+    found = Evidence(kind, scene.reading, setting=setting)
     samples = attempt("samples", lambda: bad_samples(scene.batch, scene.tools.intake.vocab_size, classes), [])
     found = replace(found, samples=samples)
     if samples:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.forensics.explain import Explained
-from stabletrain.forensics.origin import Origin
 from stabletrain.forensics.page import report
 from stabletrain.forensics.replay import VARIANTS, Outcome
 from stabletrain.forensics.saved import BATCH, SCENE, STATE, save_scene
@@ -75,7 +74,7 @@ def as_json(scene: Scene, found: Explained, rank: int | None) -> dict[str, Any]:
         "confidence": diagnosis.confidence,
         "verdict": diagnosis.verdict,
         "fix": diagnosis.fix,
-        "origin": None if evidence.origin is None else origin_json(evidence.origin),
+        "origin": None if evidence.origin is None else evidence.origin.as_dict(),
         "samples": samples,
         "rank": rank,
         "replays": {name: asdict(evidence.outcomes.get(name, UNNEEDED)) for name in VARIANTS},
@@ -86,8 +85,3 @@ def as_json(scene: Scene, found: Explained, rank: int | None) -> dict[str, Any]:
         "seconds": round(found.seconds, 3),
         "not_looked_at": found.failures,
     }
-
-
-def origin_json(origin: Origin) -> dict[str, Any]:
-    """The operation to blame."""
-    return origin.as_dict()
