@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from stabletrain.machine.determinism import Seeded
 from stabletrain.models.gpt import GPT
 from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
+from stabletrain.parallel import Alone
 from stabletrain.stability import precision
 from stabletrain.stability.clipping import NormClip
 from stabletrain.stability.intake import Intake
@@ -76,4 +77,5 @@ def plain_tools(mode: str, device: torch.device, guard: Guard) -> Tools:
         learning_rate=LearningRate(NoWarmup(), Constant(), 10**6),
         determinism=Seeded(),
         seed=0,
+        parallel=Alone(),
     )

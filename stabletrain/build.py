@@ -7,9 +7,12 @@ data (`vocab_size`, `block_size`, `num_classes`, `in_channels`); and a precision
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from torch import Tensor, nn
@@ -19,10 +22,14 @@ from stabletrain.config import leaves, make, plain
 from stabletrain.data.order import position
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.errors import ConfigError
+from stabletrain.forensics import Council
 from stabletrain.forensics.evidence import Setting
 from stabletrain.job import History, Job, Plan
 from stabletrain.machine import hardware
-from stabletrain.records import Batch, TrainState
+from stabletrain.machine.determinism import mix
+from stabletrain.parallel import SharedCheckpoints
+from stabletrain.ranks import Ranks, first_does, here, join
+from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.stability.intake import Intake
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.schedule import LearningRate
@@ -34,12 +41,16 @@ from stabletrain.step import Tools
 from stabletrain.summary import closing, opening, sample_text, suggestion
 from stabletrain.tracking.metrics import Metrics
 from stabletrain.tracking.progress import Progress
-from stabletrain.tracking.run import RunFolder, versions
+from stabletrain.tracking.run import NoRunFolder, RunFolder, versions
 from stabletrain.tracking.tracker import NoTracker, Tracker
+from stabletrain.tracking.wandb import NoWandb
 from stabletrain.watch.recent import Recent
 
 FROM_DATA = ("vocab_size", "block_size", "num_classes", "in_channels")
 """Keys of a model that null leaves to the data."""
+
+FAR_OFF = 1 << 40
+"""Beyond every step's number: where the seeds of the other ranks are drawn from."""
 
 DEFAULT_VAL_BATCHES = 20
 """Batches of an evaluation over a plug-in's data that does not say how many it has."""
@@ -55,6 +66,12 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     Raises:
         ConfigError: a bound passed, a combination that cannot work, or a folder that already holds a run.
     """
+    ranks = here()
+    if ranks.launched:
+        join(ranks)
+    parallel = make(cfg, "parallel")
+    choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra" not in group}
+    parallel.check(choices)
     determinism = make(cfg, "determinism")
     switches = determinism.prepare()  # before CUDA starts
     device = hardware.pick(cfg.device)
@@ -72,9 +89,11 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     make(cfg, "init")(model)  # on the CPU, so that every device starts from the same weights
     model.to(device)
     islands = precision.islands(model)
-    state = TrainState(model, make(cfg, "optimizer")(model))
+    parallel.shard(model)
+    state = TrainState(model, make(cfg, "optimizer", **parallel.of_optimizer(choices["optimizer"]))(model))
     precision.attach(model, state.optimizer)
     faults.state(state, precision)
+    parallel.wrap(model)
     learning_rate = LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps)
     tools = Tools(
         intake=Intake(vocabulary(model, data)),
@@ -85,7 +104,8 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         guard=guard,
         learning_rate=learning_rate,
         determinism=determinism,
-        seed=cfg.seed,
+        seed=seed_of(cfg.seed, ranks),
+        parallel=parallel,
     )
     history = History()
     parts: dict[str, Stateful] = {
@@ -97,16 +117,19 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         "monitors": monitors,
     }
 
-    checkpoints, wandb = faults.checkpoints(make(cfg, "checkpoint")), faults.wandb(make(cfg, "wandb"))
+    checkpoints = faults.checkpoints(make(cfg, "checkpoint"))
+    if not ranks.alone:
+        checkpoints = SharedCheckpoints(checkpoints, ranks)
+    wandb = faults.wandb(make(cfg, "wandb")) if ranks.first else NoWandb()
 
-    run = RunFolder(folder)
+    run = RunFolder(folder) if ranks.first else NoRunFolder(folder)
     typed = take_apart([*sys.argv[1:]])
-    choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra" not in group}
     chosen = {"precision": precision.name, "fp32_modules": islands, "determinism": switches}
     machine = hardware.describe(device) | chosen
     fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else {"name": choices["data"]}
     resuming = cfg.resume == "auto"
-    run.start(
+    start = partial(
+        run.start,
         resuming=resuming,
         choices=choices,
         hardware=machine,
@@ -115,13 +138,13 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         options=[option for option in typed.options if option not in SWEEP],
         overrides=HydraConfig.get().overrides.task,
     )
+    run.id = first_does(ranks, start)
     config = plain(cfg)
     try:
-        metrics = Metrics(folder)
+        tracker = first_does(ranks, lambda: Tracker(Metrics(folder), wandb, Progress(cfg.log_every)), NoTracker)
     except ConfigError as error:
         run.abandon(str(error))
         raise
-    tracker = Tracker(metrics, wandb, Progress(cfg.log_every))
     try:
         wandb.start(folder, run.id, {**config, "groups": choices, "hardware": machine, "versions": versions()})
         checkpoints.open(folder, lambda kind, step, fields: tracker.event(kind, step, **fields), run.id)
@@ -140,14 +163,22 @@ def build(cfg: DictConfig, folder: Path) -> Job:
 
     def load(step: int) -> Batch:
         batch = checked(data.batch(position(step, state.skipped), cfg.batch_size, "train"))
-        if len(batch) % cfg.grad_accum_steps:
+        if len(batch) % (cfg.grad_accum_steps * ranks.count):
+            among = "" if ranks.alone else f" on {ranks.count} ranks"
             raise ConfigError(
-                f"data: batch {step} has {len(batch)} samples, which grad_accum_steps={cfg.grad_accum_steps} does not "
-                f"divide: return batch_size={cfg.batch_size} samples, or use grad_accum_steps=1"
+                f"data: batch {step} has {len(batch)} samples, which grad_accum_steps={cfg.grad_accum_steps}{among} "
+                f"does not divide: return batch_size={cfg.batch_size} samples, or use grad_accum_steps=1"
             )
-        return batch
+        return parallel.part(batch, cfg.batch_size)
+
+    def blank() -> nn.Module:
+        twin = make_model(cfg, data).to(device)
+        precision.islands(twin)
+        return twin
 
     forensics = make(cfg, "forensics")
+    if not ranks.alone:
+        forensics = Council(forensics, ranks)
     forensics.open(
         folder,
         Setting(
@@ -166,8 +197,9 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         plan=Plan(cfg.steps, cfg.grad_accum_steps, cfg.eval_every, cfg.log_every),
         state=state,
         tools=tools,
+        parallel=parallel,
         batches=Prefetch(load, pin=device.type == "cuda"),
-        validation=lambda: validation(data, cfg.batch_size, cfg.eval_batches),
+        validation=lambda: validation(data, cfg.batch_size, cfg.eval_batches, ranks),
         device=device,
         monitors=monitors,
         recent=recent,
@@ -179,6 +211,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         history=history,
         unit=unit,
         forensics=forensics,
+        blank=blank,
         load=load,
         about={"config": config, "choices": choices},
         closing=lambda: closing(
@@ -284,7 +317,20 @@ def checked(batch: Any) -> Batch:
     return batch
 
 
-def validation(data: Any, size: int, limit: int | None) -> Iterator[Batch]:
-    """The validation split's batches in their fixed order: all, or the first `limit`."""
+def validation(data: Any, size: int, limit: int | None, ranks: Ranks) -> Iterator[Batch]:
+    """The validation split's batches in their fixed order: all, or the first `limit`, every rank those in its turn.
+
+    Ranks take equally many, since sharded weights are gathered by all of them together: one that has none left takes
+    the last once more, with no target that counts.
+    """
     count = data.batches(size, "val") if hasattr(data, "batches") else DEFAULT_VAL_BATCHES
-    return (checked(data.batch(number, size, "val")) for number in range(min(count, limit or count)))
+    count = min(count, limit or count)
+    for first in range(0, count, ranks.count):
+        number = first + ranks.rank
+        batch = checked(data.batch(min(number, count - 1), size, "val"))
+        yield batch if number < count else replace(batch, targets=torch.full_like(batch.targets, IGNORE_INDEX))
+
+
+def seed_of(seed: int, ranks: Ranks) -> int:
+    """What a rank's randomness in a step is seeded with: of rank 0 `seed`, of each other one of its own."""
+    return seed if ranks.first else mix(seed, FAR_OFF + ranks.rank) >> 1

@@ -5,7 +5,6 @@ stand in that option's class.
 """
 
 import difflib
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.ranks import Ranks, here
 from stabletrain.stability.schedule import LearningRate
 
 LOWEST = {
@@ -73,12 +73,25 @@ def check(cfg: DictConfig) -> None:
             f"data.length_warmup={growing} >= steps={cfg.steps}: samples would never have their full length; lower "
             "data.length_warmup or raise steps"
         )
-    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise ConfigError(
-            f"WORLD_SIZE={ranks}: this version trains in one process; start it with python train.py, without torchrun"
-        )
+    check_ranks(cfg, here())
     check_parts(cfg, choices)
     LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps)  # its bounds need no torch
+
+
+def check_ranks(cfg: DictConfig, ranks: Ranks) -> None:
+    """Refuses a batch that does not divide among the ranks and their micro-batches.
+
+    Raises:
+        ConfigError: names the sizes that do.
+    """
+    parts = ranks.count * cfg.grad_accum_steps
+    if cfg.batch_size % parts:
+        below = cfg.batch_size // parts * parts
+        sizes = f"{below} or {below + parts}" if below else f"{parts}"
+        raise ConfigError(
+            f"batch_size={cfg.batch_size} does not divide among {ranks.count} ranks x grad_accum_steps="
+            f"{cfg.grad_accum_steps}: use batch_size={sizes}, or another number of ranks"
+        )
 
 
 def make(cfg: DictConfig, group: str, **given: Any) -> Any:

@@ -7,11 +7,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from stabletrain.records import IGNORE_INDEX, Batch
-from stabletrain.step import Intake, Precision
+from stabletrain.step import Intake, Parallel, Precision
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterator[Batch], precision: Precision, intake: Intake) -> dict[str, float]:
+def evaluate(
+    model: nn.Module, batches: Iterator[Batch], precision: Precision, intake: Intake, parallel: Parallel
+) -> dict[str, float]:
     """Mean cross-entropy over all valid targets, in nats, without label smoothing or z-loss.
 
     Args:
@@ -19,12 +21,13 @@ def evaluate(model: nn.Module, batches: Iterator[Batch], precision: Precision, i
         batches: on the model's device; sizes may differ.
         precision: its autocast is used.
         intake: finds bad data; a label out of range is not counted, nor is a batch with bad inputs.
+        parallel: the ranks, each of which has batches of its own.
 
     Returns:
         `val/loss`, and for `[batch, classes]` logits `val/accuracy`, in [0, 1]. NaN where no target is valid. Where a
         batch held bad data, `val/bad_batches` says how many did.
     """
-    training = model.training
+    training, device = model.training, next(model.parameters()).device
     model.eval()
     loss = count = correct = spoilt = 0
     classifies = False
@@ -46,8 +49,9 @@ def evaluate(model: nn.Module, batches: Iterator[Batch], precision: Precision, i
                 correct = correct + ((rows.argmax(dim=-1) == targets) & valid).sum()
     finally:
         model.train(training)
-    total = float(count)
-    metrics = {"val/loss": float(loss) / total if total else float("nan")}
+    mine = [torch.as_tensor(each, dtype=torch.float64, device=device) for each in (loss, count, correct, spoilt)]
+    loss, total, correct, spoilt = parallel.sums(torch.stack(mine)).tolist()
+    metrics = {"val/loss": loss / total if total else float("nan")}
     if classifies:
-        metrics["val/accuracy"] = float(correct) / total if total else float("nan")
-    return metrics | ({"val/bad_batches": int(spoilt)} if int(spoilt) else {})
+        metrics["val/accuracy"] = correct / total if total else float("nan")
+    return metrics | ({"val/bad_batches": int(spoilt)} if spoilt else {})

@@ -6,14 +6,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from stabletrain.forensics import NoForensics
+from stabletrain.parallel.alone import Alone
 from stabletrain.records import Batch, TrainState
 from stabletrain.state.capture import Stateful
 from stabletrain.state.checkpoint import NoCheckpoints
 from stabletrain.state.snapshots import Snapshots
 from stabletrain.step import Tools
-from stabletrain.tracking.run import RunFolder
+from stabletrain.tracking.run import NoRunFolder
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.watch.monitors import NoMonitors
 from stabletrain.watch.recent import Recent
@@ -92,6 +94,7 @@ class Job:
         plan: the cadence.
         state: model, optimizer and step number.
         tools: what acts in a step.
+        parallel: the ranks that train together.
         batches: the training batch of a step number, on the host.
         validation: the batches of one evaluation, on the host.
         device: where the model lives.
@@ -105,6 +108,7 @@ class Job:
         history: what the run remembers of itself.
         unit: what the pace counts: `tok`, `img` or `sample`.
         forensics: what explains an incident.
+        blank: makes the model once more, whole and with weights that are anything.
         load: any training batch by its step number, on the host.
         about: the run's configuration, to be kept with an incident.
         closing: what a person reads last; asked for when the run is over.
@@ -113,6 +117,7 @@ class Job:
     plan: Plan
     state: TrainState
     tools: Tools
+    parallel: Alone
     batches: Batches
     validation: Callable[[], Iterator[Batch]]
     device: torch.device
@@ -121,11 +126,12 @@ class Job:
     snapshots: Snapshots
     checkpoints: NoCheckpoints
     tracker: NoTracker
-    folder: RunFolder
+    folder: NoRunFolder
     parts: Mapping[str, Stateful]
     history: History
     unit: str
     forensics: NoForensics
+    blank: Callable[[], nn.Module]
     load: Callable[[int], Batch]
     about: Mapping[str, Any]
     closing: Callable[[], str]

@@ -17,9 +17,11 @@ import json
 import os
 import shlex
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,21 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from stabletrain.arguments import continued, key_of, take_apart
+from stabletrain.arguments import Arguments, added, continued, key_of, take_apart
 from stabletrain.config import check
-from stabletrain.errors import ConfigError, Interrupted, StabletrainError
+from stabletrain.errors import ConfigError, Interrupted, StabletrainError, TrainingHalted
 from stabletrain.mistakes import explain
+from stabletrain.ranks import Ranks, end_together, first_does, gone, here, join, leave
 
 RUNS: list[tuple[Path, list[str]]] = []
 """Folder and overrides of each run of this process."""
+
+
+ALIKE = 5.0
+"""Seconds within which ranks that refuse the same configuration all have said so."""
+
+LEFT = 5.0
+"""Seconds within which torchrun has noticed that a rank is gone, and ends the others."""
 
 
 class RunFailed(Exception):
@@ -52,13 +62,12 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         config_dir: the project's `conf/`.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come here, and are worded here
-    typed = take_apart(sys.argv[1:])
+    typed, ranks = take_apart(sys.argv[1:]), here()
     try:
-        options, overrides = continued(typed)
-        sys.argv[1:] = [*options, *overrides]
+        sys.argv[1:] = [*chain(*agreed(typed, ranks))]
         main()
     except StabletrainError as error:
-        return refuse(str(error))
+        return refuse(str(error), ranks)
     except RunFailed as failure:
         return failure.exit_code
     except KeyboardInterrupt:
@@ -69,11 +78,35 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         if message is None:
             traceback.print_exc()
             return 1
-        return refuse(message)
+        return refuse(message, ranks)
     finally:
-        if len(RUNS) > 1:
+        if len(RUNS) > 1 and ranks.first:
             print(sweep_summary(), flush=True)
+    if ranks.launched:
+        leave()
     return 0
+
+
+def agreed(typed: Arguments, ranks: Ranks) -> Arguments:
+    """The command line with `resume` resolved and, for several ranks, with the one folder that rank 0 chose.
+
+    Ranks that torchrun has started anew, because one of them failed, continue what they had begun.
+    """
+    if not ranks.launched:
+        return continued(typed)
+    join(ranks)
+    if ranks.restarts:
+        typed = added(typed, "resume=auto")
+    found = first_does(ranks, lambda: in_one_folder(continued(typed)))
+    return found if ranks.first else added(found, "hydra.output_subdir=null")
+
+
+def in_one_folder(arguments: Arguments) -> Arguments:
+    """The arguments with the folder that Hydra would choose; it is named by the time, so ranks would choose several."""
+    kind, root = ("sweep", "multirun") if arguments.sweeps else ("run", "outputs")
+    if arguments.value(f"hydra.{kind}.dir"):
+        return arguments
+    return added(arguments, f"hydra.{kind}.dir={time.strftime(f'{root}/%Y-%m-%d/%H-%M-%S')}")
 
 
 def run_job(cfg: DictConfig) -> float | None:
@@ -83,7 +116,7 @@ def run_job(cfg: DictConfig) -> float | None:
         SystemExit: with the run's exit code, where it did not finish (single runs, and an interrupted sweep).
         RunFailed: the same in a sweep.
     """
-    hydra = HydraConfig.get()
+    hydra, ranks = HydraConfig.get(), here()
     folder = Path(hydra.runtime.output_dir)
     RUNS.append((folder, list(hydra.overrides.task)))
     try:
@@ -96,17 +129,42 @@ def run_job(cfg: DictConfig) -> float | None:
         job.tracker.note(job.closing())
         return val_loss
     except Exception as error:
-        if isinstance(error, StabletrainError):
-            print(f"stabletrain: {error}", file=sys.stderr)
-        else:
-            traceback.print_exc()
-        if isinstance(error, Interrupted) and error.saved:
-            print(f"continue  {again()}", file=sys.stderr)
-        record_refusal(folder, error)
+        tell(error, ranks)
+        if ranks.first:
+            record_refusal(folder, error)
         code = getattr(error, "exit_code", 1)
         if hydra.mode == RunMode.MULTIRUN and not isinstance(error, Interrupted):
             raise RunFailed(code) from None
+        if isinstance(error, Interrupted | TrainingHalted):
+            end_together(ranks)
         sys.exit(code)
+
+
+def tell(error: Exception, ranks: Ranks) -> None:
+    """Says why a run ended: what all ranks raise alike rank 0 says, and what one alone has met says that one.
+
+    A refusal may be either. Rank 0's ends the other processes soon; one that is still there then has met it alone.
+    """
+    if isinstance(error, Interrupted | TrainingHalted) and not ranks.first:
+        return
+    if isinstance(error, StabletrainError) and not ranks.first:
+        time.sleep(ALIKE)
+    where = "" if ranks.alone else f"[rank {ranks.rank}] "
+    if not ranks.alone and (said := gone(error)):
+        print(f"{where}stabletrain: another rank is gone ({said})", file=sys.stderr, flush=True)
+        time.sleep(LEFT)  # torchrun ends this process meanwhile, and names the rank that was the first to end
+        return
+    if isinstance(error, StabletrainError):
+        print(f"{where if not ranks.first else ''}stabletrain: {error}", file=sys.stderr)
+    else:
+        trace = "".join(traceback.format_exception(error))
+        print("".join(f"{where}{line}" for line in trace.splitlines(keepends=True)), file=sys.stderr)
+    if isinstance(error, Interrupted) and error.saved:
+        print(f"continue  {again()}", file=sys.stderr)
+    if ranks.launched:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)  # torchrun's own summary ends with it
 
 
 def sweep_summary() -> str:
@@ -147,11 +205,16 @@ def record_refusal(folder: Path, error: Exception) -> None:
 
 def again() -> str:
     """The command that was typed, with `resume=auto`."""
-    typed = [argument for argument in sys.orig_argv[1:] if key_of(argument) != "resume"]
-    return shlex.join(["python", *typed, "resume=auto"])
+    ranks = here()
+    typed = [argument for argument in sys.orig_argv[1:] if key_of(argument) not in ("resume", "-u")]
+    program = ["torchrun", f"--nproc_per_node={ranks.count}"] if ranks.launched else ["python"]
+    return shlex.join([*program, *typed, "resume=auto"])
 
 
-def refuse(message: str) -> int:
-    """Prints a configuration error; returns its exit code."""
-    print(f"stabletrain: {message}", file=sys.stderr)
+def refuse(message: str, ranks: Ranks) -> int:
+    """Prints a configuration error, which every rank has met, on rank 0; returns its exit code."""
+    if ranks.first:
+        print(f"stabletrain: {message}", file=sys.stderr)
+    else:
+        time.sleep(ALIKE)
     return ConfigError.exit_code

@@ -70,7 +70,7 @@ def final(job: Job) -> dict[str, float]:
 
 def train(job: Job) -> None:
     """The loop itself."""
-    plan, state, pace, recovery = job.plan, job.state, Pace(job.history), Recovery(job)
+    plan, state, pace, recovery = job.plan, job.state, Pace(job.history, job.parallel.ranks.count), Recovery(job)
     launched: Launched | None = None
     if recovery.due(state.step):
         recovery.put_by()
@@ -78,6 +78,7 @@ def train(job: Job) -> None:
         while state.step < plan.steps:
             batch = job.batches.get(state.step)
             micro_batches = batch.to(job.device).split(plan.grad_accum_steps)
+            job.parallel.wish(stop.name)
             computed = compute(state, micro_batches, job.tools)
             if launched is not None and not settle(job, launched, pace, recovery):
                 launched = None
@@ -88,7 +89,7 @@ def train(job: Job) -> None:
                 job.monitors.before(state.model, state.optimizer, seen_batch, job.tools.precision)
             launched = Launched(commit(state, computed, job.tools), batch, computed.classes, computed.held)
             pace.count(batch)
-            last, stopping = state.step == plan.steps, stop.name
+            last, stopping = state.step == plan.steps, job.parallel.stopping(stop.name)
             evaluating = last or state.step % plan.eval_every == 0
             saving = last or stopping or job.checkpoints.due(state.step)
             putting_by = recovery.due(state.step)
@@ -134,6 +135,7 @@ def settle(job: Job, launched: Launched, pace: Pace, recovery: Recovery, seen: M
         TrainingHalted: the guard gave up.
     """
     verdict = report(job, launched, pace, seen)
+    job.parallel.hear(launched.reading().stop)
     if job.state.step == job.plan.steps:
         verdict = job.tools.guard.at_end(verdict)
     if verdict is Verdict.APPLY:
@@ -152,7 +154,7 @@ def settle(job: Job, launched: Launched, pace: Pace, recovery: Recovery, seen: M
 def validate(job: Job) -> float:
     """Evaluates, logs, and remembers the best; returns the validation loss."""
     batches = (batch.to(job.device) for batch in job.validation())
-    metrics = evaluate(job.state.model, batches, job.tools.precision, job.tools.intake)
+    metrics = evaluate(job.state.model, batches, job.tools.precision, job.tools.intake, job.parallel)
     if spoilt := metrics.get("val/bad_batches"):
         text = f"evaluation: {spoilt} batches hold bad data; what is bad in them is not counted"
         if not job.history.val.get("val/bad_batches"):

@@ -28,12 +28,14 @@ class Batch:
         targets: int64 class or next-token ids, `[batch]` or `[batch, time]`; `IGNORE_INDEX` is not counted.
         ids: int64 `[batch]` on the CPU: which samples of the data set these are; None if the data cannot say.
         sources: one line a sample saying where it came from (file and offset); None if the data cannot say.
+        counted: how many targets count in the whole batch of which this is one rank's part; None for a whole batch.
     """
 
     inputs: Tensor
     targets: Tensor
     ids: Tensor | None = None
     sources: Sequence[str] | None = None
+    counted: int | None = None
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -60,16 +62,21 @@ class Batch:
         size, rest = divmod(len(self), parts)
         if rest:
             raise ValueError(f"a batch of {len(self)} samples does not divide into {parts} micro-batches")
-        cut = [slice(i * size, (i + 1) * size) for i in range(parts)]
-        return [
-            Batch(
-                self.inputs[s],
-                self.targets[s],
-                None if self.ids is None else self.ids[s],
-                None if self.sources is None else self.sources[s],
-            )
-            for s in cut
-        ]
+        return [self.rows(slice(i * size, (i + 1) * size)) for i in range(parts)]
+
+    def rows(self, rows: slice) -> Batch:
+        """Some of the samples."""
+        return Batch(
+            self.inputs[rows],
+            self.targets[rows],
+            None if self.ids is None else self.ids[rows],
+            None if self.sources is None else self.sources[rows],
+            self.counted,
+        )
+
+    def counting(self, targets: int) -> Batch:
+        """The same as a part of a batch in which so many targets count."""
+        return replace(self, counted=targets)
 
 
 @dataclass(frozen=True)
@@ -131,11 +138,15 @@ class Vitals:
         bad_data: bool, whether the batch held what no model can learn from; see `stability/intake.py`.
         inputs: fp32, the largest magnitude of the inputs; 0 where they are whole numbers.
         buffers: fp32, L2 norm of the model's floating-point buffers after the forward pass (BatchNorm's statistics).
+        stop: bool, whether a rank has been asked to stop; None for one process.
+        rank: the first rank whose own part of the step was bad, -1 for none; None for one process.
     """
 
     bad_data: Tensor
     inputs: Tensor
     buffers: Tensor
+    stop: Tensor | None = None
+    rank: Tensor | None = None
 
 
 class Reading(NamedTuple):
@@ -153,6 +164,8 @@ class Reading(NamedTuple):
         bad_data: whether the batch held what no model can learn from; see `stability/intake.py`.
         overflow: whether it was withheld by fp16's routine overflow, which calibrates the loss scale.
         lr: learning rate of the first parameter group.
+        stop: whether one of several ranks has been asked to stop.
+        rank: the first rank whose own part of the step was bad; -1 where none was, or there is one process.
     """
 
     step: int
@@ -169,6 +182,8 @@ class Reading(NamedTuple):
     bad_data: bool
     overflow: bool
     lr: float
+    stop: bool = False
+    rank: int = -1
 
 
 class Verdict(enum.Enum):

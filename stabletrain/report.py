@@ -47,14 +47,15 @@ class Pace:
         rate: units a second over the last stretch.
     """
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: History, ranks: int = 1) -> None:
         self.rate = 0.0
+        self._ranks = ranks
         self._history = history
         self._since, self._units = time.perf_counter(), 0
 
     def count(self, batch: Batch) -> None:
-        """Counts a batch: one unit a target, so tokens for text and images for classes."""
-        self._units += batch.targets.numel()
+        """Counts a batch, and the other ranks' parts: one unit a target, so tokens for text and images for classes."""
+        self._units += batch.targets.numel() * self._ranks
 
     def measure(self) -> None:
         """Ends a stretch, adds it to the history, and begins the next."""
@@ -118,7 +119,7 @@ def look_into(job: Job, launched: Launched, reading: Reading, kind: str) -> bool
         lambda deadline: scene_of(job, launched, reading, deadline),
         kind,
         classes=launched.classes,
-        optimizer=job.state.optimizer,
+        optimizer=job.state.optimizer if job.parallel.has_whole_moments else None,
         limits=job.tools.guard.bounds,
     )
     if filed is None:
@@ -132,16 +133,19 @@ def look_into(job: Job, launched: Launched, reading: Reading, kind: str) -> bool
     return True
 
 
-def scene_of(job: Job, launched: Launched, reading: Reading, deadline: float) -> Scene:
-    """What running the step again needs.
+def scene_of(job: Job, launched: Launched, reading: Reading, deadline: float) -> Scene | None:
+    """What running the step again needs; None where this rank has no room for it.
 
     Of one that was withheld all is as it was when it started. What one that was applied started from is gone: the same
     batch is run on the weights, with the buffers, that it has made, before the next step has touched them.
     """
-    model = job.state.model
+    model = job.parallel.whole_model(job.state.model, job.blank)
+    older = job.parallel.whole_tree(job.snapshots.newest(reading.step - 2))
+    if model is None:
+        return None
     return Scene(
         model=model,
-        buffers=[*model.buffers()] if reading.applied else launched.held,
+        buffers=[*job.state.model.buffers()] if reading.applied else launched.held,
         step=reading.step - 1,
         batch=launched.batch,
         micro_batches=job.plan.grad_accum_steps,
@@ -150,7 +154,7 @@ def scene_of(job: Job, launched: Launched, reading: Reading, deadline: float) ->
         device=job.device,
         reading=reading,
         applied=reading.applied,
-        older=lambda: job.snapshots.newest(reading.step - 2),
+        older=lambda: older,
         fresh=lambda: job.load(FAR * (reading.step + 1)),
         deadline=deadline,
         about=job.about,
@@ -162,7 +166,7 @@ def watch(job: Job, launched: Launched) -> dict[str, float]:
     reading = launched.reading()
     metrics, alarms = job.monitors.after(job.state.model, job.state.optimizer, reading.applied)
     raise_alarms(job, reading.step, alarms)
-    vanishing = any(alarm.kind == "vanishing" for alarm in alarms)
+    vanishing = job.parallel.anywhere(any(alarm.kind == "vanishing" for alarm in alarms))
     if vanishing and reading.applied and is_scaled(job.tools.precision):
         look_into(job, launched, reading, "loss_scale")
     return metrics

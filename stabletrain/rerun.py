@@ -20,6 +20,7 @@ from stabletrain.forensics import saved
 from stabletrain.forensics.replay import Outcome, replay
 from stabletrain.machine import hardware
 from stabletrain.overrides import changed
+from stabletrain.parallel import Alone
 from stabletrain.records import Reading, TrainState
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.intake import Intake
@@ -163,6 +164,7 @@ def built(cfg: DictConfig) -> tuple[nn.Module, Tools]:
         learning_rate=LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps),
         determinism=determinism,
         seed=cfg.seed,
+        parallel=Alone(),
     )
     return model, tools
 

@@ -31,7 +31,7 @@ from stabletrain.records import (
     Verdict,
     Vitals,
 )
-from stabletrain.watch.gradients import buffer_norm, measure
+from stabletrain.watch.gradients import buffer_norm, gradients, measure
 
 
 @runtime_checkable
@@ -66,6 +66,7 @@ class Clipping(Protocol):
 class AfterUpdate(Protocol):
     """What bounds the weights once the update has reached them; see `stability/qkclip.py`."""
 
+    def maxima(self, model: nn.Module) -> list[Tensor]: ...
     def __call__(self, model: nn.Module, gate: Tensor) -> None: ...
 
 
@@ -110,6 +111,19 @@ class Intake(Protocol):
 
 
 @runtime_checkable
+class Parallel(Protocol):
+    """The ranks that train together, or one process; see `parallel/`."""
+
+    def forward(self, model: nn.Module, inputs: Tensor) -> Tensor: ...
+    def meeting(self, model: nn.Module, last: bool) -> AbstractContextManager: ...
+    def shared(self, loss: Tensor) -> Tensor: ...
+    def average_(self, model: nn.Module, held: list[Tensor]) -> None: ...
+    def largest_(self, values: list[Tensor]) -> None: ...
+    def meet(self, terms: LossTerms, norms: GradNorms, vitals: Vitals) -> tuple[LossTerms, GradNorms, Vitals]: ...
+    def sums(self, values: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
 class Seeding(Protocol):
     """Where a step's randomness comes from; see `machine/determinism.py`."""
 
@@ -136,6 +150,7 @@ class Tools:
     learning_rate: LearningRate
     determinism: Seeding
     seed: int
+    parallel: Parallel
 
 
 @dataclass(frozen=True)
@@ -160,7 +175,7 @@ class InFlight:
     """A reading on its way from the device to the host."""
 
     def __init__(self, step: int, lr: float, values: Tensor) -> None:
-        """Starts the copy of `values`, fp32 `[12]` in `Reading`'s order, and returns at once."""
+        """Starts the copy of `values`, fp32 `[12]` (on several ranks `[14]`) in `Reading`'s order; returns at once."""
         self._step, self._lr = step, lr
         self._arrived = None
         if values.device.type == "cuda":
@@ -175,12 +190,16 @@ class InFlight:
         """The reading; on CUDA this waits for the copy, not for the work launched after it."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        *measured, applied, bad_data, overflow = self._values.tolist()
-        return Reading(self._step, *measured, bool(applied), bool(bad_data), bool(overflow), self._lr)
+        values = self._values.tolist()
+        measured, (applied, bad_data, overflow), of_ranks = values[:9], values[9:12], values[12:]
+        reading = Reading(self._step, *measured, bool(applied), bool(bad_data), bool(overflow), self._lr)  # ty: ignore[invalid-argument-type]
+        return reading._replace(stop=bool(of_ranks[0]), rank=int(of_ranks[1])) if of_ranks else reading
 
 
 def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Computed:
     """Forward and backward over the micro-batches of step `state.step`; leaves unscaled gradients in `.grad`.
+
+    On several ranks the numbers that come out are those of the whole step, and the same on every rank.
 
     Args:
         state: what the step starts from; its weights are not touched.
@@ -190,19 +209,20 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     tools.determinism.seed_step(tools.seed, state.step)
     state.optimizer.zero_grad(set_to_none=True)
     held = [buffer.clone() for buffer in state.model.buffers()]
-    targets_left = torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches]).sum()
+    targets_left = counted(batches)
     n_valid = targets_left.clamp(min=1)
     parts, bad, largest, classes = [], [targets_left == 0], [], None
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
         if batch.targets.numel() == 0:  # nothing to run on; a shape, so nothing is waited for
             continue
         inputs, magnitude, bad_inputs = tools.intake.inputs(batch.inputs)
-        with tools.precision.autocast():
-            logits = state.model(inputs)
-        classes = logits.shape[-1] if isinstance(logits, Tensor) and logits.ndim else 0  # the objective refuses it
-        targets, bad_targets = tools.intake.targets(batch.targets, classes)
-        part = tools.objective(logits, targets, n_valid)
-        tools.precision.scale(part.total).backward()
+        with tools.parallel.meeting(state.model, number == len(batches)):
+            with tools.precision.autocast():
+                logits = tools.parallel.forward(state.model, inputs)
+            classes = logits.shape[-1] if isinstance(logits, Tensor) and logits.ndim else 0  # the objective refuses it
+            targets, bad_targets = tools.intake.targets(batch.targets, classes)
+            part = tools.objective(logits, targets, n_valid)
+            tools.precision.scale(tools.parallel.shared(part.total)).backward()
         parts.append(part.detach())
         bad += [bad_inputs, bad_targets]
         largest.append(magnitude)
@@ -210,9 +230,19 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
         parts = [nothing_(state.model)]
         largest = [torch.zeros_like(parts[0].total)]
     terms = sum(parts[1:], parts[0])
-    tools.precision.unscale_([p.grad for p in state.model.parameters() if p.grad is not None])
+    tools.precision.unscale_(gradients(state.model))
+    tools.parallel.average_(state.model, held)
+    tools.parallel.largest_(tools.after_update.maxima(state.model))
     vitals = Vitals(torch.stack(bad).any(), torch.stack(largest).amax(), buffer_norm(state.model))
-    return Computed(terms, measure(state.model), vitals, held, classes)
+    terms, norms, vitals = tools.parallel.meet(terms, measure(state.model), vitals)
+    return Computed(terms, norms, vitals, held, classes)
+
+
+def counted(batches: Sequence[Batch]) -> Tensor:
+    """How many targets of the whole step count, those of other ranks included; 0-d int64."""
+    if (known := batches[0].counted) is not None:
+        return torch.full((), known, device=batches[0].targets.device)
+    return torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches]).sum()
 
 
 def nothing_(model: nn.Module) -> LossTerms:
@@ -242,6 +272,7 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
         *(terms.total, terms.ce, terms.zloss, norms.total, clipped.coef, clipped.active),
         *(computed.vitals.inputs, computed.vitals.buffers),
         *(loss_scale, gate, computed.vitals.bad_data, overflow),
+        *(value for value in (computed.vitals.stop, computed.vitals.rank) if value is not None),
     )
     return InFlight(state.step, lr, torch.stack([value.float() for value in measured]))
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from stabletrain.machine.determinism import Seeded
+from stabletrain.parallel import Alone
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.stability import precision
 from stabletrain.stability.clipping import NoClip, NormClip
@@ -59,6 +60,7 @@ def tools(kind="fp32", clipping=None, guard=None):
         learning_rate=LearningRate(NoWarmup(), Constant(), 100),
         determinism=Seeded(),
         seed=0,
+        parallel=Alone(),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
-from stabletrain.faults.planned import check_at_least, place, say
+from stabletrain.faults.planned import check_at_least, own, place, say
 from stabletrain.faults.step import OfStep, Removable, chosen_parameter
 from stabletrain.records import TrainState
 
@@ -57,6 +57,9 @@ class BitFlip(OfStep):
             say(f"none: the optimizer has no {kind} of {name} yet at tick {state.tick}")
             return []
         self._check_bit(name, tensor.dtype)
+        tensor = own(tensor)
+        if not tensor.numel():  # another rank has all of it
+            return []
         where = place(tensor, self.seed, state.tick)
         before = float(tensor[where])
         flip_(tensor, where, self.bit)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stabletrain.faults.planned import check_number, place, say
+from stabletrain.faults.planned import check_number, own, place, say
 from stabletrain.faults.step import OfStep, Removable, chosen_parameter, overwrite_
 from stabletrain.records import TrainState
 
@@ -43,6 +43,9 @@ class Gradient(OfStep):
         if done or parameter.grad is None:
             return
         done.append(True)
-        where = place(parameter, self.seed, tick)
+        gradient = own(parameter.grad)
+        if not gradient.numel():  # another rank has all of it
+            return
+        where = place(gradient, self.seed, tick)
         say(f"gradient of {name} {list(where)} = {self.value} at tick {tick}")
-        overwrite_(parameter.grad, where, self.value * scale)
+        overwrite_(gradient, where, self.value * scale)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stabletrain.errors import ConfigError
 from stabletrain.faults.none import NoFaults
+from stabletrain.state.shards import is_sharded
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ def check_number(name: str, value: Any) -> None:
 def drawn(seed: int, number: int, below: int) -> int:
     """A whole number in [0, below), drawn by seed and number."""
     return random.Random(f"{seed}/{number}").randrange(below)
+
+
+def own(tensor: Any) -> Tensor:
+    """The part of a sharded tensor that this rank holds, of which it can write alone; any other tensor itself."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def place(tensor: Tensor, seed: int, number: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 | file | |
 |---|---|
 | desk | incidents come in, are looked into within a budget, and filed |
+| council | the desks of several ranks: the guilty one files |
 | explain | one incident: evidence is gathered, on copies |
 | evidence | what was found |
 | signs, causes, fixes, words | from evidence to cause, to what to do, and to sentences |
@@ -17,6 +18,7 @@
 | underflow | which gradients fp16 has made 0 |
 """
 
+from stabletrain.forensics.council import Council
 from stabletrain.forensics.desk import Forensics, NoForensics
 
-__all__ = ["Forensics", "NoForensics"]
+__all__ = ["Council", "Forensics", "NoForensics"]

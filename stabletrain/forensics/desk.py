@@ -53,11 +53,11 @@ class NoForensics:
 
     def look_into(
         self,
-        make: Callable[[float], Scene],
+        make: Callable[[float], Scene | None],
         kind: str,
         *,
         classes: int | None,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         limits: tuple[float, float] = (math.inf, math.inf),
     ) -> Filed | None:
         """None."""
@@ -97,11 +97,11 @@ class Forensics(NoForensics):
 
     def look_into(
         self,
-        make: Callable[[float], Scene],
+        make: Callable[[float], Scene | None],
         kind: str,
         *,
         classes: int | None,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         limits: tuple[float, float] = (math.inf, math.inf),
     ) -> Filed | None:
         """Explains a step and writes its folder.
@@ -115,33 +115,64 @@ class Forensics(NoForensics):
             optimizer: the live one; only read.
             limits: the guard's, of loss and gradient norm.
         """
-        if self._folder is None or len(list(self._folder.glob("incidents/step-*"))) >= self.max_incidents:
+        if not self.due():
             return None
-        if self._looks >= LOOKS * self.max_incidents:
-            return None
+        case = self.explained(make, kind, classes=classes, optimizer=optimizer, limits=limits, losses=losses)
+        return None if case is None else self.file(*case)
+
+    def due(self) -> bool:
+        """Whether there is budget left for another incident."""
+        if self._folder is None or self._looks >= LOOKS * self.max_incidents:
+            return False
+        return len(list(self._folder.glob("incidents/step-*"))) < self.max_incidents
+
+    def explained(
+        self,
+        make: Callable[[float], Scene | None],
+        kind: str,
+        *,
+        classes: int | None,
+        optimizer: Optimizer | None,
+        limits: tuple[float, float],
+        losses: Sequence[float],
+    ) -> tuple[Scene, Explained] | None:
+        """The scene, and what came of looking into it; None where an alarm is not borne out."""
         self._looks += 1
         scene = make(time.monotonic() + self.max_seconds)
+        if scene is None:
+            return None
         setting = replace(self._setting, loss_limit=limits[0], norm_limit=limits[1])
         found = explain(scene, kind, classes=classes, optimizer=optimizer, setting=setting)
         small = found.evidence.underflow
         if kind == "loss_scale" and (small is None or not small.real):
             return None
+        return scene, found
+
+    def file(self, scene: Scene, found: Explained, rank: int | None = None) -> Filed | None:
+        """Writes the folder, and words what is said of it; None for a mistake that is filed already.
+
+        Args:
+            scene, found: from `explained`.
+            rank: the guilty rank; None for one process.
+        """
         mistake = mistake_of(found)
         if mistake in self._filed:
             self.again[mistake] += 1
             return None
+        assert self._folder is not None, "open(folder, setting) comes first"
         assert scene.reading is not None
         path: Path | None = place_for(self._folder, scene.reading.step)
         try:
-            write(path, scene, found, rank=None, keep_state=self.keep_state)
+            write(path, scene, found, rank=rank, keep_state=self.keep_state)
         except OSError as error:  # a full disk is no reason to end the run, nor to keep the cause back
             path, where = None, f"its folder could not be written ({error.strerror or error})"
         else:
             where = str(path)
             self._filed |= set() if mistake[0] in EACH_ANEW else {mistake}
         about = found.diagnosis
+        of_rank = "" if rank is None else f", rank {rank}"
         lines = [
-            f"step {scene.reading.step}: {about.cause} ({about.confidence:.0%} sure): {about.verdict}",
+            f"step {scene.reading.step}{of_rank}: {about.cause} ({about.confidence:.0%} sure): {about.verdict}",
             f"do this: {about.fix[0] if about.fix else 'nothing is known to help'}",
             f"read on: {where}",
         ]

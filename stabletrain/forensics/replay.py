@@ -75,7 +75,7 @@ def fp32(scene: Scene) -> Take:
     """The step in true fp32; run it within `ieee_kernels`."""
     model = scene.understudy()
     widen_(model)
-    tools = replace(scene.tools, precision=Unscaled("fp32", scene.device, torch.float32))
+    tools = replace(scene.acting(), precision=Unscaled("fp32", scene.device, torch.float32))
     return Take(model, scene.cut(scene.batch), tools)
 
 

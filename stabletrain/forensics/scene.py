@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stabletrain.parallel.alone import Alone
 from stabletrain.records import Batch, Reading
 from stabletrain.state.capture import Stateful
 from stabletrain.state.tree import Tree, map_tensors
@@ -76,17 +77,20 @@ class Scene:
             buffer.copy_(before)
 
     def acting(self) -> Tools:
-        """The tools, with a precision of their own at the loss scale of the step."""
-        return replace(self.tools, precision=at_scale(self.tools.precision, self.loss_scale))
+        """The tools, with a precision of their own at the loss scale of the step, and without the other ranks."""
+        return replace(self.tools, precision=at_scale(self.tools.precision, self.loss_scale), parallel=Alone())
 
     def cut(self, batch: Batch) -> list[Batch]:
         """A batch of the host on the device, cut as the step cut its own."""
-        return batch.to(self.device).split(self.micro_batches)
+        return replace(batch, counted=None).to(self.device).split(self.micro_batches)
 
     @property
     def comparable(self) -> bool:
         """Whether a replay on an understudy computes the very operations of the step, from where it started."""
-        return not (self.applied or self.compiled or any(is_compiled(module) for module in self.model.modules()))
+        several = type(self.tools.parallel) is not Alone  # of one rank's part alone the step has no numbers
+        return not (
+            several or self.applied or self.compiled or any(is_compiled(module) for module in self.model.modules())
+        )
 
 
 def copy_of(model: nn.Module) -> nn.Module:

@@ -6,7 +6,9 @@ from types import FrameType, TracebackType
 
 
 class StopRequest:
-    """A context in which SIGINT (Ctrl-C) and SIGTERM only leave their name; a second SIGINT interrupts at once.
+    """A context in which SIGINT (Ctrl-C), SIGTERM, SIGUSR2 only leave their name; a second SIGINT interrupts at once.
+
+    SIGUSR2 is what Slurm is told to send some time before a job's time is up.
 
     Outside the main thread, where Python allows no handlers, it never asks for anything.
 
@@ -20,7 +22,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            for each in (signal.SIGINT, signal.SIGTERM):
+            for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
                 self._before[each] = signal.signal(each, self._note)
         return self
 

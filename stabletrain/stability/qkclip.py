@@ -58,6 +58,11 @@ class NoQKClip:
         del n_head
         return NoMeter()
 
+    def maxima(self, model: nn.Module) -> list[Tensor]:
+        """Nothing is measured."""
+        del model
+        return []
+
     def __call__(self, model: nn.Module, gate: Bool[Tensor, ""]) -> None:
         """Nothing."""
         del model, gate
@@ -83,6 +88,10 @@ class QKClip:
     def meter(self, n_head: int) -> nn.Module:
         """A meter of `n_head` heads; an attention calls it with the queries and keys that enter its dot product."""
         return LogitMeter(n_head)
+
+    def maxima(self, model: nn.Module) -> list[Tensor]:
+        """Every head's largest logit of the step so far: of several ranks, each must clip by the largest of all."""
+        return [meter.get_buffer("max_logit") for meter in model.modules() if isinstance(meter, LogitMeter)]
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, gate: Bool[Tensor, ""]) -> None:

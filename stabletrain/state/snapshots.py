@@ -1,13 +1,15 @@
 """Snapshots: whole states in the host's memory, to go back to without reading the disk.
 
-On CUDA the copy goes to page-locked memory and nobody waits for it; the weights' next change is queued behind it.
-Which states are kept, and which of them are healthy, the guard knows by their step numbers.
+Of a sharded model each rank puts its own part by. On CUDA the copy goes to page-locked memory and nobody waits for it;
+the weights' next change is queued behind it. Which states are kept, and which of them are healthy, the guard knows by
+their step numbers.
 """
 
 from collections.abc import Iterable
 
 import torch
 
+from stabletrain.state.shards import apart, together
 from stabletrain.state.tree import Tree, to_host
 
 
@@ -19,7 +21,7 @@ class Snapshots:
 
     def take(self, step: int, tree: Tree) -> None:
         """Copies a state, from `capture`, that is the one after `step` steps."""
-        self._trees[step] = to_host(tree, wait=False)
+        self._trees[step] = to_host(apart(tree), wait=False)
 
     def keep(self, steps: Iterable[int]) -> None:
         """Drops all states but those of `steps`."""
@@ -33,4 +35,4 @@ class Snapshots:
             return None
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return self._trees[max(steps)]
+        return together(self._trees[max(steps)])

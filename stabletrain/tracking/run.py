@@ -23,7 +23,40 @@ PACKAGES = ("stabletrain", "torch", "torchvision", "numpy", "hydra-core", "omega
 """Whose versions are recorded."""
 
 
-class RunFolder:
+class NoRunFolder:
+    """Records nothing: what every rank but the first has.
+
+    Attributes:
+        path: the folder.
+        id: the run's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.id = ""
+
+    def start(
+        self,
+        *,
+        resuming: bool,
+        choices: Mapping[str, Any],
+        hardware: Mapping[str, Any],
+        data: Mapping[str, Any],
+        run_id: str | None = None,
+        options: Sequence[str] = (),
+        overrides: Sequence[str] = (),
+    ) -> str:
+        """Nothing is written; returns the run's id."""
+        return self.id
+
+    def abandon(self, reason: str) -> None:
+        """Nothing is written."""
+
+    def finish(self, status: str, reason: str | None, final: Mapping[str, Any]) -> None:
+        """Nothing is written."""
+
+
+class RunFolder(NoRunFolder):
     """A run's folder and its `run.json`.
 
     Attributes:
@@ -32,8 +65,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.id = ""
+        super().__init__(path)
         self._record: dict[str, Any] = {}
         self._earlier: dict[str, Any] = {}
         self._lock: int | None = None

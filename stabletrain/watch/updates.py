@@ -10,6 +10,7 @@ v is Adam's second moment after the update, so with g already in it, divided by 
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -18,13 +19,20 @@ from torch.optim import Optimizer
 
 
 def norms(tensors: list[Tensor]) -> Float[Tensor, " tensors"]:
-    """L2 norm of each, fp32, in one pass."""
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+    """L2 norm of each, fp32; in one pass, but for sharded ones."""
+    if not any(hasattr(tensor, "to_local") for tensor in tensors):
+        return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+    return torch.stack([number(torch.linalg.vector_norm(tensor.float())) for tensor in tensors])
 
 
 def zero_shares(tensors: list[Tensor]) -> Float[Tensor, " tensors"]:
     """Share of each tensor's values that are exactly 0."""
-    return torch.stack([1 - torch.count_nonzero(tensor) / tensor.numel() for tensor in tensors])
+    return torch.stack([1 - number((tensor != 0).sum()) / tensor.numel() for tensor in tensors])
+
+
+def number(value: Any) -> Tensor:
+    """A 0-d tensor as it is; of sharded tensors, what all ranks together make it."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 TINY = torch.finfo(torch.float32).tiny
@@ -61,7 +69,7 @@ class Adaptive:
             unbiased = v.float() / at_least_eps(
                 1 - beta2 ** torch.as_tensor(step, dtype=torch.float64, device=v.device)
             )
-            out.append((g.float().square() / unbiased.clamp(min=max(eps**2, TINY))).mean().sqrt())
+            out.append(number((g.float().square() / unbiased.clamp(min=max(eps**2, TINY))).mean()).sqrt())
         return torch.stack(out)
 
 

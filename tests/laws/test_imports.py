@@ -14,10 +14,11 @@ NOUNS = {"records", "errors"}
 MAY_SEE = {
     "records": set(),
     "errors": set(),
-    "config": NOUNS | {"stability"},
+    "ranks": NOUNS,
+    "config": NOUNS | {"ranks", "stability"},
     "arguments": NOUNS,
     "mistakes": NOUNS | {"arguments", "config"},
-    "launch": NOUNS | {"arguments", "mistakes", "config", "build", "loop"},
+    "launch": NOUNS | {"arguments", "ranks", "mistakes", "config", "build", "loop"},
     "step": NOUNS | {"watch"},
     "evaluate": NOUNS | {"step"},
     "watch": NOUNS,
@@ -27,10 +28,11 @@ MAY_SEE = {
     "data": NOUNS,
     "state": NOUNS,
     "tracking": NOUNS,
+    "parallel": NOUNS | {"ranks", "state"},
     "compare": NOUNS | {"tracking"},
     "faults": NOUNS | {"state"},
-    "forensics": NOUNS | {"step", "watch", "stability", "state", "tracking"},
-    "job": NOUNS | {"step", "state", "tracking", "watch", "forensics"},
+    "forensics": NOUNS | {"ranks", "step", "watch", "stability", "state", "tracking", "parallel"},
+    "job": NOUNS | {"step", "state", "tracking", "watch", "forensics", "parallel"},
     "recovery": NOUNS | {"job", "data", "state", "tracking"},
     "report": NOUNS | {"job", "step", "forensics", "watch"},
     "loop": NOUNS | {"job", "step", "evaluate", "machine", "recovery", "report"},
@@ -51,9 +53,12 @@ MAY_SEE = {
         "tracking",
         "faults",
         "forensics",
+        "parallel",
+        "ranks",
     },
     "overrides": NOUNS | {"arguments", "mistakes", "config"},
-    "rerun": NOUNS | {"overrides", "config", "build", "step", "stability", "machine", "forensics", "tracking"},
+    "rerun": NOUNS
+    | {"overrides", "config", "build", "step", "stability", "machine", "forensics", "tracking", "parallel"},
     "cli": NOUNS
     | {"rerun", "forensics", "build", "compare", "config", "data", "models", "state", "tracking", "machine"},
     "train": NOUNS | {"launch"},
@@ -71,7 +76,7 @@ ONLY = {
 }
 """Library -> rooms or files that may import it."""
 
-TORCH_FREE = ["arguments", "config", "mistakes", "launch", "errors", "__init__"]
+TORCH_FREE = ["arguments", "ranks", "config", "mistakes", "launch", "errors", "__init__"]
 
 
 def files():

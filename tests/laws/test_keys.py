@@ -80,8 +80,12 @@ REFUSED_WITH_RESNET = {
 }
 """Options that a ResNet cannot have, and what the message says."""
 
-REFUSED_ON_CPU = {"precision=tf32"}
-"""Options that this machine cannot have, and that say so."""
+REFUSED_HERE = {
+    "precision=tf32": "precision=tf32 on cpu",
+    "parallel=ddp": "parallel=ddp needs torchrun",
+    "parallel=fsdp": "parallel=fsdp needs torchrun",
+}
+"""Options that one process on a CPU cannot have, and what the message says; of `parallel` see tests/parallel/."""
 
 CHANGED: dict[str, object] = {
     "steps": 5,
@@ -166,6 +170,8 @@ CHANGED: dict[str, object] = {
     "faults.factor": 3.0,
     "faults.length": 2,
     "faults.faults": [{"kind": "label", "at": [1]}],
+    "parallel.find_unused_parameters": True,
+    "parallel.reshard_after_forward": False,
     "monitors.every": 2,
     "monitors.hessian_iterations": 0,
     "monitors.hessian_samples": 1,
@@ -305,8 +311,8 @@ def overrides_for(group, option):
 def test_every_option_trains_or_says_why_not(tmp_path, monkeypatch, places, group, option):
     monkeypatch.setenv("WANDB_MODE", "offline")
     chosen = filled(overrides_for(group, option), places)
-    if f"{group}={option}" in REFUSED_ON_CPU:
-        with pytest.raises(ConfigError, match=f"{group}={option} on cpu"):
+    if refused := REFUSED_HERE.get(f"{group}={option}"):
+        with pytest.raises(ConfigError, match=refused):
             observe(tmp_path, chosen)
         return
     seen = observe(tmp_path, chosen)
@@ -324,7 +330,7 @@ def test_every_option_trains_a_resnet_too_or_says_why_not(tmp_path, monkeypatch,
     monkeypatch.setenv("WANDB_MODE", "offline")
     choice = f"{group}={option}"
     chosen = [o for o in overrides_for(group, option) if o not in WITH.get(choice, SMALL_GPT)]
-    refused = REFUSED_WITH_RESNET.get(choice) or (f"{choice} on cpu" if choice in REFUSED_ON_CPU else None)
+    refused = REFUSED_WITH_RESNET.get(choice) or REFUSED_HERE.get(choice)
     if refused:
         with pytest.raises(ConfigError, match=refused):
             observe(tmp_path, [*chosen, *SMALL_RESNET])
@@ -368,8 +374,8 @@ def test_every_key_of_every_option_is_alive(tmp_path, places, group, option, key
     chosen = filled(overrides_for(group, option), places)
     if (group, option, key) in OF_IMAGES:
         chosen = [*(o for o in chosen if not o.startswith(("data", "model"))), *SMALL_RESNET]
-    if f"{group}={option}" in REFUSED_ON_CPU:
-        pytest.skip("refused as a whole on this machine")
+    if f"{group}={option}" in REFUSED_HERE:
+        pytest.skip(f"refused as a whole here; {SEEN_ELSEWHERE.get(name, 'seen on another machine')}")
     extra = needed_for(group, option, key, places)
     if extra is None:
         pytest.skip(SEEN_ELSEWHERE.get(name, "alive only on another machine: tests/stability/test_precision.py"))
@@ -383,8 +389,12 @@ def test_every_key_of_every_option_is_alive(tmp_path, places, group, option, key
     assert other != base, f"{name}={value} changed nothing"
 
 
-SEEN_ELSEWHERE = {"data.cache_mb": "tests/data/test_images.py"}
-"""Keys that change no result, only its cost, and where that is shown."""
+SEEN_ELSEWHERE = {
+    "data.cache_mb": "tests/data/test_images.py",
+    "parallel.find_unused_parameters": "tests/parallel/test_agreement.py",
+    "parallel.reshard_after_forward": "tests/parallel/test_agreement.py",
+}
+"""Keys that change no result of one process, only its cost or that of several, and where they are shown alive."""
 
 OF_IMAGES = {("faults", "poison", "factor")}
 """Keys that matter to images only."""
@@ -482,6 +492,12 @@ def test_every_option_file_opens_with_a_line_that_says_what_and_when():
 
 def test_every_group_can_be_switched_off_by_a_real_object():
     off = {"none", "off", "disabled", "constant", "torch", "fp32"}
-    for group in set(GROUPS) - {"model", "data", "optimizer", "experiment"}:
+    for group in set(GROUPS) - {
+        "model",
+        "data",
+        "optimizer",
+        "experiment",
+        "parallel",
+    }:  # one process is alone as it is
         options = {option for each, option in OPTIONS if each == group}
         assert options & off, f"{group} has no option that does nothing"

@@ -5,6 +5,7 @@ from jaxtyping import Bool, Float, Float32
 from torch import Tensor, nn
 
 from stabletrain.records import Clipped, GradNorms
+from stabletrain.watch.gradients import gradients
 
 
 class Stateless:
@@ -17,11 +18,6 @@ class Stateless:
     def load_state_dict(self, state: dict) -> None:
         """Nothing; a checkpoint of a kind with memory may be resumed without it."""
         del state
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    """Every gradient there is, in the order of `GradNorms.each`."""
-    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def multiply_(model: nn.Module, factor: Float32[Tensor, ""]) -> None:

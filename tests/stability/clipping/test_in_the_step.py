@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from stabletrain.machine.determinism import Seeded
+from stabletrain.parallel import Alone
 from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
 from stabletrain.stability.guard import SkipGuard
 from stabletrain.stability.intake import Intake
@@ -44,6 +45,7 @@ def tools(precision="fp32", *, clipping):
         learning_rate=LearningRate(NoWarmup(), Constant(), 100),
         determinism=Seeded(),
         seed=0,
+        parallel=Alone(),
     )
 
 

@@ -1,0 +1,107 @@
+"""What the one small reduction of a step costs: steps with it against steps without, in pairs.
+
+    torchrun --nproc_per_node=2 benchmarks/small_gather.py --json small_gather.json
+
+A round is a step that shares its numbers (`parallel/shared.py`), one that shares them `TIMES` times, and one that keeps
+them, in turns first; before each the ranks meet, so that none pays for another's lateness. Printed is the median of the
+differences to the step that keeps them, divided by how often the numbers were shared, with the quartiles. On a busy
+machine the single difference drowns in that of any two steps; the one that is divided does not, but of waiting for the
+other rank it holds a part only.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from workloads import WORKLOADS, plain_tools
+
+from stabletrain.errors import ConfigError
+from stabletrain.machine import hardware
+from stabletrain.parallel import DDP, FSDP
+from stabletrain.ranks import here, join, leave
+from stabletrain.records import Batch, TrainState
+from stabletrain.stability.guard import NoGuard
+from stabletrain.stability.optimizers import AdamW
+from stabletrain.step import train_step
+
+TIMES = 20
+
+
+def measured(kind: type[DDP] | type[FSDP], workload: str, device: torch.device, rounds: int) -> dict[int, list[float]]:
+    """Seconds of the steps of each round, by how often the numbers were shared."""
+    torch.manual_seed(0)
+    model, inputs, targets = WORKLOADS[device.type][workload]()
+    model, parallel = model.to(device), kind(here())
+    parallel.shard(model)
+    state = TrainState(model, AdamW(1e-4, [0.9, 0.95], 1e-8, 0.1)(model))
+    parallel.wrap(model)
+    tools = replace(plain_tools("fp32", device, NoGuard()), parallel=parallel)
+    mine = slice(here().rank, None, here().count)
+    batch = Batch(inputs[mine].to(device), targets[mine].to(device)).counting(targets.numel())
+    share = parallel.meet
+
+    def seconds(times: int) -> float:
+        def meet(*numbers: Any) -> tuple[Any, ...]:
+            met = numbers
+            for _ in range(times):
+                met = share(*numbers)
+            return met
+
+        vars(parallel)["meet"] = meet
+        dist.barrier()
+        start = time.perf_counter()
+        train_step(state, [batch], tools)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    kinds = (0, 1, TIMES)
+    found: dict[int, list[float]] = {times: [] for times in kinds}
+    for number in range(-3, rounds):  # DDP uses its buckets from its second step on
+        for times in kinds if number % 2 else reversed(kinds):
+            taken = seconds(times)
+            if number >= 0:
+                found[times].append(taken)
+    return found
+
+
+def main() -> None:
+    """Measures the device's GPT with both kinds, prints the table on rank 0, and writes the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--json", type=Path, help="file for the results")
+    asked = parser.parse_args()
+    if not here().launched:
+        raise ConfigError("small_gather.py needs ranks: torchrun --nproc_per_node=2 benchmarks/small_gather.py")
+    join(here())
+    device = hardware.pick(asked.device)
+    workload = next(iter(WORKLOADS[device.type]))
+    results = {kind.name: measured(kind, workload, device, asked.rounds) for kind in (DDP, FSDP)}
+    if here().first:
+        print(f"{hardware.name(device)}, {hardware.threads()} a rank, {here().count} ranks, torch {torch.__version__}")
+        print(f"{workload}, fp32, {asked.rounds} rounds\n")
+        print("| parallel | step without, ms | shared | cost each time, ms | quartiles | in steps |")
+        print("|---|---|---|---|---|---|")
+        for name, taken in results.items():
+            without = statistics.median(taken[0])
+            for times in (1, TIMES):
+                each = [(a - b) / times for a, b in zip(taken[times], taken[0], strict=True)]
+                low, middle, high = (1e3 * cut for cut in statistics.quantiles(each, n=4))
+                cost = f"{middle:+.2f} | {low:+.2f} to {high:+.2f} | {middle / 1e3 / without:+.1%}"
+                print(f"| {name} | {1e3 * without:.1f} | {times} | {cost} |")
+        if asked.json:
+            about = {"machine": platform.platform(), "torch": torch.__version__, "ranks": here().count}
+            asked.json.write_text(json.dumps({**about, "workload": workload, "seconds": results}, indent=2) + "\n")
+    leave()
+
+
+if __name__ == "__main__":
+    main()

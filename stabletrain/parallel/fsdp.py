@@ -1,0 +1,117 @@
+"""FSDP2: every rank has a part of every weight, gradient and moment; weights are gathered block by block to be used.
+
+Source: Zhao et al., arXiv 2304.11277; `torch.distributed.fsdp.fully_shard`.
+"""
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from stabletrain.errors import ConfigError
+from stabletrain.parallel.shared import Shared
+from stabletrain.ranks import Ranks
+from stabletrain.records import GradNorms
+from stabletrain.state.shards import whole
+from stabletrain.state.tree import Tree
+
+ABLE: Mapping[str, tuple[str, ...]] = {
+    "optimizer": ("adamw", "sgd"),
+    "clipping": ("none", "norm", "zclip"),
+    "qkclip": ("none",),
+    "monitors": ("none", "default"),
+    "precision": ("auto", "fp32", "tf32", "bf16", "fp16"),
+}
+"""Options that look at each element by itself, or at nothing but the norm of the whole gradient."""
+
+
+COPIES = 5
+"""Times its weights that a model needs of a card to be run again: itself, a copy, gradients, and room to compute."""
+
+
+class FSDP(Shared):
+    """Parts of tensors.
+
+    Attributes:
+        reshard_after_forward: give a block's weights up after its forward pass, and gather them again for its
+            backward pass: less memory, half as much traffic again.
+    """
+
+    name = "fsdp"
+    has_whole_moments = False
+
+    def __init__(self, ranks: Ranks, reshard_after_forward: bool = True) -> None:
+        super().__init__(ranks)
+        self.reshard_after_forward = reshard_after_forward
+
+    def check(self, choices: Mapping[str, str]) -> None:
+        """Refuses options that need a tensor whole.
+
+        Raises:
+            ConfigError: one is chosen; names it and what can be had instead.
+        """
+        for group, able in ABLE.items():
+            if (chosen := choices.get(group)) is not None and chosen not in able:
+                raise ConfigError(
+                    f"{group}={chosen} needs whole tensors, and parallel=fsdp parts them between the ranks: use "
+                    f"parallel=ddp, or {group}={' or '.join(able)}"
+                )
+
+    def of_optimizer(self, choice: str) -> Mapping[str, Any]:
+        """SGD without its fused kernel, which PyTorch has not taught to work on parts."""
+        return {"fused": False} if choice == "sgd" else {}
+
+    def shard(self, model: nn.Module) -> None:
+        """Parts the weights of every block (what stands in a list of modules), then the rest."""
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()  # kernels may lie with their channels last, which has no rows
+        device = next(model.parameters()).device.type
+        mesh = init_device_mesh(device, (self.ranks.count,))
+        for block in blocks(model):
+            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
+        fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
+
+    def meeting(self, model: nn.Module, last: bool) -> AbstractContextManager:
+        """Gradients of all micro-batches but the last stay whole on their rank."""
+        return self._meeting(model, last)
+
+    @contextmanager
+    def _meeting(self, model: nn.Module, last: bool) -> Generator[None]:
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(last)
+        yield
+
+    def whole_model(self, model: nn.Module, blank: Callable[[], nn.Module]) -> nn.Module | None:
+        """Gathers the weights on every rank, if every rank has room for them, a copy and two gradients."""
+        size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        cuda = next(model.parameters()).device.type == "cuda"
+        if self.anywhere(cuda and torch.cuda.mem_get_info()[0] < COPIES * size):
+            return None
+        with torch.random.fork_rng():
+            twin = blank()
+        twin.load_state_dict(whole(dict(model.state_dict()), keep=True))
+        return twin
+
+    def whole_tree(self, tree: Tree | None) -> Tree | None:
+        """Gathers it on every rank."""
+        return None if tree is None else whole(tree, keep=True)
+
+    def of_gradients(self, norms: GradNorms) -> Tensor:
+        """The squares of this rank's part of every tensor."""
+        return norms.each.square()
+
+    def norms_of(self, norms: GradNorms, rows: Tensor) -> GradNorms:
+        """Their sums' roots."""
+        each = rows.sum(dim=0).sqrt()
+        return GradNorms(total=torch.linalg.vector_norm(each), each=each)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The members of the model's lists of modules, the inner before the outer."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    found = [block for each in reversed(lists) for block in each if any(True for _ in block.parameters())]
+    return list(dict.fromkeys(found))

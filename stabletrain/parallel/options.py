@@ -1,0 +1,38 @@
+"""The options of the group `parallel`: what each makes of the ranks that torchrun has started."""
+
+from stabletrain.errors import ConfigError
+from stabletrain.parallel.alone import Alone
+from stabletrain.parallel.ddp import DDP
+from stabletrain.parallel.fsdp import FSDP
+from stabletrain.ranks import Ranks, here
+
+
+def auto(find_unused_parameters: bool) -> Alone:
+    """DDP where there are several ranks; nothing where there is one process."""
+    ranks = here()
+    return Alone(ranks) if ranks.alone else DDP(ranks, find_unused_parameters)
+
+
+def ddp(find_unused_parameters: bool) -> Alone:
+    """DDP."""
+    return DDP(started("ddp"), find_unused_parameters)
+
+
+def fsdp(reshard_after_forward: bool) -> Alone:
+    """FSDP2."""
+    return FSDP(started("fsdp"), reshard_after_forward)
+
+
+def started(name: str) -> Ranks:
+    """The ranks, if torchrun has started them.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    ranks = here()
+    if not ranks.launched:
+        raise ConfigError(
+            f"parallel={name} needs torchrun: torchrun --nproc_per_node=<processes> train.py parallel={name} ...; "
+            "parallel=auto trains in one process too"
+        )
+    return ranks

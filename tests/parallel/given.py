@@ -1,0 +1,32 @@
+"""Data and models for the tests of several ranks, given as a user's plug-ins are: by `_target_`."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from stabletrain.data.text import Stdlib
+from stabletrain.records import IGNORE_INDEX, Batch
+
+
+class Uneven(Stdlib):
+    """Text of which the first samples of a batch have few targets that count, and the last have all."""
+
+    def batch(self, step: int, size: int, split: str) -> Batch:
+        batch = super().batch(step, size, split)
+        targets = batch.targets.clone()
+        for row in range(size // 2):
+            targets[row, 1 + row :] = IGNORE_INDEX
+        return replace(batch, targets=targets)
+
+
+class Unused(nn.Module):
+    """A linear classifier of 8 x 8 pixels with a weight that its forward pass leaves out."""
+
+    def __init__(self, num_classes: int, in_channels: int, **_: object) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_channels * 64, num_classes)
+        self.spare = nn.Linear(num_classes, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(torch.flatten(inputs, 1))

@@ -1,0 +1,211 @@
+"""The same run on one, two and four ranks: the same global batches, and losses that agree within fp32 rounding."""
+
+import pytest
+
+from tests.parallel.launches import performed
+from tests.parallel.worker import numbers, perform
+from tests.runs import TINY_GPT, TINY_RESNET
+
+pytestmark = pytest.mark.timeout(600)
+
+PLAIN = ["forensics=off", "checkpoint=off", "precision=fp32", "monitors=none", "log_every=1", "schedule=constant"]
+GPT = [*TINY_GPT, *PLAIN, "batch_size=8", "steps=8", "eval_every=4", "eval_batches=5", "zloss=palm"]
+RESNET = [*TINY_RESNET, *PLAIN, "model.depth=8", "steps=6", "eval_every=3", "eval_batches=3", "optimizer.lr=1e-3"]
+UNEVEN = ["data._target_=tests.parallel.given.Uneven", "zloss=palm", "zloss.coefficient=0.1"]
+
+BOTH = {
+    "gpt": GPT,
+    "accumulated": [*GPT, "grad_accum_steps=2"],
+    "norm": [*GPT, "clipping.max_norm=0.1"],
+    "zclip": [*GPT, "clipping=zclip", "clipping.warmup_steps=3", "clipping.z_threshold=0.5", "clipping.max_norm=0.5"],
+    "uneven": [*GPT, *UNEVEN],
+    "uneven_accumulated": [*GPT, *UNEVEN, "grad_accum_steps=2"],
+    "sgd": [*GPT, "optimizer=sgd", "optimizer.lr=0.1"],
+    "resnet": [*RESNET],
+}
+"""What ddp and fsdp can both do."""
+
+DDP_ONLY = {
+    "agc": [*GPT, "clipping=agc", "clipping.clipping=1e-3"],
+    "adagc": [*GPT, "clipping=adagc", "clipping.warmup_steps=2", "clipping.max_norm=0.1"],
+    "per_module": [*GPT, "clipping=per_module", "clipping.max_norm=0.05"],
+    "value": [*GPT, "clipping=value", "clipping.clip_value=1e-4"],
+    "muon": [*GPT, "optimizer=muon"],
+    "spam": [*GPT, "optimizer=spam", "optimizer.reset_interval=3", "optimizer.warmup_steps=2"],
+    "stable_adamw": [*GPT, "optimizer=stable_adamw"],
+    "kimi": [*GPT, "optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3"],
+    "monitors": [*GPT, "monitors=full", "monitors.every=2"],
+}
+"""What looks at whole tensors."""
+
+NARROW = {
+    "bf16": [*GPT, "precision=bf16"],
+    "fp16": [*GPT, "precision=fp16", "precision.init_scale=1024"],
+    "fp16_calibrating": [*GPT, "precision=fp16", "precision.init_scale=1e9", "precision.growth_interval=3"],
+}
+
+KINDS = {
+    **{f"{kind}/{name}": [*chosen, f"parallel={kind}"] for name, chosen in BOTH.items() for kind in ("ddp", "fsdp")},
+    **{f"{kind}/{name}": [*chosen, f"parallel={kind}"] for name, chosen in NARROW.items() for kind in ("ddp", "fsdp")},
+    **{f"ddp/{name}": [*chosen, "parallel=ddp"] for name, chosen in DDP_ONLY.items()},
+    "ddp/dropout": [*GPT, "parallel=ddp", "model.dropout=0.5"],
+    "fsdp/kept": [*GPT, "parallel=fsdp", "parallel.reshard_after_forward=false"],
+    "auto/gpt": GPT,
+}
+REFUSED = {
+    "fsdp/agc": ["clipping=agc"],
+    "fsdp/adagc": ["clipping=adagc"],
+    "fsdp/per_module": ["clipping=per_module"],
+    "fsdp/value": ["clipping=value"],
+    "fsdp/muon": ["optimizer=muon"],
+    "fsdp/spam": ["optimizer=spam"],
+    "fsdp/stable_adamw": ["optimizer=stable_adamw"],
+    "fsdp/kimi": ["qkclip=kimi"],
+    "fsdp/monitors": ["monitors=full"],
+    "fsdp/bf16_params": ["precision=bf16_params"],
+}
+"""What needs whole tensors, refused."""
+
+UNUSED = [*RESNET, "model._target_=tests.parallel.given.Unused", "init=torch"]
+UNUSED_CASES = {
+    "found": [*UNUSED, "parallel=ddp", "parallel.find_unused_parameters=true"],
+    "not_found": [*UNUSED, "parallel=ddp"],
+    "sharded": [*UNUSED, "parallel=fsdp"],
+}
+CASES = {name: {"overrides": chosen} for name, chosen in (KINDS | UNUSED_CASES).items()} | {
+    name: {"overrides": [*GPT, *chosen, "parallel=fsdp"]} for name, chosen in REFUSED.items()
+}
+FOUR = {f"{kind}/gpt": {"overrides": [*GPT, f"parallel={kind}"]} for kind in ("ddp", "fsdp")}
+
+
+@pytest.fixture(scope="module")
+def two(shared_place):
+    return performed(shared_place / "agreement_two", 2, CASES)
+
+
+@pytest.fixture(scope="module")
+def four(shared_place):
+    return performed(shared_place / "agreement_four", 4, FOUR)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """A run in this process, by its overrides."""
+    known = {}
+
+    def seen(*overrides):
+        if overrides not in known:
+            known[overrides] = perform(tmp_path_factory.mktemp("one"), "run", {"overrides": [*overrides]})
+            assert known[overrides]["error"] is None, known[overrides]["message"]
+        return known[overrides]
+
+    return seen
+
+
+def agree(seen, alone, rel=2e-5):
+    """Losses, gradient norms and the norms left by clipping, step by step, and the validation loss."""
+    assert seen["error"] is None, seen["message"]
+    assert numbers(seen, "loss") == pytest.approx(numbers(alone, "loss"), rel=rel)
+    for field in ("ce", "zloss", "grad_norm", "clip_coef"):
+        assert numbers(seen, field) == pytest.approx(numbers(alone, field), rel=20 * rel, abs=1e-9), field
+    assert seen["val"] == pytest.approx(alone["val"], rel=rel)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", [name for name in BOTH if name != "resnet"])
+def test_two_ranks_compute_what_one_does(two, one, kind, name):
+    for seen in two:
+        agree(seen[f"{kind}/{name}"], one(*BOTH[name]))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_batchnorms_statistics_are_those_of_a_micro_batch(two, one, kind):
+    """So two ranks are one rank with two micro-batches, and not one with one."""
+    alone = one(*RESNET, "grad_accum_steps=2")
+    for seen in two:
+        assert numbers(seen[f"{kind}/resnet"], "loss") == pytest.approx(numbers(alone, "loss"), rel=1e-4)
+    assert numbers(two[0]["ddp/resnet"], "loss") != pytest.approx(numbers(one(*RESNET), "loss"), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", DDP_ONLY)
+def test_what_looks_at_whole_tensors_does_so_with_ddp(two, one, name):
+    for seen in two:
+        agree(seen[f"ddp/{name}"], one(*DDP_ONLY[name]), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_and_is_refused_with_fsdp(two, name):
+    for seen in two:
+        assert seen[name]["error"] == "ConfigError"
+        assert "needs whole tensors, and parallel=fsdp parts them between the ranks: use " in seen[name]["message"]
+        assert REFUSED[name][0] in seen[name]["message"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", NARROW)
+def test_narrow_precisions_agree_within_their_rounding(two, one, kind, name):
+    alone = one(*NARROW[name])
+    for seen in two:
+        assert numbers(seen[f"{kind}/{name}"], "loss") == pytest.approx(numbers(alone, "loss"), rel=5e-3)
+        for field in ("loss_scale", "applied", "overflow"):
+            assert numbers(seen[f"{kind}/{name}"], field) == numbers(alone, field), field
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_four_ranks_compute_what_one_does(four, one, kind):
+    for seen in four:
+        agree(seen[f"{kind}/gpt"], one(*GPT))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_rank_reads_the_same_numbers(two, name):
+    """To the last bit: whatever is decided by them is decided alike."""
+    first, second = (seen[name] for seen in two)
+    assert first["error"] is None, first["message"]
+    for field in ("readings", "verdicts", "weights", "parts", "val"):
+        assert first[field] == second[field], field
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_ranks_read_the_batches_of_one(two, one, name):
+    alone = one(*RESNET if "resnet" in name else GPT)
+    both = [[step, a + b] for (step, a), (_, b) in zip(*(seen[name]["ids"] for seen in two), strict=True)]
+    if "uneven" not in name:
+        assert all(ids for _, ids in both)
+        assert both == alone["ids"]
+
+
+def test_four_ranks_read_the_batches_of_one(four, one):
+    steps = zip(*(seen["ddp/gpt"]["ids"] for seen in four), strict=True)
+    assert [[ranks[0][0], [id_ for _, ids in ranks for id_ in ids]] for ranks in steps] == one(*GPT)["ids"]
+
+
+def test_dropout_draws_differ_between_ranks_and_between_steps(two, one):
+    draws = [seen["ddp/dropout"]["draws"] for seen in two]
+    assert len({*draws[0], *draws[1]}) == len(draws[0]) + len(draws[1])
+    assert draws[0] == one(*GPT, "model.dropout=0.5")["draws"], "rank 0 draws what one process draws"
+
+
+def test_gathered_weights_are_given_up_or_kept_and_no_bit_depends_on_it(two):
+    kept, given_up = (two[0][name]["gathered"] for name in ("fsdp/kept", "fsdp/gpt"))
+    assert min(kept) > max(given_up)
+    assert two[0]["fsdp/kept"]["weights"] == two[0]["fsdp/gpt"]["weights"]
+
+
+def test_several_ranks_without_a_choice_are_ddp(two):
+    assert two[0]["auto/gpt"]["weights"] == two[0]["ddp/gpt"]["weights"]
+
+
+def test_uneven_targets_make_a_difference(one):
+    """The mean over the ranks' means would not be the mean over the targets; the test above would be blind to it."""
+    assert numbers(one(*BOTH["uneven"]), "loss") != pytest.approx(numbers(one(*GPT), "loss"), rel=1e-3)
+
+
+def test_a_model_with_a_parameter_that_a_step_leaves_out(two, one):
+    """DDP would reduce nothing of that parameter's neighbours, and go on with a gradient for each rank."""
+    for seen in two:
+        for name in ("found", "sharded"):
+            agree(seen[name], one(*UNUSED))
+        assert seen["not_found"]["error"] == "ConfigError"
+        assert "parallel.find_unused_parameters=false, and 'spare.weight'" in seen["not_found"]["message"]
+        assert seen["not_found"]["readings"] == [], "refused before the first update"

@@ -1,0 +1,120 @@
+"""Laws 3 and 8 on two ranks: whichever rank meets a fault, all withhold the same steps, and nothing changes on any."""
+
+import itertools
+
+import pytest
+import torch
+
+from stabletrain.faults.planned import place
+from tests.parallel.launches import performed
+from tests.runs import TINY_GPT, TINY_RESNET
+
+pytestmark = pytest.mark.timeout(600)
+
+ALWAYS = ["forensics=off", "checkpoint=off", "monitors=none", "guard=skip", "schedule=constant", "warmup=none"]
+MODELS = {
+    "gpt": [*TINY_GPT, *ALWAYS, "clipping=zclip", "batch_size=4"],
+    "resnet": [*TINY_RESNET, *ALWAYS, "model.depth=8", "batch_size=8", "clipping=zclip"],
+}
+FORMATS = {
+    "fp32": ["precision=fp32"],
+    "bf16": ["precision=bf16"],
+    "fp16": ["precision=fp16", "precision.init_scale=1", "precision.min_scale=1"],  # no calibration at the floor
+}
+
+KINDS = [
+    *itertools.product(("input", "activation", "gradient"), ("nan", "inf")),
+    *((kind, None) for kind in ("label", "ignored", "empty")),
+]
+SHAPES = {
+    "gpt": {"input": (4, 16), "label": (4, 16)},
+    "resnet": {"input": (8, 1, 8, 8), "label": (8,)},
+}
+"""Of whole batches, in which a fault of the data chooses its place."""
+
+
+def faults_of(model):
+    """Each kind of fault on each rank, in that rank's own samples, with a clean step after it."""
+    faults = []
+    for number, (rank, (kind, value)) in enumerate(itertools.product((0, 1), KINDS), 1):
+        fault = {"kind": kind, "rank": rank, "at": [2 * number]} | ({"value": value} if value else {})
+        if shape := SHAPES[model].get(kind):
+            fault["seed"] = seed_for(torch.empty(shape), 2 * number, rank)
+        faults.append(fault)
+    return faults
+
+
+def seed_for(batch, position, rank):
+    """The first seed by which a fault at that position hits a sample of that rank."""
+    return next(seed for seed in range(99) if place(batch, seed, position)[0] * 2 // len(batch) == rank)
+
+
+FAULTS = {model: faults_of(model) for model in MODELS}
+BAD = [2 * number for number in range(1, 2 * len(KINDS) + 1)]
+BAD_DATA = [f["at"][0] for f in FAULTS["gpt"] if f["kind"] in ("input", "label", "ignored", "empty")]
+STEPS = max(BAD) + 3
+
+
+def planned(faults):
+    """The faults as an override."""
+    each = ["{" + ",".join(f"{key}:{value}".replace(" ", "") for key, value in fault.items()) + "}" for fault in faults]
+    return ["faults=plan", f"faults.faults=[{','.join(each)}]"]
+
+
+CASES = {
+    f"{kind}/{model}/{name}": {
+        "overrides": [*chosen, *precision, f"parallel={kind}", f"steps={STEPS}", *planned(FAULTS[model])]
+    }
+    for kind in ("ddp", "fsdp")
+    for model, chosen in MODELS.items()
+    for name, precision in FORMATS.items()
+    if (model, name) != ("resnet", "fp16")
+}
+CASES["ddp/gpt/accumulated"] = {"overrides": [*CASES["ddp/gpt/fp32"]["overrides"], "grad_accum_steps=2"]}
+CASES["fsdp/gpt/accumulated"] = {"overrides": [*CASES["fsdp/gpt/fp32"]["overrides"], "grad_accum_steps=2"]}
+
+
+@pytest.fixture(scope="module")
+def two(shared_place):
+    return performed(shared_place / "faults_two", 2, CASES)
+
+
+@pytest.fixture(params=CASES)
+def both(request, two):
+    found = [seen[request.param] for seen in two]
+    assert [seen["error"] for seen in found] == [None, None], found[0]["message"]
+    return found
+
+
+def test_every_rank_withholds_exactly_the_steps_with_a_fault(both):
+    for seen in both:
+        withheld = [reading["step"] - 1 for reading in seen["readings"] if not reading["applied"]]
+        assert withheld == BAD
+        assert [step - 1 for step, verdict, _ in seen["verdicts"] if verdict == "skip"] == BAD
+        bad_data = [step - 1 for step, verdict, kind in seen["verdicts"] if (verdict, kind) == ("skip", "bad_data")]
+        assert bad_data == BAD_DATA
+
+
+def test_a_withheld_step_changes_no_bit_on_any_rank(both):
+    for seen in both:
+        changed = [tick for tick in range(STEPS) if seen["states"][str(tick)] != seen["states"][str(tick + 1)]]
+        assert changed == [tick for tick in range(STEPS) if tick not in BAD]
+
+
+def test_every_verdict_and_number_is_the_same_on_every_rank(both):
+    first, second = both
+    assert first["verdicts"] == second["verdicts"]
+    assert str(first["readings"]) == str(second["readings"]), "NaN is not equal to itself"
+    assert first["parts"] == second["parts"]
+
+
+def test_the_weights_are_the_same_on_every_rank_at_the_end(both):
+    assert both[0]["weights"] == both[1]["weights"]
+
+
+def test_the_guilty_rank_is_known(both):
+    for seen in both:
+        named = {reading["step"] - 1: reading["rank"] for reading in seen["readings"] if reading["rank"] >= 0}
+        for fault in FAULTS["gpt"]:
+            if fault["kind"] != "gradient":  # which has met the others' before anybody looks
+                assert named[fault["at"][0]] == fault["rank"], fault

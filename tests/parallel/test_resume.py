@@ -1,0 +1,152 @@
+"""Law 4 on several ranks: a run that stopped dead and is resumed ends as one that never stopped; numbers of ranks may
+change in between, and what was saved arrives bit by bit.
+"""
+
+import json
+import shutil
+
+import pytest
+
+from stabletrain.state.folder import find
+from stabletrain.state.tree import flatten
+from stabletrain.tracking.metrics import read_jsonl
+from tests.laws.kills import everything
+from tests.parallel.launches import alone, performed
+from tests.parallel.worker import of_tensor, perform
+from tests.runs import TINY_GPT, TINY_RESNET
+
+pytestmark = pytest.mark.timeout(600)
+
+CLOCK = {"time", "tokens_per_s", "images_per_s"}
+ALWAYS = ["forensics=off", "monitors=none", "log_every=1", "schedule=constant", "warmup=none", "precision=fp32"]
+QUICK = [
+    *("guard=rollback", "guard.window=20", "guard.patience=3", "guard.snapshot_every=5", "guard.healthy_after=4"),
+    *("guard.skip_batches=2", "guard.lr_steps=6", "checkpoint.every=6", "eval_every=10", "steps=40"),
+    *("faults=learning_rate", "faults.at=[23]", "faults.factor=1e5"),
+]
+KINDS = ("ddp", "fsdp")
+RUNS = {
+    "gpt": [*TINY_GPT, *ALWAYS, *QUICK, "model.dropout=0.1", "clipping=zclip"],
+    "resnet": [
+        *[*TINY_RESNET, *ALWAYS, "model.depth=8", "steps=10", "checkpoint.every=3", "eval_every=5"],
+        *("faults=label", "faults.at=[4]", "faults.rank=1"),
+    ],
+}
+CRASHES = {"gpt": (25, 30), "resnet": (5,)}
+"""Ticks: within the trouble, and after the rollback; after a withheld step."""
+
+CASES = {}
+for kind in KINDS:
+    for name, chosen in RUNS.items():
+        overrides = [*chosen, f"parallel={kind}"]
+        CASES[f"{kind}/{name}/whole"] = {"overrides": overrides}
+        for crash_at in CRASHES[name]:
+            folder = f"{kind}/{name}/cut{crash_at}"
+            CASES[f"{folder}/crash"] = {"overrides": overrides, "folder": folder, "crash_at": crash_at}
+            CASES[f"{folder}/resume"] = {"overrides": [*overrides, "resume=auto"], "folder": folder}
+
+SAVED = [*TINY_GPT, *ALWAYS, "checkpoint.every=4", "eval_every=4"]
+RESHARD = {
+    kind: {
+        "overrides": [*SAVED, f"parallel={kind}", "steps=8", "resume=auto"],
+        "folder": f"reshard/{kind}",
+        "tensors": True,
+    }
+    for kind in KINDS
+}
+"""Four steps on one rank, four on two, four on one."""
+
+
+@pytest.fixture(scope="module")
+def place(shared_place):
+    return shared_place / "resume_two"
+
+
+@pytest.fixture(scope="module")
+def two(place):
+    place.mkdir(exist_ok=True)
+    with alone(place / "before"):
+        for kind in KINDS:
+            if not (place / f"reshard/{kind}/run.json").exists():
+                perform(place, kind, {"overrides": [*SAVED, "steps=4"], "folder": f"reshard/{kind}"})
+    return performed(place, 2, CASES | RESHARD)
+
+
+def lines(folder):
+    return [{k: v for k, v in line.items() if k not in CLOCK} for line in read_jsonl(folder / "metrics.jsonl")]
+
+
+def events(folder, kind):
+    return [event for event in read_jsonl(folder / "events.jsonl") if event["event"] == kind]
+
+
+def saved(folder):
+    """All that the last checkpoint holds but the clock."""
+    found = everything(max((folder / "checkpoints").glob("step-*")))
+    del found["state"]["training"]["parts"]["history"]["lost_seconds"]
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "crash_at"), [(name, each) for name in RUNS for each in CRASHES[name]])
+def test_killed_and_resumed_equals_never_having_stopped(two, place, kind, name, crash_at):
+    whole, cut = place / f"{kind}/{name}/whole", place / f"{kind}/{name}/cut{crash_at}"
+    for seen in two:
+        end, resumed = seen[f"{kind}/{name}/whole"], seen[f"{kind}/{name}/cut{crash_at}/resume"]
+        assert seen[f"{kind}/{name}/cut{crash_at}/crash"]["error"] == "Crash"
+        assert resumed["error"] is None, resumed["message"]
+        for field in ("weights", "parts", "val", "step", "tick", "skips", "rollbacks"):
+            assert resumed[field] == end[field], field
+        assert resumed["states"][str(end["tick"])] == end["states"][str(end["tick"])]
+    assert lines(cut) == lines(whole)
+    assert saved(cut) == saved(whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_was_a_rollback_and_every_rank_went_back(two, place, kind):
+    (event,) = events(place / f"{kind}/gpt/whole", "rollback")
+    for seen in two:
+        found = seen[f"{kind}/gpt/whole"]
+        assert found["rollbacks"] == 1
+        assert [verdict for _, verdict, _ in found["verdicts"]].count("rollback") == 1
+        assert found["tick"] == 40 + event["step"] - event["to"]
+        assert found["states"][str(found["tick"])]
+    assert two[0][f"{kind}/gpt/whole"]["weights"] == two[1][f"{kind}/gpt/whole"]["weights"]
+
+
+def saved_tensors(folder, step):
+    """Hashes of a checkpoint's weights and moments, as `worker.tensors_of` names them."""
+    tree = find(folder / "checkpoints" / f"step-{step:08d}").load()
+    tensors, _ = flatten({"model": tree["model"], "optimizer": tree["optimizer"]["state"]})
+    return {name: of_tensor(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_goes_from_one_rank_to_two_and_back_exactly(two, place, tmp_path, kind):
+    folder = place / f"reshard/{kind}"
+    shutil.copytree(folder, tmp_path / "run")
+    last = perform(
+        tmp_path, "last", {"overrides": [*SAVED, "steps=12", "resume=auto"], "folder": "run", "tensors": True}
+    )
+    assert last["error"] is None, last["message"]
+    for seen in two:
+        assert seen[kind]["error"] is None, seen[kind]["message"]
+        assert seen[kind]["tensors_before"] == saved_tensors(folder, 4)
+        assert seen[kind]["tensors_after"] == saved_tensors(folder, 8) == last["tensors_before"]
+        assert seen[kind]["tensors_after"] != seen[kind]["tensors_before"]
+    assert any("exp_avg" in name for name in last["tensors_before"])
+    straight = perform(tmp_path, "straight", {"overrides": [*SAVED, "steps=12"]})
+    assert last["val"]["val/loss"] == pytest.approx(straight["val"]["val/loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_is_one_writer(two, place, kind):
+    """No line is written twice, and a resumed run appends to what is there."""
+    for name in RUNS:
+        folder = place / f"{kind}/{name}/whole"
+        ticks = [line["tick"] for line in lines(folder) if "train/loss" in line]
+        assert ticks == list(range(1, two[0][f"{kind}/{name}/whole"]["tick"] + 1))
+        assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+        assert len(events(folder, "rollback")) == (name == "gpt")
+        found = [(event["event"], event["step"]) for event in read_jsonl(folder / "events.jsonl")]
+        assert len(found) == len(set(found)) or name == "gpt", "steps that a rollback repeats are saved again"

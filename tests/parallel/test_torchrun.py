@@ -1,0 +1,137 @@
+"""torchrun and `train.py`, as a user types them: ranks that are killed or stopped, one writer, messages said once."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from stabletrain.tracking.metrics import read_jsonl
+from tests.laws.kills import everything, metrics
+from tests.parallel.launches import finish, performed, ranks_of, start, trained, until
+from tests.runs import ROOT, TINY_GPT
+
+pytestmark = pytest.mark.timeout(600)
+
+STEPS = 120
+RUN = [
+    *[*TINY_GPT, "model.dropout=0.1", "forensics=off", "monitors=none", f"steps={STEPS}"],
+    *("checkpoint.every=10", "eval_every=40", "log_every=1", "precision=fp32"),
+]
+KINDS = ("ddp", "fsdp")
+CASES = {kind: {"overrides": [*RUN, f"parallel={kind}"]} for kind in KINDS}
+SOON = 20
+"""Seconds within which all ranks have ended when one is gone."""
+
+
+@pytest.fixture(scope="module")
+def whole(shared_place):
+    """The run folders of runs that nobody disturbed."""
+    performed(shared_place / "undisturbed_two", 2, CASES)
+    return shared_place / "undisturbed_two"
+
+
+def launched(tmp_path, *overrides):
+    return start(2, str(ROOT / "train.py"), *RUN, f"hydra.run.dir={tmp_path / 'run'}", *overrides, cwd=tmp_path)
+
+
+def resumed(tmp_path, *overrides):
+    done = trained(2, *RUN, f"hydra.run.dir={tmp_path / 'run'}", "resume=auto", *overrides, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def same_end(one, other):
+    """Bits of the last checkpoints, and every line of the metrics."""
+    ends = [everything(max((folder / "checkpoints").glob("step-*"))) for folder in (one, other)]
+    assert ends[0] == ends[1]
+    assert metrics(one) == metrics(other)
+
+
+def begun(folder, lines=15):
+    """Whether so many lines of metrics are written."""
+    file = folder / "metrics.jsonl"
+    return file.exists() and file.read_bytes().count(b"\n") >= lines
+
+
+def record(folder):
+    return json.loads((folder / "run.json").read_text())
+
+
+@pytest.mark.parametrize(("kind", "killed"), [("ddp", 1), ("fsdp", 0)])
+def test_a_rank_that_is_killed_ends_all_and_the_run_is_continued(tmp_path, whole, kind, killed):
+    process = launched(tmp_path, f"parallel={kind}")
+    until(lambda: begun(tmp_path / "run"), process)
+    os.kill(ranks_of(process)[killed], signal.SIGKILL)
+    since = time.monotonic()
+    done = finish(process)
+    assert time.monotonic() - since < SOON
+    assert done.returncode == 1
+    assert f"[rank {1 - killed}] stabletrain: another rank is gone (" in done.stderr
+    assert f"[rank {1 - killed}] Traceback" not in done.stderr
+    root = done.stderr[done.stderr.index("Root Cause") :]
+    assert f"rank      : {killed} " in root
+    assert "SIGKILL" in root
+    again = resumed(tmp_path, f"parallel={kind}")
+    assert again.stdout.count("resumed after step") == 1
+    same_end(tmp_path / "run", whole / kind)
+
+
+def test_killed_in_the_middle_of_a_checkpoint(tmp_path, whole):
+    process = launched(tmp_path, "parallel=ddp", "faults=kill", "faults.at=[50]")
+    done = finish(process)
+    assert done.returncode == 1
+    assert "[rank 1] stabletrain: another rank is gone (" in done.stderr
+    assert any((tmp_path / "run" / "checkpoints").glob(".step-00000050.tmp-*")), "half-written"
+    resumed(tmp_path, "parallel=ddp")
+    same_end(tmp_path / "run", whole / "ddp")
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, whole):
+    process = launched(tmp_path, "parallel=fsdp")
+    until(lambda: begun(tmp_path / "run"), process)
+    os.kill(ranks_of(process)[1], signal.SIGTERM)
+    done = finish(process)
+    assert done.returncode == 1, "torchrun's own code for ranks that did not end with 0"
+    assert "exitcode  : 75" in done.stderr
+    assert "exitcode  : -" not in done.stderr, "every rank ended by itself"
+    assert done.stderr.count("the state is saved") >= 1
+    assert done.stderr.count("continue  torchrun --nproc_per_node=2 ") == 1
+    assert record(tmp_path / "run")["status"] == "preempted"
+    (event,) = [each for each in read_jsonl(tmp_path / "run" / "events.jsonl") if each["event"] == "preempt"]
+    assert (tmp_path / "run" / "checkpoints" / f"step-{event['step']:08d}").exists()
+    resumed(tmp_path, "parallel=fsdp")
+    same_end(tmp_path / "run", whole / "fsdp")
+
+
+REFUSED = {
+    "batch_size=5": "batch_size=5 does not divide among 2 ranks x grad_accum_steps=1: use batch_size=4 or 6",
+    "optimiser=muon": "optimiser",
+}
+
+
+@pytest.mark.parametrize("typed", REFUSED)
+def test_a_refusal_is_said_once(tmp_path, typed):
+    done = trained(2, *RUN, f"hydra.run.dir={tmp_path / 'run'}", typed, cwd=tmp_path)
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if "stabletrain: " in line]
+    assert len(said) == 1, done.stderr
+    assert said[0].startswith("stabletrain: ")
+    assert REFUSED[typed] in said[0]
+    assert "exitcode  : 2" in done.stderr
+
+
+def test_one_rank_speaks_and_one_writes(tmp_path):
+    done = trained(2, *RUN[:-4], "steps=6", "checkpoint.every=3", "eval_every=3", "log_every=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for once in ("stabletrain · gpt_nano", "val loss ", "guard    6 updates in 6 steps", "run      outputs/"):
+        assert done.stdout.count(once) == 1, once
+    assert not [line for line in done.stderr.splitlines() if "Warning" in line], done.stderr
+    (folder,) = tmp_path.glob("outputs/*/*")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["outputs"]
+    assert [line["tick"] for line in read_jsonl(folder / "metrics.jsonl") if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl") if "val/loss" in line] == [3, 6]
+    steps = [event["step"] for event in read_jsonl(folder / "events.jsonl") if event["event"] == "checkpoint"]
+    assert steps == sorted(set(steps))
+    assert record(folder)["status"] == "finished"

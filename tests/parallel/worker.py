@@ -1,0 +1,157 @@
+"""Many runs in one group of processes: torchrun starts it once, and each rank writes down what it saw of each run.
+
+    torchrun --nproc_per_node=2 -m tests.parallel.worker <place>
+
+`<place>/cases.json` maps a name to a case (see `perform`); `<place>/rank<r>.json` maps it to what that rank saw.
+"""
+
+import faulthandler
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stabletrain.build import build
+from stabletrain.errors import StabletrainError
+from stabletrain.job import Job
+from stabletrain.loop import run
+from stabletrain.ranks import here, leave
+from stabletrain.state.capture import capture
+from stabletrain.state.shards import is_sharded, whole
+from stabletrain.state.tree import flatten
+from tests.runs import composed
+
+PARTS = ("clipping", "precision")
+"""What else a withheld step must leave alone, beside model, buffers and optimizer."""
+
+
+PATIENCE = 270
+"""Seconds for all cases together."""
+
+
+class Crash(Exception):
+    """What a killed group of processes looks like from inside: nothing more runs."""
+
+
+def perform(place: Path, name: str, case: Mapping[str, Any]) -> dict[str, Any]:
+    """One run; what this rank saw of it.
+
+    Args:
+        place: folder of the run folders.
+        name: of the case.
+        case: `overrides`; `folder`, of the run, else the case's name; `crash_at`, a tick before which all ranks stop
+            dead; `tensors`, whether the whole state's tensors are wanted, bit by bit.
+
+    Returns:
+        readings, verdicts, hashes of the state by tick, sample ids and random draws by step, and how it ended.
+    """
+    seen: dict[str, Any] = {"error": None, "message": ""}
+    try:
+        with composed(*case["overrides"]) as cfg:
+            job = build(cfg, place / case.get("folder", name))
+            seen |= {"readings": [], "verdicts": [], "states": {}, "ids": [], "draws": [], "gathered": []}
+            if case.get("tensors"):
+                seen["tensors_before"] = tensors_of(job)
+            watch(job, seen, case.get("crash_at"))
+            run(job)
+            finish(job, seen)
+            if case.get("tensors"):
+                seen["tensors_after"] = tensors_of(job)
+    except (StabletrainError, Crash) as error:
+        seen |= {"error": type(error).__name__, "message": str(error)}
+    return seen
+
+
+def watch(job: Job, seen: dict[str, Any], crash_at: int | None) -> None:
+    """Writes every reading and verdict down, and the bits of the state between two steps."""
+    judge, get, forward = job.tools.guard.judge, job.batches.get, job.tools.parallel.forward
+
+    def judging(reading: Any) -> Any:
+        verdict = judge(reading)
+        seen["readings"].append(reading._asdict())
+        seen["verdicts"].append([reading.step, verdict.value, job.tools.guard.kind])
+        return verdict
+
+    def getting(step: int) -> Any:
+        if job.state.tick == crash_at:
+            raise Crash
+        seen["states"][str(job.state.tick)] = bits(job)
+        batch = get(step)
+        seen["ids"].append([step, [] if batch.ids is None else batch.ids.tolist()])
+        return batch
+
+    def drawing(model: Any, inputs: Any) -> Any:
+        generator = torch.Generator()
+        generator.set_state(torch.get_rng_state())
+        seen["draws"].append(torch.rand((), generator=generator).item())
+        logits = forward(model, inputs)
+        seen["gathered"].append(sum(not is_sharded(parameter) for parameter in model.parameters()))
+        return logits
+
+    job.tools.guard.judge, job.batches.get, job.tools.parallel.forward = judging, getting, drawing
+
+
+def finish(job: Job, seen: dict[str, Any]) -> None:
+    """Writes down how the run ended."""
+    seen["states"][str(job.state.tick)] = bits(job)
+    seen["weights"] = digest(whole(dict(job.state.model.state_dict()), keep=True))
+    seen["skips"], seen["rollbacks"] = dict(job.tools.guard.skips), job.tools.guard.rollbacks
+    seen["parts"] = {name: str(part.state_dict()) for name, part in job.parts.items() if name != "history"}
+    seen["val"], seen["step"], seen["tick"] = job.history.val, job.state.step, job.state.tick
+
+
+def bits(job: Job) -> str:
+    """All that this rank holds of weights, buffers, moments and step counters, and of what has memory in a step."""
+    tree = capture(job.state, {name: job.parts[name] for name in PARTS})
+    return digest({"state": {**tree, "step": 0, "tick": 0}, "buffers": dict(job.state.model.named_buffers())})
+
+
+def digest(tree: Any) -> str:
+    """A hash of all tensors, of a sharded one this rank's part, and of everything beside them."""
+    tensors, skeleton = flatten(tree)
+    found = hashlib.sha256(repr(skeleton).encode())
+    for name, tensor in tensors.items():
+        found.update(name.encode() + of_tensor(tensor).encode())
+    return found.hexdigest()
+
+
+def of_tensor(tensor: Any) -> str:
+    """A hash of a tensor's bits."""
+    local = tensor.to_local() if is_sharded(tensor) else tensor
+    flat = local.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def tensors_of(job: Job) -> dict[str, str]:
+    """A hash of every whole tensor of weights and moments, by name."""
+    tree = whole(capture(job.state, {}), keep=True)
+    tensors, _ = flatten({"model": tree["model"], "optimizer": tree["optimizer"]["state"]})
+    return {name: of_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def main(place: Path) -> int:
+    """Performs every case in turn; a rank's results are there when all are done."""
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)  # a rank that hangs says where
+    cases = json.loads((place / "cases.json").read_text())
+    seen = {}
+    for name, case in cases.items():
+        print(f"case {name}", flush=True)
+        seen[name] = perform(place, name, case)
+    (place / f"rank{here().rank}.json").write_text(json.dumps(seen))
+    leave()
+    return 0
+
+
+def numbers(seen: Mapping[str, Any], field: str) -> list[float]:
+    """One number of every reading, in the order of steps; NaN where it is not finite, so that lists compare."""
+    return [value if math.isfinite(value := reading[field]) else math.nan for reading in seen["readings"]]
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
