@@ -6,9 +6,8 @@ from types import FrameType, TracebackType
 
 
 class StopRequest:
-    """A context in which SIGINT (Ctrl-C), SIGTERM, SIGUSR2 only leave their name; a second SIGINT interrupts at once.
-
-    SIGUSR2 is what Slurm is told to send some time before a job's time is up.
+    """A context in which SIGINT (Ctrl-C), SIGTERM and SIGUSR2 (Slurm: the time is up) only leave their name; a second
+    SIGINT interrupts at once.
 
     Outside the main thread, where Python allows no handlers, it never asks for anything.
 

@@ -61,13 +61,14 @@ MAY_SEE = {
     | {"overrides", "config", "build", "step", "stability", "machine", "forensics", "tracking", "parallel"},
     "cli": NOUNS
     | {"rerun", "forensics", "build", "compare", "config", "data", "models", "state", "tracking", "machine"},
+    "slurm": NOUNS | {"arguments", "config", "mistakes"},
     "train": NOUNS | {"launch"},
 }
 """Room -> rooms of the package it may import, besides its own. A new room is added here, deliberately."""
 
 ONLY = {
-    "hydra": {"train", "build", "config", "launch", "mistakes", "overrides", "cli"},
-    "omegaconf": {"train", "build", "config", "launch", "arguments", "mistakes", "overrides", "rerun", "cli"},
+    "hydra": {"train", "build", "config", "launch", "mistakes", "overrides", "cli", "slurm"},
+    "omegaconf": {"train", "build", "config", "launch", "arguments", "mistakes", "overrides", "rerun", "cli", "slurm"},
     "wandb": {"tracking/wandb"},
     "rich": {"tracking/progress"},
     "matplotlib": {"compare/picture"},

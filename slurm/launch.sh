@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Trains on a Slurm cluster what `python train.py` would train here: slurm/launch.sh --help
+set -euo pipefail
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-$(command -v python || command -v python3)}
+PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m stabletrain.slurm "$@"

@@ -1,0 +1,200 @@
+"""A Slurm cluster of two nodes on this machine, with a key, sockets, ports and folders of its own."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.runs import ROOT
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+
+SLURM_CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={place}/munge.socket
+ReturnToService=0
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+SchedulerParameters=sched_interval=2,batch_sched_delay=1,defer
+SlurmdParameters=config_overrides
+StateSaveLocation={place}/state
+SlurmdSpoolDir={place}/slurmd.%n
+SlurmdPidFile={place}/slurmd.%n.pid
+SlurmdLogFile={place}/slurmd.%n.log
+SlurmctldPidFile={place}/slurmctld.pid
+SlurmctldLogFile={place}/slurmctld.log
+KillWait=15
+UnkillableStepTimeout=60
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=8000 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=8000 State=UNKNOWN
+PartitionName=a100 Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+PartitionName=v100 Nodes=n1,n2 MaxTime=INFINITE State=UP
+"""
+
+CLUSTER_CONF = """\
+[DEFAULT]
+gres =
+cpus_per_gpu = 1
+notice = 60
+environment = export OMP_NUM_THREADS=1
+[any]
+[a100]
+partition = a100
+[v100]
+partition = v100
+"""
+
+
+def missing() -> str:
+    """Why there can be no cluster here; empty where there can."""
+    if absent := [name for name in PROGRAMS if shutil.which(name, path=search()) is None]:
+        return f"Slurm is not installed here, {absent[0]} is missing: apt-get install slurm-wlm munge"
+    return "" if os.getuid() == 0 else "a Slurm cluster for the tests needs root, as which its daemons run jobs"
+
+
+def search() -> str:
+    """PATH with the folders of daemons."""
+    return f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+
+class Cluster:
+    """A running cluster; jobs see the environment of this process.
+
+    Attributes:
+        place: its folder.
+        environment: of the commands that speak to it.
+        home: the folder that a job was last launched from.
+    """
+
+    def __init__(self) -> None:
+        self.place = Path(tempfile.mkdtemp(prefix="slurm", dir="/tmp"))  # a socket's path is short
+        self.place.chmod(0o755)
+        self.home = self.place
+        self.environment = {**os.environ, "SLURM_CONF": str(self.place / "slurm.conf"), "PATH": search()}
+        self.environment["PYTHON"] = sys.executable
+        for name in [name for name in self.environment if name.startswith(("SBATCH_", "SLURM_JOB", "PYTEST"))]:
+            del self.environment[name]
+        host = socket.gethostname().partition(".")[0]
+        (self.place / "slurm.conf").write_text(SLURM_CONF.format(host=host, place=self.place, ports=free_ports(3)))
+        (self.place / "cluster.conf").write_text(CLUSTER_CONF)
+        (self.place / "state").mkdir()
+
+    def start(self) -> None:
+        """Starts the daemons, and waits for two idle nodes."""
+        key = self.place / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        names = {"socket": "munge.socket", "pid-file": "munged.pid", "log-file": "munged.log", "seed-file": "seed"}
+        files = [f"--{option}={self.place / name}" for option, name in names.items()]
+        self.run("munged", "--force", f"--key-file={key}", *files)
+        self.run("slurmctld", "-c")
+        for node in ("n1", "n2"):
+            self.run("slurmd", "-N", node)
+        self.wait(lambda: self.run("sinfo", "-h", "-N", "-p", "a100", "-o", "%T").split() == ["idle", "idle"], 30)
+
+    def stop(self) -> None:
+        """Ends every job, then the daemons, each by its pid file, and removes the folder."""
+        subprocess.run(["scancel", "--user=root"], env=self.environment, capture_output=True, timeout=30)
+        end = time.monotonic() + 20
+        while (
+            time.monotonic() < end
+            and subprocess.run(["squeue", "-h"], env=self.environment, capture_output=True, timeout=30).stdout
+        ):
+            time.sleep(0.5)
+        for name in ("slurmd.n1", "slurmd.n2", "slurmctld", "munged"):
+            stop(self.place / f"{name}.pid")
+        shutil.rmtree(self.place, ignore_errors=True)
+
+    def run(self, *command: str, cwd: Path | None = None, timeout: float = 60) -> str:
+        """What a command prints; an error of the test if it fails."""
+        done = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+        assert done.returncode == 0, f"{command}: {done.stderr}\n{self.logs()}"
+        return done.stdout
+
+    def launch(self, *arguments: str, cwd: Path) -> str:
+        """Submits by `slurm/launch.sh`; returns the number of its first job."""
+        self.home = cwd
+        script = str(ROOT / "slurm" / "launch.sh")
+        said = self.run(script, "--cluster", str(self.place / "cluster.conf"), *arguments, cwd=cwd)
+        return said.split()[1]
+
+    def state(self, job: str) -> str:
+        """A job's state in Slurm's word, such as RUNNING; for an array, those of its tasks, each once, sorted."""
+        lines = self.run("scontrol", "show", "job", "--oneliner", job).splitlines()
+        return " ".join(sorted({line.partition("JobState=")[2].split()[0] for line in lines}))
+
+    def ended(self, job: str, timeout: float = 150) -> str:
+        """Waits until a job is over, setting a requeued one off at once; returns its state."""
+        over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+
+        def look() -> bool:
+            self.hurry(job)
+            return set(self.state(job).split()) <= over
+
+        self.wait(look, timeout)
+        return self.state(job)
+
+    def hurry(self, job: str) -> None:
+        """A job that was queued again, which Slurm lets wait for a while, may start now."""
+        if "Reason=BeginTime" in self.run("scontrol", "show", "job", job):
+            subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=self.environment, timeout=30)
+
+    def wait(self, until: Callable[[], object], timeout: float) -> None:
+        """Waits until something holds; fails with what the daemons and jobs wrote if it does not come to hold."""
+        end = time.monotonic() + timeout
+        while not until():
+            assert time.monotonic() < end, f"not within {timeout} s\n{self.logs()}"
+            time.sleep(0.3)
+
+    def logs(self) -> str:
+        """The queue, and the ends of the daemons' logs and of those of the jobs launched last."""
+        queue = subprocess.run(["squeue"], env=self.environment, capture_output=True, text=True, timeout=30).stdout
+        logs = [*sorted(self.place.glob("*.log")), *sorted(self.home.rglob("slurm.log"))]
+        return "\n".join([queue, *(tail(file) for file in logs)])
+
+
+def tail(file: Path, lines: int = 25) -> str:
+    """The end of a log."""
+    return f"--- {file}\n" + "\n".join(file.read_text(errors="replace").splitlines()[-lines:])
+
+
+def stop(pid_file: Path) -> None:
+    """Ends the process of a pid file, and waits until it is gone."""
+    try:
+        pid = int(pid_file.read_text())
+        os.kill(pid, signal.SIGTERM)
+    except (OSError, ValueError):
+        return
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists():
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+
+
+def free_ports(count: int) -> Sequence[int]:
+    """Ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

@@ -1,0 +1,183 @@
+"""`slurm/job.sh`, `ranks.py` and `sync.sh`, with stand-ins for Slurm and W&B: which end of a run queues it again."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.runs import ROOT
+from tests.slurm.stand_ins import stand_in
+
+SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
+
+
+def job(place, body, requeues=3, notice=30, **environment):
+    """A job whose rank is `body`, started; what it asks of Slurm is written to `asked`, what it says to `said`."""
+    stand_in(place, "srun", 'while [[ $1 == -* ]]; do shift; done; exec "$@"')
+    stand_in(place, "rank", body)
+    for name in ("scontrol", "scancel"):
+        stand_in(place, name, f'echo {name} "$@" >> {place}/asked; exit 1')
+    (place / "run" / "checkpoints").mkdir(parents=True)
+    (place / "run" / "checkpoints" / "step-00000010").mkdir()
+    path = f"{place}:{os.environ['PATH']}"
+    words = ["bash", str(ROOT / "slurm" / "job.sh"), "run", "1", str(requeues), str(notice), "rank"]
+    environment = {**os.environ, **SLURM, "PATH": path, **environment}
+    with (place / "said").open("w") as said:
+        return subprocess.Popen(words, cwd=place, env=environment, stdout=said)
+
+
+def asked(place):
+    """What was asked of Slurm, each thing once."""
+    file = place / "asked"
+    return list(dict.fromkeys(file.read_text().splitlines())) if file.exists() else []
+
+
+ENDS = {
+    "finished": ("exit 0", 0, []),
+    "failed": ("exit 1", 1, []),
+    "refused": ("exit 2", 2, []),
+    "halted": ("exit 3", 3, []),
+    "saved": ("exit 75", 75, ["scontrol requeue 9"]),
+    "killed": ("kill -9 $$", 137, []),
+    "killed_later": ("mkdir run/checkpoints/step-00000020; kill -9 $$", 75, ["scontrol requeue 9"]),
+    "ended": ("kill -TERM $$", 75, ["scontrol requeue 9"]),
+    "failed_later": ("mkdir run/checkpoints/step-00000020; exit 1", 1, []),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_only_an_end_that_is_none_queues_again(tmp_path, end):
+    body, code, wanted = ENDS[end]
+    assert job(tmp_path, body).wait(30) == code
+    assert asked(tmp_path) == wanted
+
+
+def test_a_task_of_an_array_queues_itself_again_and_not_the_array(tmp_path):
+    job(tmp_path, "exit 75", SLURM_ARRAY_JOB_ID="9", SLURM_ARRAY_TASK_ID="4").wait(30)
+    assert asked(tmp_path) == ["scontrol requeue 9_4"]
+
+
+@pytest.mark.parametrize(("restarts", "wanted"), [("2", ["scontrol requeue 9"]), ("3", [])])
+def test_max_requeues_is_kept(tmp_path, restarts, wanted):
+    run = job(tmp_path, "exit 75", SLURM_RESTART_COUNT=restarts)
+    assert run.wait(30) == 75
+    assert asked(tmp_path) == wanted
+    assert ("--max-requeues is 3" in (tmp_path / "said").read_text()) == (not wanted)
+
+
+def test_a_job_that_slurm_queued_too_often_does_not_train(tmp_path):
+    assert job(tmp_path, "touch trained", SLURM_RESTART_COUNT="4").wait(30) == 75
+    assert "not continued" in (tmp_path / "said").read_text()
+    assert not (tmp_path / "trained").exists()
+
+
+WAITING = "trap 'exit 75' TERM; echo $$ > up; for _ in {1..600}; do sleep 0.1; done"
+
+
+def up(place):
+    end = time.monotonic() + 30
+    while not ((place / "up").exists() and (place / "up").read_text().endswith("\n")):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_the_notice_is_passed_on_until_the_ranks_have_stopped(tmp_path):
+    run = job(tmp_path, "echo $$ > up; sleep 4; exit 75")
+    up(tmp_path)
+    run.send_signal(signal.SIGUSR2)
+    assert run.wait(30) == 75
+    assert asked(tmp_path) == ["scancel --quiet --signal=USR2 9", "scontrol requeue 9"]
+    assert (tmp_path / "asked").read_text().count("scancel") >= 2
+
+
+def test_ranks_that_do_not_stop_in_time_are_left_behind_and_the_job_queues_again(tmp_path):
+    run = job(tmp_path, WAITING, notice=22)
+    up(tmp_path)
+    run.send_signal(signal.SIGUSR2)
+    assert run.wait(30) == 75
+    assert asked(tmp_path)[-1] == "scontrol requeue 9"
+    assert "the ranks did not stop within" in (tmp_path / "said").read_text()
+    os.kill(int((tmp_path / "up").read_text()), signal.SIGTERM)
+
+
+def test_a_cancelled_job_does_not_queue_again_though_its_ranks_saved(tmp_path):
+    run = job(tmp_path, WAITING)
+    up(tmp_path)
+    run.send_signal(signal.SIGTERM)
+    os.kill(int((tmp_path / "up").read_text()), signal.SIGTERM)
+    assert run.wait(30) == 75
+    assert asked(tmp_path) == []
+
+
+def test_a_rank_that_does_not_listen_yet_survives_the_notice(tmp_path):
+    run = job(tmp_path, "kill -USR2 $$; exit 0")
+    assert run.wait(30) == 0
+
+
+RANK = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+{body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("sys.exit(75)", 75),
+        ("sys.exit(2)", 2),
+        ("sys.exit(0)", 0),
+        ("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)", 137),
+        ("sys.exit(3) if rank else time.sleep(60)", 3),
+    ],
+    ids=["saved", "refused", "finished", "killed", "halted"],
+)
+def test_several_ranks_end_with_the_code_of_the_first_that_failed(tmp_path, body, code):
+    (tmp_path / "rank.py").write_text(RANK.format(body=body))
+    words = [sys.executable, str(ROOT / "slurm" / "ranks.py"), "--standalone", "--nproc-per-node=2", "rank.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.returncode == code, done.stderr
+
+
+def test_offline_runs_are_uploaded_piece_by_piece_and_once(tmp_path):
+    stand_in(tmp_path, "wandb", f'[[ $2 == --help ]] && {{ echo "--append"; exit; }}; echo "$@" >> {tmp_path}/synced')
+    for run, status in {"done, it is": "finished", "live": "running"}.items():
+        (tmp_path / "outputs" / run / "wandb").mkdir(parents=True)
+        (tmp_path / "outputs" / run / "run.json").write_text(f'{{\n  "id": "x",\n  "status": "{status}"\n}}\n')
+        for time_ in ("1", "2", "3"):
+            (tmp_path / "outputs" / run / "wandb" / f"offline-run-{time_}-x").mkdir()
+    (tmp_path / "outputs" / "done, it is" / "wandb" / "offline-run-1-x" / "run-x.wandb.synced").touch()
+
+    def sync(*options):
+        words = [str(ROOT / "slurm" / "sync.sh"), *options]
+        environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
+
+    done = sync()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "4 uploaded, 1 still being written, 0 failed"
+    wanted = [("done, it is", 2), ("done, it is", 3), ("live", 1), ("live", 2)]
+    lines = [f"sync --append outputs/{run}/wandb/offline-run-{number}-x" for run, number in wanted]
+    assert (tmp_path / "synced").read_text().splitlines() == lines
+    assert len(sync("--dry-run", "--all").stdout.splitlines()) == 5
+    for typed, message in (["--al"], "--al is not an option"), (["none"], "none is not a folder"):
+        assert sync(*typed).returncode == 2
+        assert message in sync(*typed).stderr
+
+
+def test_a_piece_that_fails_holds_back_what_follows_it(tmp_path):
+    stand_in(tmp_path, "wandb", f'[[ $2 == --help ]] && exit; echo "$@" >> {tmp_path}/synced; [[ $2 != *-1-x ]]')
+    for run, name in {"a": "x", "b": "y"}.items():
+        for number in (1, 2):
+            (tmp_path / "outputs" / run / "wandb" / f"offline-run-{number}-{name}").mkdir(parents=True)
+    words = [str(ROOT / "slurm" / "sync.sh"), "outputs"]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert "2 uploaded, 0 still being written, 1 failed" in done.stdout
+    assert [line.rpartition("/")[2] for line in (tmp_path / "synced").read_text().splitlines()] == [
+        "offline-run-1-x", "offline-run-1-y", "offline-run-2-y",
+    ]  # fmt: skip
