@@ -83,7 +83,7 @@ def sample(chosen: argparse.Namespace) -> None:
     import torch
     from omegaconf import DictConfig, OmegaConf
 
-    from stabletrain.build import make_model
+    from stabletrain.agreement import make_model
     from stabletrain.config import make
     from stabletrain.models.sampling import generate
     from stabletrain.state.folder import find

@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from stabletrain.build import FROM_DATA, vocabulary
+from stabletrain.agreement import FROM_DATA, vocabulary
 from stabletrain.config import make, plain
 from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.forensics import saved

@@ -37,8 +37,10 @@ MAY_SEE = {
     "report": NOUNS | {"job", "step", "forensics", "watch"},
     "loop": NOUNS | {"job", "step", "evaluate", "machine", "recovery", "report"},
     "summary": NOUNS | {"arguments", "models"},
+    "agreement": NOUNS | {"config", "ranks"},
     "build": NOUNS
     | {
+        "agreement",
         "arguments",
         "config",
         "job",
@@ -58,9 +60,9 @@ MAY_SEE = {
     },
     "overrides": NOUNS | {"arguments", "mistakes", "config"},
     "rerun": NOUNS
-    | {"overrides", "config", "build", "step", "stability", "machine", "forensics", "tracking", "parallel"},
+    | {"overrides", "config", "agreement", "step", "stability", "machine", "forensics", "tracking", "parallel"},
     "cli": NOUNS
-    | {"rerun", "forensics", "build", "compare", "config", "data", "models", "state", "tracking", "machine"},
+    | {"rerun", "forensics", "agreement", "compare", "config", "data", "models", "state", "tracking", "machine"},
     "slurm": NOUNS | {"arguments", "config", "mistakes"},
     "train": NOUNS | {"launch"},
 }
@@ -68,7 +70,19 @@ MAY_SEE = {
 
 ONLY = {
     "hydra": {"train", "build", "config", "launch", "mistakes", "overrides", "cli", "slurm"},
-    "omegaconf": {"train", "build", "config", "launch", "arguments", "mistakes", "overrides", "rerun", "cli", "slurm"},
+    "omegaconf": {
+        "train",
+        "agreement",
+        "build",
+        "config",
+        "launch",
+        "arguments",
+        "mistakes",
+        "overrides",
+        "rerun",
+        "cli",
+        "slurm",
+    },
     "wandb": {"tracking/wandb"},
     "rich": {"tracking/progress"},
     "matplotlib": {"compare/picture"},

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stabletrain.build import make_model
+from stabletrain.agreement import make_model
 from stabletrain.config import make
 from stabletrain.parallel import traffic
 from stabletrain.records import TrainState
