@@ -94,12 +94,6 @@ def test_a_resnet_cannot_take_qknorm_even_through_a_preset(tmp_path, no_torch):
     assert "stability=zloss_qknorm sets qknorm=layernorm, which does nothing with model=resnet20" in done.stderr
 
 
-def test_several_processes_are_refused_rather_than_left_to_train_each_alone(tmp_path, no_torch):
-    done = command("steps=2", cwd=tmp_path, PYTHONPATH=no_torch, WORLD_SIZE="2")
-    assert done.returncode == 2
-    assert done.stderr.startswith("stabletrain: WORLD_SIZE=2: this version trains in one process")
-
-
 def test_help_lists_every_group_without_loading_torch(tmp_path, no_torch):
     done = command("--help", cwd=tmp_path, PYTHONPATH=no_torch)
     assert done.returncode == 0
