@@ -7,7 +7,7 @@ again explains it: the numbers were changed between the ranks, or by a machine t
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,12 +44,11 @@ class Council(NoForensics):
         classes: int | None,
         optimizer: Optimizer | None,
         limits: tuple[float, float] = (math.inf, math.inf),
-        losses: Sequence[float] = (),
     ) -> Filed | None:
         """As a desk's own; None on every rank or on none."""
         if not isinstance(self._own, Forensics) or not told(self._own.due()):  # rank 0 counts the folders
             return None
-        case = self._own.explained(make, kind, classes=classes, optimizer=optimizer, limits=limits, losses=losses)
+        case = self._own.explained(make, kind, classes=classes, optimizer=optimizer, limits=limits)
         marks = from_all(-1 if case is None else weight(case[1]))
         if max(marks) < 0:
             return None

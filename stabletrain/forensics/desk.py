@@ -117,7 +117,7 @@ class Forensics(NoForensics):
         """
         if not self.due():
             return None
-        case = self.explained(make, kind, classes=classes, optimizer=optimizer, limits=limits, losses=losses)
+        case = self.explained(make, kind, classes=classes, optimizer=optimizer, limits=limits)
         return None if case is None else self.file(*case)
 
     def due(self) -> bool:
@@ -134,7 +134,6 @@ class Forensics(NoForensics):
         classes: int | None,
         optimizer: Optimizer | None,
         limits: tuple[float, float],
-        losses: Sequence[float],
     ) -> tuple[Scene, Explained] | None:
         """The scene, and what came of looking into it; None where an alarm is not borne out."""
         self._looks += 1
