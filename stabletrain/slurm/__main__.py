@@ -57,7 +57,7 @@ def planned(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     """
     arguments, folder = continued(request)
     same = folder is not None and request.arguments.value("resume") == "auto"
-    runs = expand(arguments, request.cards)
+    runs = expand(arguments, {card.name: request.nodes * request.processes(card.gpus_per_node) for card in cards})
     if folder is not None:
         runs = runs._replace(folder=folder)
     options = [option for option in arguments.options if option != "-m"]

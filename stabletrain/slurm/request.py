@@ -61,6 +61,10 @@ class Request:
     cluster: Path
     arguments: Arguments
 
+    def processes(self, customary: str) -> int:
+        """How many a node has, one for each card; `customary` is cluster.conf's number."""
+        return self.gpus or int(customary)
+
 
 class Parser(argparse.ArgumentParser):
     """A parser whose complaints are one line."""

@@ -4,7 +4,7 @@ A sweep is expanded by Hydra's own parser and sweeper, so that it is what `pytho
 composed and checked as `train.py` will do it, so that a mistake costs seconds and not a place in the queue.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +21,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from stabletrain.arguments import Arguments, key_of
-from stabletrain.config import check
+from stabletrain.config import check, check_ranks
 from stabletrain.errors import ConfigError
 from stabletrain.mistakes import explain, own_folders
+from stabletrain.ranks import Ranks
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -50,12 +51,12 @@ class Runs(NamedTuple):
     notes: list[str]
 
 
-def expand(arguments: Arguments, cards: Sequence[str]) -> Runs:
+def expand(arguments: Arguments, cards: Mapping[str, int]) -> Runs:
     """The runs of a command line, each of them known to compose and to be possible on the cards.
 
     Args:
         arguments: what `train.py` would be given, without `resume`.
-        cards: to run on.
+        cards: to run on, and how many processes a run has on each.
 
     Raises:
         ConfigError: naming the run, where there are several, and what is wrong with it.
@@ -74,7 +75,7 @@ def expand(arguments: Arguments, cards: Sequence[str]) -> Runs:
         raise ConfigError(message) from error
 
 
-def swept(name: str, arguments: Arguments, cards: Sequence[str]) -> Runs:
+def swept(name: str, arguments: Arguments, cards: Mapping[str, int]) -> Runs:
     """The runs of a sweep."""
     hydra_of = GlobalHydra.instance().hydra
     assert hydra_of is not None
@@ -123,7 +124,7 @@ def hydra(arguments: Arguments) -> Generator[str, None, None]:
         GlobalHydra.instance().clear()
 
 
-def checked(name: str, overrides: Sequence[str], cards: Sequence[str]) -> DictConfig:
+def checked(name: str, overrides: Sequence[str], cards: Mapping[str, int]) -> DictConfig:
     """One run's configuration with Hydra's part, after the checks that `train.py` makes.
 
     Raises:
@@ -136,7 +137,8 @@ def checked(name: str, overrides: Sequence[str], cards: Sequence[str]) -> DictCo
         del mine["hydra"]
     check(mine)
     precision = cfg.hydra.runtime.choices.get("precision")
-    for card in cards:
+    for card, processes in cards.items():
+        check_processes(cfg, card, processes)
         if card in BEFORE_AMPERE and precision in NEEDS_AMPERE:
             raise ConfigError(
                 f"precision={precision} on --gpu {card}, which has neither bf16 nor TF32: use stability=v100 for a GPT "
@@ -145,7 +147,25 @@ def checked(name: str, overrides: Sequence[str], cards: Sequence[str]) -> DictCo
     return cfg
 
 
-def notes(cfg: Any, cards: Sequence[str]) -> list[str]:
+def check_processes(cfg: Any, card: str, processes: int) -> None:
+    """Refuses what so many processes cannot train: what the nodes would refuse after hours in the queue.
+
+    Raises:
+        ConfigError: names the numbers, and the options that set how many processes there are.
+    """
+    asked = f"--gpu {card} with {processes} process{'es' if processes > 1 else ''} (--nodes x --gpus-per-node)"
+    try:
+        check_ranks(cfg, Ranks(count=processes))
+    except ConfigError as error:
+        raise ConfigError(f"{asked}: {error}") from None
+    kind = cfg.hydra.runtime.choices.get("parallel")
+    if processes == 1 and kind in ("ddp", "fsdp"):
+        raise ConfigError(
+            f"{asked}: parallel={kind} is for several: ask for more with --nodes or --gpus-per-node, or use parallel=auto"
+        )
+
+
+def notes(cfg: Any, cards: Iterable[str]) -> list[str]:
     """What is worth knowing before the run is queued."""
     choices = cfg.hydra.runtime.choices
     old = [card for card in cards if card in BEFORE_AMPERE]

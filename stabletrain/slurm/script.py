@@ -44,7 +44,7 @@ def script(job: Job, request: Request) -> str:
         ConfigError: a limit of time shorter than the notice, or a folder whose name cannot be passed on.
     """
     card = job.card
-    gpus = request.gpus or int(card.gpus_per_node)
+    gpus = request.processes(card.gpus_per_node)
     if bad := set("'\"\\\n") & set(str(job.folder)):
         raise ConfigError(f"the run folder {job.folder} has {sorted(bad)[0]!r} in its name: choose one without")
     lines = ["#!/usr/bin/env bash", f"# {title(job, request, gpus)}; written by slurm/launch.sh."]

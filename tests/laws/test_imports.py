@@ -63,7 +63,7 @@ MAY_SEE = {
     | {"overrides", "config", "agreement", "step", "stability", "machine", "forensics", "tracking", "parallel"},
     "cli": NOUNS
     | {"rerun", "forensics", "agreement", "compare", "config", "data", "models", "state", "tracking", "machine"},
-    "slurm": NOUNS | {"arguments", "config", "mistakes"},
+    "slurm": NOUNS | {"arguments", "config", "mistakes", "ranks"},
     "train": NOUNS | {"launch"},
 }
 """Room -> rooms of the package it may import, besides its own. A new room is added here, deliberately."""
