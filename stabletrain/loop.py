@@ -98,6 +98,8 @@ def train(job: Job) -> None:
                 settled, launched = settle(job, launched, pace, recovery, seen), None
                 if not settled:
                     continue
+            if (evaluating or saving or putting_by) and not agree(job, pace, recovery):
+                continue
             improved, val_loss, returning = False, None, recovery.returning
             if evaluating or saving:
                 pace.measure()
@@ -140,9 +142,34 @@ def settle(job: Job, launched: Launched, pace: Pace, recovery: Recovery, seen: M
         verdict = job.tools.guard.at_end(verdict)
     if verdict is Verdict.APPLY:
         job.history.updates += 1
+    return follow(job, verdict, pace, recovery)
+
+
+def agree(job: Job, pace: Pace, recovery: Recovery) -> bool:
+    """Whether the run goes on from the state as it is, which is so where every rank still has the same one.
+
+    Raises:
+        TrainingHalted: they do not, and there is nothing to go back to.
+    """
+    differs = job.parallel.difference(job.state)
+    if not differs:
+        return True
+    verdict = job.tools.guard.distrust(differs)
+    job.tracker.event("divergence", job.state.step, reason=differs, tick=job.state.tick)
+    if verdict is Verdict.APPLY:
+        job.tracker.note(f"step {job.state.step}: {differs}; guard=off lets that be")
+    return follow(job, verdict, pace, recovery, same_data=True)
+
+
+def follow(job: Job, verdict: Verdict, pace: Pace, recovery: Recovery, *, same_data: bool = False) -> bool:
+    """Puts an older state back, or halts, where the verdict says so; returns whether neither was done.
+
+    Raises:
+        TrainingHalted: the guard gave up.
+    """
     if verdict is Verdict.ROLLBACK:
         pace.measure()
-        recovery.go_back(launched.reading())
+        recovery.go_back(job.state.step, same_data)
         pace.resume()
     if verdict is Verdict.HALT:
         recovery.preserve()

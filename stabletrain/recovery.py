@@ -13,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 from stabletrain.data.order import position
 from stabletrain.errors import TrainingHalted
 from stabletrain.job import Job
-from stabletrain.records import Reading
 from stabletrain.state.capture import capture, restore
 from stabletrain.state.tree import Tree
 from stabletrain.tracking.tracker import NoTracker
@@ -92,11 +91,12 @@ class Recovery:
             tree["step"], tree, info=info, healthy=healthy, val_loss=val_loss, anchor=anchor, here=here
         )
 
-    def go_back(self, reading: Reading) -> None:
+    def go_back(self, trouble: int, same_data: bool = False) -> None:
         """Puts the newest healthy state back.
 
         Args:
-            reading: of the step at which the guard gave up on the present state.
+            trouble: the step after which the guard gave up on the present state.
+            same_data: read again what has been read since; neither data nor learning rate were at fault.
 
         Raises:
             TrainingHalted: no state is left that the run could go back to.
@@ -106,29 +106,30 @@ class Recovery:
         target, reason = guard.target, guard.reason
         tree = None if target is None else self._find(target)
         if target is None or tree is None:
-            job.tracker.event("halt", reading.step, reason=f"{reason}; no healthy state is left to go back to")
-            raise TrainingHalted(f"step {reading.step}: {reason}; no healthy state is left to go back to")
+            job.tracker.event("halt", trouble, reason=f"{reason}; no healthy state is left to go back to")
+            raise TrainingHalted(f"step {trouble}: {reason}; no healthy state is left to go back to")
         target = max(target, tree["step"])
-        start, stop = position(target, state.skipped), position(reading.step - 1, state.skipped) + 1
-        detour = guard.go_back(reading.step, target)
+        start, stop = position(target, state.skipped), position(trouble - 1, state.skipped) + 1
+        detour = guard.go_back(trouble, target, same_data)
         stop += detour.skip_batches
-        skipped = [*state.skipped, (start, stop)]
+        passed_over = [] if same_data else [(start, stop)]
+        skipped = [*state.skipped, *passed_over]
         lasting = {name: part.lasting() for name, part in job.parts.items() if isinstance(part, Lasting)}
-        self.returning = Return(target, reading.step, state.tick, skipped, lasting, job.tracker)
+        self.returning = Return(target, trouble, state.tick, skipped, lasting, job.tracker)
         job.tracker.event(
             "rollback",
-            reading.step,
+            trouble,
             to=target,
             loaded=tree["step"],
             tick=state.tick,
-            skipped=[start, stop],
+            skipped=[] if same_data else [start, stop],
             lr_factor=detour.lr_factor,
             reason=reason,
         )
         slower = f", learning rate x {detour.lr_factor:g} until step {detour.until}" if detour.lr_factor < 1 else ""
         text = (
-            f"step {reading.step}: {reason}: rollback {detour.number}, to step {target}; batches {start} to {stop - 1} "
-            f"are passed over{slower}"
+            f"step {trouble}: {reason}: rollback {detour.number}, to step {target}; batches {start} to {stop - 1} "
+            f"are {'read again' if same_data else 'passed over'}{slower}"
         )
         job.tracker.note(text)
         job.tracker.alert("rollback", text)

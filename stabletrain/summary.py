@@ -135,7 +135,8 @@ def deeds(state: Any, history: Any, guard: Any) -> str:
     if guard.rollbacks:
         words.append(f"{guard.rollbacks} rollback{'s' if guard.rollbacks > 1 else ''}")
         words.append(f"{history.lost_steps} steps ({history.lost_seconds:.0f} s) lost")
-        words.append("batches passed over " + " ".join(f"{start}-{stop - 1}" for start, stop in state.skipped))
+        if state.skipped:
+            words.append("batches passed over " + " ".join(f"{start}-{stop - 1}" for start, stop in state.skipped))
     return ", ".join(words) if len(words) > 1 else f"{words[0]}, nothing withheld"
 
 

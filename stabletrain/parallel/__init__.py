@@ -6,6 +6,7 @@
 | shared | what every kind of several ranks has: parts of the batch, one small reduction a step, one verdict |
 | ddp | every rank has the whole model; gradients are averaged |
 | fsdp | every rank has a part of every weight, gradient and moment |
+| replicas | whether ranks that have the whole model still have the same one |
 | checkpoints | one writer, and answers that are the same on every rank |
 """
 

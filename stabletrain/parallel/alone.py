@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stabletrain.ranks import Ranks
-from stabletrain.records import Batch, GradNorms, LossTerms, Vitals
+from stabletrain.records import Batch, GradNorms, LossTerms, TrainState, Vitals
 from stabletrain.state.tree import Tree
 
 
@@ -77,6 +77,11 @@ class Alone:
     def sums(self, values: Tensor) -> Tensor:
         """The sum over the ranks, elementwise."""
         return values
+
+    def difference(self, state: TrainState) -> str:
+        """Which ranks no longer have the state that the others have, in words; empty where all agree."""
+        del state
+        return ""
 
     def whole_model(self, model: nn.Module, blank: Callable[[], nn.Module]) -> nn.Module | None:
         """A model with all weights, to be run without the other ranks; None where it would not fit.

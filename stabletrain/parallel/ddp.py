@@ -3,7 +3,7 @@
 Source: Li et al., arXiv 2006.15704; `torch.nn.parallel.DistributedDataParallel`.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from typing import Any
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stabletrain.errors import ConfigError
+from stabletrain.parallel.replicas import difference
 from stabletrain.parallel.shared import Shared
 from stabletrain.ranks import Ranks
-from stabletrain.records import GradNorms
+from stabletrain.records import GradNorms, TrainState
 
 SYNC_BUFFERS = next(
     name
@@ -30,14 +31,27 @@ class DDP(Shared):
 
     Attributes:
         find_unused_parameters: for models of which a step may leave parameters without a gradient.
+        compare: whether the ranks compare their states before one is evaluated, put by or saved; see `replicas.py`.
     """
 
     name = "ddp"
 
-    def __init__(self, ranks: Ranks, find_unused_parameters: bool = False) -> None:
+    def __init__(self, ranks: Ranks, find_unused_parameters: bool = False, compare: bool = True) -> None:
         super().__init__(ranks)
+        self.compare = compare
         self.find_unused_parameters = find_unused_parameters
         self._wrapped: DistributedDataParallel | None = None
+
+    def check(self, choices: Mapping[str, str]) -> None:
+        """Refuses weights that are not the same tensors throughout: DDP would lose hold of their gradients.
+
+        Raises:
+            ConfigError: `precision=bf16_params`, which hands the optimizer others in their place.
+        """
+        if choices.get("precision") == "bf16_params":
+            raise ConfigError(
+                "precision=bf16_params trains in one process only: use precision=bf16, or start it without torchrun"
+            )
 
     def wrap(self, model: nn.Module) -> None:
         """Gives every rank the weights of rank 0, and joins the gradients to the backward pass."""
@@ -71,6 +85,10 @@ class DDP(Shared):
                     f"parallel.find_unused_parameters=false, and '{name}' had no part in a step's loss: the ranks "
                     "would wait for its gradient; set parallel.find_unused_parameters=true, or take it out of the model"
                 )
+
+    def difference(self, state: TrainState) -> str:
+        """See `replicas.py`."""
+        return difference(state) if self.compare else ""
 
     def of_gradients(self, norms: GradNorms) -> Tensor:
         """The norm, which is the same everywhere unless a reduction went wrong."""

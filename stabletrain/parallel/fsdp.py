@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from stabletrain.errors import ConfigError
-from stabletrain.parallel.shared import Shared
+from stabletrain.parallel.shared import Shared, forked
 from stabletrain.ranks import Ranks
 from stabletrain.records import GradNorms
 from stabletrain.state.shards import whole
@@ -91,7 +91,7 @@ class FSDP(Shared):
         cuda = next(model.parameters()).device.type == "cuda"
         if self.anywhere(cuda and torch.cuda.mem_get_info()[0] < COPIES * size):
             return None
-        with torch.random.fork_rng():
+        with forked():
             twin = blank()
         twin.load_state_dict(whole(dict(model.state_dict()), keep=True))
         return twin

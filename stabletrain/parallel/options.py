@@ -7,15 +7,15 @@ from stabletrain.parallel.fsdp import FSDP
 from stabletrain.ranks import Ranks, here
 
 
-def auto(find_unused_parameters: bool) -> Alone:
+def auto(find_unused_parameters: bool, compare: bool) -> Alone:
     """DDP where there are several ranks; nothing where there is one process."""
     ranks = here()
-    return Alone(ranks) if ranks.alone else DDP(ranks, find_unused_parameters)
+    return Alone(ranks) if ranks.alone else DDP(ranks, find_unused_parameters, compare)
 
 
-def ddp(find_unused_parameters: bool) -> Alone:
+def ddp(find_unused_parameters: bool, compare: bool) -> Alone:
     """DDP."""
-    return DDP(started("ddp"), find_unused_parameters)
+    return DDP(started("ddp"), find_unused_parameters, compare)
 
 
 def fsdp(reshard_after_forward: bool) -> Alone:

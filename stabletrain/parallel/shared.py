@@ -6,6 +6,8 @@ asked to stop. All ranks then hold the same rows and compute the same sums of th
 one rank alone has seen closes the gate on all of them.
 """
 
+from contextlib import AbstractContextManager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -126,3 +128,8 @@ class Shared(Alone):
     def stopping(self, signal: str) -> str:
         """Empty until every rank has read that one of them has been asked to stop."""
         return (signal or "a signal to another rank") if self._heard else ""
+
+
+def forked() -> AbstractContextManager:
+    """Random numbers drawn within it leave no trace in the generators of the CPU and of this process's card."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])

@@ -161,7 +161,8 @@ def check_processes(cfg: Any, card: str, processes: int) -> None:
     kind = cfg.hydra.runtime.choices.get("parallel")
     if processes == 1 and kind in ("ddp", "fsdp"):
         raise ConfigError(
-            f"{asked}: parallel={kind} is for several: ask for more with --nodes or --gpus-per-node, or use parallel=auto"
+            f"{asked}: parallel={kind} is for several: ask for more with --nodes or --gpus-per-node, or use "
+            "parallel=auto"
         )
 
 

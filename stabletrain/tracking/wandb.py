@@ -70,7 +70,7 @@ class Wandb(NoWandb):
         Args:
             folder: the run folder; files go to its `wandb/`.
             run_id: of this run; None lets the library choose. An interrupted run that is continued under its id stays
-                one run online; offline each stretch has a file of its own with the same id, which `wandb sync` makes one.
+                one run online; offline each stretch has a file of its own, of which `wandb sync` makes one run.
             config: the whole configuration, plain values.
 
         Returns:

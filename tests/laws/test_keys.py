@@ -171,6 +171,7 @@ CHANGED: dict[str, object] = {
     "faults.length": 2,
     "faults.faults": [{"kind": "label", "at": [1]}],
     "parallel.find_unused_parameters": True,
+    "parallel.compare": False,
     "parallel.reshard_after_forward": False,
     "monitors.every": 2,
     "monitors.hessian_iterations": 0,
@@ -392,6 +393,7 @@ def test_every_key_of_every_option_is_alive(tmp_path, places, group, option, key
 SEEN_ELSEWHERE = {
     "data.cache_mb": "tests/data/test_images.py",
     "parallel.find_unused_parameters": "tests/parallel/test_agreement.py",
+    "parallel.compare": "tests/parallel/test_replicas.py",
     "parallel.reshard_after_forward": "tests/parallel/test_agreement.py",
 }
 """Keys that change no result of one process, only its cost or that of several, and where they are shown alive."""

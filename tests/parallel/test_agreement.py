@@ -75,6 +75,7 @@ UNUSED_CASES = {
 CASES = {name: {"overrides": chosen} for name, chosen in (KINDS | UNUSED_CASES).items()} | {
     name: {"overrides": [*GPT, *chosen, "parallel=fsdp"]} for name, chosen in REFUSED.items()
 }
+CASES["ddp/bf16_params"] = {"overrides": [*GPT, "parallel=ddp", "precision=bf16_params"]}
 FOUR = {f"{kind}/gpt": {"overrides": [*GPT, f"parallel={kind}"]} for kind in ("ddp", "fsdp")}
 
 
@@ -139,6 +140,13 @@ def test_and_is_refused_with_fsdp(two, name):
         assert seen[name]["error"] == "ConfigError"
         assert "needs whole tensors, and parallel=fsdp parts them between the ranks: use " in seen[name]["message"]
         assert REFUSED[name][0] in seen[name]["message"]
+
+
+def test_weights_that_are_replaced_for_the_update_are_refused_with_ddp(two):
+    """Its hold on gradients is on the tensors that it was given; it raised in the second step."""
+    for seen in two:
+        assert seen["ddp/bf16_params"]["error"] == "ConfigError"
+        assert "precision=bf16_params trains in one process only" in seen["ddp/bf16_params"]["message"]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

@@ -59,6 +59,11 @@ class NoGuard:
         """The verdict on the last step of the run: as on any other."""
         return verdict
 
+    def distrust(self, why: str) -> Verdict:
+        """What to do about a state that has gone wrong without a step's fault: nothing, it is trained on."""
+        self.reason = why
+        return Verdict.APPLY
+
     def trouble_at_end(self) -> str | None:
         """What a person must know of how the run ended: nothing."""
         return None
@@ -89,8 +94,9 @@ class NoGuard:
         """Step of the state to go back to: there is none."""
         return None
 
-    def go_back(self, step: int, target: int) -> Detour:
+    def go_back(self, step: int, target: int, same_data: bool = False) -> Detour:
         """Never asked for."""
+        del same_data
         raise NotImplementedError(f"{type(self).__name__} gave no verdict of a rollback from {step} to {target}")
 
     def state_dict(self) -> dict:

@@ -117,6 +117,14 @@ class RollbackGuard(SkipGuard):
         )
         return Verdict.HALT
 
+    def distrust(self, why: str) -> Verdict:
+        """What to do about a state that has gone wrong without a step's fault: an older one is put back."""
+        self.reason = why
+        if self.in_vain < self.max_rollbacks:
+            return Verdict.ROLLBACK
+        self.reason = f"{why}, nor have guard.max_rollbacks={self.max_rollbacks} rollbacks helped"
+        return Verdict.HALT
+
     def due(self, step: int) -> bool:
         """Whether the state after `step` steps is to be kept in memory: every so many, and the very first."""
         return not self.known or step % self.snapshot_every == 0
@@ -144,11 +152,13 @@ class RollbackGuard(SkipGuard):
         """Step of the state to go back to: the newest healthy one."""
         return self.known[-1] if self.known else None
 
-    def go_back(self, step: int, target: int) -> Detour:
-        """Counts a rollback from `step` to `target`, and lowers the learning rate from there on."""
+    def go_back(self, step: int, target: int, same_data: bool = False) -> Detour:
+        """Counts a rollback from `step` to `target`; slower from there on, unless the same data are read again."""
         self.rollbacks += 1
         self.in_vain += 1
         self.beyond = max(self.beyond, step)
+        if same_data:
+            return Detour(self.rollbacks, 0, 1.0, target)
         self.slow = (target, target + self.lr_steps, self.lr_factor**self.in_vain)
         return Detour(self.rollbacks, self.skip_batches, self.slow[2], self.slow[1])
 

@@ -77,6 +77,11 @@ class SkipGuard(NoGuard):
         self.reason = f"{self.reason}, and {row}: {fix}"
         return Verdict.HALT
 
+    def distrust(self, why: str) -> Verdict:
+        """What to do about a state that has gone wrong without a step's fault: the run halts, what is saved is good."""
+        self.reason = f"{why}: resume=auto goes on from the last checkpoint; guard=rollback goes back by itself"
+        return Verdict.HALT
+
     @property
     def bounds(self) -> tuple[float, float]:
         """The largest loss and gradient norm that are let through."""
