@@ -23,6 +23,10 @@ class TrainingHalted(StabletrainError):
     exit_code = 3
 
 
+class RankLost(StabletrainError):
+    """Another of the processes that train together has ended, and this one cannot go on without it."""
+
+
 class Interrupted(StabletrainError):
     """A signal ended the run between two steps; if the state is saved, `resume=auto` continues it.
 

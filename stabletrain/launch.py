@@ -30,10 +30,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from stabletrain.arguments import Arguments, added, continued, key_of, take_apart
+from stabletrain.commands import again
 from stabletrain.config import check
-from stabletrain.errors import ConfigError, Interrupted, StabletrainError, TrainingHalted
+from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted
+from stabletrain.last_words import introduce, leave_word, lost
 from stabletrain.mistakes import explain
-from stabletrain.ranks import Ranks, end_together, first_does, gone, here, join, leave
+from stabletrain.ranks import Ranks, end_together, first_does, here, join, leave
 
 RUNS: list[tuple[Path, list[str]]] = []
 """Folder and overrides of each run of this process."""
@@ -95,6 +97,7 @@ def agreed(typed: Arguments, ranks: Ranks) -> Arguments:
     if not ranks.launched:
         return continued(typed)
     join(ranks)
+    introduce(ranks)
     if ranks.restarts:
         typed = added(typed, "resume=auto")
     found = first_does(ranks, lambda: in_one_folder(continued(typed)))
@@ -128,8 +131,9 @@ def run_job(cfg: DictConfig) -> float | None:
         val_loss = run(job).val.get("val/loss")
         job.tracker.note(job.closing())
         return val_loss
-    except Exception as error:
-        tell(error, ranks)
+    except Exception as raised:
+        error = lost(raised, ranks) or raised
+        tell(error, ranks, folder)
         if ranks.first:
             record_refusal(folder, error)
         code = getattr(error, "exit_code", 1)
@@ -140,18 +144,20 @@ def run_job(cfg: DictConfig) -> float | None:
         sys.exit(code)
 
 
-def tell(error: Exception, ranks: Ranks) -> None:
+def tell(error: Exception, ranks: Ranks, folder: Path) -> None:
     """Says why a run ended: what all ranks raise alike rank 0 says, and what one alone has met says that one.
 
     A refusal may be either. Rank 0's ends the other processes soon; one that is still there then has met it alone.
     """
     if isinstance(error, Interrupted | TrainingHalted) and not ranks.first:
         return
-    if isinstance(error, StabletrainError) and not ranks.first:
+    if isinstance(error, StabletrainError) and not isinstance(error, RankLost) and not ranks.first:
         time.sleep(ALIKE)
     where = "" if ranks.alone else f"[rank {ranks.rank}] "
-    if not ranks.alone and (said := gone(error)):
-        print(f"{where}stabletrain: another rank is gone ({said})", file=sys.stderr, flush=True)
+    if isinstance(error, RankLost):
+        print(f"{where}stabletrain: {error}", file=sys.stderr, flush=True)
+        if ranks.first:
+            print(f"continue  {again(ranks, folder)}", file=sys.stderr, flush=True)
         time.sleep(LEFT)  # torchrun ends this process meanwhile, and names the rank that was the first to end
         return
     if isinstance(error, StabletrainError):
@@ -159,8 +165,9 @@ def tell(error: Exception, ranks: Ranks) -> None:
     else:
         trace = "".join(traceback.format_exception(error))
         print("".join(f"{where}{line}" for line in trace.splitlines(keepends=True)), file=sys.stderr)
+    leave_word(ranks, error)
     if isinstance(error, Interrupted) and error.saved:
-        print(f"continue  {again()}", file=sys.stderr)
+        print(f"continue  {again(ranks, folder)}", file=sys.stderr)
     if ranks.launched:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -201,14 +208,6 @@ def record_refusal(folder: Path, error: Exception) -> None:
     with suppress(OSError):  # the message on the terminal matters more
         if not (folder / "run.json").exists():
             (folder / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
-def again() -> str:
-    """The command that was typed, with `resume=auto`."""
-    ranks = here()
-    typed = [argument for argument in sys.orig_argv[1:] if key_of(argument) not in ("resume", "-u")]
-    program = ["torchrun", f"--nproc_per_node={ranks.count}"] if ranks.launched else ["python"]
-    return shlex.join([*program, *typed, "resume=auto"])
 
 
 def refuse(message: str, ranks: Ranks) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from stabletrain.errors import Interrupted, TrainingHalted
 from stabletrain.evaluate import evaluate
 from stabletrain.job import UNITS, History, Job
+from stabletrain.last_words import lost
 from stabletrain.machine.signals import StopRequest
 from stabletrain.records import Verdict
 from stabletrain.recovery import Recovery
@@ -22,16 +23,20 @@ def run(job: Job) -> History:
     Raises:
         Interrupted: a signal came; the state is saved.
         TrainingHalted: the guard gave up; no state is saved that was not healthy.
+        RankLost: another rank has ended.
     """
     tracker = job.tracker
     try:
         train(job)
         job.checkpoints.wait()
-    except BaseException as error:
+    except BaseException as raised:
+        error = lost(raised, job.parallel.ranks) or raised
         job.checkpoints.settle()
         tracker.close(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1))
         job.folder.finish(status_of(error), str(error) or type(error).__name__, final(job))
-        raise
+        if error is raised:
+            raise
+        raise error from raised
     finally:
         job.batches.close()
     job.tracker.summary(final(job))
@@ -74,7 +79,7 @@ def train(job: Job) -> None:
     launched: Launched | None = None
     if recovery.due(state.step):
         recovery.put_by()
-    with StopRequest() as stop:
+    with StopRequest(job.parallel.ranks.launched) as stop:
         while state.step < plan.steps:
             batch = job.batches.get(state.step)
             micro_batches = batch.to(job.device).split(plan.grad_accum_steps)

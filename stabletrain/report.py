@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from stabletrain.forensics.samples import bad_samples, describe
+from stabletrain.forensics.samples import MOST, bad_samples, describe
 from stabletrain.forensics.scene import Scene, is_scaled
 from stabletrain.job import UNITS, History, Job
 from stabletrain.records import Batch, Reading, Verdict
@@ -100,7 +100,8 @@ def report_skip(job: Job, launched: Launched, reading: Reading, verdict: Verdict
     numbers = {"loss": reading.loss, "grad_norm": reading.grad_norm, "loss_scale": reading.loss_scale}
     reason, samples = guard.reason, {}
     if guard.kind == "bad_data":
-        bad = bad_samples(launched.batch, job.tools.intake.vocab_size, launched.classes)
+        mine = bad_samples(launched.batch, job.tools.intake.vocab_size, launched.classes)
+        bad = job.parallel.of_all_parts(mine, len(launched.batch))[:MOST]
         reason, samples = describe(bad), {"samples": bad}
     job.tracker.event("skip", reading.step, kind=guard.kind, reason=reason, tick=job.state.tick, **numbers, **samples)
     kind = "spike" if guard.kind == "spike" else "nonfinite"

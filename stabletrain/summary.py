@@ -2,7 +2,6 @@
 
 import math
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ import torch
 from torch import nn
 
 from stabletrain.arguments import SWEEP, Arguments, key_of
+from stabletrain.commands import program
 from stabletrain.models.sampling import generate
+from stabletrain.ranks import here
 
 
 def opening(
@@ -156,7 +157,7 @@ def suggestion(typed: Arguments, has_attention: bool, per: str) -> str:
     swept = {key_of(each) for each in sweep} | {"resume", "zloss", "qknorm", "qkclip", "stability"}
     kept = [o for o in typed.overrides if key_of(o) not in swept and not key_of(o).startswith(("hydra", "faults"))]
     options = [option for option in typed.options if option not in SWEEP]
-    return shlex.join(["python", sys.argv[0], "-m", *options, *kept, *sweep])
+    return shlex.join([*program(here()), "-m", *options, *kept, *sweep])
 
 
 def sample_text(model: nn.Module, data: Any, device: torch.device, tokens: int = 200) -> str | None:

@@ -36,7 +36,7 @@ def bad_samples(batch: Batch, vocab_size: int | None, classes: int | None) -> li
             if what:
                 found.append({"index": index, **named(batch, index), "fault": fault, "what": what})
                 break
-    if not found and bool((batch.targets == IGNORE_INDEX).all()):
+    if not found and not batch.counted and bool((batch.targets == IGNORE_INDEX).all()):
         found = [
             {
                 "index": None,

@@ -97,6 +97,11 @@ class Alone:
         """A captured state with every tensor whole, for that model."""
         return tree
 
+    def of_all_parts(self, samples: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+        """Samples of the whole batch, from those of this rank's part of it, which has `size`; `index` is the place."""
+        del size
+        return samples
+
     def anywhere(self, here: bool) -> bool:
         """Whether something is so on any rank."""
         return here

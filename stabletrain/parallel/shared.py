@@ -7,6 +7,7 @@ one rank alone has seen closes the gate on all of them.
 """
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,8 @@ class Shared(Alone):
         """
         if not len(batch):
             inputs = batch.inputs.new_zeros(size, *batch.inputs.shape[1:])
-            batch = Batch(inputs, batch.targets.new_full((size, *batch.targets.shape[1:]), IGNORE_INDEX))
+            targets = batch.targets.new_full((size, *batch.targets.shape[1:]), IGNORE_INDEX)
+            batch = Batch(inputs, targets, sources=["the batch is empty"] * size)
         size = len(batch) // self.ranks.count
         mine = batch.rows(slice(self.ranks.rank * size, (self.ranks.rank + 1) * size))
         return mine.counting(int((batch.targets != IGNORE_INDEX).sum()))
@@ -112,6 +114,17 @@ class Shared(Alone):
         """The sum over the ranks, elementwise."""
         dist.all_reduce(values)
         return values
+
+    def of_all_parts(self, samples: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+        """With the rank of each, and its place in the whole batch; what is so of the whole batch is said once."""
+        found, of_whole = [], {}
+        for rank, part in enumerate(from_all(samples)):
+            for each in part:
+                if each["index"] is None:
+                    of_whole.setdefault(each["what"], each)
+                else:
+                    found.append({**each, "index": rank * size + each["index"], "rank": rank})
+        return [*found, *of_whole.values()]
 
     def anywhere(self, here: bool) -> bool:
         """As every rank says, told among the hosts."""

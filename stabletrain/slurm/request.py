@@ -65,6 +65,14 @@ class Request:
         """How many a node has, one for each card; `customary` is cluster.conf's number."""
         return self.gpus or int(customary)
 
+    def options(self, card: str) -> list[str]:
+        """The options that ask for one run on this card, as they would be typed again."""
+        asked: dict[str, object] = {"--gpu": card, "--nodes": self.nodes if self.nodes > 1 else None}
+        asked |= {"--gpus-per-node": self.gpus}
+        asked |= {"--time": self.time, "--partition": self.partition, "--account": self.account}
+        asked |= {"--cluster": None if self.cluster == CLUSTER else self.cluster.resolve()}
+        return [word for name, value in asked.items() if value is not None for word in (name, str(value))]
+
 
 class Parser(argparse.ArgumentParser):
     """A parser whose complaints are one line."""

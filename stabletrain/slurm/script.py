@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from stabletrain.commands import LAUNCH
 from stabletrain.errors import ConfigError
 from stabletrain.slurm.cluster import Card
 from stabletrain.slurm.request import Request, seconds
@@ -60,6 +61,8 @@ def script(job: Job, request: Request) -> str:
         lines += ["esac", f'folder={folder}/"$SLURM_ARRAY_TASK_ID"']
     else:
         lines += [f"overrides=({shlex.join(job.overrides[0])})", f"folder={folder}"]
+    again = shlex.join([str(ROOT / "slurm" / "launch.sh"), *request.options(card.name)])
+    lines.append(f"export {LAUNCH}={shlex.quote(again)}")
     python = card.python or sys.executable
     command = shlex.join([python, str(ROOT / "train.py"), *job.options])
     lines += [

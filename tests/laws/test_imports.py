@@ -18,7 +18,9 @@ MAY_SEE = {
     "config": NOUNS | {"ranks", "stability"},
     "arguments": NOUNS,
     "mistakes": NOUNS | {"arguments", "config"},
-    "launch": NOUNS | {"arguments", "ranks", "mistakes", "config", "build", "loop"},
+    "commands": NOUNS | {"arguments", "ranks"},
+    "last_words": NOUNS | {"ranks"},
+    "launch": NOUNS | {"arguments", "commands", "ranks", "last_words", "mistakes", "config", "build", "loop"},
     "step": NOUNS | {"watch"},
     "evaluate": NOUNS | {"step"},
     "watch": NOUNS,
@@ -35,8 +37,8 @@ MAY_SEE = {
     "job": NOUNS | {"step", "state", "tracking", "watch", "forensics", "parallel"},
     "recovery": NOUNS | {"job", "data", "state", "tracking"},
     "report": NOUNS | {"job", "step", "forensics", "watch"},
-    "loop": NOUNS | {"job", "step", "evaluate", "machine", "recovery", "report"},
-    "summary": NOUNS | {"arguments", "models"},
+    "loop": NOUNS | {"last_words", "job", "step", "evaluate", "machine", "recovery", "report"},
+    "summary": NOUNS | {"arguments", "commands", "models", "ranks"},
     "agreement": NOUNS | {"config", "ranks"},
     "build": NOUNS
     | {
@@ -63,7 +65,7 @@ MAY_SEE = {
     | {"overrides", "config", "agreement", "step", "stability", "machine", "forensics", "tracking", "parallel"},
     "cli": NOUNS
     | {"rerun", "forensics", "agreement", "compare", "config", "data", "models", "state", "tracking", "machine"},
-    "slurm": NOUNS | {"arguments", "config", "mistakes", "ranks"},
+    "slurm": NOUNS | {"arguments", "commands", "config", "mistakes", "ranks"},
     "train": NOUNS | {"launch"},
 }
 """Room -> rooms of the package it may import, besides its own. A new room is added here, deliberately."""
@@ -91,7 +93,7 @@ ONLY = {
 }
 """Library -> rooms or files that may import it."""
 
-TORCH_FREE = ["arguments", "ranks", "config", "mistakes", "launch", "errors", "__init__"]
+TORCH_FREE = ["arguments", "commands", "last_words", "ranks", "config", "mistakes", "launch", "errors", "__init__"]
 
 
 def files():

@@ -1,11 +1,13 @@
 """Data and models for the tests of several ranks, given as a user's plug-ins are: by `_target_`."""
 
+import os
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from stabletrain.data.text import Stdlib
+from stabletrain.models.gpt import GPT
 from stabletrain.records import IGNORE_INDEX, Batch
 
 
@@ -30,3 +32,15 @@ class Unused(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.linear(torch.flatten(inputs, 1))
+
+
+class FailsOnRankOne(GPT):
+    """A GPT that raises in the third forward pass of rank 1."""
+
+    passes = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.passes += 1
+        if self.passes == 3 and os.environ["RANK"] == "1":
+            raise ValueError("the third sequence is too sad")
+        return super().forward(tokens)

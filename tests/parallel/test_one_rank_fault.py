@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from stabletrain.faults.planned import place
+from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel.launches import performed
 from tests.runs import TINY_GPT, TINY_RESNET
 
@@ -93,6 +94,24 @@ def test_every_rank_withholds_exactly_the_steps_with_a_fault(both):
         assert [step - 1 for step, verdict, _ in seen["verdicts"] if verdict == "skip"] == BAD
         bad_data = [step - 1 for step, verdict, kind in seen["verdicts"] if (verdict, kind) == ("skip", "bad_data")]
         assert bad_data == BAD_DATA
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "fp32" in name or "accumulated" in name])
+def test_the_event_names_the_samples_of_whichever_rank_had_them(two, shared_place, name):
+    """And their places in the whole batch, whatever the number of ranks."""
+    model = name.split("/")[1]
+    lines = read_jsonl(shared_place / "faults_two" / name / "events.jsonl")
+    events = {line["step"] - 1: line for line in lines if line["event"] == "skip"}
+    for fault in FAULTS[model]:
+        if fault["kind"] in ("input", "label"):
+            (sample,) = events[fault["at"][0]]["samples"]
+            index = place(torch.empty(SHAPES[model][fault["kind"]]), fault["seed"], fault["at"][0])[0]
+            assert (sample["rank"], sample["index"], sample["fault"]) == (fault["rank"], index, fault["kind"])
+            assert events[fault["at"][0]]["reason"].startswith(f"sample {index} of the batch: ")
+        elif fault["kind"] in ("ignored", "empty"):
+            (sample,) = events[fault["at"][0]]["samples"]
+            assert (sample["index"], sample["fault"]) == (None, "ignored")
+            assert ("the batch is empty" in events[fault["at"][0]]["reason"]) == (fault["kind"] == "empty")
 
 
 def test_a_withheld_step_changes_no_bit_on_any_rank(both):

@@ -2,7 +2,10 @@
 
 import json
 import os
+import shlex
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -63,13 +66,19 @@ def record(folder):
 def test_a_rank_that_is_killed_ends_all_and_the_run_is_continued(tmp_path, whole, kind, killed):
     process = launched(tmp_path, f"parallel={kind}")
     until(lambda: begun(tmp_path / "run"), process)
-    os.kill(ranks_of(process)[killed], signal.SIGKILL)
+    process_killed = ranks_of(process)[killed]
+    os.kill(process_killed, signal.SIGKILL)
     since = time.monotonic()
     done = finish(process)
     assert time.monotonic() - since < SOON
     assert done.returncode == 1
-    assert f"[rank {1 - killed}] stabletrain: another rank is gone (" in done.stderr
+    assert f"[rank {1 - killed}] stabletrain: rank {killed} of 2 (process {process_killed} on " in done.stderr
     assert f"[rank {1 - killed}] Traceback" not in done.stderr
+    if killed:  # else nobody is left who writes
+        found = record(tmp_path / "run")
+        assert found["status"] == "failed"
+        assert found["reason"].startswith(f"rank 1 of 2 (process {process_killed} on ")
+        assert "has ended without a word: it was killed" in found["reason"]
     root = done.stderr[done.stderr.index("Root Cause") :]
     assert f"rank      : {killed} " in root
     assert "SIGKILL" in root
@@ -82,7 +91,7 @@ def test_killed_in_the_middle_of_a_checkpoint(tmp_path, whole):
     process = launched(tmp_path, "parallel=ddp", "faults=kill", "faults.at=[50]")
     done = finish(process)
     assert done.returncode == 1
-    assert "[rank 1] stabletrain: another rank is gone (" in done.stderr
+    assert "[rank 1] stabletrain: rank 0 of 2 (process " in done.stderr
     assert any((tmp_path / "run" / "checkpoints").glob(".step-00000050.tmp-*")), "half-written"
     resumed(tmp_path, "parallel=ddp")
     same_end(tmp_path / "run", whole / "ddp")
@@ -103,6 +112,38 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, whole):
     assert (tmp_path / "run" / "checkpoints" / f"step-{event['step']:08d}").exists()
     resumed(tmp_path, "parallel=fsdp")
     same_end(tmp_path / "run", whole / "fsdp")
+
+
+def test_ctrl_c_saves_and_the_line_continue_is_a_command_that_goes_on(tmp_path, whole):
+    """The terminal signals torchrun and the ranks, and torchrun signals the ranks once more."""
+    process = start(2, str(ROOT / "train.py"), *RUN, "parallel=ddp", cwd=tmp_path)
+    until(lambda: any(begun(folder) for folder in tmp_path.glob("outputs/*/*")), process)
+    os.killpg(process.pid, signal.SIGINT)
+    done = finish(process)
+    (folder,) = tmp_path.glob("outputs/*/*")
+    assert record(folder)["status"] == "preempted"
+    assert record(folder)["reason"].endswith("the state is saved")
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("continue  ")]
+    words = shlex.split(line.removeprefix("continue  "))
+    assert words[0] == "torchrun"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+    again = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr
+    assert "next     torchrun --nproc_per_node=2 " in again.stdout
+    same_end(folder, whole / "ddp")
+
+
+def test_an_error_of_one_rank_is_said_by_it_and_told_by_the_other(tmp_path):
+    failing = "model._target_=tests.parallel.given.FailsOnRankOne"
+    done = finish(launched(tmp_path, failing))
+    assert done.returncode == 1
+    assert "[rank 1] ValueError: the third sequence is too sad" in done.stderr
+    assert "[rank 0] stabletrain: rank 1 of 2 has ended: ValueError: the third sequence is too sad" in done.stderr
+    root = done.stderr[done.stderr.index("Root Cause") :]
+    assert "rank      : 1 " in root
+    assert "the third sequence is too sad" in root
+    assert record(tmp_path / "run")["reason"] == "rank 1 of 2 has ended: ValueError: the third sequence is too sad"
 
 
 REFUSED = {

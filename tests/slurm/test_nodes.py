@@ -1,76 +1,75 @@
-"""A job over two nodes of a real Slurm: torchrun's ranks meet, stop together, and end together."""
+"""A job over two nodes of a real Slurm: its ranks meet, stop together, end together, and go on bit for bit."""
 
 import os
+import re
 import signal
-import sys
+from pathlib import Path
 
 import pytest
 
-from tests.runs import CONF, TINY_GPT
-from tests.slurm.stand_ins import stand_in
-from tests.slurm.test_cluster import again, log, record, step
+from tests.parallel.launches import performed
+from tests.runs import TINY_GPT
+from tests.slurm.test_cluster import again, log, record, step, weights
 
-pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.timeout(560)]
 
-RANK = """
-import os, signal, sys, time
-import torch, torch.distributed as dist
-stop = torch.zeros(1)
-signal.signal(signal.SIGUSR2, lambda *_: stop.fill_(1))
-dist.init_process_group("gloo")
-name = f"{os.environ['SLURM_RESTART_COUNT'] if 'SLURM_RESTART_COUNT' in os.environ else 0}.{dist.get_rank()}"
-with open(f"{name}.part", "w") as file:
-    file.write(f"{os.getpid()} {os.environ['SLURMD_NODENAME']} {dist.get_world_size()} {sys.argv[1]}")
-os.rename(f"{name}.part", name)
-while True:
-    told = stop.clone()
-    dist.all_reduce(told)
-    if told:
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # as it was before, once the loop is left
-        dist.barrier()
-        dist.destroy_process_group()
-        sys.exit(75)
-    time.sleep(0.1)
-"""
-"""In the place of train.py: ranks that agree on when to stop, and wait for each other."""
+CHOSEN = [
+    *[*TINY_GPT, "model.dropout=0.1", "steps=240", "checkpoint.every=40", "log_every=5", "eval_every=120"],
+    *("forensics=off", "monitors=none"),
+]
+KINDS = ("ddp", "fsdp")
 
 
-def test_ranks_of_two_nodes_stop_together_and_a_killed_one_ends_all(cluster, tmp_path):
-    (tmp_path / "rank.py").write_text(RANK)
-    stand_in(tmp_path, "python", f'exec {sys.executable} "${{@/*train.py/{tmp_path}/rank.py}}"')
-    conf = (cluster.place / "cluster.conf").read_text().replace("[any]", f"python = {tmp_path}/python\n[any]")
-    (tmp_path / "cluster.conf").write_text(conf)
-    job = cluster.launch(
-        "--nodes", "2", "--cluster", str(tmp_path / "cluster.conf"), "seed=3", "hydra.run.dir=run", cwd=tmp_path
-    )
-
-    def up(start):
-        cluster.hurry(job)
-        return all((tmp_path / f"{start}.{rank}").exists() for rank in (0, 1))
-
-    cluster.wait(lambda: up(0), 90)
-    first = [(tmp_path / f"0.{rank}").read_text().split() for rank in (0, 1)]
-    assert sorted(words[1] for words in first) == ["n1", "n2"]
-    assert [words[2:] for words in first] == [["2", "seed=3"]] * 2
-    cluster.run("scancel", "--batch", "--signal=USR2", job)
-    cluster.wait(lambda: up(1), 90)
-    assert "saved; queued again" in log(tmp_path / "run")
-    pids = [int((tmp_path / f"1.{rank}").read_text().split()[0]) for rank in (0, 1)]
-    os.kill(pids[1], signal.SIGKILL)
-    assert cluster.ended(job, 60) == "FAILED"
-    assert "code 137" in log(tmp_path / "run")
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The weights of undisturbed runs of two ranks on one machine, without Slurm, by the kind."""
+    place = tmp_path_factory.mktemp("whole_of_two")
+    performed(place, 2, {kind: {"overrides": [*CHOSEN, f"parallel={kind}"]} for kind in KINDS})
+    return {kind: weights(place / kind) for kind in KINDS}
 
 
-@pytest.mark.skipif(not (CONF / "parallel").is_dir(), reason="train.py trains in one process as yet")
-def test_a_run_over_two_nodes_queues_again_and_finishes(cluster, tmp_path):
+def process(job, rank):
+    """The process of a rank of this job."""
+    wanted = {f"SLURM_JOB_ID={job}".encode(), f"RANK={rank}".encode()}
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if wanted <= set(file.read_bytes().split(b"\0")):
+                return int(file.parent.name)
+        except OSError:
+            continue
+    raise AssertionError(f"job {job} has no rank {rank}")
+
+
+def begun(cluster, job, run):
+    """Waits until a job is well beyond its first checkpoint, and its ranks are on two nodes."""
+    cluster.wait(lambda: step(run) > 60, 240)
+    assert re.search(r"start 1 on n\[1-2\]", log(run))
+    assert record(run)["choices"]["parallel"] in KINDS
+
+
+def test_ranks_of_two_nodes_stop_together_queue_again_and_end_as_if_nothing_had_been(cluster, whole, tmp_path):
     run = tmp_path / "run"
-    chosen = [*TINY_GPT, "steps=300", "checkpoint.every=50", "log_every=5", "eval_every=300", "parallel=ddp"]
-    job = cluster.launch("--nodes", "2", *chosen, "hydra.run.dir=run", cwd=tmp_path)
-    cluster.wait(lambda: step(run) > 60, 120)
+    job = cluster.launch("--nodes", "2", *CHOSEN, "parallel=ddp", "hydra.run.dir=run", cwd=tmp_path)
+    begun(cluster, job, run)
     cluster.run("scancel", "--batch", "--signal=USR2", job)
     again(cluster, job)
     assert "saved; queued again" in log(run)
-    assert cluster.ended(job) == "COMPLETED"
+    launch = f"slurm/launch.sh --gpu any --nodes 2 --cluster {cluster.place}/cluster.conf resume={run}"
+    assert f"/{launch}" in log(run)
+    assert cluster.ended(job, 400) == "COMPLETED"
+    assert weights(run) == whole["ddp"]
     assert record(run)["status"] == "finished"
     assert len(record(run)["resumed"]) == 1
+
+
+def test_a_rank_killed_on_one_node_ends_both_and_the_sharded_run_goes_on_from_its_checkpoint(cluster, whole, tmp_path):
+    run = tmp_path / "run"
+    job = cluster.launch("--nodes", "2", *CHOSEN, "parallel=fsdp", "hydra.run.dir=run", cwd=tmp_path)
+    begun(cluster, job, run)
+    ranks = [process(job, rank) for rank in (0, 1)]
+    os.kill(ranks[1], signal.SIGKILL)
+    again(cluster, job)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
+    assert "killed (code 137) after step-" in log(run)
+    assert cluster.ended(job, 400) == "COMPLETED"
+    assert weights(run) == whole["fsdp"]
