@@ -146,6 +146,7 @@ def settle(job: Job, launched: Launched, pace: Pace, recovery: Recovery, seen: M
         pace.resume()
     if verdict is Verdict.HALT:
         recovery.preserve()
+        job.checkpoints.wait()
         job.tracker.event("halt", job.state.step, reason=job.tools.guard.reason)
         raise TrainingHalted(f"step {job.state.step}: {job.tools.guard.reason}")
     return verdict is not Verdict.ROLLBACK

@@ -1,14 +1,16 @@
 """Reading a checkpoint without trusting it: it is what was written, byte for byte, or it is none.
 
-A checkpoint is the folder that `disk.py` writes. Whatever else goes by its name, cut short, with one bit turned, not
+A checkpoint is the folder that one process (`disk.py`) or several ranks (`assembly.py`) write; either is read whole, or
+by each of several ranks as far as it needs it. Whatever else goes by its name, cut short, with one bit turned, not
 readable, made by another program or by somebody who means harm, is refused with the file's name and the reason; and
 no file is ever unpickled.
 """
 
 import hashlib
 import json
+import re
 import stat
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +18,21 @@ from typing import Any
 
 import safetensors.torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from stabletrain.errors import ConfigError
 from stabletrain.state.tree import Tree, unflatten
 
-FORMAT = 1
+FORMAT, PARTED = (1, 2)
+"""Numbers of the formats: a file for the model and one for all other tensors; two folders with a file of each rank."""
+
 MODEL, TRAINING, SKELETON, MANIFEST = ("model.safetensors", "training.safetensors", "state.json", "manifest.json")
+WHOLE = {"model": MODEL, "training": TRAINING}
+"""The file of each part, where one process has written it."""
+
+PIECE = re.compile(r"(model|training)/shard-[0-9]{5,}-model-00001-of-00001\.safetensors")
+"""The files of each part, where several ranks have; DCP's names."""
+
 CHUNK = 1 << 20
 LARGEST_MANIFEST = 1 << 24
 """Bytes; a manifest of ours has some hundred, and is read whole before anything is known about it."""
@@ -49,21 +60,26 @@ class Checkpoint:
     val_loss: float | None
     info: Mapping[str, Any]
 
-    def load(self) -> Tree:
-        """The whole tree, on the CPU.
+    def load(self, places: Mapping[str, Tensor] | None = None) -> Tree:
+        """The tree, on the CPU, every file of which is checked again; or what this rank needs of it, which is not.
+
+        Args:
+            places: by name the sharded tensors of the live model, if there are any. They and their moments are then
+                read as they are sharded there, by each rank its own part of the files and no more; all else is whole.
 
         Raises:
             UnusableCheckpoint: a file is missing or is not what was written.
         """
         files = _manifest(self.path)["files"]
         skeleton = _skeleton(self.path, files)
-        training = _tensors(self.path, TRAINING, files, skeleton["training"])
-        return {"model": _tensors(self.path, MODEL, files, skeleton["model"]), **training}
+        near = _near(self.path, skeleton["training"], places) if places else None
+        training = _tensors(self.path, "training", files, skeleton["training"], near)
+        return {"model": _tensors(self.path, "model", files, skeleton["model"], places or None), **training}
 
     def load_model(self) -> dict[str, Any]:
         """The model's `state_dict` alone, on the CPU; raises as `load` does."""
         files = _manifest(self.path)["files"]
-        return _tensors(self.path, MODEL, files, _skeleton(self.path, files)["model"])
+        return _tensors(self.path, "model", files, _skeleton(self.path, files)["model"], None)
 
 
 def peek(path: Path) -> Checkpoint:
@@ -76,27 +92,38 @@ def peek(path: Path) -> Checkpoint:
     for name, entry in manifest["files"].items():
         if (size := _size(path, name)) != entry["bytes"]:
             raise UnusableCheckpoint(f"{path}: {name} has {size} bytes, the manifest says {entry['bytes']}")
-    return Checkpoint(path, manifest["step"], manifest["healthy"], manifest["val_loss"], manifest["info"])
+    return _checkpoint(path, manifest)
 
 
-def verify(path: Path) -> Checkpoint:
+def verify(path: Path, rank: int = 0, count: int = 1) -> Checkpoint:
     """A checkpoint of which every byte is what was written, and whose files fit together.
+
+    Args:
+        path: its folder.
+        rank, count: of several processes that share the work each reads some of the files; only if none of them raises
+            has all been verified.
 
     Raises:
         UnusableCheckpoint: it is not so; says which file and why.
     """
-    found, files = peek(path), _manifest(path)["files"]
-    for name in (MODEL, TRAINING):
-        digest = hashlib.sha256()
-        with _naming(path, name), open(path / name, "rb") as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-        _compare(path, name, files, digest.hexdigest())
-    skeleton = _skeleton(path, files)
-    for name, part in ((MODEL, "model"), (TRAINING, "training")):
-        with _naming(path, name), safe_open(path / name, framework="pt") as tensors:
-            unflatten(skeleton[part], dict.fromkeys(tensors.keys()))
-    return found
+    if rank == 0:
+        peek(path)
+    manifest = _manifest(path)
+    files = manifest["files"]
+    for name in [name for name in files if name != SKELETON][rank::count]:
+        _check(path, name, files)
+    if rank == 0:
+        skeleton = _skeleton(path, files)
+        for part in WHOLE:
+            names = parts_of(part, files)
+            with _naming(path, _label(part, names)):
+                unflatten(skeleton[part], dict.fromkeys(_inside(path, names)))
+    return _checkpoint(path, manifest)
+
+
+def parts_of(part: str, files: Mapping[str, Any]) -> list[str]:
+    """The names of the files of `model` or of `training`, in order."""
+    return sorted(name for name in files if name == WHOLE[part] or name.startswith(f"{part}/"))
 
 
 def render(manifest: Mapping[str, Any]) -> bytes:
@@ -115,12 +142,14 @@ def _manifest(path: Path) -> dict[str, Any]:
             raise UnusableCheckpoint(f"{path}: {MANIFEST} has {size} bytes, which is no manifest")
         content = (path / MANIFEST).read_bytes()
         manifest = json.loads(content)
-        if manifest["format"] != FORMAT:
+        if (form := manifest["format"]) not in (FORMAT, PARTED):
             raise UnusableCheckpoint(
-                f"{path}: {MANIFEST} is of format {manifest['format']}; this version reads {FORMAT}"
+                f"{path}: {MANIFEST} is of format {form}; this version reads {FORMAT} and {PARTED}"
             )
         del manifest["sha256"]
-        if content != render(manifest) or manifest["files"].keys() != {MODEL, TRAINING, SKELETON}:
+        named = manifest["files"].keys() - {SKELETON}
+        ours = all(map(PIECE.fullmatch, named)) if form == PARTED else named == {MODEL, TRAINING}
+        if content != render(manifest) or not ours or SKELETON not in manifest["files"]:
             raise UnusableCheckpoint(f"{path}: {MANIFEST} does not match its checksum")
         given = unflatten({"val_loss": manifest["val_loss"], "info": manifest["info"]}, {})
         manifest |= given
@@ -139,11 +168,67 @@ def _skeleton(path: Path, files: Mapping[str, Any]) -> dict[str, Tree]:
         return {part: dict(skeleton[part]) for part in ("model", "training")}
 
 
-def _tensors(path: Path, name: str, files: Mapping[str, Any], skeleton: Tree) -> dict[str, Any]:
-    """The part of the tree whose tensors are in the file `name`."""
-    content = _checked(path, name, files)
-    with _naming(path, name):
-        return unflatten(skeleton, safetensors.torch.load(content))
+def _checkpoint(path: Path, manifest: Mapping[str, Any]) -> Checkpoint:
+    return Checkpoint(path, manifest["step"], manifest["healthy"], manifest["val_loss"], manifest["info"])
+
+
+def _tensors(
+    path: Path, part: str, files: Mapping[str, Any], skeleton: Tree, places: Mapping[str, Tensor] | None
+) -> dict[str, Any]:
+    """A part of the tree; with `places`, of which the names are those in the files, what this rank needs of it."""
+    names = parts_of(part, files)
+    if places is None and names == [WHOLE[part]]:
+        content = _checked(path, names[0], files)
+        with _naming(path, names[0]):
+            return unflatten(skeleton, safetensors.torch.load(content))
+    from stabletrain.state import dcp  # takes a second to load
+
+    for name in names if places is None else ():
+        _check(path, name, files)
+    with _naming(path, _label(part, names)):
+        return unflatten(skeleton, dcp.read([path / name for name in names], places or {}))
+
+
+def _near(path: Path, skeleton: Tree, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The places of what an optimizer keeps of sharded parameters: the parameters'; by the names in the files."""
+    with _naming(path, SKELETON):
+        moments = _named(skeleton["optimizer"]["state"]) if "optimizer" in skeleton else {}
+        return {
+            name: places[parameter]
+            for parameter, kinds in moments.items()
+            if parameter in places
+            for name in kinds.values()
+            if isinstance(name, _Name)
+        }
+
+
+class _Name(str):
+    """A tensor's name, in its place in the tree."""
+
+
+def _named(skeleton: Tree) -> Tree:
+    """The tree with the name of every tensor in its place."""
+
+    class Itself(dict):
+        def __missing__(self, name: str) -> _Name:
+            return _Name(name)
+
+    return unflatten(skeleton, Itself())
+
+
+def _inside(path: Path, names: Sequence[str]) -> list[str]:
+    """The names of the tensors in some files of one part, of which the pieces are all there."""
+    if len(names) == 1 and names[0] in WHOLE.values():
+        with safe_open(path / names[0], framework="pt") as tensors:
+            return list(tensors.keys())
+    from stabletrain.state import dcp  # takes a second to load
+
+    return list(dcp.opened([path / name for name in names])[1]) if names else []
+
+
+def _label(part: str, names: Sequence[str]) -> str:
+    """What a message calls the files of a part."""
+    return names[0] if names == [WHOLE[part]] else f"{part}/"
 
 
 def _checked(path: Path, name: str, files: Mapping[str, Any]) -> bytes:
@@ -152,6 +237,16 @@ def _checked(path: Path, name: str, files: Mapping[str, Any]) -> bytes:
         content = (path / name).read_bytes()
     _compare(path, name, files, hashlib.sha256(content).hexdigest())
     return content
+
+
+def _check(path: Path, name: str, files: Mapping[str, Any]) -> None:
+    """Reads a file through, whose bytes must be those that were written."""
+    _size(path, name)  # no pipe, that is
+    digest = hashlib.sha256()
+    with _naming(path, name), open(path / name, "rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    _compare(path, name, files, digest.hexdigest())
 
 
 def _compare(path: Path, name: str, files: Mapping[str, Any], digest: str) -> None:
@@ -180,5 +275,5 @@ def _naming(path: Path, name: str) -> Generator[None, None, None]:
         raise UnusableCheckpoint(f"{path} is a file, not a folder") from error
     except OSError as error:
         raise UnusableCheckpoint(f"{path}: {name} cannot be read ({error.strerror or error})") from error
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError) as error:
         raise UnusableCheckpoint(f"{path}: {name} does not hold what it should ({type(error).__name__})") from error

@@ -63,7 +63,7 @@ DAMAGE |= {
     ),
     "other-format": (
         lambda c: rewrite_manifest(c, format=99),
-        "manifest.json is of format 99; this version reads 1",
+        "manifest.json is of format 99; this version reads 1 and 2",
     ),
     "another-runs": (
         lambda c: rewrite_manifest(c, info={"run": "a2b3c4d5"}),
