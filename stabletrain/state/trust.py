@@ -8,38 +8,34 @@ no file is ever unpickled.
 
 import hashlib
 import json
-import re
-import stat
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stabletrain.errors import ConfigError
+from stabletrain.state.contents import (
+    MANIFEST,
+    MODEL,
+    PIECE,
+    SKELETON,
+    TRAINING,
+    WHOLE,
+    label,
+    names_in,
+    parts_of,
+    places_of_moments,
+    tensors_in,
+)
+from stabletrain.state.intact import UnusableCheckpoint, check, checked, naming, size
 from stabletrain.state.tree import Tree, unflatten
 
 FORMAT, PARTED = (1, 2)
 """Numbers of the formats: a file for the model and one for all other tensors; two folders with a file of each rank."""
 
-MODEL, TRAINING, SKELETON, MANIFEST = ("model.safetensors", "training.safetensors", "state.json", "manifest.json")
-WHOLE = {"model": MODEL, "training": TRAINING}
-"""The file of each part, where one process has written it."""
-
-PIECE = re.compile(r"(model|training)/shard-[0-9]{5,}-model-00001-of-00001\.safetensors")
-"""The files of each part, where several ranks have; DCP's names."""
-
-CHUNK = 1 << 20
 LARGEST_MANIFEST = 1 << 24
 """Bytes; a manifest of ours has some hundred, and is read whole before anything is known about it."""
-
-
-class UnusableCheckpoint(ConfigError):
-    """A folder that is no checkpoint, or no longer the one that was written; says which file and why."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +68,14 @@ class Checkpoint:
         """
         files = _manifest(self.path)["files"]
         skeleton = _skeleton(self.path, files)
-        near = _near(self.path, skeleton["training"], places) if places else None
-        training = _tensors(self.path, "training", files, skeleton["training"], near)
-        return {"model": _tensors(self.path, "model", files, skeleton["model"], places or None), **training}
+        near = places_of_moments(self.path, skeleton["training"], places) if places else None
+        training = tensors_in(self.path, "training", files, skeleton["training"], near)
+        return {"model": tensors_in(self.path, "model", files, skeleton["model"], places or None), **training}
 
     def load_model(self) -> dict[str, Any]:
         """The model's `state_dict` alone, on the CPU; raises as `load` does."""
         files = _manifest(self.path)["files"]
-        return _tensors(self.path, "model", files, _skeleton(self.path, files)["model"], None)
+        return tensors_in(self.path, "model", files, _skeleton(self.path, files)["model"], None)
 
 
 def peek(path: Path) -> Checkpoint:
@@ -90,8 +86,8 @@ def peek(path: Path) -> Checkpoint:
     """
     manifest = _manifest(path)
     for name, entry in manifest["files"].items():
-        if (size := _size(path, name)) != entry["bytes"]:
-            raise UnusableCheckpoint(f"{path}: {name} has {size} bytes, the manifest says {entry['bytes']}")
+        if (there := size(path, name)) != entry["bytes"]:
+            raise UnusableCheckpoint(f"{path}: {name} has {there} bytes, the manifest says {entry['bytes']}")
     return _checkpoint(path, manifest)
 
 
@@ -111,19 +107,14 @@ def verify(path: Path, rank: int = 0, count: int = 1) -> Checkpoint:
     manifest = _manifest(path)
     files = manifest["files"]
     for name in [name for name in files if name != SKELETON][rank::count]:
-        _check(path, name, files)
+        check(path, name, files)
     if rank == 0:
         skeleton = _skeleton(path, files)
         for part in WHOLE:
             names = parts_of(part, files)
-            with _naming(path, _label(part, names)):
-                unflatten(skeleton[part], dict.fromkeys(_inside(path, names)))
+            with naming(path, label(part, names)):
+                unflatten(skeleton[part], dict.fromkeys(names_in(path, names)))
     return _checkpoint(path, manifest)
-
-
-def parts_of(part: str, files: Mapping[str, Any]) -> list[str]:
-    """The names of the files of `model` or of `training`, in order."""
-    return sorted(name for name in files if name == WHOLE[part] or name.startswith(f"{part}/"))
 
 
 def render(manifest: Mapping[str, Any]) -> bytes:
@@ -137,9 +128,9 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 def _manifest(path: Path) -> dict[str, Any]:
     """The manifest's values; `val_loss` and `info` as they were given."""
-    with _naming(path, MANIFEST):
-        if (size := _size(path, MANIFEST)) > LARGEST_MANIFEST:
-            raise UnusableCheckpoint(f"{path}: {MANIFEST} has {size} bytes, which is no manifest")
+    with naming(path, MANIFEST):
+        if (there := size(path, MANIFEST)) > LARGEST_MANIFEST:
+            raise UnusableCheckpoint(f"{path}: {MANIFEST} has {there} bytes, which is no manifest")
         content = (path / MANIFEST).read_bytes()
         manifest = json.loads(content)
         if (form := manifest["format"]) not in (FORMAT, PARTED):
@@ -162,118 +153,11 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 def _skeleton(path: Path, files: Mapping[str, Any]) -> dict[str, Tree]:
     """What `state.json` says of both parts."""
-    content = _checked(path, SKELETON, files)
-    with _naming(path, SKELETON):
+    content = checked(path, SKELETON, files)
+    with naming(path, SKELETON):
         skeleton = json.loads(content)
         return {part: dict(skeleton[part]) for part in ("model", "training")}
 
 
 def _checkpoint(path: Path, manifest: Mapping[str, Any]) -> Checkpoint:
     return Checkpoint(path, manifest["step"], manifest["healthy"], manifest["val_loss"], manifest["info"])
-
-
-def _tensors(
-    path: Path, part: str, files: Mapping[str, Any], skeleton: Tree, places: Mapping[str, Tensor] | None
-) -> dict[str, Any]:
-    """A part of the tree; with `places`, of which the names are those in the files, what this rank needs of it."""
-    names = parts_of(part, files)
-    if places is None and names == [WHOLE[part]]:
-        content = _checked(path, names[0], files)
-        with _naming(path, names[0]):
-            return unflatten(skeleton, safetensors.torch.load(content))
-    from stabletrain.state import dcp  # takes a second to load
-
-    for name in names if places is None else ():
-        _check(path, name, files)
-    with _naming(path, _label(part, names)):
-        return unflatten(skeleton, dcp.read([path / name for name in names], places or {}))
-
-
-def _near(path: Path, skeleton: Tree, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The places of what an optimizer keeps of sharded parameters: the parameters'; by the names in the files."""
-    with _naming(path, SKELETON):
-        moments = _named(skeleton["optimizer"]["state"]) if "optimizer" in skeleton else {}
-        return {
-            name: places[parameter]
-            for parameter, kinds in moments.items()
-            if parameter in places
-            for name in kinds.values()
-            if isinstance(name, _Name)
-        }
-
-
-class _Name(str):
-    """A tensor's name, in its place in the tree."""
-
-
-def _named(skeleton: Tree) -> Tree:
-    """The tree with the name of every tensor in its place."""
-
-    class Itself(dict):
-        def __missing__(self, name: str) -> _Name:
-            return _Name(name)
-
-    return unflatten(skeleton, Itself())
-
-
-def _inside(path: Path, names: Sequence[str]) -> list[str]:
-    """The names of the tensors in some files of one part, of which the pieces are all there."""
-    if len(names) == 1 and names[0] in WHOLE.values():
-        with safe_open(path / names[0], framework="pt") as tensors:
-            return list(tensors.keys())
-    from stabletrain.state import dcp  # takes a second to load
-
-    return list(dcp.opened([path / name for name in names])[1]) if names else []
-
-
-def _label(part: str, names: Sequence[str]) -> str:
-    """What a message calls the files of a part."""
-    return names[0] if names == [WHOLE[part]] else f"{part}/"
-
-
-def _checked(path: Path, name: str, files: Mapping[str, Any]) -> bytes:
-    """A file's bytes, which are those that were written."""
-    with _naming(path, name):
-        content = (path / name).read_bytes()
-    _compare(path, name, files, hashlib.sha256(content).hexdigest())
-    return content
-
-
-def _check(path: Path, name: str, files: Mapping[str, Any]) -> None:
-    """Reads a file through, whose bytes must be those that were written."""
-    _size(path, name)  # no pipe, that is
-    digest = hashlib.sha256()
-    with _naming(path, name), open(path / name, "rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    _compare(path, name, files, digest.hexdigest())
-
-
-def _compare(path: Path, name: str, files: Mapping[str, Any], digest: str) -> None:
-    if digest != files[name]["sha256"]:
-        raise UnusableCheckpoint(f"{path}: {name} does not match its checksum")
-
-
-def _size(path: Path, name: str) -> int:
-    """Bytes of a plain file: a pipe or a device in its place could keep its reader for ever."""
-    with _naming(path, name):
-        status = (path / name).stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise UnusableCheckpoint(f"{path}: {name} is no file")
-        return status.st_size
-
-
-@contextmanager
-def _naming(path: Path, name: str) -> Generator[None, None, None]:
-    """Whatever goes wrong in reading a file says that this is no checkpoint, and names the file: its content is
-    anybody's."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise UnusableCheckpoint(f"{path}: {name} is missing") from error
-    except NotADirectoryError as error:
-        raise UnusableCheckpoint(f"{path} is a file, not a folder") from error
-    except OSError as error:
-        raise UnusableCheckpoint(f"{path}: {name} cannot be read ({error.strerror or error})") from error
-    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError) as error:
-        raise UnusableCheckpoint(f"{path}: {name} does not hold what it should ({type(error).__name__})") from error
