@@ -20,6 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from stabletrain.state import disk
 from stabletrain.state.dcp import Copies
 from stabletrain.state.health import unsound_among
@@ -72,7 +74,8 @@ class Part:
         self.place, self._ending = place, ending
         trees = {"model": tree["model"], "training": {key: child for key, child in tree.items() if key != "model"}}
         flat = {part: flatten(child) for part, child in trees.items()}
-        self._skeleton = {part: skeleton for part, (_, skeleton) in flat.items()}
+        self._skeleton: dict[str, Any] = {part: skeleton for part, (_, skeleton) in flat.items()}
+        self._skeleton["shapes"] = {part: shapes(tensors) for part, (tensors, _) in flat.items()}
         self._copies = {part: Copies(tensors, place.rank) for part, (tensors, _) in flat.items()}
 
     def leave(self, healthy: bool) -> None:
@@ -114,7 +117,10 @@ class Part:
         """
         temporary = self.place.temporary
         try:
-            self.leave(healthy)
+            try:
+                self.leave(healthy)
+            except OSError as error:
+                raise self._failure(error) from error
             notes = self._notes()
             bad = next((note["bad"] for note in notes if note["bad"]), None)
             files = {name: entry for note in notes for name, entry in note["files"].items()}
@@ -155,14 +161,20 @@ class Part:
             time.sleep(POLL)
         return [json.loads(note_of(temporary, rank).read_bytes()) for rank in range(count)]
 
-    def _failure(self) -> OSError:
-        """What the folder's new name says of the rank that failed."""
+    def _failure(self, own: OSError | None = None) -> OSError:
+        """What the folder's new name says of the rank that failed; rank 0's own error, where it was the first."""
         temporary = self.place.temporary
         for path in temporary.parent.glob(f"{gone(temporary)}*"):
             rank, number = (int(word) for word in path.name.removeprefix(gone(temporary)).split("-"))
-            reason = os.strerror(number) if number else "an error of the program"
-            return OSError(number or errno.EIO, f"rank {rank}: {reason}")
-        return OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(temporary))
+            if rank != self.place.rank:
+                reason = os.strerror(number) if number else "an error of the program"
+                return OSError(number or errno.EIO, f"rank {rank}: {reason}")
+        return own or OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(temporary))
+
+
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """The shapes of whole tensors: without them, a piece that is lost at a tensor's end would go unseen."""
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
 def note_of(temporary: Path, rank: int) -> Path:

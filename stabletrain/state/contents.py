@@ -27,20 +27,21 @@ def parts_of(part: str, files: Mapping[str, Any]) -> list[str]:
 
 
 def tensors_in(
-    path: Path, part: str, files: Mapping[str, Any], skeleton: Tree, places: Mapping[str, Tensor] | None
+    path: Path, part: str, files: Mapping[str, Any], skeleton: Mapping[str, Tree], places: Mapping[str, Tensor] | None
 ) -> dict[str, Any]:
     """A part of the tree; with `places`, of which the names are those in the files, what this rank needs of it."""
     names = parts_of(part, files)
     if places is None and names == [WHOLE[part]]:
         content = checked(path, names[0], files)
         with naming(path, names[0]):
-            return unflatten(skeleton, safetensors.torch.load(content))
+            return unflatten(skeleton[part], safetensors.torch.load(content))
     from stabletrain.state import dcp  # takes a second to load
 
     for name in names if places is None else ():
         check(path, name, files)
     with naming(path, label(part, names)):
-        return unflatten(skeleton, dcp.read([path / name for name in names], places or {}))
+        tensors = dcp.read([path / name for name in names], shapes_of(part, skeleton), places or {})
+        return unflatten(skeleton[part], tensors)
 
 
 def places_of_moments(path: Path, skeleton: Tree, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -70,14 +71,19 @@ def _named(skeleton: Tree) -> Tree:
     return unflatten(skeleton, Itself())
 
 
-def names_in(path: Path, names: Sequence[str]) -> list[str]:
-    """The names of the tensors in some files of one part, of which the pieces are all there."""
-    if len(names) == 1 and names[0] in WHOLE.values():
+def names_in(path: Path, part: str, names: Sequence[str], skeleton: Mapping[str, Tree]) -> list[str]:
+    """The names of the tensors in the files of one part, of which the pieces are all there."""
+    if names == [WHOLE[part]]:
         with safe_open(path / names[0], framework="pt") as tensors:
             return list(tensors.keys())
     from stabletrain.state import dcp  # takes a second to load
 
-    return list(dcp.opened([path / name for name in names])[1]) if names else []
+    return list(dcp.opened([path / name for name in names], shapes_of(part, skeleton))[1]) if names else []
+
+
+def shapes_of(part: str, skeleton: Mapping[str, Tree]) -> Mapping[str, Sequence[int]] | None:
+    """The shapes of all tensors of a part that several ranks have written."""
+    return dict(skeleton["shapes"][part]) if "shapes" in skeleton else None
 
 
 def label(part: str, names: Sequence[str]) -> str:

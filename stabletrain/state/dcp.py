@@ -31,6 +31,10 @@ WriteFile = Callable[[Path, Iterable[bytes | memoryview]], dict[str, Any]]
 """Writes a file and returns its entry in the manifest: `disk.write_file`."""
 
 
+Shapes = Mapping[str, Sequence[int]]
+"""Of whole tensors, by name."""
+
+
 class Copies(DefaultSavePlanner):
     """What one rank writes: planned by the tensors as they live, and copied to the host at once.
 
@@ -121,11 +125,12 @@ class Listed(FileSystem):
         return [str(file) for file in self._files]
 
 
-def read(files: Sequence[Path], places: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def read(files: Sequence[Path], shapes: Shapes | None, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All tensors of some safetensors files: as this rank has them of sharded tensors, whole and on the CPU of others.
 
     Args:
         files: written by any number of ranks, or by one process.
+        shapes: of all tensors, by name; None where one process has written them whole.
         places: by name a tensor whose placement, device and memory format are those of the one that is read; its dtype
             need not be. Without one, and where shapes differ, a tensor is read whole.
 
@@ -135,7 +140,7 @@ def read(files: Sequence[Path], places: Mapping[str, Tensor]) -> dict[str, Tenso
     """
     if not files:
         return {}
-    reader, known = opened(files)
+    reader, known = opened(files, shapes)
     found: dict[str, Tensor] = {}
     for name, stored in known.items():
         place, dtype = places.get(name), stored.properties.dtype
@@ -149,15 +154,18 @@ def read(files: Sequence[Path], places: Mapping[str, Tensor]) -> dict[str, Tenso
     return found
 
 
-def opened(files: Sequence[Path]) -> tuple[HuggingFaceStorageReader, dict[str, TensorStorageMetadata]]:
-    """A reader of some files, and what they hold by name; raises as `read` does."""
+def opened(
+    files: Sequence[Path], shapes: Shapes | None
+) -> tuple[HuggingFaceStorageReader, dict[str, TensorStorageMetadata]]:
+    """A reader of some files, and what they hold by name; takes and raises what `read` does."""
     reader = HuggingFaceStorageReader(str(files[0].parent))
     reader.fs = Listed(files)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     known: dict[str, TensorStorageMetadata] = dict(metadata.state_dict_metadata)  # ty: ignore[invalid-assignment]
     for name, stored in known.items():
-        if sum(math.prod(piece.sizes) for piece in stored.chunks) != math.prod(stored.size):
+        there = sum(math.prod(piece.sizes) for piece in stored.chunks)
+        if there != math.prod(stored.size) or (shapes is not None and list(stored.size) != shapes[name]):
             raise ValueError(f"the pieces of '{name}' do not make it up")
     return reader, known
 

@@ -69,13 +69,13 @@ class Checkpoint:
         files = _manifest(self.path)["files"]
         skeleton = _skeleton(self.path, files)
         near = places_of_moments(self.path, skeleton["training"], places) if places else None
-        training = tensors_in(self.path, "training", files, skeleton["training"], near)
-        return {"model": tensors_in(self.path, "model", files, skeleton["model"], places or None), **training}
+        training = tensors_in(self.path, "training", files, skeleton, near)
+        return {"model": tensors_in(self.path, "model", files, skeleton, places or None), **training}
 
     def load_model(self) -> dict[str, Any]:
         """The model's `state_dict` alone, on the CPU; raises as `load` does."""
         files = _manifest(self.path)["files"]
-        return tensors_in(self.path, "model", files, _skeleton(self.path, files)["model"], None)
+        return tensors_in(self.path, "model", files, _skeleton(self.path, files), None)
 
 
 def peek(path: Path) -> Checkpoint:
@@ -113,7 +113,7 @@ def verify(path: Path, rank: int = 0, count: int = 1) -> Checkpoint:
         for part in WHOLE:
             names = parts_of(part, files)
             with naming(path, label(part, names)):
-                unflatten(skeleton[part], dict.fromkeys(names_in(path, names)))
+                unflatten(skeleton[part], dict.fromkeys(names_in(path, part, names, skeleton)))
     return _checkpoint(path, manifest)
 
 
@@ -152,11 +152,11 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _skeleton(path: Path, files: Mapping[str, Any]) -> dict[str, Tree]:
-    """What `state.json` says of both parts."""
+    """What `state.json` says of both parts, and of the shapes of tensors that are in pieces."""
     content = checked(path, SKELETON, files)
     with naming(path, SKELETON):
         skeleton = json.loads(content)
-        return {part: dict(skeleton[part]) for part in ("model", "training")}
+        return {part: dict(skeleton[part]) for part in (*WHOLE, *(() if MODEL in files else ("shapes",)))}
 
 
 def _checkpoint(path: Path, manifest: Mapping[str, Any]) -> Checkpoint:
