@@ -31,9 +31,9 @@ from stabletrain.records import Batch, TrainState
 from stabletrain.stability.intake import Intake
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.schedule import LearningRate
-from stabletrain.state.capture import Stateful, restore
+from stabletrain.state.capture import Stateful, restore, sharded
 from stabletrain.state.checkpoint import NoCheckpoints
-from stabletrain.state.folder import find, run_of
+from stabletrain.state.folder import run_of
 from stabletrain.state.snapshots import Snapshots
 from stabletrain.step import Tools
 from stabletrain.summary import closing, opening, sample_text, suggestion
@@ -232,9 +232,9 @@ def continue_from(
     """
     if resume == "none":
         return
-    found = checkpoints.preferred() if resume == "auto" else find(Path(resume))
+    found = checkpoints.preferred() if resume == "auto" else checkpoints.find(Path(resume))
     if found is not None:
-        restore(found.load(), state, parts)
+        restore(found.load(sharded(state)), state, parts)
         tracker.event("resume", state.step, checkpoint=found.path.name, healthy=found.healthy)
         tracker.note(f"resumed after step {state.step}, from {found.path}")
         if not found.healthy and Path(resume).absolute() == found.path.absolute():  # elsewhere it has been said

@@ -178,6 +178,7 @@ def follow(job: Job, verdict: Verdict, pace: Pace, recovery: Recovery, *, same_d
         pace.resume()
     if verdict is Verdict.HALT:
         recovery.preserve()
+        job.checkpoints.wait()
         job.tracker.event("halt", job.state.step, reason=job.tools.guard.reason)
         raise TrainingHalted(f"step {job.state.step}: {job.tools.guard.reason}")
     return verdict is not Verdict.ROLLBACK

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from stabletrain.data.order import position
 from stabletrain.errors import TrainingHalted
 from stabletrain.job import Job
-from stabletrain.state.capture import capture, restore
+from stabletrain.state.capture import capture, restore, sharded
 from stabletrain.state.tree import Tree
 from stabletrain.tracking.tracker import NoTracker
 
@@ -190,7 +190,7 @@ class Recovery:
         saved = job.checkpoints.newest(at_most=target) or job.checkpoints.oldest()
         if held is not None and (saved is None or held["step"] >= saved.step):
             return held
-        return saved.load() if saved is not None else None
+        return saved.load(sharded(job.state)) if saved is not None else None
 
 
 def val_loss_of(history: Mapping[str, Any], step: int) -> float | None:

@@ -13,15 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError
-from stabletrain.faults.planned import Planned, say
+from stabletrain.faults.planned import OnRank, say
 from stabletrain.state import disk
 
 Content = Iterable[bytes | memoryview]
 
 
 @dataclass(frozen=True)
-class OfDisk(Planned):
-    """A fault within the writing of a checkpoint; `at` counts ticks done."""
+class OfDisk(OnRank):
+    """A fault within the writing of a checkpoint; `at` counts ticks done.
+
+    Attributes:
+        rank: the rank that meets it; None for every rank that writes. A rank other than 0 writes with fsdp only.
+    """
+
+    rank: int | None = 0
 
     def checkpoints(self, checkpoints: Any) -> Any:
         """The same checkpoints, whose write at a planned tick does not end well.
@@ -34,7 +40,7 @@ class OfDisk(Planned):
         save, spared = checkpoints.save, self.spared(checkpoints)
 
         def save_ill_fated(step: int, tree: Mapping[str, Any], **rest: Any) -> None:
-            if tree["tick"] in self.at and step not in spared:
+            if self.hits(tree["tick"]) and step not in spared:
                 interrupt(step, lambda path: self.happen(path, step))
             save(step, tree, **rest)
 
@@ -65,7 +71,7 @@ class Kill(OfDisk):
     """The process is killed (SIGKILL) when a checkpoint is half-written.
 
     A process that finds a checkpoint half-written follows one that was killed there, and is spared: so `resume=auto`
-    carries such a run to its end.
+    carries such a run to its end. Of several ranks it is rank 0 that looks, and only rank 0 is spared.
     """
 
     def spared(self, checkpoints: Any) -> set[int]:
@@ -91,15 +97,16 @@ def interrupt(step: int, happen: Callable[[Path], None]) -> None:
     Checkpoints are written on a thread of their own. So the function that writes files is exchanged for one that puts
     it back as soon as it meets that file.
     """
-    write = disk._write
+    write = disk.write_file
 
     def write_half(path: Path, content: Content) -> dict[str, Any]:
-        if path.name != disk.TRAINING or not path.parent.name.startswith(f".step-{step:08d}."):
+        second = path.name == disk.TRAINING or path.parent.name == "training"
+        if not second or f"{os.sep}.step-{step:08d}." not in str(path):
             return write(path, content)
-        disk._write = write
+        disk.write_file = write
         return write(path, half(content, lambda: happen(path)))
 
-    disk._write = write_half  # ty: ignore[invalid-assignment]
+    disk.write_file = write_half  # ty: ignore[invalid-assignment]
 
 
 def half(content: Content, happen: Callable[[], None]) -> Content:

@@ -1,21 +1,25 @@
-"""Checkpoints of several ranks: rank 0 writes, and what it knows of the disk is what every rank acts by.
+"""Checkpoints of several ranks: what rank 0 knows of the disk is what every rank acts by.
+
+What all ranks have whole (ddp), rank 0 writes. Of what is sharded (fsdp) every rank writes its part, which rank 0 makes
+one checkpoint of (`state/assembly.py`). Reading a checkpoint through before it is used is shared: each rank reads some
+of its files, and only if no rank finds fault is it used.
 
 A disk that is full for one rank and not for the other, or a write that one has seen and the other has not, would lead
 the ranks to different decisions. So whatever is asked of the disk is asked on rank 0 and told to all. All ranks must
-make the same calls in the same order; each reads what it continues from by itself, so the run folder must be one that
-all machines see.
+make the same calls in the same order; each reads what it continues from, or its part of it, by itself: so the run
+folder must be one that all machines see.
 """
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stabletrain.ranks import Ranks, first_does, told
+from stabletrain.ranks import Ranks, first_does, from_all, told
 from stabletrain.state.checkpoint import NoCheckpoints
 from stabletrain.state.notice import Report
-from stabletrain.state.shards import whole
-from stabletrain.state.tree import Tree
-from stabletrain.state.trust import Checkpoint, peek
+from stabletrain.state.shards import Place, is_sharded
+from stabletrain.state.tree import Tree, flatten
+from stabletrain.state.trust import Checkpoint, UnusableCheckpoint, peek, verify
 
 
 class SharedCheckpoints(NoCheckpoints):
@@ -28,6 +32,7 @@ class SharedCheckpoints(NoCheckpoints):
 
     def __init__(self, own: NoCheckpoints, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
+        own.verify = self._verify
         self.keeps = own.keeps
 
     @property
@@ -54,29 +59,37 @@ class SharedCheckpoints(NoCheckpoints):
         val_loss: float | None,
         anchor: int | None = None,
         here: bool = True,
+        place: Place | None = None,
     ) -> None:
-        """Gathers what is sharded, and lets rank 0 write it."""
+        """Has rank 0 write a state that is whole on every rank, and every rank its part of one that is sharded."""
+        del place
         if not self.keeps:
             return
-        tree = whole(tree, self._ranks.first)
-        if self._ranks.first:
-            self._own.save(step, tree, info=info, healthy=healthy, val_loss=val_loss, anchor=anchor, here=here)
+        about: dict[str, Any] = {"info": info, "healthy": healthy, "val_loss": val_loss, "anchor": anchor, "here": here}
+        if not any(map(is_sharded, flatten(tree)[0].values())):
+            if self._ranks.first:
+                self._own.save(step, tree, **about)
+            return
+        self.wait()
+        temporary = self._ask(lambda: self._own.begin(step))
+        if temporary is not None:
+            self._own.save(step, tree, **about, place=Place(temporary, self._ranks.rank, self._ranks.count))
 
     def wait(self) -> None:
-        """Returns when rank 0's last write has ended, on every rank."""
-
-        def waited() -> BaseException | None:
-            try:
-                self._own.wait()
-            except Exception as error:  # told to all: where one rank raises, so must the others
-                return error
-            return None
-
-        if self.keeps and (error := self._ask(waited)) is not None:
-            raise error
+        """Returns when the last write has ended, on every rank; raises what one of them has raised on all."""
+        if not self.keeps:
+            return
+        raised: BaseException | None = None
+        try:
+            self._own.wait()
+        except Exception as error:
+            raised = error
+        for error in from_all(raised):
+            if error is not None:
+                raise error
 
     def settle(self) -> None:
-        """Rank 0's last write ends; the others may be gone by then."""
+        """This rank's last write ends; the others may be gone by then."""
         self._own.settle()
 
     def saved(self, step: int) -> bool:
@@ -107,10 +120,15 @@ class SharedCheckpoints(NoCheckpoints):
         """As rank 0 says."""
         return self._found(self._own.best)
 
+    def find(self, path: Path) -> Checkpoint:
+        """As rank 0 says."""
+        found = self._found(lambda: self._own.find(path))
+        assert found is not None, "find raises where there is none"
+        return found
+
     def rewind(self, step: int) -> None:
         """On rank 0."""
-        if self._ranks.first:
-            self._own.rewind(step)
+        self._ask(lambda: self._own.rewind(step))
 
     def _found(self, look: Callable[[], Checkpoint | None]) -> Checkpoint | None:
         def path() -> Path | None:
@@ -121,4 +139,39 @@ class SharedCheckpoints(NoCheckpoints):
         return None if known is None else peek(known)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        return told(question() if self._ranks.first else None)
+        """Rank 0's answer, or its refusal, on every rank; meanwhile the others read what it asks them to read."""
+        if self._ranks.first:
+            answer, raised = None, None
+            try:
+                answer = question()
+            except Exception as error:  # told to all: where one rank raises, so must the others
+                raised = error
+            told((None, answer, raised))
+        else:
+            path, answer, raised = told(None)
+            while path is not None:
+                from_all(self._fault(path))
+                path, answer, raised = told(None)
+        if raised is not None:
+            raise raised
+        return answer
+
+    def _verify(self, path: Path) -> Checkpoint:
+        """Rank 0's, within `_ask`: has every rank read its share of a checkpoint.
+
+        Raises:
+            UnusableCheckpoint: one of them finds fault with it.
+        """
+        found = peek(path)
+        told((path, None, None))
+        for fault in from_all(self._fault(path)):
+            if fault:
+                raise UnusableCheckpoint(fault)
+        return found
+
+    def _fault(self, path: Path) -> str:
+        try:
+            verify(path, self._ranks.rank, self._ranks.count)
+        except UnusableCheckpoint as error:
+            return str(error)
+        return ""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
+from stabletrain.state.shards import is_sharded
 from stabletrain.state.tree import Tree, map_tensors
 
 NOT_RESTORED = frozenset({"params", "peak_lr"})
@@ -94,6 +95,11 @@ def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> Non
     state.step = tree["step"]
     state.skipped = [(start, stop) for start, stop in tree["skipped"]]
     state.tick = tree.get("tick", tree["step"])  # before there were rollbacks, both were one
+
+
+def sharded(state: TrainState) -> dict[str, Tensor]:
+    """The sharded tensors of the model by name: by them every rank reads its own part of a checkpoint."""
+    return {name: tensor for name, tensor in state.model.state_dict().items() if is_sharded(tensor)}
 
 
 def _names(state: TrainState) -> dict[Tensor, str]:

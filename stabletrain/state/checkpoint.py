@@ -7,19 +7,23 @@ the next one is tried in its turn, and once more it is said when that succeeds. 
 """
 
 import os
-import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError
-from stabletrain.state import disk
-from stabletrain.state.folder import Folder
-from stabletrain.state.health import unsound
+from stabletrain.state import assembly, disk
+from stabletrain.state.assembly import Part
+from stabletrain.state.background import Background
+from stabletrain.state.disk import Whole
+from stabletrain.state.folder import Folder, find
 from stabletrain.state.notice import Report, reason_of, say
 from stabletrain.state.off import NoCheckpoints
 from stabletrain.state.retention import kept, left_behind
+from stabletrain.state.shards import Place
 from stabletrain.state.tree import Tree, flatten, to_host
 from stabletrain.state.trust import Checkpoint
 
@@ -34,6 +38,7 @@ class Checkpoints(NoCheckpoints):
         every: steps between two checkpoints.
         keep: so many of the newest are kept, besides the last healthy ones.
         keep_best: also keep the healthy one of the lowest validation loss.
+    Args:
         asynchronous: write on a background thread; False waits for each write.
     """
 
@@ -44,11 +49,11 @@ class Checkpoints(NoCheckpoints):
             raise ConfigError(f"checkpoint.every={every} is below 1 step: choose 1 or more, or checkpoint=off")
         if keep < 1:
             raise ConfigError(f"checkpoint.keep={keep} is below 1: choose 1 or more, or checkpoint=off")
-        self.every, self.keep, self.keep_best, self.asynchronous = every, keep, keep_best, asynchronous
+        self.every, self.keep, self.keep_best = every, keep, keep_best
         self._folder: Folder | None = None
         self._on_event: Report | None = None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._background = Background(asynchronous)
+        self._begun = 0  # checkpoints of several ranks that were begun
         self._reason = ""  # why the last write failed; empty while writes succeed
         self._written: int | None = None  # step of the last one that succeeded
         self._stuck: set[Path] = set()  # said to be in the way
@@ -65,7 +70,8 @@ class Checkpoints(NoCheckpoints):
         Raises:
             ConfigError: no checkpoint can be written there.
         """
-        self._folder, self._on_event = Folder(folder / "checkpoints", on_event, run), on_event
+        self._folder, self._on_event = Folder(folder / "checkpoints", on_event, run, verify=self.verify), on_event
+
         try:
             disk.try_out(self._folder.path)
             disk.tidy(self._folder.path)
@@ -79,6 +85,19 @@ class Checkpoints(NoCheckpoints):
         """Whether a checkpoint is to be taken when `step` steps are done."""
         return step > 0 and step % self.every == 0
 
+    def begin(self, step: int) -> Path | None:
+        """Makes the folder in which several ranks write a checkpoint; None where that fails, which is said."""
+        self._begun += 1
+        folder = self._open_folder().path
+        there = os.path.isdir(folder)
+        try:
+            made = assembly.begin(folder, step, self._begun)
+        except OSError as error:
+            self._failed(step, error)
+            return None
+        self._say_if_gone(there, step)
+        return made
+
     def save(
         self,
         step: int,
@@ -89,6 +108,7 @@ class Checkpoints(NoCheckpoints):
         val_loss: float | None,
         anchor: int | None = None,
         here: bool = True,
+        place: Place | None = None,
     ) -> None:
         """Copies the state to the host, then writes it in the background.
 
@@ -103,32 +123,27 @@ class Checkpoints(NoCheckpoints):
             val_loss: nats per target; None if not known.
             anchor: the newest checkpoint of a step up to this one stays, whatever its age.
             here: whether the run is at that step now; False for an older state, which leaves nothing behind.
+            place: where the ranks of a sharded state write their parts of it, each by a call of its own; None for a
+                state that is written by this process alone.
 
         Raises:
             TypeError: the tree or `info` holds something that needs pickle.
         """
         self.wait()
         flatten({"info": info, "tree": tree})  # what cannot be written is refused here, where its stack tells
-        arguments = (step, to_host(tree), to_host(dict(info)), healthy, val_loss, anchor, here)
-        if self.asynchronous:
-            self._thread = threading.Thread(target=self._attempt, args=arguments, name=f"checkpoint-{step}")
-            self._thread.start()
-        else:
-            self._attempt(*arguments)
-            self.wait()
+        content = Whole(to_host(tree)) if place is None else Part(place, tree, self._background.ending)
+        work = partial(self._attempt, step, content, to_host(dict(info)), healthy, val_loss, anchor, here)
+        if isinstance(content, Part) and content.place.rank > 0:
+            work = partial(leave, content, healthy)
+        self._background.start(work, f"checkpoint-{step}")
 
     def wait(self) -> None:
         """Returns when the last write has ended."""
-        self.settle()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        self._background.wait()
 
     def settle(self) -> None:
         """Returns when the last write has ended; for a run that is ending with an error of its own already."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._background.settle()
 
     def saved(self, step: int) -> bool:
         """Whether the newest write that ended was of `step`, and succeeded."""
@@ -168,6 +183,10 @@ class Checkpoints(NoCheckpoints):
         self.wait()
         return self._open_folder().best()
 
+    def find(self, path: Path) -> Checkpoint:
+        """A checkpoint of any run; see `folder.find`."""
+        return find(path, verify=self.verify)
+
     def rewind(self, step: int) -> None:
         """Forgets the checkpoints after `step`, which a rollback left behind.
 
@@ -183,14 +202,11 @@ class Checkpoints(NoCheckpoints):
 
     def _attempt(self, step: int, *arguments: Any) -> None:
         try:
-            try:
-                fields = self._write(step, *arguments)
-            except OSError as error:
-                self._failed(step, error)
-            else:
-                self._succeeded(step, fields)
-        except BaseException as error:  # of the program, not the disk: raised where the loop waits
-            self._error = error
+            fields = self._write(step, *arguments)
+        except OSError as error:  # any other is of the program, and raised where the loop waits
+            self._failed(step, error)
+        else:
+            self._succeeded(step, fields)
 
     def _failed(self, step: int, error: OSError) -> None:
         self.failed += 1
@@ -211,7 +227,7 @@ class Checkpoints(NoCheckpoints):
     def _write(
         self,
         step: int,
-        tree: Tree,
+        content: Whole | Part,
         info: Mapping[str, Any],
         healthy: bool,
         val_loss: float | None,
@@ -219,11 +235,10 @@ class Checkpoints(NoCheckpoints):
         here: bool,
     ) -> dict:
         start, folder = time.perf_counter(), self._open_folder()
-        bad = unsound(tree) if healthy else None
-        healthy, there = healthy and bad is None, os.path.isdir(folder.path)
-        path = disk.write(folder.path, tree, step=step, info=info, healthy=healthy, val_loss=val_loss)
-        if not there:
-            say(f"{folder.path} had gone with all that was in it: it is made again, with the checkpoint of step {step}")
+        there = os.path.isdir(folder.path)
+        path, bad = content.publish(folder.path, step=step, info=info, healthy=healthy, val_loss=val_loss)
+        healthy = healthy and bad is None
+        self._say_if_gone(there, step)
         folder.damaged.pop(path, None)
         if here:
             self._forget(left_behind(folder.known(), step, healthy))
@@ -231,6 +246,11 @@ class Checkpoints(NoCheckpoints):
         self._forget({checkpoint.path for checkpoint in known} - kept(known, self.keep, self.keep_best, anchor))
         fields = {"path": path.name, "healthy": healthy, "seconds": round(time.perf_counter() - start, 3)}
         return fields if bad is None else {**fields, "reason": bad}
+
+    def _say_if_gone(self, there: bool, step: int) -> None:
+        if not there:
+            folder = self._open_folder().path
+            say(f"{folder} had gone with all that was in it: it is made again, with the checkpoint of step {step}")
 
     def _forget(self, paths: set[Path]) -> None:
         for path in sorted(paths):
@@ -249,3 +269,9 @@ class Checkpoints(NoCheckpoints):
         if self._folder is None:
             raise RuntimeError("Checkpoints.open(folder, on_event) comes first")
         return self._folder
+
+
+def leave(part: Part, healthy: bool) -> None:
+    """Writes the part of a rank that is not the first; where the disk does not take it, rank 0 hears of it."""
+    with suppress(OSError):
+        part.leave(healthy)

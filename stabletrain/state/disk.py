@@ -3,7 +3,8 @@
 `step-00000500/` holds `model.safetensors` (the names of `model.state_dict()`, for any program),
 `training.safetensors` (all other tensors), `state.json` (the skeletons of `state/tree.py`) and `manifest.json` (sizes
 and SHA-256 of the other three, and of itself). It is written under a hidden temporary name, each file and the folder
-are synchronised to the disk, and one rename makes it appear. Reading (`trust.py`) checks every byte first.
+are synchronised to the disk, and one rename makes it appear. Reading (`trust.py`) checks every byte first. A state that
+is sharded is written by all ranks (`assembly.py`), into such a folder as well.
 """
 
 import errno
@@ -13,15 +14,36 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stabletrain.state.health import unsound
 from stabletrain.state.stream import pieces
 from stabletrain.state.tree import Tree, flatten
 from stabletrain.state.trust import FORMAT, MANIFEST, MODEL, SKELETON, TRAINING, UnusableCheckpoint, peek, render
 
 NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM}
 """What a file system answers that cannot synchronise a folder."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A state that one process has all of.
+
+    Attributes:
+        tree: contiguous CPU tensors that nobody changes meanwhile, with a `model` at its top.
+    """
+
+    tree: Tree
+
+    def publish(
+        self, folder: Path, *, step: int, info: Mapping[str, Any], healthy: bool, val_loss: float | None
+    ) -> tuple[Path, str | None]:
+        """Writes the checkpoint, as `write` does, and says what is unsound in it where it was believed healthy."""
+        bad = unsound(self.tree) if healthy else None
+        path = write(folder, self.tree, step=step, info=info, healthy=healthy and bad is None, val_loss=val_loss)
+        return path, bad
 
 
 def write(
@@ -40,22 +62,45 @@ def write(
     model, model_skeleton = flatten(tree["model"])
     training, training_skeleton = flatten({key: child for key, child in tree.items() if key != "model"})
     skeleton = {"model": model_skeleton, "training": training_skeleton}
-    manifest: dict[str, Any] = {"format": FORMAT, "step": step, "healthy": healthy}
-    manifest |= flatten({"val_loss": val_loss, "info": info})[1]
-
-    final = folder / f"step-{step:08d}"
-    temporary = folder / f".{final.name}.tmp-{os.getpid()}"
-    old = folder / f".{final.name}.old-{os.getpid()}"
-    _delete(temporary)
+    about = {"step": step, "healthy": healthy, "val_loss": val_loss, "info": info}
+    temporary = hidden(folder, step)
+    delete(temporary)
     try:
         temporary.mkdir(parents=True)
-        manifest["files"] = {
-            MODEL: _write(temporary / MODEL, pieces(model)),
-            TRAINING: _write(temporary / TRAINING, pieces(training)),
-            SKELETON: _write(temporary / SKELETON, [json.dumps(skeleton, allow_nan=False).encode()]),
+        files = {
+            MODEL: write_file(temporary / MODEL, pieces(model)),
+            TRAINING: write_file(temporary / TRAINING, pieces(training)),
+            SKELETON: write_skeleton(temporary, skeleton),
         }
-        _write(temporary / MANIFEST, [render(manifest)])
-        _sync(temporary)
+    except BaseException:
+        delete(temporary)
+        raise
+    return publish(temporary, folder, FORMAT, about, files)
+
+
+def publish(
+    temporary: Path, folder: Path, form: int, about: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]
+) -> Path:
+    """Makes files that are all on the disk a checkpoint: writes its manifest, and lets it appear by one rename.
+
+    Args:
+        temporary: where the files are: a hidden folder in `folder`.
+        folder: the folder of checkpoints.
+        form: number of the format.
+        about: `step`, `healthy`, `val_loss`, `info`.
+        files: the manifest's entries, by name.
+
+    Raises:
+        OSError: as `write`; `temporary` is gone then.
+    """
+    step, healthy = about["step"], about["healthy"]
+    manifest: dict[str, Any] = {"format": form, "step": step, "healthy": healthy}
+    manifest |= flatten({"val_loss": about["val_loss"], "info": about["info"]})[1]
+    final = folder / f"step-{step:08d}"
+    old = folder / f".{final.name}.old-{os.getpid()}"
+    try:
+        write_file(temporary / MANIFEST, [render({**manifest, "files": files})])
+        sync(temporary)
         if os.path.lexists(final):
             final.rename(old)
         temporary.rename(final)
@@ -63,12 +108,22 @@ def write(
         if os.path.lexists(old) and not os.path.lexists(final):
             with suppress(OSError):  # what stopped the write matters more, and `tidy` brings it back too
                 old.rename(final)
-        _delete(temporary)
+        delete(temporary)
         raise
     with suppress(OSError):  # it is there, and whole; a power cut can at most take the name back
-        _sync(folder)
-    _delete(old)
+        sync(folder)
+    delete(old)
     return final
+
+
+def hidden(folder: Path, step: int, serial: str = "") -> Path:
+    """Where the checkpoint of `step` is written before it appears; `tidy` deletes what is left there."""
+    return folder / f".step-{step:08d}.tmp-{os.getpid()}{serial}"
+
+
+def write_skeleton(temporary: Path, skeleton: Mapping[str, Tree]) -> dict[str, Any]:
+    """Writes `state.json`; returns its entry."""
+    return write_file(temporary / SKELETON, [json.dumps(skeleton, allow_nan=False).encode()])
 
 
 def remove(path: Path) -> None:
@@ -78,9 +133,9 @@ def remove(path: Path) -> None:
         OSError: it is still there.
     """
     gone = path.with_name(f".{path.name}.gone-{os.getpid()}")
-    _delete(gone)
+    delete(gone)
     path.rename(gone)
-    _delete(gone)
+    delete(gone)
 
 
 def tidy(folder: Path) -> None:
@@ -95,10 +150,10 @@ def tidy(folder: Path) -> None:
         if ".old-" in left.name and not _stands(final):
             if os.path.lexists(final):
                 final.rename(folder / f".{final.name}.gone-{os.getpid()}")
-                _delete(folder / f".{final.name}.gone-{os.getpid()}")
+                delete(folder / f".{final.name}.gone-{os.getpid()}")
             left.rename(final)
         else:
-            _delete(left)
+            delete(left)
 
 
 def try_out(folder: Path) -> None:
@@ -108,12 +163,12 @@ def try_out(folder: Path) -> None:
         OSError: no checkpoint can be written there.
     """
     probe = folder / f".step-probe.gone-{os.getpid()}"
-    _delete(probe)
+    delete(probe)
     try:
         probe.mkdir(parents=True)
-        _write(probe / MANIFEST, [b"\n"])
+        write_file(probe / MANIFEST, [b"\n"])
     finally:
-        _delete(probe)
+        delete(probe)
 
 
 def _stands(path: Path) -> bool:
@@ -125,7 +180,7 @@ def _stands(path: Path) -> bool:
     return True
 
 
-def _write(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
+def write_file(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Writes and synchronises one file; returns its entry in the manifest."""
     digest, size = hashlib.sha256(), 0
     with open(path, "wb") as file:
@@ -138,7 +193,7 @@ def _write(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Makes the names inside a folder survive a power cut, where the file system can."""
     try:
         handle = os.open(folder, os.O_RDONLY)
@@ -151,7 +206,7 @@ def _sync(folder: Path) -> None:
             raise
 
 
-def _delete(path: Path) -> None:
+def delete(path: Path) -> None:
     """Deletes a folder, a file or a link, as far as that can be done: what stays has a hidden name and harms nobody."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():

@@ -5,13 +5,16 @@ Reading them needs no run. One that is damaged, or of another run, is passed ove
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stabletrain.errors import ConfigError
 from stabletrain.state.notice import Report, Tell, say, silent
 from stabletrain.state.retention import by_val_loss
 from stabletrain.state.trust import MANIFEST, Checkpoint, UnusableCheckpoint, peek, verify
+
+Verify = Callable[[Path], Checkpoint]
+"""Reads a checkpoint through; raises UnusableCheckpoint, as `trust.verify` does."""
 
 NAME = re.compile(r"step-([0-9]{8,})")
 
@@ -24,15 +27,18 @@ class Folder:
         report: is told `checkpoint_skipped`.
         run: id of the run that they must be of, where their `info` names one; None takes any.
         tell: shows a person a line.
+        verify: reads a checkpoint through.
 
     Attributes:
         damaged: why those could not be used that were found so, until they can be.
     """
 
-    def __init__(self, path: Path, report: Report = silent, run: str | None = None, tell: Tell = say) -> None:
+    def __init__(
+        self, path: Path, report: Report = silent, run: str | None = None, tell: Tell = say, verify: Verify = verify
+    ) -> None:
         self.path, self.run = path, run
         self.damaged: dict[Path, str] = {}
-        self._report, self._tell = report, tell
+        self._report, self._tell, self._verify = report, tell, verify
 
     def newest(self, *, healthy_only: bool = False, at_most: int | None = None) -> Checkpoint | None:
         """The newest checkpoint that verifies; those that do not are reported with their reason and passed over.
@@ -94,7 +100,7 @@ class Folder:
             found = self._own(peek(path))
             if healthy_only and not found.healthy:
                 return None
-            found = verify(path)
+            found = self._verify(path)
         except UnusableCheckpoint as error:
             self._pass_over(path, number(path), str(error))
             return None
@@ -117,13 +123,14 @@ class Folder:
             self._report("checkpoint_skipped", step, {"path": path.name, "reason": reason})
 
 
-def find(path: Path, *, best: bool = False) -> Checkpoint:
+def find(path: Path, *, best: bool = False, verify: Verify = verify) -> Checkpoint:
     """A checkpoint to read from, without a run.
 
     Args:
         path: a checkpoint, which is taken as it is asked for; or a folder of checkpoints or a run folder, of which
             the one is taken that a run would continue from.
         best: of a folder, the healthy one of the lowest validation loss instead.
+        verify: reads a checkpoint through.
 
     Raises:
         ConfigError: there is none; names the folder and what is wrong with those that are there.
@@ -131,7 +138,7 @@ def find(path: Path, *, best: bool = False) -> Checkpoint:
     if NAME.fullmatch(path.name) or os.path.exists(path / MANIFEST):
         return verify(path)
     lines: list[str] = []
-    folder = Folder(inside(path), tell=lines.append)
+    folder = Folder(inside(path), tell=lines.append, verify=verify)
     found = folder.best() if best else folder.preferred()
     if found is not None:
         for line in lines:

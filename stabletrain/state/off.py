@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stabletrain.state.folder import Verify, find
 from stabletrain.state.notice import Report
+from stabletrain.state.shards import Place
 from stabletrain.state.tree import Tree
-from stabletrain.state.trust import Checkpoint
+from stabletrain.state.trust import Checkpoint, verify
 
 
 class NoCheckpoints:
@@ -15,10 +17,12 @@ class NoCheckpoints:
     Attributes:
         keeps: whether anything is ever saved.
         failed: writes that failed in this process.
+        verify: reads a checkpoint through before it is used; several ranks share that work.
     """
 
     keeps = False
     failed = 0
+    verify: Verify = staticmethod(verify)
 
     def open(self, folder: Path, on_event: Report, run: str | None = None) -> None:
         """Nothing to open."""
@@ -26,6 +30,11 @@ class NoCheckpoints:
     def due(self, step: int) -> bool:
         """Never."""
         return False
+
+    def begin(self, step: int) -> Path | None:
+        """Nothing is written."""
+        del step
+        return None
 
     def save(
         self,
@@ -37,6 +46,7 @@ class NoCheckpoints:
         val_loss: float | None,
         anchor: int | None = None,
         here: bool = True,
+        place: Place | None = None,
     ) -> None:
         """Nothing is saved."""
 
@@ -75,6 +85,10 @@ class NoCheckpoints:
     def best(self) -> Checkpoint | None:
         """None."""
         return None
+
+    def find(self, path: Path) -> Checkpoint:
+        """A checkpoint of any run; see `folder.find`."""
+        return find(path, verify=self.verify)
 
     def rewind(self, step: int) -> None:
         """Nothing to forget."""

@@ -6,12 +6,27 @@ the whole.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stabletrain.state.tree import Tree, map_tensors
+
+
+class Place(NamedTuple):
+    """Where the ranks of a sharded state write a checkpoint of it.
+
+    Attributes:
+        temporary: a hidden folder, which all of them see.
+        rank: this process.
+        count: of ranks.
+    """
+
+    temporary: Path
+    rank: int
+    count: int
 
 
 @dataclass(frozen=True)

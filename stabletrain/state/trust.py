@@ -1,34 +1,41 @@
 """Reading a checkpoint without trusting it: it is what was written, byte for byte, or it is none.
 
-A checkpoint is the folder that `disk.py` writes. Whatever else goes by its name, cut short, with one bit turned, not
+A checkpoint is the folder that one process (`disk.py`) or several ranks (`assembly.py`) write; either is read whole, or
+by each of several ranks as far as it needs it. Whatever else goes by its name, cut short, with one bit turned, not
 readable, made by another program or by somebody who means harm, is refused with the file's name and the reason; and
 no file is ever unpickled.
 """
 
 import hashlib
 import json
-import stat
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from stabletrain.errors import ConfigError
+from stabletrain.state.contents import (
+    MANIFEST,
+    MODEL,
+    PIECE,
+    SKELETON,
+    TRAINING,
+    WHOLE,
+    label,
+    names_in,
+    parts_of,
+    places_of_moments,
+    tensors_in,
+)
+from stabletrain.state.intact import UnusableCheckpoint, check, checked, naming, size
 from stabletrain.state.tree import Tree, unflatten
 
-FORMAT = 1
-MODEL, TRAINING, SKELETON, MANIFEST = ("model.safetensors", "training.safetensors", "state.json", "manifest.json")
-CHUNK = 1 << 20
+FORMAT, PARTED = (1, 2)
+"""Numbers of the formats: a file for the model and one for all other tensors; two folders with a file of each rank."""
+
 LARGEST_MANIFEST = 1 << 24
 """Bytes; a manifest of ours has some hundred, and is read whole before anything is known about it."""
-
-
-class UnusableCheckpoint(ConfigError):
-    """A folder that is no checkpoint, or no longer the one that was written; says which file and why."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +56,26 @@ class Checkpoint:
     val_loss: float | None
     info: Mapping[str, Any]
 
-    def load(self) -> Tree:
-        """The whole tree, on the CPU.
+    def load(self, places: Mapping[str, Tensor] | None = None) -> Tree:
+        """The tree, on the CPU, every file of which is checked again; or what this rank needs of it, which is not.
+
+        Args:
+            places: by name the sharded tensors of the live model, if there are any. They and their moments are then
+                read as they are sharded there, by each rank its own part of the files and no more; all else is whole.
 
         Raises:
             UnusableCheckpoint: a file is missing or is not what was written.
         """
         files = _manifest(self.path)["files"]
         skeleton = _skeleton(self.path, files)
-        training = _tensors(self.path, TRAINING, files, skeleton["training"])
-        return {"model": _tensors(self.path, MODEL, files, skeleton["model"]), **training}
+        near = places_of_moments(self.path, skeleton["training"], places) if places else None
+        training = tensors_in(self.path, "training", files, skeleton, near)
+        return {"model": tensors_in(self.path, "model", files, skeleton, places or None), **training}
 
     def load_model(self) -> dict[str, Any]:
         """The model's `state_dict` alone, on the CPU; raises as `load` does."""
         files = _manifest(self.path)["files"]
-        return _tensors(self.path, MODEL, files, _skeleton(self.path, files)["model"])
+        return tensors_in(self.path, "model", files, _skeleton(self.path, files), None)
 
 
 def peek(path: Path) -> Checkpoint:
@@ -74,29 +86,35 @@ def peek(path: Path) -> Checkpoint:
     """
     manifest = _manifest(path)
     for name, entry in manifest["files"].items():
-        if (size := _size(path, name)) != entry["bytes"]:
-            raise UnusableCheckpoint(f"{path}: {name} has {size} bytes, the manifest says {entry['bytes']}")
-    return Checkpoint(path, manifest["step"], manifest["healthy"], manifest["val_loss"], manifest["info"])
+        if (there := size(path, name)) != entry["bytes"]:
+            raise UnusableCheckpoint(f"{path}: {name} has {there} bytes, the manifest says {entry['bytes']}")
+    return _checkpoint(path, manifest)
 
 
-def verify(path: Path) -> Checkpoint:
+def verify(path: Path, rank: int = 0, count: int = 1) -> Checkpoint:
     """A checkpoint of which every byte is what was written, and whose files fit together.
+
+    Args:
+        path: its folder.
+        rank, count: of several processes that share the work each reads some of the files; only if none of them raises
+            has all been verified.
 
     Raises:
         UnusableCheckpoint: it is not so; says which file and why.
     """
-    found, files = peek(path), _manifest(path)["files"]
-    for name in (MODEL, TRAINING):
-        digest = hashlib.sha256()
-        with _naming(path, name), open(path / name, "rb") as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-        _compare(path, name, files, digest.hexdigest())
-    skeleton = _skeleton(path, files)
-    for name, part in ((MODEL, "model"), (TRAINING, "training")):
-        with _naming(path, name), safe_open(path / name, framework="pt") as tensors:
-            unflatten(skeleton[part], dict.fromkeys(tensors.keys()))
-    return found
+    if rank == 0:
+        peek(path)
+    manifest = _manifest(path)
+    files = manifest["files"]
+    for name in [name for name in files if name != SKELETON][rank::count]:
+        check(path, name, files)
+    if rank == 0:
+        skeleton = _skeleton(path, files)
+        for part in WHOLE:
+            names = parts_of(part, files)
+            with naming(path, label(part, names)):
+                unflatten(skeleton[part], dict.fromkeys(names_in(path, part, names, skeleton)))
+    return _checkpoint(path, manifest)
 
 
 def render(manifest: Mapping[str, Any]) -> bytes:
@@ -110,17 +128,19 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 def _manifest(path: Path) -> dict[str, Any]:
     """The manifest's values; `val_loss` and `info` as they were given."""
-    with _naming(path, MANIFEST):
-        if (size := _size(path, MANIFEST)) > LARGEST_MANIFEST:
-            raise UnusableCheckpoint(f"{path}: {MANIFEST} has {size} bytes, which is no manifest")
+    with naming(path, MANIFEST):
+        if (there := size(path, MANIFEST)) > LARGEST_MANIFEST:
+            raise UnusableCheckpoint(f"{path}: {MANIFEST} has {there} bytes, which is no manifest")
         content = (path / MANIFEST).read_bytes()
         manifest = json.loads(content)
-        if manifest["format"] != FORMAT:
+        if (form := manifest["format"]) not in (FORMAT, PARTED):
             raise UnusableCheckpoint(
-                f"{path}: {MANIFEST} is of format {manifest['format']}; this version reads {FORMAT}"
+                f"{path}: {MANIFEST} is of format {form}; this version reads {FORMAT} and {PARTED}"
             )
         del manifest["sha256"]
-        if content != render(manifest) or manifest["files"].keys() != {MODEL, TRAINING, SKELETON}:
+        named = manifest["files"].keys() - {SKELETON}
+        ours = all(map(PIECE.fullmatch, named)) if form == PARTED else named == {MODEL, TRAINING}
+        if content != render(manifest) or not ours or SKELETON not in manifest["files"]:
             raise UnusableCheckpoint(f"{path}: {MANIFEST} does not match its checksum")
         given = unflatten({"val_loss": manifest["val_loss"], "info": manifest["info"]}, {})
         manifest |= given
@@ -132,53 +152,12 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _skeleton(path: Path, files: Mapping[str, Any]) -> dict[str, Tree]:
-    """What `state.json` says of both parts."""
-    content = _checked(path, SKELETON, files)
-    with _naming(path, SKELETON):
+    """What `state.json` says of both parts, and of the shapes of tensors that are in pieces."""
+    content = checked(path, SKELETON, files)
+    with naming(path, SKELETON):
         skeleton = json.loads(content)
-        return {part: dict(skeleton[part]) for part in ("model", "training")}
+        return {part: dict(skeleton[part]) for part in (*WHOLE, *(() if MODEL in files else ("shapes",)))}
 
 
-def _tensors(path: Path, name: str, files: Mapping[str, Any], skeleton: Tree) -> dict[str, Any]:
-    """The part of the tree whose tensors are in the file `name`."""
-    content = _checked(path, name, files)
-    with _naming(path, name):
-        return unflatten(skeleton, safetensors.torch.load(content))
-
-
-def _checked(path: Path, name: str, files: Mapping[str, Any]) -> bytes:
-    """A file's bytes, which are those that were written."""
-    with _naming(path, name):
-        content = (path / name).read_bytes()
-    _compare(path, name, files, hashlib.sha256(content).hexdigest())
-    return content
-
-
-def _compare(path: Path, name: str, files: Mapping[str, Any], digest: str) -> None:
-    if digest != files[name]["sha256"]:
-        raise UnusableCheckpoint(f"{path}: {name} does not match its checksum")
-
-
-def _size(path: Path, name: str) -> int:
-    """Bytes of a plain file: a pipe or a device in its place could keep its reader for ever."""
-    with _naming(path, name):
-        status = (path / name).stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise UnusableCheckpoint(f"{path}: {name} is no file")
-        return status.st_size
-
-
-@contextmanager
-def _naming(path: Path, name: str) -> Generator[None, None, None]:
-    """Whatever goes wrong in reading a file says that this is no checkpoint, and names the file: its content is
-    anybody's."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise UnusableCheckpoint(f"{path}: {name} is missing") from error
-    except NotADirectoryError as error:
-        raise UnusableCheckpoint(f"{path} is a file, not a folder") from error
-    except OSError as error:
-        raise UnusableCheckpoint(f"{path}: {name} cannot be read ({error.strerror or error})") from error
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise UnusableCheckpoint(f"{path}: {name} does not hold what it should ({type(error).__name__})") from error
+def _checkpoint(path: Path, manifest: Mapping[str, Any]) -> Checkpoint:
+    return Checkpoint(path, manifest["step"], manifest["healthy"], manifest["val_loss"], manifest["info"])

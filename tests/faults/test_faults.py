@@ -538,7 +538,7 @@ def test_nothing_of_a_learning_rates_burst_is_saved_or_logged(tmp_path):
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_a_full_disk_costs_that_checkpoint_and_no_other(tmp_path, asynchronous):
-    write = disk._write
+    write = disk.write_file
     given = [*TINY_GPT, *CADENCE, f"checkpoint.asynchronous={asynchronous}"]
     _, events = ran(tmp_path, *given, "faults=disk_full", "faults.at=[8]")
     saved = [(e["event"], e["step"]) for e in events if e["event"].startswith("checkpoint")]
@@ -548,7 +548,7 @@ def test_a_full_disk_costs_that_checkpoint_and_no_other(tmp_path, asynchronous):
     assert [path.name for path in paths] == [f"step-{step:08d}" for step in (0, 4, 6, 12)]  # 0 is the guard's
     assert all(verify(path).healthy for path in paths)
     assert not list((tmp_path / "checkpoints").glob(".*"))
-    assert disk._write is write
+    assert disk.write_file is write
 
 
 def test_a_full_disk_comes_while_the_second_file_is_half_written(tmp_path, monkeypatch):

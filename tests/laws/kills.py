@@ -62,9 +62,10 @@ def everything(checkpoint: Path) -> dict:
     state = json.loads((checkpoint / "state.json").read_text())
     del state["training"]["parts"]["history"]["seconds"]
     tensors = {}
-    for file in ("model.safetensors", "training.safetensors"):
-        with safe_open(checkpoint / file, framework="pt") as opened:
-            tensors |= {f"{file}:{name}": opened.get_tensor(name).numpy().tobytes() for name in opened.keys()}  # noqa: SIM118
+    for file in sorted(checkpoint.rglob("*.safetensors")):  # of a sharded run several
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                tensors[f"{file.relative_to(checkpoint)}:{name}"] = opened.get_tensor(name).numpy().tobytes()
     return {"step": checkpoint.name, "state": state, "tensors": tensors, "names": sorted(tensors)}
 
 

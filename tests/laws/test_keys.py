@@ -455,7 +455,12 @@ def needed_for(group, option, key, places):
 SOFT = ("activation", "gradient")
 """Faults of which every place has the same end, unless they are finite."""
 
-NOT_HERE = {("faults", "kill", "at"): "[]", ("faults", "wandb", "at"): "[]"}
+NOT_HERE = {
+    ("faults", "kill", "at"): "[]",
+    ("faults", "disk_full", "rank"): "-1",
+    ("faults", "kill", "rank"): "-1",
+    ("faults", "wandb", "at"): "[]",
+}
 """Values that must be refused, of keys whose effect would end this process, or has nothing to act on here:
 tests/faults/test_faults.py shows them alive."""
 

@@ -87,14 +87,19 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_is_continued(tmp_path, whole
     same_end(tmp_path / "run", whole / kind)
 
 
-def test_killed_in_the_middle_of_a_checkpoint(tmp_path, whole):
-    process = launched(tmp_path, "parallel=ddp", "faults=kill", "faults.at=[50]")
+@pytest.mark.parametrize(("kind", "killed"), [("ddp", 0), ("fsdp", 1)])
+def test_killed_in_the_middle_of_a_checkpoint(tmp_path, whole, kind, killed):
+    process = launched(tmp_path, f"parallel={kind}", "faults=kill", "faults.at=[50]", f"faults.rank={killed}")
     done = finish(process)
     assert done.returncode == 1
-    assert "[rank 1] stabletrain: rank 0 of 2 (process " in done.stderr
-    assert any((tmp_path / "run" / "checkpoints").glob(".step-00000050.tmp-*")), "half-written"
-    resumed(tmp_path, "parallel=ddp")
-    same_end(tmp_path / "run", whole / "ddp")
+    assert f"[rank {1 - killed}] stabletrain: rank {killed} of 2 (process " in done.stderr
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert not (checkpoints / "step-00000050").exists()
+    if killed == 0:  # else rank 0 may have time to clear it away
+        assert any(checkpoints.glob(".step-00000050.tmp-*")), "half-written"
+    resumed(tmp_path, f"parallel={kind}")
+    same_end(tmp_path / "run", whole / kind)
+    assert not any(checkpoints.glob(".step-*"))
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, whole):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from stabletrain.errors import ConfigError
-from stabletrain.state import trust
+from stabletrain.state import intact, trust
 from stabletrain.state.folder import find, run_of
 from stabletrain.state.trust import Checkpoint, UnusableCheckpoint
 from stabletrain.tracking.metrics import read_jsonl
@@ -63,7 +63,7 @@ DAMAGE |= {
     ),
     "other-format": (
         lambda c: rewrite_manifest(c, format=99),
-        "manifest.json is of format 99; this version reads 1",
+        "manifest.json is of format 99; this version reads 1 and 2",
     ),
     "another-runs": (
         lambda c: rewrite_manifest(c, info={"run": "a2b3c4d5"}),
@@ -231,7 +231,7 @@ def test_a_file_that_cannot_be_read_is_passed_over_and_used_again_when_it_can(ru
 
         return called
 
-    monkeypatch.setattr(trust, "open", refusing(open), raising=False)
+    monkeypatch.setattr(intact, "open", refusing(open), raising=False)
     monkeypatch.setattr(Path, "read_bytes", refusing(Path.read_bytes))
     assert run.newest().step == 10
     assert f"{run.path(20)}: {name} cannot be read ({os.strerror(number)})" in capfd.readouterr().err

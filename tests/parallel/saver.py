@@ -1,0 +1,176 @@
+"""What ranks do with checkpoints of a sharded run, in one group of processes.
+
+    torchrun --nproc_per_node=2 -m tests.parallel.saver <place>
+
+`<place>/rank<r>.json` holds what each rank saw; the run folders stay in `<place>` for the test to look at.
+"""
+
+import faulthandler
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from stabletrain.build import build
+from stabletrain.job import Job
+from stabletrain.loop import run
+from stabletrain.parallel import SharedCheckpoints
+from stabletrain.ranks import from_all, here, leave
+from stabletrain.state import assembly
+from stabletrain.state.capture import capture, sharded
+from stabletrain.state.shards import is_sharded
+from stabletrain.state.tree import flatten
+from tests.parallel.worker import PATIENCE, tensors_of
+from tests.runs import TINY_GPT, composed
+
+RUN = [*TINY_GPT, "forensics=off", "monitors=none", "precision=fp32", "steps=8", "checkpoint.every=4", "eval_every=8"]
+RUN += ["parallel=fsdp", "checkpoint.keep=5", "guard=skip"]
+
+
+def made(place: Path, name: str, *overrides: str) -> Job:
+    """A run that is built and has not begun."""
+    with composed(*RUN, *overrides) as cfg:
+        return build(cfg, place / name)
+
+
+def trained(place: Path, name: str, *overrides: str) -> Job:
+    """A run that has ended."""
+    job = made(place, name, *overrides)
+    run(job)
+    return job
+
+
+def gathering(work: Callable[[], Any]) -> tuple[Any, int]:
+    """What `work` returns, and how often it had the ranks exchange parts of a sharded tensor."""
+    count, kept = 0, (DTensor.full_tensor, DTensor.redistribute)
+
+    def counting(function: Callable) -> Callable:
+        def called(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            return function(*arguments, **options)
+
+        return called
+
+    DTensor.full_tensor, DTensor.redistribute = map(counting, kept)
+    try:
+        return work(), count
+    finally:
+        DTensor.full_tensor, DTensor.redistribute = kept
+
+
+def saved_and_read(place: Path) -> dict[str, Any]:
+    """A run that saves; what each rank then reads of its last checkpoint."""
+    job = made(place, "run")
+    job.checkpoints.save, gathered = counted(job.checkpoints.save)
+    run(job)
+    again, building = gathering(lambda: made(place, "again", f"resume={place / 'run'}"))
+    found = again.checkpoints.find(place / "run")
+    assert found is not None
+    tree, reading = gathering(lambda: found.load(sharded(again.state)))
+    tensors = flatten({"model": tree["model"], "optimizer": tree["optimizer"]["state"]})[0]
+    read = {name: tensor.to_local().numel() / tensor.numel() for name, tensor in tensors.items() if is_sharded(tensor)}
+    whole = [name for name, tensor in tensors.items() if not is_sharded(tensor) and tensor.numel() > 1]
+    seen = {"step": again.state.step, "end": tensors_of(job), "again": tensors_of(again), "read": read, "whole": whole}
+    other = made(place, "ddp", f"resume={place / 'run'}", "parallel=ddp")
+    return seen | {"gathered": [*gathered, building, reading], "ddp": tensors_of(other)}
+
+
+def counted(save: Callable) -> tuple[Callable, list[int]]:
+    """The same function, and how much each of its calls gathers."""
+    counts: list[int] = []
+
+    def counting(*arguments: Any, **options: Any) -> None:
+        counts.append(gathering(lambda: save(*arguments, **options))[1])
+
+    return counting, counts
+
+
+def failing(place: Path) -> dict[str, Any]:
+    """A run of which rank 1 alone finds the disk full at step 4."""
+    job = trained(place, "full", "faults=disk_full", "faults.at=[4]", "faults.rank=1")
+    return {"left": left(place / "full"), "step": job.state.step}
+
+
+def ill(place: Path) -> dict[str, Any]:
+    """Checkpoints of which rank 1's part is not as it should be, each in another way."""
+    seen: dict[str, Any] = {}
+    job = made(place, "ill")
+    checkpoints = job.checkpoints
+    assert isinstance(checkpoints, SharedCheckpoints)
+    save = {"info": {}, "healthy": True, "val_loss": None}
+
+    tree = capture(job.state, job.parts)  # what only one rank has is unsound
+    if here().rank == 1:
+        next(t for t in tree["model"].values() if is_sharded(t)).to_local()[0] = torch.nan
+    checkpoints.save(9, tree, **save)
+    found = checkpoints.newest()
+    assert found is not None
+    seen |= {"unsound": [found.step, found.healthy]}
+
+    checkpoints.save(10, capture(job.state, job.parts), **save)
+    leave_part, assembly.PATIENCE = assembly.Part.leave, 1.0
+    if here().rank == 1:  # it never comes
+        assembly.Part.leave = lambda *_: None
+    checkpoints.save(11, tree, **save)
+    checkpoints.wait()
+    assembly.Part.leave, assembly.PATIENCE = leave_part, 600.0
+    seen |= {"left": left(place / "ill")}
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("rank 1's")
+
+    if here().rank == 1:  # an error of the program, on one rank, is raised on all
+        assembly.Part._unsound = broken
+    try:
+        checkpoints.save(12, tree, **save)
+        checkpoints.wait()
+    except ZeroDivisionError as error:
+        seen |= {"raised": str(error)}
+    return seen
+
+
+def left(folder: Path) -> list[str]:
+    """The names in a run's folder of checkpoints."""
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def damaged(place: Path) -> dict[str, Any]:
+    """A run that goes on after one bit of rank 1's part of its newest checkpoint has turned."""
+    trained(place, "bad")
+    if here().rank == 0:
+        file = (
+            place
+            / "bad"
+            / "checkpoints"
+            / "step-00000008"
+            / "training"
+            / "shard-00002-model-00001-of-00001.safetensors"
+        )
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    from_all(None)
+    return {"resumed_at": made(place, "bad", "resume=auto").state.step}
+
+
+def main(place: Path) -> int:
+    """All of it; a rank's results are there when it is done."""
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)  # a rank that hangs says where
+    seen, since = {}, time.monotonic()
+    for case in (saved_and_read, damaged, failing, ill):
+        seen[case.__name__] = case(place)
+        print(f"{case.__name__}: {time.monotonic() - since:.1f} s", flush=True)
+    (place / f"rank{here().rank}.json").write_text(json.dumps(seen))
+    leave()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
