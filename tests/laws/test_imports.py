@@ -18,7 +18,8 @@ MAY_SEE = {
     "config": NOUNS | {"ranks", "stability"},
     "arguments": NOUNS,
     "mistakes": NOUNS | {"arguments", "config"},
-    "launch": NOUNS | {"arguments", "ranks", "mistakes", "config", "build", "loop"},
+    "sweep": NOUNS | {"arguments", "mistakes", "tracking"},
+    "launch": NOUNS | {"arguments", "ranks", "mistakes", "config", "sweep", "build", "loop"},
     "step": NOUNS | {"watch"},
     "evaluate": NOUNS | {"step"},
     "watch": NOUNS,
@@ -63,13 +64,13 @@ MAY_SEE = {
     | {"overrides", "config", "agreement", "step", "stability", "machine", "forensics", "tracking", "parallel"},
     "cli": NOUNS
     | {"rerun", "forensics", "agreement", "compare", "config", "data", "models", "state", "tracking", "machine"},
-    "slurm": NOUNS | {"arguments", "config", "mistakes"},
+    "slurm": NOUNS | {"arguments", "config", "mistakes", "sweep"},
     "train": NOUNS | {"launch"},
 }
 """Room -> rooms of the package it may import, besides its own. A new room is added here, deliberately."""
 
 ONLY = {
-    "hydra": {"train", "build", "config", "launch", "mistakes", "overrides", "cli", "slurm"},
+    "hydra": {"train", "build", "config", "launch", "mistakes", "overrides", "cli", "slurm", "sweep"},
     "omegaconf": {
         "train",
         "agreement",
@@ -82,6 +83,7 @@ ONLY = {
         "rerun",
         "cli",
         "slurm",
+        "sweep",
     },
     "wandb": {"tracking/wandb"},
     "rich": {"tracking/progress"},
@@ -92,6 +94,7 @@ ONLY = {
 """Library -> rooms or files that may import it."""
 
 TORCH_FREE = ["arguments", "ranks", "config", "mistakes", "launch", "errors", "__init__"]
+TORCH_FREE += [f"sweep/{name}" for name in ("grid", "lines", "member", "record", "start")]
 
 
 def files():
