@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from stabletrain.sweep import lines
 from stabletrain.sweep.member import Member
 from stabletrain.sweep.record import Sweep, over
 from stabletrain.sweep.start import start
+from stabletrain.sweep.together import Asked
 
 ALIKE = 5.0
 """Seconds within which ranks that refuse the same configuration all have said so."""
@@ -70,7 +71,8 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         sys.argv[1:] = [*chain(*arguments)]
         if sweep is not None and ranks.first:
             print(lines.opening(sweep), flush=True)
-        main()
+        with nullcontext() if sweep is None or sweep.launcher == "basic" else Asked(sweep.folder):
+            main()
     except StabletrainError as error:
         return refuse(str(error), ranks)
     except RunFailed as failure:
@@ -150,23 +152,30 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
     That is the validation loss, and infinity for a run that the guard halted, or whose loss is NaN.
     """
     member, done, loss = Member(), None, None
+    if member.unwanted:
+        return math.inf
     try:
         check(cfg)
         done = first_does(ranks, lambda: member.over(cfg.steps))
         if done is None:
             if ranks.first:
                 member.keep(cfg)
-            loss = trained(cfg, member.folder, member.progress(cfg.log_every))
+            with member.listening():
+                loss = trained(cfg, member.folder, member.progress(cfg.log_every))
     except TrainingHalted:
         end_together(ranks)
+    except Interrupted as error:
+        if ranks.first:
+            member.say({"status": "preempted", "reason": str(error)})
+        end_together(ranks)
+        if member.alone:
+            sys.exit(error.exit_code)
+        return math.inf
     except Exception as error:
         tell(error, ranks)
         if ranks.first:
             record_failure(member.folder, error)
-            member.say({"status": "preempted" if isinstance(error, Interrupted) else "failed", "reason": str(error)})
-        if isinstance(error, Interrupted):
-            end_together(ranks)
-            sys.exit(error.exit_code)
+            member.say({"status": "failed", "reason": str(error)})
         if member.searching:
             raise RunFailed(getattr(error, "exit_code", 1)) from None
         return math.inf

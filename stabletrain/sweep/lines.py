@@ -14,6 +14,9 @@ from stabletrain.errors import TrainingHalted
 from stabletrain.sweep.record import OVER, Sweep
 from stabletrain.tracking.progress import clock
 
+STOPPED = 75
+"""Exit code of a sweep that was interrupted: try again later."""
+
 WIDEST = 60
 """Columns for what varies; what is longer pushes the rest to the right."""
 
@@ -115,9 +118,8 @@ def loss_of(record: Mapping[str, Any]) -> float:
 
 def code(sweep: Sweep) -> int:
     """The exit code of a sweep that is over: that of the first run that did not finish."""
+    codes = {"halted": TrainingHalted.exit_code, "failed": 1, "preempted": STOPPED}
     for _, record in sweep.records():
-        if record.get("status") == "halted":
-            return TrainingHalted.exit_code
-        if record.get("status") == "failed":
-            return int(record.get("exit_code", 1))
-    return 0
+        if (status := record.get("status")) in codes:
+            return int(record.get("exit_code", codes[status]))
+    return STOPPED if sweep.runs is not None and len(sweep.records()) < len(sweep.runs) else 0

@@ -4,7 +4,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.sweep import lines, record
+from stabletrain.sweep.together import Listening, wish_in
 from stabletrain.tracking.in_sweep import InSweep
 from stabletrain.tracking.run import RunFolder
 
@@ -31,12 +32,12 @@ class Member:
     def __init__(self) -> None:
         """Must be called inside a Hydra job."""
         hydra = HydraConfig.get()
-        self.folder = Path(hydra.runtime.output_dir)
+        self.folder, self._above = Path(hydra.runtime.output_dir), Path(hydra.sweep.dir)
         self.number = int(hydra.job.num)
         self.overrides = [str(override) for override in hydra.overrides.task]
         self.alone = hydra.runtime.choices.get("hydra/launcher") == "basic"
         self.searching = hydra.runtime.choices.get("hydra/sweeper") != "basic"
-        self.sweep = record.read(Path(hydra.sweep.dir))
+        self.sweep = record.read(self._above)
         self._started = time.monotonic()
         if self.sweep is not None and not self.alone:
             sys.orig_argv[:] = shlex.split(self.sweep.command)  # what was typed is not how this process was started
@@ -52,6 +53,15 @@ class Member:
         """
         record.refuse_another(self.folder, self.overrides)
         return record.over(self.folder, self.overrides, steps)
+
+    def listening(self) -> AbstractContextManager[Any]:
+        """A context in which it learns that the sweep is to stop."""
+        return nullcontext() if self.alone else Listening(self._above)
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether the sweep is to stop before this run has begun."""
+        return not self.alone and wish_in(self._above).exists()
 
     def record(self) -> dict[str, Any]:
         """Its `run.json`; empty where there is none."""

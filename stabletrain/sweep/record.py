@@ -33,6 +33,7 @@ class Sweep(NamedTuple):
         runs: overrides of each run; None where they are chosen one by one.
         varies: the keys that differ between them.
         count: of the runs; None where that is not known.
+        launcher: Hydra's, `basic` where one run follows the other.
         began: this start, in seconds since 1970.
     """
 
@@ -41,6 +42,7 @@ class Sweep(NamedTuple):
     runs: list[list[str]] | None
     varies: list[str]
     count: int | None
+    launcher: str
     began: float
 
     def varied(self, overrides: Sequence[str]) -> str:
@@ -64,7 +66,8 @@ def begin(folder: Path, typed: Arguments, grid: Grid) -> Sweep:
     Raises:
         ConfigError: the folder holds runs of another sweep, or cannot be written.
     """
-    sweep = Sweep(folder, shlex.join(sys.orig_argv), grid.runs, grid.varies, grid.count, time.time())
+    launcher = str(grid.cfg.hydra.runtime.choices.get("hydra/launcher"))
+    sweep = Sweep(folder, shlex.join(sys.orig_argv), grid.runs, grid.varies, grid.count, launcher, time.time())
     for name, record in sweep.records():
         belongs(sweep, name, record)
     kept = [o for o in typed.overrides if key_of(o) not in ("resume", "hydra.sweep.dir", "hydra.output_subdir")]
