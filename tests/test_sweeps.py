@@ -151,6 +151,11 @@ def test_what_was_halted_is_over_and_what_failed_is_not(tmp_path):
 
 def stopped(tmp_path, chosen, number, running):
     """A sweep of long runs that gets a signal once `running` of them train; its code and what it said."""
+
+    def logged(file):
+        return file.read_bytes().count(b"\n")
+
+    before = {file: logged(file) for file in tmp_path.rglob("metrics.jsonl")}
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *TINY_GPT, "steps=100000", "log_every=1", "guard=off", *chosen],
         cwd=tmp_path,
@@ -161,7 +166,7 @@ def stopped(tmp_path, chosen, number, running):
     )
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and process.poll() is None:
-        if sum(file.read_bytes().count(b"\n") > 3 for file in tmp_path.rglob("metrics.jsonl")) >= running:
+        if sum(logged(file) > before.get(file, 0) + 3 for file in tmp_path.rglob("metrics.jsonl")) >= running:
             process.send_signal(number)
             break
         time.sleep(0.1)
@@ -264,7 +269,6 @@ def test_a_run_that_is_halted_is_the_worst_and_ends_no_search(tmp_path):
 
 @pytest.mark.parametrize(("group", "extra"), [("launcher", "joblib"), ("sweeper", "optuna")])
 def test_a_plugin_that_is_not_installed_names_its_extra(tmp_path, group, extra):
-    """`-S`-like: the plugins are hidden by a package of the same name."""
     (tmp_path / "shadow" / "hydra_plugins").mkdir(parents=True)
     (tmp_path / "shadow" / "hydra_plugins" / "__init__.py").write_text("")
     typed = ["-m", "seed=0,1", f"hydra/{group}={extra}"]
