@@ -91,13 +91,16 @@ def continued(typed: Arguments) -> Arguments:
     """The command line with `resume` resolved; one without it as it is.
 
     `resume=auto` looks for the newest run (or, with `-m`, sweep) of the same overrides, and continues in its folder.
-    `resume=<run folder>` continues there with the arguments that run was started with; those typed now win.
+    `resume=<run or sweep folder>` continues there with the arguments it was started with; those typed now win.
     `resume=<checkpoint folder>` does the same in a new run folder.
+    With `-m` the folder of a sweep, named by `hydra.sweep.dir`, is enough.
 
     Raises:
         ConfigError: `resume` names nothing that could be continued.
     """
     resume = typed.value("resume")
+    if resume is None and typed.sweeps and swept(Path(typed.value("hydra.sweep.dir") or "/")) is not None:
+        resume = "auto"
     if resume is None or resume == "none":
         return typed
     typed = typed.without("resume")
@@ -111,6 +114,9 @@ def continued(typed: Arguments) -> Arguments:
             return added(typed, "resume=none")
         return within(added(typed, "resume=auto"), key, Path(folder))
     path = Path(resume)
+    if (first := swept(path)) is not None:
+        typed = before(Arguments(["-m", *first.options], first.overrides), typed)
+        return within(added(typed, "resume=auto"), "hydra.sweep.dir", path)
     path = path.parent if path.name == "checkpoints" else path
     if (path / "manifest.json").exists():
         return added(before(recorded(path.parent.parent), typed), f"resume='{path}'")
@@ -147,13 +153,27 @@ def recorded(folder: Path) -> Arguments:
         return Arguments([], [])
 
 
+def swept(folder: Path) -> Arguments | None:
+    """The arguments that the sweep in `folder` was started with; None where there is none."""
+    try:
+        if (folder / "sweep.json").exists():
+            record = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+            options = [option for option in record["options"] if option not in SWEEP]
+            return take_apart([*options, *record["overrides"]])
+        if (folder / "multirun.yaml").exists():  # of a job array
+            tasks = OmegaConf.select(OmegaConf.load(folder / "multirun.yaml"), "hydra.overrides.task") or []
+            return take_apart([str(task) for task in tasks]).without("resume")
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
 def newest_of_same(typed: Arguments) -> str | None:
     """The newest run folder (or sweep folder) below the current one that was started with the same overrides."""
     if typed.sweeps:
-        for file in sorted(Path("multirun").glob("*/*/multirun.yaml"), reverse=True):
-            tasks = OmegaConf.select(OmegaConf.load(file), "hydra.overrides.task") or []
-            if take_apart([str(task) for task in tasks]).own() == typed.own():
-                return str(file.parent)
+        for folder in sorted(Path("multirun").glob("*/*/"), reverse=True):
+            if (first := swept(folder)) is not None and first.own() == typed.own():
+                return str(folder)
         return None
     for file in sorted(Path("outputs").glob("*/*/run.json"), reverse=True):
         if recorded(file.parent).own() == typed.own() and (file.parent / "checkpoints").is_dir():

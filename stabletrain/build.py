@@ -48,12 +48,13 @@ FAR_OFF = 1 << 40
 """Beyond every step's number: where the seeds of the other ranks are drawn from."""
 
 
-def build(cfg: DictConfig, folder: Path) -> Job:
+def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
     """The run that `cfg` describes, resumed where it asks for that, ready for `loop.run`.
 
     Args:
         cfg: checked by `config.check`; must be called inside a Hydra job, for the choice of options.
         folder: the run folder.
+        shown: how its progress is shown; None on the terminal, as that of a run by itself.
 
     Raises:
         ConfigError: a bound passed, a combination that cannot work, or a folder that already holds a run.
@@ -133,7 +134,9 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     run.id = first_does(ranks, start)
     config = plain(cfg)
     try:
-        tracker = first_does(ranks, lambda: Tracker(Metrics(folder), wandb, Progress(cfg.log_every)), NoTracker)
+        tracker = first_does(
+            ranks, lambda: Tracker(Metrics(folder), wandb, shown or Progress(cfg.log_every)), NoTracker
+        )
     except ConfigError as error:
         run.abandon(str(error))
         raise

@@ -9,18 +9,19 @@
 | 75 | interrupted by a signal, saved; `resume=auto` continues |
 | 130 | interrupted twice, or without checkpoints to save to: stopped |
 
-In a sweep each run ends with its own code, a failing run does not stop the others, and the sweep ends with the code of
-the first run that did not finish.
+In a sweep a failing run does not stop the others, a run that is over is not run again, and the end is the code of the
+first run that did not finish.
 """
 
 import json
+import math
 import os
 import shlex
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,18 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from stabletrain.arguments import Arguments, added, continued, key_of, take_apart
+from stabletrain.arguments import Arguments, added, continued, take_apart
 from stabletrain.commands import again
 from stabletrain.config import check
 from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted
 from stabletrain.last_words import introduce, leave_word, lost
 from stabletrain.mistakes import explain
 from stabletrain.ranks import Ranks, end_together, first_does, here, join, leave
-
-RUNS: list[tuple[Path, list[str]]] = []
-"""Folder and overrides of each run of this process."""
-
+from stabletrain.sweep import lines
+from stabletrain.sweep.member import Member
+from stabletrain.sweep.record import Sweep, over
+from stabletrain.sweep.start import start
+from stabletrain.sweep.together import Asked
 
 ALIKE = 5.0
 """Seconds within which ranks that refuse the same configuration all have said so."""
@@ -49,10 +51,10 @@ LEFT = 5.0
 
 
 class RunFailed(Exception):
-    """A run of a sweep did not finish, and has said why; raised so that Hydra goes on with the others."""
+    """A run of a search failed, and has said why: no loss can be told for it."""
 
     def __init__(self, exit_code: int) -> None:
-        super().__init__(f"exit code {exit_code}")
+        super().__init__(exit_code)  # what is sent between processes is made anew from this
         self.exit_code = exit_code
 
 
@@ -65,9 +67,14 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come here, and are worded here
     typed, ranks = take_apart(sys.argv[1:]), here()
+    sweep: Sweep | None = None
     try:
-        sys.argv[1:] = [*chain(*agreed(typed, ranks))]
-        main()
+        sweep, arguments = agreed(typed, ranks, config_dir)
+        sys.argv[1:] = [*chain(*arguments)]
+        if sweep is not None and ranks.first:
+            print(lines.opening(sweep), flush=True)
+        with nullcontext() if sweep is None or sweep.launcher == "basic" else Asked(sweep.folder):
+            main()
     except StabletrainError as error:
         return refuse(str(error), ranks)
     except RunFailed as failure:
@@ -82,26 +89,27 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
             return 1
         return refuse(message, ranks)
     finally:
-        if len(RUNS) > 1 and ranks.first:
-            print(sweep_summary(), flush=True)
+        if sweep is not None and ranks.first and sweep.records():
+            print(lines.closing(sweep), flush=True)
     if ranks.launched:
         leave()
-    return 0
+    return 0 if sweep is None else lines.code(sweep)
 
 
-def agreed(typed: Arguments, ranks: Ranks) -> Arguments:
-    """The command line with `resume` resolved and, for several ranks, with the one folder that rank 0 chose.
+def agreed(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple[Sweep | None, Arguments]:
+    """The command line with `resume` resolved and, for several ranks, with the one folder that rank 0 chose; and its
+    sweep, if it is one.
 
     Ranks that torchrun has started anew, because one of them failed, continue what they had begun.
     """
     if not ranks.launched:
-        return continued(typed)
+        return start(continued(typed), config_dir)
     join(ranks)
     introduce(ranks)
     if ranks.restarts:
         typed = added(typed, "resume=auto")
-    found = first_does(ranks, lambda: in_one_folder(continued(typed)))
-    return found if ranks.first else added(found, "hydra.output_subdir=null")
+    sweep, found = first_does(ranks, lambda: start(in_one_folder(continued(typed)), config_dir))
+    return sweep, found if ranks.first else added(found, "hydra.output_subdir=null")
 
 
 def in_one_folder(arguments: Arguments) -> Arguments:
@@ -117,31 +125,87 @@ def run_job(cfg: DictConfig) -> float | None:
 
     Raises:
         SystemExit: with the run's exit code, where it did not finish (single runs, and an interrupted sweep).
-        RunFailed: the same in a sweep.
+        RunFailed: the same for a run of a search that failed.
     """
     hydra, ranks = HydraConfig.get(), here()
-    folder = Path(hydra.runtime.output_dir)
-    RUNS.append((folder, list(hydra.overrides.task)))
+    if hydra.mode == RunMode.MULTIRUN:
+        return run_of_sweep(cfg, ranks)
+    folder, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
     try:
         check(cfg)
-        from stabletrain.build import build  # torch is loaded here, after the checks that do without
-        from stabletrain.loop import run
-
-        job = build(cfg, folder)
-        val_loss = run(job).val.get("val/loss")
-        job.tracker.note(job.closing())
-        return val_loss
+        if cfg.resume == "auto" and (
+            done := first_does(ranks, lambda: over(folder, overrides, cfg.steps, ("finished",)))
+        ):
+            if ranks.first:
+                print(f"{folder} is finished already, {lines.result(done)}: nothing to do; raise steps to go on")
+            return done["final"].get("val/loss")
+        return trained(cfg, folder)
     except Exception as raised:
         error = lost(raised, ranks) or raised
         tell(error, ranks, folder)
         if ranks.first:
-            record_refusal(folder, error)
-        code = getattr(error, "exit_code", 1)
-        if hydra.mode == RunMode.MULTIRUN and not isinstance(error, Interrupted):
-            raise RunFailed(code) from None
+            record_failure(folder, error)
         if isinstance(error, Interrupted | TrainingHalted):
             end_together(ranks)
-        sys.exit(code)
+        sys.exit(getattr(error, "exit_code", 1))
+
+
+def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
+    """One run of a sweep, or what it came to before; returns what a search is to minimise.
+
+    That is the validation loss, and infinity for a run that the guard halted, or whose loss is NaN.
+    """
+    member, done, loss = Member(), None, None
+    if member.unwanted:
+        return math.inf
+    try:
+        check(cfg)
+        done = first_does(ranks, lambda: member.over(cfg.steps))
+        if done is None:
+            if ranks.first:
+                member.keep(cfg)
+            with member.listening():
+                loss = trained(cfg, member.folder, member.progress(cfg.log_every))
+    except TrainingHalted:
+        end_together(ranks)
+    except Interrupted as error:
+        if ranks.first:
+            member.say({"status": "preempted", "reason": str(error)})
+        end_together(ranks)
+        if member.alone:
+            sys.exit(error.exit_code)
+        return math.inf
+    except Exception as raised:
+        error = lost(raised, ranks) or raised
+        tell(error, ranks, member.folder)
+        if ranks.first:
+            record_failure(member.folder, error)
+            member.say({"status": "failed", "reason": str(error)})
+        if member.searching:
+            raise RunFailed(getattr(error, "exit_code", 1)) from None
+        return math.inf
+    if ranks.first:
+        member.say(done or member.record(), before=done is not None)
+    if done is not None:
+        return lines.loss_of(done)
+    return math.inf if loss is None or math.isnan(loss) else loss
+
+
+def trained(cfg: DictConfig, folder: Path, shown: Any = None) -> float | None:
+    """Builds a run and trains it; returns the last validation loss in nats.
+
+    Args:
+        cfg: checked.
+        folder: the run's.
+        shown: how its progress is shown; None as that of a run by itself.
+    """
+    from stabletrain.build import build  # torch is loaded here, after the checks that do without
+    from stabletrain.loop import run
+
+    job = build(cfg, folder, shown)
+    loss = run(job).val.get("val/loss")
+    job.tracker.note(job.closing())
+    return loss
 
 
 def tell(error: Exception, ranks: Ranks, folder: Path) -> None:
@@ -174,29 +238,10 @@ def tell(error: Exception, ranks: Ranks, folder: Path) -> None:
         get_error_handler().record_exception(error)  # torchrun's own summary ends with it
 
 
-def sweep_summary() -> str:
-    """How each run of a sweep ended, a line each, with what was varied between them."""
-    common = set.intersection(*(set(overrides) for _, overrides in RUNS))
-    lines = []
-    for folder, overrides in RUNS:
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        loss = record.get("final", {}).get("val/loss")
-        result = f"val loss {loss:.3f}" if isinstance(loss, float) else f"val loss {loss or '-'}"
-        varied = " ".join(override for override in overrides if override not in common)
-        if record["status"] not in ("finished", "running"):
-            result = f"{result}   {' '.join(str(record.get('reason')).split())[:100]}"
-        lines.append((record["status"], f"{record['status']:<9} {varied:<40} {folder.name:>3}  {result}"))
-    finished = sum(status == "finished" for status, _ in lines)
-    head = f"sweep    {len(lines)} runs, {finished} finished, in {RUNS[0][0].parent}"
-    rates = {o for _, overrides in RUNS for o in overrides if key_of(o) == "optimizer.lr"}
-    then = [f"next     stabletrain compare {RUNS[0][0].parent}"] if len(rates) > 1 else []
-    return "\n".join([head, *(f"         {line}" for _, line in lines), *then])
-
-
-def record_refusal(folder: Path, error: Exception) -> None:
-    """Leaves a `run.json` that says why, where the run ended before it had one."""
+def record_failure(folder: Path, error: Exception) -> None:
+    """Leaves in `run.json` with which code a failed run ends; and all that it says, where the run had none yet."""
     hydra = HydraConfig.get()
-    record = {
+    record: dict[str, Any] = {
         "id": None,
         "status": "failed",
         "reason": str(error) or type(error).__name__,
@@ -205,9 +250,13 @@ def record_refusal(folder: Path, error: Exception) -> None:
         "command": shlex.join(sys.orig_argv),
         "final": {},
     }
-    with suppress(OSError):  # the message on the terminal matters more
-        if not (folder / "run.json").exists():
-            (folder / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    file = folder / "run.json"
+    with suppress(OSError, ValueError):  # the message on the terminal matters more
+        if file.exists():
+            record = json.loads(file.read_text(encoding="utf-8"))
+        if record["status"] == "failed":
+            record["exit_code"] = getattr(error, "exit_code", 1)
+            file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def refuse(message: str, ranks: Ranks) -> int:

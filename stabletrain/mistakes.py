@@ -16,6 +16,9 @@ from omegaconf import OmegaConf
 from stabletrain.arguments import Arguments, key_of
 from stabletrain.config import leaves
 
+EXTRAS = ("joblib", "optuna")
+"""Hydra's plugins that come as extras of the same name."""
+
 
 def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
     """Hydra's complaint about a command line as one message; None where the error is about something else.
@@ -42,6 +45,9 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
         options.setdefault(file.parent.name, []).append(file.stem)
     if match := re.search(r"Could not override '([^']+)'", text):
         return no_such_key(match[1], typed, folders, options)
+    if (match := re.search(r"Could not find 'hydra/(\w+)/(\w+)'", text)) and match[2] in EXTRAS:
+        extra = f'pip install "stabletrain[{match[2]}]"'
+        return f"hydra/{match[1]}={match[2]} is not installed: {extra}"
     if match := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
         group, option = match.groups()
         available = sorted(options.get(group, []))

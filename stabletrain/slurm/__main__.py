@@ -19,6 +19,7 @@ from stabletrain.slurm.request import Request
 from stabletrain.slurm.request import read as read_request
 from stabletrain.slurm.runs import Runs, expand
 from stabletrain.slurm.script import Job, script
+from stabletrain.sweep.record import OVER
 
 
 def main() -> int:
@@ -50,7 +51,7 @@ def main() -> int:
 def planned(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     """A job for each card: alone in the sweep's folder, or each in the folder of its name below it.
 
-    `resume=auto` leaves out the runs of a sweep that are finished.
+    `resume=auto` leaves out the runs of a sweep that are over.
 
     Raises:
         ConfigError: a run cannot work, or its folder is taken.
@@ -64,10 +65,10 @@ def planned(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     jobs = []
     for card in cards:
         where = runs.folder / card.name if len(cards) > 1 else runs.folder
-        tasks = [n for n in range(len(runs.overrides)) if not (same and finished(where / str(n)))]
+        tasks = [n for n in range(len(runs.overrides)) if not (same and over(where / str(n)))]
         jobs.append(Job(card, where, tasks if arguments.sweeps else None, runs.overrides, options, Path.cwd()))
     if not any(job.folders for job in jobs):
-        raise ConfigError(f"every run in {runs.folder} is finished: there is nothing to continue")
+        raise ConfigError(f"every run in {runs.folder} is over: there is nothing to continue")
     jobs = [job for job in jobs if job.folders]
     key = "hydra.sweep.dir" if arguments.sweeps else "hydra.run.dir"
     for each in (each for job in jobs for each in job.folders):
@@ -105,10 +106,10 @@ def continued(request: Request) -> tuple[Arguments, Path | None]:
     return before(first, typed), folder
 
 
-def finished(folder: Path) -> bool:
-    """Whether the run in `folder` is done."""
+def over(folder: Path) -> bool:
+    """Whether the run in `folder` has its result: it finished, or was halted by the guard."""
     try:
-        return json.loads((folder / "run.json").read_text(encoding="utf-8"))["status"] == "finished"
+        return json.loads((folder / "run.json").read_text(encoding="utf-8"))["status"] in OVER
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -4,27 +4,20 @@ A sweep is expanded by Hydra's own parser and sweeper, so that it is what `pytho
 composed and checked as `train.py` will do it, so that a mistake costs seconds and not a place in the queue.
 """
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydra import compose, version
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathQuery
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from stabletrain.arguments import Arguments, key_of
 from stabletrain.config import check, check_ranks
 from stabletrain.errors import ConfigError
-from stabletrain.mistakes import explain, own_folders
+from stabletrain.mistakes import explain
 from stabletrain.ranks import Ranks
+from stabletrain.sweep.grid import grid, hydra
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -62,7 +55,7 @@ def expand(arguments: Arguments, cards: Mapping[str, int]) -> Runs:
         ConfigError: naming the run, where there are several, and what is wrong with it.
     """
     try:
-        with hydra(arguments) as name:
+        with hydra(arguments, CONF) as name:
             if not arguments.sweeps:
                 cfg: Any = checked(name, arguments.overrides, cards)
                 return Runs(Path(cfg.hydra.run.dir), [arguments.overrides], None, notes(cfg, cards))
@@ -77,19 +70,13 @@ def expand(arguments: Arguments, cards: Mapping[str, int]) -> Runs:
 
 def swept(name: str, arguments: Arguments, cards: Mapping[str, int]) -> Runs:
     """The runs of a sweep."""
-    hydra_of = GlobalHydra.instance().hydra
-    assert hydra_of is not None
-    overrides = ["hydra.mode=MULTIRUN", *arguments.overrides]
-    sweep: Any = hydra_of.compose_config(name, overrides, run_mode=RunMode.MULTIRUN)
-    if not str(sweep.hydra.sweeper._target_).endswith(".BasicSweeper"):
+    found = grid(name, arguments.overrides)
+    sweep, runs = found.cfg, found.runs
+    if runs is None:
         raise ConfigError(
-            f"hydra/sweeper={sweep.hydra.runtime.choices['hydra/sweeper']} chooses each run by how the one before it "
-            "ended: a job array needs all of them at once, so use Hydra's basic sweeper"
+            f"hydra/sweeper={found.sweeper} chooses each run by how the one before it ended: a job array needs all of "
+            "them at once, so use Hydra's basic sweeper"
         )
-    params = [f"{key}={value}" for key, value in (sweep.hydra.sweeper.params or {}).items()]
-    parser = OverridesParser.create(config_loader=hydra_of.config_loader)
-    parsed = parser.parse_overrides([*params, *sweep.hydra.overrides.task])
-    [runs] = BasicSweeper.split_arguments(parsed, None)
     hydras = [override for override in arguments.overrides if key_of(override).startswith("hydra")]
     if "hydra.sweep.subdir" in map(key_of, hydras):
         raise ConfigError("hydra.sweep.subdir: the tasks of an array, and so their folders, are numbered: leave it out")
@@ -106,22 +93,6 @@ def swept(name: str, arguments: Arguments, cards: Mapping[str, int]) -> Runs:
             raise ConfigError(f"run {number} of {len(runs)} ({' '.join(run)}): {message}") from error
         said |= dict.fromkeys(notes(cfg, cards))
     return Runs(Path(sweep.hydra.sweep.dir), runs, sweep, list(said))
-
-
-@contextmanager
-def hydra(arguments: Arguments) -> Generator[str, None, None]:
-    """Hydra, started as `train.py` starts it, for this context; gives the configuration's name."""
-    values = dict(zip(arguments.options, arguments.options[1:], strict=False))
-    search = create_config_search_path(str(Path(values.get("--config-path", CONF)).resolve()))
-    for folder in own_folders(arguments):
-        search.prepend("command-line", f"file://{folder.resolve()}", SearchPathQuery(provider="schema"))
-    GlobalHydra.instance().clear()
-    version.setbase("1.3")
-    try:
-        Hydra.create_main_hydra2("train", search)
-        yield values.get("--config-name", "config")
-    finally:
-        GlobalHydra.instance().clear()
 
 
 def checked(name: str, overrides: Sequence[str], cards: Mapping[str, int]) -> DictConfig:

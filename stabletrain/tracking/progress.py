@@ -29,25 +29,36 @@ class Progress:
         log_every: steps between two plain lines.
     """
 
-    def __init__(self, log_every: int, stream: Any = None) -> None:
-        """`stream`, a text file, defaults to standard output; live on a terminal that can move its cursor."""
+    def __init__(self, log_every: int, stream: Any = None, label: str = "") -> None:
+        """`stream`, a text file, defaults to standard output; live on a terminal that can move its cursor.
+
+        A line with a `label`, which stands before it, is one of several: it leaves no last picture.
+        """
         self.log_every = log_every
         self._stream = stream or sys.stdout
+        self._label = label
         self._live: Any = None
         self._parts: dict[str, str] = {}
         self._first = self._step = self._total = 0
         self._started = self._drawn = time.monotonic()
 
+    @property
+    def moves(self) -> bool:
+        """Whether the stream is a terminal that can move its cursor."""
+        return self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
     def start(self, total: int, first: int) -> None:
         """Begins at `first` steps done of `total`."""
         self._total, self._first, self._step = total, first, first
         self._started = time.monotonic()
-        if self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        if self.moves:
             from rich.console import Console
             from rich.live import Live
 
             console = Console(file=self._stream, highlight=False)
-            self._live = Live(console=console, auto_refresh=False, get_renderable=self._picture)
+            self._live = Live(
+                console=console, auto_refresh=False, get_renderable=self._picture, transient=bool(self._label)
+            )
             self._live.start()
 
     def update(self, step: int, metrics: Mapping[str, Any], rate: float, unit: str, skipped: int) -> None:
@@ -95,7 +106,7 @@ class Progress:
 
         if not self._parts:
             return Text("")
-        words = fit(self._parts, self._live.console.width)
+        words = fit({**self._parts, "step": self._label + self._parts["step"]}, self._live.console.width)
         bar = bar_of(self._step / max(self._total, 1), words.pop("bar"))
         head, *rest = words.items()
         text = Text(head[1] + " ", no_wrap=True, overflow="crop")

@@ -20,7 +20,8 @@ MAY_SEE = {
     "mistakes": NOUNS | {"arguments", "config"},
     "commands": NOUNS | {"arguments", "ranks"},
     "last_words": NOUNS | {"ranks"},
-    "launch": NOUNS | {"arguments", "commands", "ranks", "last_words", "mistakes", "config", "build", "loop"},
+    "sweep": NOUNS | {"arguments", "mistakes", "tracking"},
+    "launch": NOUNS | {"arguments", "commands", "ranks", "last_words", "mistakes", "config", "sweep", "build", "loop"},
     "step": NOUNS | {"watch"},
     "evaluate": NOUNS | {"step"},
     "watch": NOUNS,
@@ -65,13 +66,13 @@ MAY_SEE = {
     | {"overrides", "config", "agreement", "step", "stability", "machine", "forensics", "tracking", "parallel"},
     "cli": NOUNS
     | {"rerun", "forensics", "agreement", "compare", "config", "data", "models", "state", "tracking", "machine"},
-    "slurm": NOUNS | {"arguments", "commands", "config", "mistakes", "ranks"},
+    "slurm": NOUNS | {"arguments", "commands", "config", "mistakes", "ranks", "sweep"},
     "train": NOUNS | {"launch"},
 }
 """Room -> rooms of the package it may import, besides its own. A new room is added here, deliberately."""
 
 ONLY = {
-    "hydra": {"train", "build", "config", "launch", "mistakes", "overrides", "cli", "slurm"},
+    "hydra": {"train", "build", "config", "launch", "mistakes", "overrides", "cli", "slurm", "sweep"},
     "omegaconf": {
         "train",
         "agreement",
@@ -84,6 +85,7 @@ ONLY = {
         "rerun",
         "cli",
         "slurm",
+        "sweep",
     },
     "wandb": {"tracking/wandb"},
     "rich": {"tracking/progress"},
@@ -94,6 +96,7 @@ ONLY = {
 """Library -> rooms or files that may import it."""
 
 TORCH_FREE = ["arguments", "commands", "last_words", "ranks", "config", "mistakes", "launch", "errors", "__init__"]
+TORCH_FREE += [f"sweep/{name}" for name in ("grid", "lines", "member", "record", "start")]
 
 
 def files():
