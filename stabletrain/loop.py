@@ -79,7 +79,7 @@ def train(job: Job) -> None:
     launched: Launched | None = None
     if recovery.due(state.step):
         recovery.put_by()
-    with StopRequest(job.parallel.ranks.launched) as stop:
+    with StopRequest() as stop:
         while state.step < plan.steps:
             batch = job.batches.get(state.step)
             micro_batches = batch.to(job.device).split(plan.grad_accum_steps)

@@ -1,13 +1,8 @@
 """Signals that ask a run to end: noted when they come, answered by the loop between two steps."""
 
-import math
 import signal
 import threading
-import time
 from types import FrameType, TracebackType
-
-ECHO = 3.0
-"""Seconds within which torchrun has passed on a signal that came from the terminal."""
 
 
 class StopRequest:
@@ -16,17 +11,12 @@ class StopRequest:
 
     Outside the main thread, where Python allows no handlers, it never asks for anything.
 
-    Args:
-        launched: whether torchrun started this process. Ctrl-C then comes twice: from the terminal, and from torchrun,
-            which passes on what it was told itself. What follows within `ECHO` seconds is no second request.
-
     Attributes:
         name: the signal that came, such as `SIGTERM`; empty until then.
     """
 
-    def __init__(self, launched: bool = False) -> None:
+    def __init__(self) -> None:
         self.name = ""
-        self._echo, self._since = ECHO if launched else 0.0, -math.inf
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -43,8 +33,6 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self.name == "SIGINT" and number == signal.SIGINT and time.monotonic() - self._since >= self._echo:
+        if self.name == "SIGINT" and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if number == signal.SIGINT and self.name != "SIGINT":
-            self._since = time.monotonic()
         self.name = signal.Signals(number).name

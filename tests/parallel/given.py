@@ -22,6 +22,16 @@ class Uneven(Stdlib):
         return replace(batch, targets=targets)
 
 
+class OneSided(Stdlib):
+    """Text of which no target in the first half of a batch counts: of two ranks the first has nothing to learn from."""
+
+    def batch(self, step: int, size: int, split: str) -> Batch:
+        batch = super().batch(step, size, split)
+        targets = batch.targets.clone()
+        targets[: size // 2] = IGNORE_INDEX
+        return replace(batch, targets=targets)
+
+
 class Unused(nn.Module):
     """A linear classifier of 8 x 8 pixels with a weight that its forward pass leaves out."""
 

@@ -19,6 +19,7 @@ BOTH = {
     "norm": [*GPT, "clipping.max_norm=0.1"],
     "zclip": [*GPT, "clipping=zclip", "clipping.warmup_steps=3", "clipping.z_threshold=0.5", "clipping.max_norm=0.5"],
     "uneven": [*GPT, *UNEVEN],
+    "one_sided": [*GPT, "data._target_=tests.parallel.given.OneSided", "zloss=palm", "zloss.coefficient=0.1"],
     "uneven_accumulated": [*GPT, *UNEVEN, "grad_accum_steps=2"],
     "sgd": [*GPT, "optimizer=sgd", "optimizer.lr=0.1"],
     "resnet": [*RESNET],

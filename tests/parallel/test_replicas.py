@@ -1,6 +1,7 @@
 """Copies of the model that are no longer the same: a bit that flips on one rank is noticed before anything is saved."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ GPT = [*TINY_GPT, *QUICK, "model.dropout=0.1", "steps=16", "checkpoint.every=4",
 ROLLBACK = ["guard.snapshot_every=5", "guard.healthy_after=2"]
 FLIP = ["faults=bitflip", "faults.at=[6]", "faults.rank=1", "faults.bit=12"]
 """Of a mantissa: no loss and no gradient norm shows it."""
+RESNET = [*TINY_RESNET, *QUICK, "model.depth=8", "guard.snapshot_every=2", "guard.healthy_after=1"]
 
 CASES = {
     "whole": [*GPT, *ROLLBACK],
@@ -27,10 +29,8 @@ CASES = {
     "off": [*GPT, *FLIP, "guard=off"],
     "unseen": [*GPT, *ROLLBACK, *FLIP, "parallel.compare=false"],
     "again_and_again": [*GPT, *ROLLBACK, *FLIP, "faults.at=[6,9,12,15]", "guard.max_rollbacks=1"],
-    "resnet": [
-        *[*TINY_RESNET, *QUICK, "model.depth=8", "steps=6", "eval_every=3"],
-        *[*FLIP, "faults.at=[3]", "guard.snapshot_every=2", "guard.healthy_after=1"],
-    ],
+    "resnet": [*RESNET, "steps=6", "eval_every=3", *FLIP, "faults.at=[3]"],
+    "nan_statistic": [*RESNET, "steps=24", "eval_every=12", "guard.patience=4"],
 }
 
 
@@ -41,7 +41,9 @@ def place(shared_place):
 
 @pytest.fixture(scope="module")
 def two(place):
-    return performed(place, 2, {name: {"overrides": [*chosen, "parallel=ddp"]} for name, chosen in CASES.items()})
+    cases = {name: {"overrides": [*chosen, "parallel=ddp"]} for name, chosen in CASES.items()}
+    cases["nan_statistic"]["poke"] = [7, 1]  # between two states that are put by, in BatchNorm's running mean
+    return performed(place, 2, cases)
 
 
 def events(folder, kind):
@@ -67,6 +69,17 @@ def test_a_resnet_goes_back_too(two):
         assert seen["resnet"]["error"] is None, seen["resnet"]["message"]
         assert seen["resnet"]["rollbacks"] == 1
     assert two[0]["resnet"]["weights"] == two[1]["resnet"]["weights"]
+
+
+def test_a_statistic_of_one_rank_that_is_nan_does_not_stay(two):
+    for seen in two:
+        found = seen["nan_statistic"]
+        assert found["error"] is None, found["message"]
+        assert found["rollbacks"] == 1
+        assert found["readings"][-1]["applied"]
+        assert math.isfinite(found["readings"][-1]["buffers"])
+    for field in ("weights", "verdicts", "val"):
+        assert two[0]["nan_statistic"][field] == two[1]["nan_statistic"][field], field
 
 
 def test_without_snapshots_the_run_halts_and_what_is_saved_is_from_before(two, place):

@@ -120,7 +120,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, whole):
 
 
 def test_ctrl_c_saves_and_the_line_continue_is_a_command_that_goes_on(tmp_path, whole):
-    """The terminal signals torchrun and the ranks, and torchrun signals the ranks once more."""
+    """torchrun passes the signal on; its ranks are in sessions of their own, which the terminal does not reach."""
     process = start(2, str(ROOT / "train.py"), *RUN, "parallel=ddp", cwd=tmp_path)
     until(lambda: any(begun(folder) for folder in tmp_path.glob("outputs/*/*")), process)
     os.killpg(process.pid, signal.SIGINT)

@@ -45,7 +45,8 @@ def perform(place: Path, name: str, case: Mapping[str, Any]) -> dict[str, Any]:
         place: folder of the run folders.
         name: of the case.
         case: `overrides`; `folder`, of the run, else the case's name; `crash_at`, a tick before which all ranks stop
-            dead; `tensors`, whether the whole state's tensors are wanted, bit by bit.
+            dead; `poke`, a tick and a rank, which finds NaN in its first buffer then; `tensors`, whether the whole
+            state's tensors are wanted, bit by bit.
 
     Returns:
         readings, verdicts, hashes of the state by tick, sample ids and random draws by step, and how it ended.
@@ -57,7 +58,7 @@ def perform(place: Path, name: str, case: Mapping[str, Any]) -> dict[str, Any]:
             seen |= {"readings": [], "verdicts": [], "states": {}, "ids": [], "draws": [], "gathered": []}
             if case.get("tensors"):
                 seen["tensors_before"] = tensors_of(job)
-            watch(job, seen, case.get("crash_at"))
+            watch(job, seen, case.get("crash_at"), case.get("poke"))
             run(job)
             finish(job, seen)
             if case.get("tensors"):
@@ -67,7 +68,7 @@ def perform(place: Path, name: str, case: Mapping[str, Any]) -> dict[str, Any]:
     return seen
 
 
-def watch(job: Job, seen: dict[str, Any], crash_at: int | None) -> None:
+def watch(job: Job, seen: dict[str, Any], crash_at: int | None, poke: list[int] | None) -> None:
     """Writes every reading and verdict down, and the bits of the state between two steps."""
     judge, get, forward = job.tools.guard.judge, job.batches.get, job.tools.parallel.forward
 
@@ -80,6 +81,8 @@ def watch(job: Job, seen: dict[str, Any], crash_at: int | None) -> None:
     def getting(step: int) -> Any:
         if job.state.tick == crash_at:
             raise Crash
+        if [job.state.tick, job.parallel.ranks.rank] == poke:
+            next(job.state.model.buffers()).fill_(math.nan)
         seen["states"][str(job.state.tick)] = bits(job)
         batch = get(step)
         seen["ids"].append([step, [] if batch.ids is None else batch.ids.tolist()])
