@@ -4,7 +4,7 @@ class Chart {
   /**
    * host: an element of a fixed height. plan: { title, series, log, x: {log, label}, cap, lines, together }.
    * series: [{ name, style, x, y, width, faint, dots, marks: [{x, y, kind, text}], bad: [[x, word]], band: [low, high] }]
-   * cap: the largest y shown at first; lines: [{y, text}] across the picture; together: charts that share their x.
+   * cap: the largest y shown at first; floor: the lowest that there can be; domain: the range of x; lines: [{y, text}] across the picture; together: charts that share their x.
    */
   constructor(host, plan) {
     this.host = host;
@@ -24,9 +24,10 @@ class Chart {
 
   /** Draws the picture anew; the range of x stays where it was. */
   draw(plan) {
-    const range = this.range();
+    const range = this.zoom ? this.range() : null;
     if (this.u) this.u.destroy();
     this.plan = plan;
+    this.full = this.whole();
     this.host.setAttribute("aria-label", `${plan.title}: ${plan.series.length} lines`);
     const rows = plan.series.map((one) => [one.x, plan.log ? one.y.map((v) => (v > 0 ? v : null)) : one.y]);
     const bands = [];
@@ -44,15 +45,19 @@ class Chart {
         focus: { alpha: 0.25 },
         cursor: {
           drag: { x: true, y: false, dist: 6 },
+          bind: { dblclick: () => () => this.show(null) },
           focus: { prox: 1e6 },
           points: { show: false },
           sync: plan.together ? { key: plan.together.key, setSeries: false, scales: ["x", null] } : undefined,
         },
         scales: {
-          x: { time: false, distr: plan.x && plan.x.log ? 3 : 1, range: (u, low, high) => this.wide(low, high) },
+          x: { time: false, distr: plan.x && plan.x.log ? 3 : 1, range: (u, low, high) => (low == null ? this.full : [low, high]) },
           y: { distr: plan.log ? 3 : 1, range: (u, low, high) => this.high(low, high) },
         },
-        axes: [this.axis(), { ...this.axis(), size: 62 }],
+        axes: [
+          { ...this.axis(plan.x && plan.x.log), size: 34 },
+          { ...this.axis(plan.log), size: 62 },
+        ],
         series: [
           {},
           ...plan.series.map((one) => ({
@@ -78,15 +83,19 @@ class Chart {
       this.host,
     );
     this.u.over.append(this.tip);
-    this.full = this.range();
-    if (range && this.zoom) this.show(range);
+    const [min, max] = range || this.full;
+    this.following = true;
+    this.u.setScale("x", { min, max });
+    this.following = false;
   }
 
-  axis() {
+  axis(log) {
     const soft = () => Colors.css("soft");
     const grid = () => Colors.css("grid");
     const font = "12px system-ui, sans-serif";
-    return { stroke: soft, font, values: Numbers.ticks, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1, size: 5 } };
+    const filter = log ? { filter: Numbers.round } : {};
+    const lines = { stroke: grid, width: 1, ...filter };
+    return { stroke: soft, font, values: Numbers.ticks, grid: lines, ticks: { ...lines, size: 5 }, ...filter };
   }
 
   size() {
@@ -104,10 +113,13 @@ class Chart {
     return x && x.min != null ? [x.min, x.max] : null;
   }
 
-  wide(low, high) {
-    if (low == null) return this.plan.x && this.plan.x.log ? [0.1, 1] : [0, 1];
-    if (this.plan.x && this.plan.x.log && !this.zoom) return [low / 1.3, high * 1.3];
-    return low === high ? [low - 1, high + 1] : [low, high];
+  /** The range of x that holds everything. */
+  whole() {
+    if (this.plan.domain) return this.plan.domain;
+    const steps = this.plan.series.flatMap((one) => one.x);
+    if (!steps.length) return [0.1, 1];
+    const [low, high] = [Math.min(...steps), Math.max(...steps)];
+    return this.plan.x && this.plan.x.log ? [low / 1.3, high * 1.3] : [low - (low === high), high + (low === high)];
   }
 
   high(low, high) {
@@ -115,9 +127,10 @@ class Chart {
     if (low == null) return this.plan.log ? [0.1, 1] : [0, 1];
     const cap = this.plan.log || this.plan.cap == null ? Infinity : this.plan.cap;
     if (high > cap && low < cap) high = cap;
-    if (this.plan.log) return uPlot.rangeLog(low, high, 10, false).map((v, i) => (low === high ? v : i ? high * 1.15 : low / 1.15));
+    if (this.plan.log) return low === high ? [low / 3, high * 3] : [low / 1.2, high * 1.2];
     const room = (high - low || Math.abs(high) || 1) * 0.05;
-    return [low - room, high + room];
+    const floor = this.plan.floor == null ? -Infinity : this.plan.floor;
+    return [Math.max(low - room, Math.min(floor, low)), high + room];
   }
 
   /** Shows a range of x; null shows all. Charts that share their x follow. */
@@ -128,7 +141,7 @@ class Chart {
   }
 
   zoomed() {
-    if (!this.full || this.following) return;
+    if (this.following) return;
     const now = this.range();
     this.zoom = now[0] !== this.full[0] || now[1] !== this.full[1];
     this.told(now);
@@ -154,6 +167,8 @@ class Chart {
     ctx.rect(bbox.left, bbox.top - 1, bbox.width, bbox.height + 2);
     ctx.clip();
     ctx.font = `${11 * dpr}px system-ui, sans-serif`;
+    ctx.textAlign = "left";
+    ctx.textBaseline = "alphabetic";
     for (const line of this.plan.lines || []) {
       const y = Math.round(u.valToPos(line.y, "y", true));
       if (!(y >= bbox.top && y <= bbox.top + bbox.height)) continue;

@@ -20,6 +20,7 @@ function values(ids, field) {
 }
 
 function draw(ids) {
+  if (!pictures) return;
   const field = Number(by.value);
   const all = field < 0 ? ids : Object.keys(PAGE.curves).map(Number);
   const styles = Colors.of(values(all, field));
@@ -58,13 +59,16 @@ function choose() {
   draw(ids);
 }
 
-const pictures = new Pictures(document.getElementById("pictures"), PAGE.panels);
+const place = document.getElementById("pictures");
+const pictures = place && new Pictures(place, PAGE.panels); // none where no run has measured anything
 const table = new Runs(document.getElementById("table"), PAGE, { told: choose, opened: Details.open });
 document.getElementById("best").addEventListener("click", () => (table.tickOnly(table.filtered().filter((id) => PAGE.curves[id]).sort((a, b) => a - b).slice(0, 5), true), choose()));
 document.getElementById("usual").addEventListener("click", () => ((table.chosen = false), table.table.clearHeaderFilter(), choose()));
 document.getElementById("none").addEventListener("click", () => (table.tickOnly([], true), choose()));
-by.addEventListener("change", choose);
-document.getElementById("smooth").addEventListener("input", (event) => pictures.smooth(Number(event.target.value)));
+if (pictures) {
+  by.addEventListener("change", choose);
+  document.getElementById("smooth").addEventListener("input", (event) => pictures.smooth(Number(event.target.value)));
+}
 const grid = document.getElementById("sensitivity");
 if (grid && PAGE.sensitivity) sensitivity(grid, PAGE.sensitivity);
 table.ready.then(choose);

@@ -27,6 +27,15 @@ const Numbers = {
       return String(Number(value.toPrecision(6)));
     });
   },
+  /** Of an axis by powers of ten the round ones: 1, 10, 100, and where they are few 2 and 5 as well. */
+  round(u, values) {
+    const known = values.filter((value) => value > 0);
+    const few = known.length && Math.log10(Math.max(...known) / Math.min(...known)) < 1.7;
+    return values.map((value) => {
+      const lead = value > 0 ? Number((value / 10 ** Math.floor(Math.log10(value) + 1e-9)).toPrecision(6)) : 0;
+      return lead === 1 || (few && (lead === 2 || lead === 5)) ? value : null;
+    });
+  },
   /** How often something is the case, with the word in the right number. */
   count(number, word, many) {
     return `${number.toLocaleString("en-US")} ${number === 1 ? word : many || `${word}s`}`;

@@ -39,6 +39,9 @@ class Pictures {
   /** Draws these runs: [{ name, group, style, curves, abandoned, marks, skips }]. */
   show(runs) {
     this.runs = runs;
+    const steps = runs.flatMap((run) => Object.values(run.curves).flatMap((curve) => [curve.x[0], curve.x[curve.x.length - 1]]));
+    this.domain = steps.length ? [Math.min(...steps), Math.max(...steps)] : null;
+    if (this.domain && this.domain[0] === this.domain[1]) this.domain = [this.domain[0] - 1, this.domain[1] + 1];
     this.panels.forEach((shown) => this.draw(shown));
   }
 
@@ -51,11 +54,13 @@ class Pictures {
     const { panel } = shown;
     const series = this.runs.flatMap((run) => this.lines(run, panel));
     const cap = panel.cap ? Pictures.cap(series) : null;
-    const above = cap === null ? 0 : series.filter((one) => one.y.some((v) => v > cap)).length;
+    const above = cap !== null && series.some((one) => one.y.some((v) => v > cap));
     const missing = this.runs.length && !series.length ? "None of the drawn runs has measured this." : "";
-    const out = above && !shown.log ? ` ${Numbers.count(above, "line")} ${above === 1 ? "goes" : "go"} beyond the top: log shows all.` : "";
-    shown.note.textContent = missing || `${panel.note || ""}${out}`;
-    const plan = { title: panel.title, series, log: shown.log, cap, lines: panel.lines, together: this.together };
+    const out = above && !shown.log ? " Some goes beyond the top: log shows all." : "";
+    const names = series.length > 1 && this.runs.every((run) => run.alone) ? series.filter((one) => !one.faint) : [];
+    const lines = names.length > 1 ? names.flatMap((one) => [Colors.swatch(one.style), `${one.name}\u2003`]) : [];
+    shown.note.replaceChildren(...lines, missing || `${panel.note || ""}${out}`);
+    const plan = { title: panel.title, series, log: shown.log, cap, floor: panel.floor, domain: this.domain, lines: panel.lines, together: this.together };
     if (shown.chart) return shown.chart.draw(plan);
     shown.chart = new Chart(shown.plot, plan);
     shown.chart.told = () => (shown.back.style.visibility = shown.chart.zoom ? "visible" : "hidden");
@@ -82,7 +87,8 @@ class Pictures {
 
   /** Skipped steps as crosses, rollbacks as lines down, incidents as triangles on the curve. */
   static marks(run, curve) {
-    const height = (x) => curve.y[Chart.index(curve.x, x)];
+    const withheld = new Map(run.skips || []); // at the loss that was withheld, where that is known
+    const height = (x) => withheld.get(x) ?? curve.y[Chart.index(curve.x, x)];
     return [
       ...(run.rollbacks || []).map((x) => ({ x, kind: "rollback", text: `step ${Numbers.short(x)}: rolled back` })),
       ...(run.skips || []).map(([x, y]) => ({ x, y, kind: "cross", text: `step ${Numbers.short(x)}: update withheld${y === null ? "" : `, loss ${Numbers.short(y)}`}` })),

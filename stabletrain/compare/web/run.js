@@ -1,5 +1,8 @@
-// The page of one run, put together: its own curves, a picture each.
+// The page of one run, put together: its own curves, a picture each; none where it measured nothing.
 "use strict";
-const pictures = new Pictures(document.getElementById("pictures"), PAGE.panels);
-pictures.show([{ ...PAGE.run, alone: true, style: Colors.style(0, 1, false) }]);
-document.getElementById("smooth").addEventListener("input", (event) => pictures.smooth(Number(event.target.value)));
+const place = document.getElementById("pictures");
+const pictures = place && new Pictures(place, PAGE.panels);
+if (pictures) {
+  pictures.show([{ ...PAGE.run, alone: true, style: Colors.style(0, 1, false) }]);
+  document.getElementById("smooth").addEventListener("input", (event) => pictures.smooth(Number(event.target.value)));
+}
