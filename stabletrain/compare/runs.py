@@ -126,7 +126,8 @@ def condition(folder: Path, record: dict[str, Any], damage: str | None, columns:
         return "broken", f"run.json says status {status!r}, which there is not"
     if columns.unreadable and not columns.lines:
         return "broken", "no line of metrics.jsonl can be read"
-    lost = f"{columns.unreadable} lines of metrics.jsonl cannot be read" if columns.unreadable else None
+    count = columns.unreadable
+    lost = f"{count} line{'s' if count > 1 else ''} of metrics.jsonl cannot be read" if count else None
     if status == "running":
         return status, silence(folder) or lost
     reason = record.get("reason")

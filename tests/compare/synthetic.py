@@ -1,14 +1,15 @@
-"""Run folders as a sweep leaves them, without training: some distinct metrics, linked into as many folders as wanted."""
+"""Run folders as a sweep leaves them, without training: a few distinct metrics, linked into any number of folders."""
 
 import json
 import os
 import random
 from pathlib import Path
 
-STANDING = (
-    "train/loss train/ce train/zloss grad/norm clip/coef lr precision/loss_scale guard/skipped clip/fraction "
-    "guard/skip_rate spike/score spike/grad_norm_score guard/applied guard/rollbacks tokens_per_s memory/peak_gb"
-).split()
+STANDING = [
+    *("train/loss", "train/ce", "train/zloss", "grad/norm", "clip/coef", "lr", "precision/loss_scale"),
+    *("guard/skipped", "clip/fraction", "guard/skip_rate", "spike/score", "spike/grad_norm_score"),
+    *("guard/applied", "guard/rollbacks", "tokens_per_s", "memory/peak_gb"),
+]
 """What every line of a real run holds."""
 
 LOOKS = [

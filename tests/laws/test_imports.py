@@ -32,12 +32,12 @@ MAY_SEE = {
     "compare": NOUNS | {"tracking"},
     "faults": NOUNS | {"state"},
     "forensics": NOUNS | {"ranks", "step", "watch", "stability", "state", "tracking", "parallel"},
-    "job": NOUNS | {"step", "state", "tracking", "watch", "forensics", "parallel"},
+    "job": NOUNS | {"step", "machine", "state", "tracking", "watch", "forensics", "parallel"},
     "recovery": NOUNS | {"job", "data", "state", "tracking"},
     "report": NOUNS | {"job", "step", "forensics", "watch"},
     "loop": NOUNS | {"job", "step", "evaluate", "machine", "recovery", "report"},
     "summary": NOUNS | {"arguments", "models"},
-    "agreement": NOUNS | {"config", "ranks"},
+    "agreement": NOUNS | {"config", "ranks", "machine"},
     "build": NOUNS
     | {
         "agreement",
