@@ -14,17 +14,19 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from torch import nn
 
-from stabletrain.agreement import checked, make_model, units, validation, vocabulary
+from stabletrain.agreement import checked, cost, make_model, units, validation, vocabulary
 from stabletrain.arguments import SWEEP, take_apart
+from stabletrain.compare.at_end import NoPage, PageAtEnd
 from stabletrain.config import leaves, make, plain
 from stabletrain.data.order import position
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.errors import ConfigError
 from stabletrain.forensics import Council
 from stabletrain.forensics.evidence import Setting
-from stabletrain.job import History, Job, Plan
+from stabletrain.job import UNITS, History, Job, Plan
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import mix
+from stabletrain.machine.usage import Usage, forget_peak, peak_flops
 from stabletrain.parallel import SharedCheckpoints
 from stabletrain.ranks import Ranks, first_does, here, join
 from stabletrain.records import Batch, TrainState
@@ -79,6 +81,10 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
     unit, per = units(cfg, data)
     determinism.seed_run(cfg.seed)
     model = make_model(cfg, data)
+    size = sum(p.numel() for p in model.parameters())
+    peak = peak_flops(hardware.name(device), precision.name)
+    usage = Usage(device) if peak is None else Usage(device, cost(model, data), peak * ranks.count)
+    forget_peak(device)
     make(cfg, "init")(model)  # on the CPU, so that every device starts from the same weights
     model.to(device)
     islands = precision.islands(model)
@@ -127,6 +133,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
         choices=choices,
         hardware=machine,
         data=fingerprint,
+        model={"parameters": size, **usage.facts(UNITS[unit])},
         run_id=run_of(folder) if resuming else None,
         options=[option for option in typed.options if option not in SWEEP],
         overrides=HydraConfig.get().overrides.task,
@@ -184,6 +191,22 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
             deterministic=device.type == "cpu" or choices["determinism"] == "strict",
         ),
     )
+    report = PageAtEnd(folder) if cfg.report and ranks.first else NoPage()
+
+    def last_words() -> str:
+        sample = sample_text(model, data, device)  # by all ranks, where each has a part of the model
+        report.write(sample)
+        return closing(
+            state=state,
+            history=history,
+            guard=tools.guard,
+            unit=unit,
+            per=per,
+            folder=str(folder),
+            sample=sample,
+            again=suggestion(typed, "qknorm" in cfg.model, per),
+        )
+
     tracker.note(
         opening(choices, config, model, data, tools, f"{hardware.name(device)}, {hardware.threads()}", str(folder))
     )
@@ -205,20 +228,13 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
         parts=parts,
         history=history,
         unit=unit,
+        usage=usage,
         forensics=forensics,
         blank=blank,
         load=load,
         about={"config": config, "choices": choices},
-        closing=lambda: closing(
-            state=state,
-            history=history,
-            guard=tools.guard,
-            unit=unit,
-            per=per,
-            folder=str(folder),
-            sample=sample_text(model, data, device),
-            again=suggestion(typed, "qknorm" in cfg.model, per),
-        ),
+        page=report,
+        closing=last_words,
     )
 
 

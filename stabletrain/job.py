@@ -8,7 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from stabletrain.compare.at_end import NoPage
 from stabletrain.forensics import NoForensics
+from stabletrain.machine.usage import Usage
 from stabletrain.parallel.alone import Alone
 from stabletrain.records import Batch, TrainState
 from stabletrain.state.capture import Stateful
@@ -107,11 +109,13 @@ class Job:
         parts: everything stateful beside model and optimizer, by name.
         history: what the run remembers of itself.
         unit: what the pace counts: `tok`, `img` or `sample`.
+        usage: how much of the machine is used.
         forensics: what explains an incident.
         blank: makes the model once more, whole and with weights that are anything.
         load: any training batch by its step number, on the host.
         about: the run's configuration, to be kept with an incident.
-        closing: what a person reads last; asked for when the run is over.
+        page: the run's own page, written when it is over.
+        closing: what a person reads last; asked for when the run has finished, and writes the page.
     """
 
     plan: Plan
@@ -130,8 +134,10 @@ class Job:
     parts: Mapping[str, Stateful]
     history: History
     unit: str
+    usage: Usage
     forensics: NoForensics
     blank: Callable[[], nn.Module]
     load: Callable[[int], Batch]
     about: Mapping[str, Any]
+    page: NoPage
     closing: Callable[[], str]

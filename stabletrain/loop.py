@@ -34,6 +34,7 @@ def run(job: Job) -> History:
         job.checkpoints.settle()
         tracker.close(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1))
         job.folder.finish(status_of(error), str(error) or type(error).__name__, final(job))
+        job.page.write()
         if error is raised:
             raise
         raise error from raised
@@ -58,12 +59,14 @@ def status_of(error: BaseException) -> str:
 def final(job: Job) -> dict[str, float]:
     """The run's last numbers, for `run.json` and W&B's summary."""
     history = job.history
+    rate = history.units / max(history.seconds, 1e-9)
     return history.val | {
         "steps": job.state.step,
         "best/val_loss": history.best_loss,
         "best/step": history.best_step,
         "seconds": history.seconds,
-        f"{UNITS[job.unit]}_per_s": history.units / max(history.seconds, 1e-9),
+        f"{UNITS[job.unit]}_per_s": rate,
+        **job.usage.metrics(rate),
         "ticks": job.state.tick,
         "guard/updates": history.updates,
         "guard/rollbacks": job.tools.guard.rollbacks,
