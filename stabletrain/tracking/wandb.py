@@ -8,16 +8,14 @@ Hidden from the automatic plots, though they can be added by hand, are counters,
 places, `monitors/<what>/<place>`: these would be hundreds.
 """
 
-import netrc
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from stabletrain.errors import ConfigError
+from stabletrain.tracking.account import has_key
 from stabletrain.tracking.filing import card_of, name_of, sweep_of, tags_of
 from stabletrain.tracking.metrics import plain, read_jsonl
 
@@ -230,18 +228,3 @@ def row(incident: Mapping[str, Any]) -> list[Any]:
     fixes = "; ".join(map(str, incident.get("fix") or ()))
     texts = {"fix": fixes, "step": int(incident.get("step", 0))}
     return [texts[name] if name in texts else str(incident.get(name) or "") for name in INCIDENT]
-
-
-def has_key(wandb: Any) -> bool:
-    """Whether the library will find credentials without asking for them: environment, its settings, or ~/.netrc."""
-    settings = wandb.setup(settings=wandb.Settings(silent=True)).settings
-    if os.environ.get("WANDB_API_KEY") or settings.api_key or getattr(settings, "identity_token_file", None):
-        return True
-    hosts = {urlsplit(settings.base_url).netloc}
-    if settings.base_url == type(settings).model_fields["base_url"].default:
-        hosts.add("api.wandb.ai")  # under which `wandb login` has always filed the key
-    for path in [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]:
-        with suppress(OSError, netrc.NetrcParseError):
-            if path and hosts & netrc.netrc(os.path.expanduser(path)).hosts.keys():
-                return True
-    return False
