@@ -18,6 +18,8 @@ from tests.runs import ROOT, TINY_GPT, TINY_RESNET, composed
 from tests.tracking.wandb_file import read, table
 from tests.tracking.wandb_server import KEY, serving
 
+pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")  # in wandb-workspaces itself
+
 SHORT = ["wandb=offline", "steps=12", "eval_every=6", "monitors.every=3"]
 
 
