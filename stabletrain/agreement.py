@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stabletrain.config import make
 from stabletrain.errors import ConfigError
+from stabletrain.machine.usage import flops_per_sample
 from stabletrain.ranks import Ranks
 from stabletrain.records import IGNORE_INDEX, Batch
 
@@ -64,6 +65,16 @@ def units(cfg: DictConfig, data: Any) -> tuple[str, str]:
     if cfg.data.get("modality") is None and checked(data.batch(0, 1, "val")).targets.ndim == 1:
         return "sample", "sample"
     return "tok", "byte" if getattr(data, "vocab_size", None) == 256 else "token"
+
+
+def cost(model: nn.Module, data: Any) -> float | None:
+    """FLOPs of a unit of the pace in training; None where the data or the model cannot be asked."""
+    try:
+        sample = checked(data.batch(0, 1, "val"))
+    except Exception:  # what is wrong with the data is told where it is read for good
+        return None
+    flops = flops_per_sample(model, sample.inputs)
+    return None if flops is None else flops / sample.targets.numel()
 
 
 def checked(batch: Any) -> Batch:

@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch import nn
 
-from stabletrain.agreement import checked, make_model, units, validation, vocabulary
+from stabletrain.agreement import checked, cost, make_model, units, validation, vocabulary
 from stabletrain.arguments import SWEEP, take_apart
 from stabletrain.config import leaves, make, plain
 from stabletrain.data.order import position
@@ -23,9 +23,10 @@ from stabletrain.data.prefetch import Prefetch
 from stabletrain.errors import ConfigError
 from stabletrain.forensics import Council
 from stabletrain.forensics.evidence import Setting
-from stabletrain.job import History, Job, Plan
+from stabletrain.job import UNITS, History, Job, Plan
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import mix
+from stabletrain.machine.usage import Usage, forget_peak, peak_flops
 from stabletrain.parallel import SharedCheckpoints
 from stabletrain.ranks import Ranks, first_does, here, join
 from stabletrain.records import Batch, TrainState
@@ -79,6 +80,10 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     unit, per = units(cfg, data)
     determinism.seed_run(cfg.seed)
     model = make_model(cfg, data)
+    size = sum(p.numel() for p in model.parameters())
+    peak = peak_flops(hardware.name(device), precision.name)
+    usage = Usage(device) if peak is None else Usage(device, cost(model, data), peak * ranks.count)
+    forget_peak(device)
     make(cfg, "init")(model)  # on the CPU, so that every device starts from the same weights
     model.to(device)
     islands = precision.islands(model)
@@ -127,6 +132,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         choices=choices,
         hardware=machine,
         data=fingerprint,
+        model={"parameters": size, **usage.facts(UNITS[unit])},
         run_id=run_of(folder) if resuming else None,
         options=[option for option in typed.options if option not in SWEEP],
         overrides=HydraConfig.get().overrides.task,
@@ -205,6 +211,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         parts=parts,
         history=history,
         unit=unit,
+        usage=usage,
         forensics=forensics,
         blank=blank,
         load=load,

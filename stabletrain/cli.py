@@ -2,7 +2,7 @@
 
 stabletrain prepare <text or data set> <out>    token shards for data=tokens
 stabletrain sample <run>                        text from a trained model
-stabletrain compare <sweep> [--picture <file>]  a sweep over learning rates: losses, sensitivity, attention logits
+stabletrain compare <runs or sweeps>            runs side by side: a table, sensitivity, pictures
 stabletrain losses <runs> <file>                a picture of runs' training losses, rollbacks included
 stabletrain diagnose <run>                      a run's incidents: where, why, and what to do
 stabletrain replay <incident> [key=value ...]   an incident's step again, as it was or with a fix to try
@@ -42,9 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sampling.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
     sampling.set_defaults(do=sample)
 
-    comparing = commands.add_parser("compare", help="what a sweep over learning rates shows")
+    comparing = commands.add_parser("compare", help="runs side by side: a table, and a picture of their curves")
     comparing.add_argument("runs", type=Path, nargs="+", help="a sweep's folder, or folders of runs")
-    comparing.add_argument("--picture", type=Path, help="also draw the curves into this file (.svg, .png)")
+    comparing.add_argument("--each", action="store_true", help="a row for each run, also where only the seed differs")
+    comparing.add_argument("--sort", metavar="COLUMN", help="a column of --csv, such as units_per_s or optimizer.lr")
+    comparing.add_argument(
+        "--rows", type=int, default=50, help="how many are printed, 0 for all (default: %(default)s)"
+    )
+    comparing.add_argument("--wide", action="store_true", help="every column, whatever the width of the terminal")
+    comparing.add_argument("--csv", type=Path, help="write all rows and columns into this file")
+    comparing.add_argument("--png", "--picture", type=Path, help="draw the curves into this file (.png, .svg, .pdf)")
     comparing.set_defaults(do=compare)
 
     drawing = commands.add_parser("losses", help="draw the training losses of some runs")
@@ -119,18 +126,18 @@ def sample(chosen: argparse.Namespace) -> None:
 
 
 def compare(chosen: argparse.Namespace) -> None:
-    """Prints the sensitivity table of a sweep, and draws its curves."""
-    from stabletrain.compare.picture import check_name, draw
-    from stabletrain.compare.runs import read_runs
-    from stabletrain.compare.sensitivity import arms, table
+    """Prints the table of some runs and what it says of the learning rate; writes what else is asked for."""
+    from stabletrain.compare.command import compare as show
 
-    if chosen.picture is not None:
-        check_name(chosen.picture)
-    found = arms(read_runs(chosen.runs))
-    print(table(found))
-    if chosen.picture is not None:
-        draw(found, chosen.picture)
-        print(f"picture  {chosen.picture}", file=sys.stderr)
+    show(
+        chosen.runs,
+        each=chosen.each,
+        sort=chosen.sort,
+        rows=chosen.rows,
+        wide=chosen.wide,
+        csv=chosen.csv,
+        picture=chosen.png,
+    )
 
 
 def losses(chosen: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from stabletrain.forensics import NoForensics
+from stabletrain.machine.usage import Usage
 from stabletrain.parallel.alone import Alone
 from stabletrain.records import Batch, TrainState
 from stabletrain.state.capture import Stateful
@@ -107,6 +108,7 @@ class Job:
         parts: everything stateful beside model and optimizer, by name.
         history: what the run remembers of itself.
         unit: what the pace counts: `tok`, `img` or `sample`.
+        usage: how much of the machine is used.
         forensics: what explains an incident.
         blank: makes the model once more, whole and with weights that are anything.
         load: any training batch by its step number, on the host.
@@ -130,6 +132,7 @@ class Job:
     parts: Mapping[str, Stateful]
     history: History
     unit: str
+    usage: Usage
     forensics: NoForensics
     blank: Callable[[], nn.Module]
     load: Callable[[int], Batch]

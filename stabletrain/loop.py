@@ -55,12 +55,14 @@ def status_of(error: BaseException) -> str:
 def final(job: Job) -> dict[str, Any]:
     """The run's last numbers, for `run.json` and W&B's summary."""
     history = job.history
+    rate = history.units / max(history.seconds, 1e-9)
     return history.val | {
         "steps": job.state.step,
         "best/val_loss": history.best_loss,
         "best/step": history.best_step,
         "seconds": history.seconds,
-        f"{UNITS[job.unit]}_per_s": history.units / max(history.seconds, 1e-9),
+        f"{UNITS[job.unit]}_per_s": rate,
+        **job.usage.metrics(rate),
         "ticks": job.state.tick,
         "guard/updates": history.updates,
         "guard/rollbacks": job.tools.guard.rollbacks,

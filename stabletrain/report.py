@@ -86,7 +86,8 @@ def report(job: Job, launched: Launched, pace: Pace, seen: Mapping[str, float] =
         report_skip(job, launched, reading, verdict)
     if seen or reading.step % job.plan.log_every == 0 or reading.step in (1, job.plan.steps):
         pace.measure()
-        job.tracker.log(reading.step, {**metrics, f"{UNITS[job.unit]}_per_s": pace.rate, **seen})
+        used = {f"{UNITS[job.unit]}_per_s": pace.rate, **job.usage.metrics(pace.rate)}
+        job.tracker.log(reading.step, {**metrics, **used, **seen})
     job.tracker.progress(reading.step, metrics, pace.rate, job.unit, skipped)
     return verdict
 

@@ -158,7 +158,7 @@ def test_a_run_says_what_it_did_where_it_is_and_what_is_next(tmp_path):
         "guard/rollbacks",
     }
     looks = [{name for name in line if name.startswith("monitors/")} for line in lines]
-    assert kept | {"step", "time", "tokens_per_s"} == set(lines[0]) - looks[0]
+    assert kept | {"step", "time", "tokens_per_s", "memory/peak_gb"} == set(lines[0]) - looks[0]
     assert looks[0] >= {"monitors/attn_logit_max", "monitors/update_ratio/blocks.0", "monitors/log_z_mean"}
     steps = {line["step"] for line, look in zip(lines, looks, strict=True) if look}
     assert steps == {1, 6}, "the first and the last; monitors.every is 100"

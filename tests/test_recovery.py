@@ -29,7 +29,7 @@ QUICK = [
     "seed=1",
     "precision=fp32",
 ]
-CLOCK = {"time", "tokens_per_s", "images_per_s"}
+CLOCK = {"time", "tokens_per_s", "memory/peak_gb", "images_per_s"}
 
 
 class Crash(Exception):

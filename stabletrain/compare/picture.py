@@ -15,7 +15,7 @@ FORMATS = (".svg", ".png", ".pdf")
 def draw(found: Sequence[Arm], file: Path) -> None:
     """Writes the picture; its ending, such as .svg or .png, decides the format.
 
-    Each line is the mean over the seeds, its band the lowest to the highest.
+    Each line is the mean over the seeds, its band the lowest to the highest; a cross marks each run that diverged.
 
     Raises:
         ConfigError: matplotlib is not installed, or does not know the format.
@@ -26,11 +26,14 @@ def draw(found: Sequence[Arm], file: Path) -> None:
     with canvas(file, width=9 if seen else 5, panels=len(panels)) as axes:
         for axis, (label, field) in zip(axes, panels, strict=True):
             for arm in found:
-                rates = [point.rate for point in next(iter(arm.curves.values()))]
+                rates = [rate for rate in arm.grid if arm.at(rate)]
                 values = [[getattr(point, field) for point in arm.at(rate)] for rate in rates]
                 (line,) = axis.plot(rates, [sum(each) / len(each) for each in values], marker="o", ms=3, label=arm.name)
                 lowest, highest = list(map(min, values)), list(map(max, values))
                 axis.fill_between(rates, lowest, highest, alpha=0.2, color=line.get_color())
+                for rate in rates:
+                    lost = [getattr(point, field) for point in arm.at(rate) if point.diverged]
+                    axis.plot([rate] * len(lost), lost, "x", ms=5, color=line.get_color())
             axis.set(xscale="log", xlabel="peak learning rate", ylabel=label)
             axis.grid(alpha=0.3)
         if seen:

@@ -9,10 +9,10 @@ chance at every rate scores 0: always look at the curves. Source: Wortsman et al
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from stabletrain.compare.runs import Run, varied
-from stabletrain.errors import ConfigError
+from stabletrain.compare.run import Run
+from stabletrain.compare.settings import shown, telling, value_of
 
 RATE, SEED = "optimizer.lr", "seed"
 LOGIT = "monitors/attn_logit_max"
@@ -42,16 +42,21 @@ class Arm:
     """The runs that share everything but learning rate and seed.
 
     Attributes:
-        name: what was typed for them and not for the others, such as `stability=qknorm`.
-        curves: for each seed, its points by rising rate.
+        name: what tells them from the others, such as `stability=qknorm`; `all` where nothing does.
+        curves: for each seed, its points by rising rate; where runs are missing, fewer than the grid has.
+        grid: every rate of the comparison, rising.
+        missing: why it is incomplete, a line for each run that is not there or not over.
     """
 
     name: str
     curves: Mapping[str, Sequence[Point]]
+    grid: tuple[float, ...] = ()
+    missing: list[str] = field(default_factory=list)
 
     def sensitivities(self) -> list[float]:
-        """The sensitivity of each seed, in nats."""
-        return [sensitivity([point.loss for point in curve]) for curve in self.curves.values()]
+        """The sensitivity of each seed whose grid is complete, in nats."""
+        whole = [curve for curve in self.curves.values() if len(curve) == len(self.grid)]
+        return [sensitivity([point.loss for point in curve]) for curve in whole]
 
     def at(self, rate: float) -> list[Point]:
         """The points at one rate, one a seed."""
@@ -63,61 +68,74 @@ def sensitivity(losses: Sequence[float]) -> float:
     return statistics.fmean(losses) - min(losses)
 
 
-def point(run: Run) -> Point:
-    """What a run contributes.
-
-    Raises:
-        ConfigError: it is not over.
-    """
-    start, status = run.first("train/ce"), run.record.get("status")
-    if start is None or status not in ("finished", "halted"):
-        raise ConfigError(
-            f"{run.folder}: its status is {status}, so it says nothing of where it would have ended: finish it with "
-            "resume, or leave it out"
-        )
-    final = run.last("val/loss") if status == "finished" else None
-    good = final is not None and math.isfinite(final)
-    logits = [value for value in run.values(LOGIT) if not math.isnan(value)]
+def point(run: Run) -> Point | None:
+    """What a run contributes: nothing before it is over, for it does not say where it would have ended."""
+    start = run.first("train/ce")
+    if run.status not in ("finished", "halted") or math.isnan(start):
+        return None
+    final = run.last("val/loss")
     return Point(
-        rate=float(run.overrides[RATE]),
-        loss=min(final, start) if good and final is not None else start,
-        ended=final if good and final is not None else math.nan,
-        logit=max(logits, default=math.nan),
-        diverged=not good,
+        rate=rate_of(run),
+        loss=start if run.diverged else min(final, start),
+        ended=math.nan if run.diverged else final,
+        logit=run.highest(LOGIT),
+        diverged=run.diverged,
     )
 
 
 def arms(runs: Sequence[Run]) -> list[Arm]:
-    """The runs of a sweep over `optimizer.lr`, sorted into arms.
+    """The runs sorted into arms; none where fewer than two of a seed's runs differ in their learning rate only.
 
-    Raises:
-        ConfigError: the learning rate was not varied, a run is there twice, or arms have different grids.
+    Of runs that share everything, the last that is over counts.
     """
-    keys = varied(runs)
-    if RATE not in keys:
-        raise ConfigError(f"{RATE} does not differ between these runs: sweep it, such as {RATE}=1e-3,1e-2,1e-1 with -m")
-    sorted_runs: dict[str, dict[str, dict[float, Point]]] = {}
+    sorted_runs = grouped([run for run in runs if not math.isnan(rate_of(run))])
+    if not any(len(seed) > 1 for seeds in sorted_runs.values() for seed in seeds.values()):
+        return []
+    grid = tuple(sorted({rate for seeds in sorted_runs.values() for seed in seeds.values() for rate in seed}))
+    found = []
+    for name, seeds in sorted_runs.items():
+        curves: dict[str, list[Point]] = {}
+        missing = []
+        for seed, by_rate in seeds.items():
+            curves[seed] = []
+            for rate in grid:
+                run = by_rate.get(rate)
+                this = None if run is None else point(run)
+                if this is not None:
+                    curves[seed].append(this)
+                else:
+                    where = f"{name}, {RATE}={rate:g}, {SEED}={seed}" if len(seeds) > 1 else f"{name}, {RATE}={rate:g}"
+                    missing.append(f"{where}: {'no such run' if run is None else f'{run.folder} is {run.status}'}")
+        found.append(Arm(name, {seed: curve for seed, curve in curves.items() if curve}, grid, missing))
+    return found
+
+
+def grouped(runs: Sequence[Run]) -> dict[str, dict[str, dict[float, Run]]]:
+    """Runs by what tells them apart, by seed and by rate."""
+    keys = telling(runs, but=(RATE, SEED))
+    where = [name for name in ("card", "precision") if len({getattr(run, name) for run in runs}) > 1]
+    found: dict[str, dict[str, dict[float, Run]]] = {}
     for run in runs:
-        if RATE not in run.overrides:
-            raise ConfigError(f"{run.folder}: its {RATE} was not typed, so it is no part of the sweep: leave it out")
-        name = " ".join(f"{key}={run.overrides.get(key, '-')}" for key in keys if key not in (RATE, SEED))
-        curve = sorted_runs.setdefault(name or "all", {}).setdefault(run.overrides.get(SEED, "-"), {})
-        this = point(run)
-        if this.rate in curve:
-            raise ConfigError(f"{run.folder}: {name} at {RATE}={this.rate:g} is there twice: leave one out")
-        curve[this.rate] = this
-    grids = {tuple(sorted(curve)) for curves in sorted_runs.values() for curve in curves.values()}
-    if len(grids) > 1:
-        raise ConfigError(f"the arms do not share one grid of {RATE}: some runs are missing; run the sweep again")
-    return [
-        Arm(name, {seed: [curve[rate] for rate in sorted(curve)] for seed, curve in curves.items()})
-        for name, curves in sorted_runs.items()
-    ]
+        name = " ".join(
+            [f"{key}={shown(value_of(run, key))}" for key in keys if key != "precision" or key not in where]
+            + [f"{key}={getattr(run, key)}" for key in where]
+        )
+        curve = found.setdefault(name or "all", {}).setdefault(shown(value_of(run, SEED)), {})
+        rate = rate_of(run)
+        if rate not in curve or point(run) is not None:
+            curve[rate] = run
+    return found
 
 
-def table(found: Sequence[Arm]) -> str:
+def rate_of(run: Run) -> float:
+    """A run's peak learning rate; NaN where it is not known."""
+    value = value_of(run, RATE)
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def markdown(found: Sequence[Arm]) -> str:
     """A Markdown table: final loss by rate, mean over the seeds, and each arm's sensitivity with its spread."""
-    rates = [point.rate for point in next(iter(found[0].curves.values()))]
+    rates = found[0].grid
     head = [RATE, *(f"{rate:g}" for rate in rates), "sensitivity"]
     rows = [head, ["---"] * len(head)]
     for arm in found:
@@ -126,12 +144,14 @@ def table(found: Sequence[Arm]) -> str:
         rows.append(["*largest attention logit*", *[""] * (len(head) - 1)])
         for arm in found:
             largest = [max((point.logit for point in arm.at(rate)), default=math.nan) for rate in rates]
-            rows.append([arm.name, *(f"{logit:.3g}" for logit in largest), ""])
+            rows.append([arm.name, *(f"{logit:.3g}" if logit == logit else "-" for logit in largest), ""])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def cell(points: Sequence[Point]) -> str:
     """Mean loss over the seeds, and how many of them diverged, or ended above their loss at init, which then counts."""
+    if not points:
+        return "-"
     diverged, above = sum(p.diverged for p in points), sum(p.ended > p.loss for p in points)
     notes = [f"{count} {what}" for count, what in ((diverged, "diverged"), (above, "above init")) if count]
     mean = f"{statistics.fmean(point.loss for point in points):.3f}"
@@ -139,6 +159,8 @@ def cell(points: Sequence[Point]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation over the seeds."""
+    """Mean and standard deviation over the seeds; `incomplete` where no seed has its whole grid."""
+    if not values:
+        return "incomplete"
     mean = statistics.fmean(values)
     return f"{mean:.3f} ± {statistics.stdev(values):.3f}" if len(values) > 1 else f"{mean:.3f}"

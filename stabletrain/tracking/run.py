@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from stabletrain.errors import ConfigError
@@ -21,6 +22,9 @@ STATUSES = ("running", "finished", "halted", "preempted", "failed")
 
 PACKAGES = ("stabletrain", "torch", "torchvision", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
 """Whose versions are recorded."""
+
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class NoRunFolder:
@@ -42,6 +46,7 @@ class NoRunFolder:
         choices: Mapping[str, Any],
         hardware: Mapping[str, Any],
         data: Mapping[str, Any],
+        model: Mapping[str, Any] = NOTHING,
         run_id: str | None = None,
         options: Sequence[str] = (),
         overrides: Sequence[str] = (),
@@ -77,6 +82,7 @@ class RunFolder(NoRunFolder):
         choices: Mapping[str, Any],
         hardware: Mapping[str, Any],
         data: Mapping[str, Any],
+        model: Mapping[str, Any] = NOTHING,
         run_id: str | None = None,
         options: Sequence[str] = (),
         overrides: Sequence[str] = (),
@@ -88,6 +94,7 @@ class RunFolder(NoRunFolder):
             choices: option chosen in each config group.
             hardware: what it runs on.
             data: fingerprint of the data set.
+            model: its number of parameters, and FLOPs.
             run_id: the id to go on under where the folder has lost its `run.json`.
             options, overrides: the command line; those of the first start are kept, since they are what `resume=auto`
                 knows the run by.
@@ -129,6 +136,7 @@ class RunFolder(NoRunFolder):
             "hardware": dict(hardware),
             "versions": versions(),
             "data": dict(data),
+            "model": dict(model),
             "options": earlier.get("options", list(options)),
             "overrides": earlier.get("overrides", list(overrides)),
             "command": shlex.join(sys.orig_argv),

@@ -31,8 +31,13 @@ CURVES = {
 LOGARITHMIC = {"grad/norm", "monitors/attn_logit_max"}
 """Those of them that span orders of magnitude."""
 
-PACE = {"tokens_per_s": "Tokens a second", "images_per_s": "Images a second"}
-"""What is compared between cards."""
+PACE = {
+    "tokens_per_s": "Tokens a second",
+    "images_per_s": "Images a second",
+    "throughput/mfu": "MFU: share of the card's peak",
+    "memory/peak_gb": "Peak memory, GB",
+}
+"""What is compared between cards; a CPU has no MFU."""
 
 TROUBLE = {
     "incident/count": "Incidents",
@@ -55,6 +60,8 @@ COLUMNS = (
     "summary:incident/cause",
     "summary:tokens_per_s",
     "summary:images_per_s",
+    "summary:throughput/mfu",
+    "summary:memory/peak_gb",
 )
 """Columns of the table of runs."""
 

@@ -33,7 +33,7 @@ RUN = [
     "eval_every=40",
     "log_every=1",
 ]
-CLOCK = {"time", "tokens_per_s"}
+CLOCK = {"time", "tokens_per_s", "memory/peak_gb"}
 
 
 @dataclass

@@ -17,7 +17,7 @@ from tests.runs import CONF, composed
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
 OPTIONS = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]
-CLOCK = {"time", "tokens_per_s", "images_per_s", "seconds"}
+CLOCK = {"time", "tokens_per_s", "memory/peak_gb", "images_per_s", "seconds"}
 
 SMALL = ["steps=4", "batch_size=4", "eval_every=2", "eval_batches=2", "log_every=2", "checkpoint.every=2", "device=cpu"]
 SMALL_GPT = [

@@ -16,7 +16,7 @@ from tests.laws import kills
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 STEPS = 12
-CLOCK = {"time", "tokens_per_s", "images_per_s"}
+CLOCK = {"time", "tokens_per_s", "memory/peak_gb", "images_per_s"}
 
 
 class Crash(Exception):

@@ -121,7 +121,7 @@ def trained(folder, *overrides):
         job = build(cfg, folder)
         run(job)
     weights = b"".join(v.cpu().contiguous().numpy().tobytes() for v in job.state.model.state_dict().values())
-    clock = {"time", "tokens_per_s", "images_per_s"}
+    clock = {"time", "tokens_per_s", "memory/peak_gb", "images_per_s"}
     return weights, [{k: v for k, v in m.items() if k not in clock} for m in read_jsonl(folder / "metrics.jsonl")]
 
 
@@ -147,7 +147,7 @@ def test_two_strict_runs_on_a_card_are_bitwise_equal(tmp_path, model, precision)
         chosen = [*MODELS[model], f"precision={precision}", "device=cuda", *SMALL]
         done = command(*chosen, f"hydra.run.dir={name}", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        clock = {"time", "tokens_per_s", "images_per_s"}
+        clock = {"time", "tokens_per_s", "memory/peak_gb", "images_per_s"}
         lines.append(
             [{k: v for k, v in m.items() if k not in clock} for m in read_jsonl(tmp_path / name / "metrics.jsonl")]
         )

@@ -17,7 +17,7 @@ from tests.runs import TINY_GPT, TINY_RESNET
 
 pytestmark = pytest.mark.timeout(600)
 
-CLOCK = {"time", "tokens_per_s", "images_per_s"}
+CLOCK = {"time", "tokens_per_s", "memory/peak_gb", "images_per_s"}
 ALWAYS = ["forensics=off", "monitors=none", "log_every=1", "schedule=constant", "warmup=none", "precision=fp32"]
 QUICK = [
     *("guard=rollback", "guard.window=20", "guard.patience=3", "guard.snapshot_every=5", "guard.healthy_after=4"),

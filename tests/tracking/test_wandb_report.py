@@ -6,12 +6,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from stabletrain.build import build
 from stabletrain.cli import main
 from stabletrain.config import leaves
 from stabletrain.errors import ConfigError
 from stabletrain.loop import run
+from stabletrain.machine.usage import Usage
 from stabletrain.tracking.wandb import INCIDENT
 from stabletrain.tracking.wandb_report import CURVES, PACE, spec, specification
 from tests.runs import ROOT, TINY_GPT, TINY_RESNET, composed
@@ -41,7 +43,8 @@ def logged(tmp_path_factory):
             found["config"] |= {key for key, _ in leaves(held["config"])}
             if overrides is faulty:
                 assert table(folder)[0].keys() == {*INCIDENT}
-    return found
+    on_cards = Usage(torch.device("cpu"), flops_per_unit=1.0, peak=1.0).metrics(1.0)  # what a CPU does not have
+    return found | {"summary": found["summary"] | on_cards.keys()}
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,7 @@ def test_the_summary_is_the_line_of_a_table(sweep):
         assert summary["incident/count"] == 1
         assert summary["incident/cause"] == table(folder)[0]["cause"]
         assert summary["tokens_per_s"] > 0
+        assert summary["memory/peak_gb"] > 0.05
         assert summary["best/val_loss"] <= summary["val/loss"] < 6
         assert summary["spike/score"] == 0
 

@@ -1,0 +1,78 @@
+"""`stabletrain compare`: reads runs, prints their table, and writes the files that are asked for."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from stabletrain.compare.curves import draw_losses
+from stabletrain.compare.frame import by_seed, frame_of
+from stabletrain.compare.picture import check_name, draw
+from stabletrain.compare.runs import read_runs
+from stabletrain.compare.sensitivity import arms, markdown
+from stabletrain.compare.table import ENDLESS, ranked, show
+from stabletrain.errors import ConfigError
+
+MISSING_SHOWN = 5
+"""Lines on runs that an arm lacks; of more only the number is said."""
+
+
+def compare(
+    folders: Sequence[Path],
+    *,
+    each: bool = False,
+    sort: str | None = None,
+    rows: int = 50,
+    wide: bool = False,
+    csv: Path | None = None,
+    picture: Path | None = None,
+) -> None:
+    """Compares the runs in `folders`.
+
+    Args:
+        each: a row for each run, also where only the seed differs.
+        sort: a column of the frame, or the key of a setting; by default what ended best comes first.
+        rows: how many are printed; 0 for all.
+        wide: print every column, whatever the width.
+        csv: where all rows and columns are written.
+        picture: where the curves are drawn: over the learning rate where it differs, else the training losses.
+
+    Raises:
+        ConfigError: a folder holds no run, there is no such column, or a file cannot be written.
+    """
+    if rows < 0:
+        raise ConfigError(f"--rows {rows} is below 0: give the number of rows, or 0 for all")
+    if picture is not None:
+        check_name(picture)
+    if csv is not None and not csv.parent.is_dir():
+        raise ConfigError(f"{csv}: there is no folder {csv.parent}: make it first")
+    runs = read_runs(folders)
+    found = frame_of(runs)
+    table = ranked(found if each else by_seed(found), sort)
+    show(table, terminal(), wide=wide, most=rows)
+    swept = arms(runs)
+    if swept:
+        print(f"\n{markdown(swept)}")
+        missing = [line for arm in swept for line in arm.missing]
+        for line in missing[:MISSING_SHOWN]:
+            print(f"not there  {line}")
+        if len(missing) > MISSING_SHOWN:
+            print(f"not there  and {len(missing) - MISSING_SHOWN} more")
+    if csv is not None:
+        ranked(found, sort).to_csv(csv)
+        print(f"table    {csv}", file=sys.stderr)
+    if picture is not None:
+        if swept:
+            draw(swept, picture)
+        else:
+            draw_losses(runs, picture)
+        print(f"picture  {picture}", file=sys.stderr)
+
+
+def terminal() -> Console:
+    """Standard output: as wide as it is, or as COLUMNS says; a pipe has no width, no colour and no end."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
+        return Console(highlight=False)
+    return Console(highlight=False, width=ENDLESS)

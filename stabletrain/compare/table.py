@@ -1,0 +1,150 @@
+"""The comparison on a terminal: a row a run, or a group of seeds, the best first; what is the same everywhere above it.
+
+Columns that do not fit are left out, the least important first, and named. In a pipe there is no width to fit.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from stabletrain.compare.cells import CAN_BE_SHARED, COLUMNS, MATTERS, missing, words_of
+from stabletrain.compare.settings import shown
+from stabletrain.errors import ConfigError
+
+ENDLESS = 10**5
+"""Columns of a terminal that is never full."""
+
+HIGHER_IS_BETTER = ("val_accuracy", "units_per_s", "mfu")
+
+
+ALWAYS = ("run", "val_loss")
+"""Columns that are never left out; nor are the settings."""
+
+BEST = {"val_loss": min, "best_val_loss": min, "val_accuracy": max}
+"""Columns whose best value is marked."""
+
+
+def ranked(rows: pd.DataFrame, by: str | None) -> pd.DataFrame:
+    """The rows in their order.
+
+    Args:
+        rows: from `frame` or `by_seed`.
+        by: a column; None puts what finished first, by validation loss, then what is not over, what diverged, and what
+            cannot be read.
+
+    Raises:
+        ConfigError: there is no such column.
+    """
+    if by is None:
+        ranks = [rank(status, diverged) for status, diverged in zip(rows["status"], rows["diverged"], strict=True)]
+        order = pd.DataFrame({"rank": ranks, "loss": rows["val_loss"]}, index=rows.index)
+        return rows.loc[order.sort_values(["rank", "loss"], kind="stable").index]
+    name = by if by in rows.columns else f"settings.{by}"
+    if name not in rows.columns:
+        raise ConfigError(f"--sort {by}: there is no such column: use one of {', '.join(rows.columns)}")
+    key = None if pd.api.types.is_numeric_dtype(rows[name]) else lambda column: column.map(str)
+    return rows.sort_values(name, ascending=name not in HIGHER_IS_BETTER, kind="stable", key=key)
+
+
+def rank(status: str, diverged: int | bool) -> int:
+    """0 for what ended well, 1 for what is not over or failed, 2 for what diverged, 3 for what cannot be read."""
+    if diverged:
+        return 2
+    if "broken" in status or "empty" in status:
+        return 3
+    return 1 if any(word in status for word in ("running", "preempted", "failed")) else 0
+
+
+def show(rows: pd.DataFrame, console: Console, *, wide: bool = False, most: int = 0) -> None:
+    """Prints the table.
+
+    Args:
+        rows: in their order, from `frame` or `by_seed`, with their `attrs`.
+        console: whose width counts, unless `wide`.
+        most: rows that are printed; 0 for all.
+    """
+    cells = {name: words for name, words in words_of(rows).items() if any(words)}
+    same = {name: cells[name][0] for name in CAN_BE_SHARED if name in cells and len(set(cells[name])) == 1}
+    if len(rows) == 1:
+        same = {}
+    heads = heads_of(rows)
+    settings = [name for name in cells if name.startswith("settings.") or name == "seed"]
+    names = ["run", *settings, *(c.name for c in COLUMNS if c.name in cells and c.name not in same)]
+    printed = len(rows) if most == 0 else min(most, len(rows))
+    marked = {name: best_row(rows, name) for name in names if name in BEST}
+    width = ENDLESS if wide else console.width
+    dropped: list[str] = []
+    while True:
+        table = build(names, heads, cells, marked, printed)
+        needed = console.measure(table, options=console.options.update(width=ENDLESS)).maximum
+        expendable = [name for name in names if name in MATTERS and name not in ALWAYS]
+        if needed <= width or not expendable:
+            break
+        least = max(expendable, key=MATTERS.index)
+        names.remove(least)
+        dropped.append(heads[least])
+    console.print(Text(sentence(rows, same, heads)), soft_wrap=wide)
+    console.print(table, width=min(needed, width), crop=False)
+    if printed < len(rows):
+        console.print(Text(f"{len(rows) - printed:,} more rows: --rows 0 shows all, --csv <file> writes them"))
+    if dropped:
+        console.print(Text(f"left out, for want of width: {', '.join(reversed(dropped))}; --wide shows them"))
+
+
+def heads_of(rows: pd.DataFrame) -> dict[str, str]:
+    """What stands above each column."""
+    units = set(rows["unit"].dropna())
+    return (
+        {column.name: column.head for column in COLUMNS}
+        | {name: name.removeprefix("settings.") for name in rows.columns if name.startswith("settings.")}
+        | {"seed": "seed", "run": "runs" if "n" in rows and rows["n"].max() > 1 else "run"}
+        | {"units_per_s": f"{units.pop() if len(units) == 1 else 'units'}/s"}
+    )
+
+
+def build(
+    names: Sequence[str],
+    heads: Mapping[str, str],
+    cells: Mapping[str, Sequence[str]],
+    marked: Mapping[str, int | None],
+    printed: int,
+) -> Table:
+    """The table with these columns; the best value of each that has one is bold, and has a star."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    aligned = {column.name: column.right for column in COLUMNS}
+    for name in names:
+        table.add_column(heads[name], justify="right" if aligned.get(name) else "left", overflow="fold")
+    for row in range(printed):
+        table.add_row(*(cell(cells[name][row], name in marked, marked.get(name) == row) for name in names))
+    return table
+
+
+def cell(word: str, can_be_best: bool, is_best: bool) -> Text:
+    """A value; in a column that has a best one there is room for its star."""
+    return Text(f"{word}{' *' if is_best else '  '}" if can_be_best else word, style="bold green" if is_best else "")
+
+
+def best_row(rows: pd.DataFrame, name: str) -> int | None:
+    """The row with the best value among those that ended well; None where there are not two to choose from."""
+    values = {
+        row: value
+        for row, (value, status, diverged) in enumerate(zip(rows[name], rows["status"], rows["diverged"], strict=True))
+        if rank(status, diverged) == 0 and not missing(value)
+    }
+    return BEST[name](values, key=lambda row: values[row]) if len(values) > 1 else None
+
+
+def sentence(rows: pd.DataFrame, same: Mapping[str, str], heads: Mapping[str, str]) -> str:
+    """How many runs there are, and what all of them have in common: of the settings what was typed."""
+    count = int(rows["n"].sum()) if "n" in rows else len(rows)
+    parts = [f"{count:,} run{'s' if count != 1 else ''}"]
+    parts += [f"{heads[name]} {word}" for name, word in same.items() if name != "status"]
+    if "status" in same:
+        parts.insert(1, same["status"])
+    shared, typed = rows.attrs["shared"], rows.attrs["typed"]
+    words = [f"{key}={shown(shared[key])}" for key in typed if key in shared]
+    return " · ".join([*parts, *([f"all with {' '.join(words)}"] if words else [])])

@@ -1,0 +1,28 @@
+"""Run folders written by hand, for what a comparison must find in them."""
+
+import json
+import math
+
+AT_INIT = 5.5
+
+
+def word(value):
+    """A float as `metrics.jsonl` has it."""
+    return "NaN" if math.isnan(value) else "Infinity" if value == math.inf else value
+
+
+def write(folder, overrides=(), final=2.0, status="finished", lines=None, events=(), **record):
+    """A run folder; without `lines` one of nine steps that begins at `AT_INIT` and ends at `final`."""
+    folder.mkdir(parents=True)
+    text = json.dumps({"status": status, "overrides": list(overrides), **record})
+    (folder / "run.json").write_text(text)
+    if lines is None:
+        lines = [
+            {"step": 1, "train/ce": AT_INIT},
+            {"step": 1, "monitors/attn_logit_max": 3.0, "monitors/attn_logit_max/blocks.0": 3.0},
+            {"step": 9, "train/ce": 0.1},
+            {"step": 9, "val/loss": word(final)},
+        ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
