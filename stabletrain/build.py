@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch import nn
 
@@ -148,7 +149,9 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
         run.abandon(str(error))
         raise
     try:
-        wandb.start(folder, run.id, {**config, "groups": choices, "hardware": machine, "versions": versions()})
+        about = {**config, "groups": choices, "hardware": machine, "versions": versions()}
+        hydra = HydraConfig.get()
+        wandb.start(folder, run.id, about, hydra.overrides.task, sweeping=hydra.mode == RunMode.MULTIRUN)
         checkpoints.open(folder, lambda kind, step, fields: tracker.event(kind, step, **fields), run.id)
         continue_from(cfg.resume, checkpoints, tracker, state, parts)
         if cfg.resume != "auto":

@@ -6,6 +6,8 @@ stabletrain compare <runs or sweeps>            runs side by side: a table, sens
 stabletrain losses <runs> <file>                a picture of runs' training losses, rollbacks included
 stabletrain diagnose <run>                      a run's incidents: where, why, and what to do
 stabletrain replay <incident> [key=value ...]   an incident's step again, as it was or with a fix to try
+stabletrain sync [<runs>]                       what offline runs have kept, uploaded to Weights & Biases
+stabletrain wandb-report <entity/project>       a comparison of its runs, as a report there
 """
 
 import argparse
@@ -68,6 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replaying.add_argument("--config-dir", type=Path, help="your own groups, if an override names an option of theirs")
     replaying.add_argument("--json", action="store_true", help="the result for programs")
     replaying.set_defaults(do=replay)
+
+    from stabletrain.tracking import wandb_report, wandb_sync
+
+    syncing = commands.add_parser("sync", help="upload what offline runs have kept to Weights & Biases")
+    wandb_sync.add_arguments(syncing)
+    syncing.set_defaults(do=wandb_sync.run)
+
+    reporting = commands.add_parser("wandb-report", help="compare a project's runs in a report of Weights & Biases")
+    wandb_report.add_arguments(reporting)
+    reporting.set_defaults(do=wandb_report.run)
 
     chosen = parser.parse_args(arguments)
     try:

@@ -5,6 +5,7 @@ change the weights. Whoever wants to look into a withheld step finds the weights
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from stabletrain.errors import Interrupted, TrainingHalted
 from stabletrain.evaluate import evaluate
@@ -32,6 +33,7 @@ def run(job: Job) -> History:
     except BaseException as raised:
         error = lost(raised, job.parallel.ranks) or raised
         job.checkpoints.settle()
+        tracker.summary(final(job) | {"status": status_of(error)})
         tracker.close(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1))
         job.folder.finish(status_of(error), str(error) or type(error).__name__, final(job))
         job.page.write()
@@ -40,7 +42,7 @@ def run(job: Job) -> History:
         raise error from raised
     finally:
         job.batches.close()
-    job.tracker.summary(final(job))
+    job.tracker.summary(final(job) | {"status": "finished"})
     job.tracker.close(0)
     reasons = [reason for reason in (job.tools.guard.trouble_at_end(), job.checkpoints.unsaved()) if reason]
     job.folder.finish("finished", "; ".join(reasons) or None, final(job))
@@ -56,7 +58,7 @@ def status_of(error: BaseException) -> str:
     return "preempted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
 
 
-def final(job: Job) -> dict[str, float]:
+def final(job: Job) -> dict[str, Any]:
     """The run's last numbers, for `run.json` and W&B's summary."""
     history = job.history
     rate = history.units / max(history.seconds, 1e-9)
@@ -72,6 +74,8 @@ def final(job: Job) -> dict[str, float]:
         "guard/rollbacks": job.tools.guard.rollbacks,
         "guard/lost_steps": history.lost_steps,
         "guard/lost_seconds": history.lost_seconds,
+        "guard/skipped": sum(job.tools.guard.skips.values()),
+        "spike/score": job.recent.metrics()["spike/score"],
         **{f"guard/skipped_{kind}": count for kind, count in job.tools.guard.skips.items()},
     }
 
@@ -199,5 +203,6 @@ def validate(job: Job) -> float:
     job.history.val, job.history.val_step = metrics, job.state.step
     if metrics["val/loss"] < job.history.best_loss:
         job.history.best_loss, job.history.best_step = metrics["val/loss"], job.state.step
+        job.tracker.summary({"best/val_loss": metrics["val/loss"], "best/step": job.state.step})
     job.tracker.log(job.state.step, {"tick": job.state.tick, **metrics})
     return metrics["val/loss"]

@@ -127,7 +127,7 @@ def look_into(job: Job, launched: Launched, reading: Reading, kind: str) -> bool
     if filed is None:
         return False
     where = None if filed.path is None else f"incidents/{filed.path.name}"
-    about = {"cause": filed.cause, "verdict": filed.verdict, "fix": list(filed.fix), "path": where}
+    about = {"kind": kind, "cause": filed.cause, "verdict": filed.verdict, "fix": list(filed.fix), "path": where}
     job.tracker.event("incident", reading.step, tick=job.state.tick, **about)
     for line in filed.lines:
         job.tracker.note(line)

@@ -53,7 +53,6 @@ def script(job: Job, request: Request) -> str:
     lines += ["set -e"]
     lines += [f"module load {shlex.join(card.modules.split())}"] if card.modules else []
     lines += [line.strip() for line in card.environment.splitlines() if line.strip()]
-    lines += [f'export WANDB_RUN_GROUP="${{WANDB_RUN_GROUP:-{card.name}}}"'] if job.tasks else []
     folder = shlex.quote(str(job.folder))
     if job.tasks:
         lines.append('case "$SLURM_ARRAY_TASK_ID" in')

@@ -30,7 +30,7 @@ class NoTracker:
         """Shows how far the run is; arguments as `Progress.update`."""
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Records the final values."""
+        """Sets what stands in the run's line of a table: the final values, and what is known of them before."""
 
     def started(self) -> bool:
         """Whether there is a record already."""
@@ -64,6 +64,7 @@ class Tracker(NoTracker):
 
     def event(self, kind: str, step: int, /, **fields: Any) -> None:
         self._metrics.event(kind, step, **fields)
+        self._wandb.event(kind, step, **fields)
 
     def note(self, text: str) -> None:
         self._progress.note(text)

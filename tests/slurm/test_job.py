@@ -1,4 +1,4 @@
-"""`slurm/job.sh`, `ranks.py` and `sync.sh`, with stand-ins for Slurm and W&B: which end of a run queues it again."""
+"""`slurm/job.sh` and `ranks.py`, with stand-ins for Slurm: which end of a run queues it again."""
 
 import os
 import signal
@@ -140,44 +140,3 @@ def test_several_ranks_end_with_the_code_of_the_first_that_failed(tmp_path, body
     words = [sys.executable, str(ROOT / "slurm" / "ranks.py"), "--standalone", "--nproc-per-node=2", "rank.py"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=50)
     assert done.returncode == code, done.stderr
-
-
-def test_offline_runs_are_uploaded_piece_by_piece_and_once(tmp_path):
-    stand_in(tmp_path, "wandb", f'[[ $2 == --help ]] && {{ echo "--append"; exit; }}; echo "$@" >> {tmp_path}/synced')
-    for run, status in {"done, it is": "finished", "live": "running"}.items():
-        (tmp_path / "outputs" / run / "wandb").mkdir(parents=True)
-        (tmp_path / "outputs" / run / "run.json").write_text(f'{{\n  "id": "x",\n  "status": "{status}"\n}}\n')
-        for time_ in ("1", "2", "3"):
-            (tmp_path / "outputs" / run / "wandb" / f"offline-run-{time_}-x").mkdir()
-    (tmp_path / "outputs" / "done, it is" / "wandb" / "offline-run-1-x" / "run-x.wandb.synced").touch()
-
-    def sync(*options):
-        words = [str(ROOT / "slurm" / "sync.sh"), *options]
-        environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
-
-    done = sync()
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "4 uploaded, 1 still being written, 0 failed"
-    wanted = [("done, it is", 2), ("done, it is", 3), ("live", 1), ("live", 2)]
-    lines = [f"sync --append outputs/{run}/wandb/offline-run-{number}-x" for run, number in wanted]
-    assert (tmp_path / "synced").read_text().splitlines() == lines
-    assert len(sync("--dry-run", "--all").stdout.splitlines()) == 5
-    for typed, message in (["--al"], "--al is not an option"), (["none"], "none is not a folder"):
-        assert sync(*typed).returncode == 2
-        assert message in sync(*typed).stderr
-
-
-def test_a_piece_that_fails_holds_back_what_follows_it(tmp_path):
-    stand_in(tmp_path, "wandb", f'[[ $2 == --help ]] && exit; echo "$@" >> {tmp_path}/synced; [[ $2 != *-1-x ]]')
-    for run, name in {"a": "x", "b": "y"}.items():
-        for number in (1, 2):
-            (tmp_path / "outputs" / run / "wandb" / f"offline-run-{number}-{name}").mkdir(parents=True)
-    words = [str(ROOT / "slurm" / "sync.sh"), "outputs"]
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 1
-    assert "2 uploaded, 0 still being written, 1 failed" in done.stdout
-    assert [line.rpartition("/")[2] for line in (tmp_path / "synced").read_text().splitlines()] == [
-        "offline-run-1-x", "offline-run-1-y", "offline-run-2-y",
-    ]  # fmt: skip

@@ -68,7 +68,7 @@ def test_every_point_is_there_with_its_step_and_nan_is_nan(two_runs):
     assert [point["step"] for point in history] == [1, 2, 3, 4]
     assert [point["train/loss"] for point in history if point["step"] != 3] == [1.0, 0.5, 0.25]
     assert math.isnan(history[2]["train/loss"])
-    assert two_runs[2]["axes"]["*"] == "step"
+    assert two_runs[2]["axes"] == {"step": "", "train/loss": "step", "lr": "step"}
 
 
 def test_points_whose_step_went_back_are_not_dropped(two_runs):
@@ -144,7 +144,7 @@ def test_online_without_a_key_warns_once_and_goes_on_offline(tmp_path):
 def test_a_key_that_wandb_login_has_filed_is_found(tmp_path, monkeypatch, netrc, found):
     import wandb
 
-    from stabletrain.tracking.wandb import has_key
+    from stabletrain.tracking.account import has_key
 
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)
@@ -174,7 +174,7 @@ def test_any_failure_is_one_warning(tmp_path, monkeypatch, capsys):
     run.log(2, {})
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1
-    assert printed.startswith("stabletrain: wandb: no space left for define_metric")
+    assert printed.startswith("stabletrain: wandb: no space left for summary")
 
 
 def test_a_library_that_will_not_start_leaves_the_run_without_it(tmp_path, monkeypatch, capsys):

@@ -30,6 +30,14 @@ def records(path: Path) -> Iterator[Any]:
             yield record
 
 
+def table(folder: Path) -> list[dict[str, Any]]:
+    """The newest table `incidents` of the only offline run below `folder`, a row each."""
+    newest = read(folder)["summary"]["incidents.path"]
+    [file] = folder.rglob(newest)
+    content = json.loads(file.read_text())
+    return [dict(zip(content["columns"], line, strict=True)) for line in content["data"]]
+
+
 def items(entries: Any) -> dict[str, Any]:
     """Keys (nested ones joined by `.`) and values of a record's items; W&B writes NaN as JSON's `NaN`."""
     return {entry.key or ".".join(entry.nested_key): json.loads(entry.value_json) for entry in entries}
@@ -43,12 +51,14 @@ def read(folder: Path) -> dict[str, Any]:
 
 def read_file(path: Path) -> dict[str, Any]:
     """The same of one file."""
-    found: dict[str, Any] = {"config": {}, "history": [], "summary": {}, "axes": {}, "alerts": [], "exit_code": None}
+    found: dict[str, Any] = {"config": {}, "history": [], "summary": {}, "axes": {}, "hidden": set(), "alerts": []}
+    found["exit_code"] = None
     for record in records(path):
         match record.WhichOneof("record_type"):
             case "run":
                 run = record.run
                 found |= {"id": run.run_id, "project": run.project, "group": run.run_group, "tags": list(run.tags)}
+                found |= {"name": run.display_name, "job_type": run.job_type}
                 found["config"] |= items(run.config.update)
             case "history":
                 found["history"].append(items(record.history.item))
@@ -57,6 +67,7 @@ def read_file(path: Path) -> dict[str, Any]:
             case "metric":
                 name = record.metric.name or record.metric.glob_name
                 found["axes"][name] = record.metric.step_metric
+                found["hidden"] |= {name} if record.metric.options.hidden else set()
             case "alert":
                 found["alerts"].append((record.alert.title, record.alert.text))
             case "exit":
