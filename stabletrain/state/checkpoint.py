@@ -52,6 +52,7 @@ class Checkpoints(NoCheckpoints):
         self.every, self.keep, self.keep_best = every, keep, keep_best
         self._folder: Folder | None = None
         self._on_event: Report | None = None
+        self.asynchronous = asynchronous
         self._background = Background(asynchronous)
         self._begun = 0  # checkpoints of several ranks that were begun
         self._reason = ""  # why the last write failed; empty while writes succeed

@@ -31,9 +31,11 @@ def whole(tmp_path_factory):
 
 
 def weights(folder):
-    """The hash of the newest checkpoint's weights."""
+    """The hash of the newest checkpoint's weights; of a sharded run one for each rank's part."""
     newest = max((folder / "checkpoints").glob("step-*"))
-    return newest.name, hashlib.sha256((newest / "model.safetensors").read_bytes()).hexdigest()
+    files = sorted([*newest.glob("model.safetensors"), *newest.glob("model/*.safetensors")])
+    assert files
+    return newest.name, [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
 def record(folder):
