@@ -85,7 +85,7 @@ ONLY = {
     },
     "wandb": {"tracking/wandb"},
     "rich": {"tracking/progress", "compare/table", "compare/command"},
-    "pandas": {"compare/frame", "compare/table", "compare/cells"},
+    "pandas": {"compare/frames", "compare/table", "compare/cells"},
     "orjson": {"compare/columns", "compare/runs"},
     "joblib": {"compare/runs"},
     "yaml": {"compare/settings"},
