@@ -16,6 +16,7 @@ from torch import nn
 
 from stabletrain.agreement import checked, cost, make_model, units, validation, vocabulary
 from stabletrain.arguments import SWEEP, take_apart
+from stabletrain.compare.at_end import NoPage, PageAtEnd
 from stabletrain.config import leaves, make, plain
 from stabletrain.data.order import position
 from stabletrain.data.prefetch import Prefetch
@@ -187,6 +188,22 @@ def build(cfg: DictConfig, folder: Path) -> Job:
             deterministic=device.type == "cpu" or choices["determinism"] == "strict",
         ),
     )
+    report = PageAtEnd(folder) if cfg.report and ranks.first else NoPage()
+
+    def last_words() -> str:
+        sample = sample_text(model, data, device)  # by all ranks, where each has a part of the model
+        report.write(sample)
+        return closing(
+            state=state,
+            history=history,
+            guard=tools.guard,
+            unit=unit,
+            per=per,
+            folder=str(folder),
+            sample=sample,
+            again=suggestion(typed, "qknorm" in cfg.model, per),
+        )
+
     tracker.note(
         opening(choices, config, model, data, tools, f"{hardware.name(device)}, {hardware.threads()}", str(folder))
     )
@@ -213,16 +230,8 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         blank=blank,
         load=load,
         about={"config": config, "choices": choices},
-        closing=lambda: closing(
-            state=state,
-            history=history,
-            guard=tools.guard,
-            unit=unit,
-            per=per,
-            folder=str(folder),
-            sample=sample_text(model, data, device),
-            again=suggestion(typed, "qknorm" in cfg.model, per),
-        ),
+        page=report,
+        closing=last_words,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from stabletrain.compare.at_end import NoPage
 from stabletrain.forensics import NoForensics
 from stabletrain.machine.usage import Usage
 from stabletrain.parallel.alone import Alone
@@ -113,7 +114,8 @@ class Job:
         blank: makes the model once more, whole and with weights that are anything.
         load: any training batch by its step number, on the host.
         about: the run's configuration, to be kept with an incident.
-        closing: what a person reads last; asked for when the run is over.
+        page: the run's own page, written when it is over.
+        closing: what a person reads last; asked for when the run has finished, and writes the page.
     """
 
     plan: Plan
@@ -137,4 +139,5 @@ class Job:
     blank: Callable[[], nn.Module]
     load: Callable[[int], Batch]
     about: Mapping[str, Any]
+    page: NoPage
     closing: Callable[[], str]

@@ -31,6 +31,7 @@ def run(job: Job) -> History:
         job.checkpoints.settle()
         tracker.close(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1))
         job.folder.finish(status_of(error), str(error) or type(error).__name__, final(job))
+        job.page.write()
         raise
     finally:
         job.batches.close()

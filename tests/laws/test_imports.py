@@ -32,7 +32,7 @@ MAY_SEE = {
     "compare": NOUNS | {"tracking"},
     "faults": NOUNS | {"state"},
     "forensics": NOUNS | {"ranks", "step", "watch", "stability", "state", "tracking", "parallel"},
-    "job": NOUNS | {"step", "machine", "state", "tracking", "watch", "forensics", "parallel"},
+    "job": NOUNS | {"step", "machine", "state", "tracking", "watch", "forensics", "parallel", "compare"},
     "recovery": NOUNS | {"job", "data", "state", "tracking"},
     "report": NOUNS | {"job", "step", "forensics", "watch"},
     "loop": NOUNS | {"job", "step", "evaluate", "machine", "recovery", "report"},
@@ -42,6 +42,7 @@ MAY_SEE = {
     | {
         "agreement",
         "arguments",
+        "compare",
         "config",
         "job",
         "summary",

@@ -9,6 +9,7 @@ import yaml
 from PIL import Image
 
 from stabletrain.build import build
+from stabletrain.compare.at_end import NoPage
 from stabletrain.config import check, leaves
 from stabletrain.errors import ConfigError
 from stabletrain.loop import run
@@ -98,6 +99,7 @@ CHANGED: dict[str, object] = {
     "log_every": 1,
     "device": "cuda:99",
     "compile": True,
+    "report": False,
     "resume": "auto",
     "data.block_size": 8,
     "data.length_warmup": 3,
@@ -467,6 +469,10 @@ def test_every_top_level_key_is_alive(tmp_path, places, key):
             assert build(cfg, tmp_path).state.model._compiled_call_impl is not None
         return
     base = observe(tmp_path / "base", chosen)
+    if key == "report":  # the page is written beside the last words: tests/compare/test_at_end.py
+        with composed(*chosen, "report=false") as cfg:
+            assert type(build(cfg, tmp_path).page) is NoPage
+        return
     if key == "resume":  # a finished run: nothing is trained again, and it says so
         again = observe(tmp_path / "base", [*chosen, "resume=auto"])
         assert [line["event"] for line in again["lines"] if "event" in line][-1] == repr("resume")

@@ -1,0 +1,164 @@
+"""What a comparison says, in words: which runs are best, what diverged, what went wrong, where it was fast."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+from stabletrain.compare.run import Run
+from stabletrain.compare.settings import shown, value_of
+
+Row = Mapping[str, Any]
+"""What the table says of a run, by column; None where it says nothing."""
+
+NAMED = 3
+"""Runs or groups that a sentence names before it says how many more there are."""
+
+
+FEW = 5
+"""Settings that can name a run; where more differ, its folder is the better name."""
+
+
+def headline(
+    runs: Sequence[Run], rows: Sequence[Row], arms: Sequence[Mapping[str, Any]], keys: Sequence[str]
+) -> list[str]:
+    """Sentences, the one that matters most first.
+
+    Args:
+        runs: all of them.
+        rows: theirs, in the same order.
+        arms: learning-rate sensitivity, as `page.arm_of` gives it.
+        keys: the settings that tell the runs apart.
+    """
+    sentences = [best(runs, rows, keys), over_seeds(runs, rows, keys), counts(rows)]
+    sentences += [diverged(runs, rows, keys), incidents(runs)]
+    return [sentence for sentence in (*sentences, sensitivities(arms), fastest(rows)) if sentence]
+
+
+def name_of(run: Run, keys: Sequence[str]) -> str:
+    """A run by what tells it apart, `qknorm=none optimizer.lr=0.1`; by its folder where nothing does, or too much."""
+    if not run.settings or not keys:
+        return run.name
+    if len(keys) > FEW:
+        return f"{run.sweep}/{run.name}"
+    return " ".join(f"{key}={shown(value_of(run, key))}" for key in keys)
+
+
+def best(runs: Sequence[Run], rows: Sequence[Row], keys: Sequence[str]) -> str:
+    """The finished run with the lowest loss."""
+    ended = [i for i, row in enumerate(rows) if number(row.get("val_loss")) and row.get("status") == "finished"]
+    if not ended:
+        return "No run has finished with a validation loss yet." if rows else "There are no runs."
+    first = min(ended, key=lambda i: rows[i]["val_loss"])
+    accuracy = rows[first].get("val_accuracy")
+    accurate = f", accuracy {100 * accuracy:.2f} %" if number(accuracy) else ""
+    loss = f"validation loss {rows[first]['val_loss']:.4g} nats{accurate}"
+    if len(runs) == 1:
+        return f"{loss[0].upper()}{loss[1:]} after {rows[first].get('steps') or 0:,} steps."
+    return f"Best: {name_of(runs[first], keys)}, {loss}."
+
+
+def over_seeds(runs: Sequence[Run], rows: Sequence[Row], keys: Sequence[str]) -> str:
+    """The settings with the lowest mean loss over their seeds, where there are several seeds."""
+    keys = [key for key in keys if key != "seed"]
+    if len(keys) > FEW:
+        return ""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for run, row in zip(runs, rows, strict=True):
+        groups[name_of(run, keys)].append(row)
+    several = {
+        name: [row["val_loss"] for row in group]
+        for name, group in groups.items()
+        if len(group) > 1 and all(row.get("status") == "finished" and number(row.get("val_loss")) for row in group)
+    }
+    if len(several) < 2:
+        return ""
+    name, losses = min(several.items(), key=lambda each: math.fsum(each[1]) / len(each[1]))
+    mean = math.fsum(losses) / len(losses)
+    return (
+        f"Over {len(losses)} seeds the best is {name}: {mean:.4g} on average, {min(losses):.4g} to {max(losses):.4g}."
+    )
+
+
+def counts(rows: Sequence[Row]) -> str:
+    """How many runs there are, and in which state."""
+    states = Counter(str(row.get("status")) for row in rows)
+    if not rows or (len(rows) == 1 and states.get("finished")):
+        return ""
+    words = ", ".join(f"{count:,} {state}" for state, count in states.most_common())
+    return f"{plural(len(rows), 'run')}: {words}."
+
+
+def diverged(runs: Sequence[Run], rows: Sequence[Row], keys: Sequence[str]) -> str:
+    """Which runs diverged."""
+    gone = [run for run, row in zip(runs, rows, strict=True) if row.get("diverged")]
+    if not gone:
+        return ""
+    if len(runs) == 1:
+        return "It diverged."
+    return f"{len(gone):,} diverged: {several([name_of(run, keys) for run in gone[: NAMED + 1]], len(gone))}."
+
+
+def incidents(runs: Sequence[Run]) -> str:
+    """How many incidents there were, in how many runs, and what caused most of them."""
+    causes = Counter(one.get("cause") or one.get("kind") or "unknown" for run in runs for one in run.incidents)
+    if not causes:
+        return "No incidents."
+    total, hit = sum(causes.values()), sum(bool(run.incidents) for run in runs)
+    where = f" in {plural(hit, 'run')}" if len(runs) > 1 else ""
+    named = several([f"{cause} ({count})" for cause, count in causes.most_common()])
+    return f"{plural(total, 'incident')}{where}: {named}."
+
+
+def sensitivities(arms: Sequence[Mapping[str, Any]]) -> str:
+    """Which arm minds its learning rate least, and which most."""
+    known = [arm for arm in arms if number(arm.get("sensitivity"))]
+    if len(known) < 2:
+        return ""
+    least, most = (pick(known, key=lambda arm: arm["sensitivity"]) for pick in (min, max))
+    return (
+        f"Least sensitive to the learning rate: {least['name']} ({least['sensitivity']:.3f} nats); "
+        f"most: {most['name']} ({most['sensitivity']:.3f})."
+    )
+
+
+def fastest(rows: Sequence[Row]) -> str:
+    """The fastest card and precision, where there are several."""
+    groups = throughput(rows)
+    if len(groups) < 2 or len({group["unit"] for group in groups}) > 1:
+        return ""
+    first, second = groups[0], groups[1]
+    ratio = f", {first['median'] / second['median']:.2g} times {second['card']} in {second['precision']}"
+    return f"Fastest: {first['card']} in {first['precision']}, {first['median']:,.0f} {first['unit']} a second{ratio}."
+
+
+def throughput(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Units a second by card and precision: median, lowest, highest and number of runs; the fastest first."""
+    groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for row in rows:
+        if number(row.get("units_per_s")) and row["units_per_s"] > 0:
+            key = tuple(str(row.get(name) or "unknown") for name in ("card", "precision", "unit"))
+            groups[key].append(row["units_per_s"])  # ty: ignore[invalid-argument-type]
+    found = []
+    for (card, precision, unit), rates in groups.items():
+        rates.sort()
+        middle = (rates[(len(rates) - 1) // 2] + rates[len(rates) // 2]) / 2
+        about = {"card": card, "precision": precision, "unit": unit, "runs": len(rates)}
+        found.append({**about, "median": middle, "lowest": rates[0], "highest": rates[-1]})
+    return sorted(found, key=lambda group: (group["unit"], -group["median"]))
+
+
+def several(names: Sequence[str], total: int | None = None) -> str:
+    """The first of the names, and how many more of `total` there are."""
+    more = (len(names) if total is None else total) - NAMED
+    return "; ".join(names[:NAMED]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def plural(count: int, word: str) -> str:
+    """`1 run`, `2 runs`."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def number(value: Any) -> TypeGuard[float]:
+    """Whether this is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,134 @@
+"""A run's own page, `report.html` in its folder: the pictures of a comparison for this run alone, and all its words.
+
+How it ended, what the guard did, its incidents, what it wrote, what it was set to, on what it ran.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stabletrain.compare import drawn, parts
+from stabletrain.compare.headline import number, plural
+from stabletrain.compare.run import Run
+from stabletrain.compare.runs import read_run
+from stabletrain.compare.shell import page, words, write
+
+SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "run.js"]
+STYLES = ["uplot.min.css", "page.css"]
+
+POINTS = 500
+"""Points of each curve at most."""
+
+UNITS = ("tokens", "images", "samples")
+
+
+def write_run_page(folder: Path) -> None:
+    """Writes the page of a run, whatever state it is in, into its folder.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write(run_page(read_run(folder.absolute())), folder / "report.html")
+
+
+def run_page(run: Run) -> str:
+    """The page as text."""
+    lines = drawn.drawn(run, POINTS)
+    told = drawn.told(run, run.folder)
+    data = {"panels": drawn.panels([lines]), "run": {**lines, "name": run.name, "incidents": told}}
+    sample = drawn.sample(run)
+    title = f"{run.sweep}/{run.name}"
+    body = "".join(
+        [
+            f"<h1>{words(f'stabletrain · {title}')}</h1>",
+            parts.sentences(outcome(run)),
+            parts.figures(figures(run)),
+            parts.section("Incidents", parts.incidents([(None, one) for one in told])),
+            parts.section("Over the steps", parts.pictures()) if lines["curves"] else "",
+            parts.section("Sample", f'<pre class="sample" tabindex="0">{words(sample)}</pre>' if sample else ""),
+            parts.section("Settings", settings(run)),
+            parts.section("Machine and versions", parts.facts(machine(run.record))),
+        ]
+    )
+    return page(f"{title} · stabletrain", body, data, scripts=SCRIPTS, styles=STYLES)
+
+
+def outcome(run: Run) -> list[str]:
+    """How it ended, why, and what the guard did."""
+    final = run.record.get("final", {})
+    loss, steps = final.get("val/loss"), final.get("steps", run.steps)
+    first = f"{run.status.capitalize()} after {steps:,} steps"
+    if number(loss):
+        first += f", validation loss {loss:.4g} nats"
+        if number(final.get("val/accuracy")):
+            first += f", accuracy {100 * final['val/accuracy']:.2f} %"
+    elif loss is not None:
+        first += ", and the validation loss is no finite number: it diverged"
+    reason = run.problem or run.record.get("reason")
+    found = [f"{first}.", str(reason) if reason else "", guard(final), causes(run)]
+    return [sentence for sentence in found if sentence]
+
+
+def guard(final: Mapping[str, Any]) -> str:
+    """What the guard did; nothing where that was not recorded."""
+    if "guard/updates" not in final:
+        return ""
+    said = [f"{final['guard/updates']:,} updates in {final.get('steps', 0):,} steps"]
+    for name, count in final.items():
+        if name.startswith("guard/skipped_") and count:
+            said.append(f"{count:,} skipped ({name.removeprefix('guard/skipped_').replace('_', ' ')})")
+    if final.get("guard/rollbacks"):
+        said.append(plural(final["guard/rollbacks"], "rollback"))
+        said.append(f"{final.get('guard/lost_steps', 0):,} steps ({final.get('guard/lost_seconds', 0):.0f} s) lost")
+    return f"Guard: {', '.join(said) if len(said) > 1 else f'{said[0]}, nothing withheld'}."
+
+
+def causes(run: Run) -> str:
+    """How many incidents there were."""
+    return f"{plural(len(run.incidents), 'incident')}, below." if run.incidents else "No incidents."
+
+
+def figures(run: Run) -> list[tuple[str, str]]:
+    """The numbers that are read first; those that were not measured are left out."""
+    final = run.record.get("final", {})
+    unit = next((unit for unit in UNITS if f"{unit}_per_s" in final), "units")
+    best, step = final.get("best/val_loss", run.best[0]), final.get("best/step", run.best[1])
+    found = [
+        ("best validation loss", f"{best:.4g} at step {step:,}" if number(best) else None),
+        (f"{unit} a second", figure(final.get(f"{unit}_per_s"), ",.0f")),
+        ("of the card's peak", figure(run.last("throughput/mfu"), ".1%")),
+        ("GB of memory at the peak", figure(run.highest("memory/peak_gb"), ".3g")),
+        ("spike score", figure(run.spike_score, ".2g")),
+        ("seconds of training", figure(final.get("seconds"), ",.0f")),
+    ]
+    return [(name, value) for name, value in found if value is not None]
+
+
+def figure(value: Any, form: str) -> str | None:
+    """A number as it is shown; None where there is none."""
+    return format(value, form) if number(value) and math.isfinite(value) else None
+
+
+def settings(run: Run) -> str:
+    """What was typed, and, folded, everything else."""
+    typed = {key: run.settings.get(key, value) for key, value in run.overrides.items() if not key.startswith("hydra.")}
+    others = {key: value for key, value in run.settings.items() if key not in typed}
+    command = run.record.get("command")
+    return (
+        (f'<p class="code">{words(command)}</p>' if command else "")
+        + (parts.facts(typed) if typed else '<p class="soft">Nothing was typed: every setting has its default.</p>')
+        + parts.folded(f"{len(others)} more, at their defaults or chosen by a preset", parts.facts(others))
+    )
+
+
+def machine(record: Mapping[str, Any]) -> dict[str, Any]:
+    """On what it ran and with which versions, flat; what is empty is left out."""
+    hardware, versions, git = (record.get(name) or {} for name in ("hardware", "versions", "git"))
+    found: dict[str, Any] = {name: record.get(name) for name in ("id", "started", "ended")}
+    for name, value in hardware.items():
+        found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
+    found |= dict(versions)
+    if git.get("commit"):
+        found["commit"] = f"{git['commit'][:12]}{', with changes' if git.get('dirty') else ''}"
+    return {name: value for name, value in found.items() if value not in (None, [], "", {})}

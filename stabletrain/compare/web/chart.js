@@ -1,0 +1,346 @@
+// One picture: lines over a shared axis, marks on them, a thread to hover along, zoom by dragging or by keys.
+"use strict";
+class Chart {
+  /**
+   * host: an element of a fixed height. plan: { title, series, log, x: {log, label}, cap, lines, together }.
+   * series: [{ name, style, x, y, width, faint, dots, marks: [{x, y, kind, text}], bad: [[x, word]], band: [low, high] }]
+   * cap: the largest y shown at first; floor: the lowest that there can be; domain: the range of x; lines: [{y, text}] across the picture; together: charts that share their x.
+   */
+  constructor(host, plan) {
+    this.host = host;
+    this.tip = make("div", { class: "tip", role: "status" });
+    this.active = false;
+    this.draw(plan);
+    new ResizeObserver(() => this.fit()).observe(host);
+    host.tabIndex = 0;
+    host.setAttribute("role", "img");
+    host.addEventListener("keydown", (event) => this.key(event));
+    host.addEventListener("pointermove", (event) => this.touch(event));
+    host.addEventListener("pointerdown", (event) => this.touch(event));
+    host.addEventListener("pointerenter", () => (this.active = true));
+    host.addEventListener("pointerleave", () => this.leave());
+    host.addEventListener("blur", () => this.leave());
+  }
+
+  /** Draws the picture anew; the range of x stays where it was. */
+  draw(plan) {
+    const range = this.zoom ? this.range() : null;
+    if (this.u) this.u.destroy();
+    this.plan = plan;
+    this.full = this.whole();
+    this.host.setAttribute("aria-label", `${plan.title}: ${plan.series.length} lines`);
+    const rows = plan.series.map((one) => [one.x, plan.log ? one.y.map((v) => (v > 0 ? v : null)) : one.y]);
+    const bands = [];
+    plan.series.forEach((one, i) => {
+      if (one.band) one.band.forEach((edge) => rows.push([one.x, edge]));
+      if (one.band) bands.push(i);
+    });
+    const data = rows.length ? uPlot.join(rows) : [[], []];
+    const edge = (i) => ({ stroke: "transparent", width: 0, points: { show: false }, scale: "y" });
+    const first = plan.series.length + 1;
+    this.u = new uPlot(
+      {
+        ...this.size(),
+        legend: { show: false },
+        focus: { alpha: 0.25 },
+        cursor: {
+          drag: { x: true, y: false, dist: 6 },
+          bind: { dblclick: () => () => this.show(null) },
+          focus: { prox: 1e6 },
+          points: { show: false },
+          sync: plan.together ? { key: plan.together.key, setSeries: false, scales: ["x", null] } : undefined,
+        },
+        scales: {
+          x: { time: false, distr: plan.x && plan.x.log ? 3 : 1, range: (u, low, high) => (low == null ? this.full : [low, high]) },
+          y: { distr: plan.log ? 3 : 1, range: (u, low, high) => this.high(low, high) },
+        },
+        axes: [
+          { ...this.axis(plan.x && plan.x.log), size: 34 },
+          { ...this.axis(plan.log), size: 62 },
+        ],
+        series: [
+          {},
+          ...plan.series.map((one) => ({
+            label: one.name,
+            stroke: () => Colors.css(one.style.color) + (one.faint ? "77" : ""),
+            dash: one.style.dash,
+            width: one.width || 1.5,
+            points: { show: !!one.dots || one.x.length === 1, size: 6 },
+          })),
+          ...bands.flatMap((i) => [edge(i), edge(i)]),
+        ],
+        bands: bands.map((i, n) => ({
+          series: [first + 2 * n + 1, first + 2 * n],
+          fill: () => Colors.css(plan.series[i].style.color) + "26",
+        })),
+        hooks: {
+          draw: [(u) => this.decorate(u)],
+          setCursor: [(u) => this.hover(u)],
+          setScale: [(u, key) => key === "x" && this.zoomed()],
+        },
+      },
+      data,
+      this.host,
+    );
+    this.u.over.append(this.tip);
+    const [min, max] = range || this.full;
+    this.following = true;
+    this.u.setScale("x", { min, max });
+    this.following = false;
+  }
+
+  axis(log) {
+    const soft = () => Colors.css("soft");
+    const grid = () => Colors.css("grid");
+    const font = "12px system-ui, sans-serif";
+    const filter = log ? { filter: Numbers.round } : {};
+    const lines = { stroke: grid, width: 1, ...filter };
+    return { stroke: soft, font, values: Numbers.ticks, grid: lines, ticks: { ...lines, size: 5 }, ...filter };
+  }
+
+  size() {
+    return { width: Math.max(120, this.host.clientWidth), height: Math.max(120, this.host.clientHeight) };
+  }
+
+  fit() {
+    const size = this.size();
+    if (this.u && (size.width !== this.u.width || size.height !== this.u.height)) this.u.setSize(size);
+  }
+
+  /** The range of x that is shown, or null before there is one. */
+  range() {
+    const x = this.u && this.u.scales.x;
+    return x && x.min != null ? [x.min, x.max] : null;
+  }
+
+  /** The range of x that holds everything. */
+  whole() {
+    if (this.plan.domain) return this.plan.domain;
+    const steps = this.plan.series.flatMap((one) => one.x);
+    if (!steps.length) return [0.1, 1];
+    const [low, high] = [Math.min(...steps), Math.max(...steps)];
+    return this.plan.x && this.plan.x.log ? [low / 1.3, high * 1.3] : [low - (low === high), high + (low === high)];
+  }
+
+  high(low, high) {
+    for (const line of this.plan.lines || []) if (line.always) [low, high] = [Math.min(low ?? line.y, line.y), Math.max(high ?? line.y, line.y)];
+    if (low == null) return this.plan.log ? [0.1, 1] : [0, 1];
+    const cap = this.plan.log || this.plan.cap == null ? Infinity : this.plan.cap;
+    if (high > cap && low < cap) high = cap;
+    if (this.plan.log) return low === high ? [low / 3, high * 3] : [low / 1.2, high * 1.2];
+    const room = (high - low || Math.abs(high) || 1) * 0.05;
+    const floor = this.plan.floor == null ? -Infinity : this.plan.floor;
+    return [Math.max(low - room, Math.min(floor, low)), high + room];
+  }
+
+  /** Shows a range of x; null shows all. Charts that share their x follow. */
+  show(range) {
+    const [min, max] = range || this.full;
+    this.zoom = !!range;
+    this.u.setScale("x", { min, max });
+  }
+
+  zoomed() {
+    if (this.following) return;
+    const now = this.range();
+    this.zoom = now[0] !== this.full[0] || now[1] !== this.full[1];
+    this.told(now);
+    for (const other of this.plan.together ? this.plan.together.charts : []) {
+      if (other === this || !other.u) continue;
+      other.following = true;
+      other.zoom = this.zoom;
+      other.u.setScale("x", this.zoom ? { min: now[0], max: now[1] } : { min: other.full[0], max: other.full[1] });
+      other.following = false;
+      other.told(now);
+    }
+  }
+
+  /** Says that the range has changed; whoever shows a button for it sets `told`. */
+  told() {}
+
+  /** Lines across, marks, and what was no number. */
+  decorate(u) {
+    const { ctx, bbox } = u;
+    const dpr = uPlot.pxRatio;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(bbox.left, bbox.top - 1, bbox.width, bbox.height + 2);
+    ctx.clip();
+    ctx.font = `${11 * dpr}px system-ui, sans-serif`;
+    ctx.textAlign = "left";
+    ctx.textBaseline = "alphabetic";
+    for (const line of this.plan.lines || []) {
+      const y = Math.round(u.valToPos(line.y, "y", true));
+      if (!(y >= bbox.top && y <= bbox.top + bbox.height)) continue;
+      ctx.strokeStyle = ctx.fillStyle = Colors.css("soft");
+      ctx.setLineDash([4 * dpr, 4 * dpr]);
+      ctx.lineWidth = dpr;
+      ctx.beginPath();
+      ctx.moveTo(bbox.left, y);
+      ctx.lineTo(bbox.left + bbox.width, y);
+      ctx.stroke();
+      ctx.setLineDash([]);
+      ctx.fillText(line.text, bbox.left + 6 * dpr, y - 4 * dpr);
+    }
+    this.plan.series.forEach((one) => {
+      const color = Colors.css(one.style.color);
+      for (const [x] of one.bad || []) this.cross(ctx, u.valToPos(x, "x", true), bbox.top + 7 * dpr, 4 * dpr, Colors.css("bad"));
+      for (const mark of one.marks || []) this.mark(ctx, u, mark, color, dpr);
+    });
+    ctx.restore();
+  }
+
+  mark(ctx, u, mark, color, dpr) {
+    const { bbox } = u;
+    const x = u.valToPos(mark.x, "x", true);
+    const inside = (y) => Math.min(Math.max(y, bbox.top + 7 * dpr), bbox.top + bbox.height - 7 * dpr);
+    const y = mark.y == null ? bbox.top + 7 * dpr : inside(u.valToPos(mark.y, "y", true));
+    if (mark.kind === "cross") return this.cross(ctx, x, y, 3.5 * dpr, color);
+    ctx.fillStyle = ctx.strokeStyle = Colors.css("mark");
+    ctx.lineWidth = dpr;
+    if (mark.kind === "rollback") {
+      ctx.setLineDash([2 * dpr, 3 * dpr]);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.setLineDash([]);
+      return;
+    }
+    const s = 6 * dpr;
+    ctx.strokeStyle = Colors.css("page");
+    ctx.beginPath();
+    ctx.moveTo(x, y - s);
+    ctx.lineTo(x + s, y + s * 0.8);
+    ctx.lineTo(x - s, y + s * 0.8);
+    ctx.closePath();
+    ctx.fill();
+    ctx.stroke();
+  }
+
+  cross(ctx, x, y, s, color) {
+    ctx.strokeStyle = color;
+    ctx.lineWidth = 1.5 * uPlot.pxRatio;
+    ctx.beginPath();
+    ctx.moveTo(x - s, y - s);
+    ctx.lineTo(x + s, y + s);
+    ctx.moveTo(x - s, y + s);
+    ctx.lineTo(x + s, y - s);
+    ctx.stroke();
+  }
+
+  /** The tip beside the thread: the line nearest to the pointer, and every mark there. */
+  hover(u) {
+    const { left, top } = u.cursor;
+    if (!this.active || left == null || left < 0 || !this.plan.series.length) return this.hide();
+    const found = this.nearest(u, left, top);
+    if (!found) return this.hide();
+    const { one, i } = found;
+    const head = make("b", {}, Colors.swatch(one.style), one.name);
+    const at = this.plan.x ? `${this.plan.x.label} ${Numbers.setting(one.x[i])}` : `step ${Numbers.short(one.x[i])}`;
+    const value = Numbers.short(one.y[i]) + (one.band ? ` (${Numbers.short(one.band[0][i])} to ${Numbers.short(one.band[1][i])})` : "");
+    const marks = this.marked(u, left).map((text) => make("div", { class: "bad" }, text));
+    this.tip.replaceChildren(make("div", {}, head), make("div", {}, `${at} · ${value}`), ...marks);
+    const width = this.tip.offsetWidth;
+    const x = u.valToPos(one.x[i], "x");
+    this.tip.style.left = `${Math.max(0, Math.min(x + 14 + width > u.over.clientWidth ? x - width - 14 : x + 14, u.over.clientWidth - width))}px`;
+    this.tip.style.top = `${Math.min(Math.max(0, top - 20), Math.max(0, u.over.clientHeight - this.tip.offsetHeight))}px`;
+    this.tip.style.visibility = "visible";
+    const series = this.plan.series.indexOf(one) + 1;
+    if (this.plan.series.length > 1 && this.focused !== series) u.setSeries((this.focused = series), { focus: true });
+  }
+
+  /** Series and index of the point nearest to a place in the picture. */
+  nearest(u, left, top) {
+    const at = u.posToVal(left, "x");
+    let best = null;
+    for (const one of this.plan.series) {
+      const i = Chart.index(one.x, at);
+      for (const near of [i, i - 1, i + 1, i - 2, i + 2]) {
+        const y = one.y[near];
+        if (y == null || (this.plan.log && y <= 0)) continue;
+        const distance = Math.hypot(u.valToPos(one.x[near], "x") - left, u.valToPos(y, "y") - top) + (one.faint ? 6 : 0);
+        if (!best || distance < best.distance) best = { one, i: near, distance };
+        break;
+      }
+    }
+    return best;
+  }
+
+  /** What the marks within reach of a place along x say. */
+  marked(u, left) {
+    const texts = [];
+    for (const one of this.plan.series) {
+      for (const mark of one.marks || []) if (mark.text && Math.abs(u.valToPos(mark.x, "x") - left) < 8) texts.push(mark.text);
+      for (const [x, word] of one.bad || []) if (Math.abs(u.valToPos(x, "x") - left) < 8) texts.push(`step ${Numbers.short(x)}: ${word}`);
+    }
+    return [...new Set(texts)].slice(0, 4);
+  }
+
+  static index(values, wanted) {
+    let low = 0;
+    let high = values.length - 1;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (values[middle] < wanted) low = middle;
+      else high = middle;
+    }
+    return Math.abs(values[low] - wanted) <= Math.abs(values[high] - wanted) ? low : high;
+  }
+
+  hide() {
+    this.tip.style.visibility = "hidden";
+    if (this.focused) this.u.setSeries(null, { focus: true });
+    this.focused = null;
+  }
+
+  leave() {
+    this.active = false;
+    this.hide();
+  }
+
+  /** Lets the lines called `name` stand out; null ends it. */
+  point(name) {
+    const i = name === null ? -1 : this.plan.series.findIndex((one) => one.group === name || one.name === name);
+    this.u.setSeries(i < 0 ? null : i + 1, { focus: true });
+  }
+
+  /** A finger moves the thread; it draws no zoom, for it also scrolls the page. */
+  touch(event) {
+    this.active = true;
+    if (event.pointerType === "mouse") return;
+    const box = this.u.over.getBoundingClientRect();
+    this.u.setCursor({ left: event.clientX - box.left, top: event.clientY - box.top });
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const { u } = this;
+    const width = u.over.clientWidth;
+    const at = u.cursor.left >= 0 ? u.cursor.left : width / 2;
+    const moves = { ArrowLeft: -1, ArrowRight: 1 };
+    this.active = true;
+    if (event.key in moves) {
+      const left = Math.min(Math.max(at + (moves[event.key] * width) / 60, 0), width);
+      const near = this.nearest(u, left, u.cursor.top >= 0 ? u.cursor.top : u.over.clientHeight / 2);
+      u.setCursor({ left, top: near ? u.valToPos(near.one.y[near.i], "y") : 0 });
+    } else if (event.key === "+" || event.key === "-" || event.key === "=") this.scale(event.key === "-" ? 2 : 0.5, at);
+    else if (event.key === "0" || event.key === "Escape") this.show(null);
+    else return;
+    event.preventDefault();
+  }
+
+  /** Shows `factor` times as much of x, around a place of the picture. */
+  scale(factor, at) {
+    const width = this.u.over.clientWidth;
+    const place = (left) => this.u.posToVal(left, "x");
+    const low = Math.max(this.full[0], place(at - at * factor));
+    const high = Math.min(this.full[1], place(at + (width - at) * factor));
+    if (high > low) this.show(low <= this.full[0] && high >= this.full[1] ? null : [low, high]);
+  }
+
+  /** Takes the page's colours as they are now. */
+  recolor() {
+    this.u.redraw(false, true);
+  }
+}

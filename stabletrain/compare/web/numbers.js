@@ -1,0 +1,56 @@
+// How a value is written: numbers with four figures, and never more than a reader can use.
+"use strict";
+const Numbers = {
+  /** `value` for people; null, which is what NaN has become on its way here, is a dash. */
+  short(value) {
+    if (value === null || value === undefined || value === "") return "–";
+    if (typeof value === "boolean") return value ? "yes" : "no";
+    if (typeof value !== "number") return String(value);
+    const size = Math.abs(value);
+    if (Number.isInteger(value) && size < 1e7) return value.toLocaleString("en-US");
+    if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace("e+", "e");
+    if (size >= 1e4) return Math.round(value).toLocaleString("en-US");
+    return String(Number(value.toPrecision(4)));
+  },
+  /** A learning rate or another setting: as it was typed, but without a float's tail. */
+  setting(value) {
+    if (typeof value !== "number") return Numbers.short(value);
+    const size = Math.abs(value);
+    return size !== 0 && (size < 1e-3 || size >= 1e7) ? value.toExponential().replace("e+", "e") : String(value);
+  },
+  /** The ticks of an axis. */
+  ticks(u, values) {
+    return values.map((value) => {
+      if (value === null) return "";
+      const size = Math.abs(value);
+      if (size >= 1e5 || (size > 0 && size < 1e-3)) return value.toExponential(0).replace("e+", "e");
+      return String(Number(value.toPrecision(6)));
+    });
+  },
+  /** Of an axis by powers of ten the round ones: 1, 10, 100, and where they are few 2 and 5 as well. */
+  round(u, values) {
+    const known = values.filter((value) => value > 0);
+    const few = known.length && Math.log10(Math.max(...known) / Math.min(...known)) < 1.7;
+    return values.map((value) => {
+      const lead = value > 0 ? Number((value / 10 ** Math.floor(Math.log10(value) + 1e-9)).toPrecision(6)) : 0;
+      return lead === 1 || (few && (lead === 2 || lead === 5)) ? value : null;
+    });
+  },
+  /** How often something is the case, with the word in the right number. */
+  count(number, word, many) {
+    return `${number.toLocaleString("en-US")} ${number === 1 ? word : many || `${word}s`}`;
+  },
+};
+/** An element with attributes, and with children that are elements or text; text is never read as HTML. */
+function make(tag, attributes, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+}
+/** What the page was given. */
+const PAGE = JSON.parse(document.getElementById("data").textContent);

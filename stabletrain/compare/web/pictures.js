@@ -1,0 +1,121 @@
+// All pictures of a page that run over steps: the same runs, the same colours and the same steps in each of them.
+"use strict";
+class Pictures {
+  /** panels: [{ title, note, names, log, cap, lines, smooth, one }]; host: where they go, each in a figure of its own. */
+  constructor(host, panels) {
+    this.together = { key: "steps", charts: [] };
+    this.smoothing = 0;
+    this.panels = panels.map((panel) => this.figure(host, panel));
+    const again = () => this.all().forEach((chart) => chart.recolor());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+    addEventListener("beforeprint", () => (document.documentElement.setAttribute("data-paper", ""), again()));
+    addEventListener("afterprint", () => (document.documentElement.removeAttribute("data-paper"), again()));
+  }
+
+  all() {
+    return this.together.charts;
+  }
+
+  figure(host, panel) {
+    const log = make("button", { type: "button", title: "a logarithmic axis, or a linear one", "aria-pressed": String(!!panel.log) }, "log");
+    const back = make("button", { type: "button", title: "show all steps again" }, "all steps");
+    back.style.visibility = "hidden";
+    const note = make("p", { class: "note" });
+    const plot = make("div", { class: "plot" });
+    const head = make("header", {}, make("h3", {}, panel.title), make("span", { class: "end" }, back, log));
+    const figure = make("figure", { class: "picture", "data-panel": panel.names[0] }, head, plot, note);
+    figure.style.margin = "0";
+    host.append(figure);
+    const shown = { panel, figure, plot, note, back, log: !!panel.log, chart: null };
+    log.addEventListener("click", () => {
+      shown.log = !shown.log;
+      log.setAttribute("aria-pressed", String(shown.log));
+      this.draw(shown);
+    });
+    back.addEventListener("click", () => shown.chart.show(null));
+    return shown;
+  }
+
+  /** Draws these runs: [{ name, group, style, curves, abandoned, marks, skips }]. */
+  show(runs) {
+    this.runs = runs;
+    const steps = runs.flatMap((run) => Object.values(run.curves).flatMap((curve) => [curve.x[0], curve.x[curve.x.length - 1]]));
+    this.domain = steps.length ? [Math.min(...steps), Math.max(...steps)] : null;
+    if (this.domain && this.domain[0] === this.domain[1]) this.domain = [this.domain[0] - 1, this.domain[1] + 1];
+    this.panels.forEach((shown) => this.draw(shown));
+  }
+
+  smooth(weight) {
+    this.smoothing = weight;
+    this.panels.filter((shown) => shown.panel.smooth).forEach((shown) => this.draw(shown));
+  }
+
+  draw(shown) {
+    const { panel } = shown;
+    const series = this.runs.flatMap((run) => this.lines(run, panel));
+    const cap = panel.cap ? Pictures.cap(series) : null;
+    const above = cap !== null && series.some((one) => one.y.some((v) => v > cap));
+    const missing = this.runs.length && !series.length ? "None of the drawn runs has measured this." : "";
+    const out = above && !shown.log ? " Some goes beyond the top: log shows all." : "";
+    const names = series.length > 1 && this.runs.every((run) => run.alone) ? series.filter((one) => !one.faint) : [];
+    const lines = names.length > 1 ? names.flatMap((one) => [Colors.swatch(one.style), `${one.name}\u2003`]) : [];
+    shown.note.replaceChildren(...lines, missing || `${panel.note || ""}${out}`);
+    const plan = { title: panel.title, series, log: shown.log, cap, floor: panel.floor, domain: this.domain, lines: panel.lines, together: this.together };
+    if (shown.chart) return shown.chart.draw(plan);
+    shown.chart = new Chart(shown.plot, plan);
+    shown.chart.told = () => (shown.back.style.visibility = shown.chart.zoom ? "visible" : "hidden");
+    this.together.charts.push(shown.chart);
+  }
+
+  /** A run's lines in a panel: every name it has of the panel's, or the first one of them where several runs are drawn. */
+  lines(run, panel) {
+    const there = panel.names.filter((name) => run.curves[name] && run.curves[name].x.length);
+    const names = run.alone ? there : there.slice(0, 1);
+    const lines = names.map((name, i) => {
+      const curve = run.curves[name];
+      const style = run.alone ? Colors.style(i, names.length, false) : run.style;
+      const y = panel.smooth && this.smoothing ? Pictures.mean(curve.y, this.smoothing) : curve.y;
+      const called = run.alone ? name : run.name;
+      return { name: called, group: run.group, style, x: curve.x, y, bad: curve.bad, dots: panel.dots, width: run.alone ? 1.7 : 1.4 };
+    });
+    if (lines.length && panel.marks) lines[0].marks = Pictures.marks(run, run.curves[names[0]]);
+    for (const [x, y] of panel.marks && run.abandoned ? run.abandoned : []) {
+      lines.push({ name: `${run.name}, rolled back`, group: run.group, style: lines.length ? lines[0].style : run.style, x, y, faint: true, width: 0.8 });
+    }
+    return lines;
+  }
+
+  /** Skipped steps as crosses, rollbacks as lines down, incidents as triangles on the curve. */
+  static marks(run, curve) {
+    const withheld = new Map(run.skips || []); // at the loss that was withheld, where that is known
+    const height = (x) => withheld.get(x) ?? curve.y[Chart.index(curve.x, x)];
+    return [
+      ...(run.rollbacks || []).map((x) => ({ x, kind: "rollback", text: `step ${Numbers.short(x)}: rolled back` })),
+      ...(run.skips || []).map(([x, y]) => ({ x, y, kind: "cross", text: `step ${Numbers.short(x)}: update withheld${y === null ? "" : `, loss ${Numbers.short(y)}`}` })),
+      ...(run.incidents || []).map((one) => ({ x: one.step, y: height(one.step), kind: "incident", text: Pictures.told(run, one) })),
+    ];
+  }
+
+  static told(run, one) {
+    const where = run.alone ? "" : `${run.name}, `;
+    return `${where}step ${Numbers.short(one.step)}: ${[one.cause || one.kind, one.verdict].filter(Boolean).join(": ")}`;
+  }
+
+  /** A quarter above the highest start: what lies far beyond it has diverged, and would flatten everything else. */
+  static cap(series) {
+    const starts = series.map((one) => one.y.find((v) => v !== null)).filter((v) => v > 0);
+    return starts.length ? 1.25 * Math.max(...starts) : null;
+  }
+
+  /** Running means that give the past `weight`, without a bias towards the first value. */
+  static mean(values, weight) {
+    let total = 0;
+    let mass = 0;
+    return values.map((value) => {
+      if (value === null) return null;
+      total = weight * total + value;
+      mass = weight * mass + 1;
+      return total / mass;
+    });
+  }
+}

@@ -1,0 +1,28 @@
+"""`python -m tests.compare.many <folder> <file>`: a page of ten thousand runs, the sweep of `pages` under many seeds.
+
+In a process of its own, because the tests check every argument's type, which a million calls would take minutes for.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from stabletrain.compare.frame import frame_of
+from stabletrain.compare.page import write_page
+from stabletrain.compare.runs import read_runs
+from tests.compare.pages import sweep
+
+
+def main(folder: Path, file: Path) -> None:
+    runs = read_runs([sweep(folder)])
+    many = []
+    for seed in range(10_000):
+        run = runs[seed % len(runs)]
+        many.append(
+            replace(run, settings={**run.settings, "seed": seed}, overrides={**run.overrides, "seed": str(seed)})
+        )
+    write_page(many, frame_of(many), file)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
