@@ -45,12 +45,12 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f} %" if value >= 1e-3 or value == 0 else f"{100 * value:.2g} %"
 
 
-def thousands(value: float) -> str:
+def thousands(value: float | int) -> str:
     """950, 14.6k, 1.2M."""
     return f"{value / 1e6:.3g}M" if value >= 1e6 else f"{value / 1e3:.3g}k" if value >= 1e3 else f"{value:.3g}"
 
 
-def clock(value: float) -> str:
+def clock(value: float | int) -> str:
     """48 s, 12 min, 3.4 h."""
     return f"{value / 3600:.1f} h" if value >= 3600 else f"{value / 60:.0f} min" if value >= 600 else f"{value:.0f} s"
 
@@ -100,7 +100,7 @@ def words_of(rows: pd.DataFrame) -> dict[str, list[str]]:
         found["seed"] = ["" if missing(seed) else str(seed) for seed in rows["seed"]]
     for column in COLUMNS:
         if column.name in rows:
-            found[column.name] = ["" if missing(value) else column.word(value) for value in rows[column.name]]
+            found[column.name] = ["" if missing(value) else column.word(value) for value in values(rows[column.name])]
     found["diverged"] = ["" if not count else str(int(count)) if "n" in rows else "yes" for count in rows["diverged"]]
     if found.get("settings.precision") == found["precision"]:  # not so for precision=auto
         del found["precision"]
@@ -108,6 +108,11 @@ def words_of(rows: pd.DataFrame) -> dict[str, list[str]]:
         pairs = zip(rows["val_loss_min"], rows["val_loss_max"], rows["finished"], strict=True)
         found["range"] = ["" if n < 2 or missing(low) else f"{low:.4f}-{high:.4f}" for low, high, n in pairs]
     return found
+
+
+def values(column: pd.Series) -> list[Any]:
+    """A column's values as Python's own."""
+    return [value.item() if hasattr(value, "item") else value for value in column.tolist()]
 
 
 def missing(value: Any) -> bool:

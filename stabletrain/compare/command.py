@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from stabletrain.compare.curves import draw_losses
-from stabletrain.compare.frame import by_seed, frame_of
+from stabletrain.compare.frames import by_seed, frame_of
 from stabletrain.compare.picture import check_name, draw
 from stabletrain.compare.runs import read_runs
 from stabletrain.compare.sensitivity import arms, markdown
@@ -51,7 +51,7 @@ def compare(
     runs = read_runs(folders)
     found = frame_of(runs)
     table = ranked(found if each else by_seed(found), sort)
-    show(table, terminal(), wide=wide, most=rows)
+    show(table, terminal(wide), rows)
     swept = arms(runs)
     if swept:
         print(f"\n{markdown(swept)}")
@@ -71,8 +71,8 @@ def compare(
         print(f"picture  {picture}", file=sys.stderr)
 
 
-def terminal() -> Console:
-    """Standard output: as wide as it is, or as COLUMNS says; a pipe has no width, no colour and no end."""
-    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
+def terminal(wide: bool) -> Console:
+    """Standard output: as wide as it is, or as COLUMNS says; `wide`, or in a pipe, without end."""
+    if not wide and (sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()):
         return Console(highlight=False)
     return Console(highlight=False, width=ENDLESS)

@@ -46,7 +46,7 @@ def ranked(rows: pd.DataFrame, by: str | None) -> pd.DataFrame:
     name = by if by in rows.columns else f"settings.{by}"
     if name not in rows.columns:
         raise ConfigError(f"--sort {by}: there is no such column: use one of {', '.join(rows.columns)}")
-    key = None if pd.api.types.is_numeric_dtype(rows[name]) else lambda column: column.map(str)
+    key = None if pd.api.types.is_numeric_dtype(rows[name]) else lambda column: column.map(str, na_action="ignore")
     return rows.sort_values(name, ascending=name not in HIGHER_IS_BETTER, kind="stable", key=key)
 
 
@@ -59,12 +59,12 @@ def rank(status: str, diverged: int | bool) -> int:
     return 1 if any(word in status for word in ("running", "preempted", "failed")) else 0
 
 
-def show(rows: pd.DataFrame, console: Console, *, wide: bool = False, most: int = 0) -> None:
+def show(rows: pd.DataFrame, console: Console, most: int = 0) -> None:
     """Prints the table.
 
     Args:
         rows: in their order, from `frame` or `by_seed`, with their `attrs`.
-        console: whose width counts, unless `wide`.
+        console: into whose width it is to fit.
         most: rows that are printed; 0 for all.
     """
     cells = {name: words for name, words in words_of(rows).items() if any(words)}
@@ -76,19 +76,18 @@ def show(rows: pd.DataFrame, console: Console, *, wide: bool = False, most: int 
     names = ["run", *settings, *(c.name for c in COLUMNS if c.name in cells and c.name not in same)]
     printed = len(rows) if most == 0 else min(most, len(rows))
     marked = {name: best_row(rows, name) for name in names if name in BEST}
-    width = ENDLESS if wide else console.width
     dropped: list[str] = []
     while True:
         table = build(names, heads, cells, marked, printed)
         needed = console.measure(table, options=console.options.update(width=ENDLESS)).maximum
         expendable = [name for name in names if name in MATTERS and name not in ALWAYS]
-        if needed <= width or not expendable:
+        if needed <= console.width or not expendable:
             break
         least = max(expendable, key=MATTERS.index)
         names.remove(least)
         dropped.append(heads[least])
-    console.print(Text(sentence(rows, same, heads)), soft_wrap=wide)
-    console.print(table, width=min(needed, width), crop=False)
+    console.print(Text(sentence(rows, same, heads)))
+    console.print(table)
     if printed < len(rows):
         console.print(Text(f"{len(rows) - printed:,} more rows: --rows 0 shows all, --csv <file> writes them"))
     if dropped:

@@ -11,8 +11,8 @@ def word(value):
     return "NaN" if math.isnan(value) else "Infinity" if value == math.inf else value
 
 
-def write(folder, overrides=(), final=2.0, status="finished", lines=None, events=(), **record):
-    """A run folder; without `lines` one of nine steps that begins at `AT_INIT` and ends at `final`."""
+def write(folder, overrides=(), loss=2.0, status="finished", lines=None, events=(), **record):
+    """A run folder; without `lines` one of nine steps that begins at `AT_INIT` and ends at `loss`."""
     folder.mkdir(parents=True)
     text = json.dumps({"status": status, "overrides": list(overrides), **record})
     (folder / "run.json").write_text(text)
@@ -21,7 +21,7 @@ def write(folder, overrides=(), final=2.0, status="finished", lines=None, events
             {"step": 1, "train/ce": AT_INIT},
             {"step": 1, "monitors/attn_logit_max": 3.0, "monitors/attn_logit_max/blocks.0": 3.0},
             {"step": 9, "train/ce": 0.1},
-            {"step": 9, "val/loss": word(final)},
+            {"step": 9, "val/loss": word(loss)},
         ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))

@@ -1,0 +1,160 @@
+"""The comparison as it is printed: its order, its width, what it marks, and what it refuses."""
+
+import csv
+import json
+
+import pytest
+
+from stabletrain.cli import main
+from tests.compare.written import write
+
+RUNS = [
+    # loss, status, stability, seed
+    (2.5, "finished", "none", 0),
+    (1.25, "finished", "qknorm", 0),
+    (1.0, "halted", "zloss", 0),
+    (1.1, "running", "full", 0),
+    (1.75, "finished", "qknorm", 1),
+]
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    for number, (loss, status, stability, seed) in enumerate(RUNS):
+        write(
+            tmp_path / "sweep" / str(number),
+            [f"stability={stability}", f"seed={seed}", "steps=9"],
+            loss,
+            status,
+            hardware={"name": "NVIDIA H100 80GB HBM3", "precision": "bf16"},
+            model={"parameters": 1_250_000},
+        )
+    (write(tmp_path / "sweep" / "5") / "run.json").write_text("{")
+    return tmp_path / "sweep"
+
+
+def printed(capsys, *arguments):
+    assert main(["compare", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def first_words(out):
+    """The first word of each line of the table itself."""
+    lines = out.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("──"))
+    body = []
+    for line in lines[start + 1 :]:
+        if not line[:1].isdigit() or "more rows" in line:
+            break
+        body.append(line.split()[0])
+    return body
+
+
+def test_what_finished_comes_first_by_loss_then_what_is_not_over_then_diverged_then_broken(sweep, capsys):
+    out = printed(capsys, sweep, "--each")
+    assert first_words(out) == ["1", "4", "0", "3", "2", "5"]
+
+
+def test_seeds_are_one_row_and_the_best_is_marked(sweep, capsys):
+    out = printed(capsys, sweep)
+    (line,) = [line for line in out.splitlines() if "qknorm" in line]
+    assert line.startswith("1, 4")
+    assert "1.5000 *" in line, "the mean of 1.25 and 1.75; 1.0 was halted, 1.1 is not over"
+    assert "1.2500-1.7500" in line
+    assert sum("*" in each for each in out.splitlines()) == 1
+
+
+def test_what_all_have_in_common_is_said_once_above_the_table(sweep, capsys):
+    for number in ("2", "3", "5"):
+        (sweep / number / "run.json").unlink()
+        (sweep / number / "metrics.jsonl").unlink()
+        (sweep / number / "events.jsonl").unlink()
+        (sweep / number).rmdir()
+    head, *table = printed(capsys, sweep).splitlines()
+    assert head.startswith("3 runs · finished · ")
+    assert "card NVIDIA H100 80GB HBM3 · precision bf16" in head
+    assert head.endswith("all with steps=9")
+    assert not any("H100" in line or "bf16" in line for line in table)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_table_fits_the_terminal_and_names_what_it_left_out(sweep, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = printed(capsys, sweep, "--each")
+    assert max(map(len, out.splitlines())) <= width
+    assert "val loss" in out
+    assert "stability" in out
+    wide = printed(capsys, sweep, "--each", "--wide")
+    left_out = " ".join(out.split("left out, for want of width: ")[1].split(";")[0].split()).split(", ")
+    head = next(line for line in wide.splitlines() if line.startswith("run "))
+    assert left_out
+    assert all(name in head for name in left_out)
+    assert "left out" not in wide
+
+
+def test_a_pipe_gets_every_column_as_plain_text(sweep, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    out = printed(capsys, sweep)
+    assert "\x1b" not in out
+    assert "left out" not in out
+    assert "parameters" in out
+
+
+def test_rows_are_sorted_by_any_column_or_setting(sweep, capsys):
+    assert first_words(printed(capsys, sweep, "--each", "--sort", "best_val_loss"))[:2] == ["2", "3"]
+    assert first_words(printed(capsys, sweep, "--each", "--sort", "stability"))[:2] == ["3", "0"]
+
+
+def test_only_as_many_rows_as_are_asked_for_are_printed(sweep, capsys):
+    out = printed(capsys, sweep, "--each", "--rows", "2")
+    assert first_words(out) == ["1", "4"]
+    assert "4 more rows: --rows 0 shows all" in out
+    assert len(first_words(printed(capsys, sweep, "--each", "--rows", "0"))) == 6
+
+
+def test_csv_holds_every_run_and_column(sweep, tmp_path, capsys):
+    printed(capsys, sweep, "--csv", tmp_path / "runs.csv")
+    with open(tmp_path / "runs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["run"] for row in rows] == ["1", "4", "0", "3", "2", "5"]
+    assert rows[0]["val_loss"] == "1.25"
+    assert rows[0]["settings.stability"] == "qknorm"
+
+
+def test_without_differing_rates_the_picture_is_of_the_training_losses(sweep, tmp_path, capsys):
+    for run in sweep.iterdir():
+        lines = [{"step": step, "train/loss": 5.0 / step} for step in range(1, 10)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    printed(capsys, sweep, "--png", tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_single_run_is_a_row(sweep, capsys):
+    assert first_words(printed(capsys, sweep / "0")) == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--sort", "nothing"], "--sort nothing: there is no such column: use one of run"),
+        (["--rows", "-1"], "--rows -1 is below 0"),
+        (["--png", "a.xyz"], "use .svg, .png, .pdf"),
+        (["--png", "no/a.svg"], "there is no folder"),
+        (["--csv", "no/a.csv"], "there is no folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_done_is_refused_in_one_sentence_before_anything_is_printed(
+    sweep, tmp_path, monkeypatch, capsys, arguments, reason
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", str(sweep), *arguments]) == 2
+    seen = capsys.readouterr()
+    assert reason in seen.err
+    assert seen.err.count("\n") == 1
+    assert not seen.out
+
+
+def test_a_folder_without_runs_is_refused(tmp_path, capsys):
+    assert main(["compare", str(tmp_path)]) == 2
+    assert "there is no run here" in capsys.readouterr().err
