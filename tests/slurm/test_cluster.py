@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from stabletrain.tracking.metrics import read_jsonl
 from tests.runs import TINY_GPT, command
@@ -31,11 +32,15 @@ def whole(tmp_path_factory):
 
 
 def weights(folder):
-    """The hash of the newest checkpoint's weights; of a sharded run one for each rank's part."""
-    newest = max((folder / "checkpoints").glob("step-*"))
-    files = sorted([*newest.glob("model.safetensors"), *newest.glob("model/*.safetensors")])
-    assert files
-    return newest.name, [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    """The name of the newest checkpoint, and the hash of each of its weights; of a sharded run of each rank's part."""
+    newest, hashes = max((folder / "checkpoints").glob("step-*")), {}
+    for file in [*newest.glob("model.safetensors"), *newest.glob("model/*.safetensors")]:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                bits = opened.get_tensor(name).numpy().tobytes()
+                hashes[f"{file.name} {name}"] = hashlib.sha256(bits).hexdigest()
+    assert hashes
+    return newest.name, hashes
 
 
 def record(folder):
