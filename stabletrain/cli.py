@@ -2,7 +2,7 @@
 
 stabletrain prepare <text or data set> <out>    token shards for data=tokens
 stabletrain sample <run>                        text from a trained model
-stabletrain compare <runs or sweeps>            runs side by side: a table, sensitivity, pictures
+stabletrain compare <runs or sweeps>            runs side by side: a table, and a page of pictures
 stabletrain losses <runs> <file>                a picture of runs' training losses, rollbacks included
 stabletrain diagnose <run>                      a run's incidents: where, why, and what to do
 stabletrain replay <incident> [key=value ...]   an incident's step again, as it was or with a fix to try
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sampling.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
     sampling.set_defaults(do=sample)
 
-    comparing = commands.add_parser("compare", help="runs side by side: a table, and a picture of their curves")
+    comparing = commands.add_parser("compare", help="runs side by side: a table, and a page with their curves")
     comparing.add_argument("runs", type=Path, nargs="+", help="a sweep's folder, or folders of runs")
     comparing.add_argument("--each", action="store_true", help="a row for each run, also where only the seed differs")
     comparing.add_argument("--sort", metavar="COLUMN", help="a column of --csv, such as units_per_s or optimizer.lr")
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     comparing.add_argument("--wide", action="store_true", help="every column, whatever the width of the terminal")
     comparing.add_argument("--csv", type=Path, help="write all rows and columns into this file")
     comparing.add_argument("--png", "--picture", type=Path, help="draw the curves into this file (.png, .svg, .pdf)")
+    comparing.add_argument("--html", type=Path, help="where the page goes (default: report.html in the first folder)")
     comparing.set_defaults(do=compare)
 
     drawing = commands.add_parser("losses", help="draw the training losses of some runs")
@@ -137,6 +138,7 @@ def compare(chosen: argparse.Namespace) -> None:
         wide=chosen.wide,
         csv=chosen.csv,
         picture=chosen.png,
+        html=chosen.html,
     )
 
 

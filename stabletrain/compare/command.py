@@ -9,7 +9,9 @@ from rich.console import Console
 
 from stabletrain.compare.curves import draw_losses
 from stabletrain.compare.frames import by_seed, frame_of
+from stabletrain.compare.page import write_page
 from stabletrain.compare.picture import check_name, draw
+from stabletrain.compare.run import Run
 from stabletrain.compare.runs import read_runs
 from stabletrain.compare.sensitivity import arms, markdown
 from stabletrain.compare.table import ENDLESS, ranked, show
@@ -28,6 +30,7 @@ def compare(
     wide: bool = False,
     csv: Path | None = None,
     picture: Path | None = None,
+    html: Path | None = None,
 ) -> None:
     """Compares the runs in `folders`.
 
@@ -38,6 +41,8 @@ def compare(
         wide: print every column, whatever the width.
         csv: where all rows and columns are written.
         picture: where the curves are drawn: over the learning rate where it differs, else the training losses.
+        html: where the page is written; by default `report.html` in the first folder, or beside it if that is a run's,
+            which has a page of its own.
 
     Raises:
         ConfigError: a folder holds no run, there is no such column, or a file cannot be written.
@@ -46,8 +51,9 @@ def compare(
         raise ConfigError(f"--rows {rows} is below 0: give the number of rows, or 0 for all")
     if picture is not None:
         check_name(picture)
-    if csv is not None and not csv.parent.is_dir():
-        raise ConfigError(f"{csv}: there is no folder {csv.parent}: make it first")
+    for file in (csv, html):
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{file}: there is no folder {file.parent}: make it first")
     runs = read_runs(folders)
     found = frame_of(runs)
     table = ranked(found if each else by_seed(found), sort)
@@ -69,6 +75,20 @@ def compare(
         else:
             draw_losses(runs, picture)
         print(f"picture  {picture}", file=sys.stderr)
+    page = html or page_beside(folders[0], runs[0])
+    try:
+        write_page(runs, found, page)
+    except ConfigError as error:
+        if html is not None:
+            raise
+        print(f"no page  {error}", file=sys.stderr)  # nobody asked for it: somebody else's runs can be compared
+    else:
+        print(f"page     {page}", file=sys.stderr)
+
+
+def page_beside(folder: Path, first: Run) -> Path:
+    """Where the page of a comparison goes: into the folder named first, or above it where that is a run's own."""
+    return (folder.absolute().parent if first.folder == folder else folder) / "report.html"
 
 
 def terminal(wide: bool) -> Console:

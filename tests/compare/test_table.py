@@ -141,6 +141,7 @@ def test_a_single_run_is_a_row(sweep, capsys):
         (["--png", "a.xyz"], "use .svg, .png, .pdf"),
         (["--png", "no/a.svg"], "there is no folder"),
         (["--csv", "no/a.csv"], "there is no folder"),
+        (["--html", "no/a.html"], "there is no folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -153,6 +154,26 @@ def test_what_cannot_be_done_is_refused_in_one_sentence_before_anything_is_print
     assert reason in seen.err
     assert seen.err.count("\n") == 1
     assert not seen.out
+
+
+def test_the_page_lies_in_the_sweeps_folder_and_never_in_a_runs_own(sweep, tmp_path, capsys):
+    printed(capsys, sweep)
+    assert (sweep / "report.html").read_text().startswith("<!DOCTYPE html>")
+    (sweep / "report.html").unlink()
+    printed(capsys, sweep / "0", sweep / "1")
+    assert (sweep / "report.html").exists()
+    assert not (sweep / "0" / "report.html").exists()
+    printed(capsys, sweep, "--html", tmp_path / "mine.html")
+    assert (tmp_path / "mine.html").stat().st_size > 100_000
+
+
+def test_a_place_that_cannot_be_written_costs_the_page_only_unless_it_was_asked_for(sweep, tmp_path, capsys):
+    (sweep / "report.html").mkdir()
+    assert main(["compare", str(sweep)]) == 0
+    assert "name another file with --html" in capsys.readouterr().err
+    (tmp_path / "folder").mkdir()
+    assert main(["compare", str(sweep), "--html", str(tmp_path / "folder")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_a_folder_without_runs_is_refused(tmp_path, capsys):
