@@ -49,7 +49,7 @@ def page(title: str, body: str, data: Any, *, scripts: Sequence[str], styles: Se
             '<meta name="color-scheme" content="light dark">',
             f"<title>{words(title)}</title>",
             ICON,
-            *(f"<style>{read(name)}</style>" for name in styles),
+            *(f"<style>{style(name)}</style>" for name in styles),
             "</head>",
             "<body>",
             body,
@@ -108,6 +108,16 @@ def credits(scripts: Sequence[str]) -> str:
 def read(name: str) -> str:
     """A file of `web/`, with newlines as a browser counts them."""
     return (WEB / name).read_text(encoding="utf-8").replace("\r\n", "\n")
+
+
+@cache
+def style(name: str) -> str:
+    """A style sheet of `web/`, without the comment that names its source map."""
+    code = re.sub(r"/\*# sourceMappingURL=.*?\*/", "", read(name))
+    assert not re.search(r"</style|@import", code, re.IGNORECASE), (
+        f"web/{name} would end its own element, or load another"
+    )
+    return code
 
 
 @cache

@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 NAMES = ("clip/fraction", "spike/score", "spike/grad_norm_score", "monitors/attn_logit_bound", "monitors/headroom_min")
 
 SAMPLE = "def train(model):\n    </pre><script>document.title = 'taken'</script>\n"
@@ -51,12 +53,22 @@ def made(
     (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
     (folder / "run.json").write_text(json.dumps(record(overrides, level, steps, status, card, pace)))
     (folder / ".hydra").mkdir()
-    (folder / ".hydra" / "config.yaml").write_text(
-        "".join(f"{o.replace('=', ': ', 1)}\n" for o in overrides if "." not in o)
-    )
+    (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(tree(overrides), sort_keys=False))
     if sample is not None:
         (folder / "sample.txt").write_text(sample)
     return folder
+
+
+def tree(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """The overrides as a configuration: nested, with values as they were meant."""
+    found: dict[str, Any] = {}
+    for key, _, value in (override.partition("=") for override in overrides):
+        *above, name = key.split(".")
+        below = found
+        for part in above:
+            below = below.setdefault(part, {})
+        below[name] = yaml.safe_load(value) if value[:1].isalnum() else value
+    return found
 
 
 def line(step: int, level: float, steps: int, nan_at: int | None) -> dict[str, Any]:

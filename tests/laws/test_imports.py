@@ -86,7 +86,7 @@ ONLY = {
     },
     "wandb": {"tracking/wandb"},
     "rich": {"tracking/progress", "compare/table", "compare/command"},
-    "pandas": {"compare/frames", "compare/table", "compare/cells"},
+    "pandas": {"compare/frames", "compare/table", "compare/cells", "compare/page"},
     "orjson": {"compare/columns", "compare/runs"},
     "joblib": {"compare/runs"},
     "yaml": {"compare/settings"},
