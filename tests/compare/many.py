@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from stabletrain.compare.frames import frame_of
+from stabletrain.compare import frame_of
 from stabletrain.compare.page import write_page
 from stabletrain.compare.runs import read_runs
 from tests.compare.pages import sweep

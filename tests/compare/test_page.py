@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from stabletrain.compare import drawn
-from stabletrain.compare.frames import frame_of
+from stabletrain.compare import drawn, frame_of
 from stabletrain.compare.headline import headline, name_of, throughput
 from stabletrain.compare.page import EMBEDDED, embedded, write_page
 from stabletrain.compare.rows import columns_of, rank

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from stabletrain.compare.frames import frame_of
+from stabletrain.compare import frame_of
 from stabletrain.compare.page import write_page
 from stabletrain.compare.run_page import write_run_page
 from stabletrain.compare.runs import read_runs

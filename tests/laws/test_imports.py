@@ -91,7 +91,7 @@ ONLY = {
     "wandb": {"tracking/wandb", "tracking/account", "tracking/wandb_report"},
     "wandb_workspaces": {"tracking/wandb_report"},
     "rich": {"tracking/progress", "compare/table", "compare/command"},
-    "pandas": {"compare/frames", "compare/table", "compare/cells"},
+    "pandas": {"compare/frames", "compare/table", "compare/cells", "compare/page"},
     "orjson": {"compare/columns", "compare/runs"},
     "joblib": {"compare/runs"},
     "yaml": {"compare/settings"},
