@@ -18,6 +18,12 @@ RUNS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def a_pipe(monkeypatch):
+    """Nobody says how wide it is."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def sweep(tmp_path):
     for number, (loss, status, stability, seed) in enumerate(RUNS):
