@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from stabletrain.agreement import checked, cost, make_model, units, validation, vocabulary
-from stabletrain.arguments import SWEEP, take_apart
+from stabletrain.arguments import SWEEP, key_of, take_apart
 from stabletrain.compare.at_end import NoPage, PageAtEnd
 from stabletrain.config import leaves, make, plain
 from stabletrain.data.order import position
@@ -137,7 +137,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
         model={"parameters": size, **usage.facts(UNITS[unit])},
         run_id=run_of(folder) if resuming else None,
         options=[option for option in typed.options if option not in SWEEP],
-        overrides=HydraConfig.get().overrides.task,
+        overrides=[each for each in HydraConfig.get().overrides.task if key_of(each) != "resume"],
     )
     run.id = first_does(ranks, start)
     config = plain(cfg)

@@ -251,7 +251,8 @@ def test_in_a_sweep_every_run_has_its_own_folder_wandb_run_and_exit_status(tmp_p
     assert [run["id"] for run in runs] == [records[0]["id"], records[2]["id"]]
     assert [run["exit_code"] for run in runs] == [0, 0]
     assert "sweep    3 runs, 2 finished" in done.stdout
-    assert [line.split()[0] for line in done.stdout.splitlines()[-5:]] == ["sweep", "best", "failed", "then", "next"]
+    assert [line.split()[2] for line in done.stdout.splitlines()[1:4]] == ["finished", "failed", "finished"]
+    assert [line.split()[0] for line in done.stdout.splitlines()[4:]] == ["sweep", "best", "failed", "then", "next"]
     assert [run["config"]["optimizer"]["lr"] for run in runs] == [1e-3, 3e-3]
     assert [run["config"]["groups"]["guard"] for run in runs] == ["rollback", "rollback"]
 

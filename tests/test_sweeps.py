@@ -97,6 +97,8 @@ def test_a_second_start_runs_only_what_is_missing_and_gives_the_same(tmp_path):
     assert "4 runs in sweep, 2 of them over already" in second.stdout
     assert [line.split()[0] for line in second.stdout.splitlines() if line.endswith("(before)")] == ["1/4", "4/4"]
     assert losses(tmp_path / "sweep") == whole
+    typed = [json.loads((tmp_path / "sweep" / name / "run.json").read_text())["overrides"] for name in "0123"]
+    assert [run[-2:] for run in typed] == [[f"optimizer.lr={r}", f"seed={s}"] for r in (0.001, 0.01) for s in (0, 1)]
     assert kept == {name: contents(tmp_path / "sweep" / name) for name in kept}, "what was over was not touched"
     assert "resume" in [line["event"] for line in read_jsonl(preempted / "events.jsonl")]
     assert (tmp_path / "sweep" / "1" / ".hydra" / "config.yaml").exists()
@@ -155,7 +157,10 @@ def stopped(tmp_path, chosen, number, running):
     def logged(file):
         return file.read_bytes().count(b"\n")
 
-    before = {file: logged(file) for file in tmp_path.rglob("metrics.jsonl")}
+    def found():
+        return list(tmp_path.rglob("metrics.jsonl"))
+
+    before = {file: logged(file) for file in found()}
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *TINY_GPT, "steps=100000", "log_every=1", "guard=off", *chosen],
         cwd=tmp_path,
@@ -164,13 +169,13 @@ def stopped(tmp_path, chosen, number, running):
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and process.poll() is None:
-        if sum(logged(file) > before.get(file, 0) + 3 for file in tmp_path.rglob("metrics.jsonl")) >= running:
-            process.send_signal(number)
-            break
-        time.sleep(0.1)
-    said, errors = process.communicate(timeout=100)
+    try:
+        while process.poll() is None and sum(logged(file) > before.get(file, 0) + 3 for file in found()) < running:
+            time.sleep(0.1)
+        process.send_signal(number)
+        said, errors = process.communicate()
+    finally:
+        process.kill()
     return process.returncode, said, errors
 
 
@@ -288,3 +293,7 @@ def test_what_is_left_of_a_sweep_is_told_by_its_pace(tmp_path, monkeypatch):
     assert lines.seconds_left(sweep) == 300 / 3 * 4, "three in 300 s, four to go"
     assert lines.code(sweep) == 1
     assert lines.label(sweep, 2, ["steps=5", "seed=2"]) == "3/8  seed=2"
+    drawn = sweep._replace(varies=["optimizer.lr", "data.path"])
+    assert drawn.varied(["optimizer.lr=0.004430375245", "data.path=a.long.name"]) == (
+        "optimizer.lr=0.00443 data.path=a.long.name"
+    )

@@ -46,13 +46,22 @@ class Sweep(NamedTuple):
     began: float
 
     def varied(self, overrides: Sequence[str]) -> str:
-        """What of a run's overrides tells it from the others."""
-        return " ".join(override for override in overrides if key_of(override) in self.varies)
+        """What of a run's overrides tells it from the others, long numbers to four digits."""
+        return " ".join(shortened(override) for override in overrides if key_of(override) in self.varies)
 
     def records(self) -> list[tuple[str, dict[str, Any]]]:
         """Name and `run.json` of the runs that have begun, by number."""
         files = sorted(self.folder.rglob("run.json"), key=lambda file: (len(file.parent.name), str(file.parent)))
         return [(str(file.parent.relative_to(self.folder)), RunFolder(file.parent).read()) for file in files]
+
+
+def shortened(override: str) -> str:
+    """`optimizer.lr=0.00443` for `optimizer.lr=0.004430375245218269`."""
+    key, _, value = override.partition("=")
+    try:
+        return f"{key}={float(value):.4g}" if len(value) > 8 and "." in value else override
+    except ValueError:
+        return override
 
 
 def begin(folder: Path, typed: Arguments, grid: Grid) -> Sweep:
