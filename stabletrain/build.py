@@ -17,7 +17,7 @@ from torch import nn
 
 from stabletrain.agreement import checked, cost, make_model, units, validation, vocabulary
 from stabletrain.arguments import SWEEP, key_of, take_apart
-from stabletrain.compare.at_end import NoPage, PageAtEnd
+from stabletrain.compare.pages.at_end import NoPage, PageAtEnd
 from stabletrain.config import leaves, make, plain
 from stabletrain.data.order import position
 from stabletrain.data.prefetch import Prefetch

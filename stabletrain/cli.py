@@ -145,7 +145,7 @@ def compare(chosen: argparse.Namespace) -> None:
 def losses(chosen: argparse.Namespace) -> None:
     """Draws the training losses of some runs."""
     from stabletrain.compare.curves import draw_losses
-    from stabletrain.compare.runs import read_runs
+    from stabletrain.compare.reading.runs import read_runs
 
     draw_losses(read_runs(chosen.runs), chosen.file)
 

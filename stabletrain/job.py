@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from stabletrain.compare.at_end import NoPage
+from stabletrain.compare.pages.at_end import NoPage
 from stabletrain.forensics import NoForensics
 from stabletrain.machine.usage import Usage
 from stabletrain.parallel.alone import Alone

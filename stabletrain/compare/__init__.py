@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stabletrain.compare.frames import by_seed, frame, frame_of
-    from stabletrain.compare.run import Run
-    from stabletrain.compare.runs import read_runs
+    from stabletrain.compare.reading.run import Run
+    from stabletrain.compare.reading.runs import read_runs
 
 __all__ = ["Run", "by_seed", "frame", "frame_of", "read_runs"]
 
-ROOMS = {"by_seed": "frames", "frame": "frames", "frame_of": "frames", "Run": "run", "read_runs": "runs"}
+ROOMS = {
+    "by_seed": "frames",
+    "frame": "frames",
+    "frame_of": "frames",
+    "Run": "reading.run",
+    "read_runs": "reading.runs",
+}
 """The file of each name: loaded when it is asked for, since not all who draw a picture want pandas."""
 
 

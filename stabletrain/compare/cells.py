@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from stabletrain.compare.settings import shown
+from stabletrain.compare.reading.settings import shown
 
 
 class Column(NamedTuple):

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from stabletrain.compare.curves import draw_losses
 from stabletrain.compare.frames import by_seed, frame_of
-from stabletrain.compare.page import write_page
+from stabletrain.compare.pages.comparison import write_page
 from stabletrain.compare.picture import check_name, draw
-from stabletrain.compare.run import Run
-from stabletrain.compare.runs import read_runs
+from stabletrain.compare.reading.run import Run
+from stabletrain.compare.reading.runs import read_runs
 from stabletrain.compare.sensitivity import arms, markdown
 from stabletrain.compare.table import ENDLESS, ranked, show
 from stabletrain.errors import ConfigError

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from stabletrain.compare.columns import Curve
 from stabletrain.compare.picture import canvas, check_name
-from stabletrain.compare.run import Run
-from stabletrain.compare.settings import shown, telling, value_of
+from stabletrain.compare.reading.columns import Curve
+from stabletrain.compare.reading.run import Run
+from stabletrain.compare.reading.settings import shown, telling, value_of
 
 SMOOTHING = 0.9
 """Weight of the past in the mean that is drawn."""

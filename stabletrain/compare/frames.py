@@ -15,10 +15,10 @@ from typing import Any
 
 import pandas as pd
 
-from stabletrain.compare.run import Run
-from stabletrain.compare.runs import read_runs
+from stabletrain.compare.reading.run import Run
+from stabletrain.compare.reading.runs import read_runs
+from stabletrain.compare.reading.settings import shared, telling, typed_keys, value_of, varied
 from stabletrain.compare.sensitivity import SEED, Arm, arms, grouped
-from stabletrain.compare.settings import shared, telling, typed_keys, value_of, varied
 
 UNITS = ("tokens", "images", "samples")
 """What a run's pace can be counted in."""

@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stabletrain.compare.run import Run
-from stabletrain.compare.settings import shown, telling, value_of
+from stabletrain.compare.reading.run import Run
+from stabletrain.compare.reading.settings import shown, telling, value_of
 
 RATE, SEED = "optimizer.lr", "seed"
 LOGIT = "monitors/attn_logit_max"

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stabletrain.compare.cells import CAN_BE_SHARED, COLUMNS, MATTERS, missing, words_of
-from stabletrain.compare.settings import shown
+from stabletrain.compare.reading.settings import shown
 from stabletrain.errors import ConfigError
 
 ENDLESS = 10**5

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from stabletrain.compare import frame_of
-from stabletrain.compare.page import write_page
-from stabletrain.compare.runs import read_runs
+from stabletrain.compare.pages.comparison import write_page
+from stabletrain.compare.reading.runs import read_runs
 from tests.compare.pages import sweep
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from stabletrain.compare.at_end import PageAtEnd
+from stabletrain.compare.pages.at_end import PageAtEnd
 from tests.compare.pages import made
 from tests.runs import ROOT, TINY_GPT, command
 
@@ -46,15 +46,13 @@ def test_it_can_be_switched_off_and_then_loads_nothing(tmp_path):
     assert command(*SHORT, "report=false", cwd=tmp_path).returncode == 0
     assert not (tmp_path / "run" / "report.html").exists()
     assert not (tmp_path / "run" / "sample.txt").exists()
-    code = (
-        "import sys, stabletrain.compare.at_end; print([m for m in ('pandas', 'orjson', 'numpy') if m in sys.modules])"
-    )
+    code = "import sys, stabletrain.compare.pages.at_end; print([m for m in ('pandas', 'orjson', 'numpy') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[]\n"
 
 
 def test_what_goes_wrong_is_one_warning(tmp_path, capsys, monkeypatch):
     made(tmp_path / "run")
-    monkeypatch.setattr("stabletrain.compare.run_page.run_page", lambda run: 1 / 0)
+    monkeypatch.setattr("stabletrain.compare.pages.one_run.run_page", lambda run: 1 / 0)
     PageAtEnd(tmp_path / "run").write("text")
     said = capsys.readouterr().err
     assert said.count("\n") == 1

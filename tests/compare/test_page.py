@@ -5,15 +5,16 @@ import re
 
 import pytest
 
-from stabletrain.compare import drawn, frame_of
-from stabletrain.compare.headline import headline, name_of, throughput
-from stabletrain.compare.page import EMBEDDED, embedded, write_page
-from stabletrain.compare.rows import columns_of, rank
-from stabletrain.compare.run_page import write_run_page
-from stabletrain.compare.runs import read_run, read_runs
-from stabletrain.compare.settings import telling
-from stabletrain.compare.shell import embedded as as_json
-from stabletrain.compare.shell import page, words
+from stabletrain.compare import frame_of
+from stabletrain.compare.pages import drawn
+from stabletrain.compare.pages.comparison import EMBEDDED, embedded, write_page
+from stabletrain.compare.pages.headline import headline, name_of, throughput
+from stabletrain.compare.pages.one_run import write_run_page
+from stabletrain.compare.pages.rows import columns_of, rank
+from stabletrain.compare.pages.shell import embedded as as_json
+from stabletrain.compare.pages.shell import page, words
+from stabletrain.compare.reading.runs import read_run, read_runs
+from stabletrain.compare.reading.settings import telling
 from stabletrain.errors import ConfigError
 from tests.compare.pages import SAMPLE, made, sweep
 

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from stabletrain.compare import frame_of
-from stabletrain.compare.page import write_page
-from stabletrain.compare.run_page import write_run_page
-from stabletrain.compare.runs import read_runs
+from stabletrain.compare.pages.comparison import write_page
+from stabletrain.compare.pages.one_run import write_run_page
+from stabletrain.compare.reading.runs import read_runs
 from tests.compare.browser import browser, contrast, opened, painted, until
 from tests.compare.pages import SAMPLE, made, sweep
 from tests.runs import ROOT

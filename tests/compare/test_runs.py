@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from stabletrain.compare import read_runs
-from stabletrain.compare.columns import POINTS, read_columns, thin
+from stabletrain.compare.reading.columns import POINTS, read_columns, thin
 from stabletrain.errors import ConfigError
 from stabletrain.watch.spikes import spike_score
 from tests.compare.synthetic import sweep
@@ -231,7 +231,7 @@ def test_blocks_of_a_long_file_meet_without_a_gap(tmp_path, monkeypatch):
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps({"step": step, "a": step / 7}) + "\n" for step in range(500)))
     whole = read_columns(file).curve("a")
-    monkeypatch.setattr("stabletrain.compare.columns.BLOCK", 37)
+    monkeypatch.setattr("stabletrain.compare.reading.columns.BLOCK", 37)
     for part, expected in zip(read_columns(file).curve("a"), whole, strict=True):
         np.testing.assert_array_equal(part, expected)
     assert len(whole[0]) == 500

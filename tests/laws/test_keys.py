@@ -9,7 +9,7 @@ import yaml
 from PIL import Image
 
 from stabletrain.build import build
-from stabletrain.compare.at_end import NoPage
+from stabletrain.compare.pages.at_end import NoPage
 from stabletrain.config import check, leaves
 from stabletrain.errors import ConfigError
 from stabletrain.loop import run

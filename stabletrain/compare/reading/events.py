@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stabletrain.compare.columns import blocks
+from stabletrain.compare.reading.columns import blocks
 
 
 @dataclass

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stabletrain.compare import drawn, parts
-from stabletrain.compare.headline import number, plural
-from stabletrain.compare.run import Run
-from stabletrain.compare.runs import read_run
-from stabletrain.compare.shell import page, words, write
+from stabletrain.compare.pages import drawn, parts
+from stabletrain.compare.pages.headline import number, plural
+from stabletrain.compare.pages.shell import page, words, write
+from stabletrain.compare.reading.run import Run
+from stabletrain.compare.reading.runs import read_run
 
 SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "run.js"]
 STYLES = ["uplot.min.css", "page.css"]

@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from stabletrain.compare.run import Run
-from stabletrain.compare.settings import shown, value_of
+from stabletrain.compare.reading.run import Run
+from stabletrain.compare.reading.settings import shown, value_of
 
 Row = Mapping[str, Any]
 """What the table says of a run, by column; None where it says nothing."""

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stabletrain.compare.settings import shown
-from stabletrain.compare.shell import words
+from stabletrain.compare.pages.shell import words
+from stabletrain.compare.reading.settings import shown
 
 MOST = 200
 """Lines of a list at most."""

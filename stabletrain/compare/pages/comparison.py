@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stabletrain.compare import drawn, parts, sensitivity
-from stabletrain.compare.headline import Row, headline, name_of, plural, throughput
-from stabletrain.compare.rows import columns_of, plain, rank, unique
-from stabletrain.compare.run import Run
-from stabletrain.compare.settings import shared, telling, varied
-from stabletrain.compare.shell import page, words, write
+from stabletrain.compare import sensitivity
+from stabletrain.compare.pages import drawn, parts
+from stabletrain.compare.pages.headline import Row, headline, name_of, plural, throughput
+from stabletrain.compare.pages.rows import columns_of, plain, rank, unique
+from stabletrain.compare.pages.shell import page, words, write
+from stabletrain.compare.reading.run import Run
+from stabletrain.compare.reading.settings import shared, telling, varied
 from stabletrain.errors import ConfigError
 
 if TYPE_CHECKING:

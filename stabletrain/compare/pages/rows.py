@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from stabletrain.compare.drawn import rounded
-from stabletrain.compare.headline import FEW, Row, number
-from stabletrain.compare.run import Run
-from stabletrain.compare.settings import Value, scalar, value_of
+from stabletrain.compare.pages.drawn import rounded
+from stabletrain.compare.pages.headline import FEW, Row, number
+from stabletrain.compare.reading.run import Run
+from stabletrain.compare.reading.settings import Value, scalar, value_of
 
 COLUMNS: list[tuple[str, str, dict[str, Any]]] = [
     ("status", "status", {"status": True}),

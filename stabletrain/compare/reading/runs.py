@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import orjson
 
-from stabletrain.compare.columns import Columns, joined, read_columns
-from stabletrain.compare.events import read_events
-from stabletrain.compare.folders import find_runs
-from stabletrain.compare.ranges import Ranges
-from stabletrain.compare.run import ENDED, Run
-from stabletrain.compare.settings import read_settings
+from stabletrain.compare.reading.columns import Columns, joined, read_columns
+from stabletrain.compare.reading.events import read_events
+from stabletrain.compare.reading.folders import find_runs
+from stabletrain.compare.reading.ranges import Ranges
+from stabletrain.compare.reading.run import ENDED, Run
+from stabletrain.compare.reading.settings import read_settings
 from stabletrain.errors import StabletrainError
 from stabletrain.tracking.metrics import numbers
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from stabletrain.compare.columns import Columns, Curve, joined, read_columns, thin
-from stabletrain.compare.ranges import NOTHING, Range
-from stabletrain.compare.settings import Value
+from stabletrain.compare.reading.columns import Columns, Curve, joined, read_columns, thin
+from stabletrain.compare.reading.ranges import NOTHING, Range
+from stabletrain.compare.reading.settings import Value
 
 ENDED = ("finished", "halted", "preempted", "failed")
 """What a run can say of itself once it has stopped."""

@@ -28,7 +28,7 @@ class PageAtEnd(NoPage):
         try:
             if sample is not None:
                 replace(self.folder / "sample.txt", sample.encode("utf-8", "replace").decode("utf-8"))
-            from stabletrain.compare.run_page import write_run_page
+            from stabletrain.compare.pages.one_run import write_run_page
 
             write_run_page(self.folder)
         except Exception as error:  # the record is whole without a page

@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 import numpy as np
 
-from stabletrain.compare.columns import Curve, thin
-from stabletrain.compare.run import Run
+from stabletrain.compare.reading.columns import Curve, thin
+from stabletrain.compare.reading.run import Run
 
 PANELS: list[dict[str, Any]] = [
     {

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stabletrain.compare.columns import Sheet
+from stabletrain.compare.reading.columns import Sheet
 
 
 class Range(NamedTuple):

@@ -1,0 +1,1 @@
+"""Pages of HTML that open offline: of a comparison, and of one run."""
