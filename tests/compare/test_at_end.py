@@ -46,7 +46,8 @@ def test_it_can_be_switched_off_and_then_loads_nothing(tmp_path):
     assert command(*SHORT, "report=false", cwd=tmp_path).returncode == 0
     assert not (tmp_path / "run" / "report.html").exists()
     assert not (tmp_path / "run" / "sample.txt").exists()
-    code = "import sys, stabletrain.compare.pages.at_end; print([m for m in ('pandas', 'orjson', 'numpy') if m in sys.modules])"
+    loaded = "[m for m in ('pandas', 'orjson', 'numpy') if m in sys.modules]"
+    code = f"import sys, stabletrain.compare.pages.at_end; print({loaded})"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[]\n"
 
 
