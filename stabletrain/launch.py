@@ -133,9 +133,10 @@ def run_job(cfg: DictConfig) -> float | None:
     folder, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
     try:
         check(cfg)
-        if cfg.resume == "auto" and (
-            done := first_does(ranks, lambda: over(folder, overrides, cfg.steps, ("finished",)))
-        ):
+        done = None
+        if cfg.resume == "auto":
+            done = first_does(ranks, lambda: over(folder, overrides, cfg.steps, ("finished",)))
+        if done and not done.get("reason"):  # such as that its end could not be saved
             if ranks.first:
                 print(f"{folder} is finished already, {lines.result(done)}: nothing to do; raise steps to go on")
             return done["final"].get("val/loss")
