@@ -101,7 +101,7 @@ def test_the_words_say_which_run_is_best_what_diverged_and_what_went_wrong(folde
     assert "6 runs: 5 finished, 1 halted." in text
     assert "1 diverged: stability=none optimizer.lr=0.1." in text
     assert "1 incident in 1 run: lr_too_high (1)." in text
-    assert "Fastest: NVIDIA H100 in bf16, 5,000 tokens a second, 2.5 times cpu in bf16." in text
+    assert "Fastest: NVIDIA H100 in bf16, 4,000 tokens a second, 2 times cpu in bf16." in text
 
 
 def test_the_best_over_seeds_is_that_of_the_lowest_mean(tmp_path):
