@@ -102,8 +102,8 @@ def words_of(rows: pd.DataFrame) -> dict[str, list[str]]:
         if column.name in rows:
             found[column.name] = ["" if missing(value) else column.word(value) for value in values(rows[column.name])]
     found["diverged"] = ["" if not count else str(int(count)) if "n" in rows else "yes" for count in rows["diverged"]]
-    if found.get("settings.precision") == found["precision"]:  # not so for precision=auto
-        del found["precision"]
+    if "settings.precision" in found:  # what it ran in says more than what was asked for, such as auto
+        found["settings.precision"] = found.pop("precision")
     if "n" in rows and rows["n"].max() > 1:
         pairs = zip(rows["val_loss_min"], rows["val_loss_max"], rows["finished"], strict=True)
         found["range"] = ["" if n < 2 or missing(low) else f"{low:.4f}-{high:.4f}" for low, high, n in pairs]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stabletrain.compare.reading.run import Run
-from stabletrain.compare.reading.settings import shown, telling, value_of
+from stabletrain.compare.reading.settings import enough, shown, telling, value_of
 
 RATE, SEED = "optimizer.lr", "seed"
 LOGIT = "monitors/attn_logit_max"
@@ -84,13 +84,15 @@ def point(run: Run) -> Point | None:
 
 
 def arms(runs: Sequence[Run]) -> list[Arm]:
-    """The runs sorted into arms; none where fewer than two of a seed's runs differ in their learning rate only.
+    """The runs sorted into arms; those that share everything with no run of another learning rate are in none.
 
     Of runs that share everything, the last that is over counts.
     """
-    sorted_runs = grouped([run for run in runs if not math.isnan(rate_of(run))])
-    if not any(len(seed) > 1 for seeds in sorted_runs.values() for seed in seeds.values()):
-        return []
+    sorted_runs = {
+        name: seeds
+        for name, seeds in grouped([run for run in runs if not math.isnan(rate_of(run))]).items()
+        if any(len(seed) > 1 for seed in seeds.values())
+    }
     grid = tuple(sorted({rate for seeds in sorted_runs.values() for seed in seeds.values() for rate in seed}))
     found = []
     for name, seeds in sorted_runs.items():
@@ -112,13 +114,12 @@ def arms(runs: Sequence[Run]) -> list[Arm]:
 
 def grouped(runs: Sequence[Run]) -> dict[str, dict[str, dict[float, Run]]]:
     """Runs by what tells them apart, by seed and by rate."""
-    keys = telling(runs, but=(RATE, SEED))
     where = [name for name in ("card", "precision") if len({getattr(run, name) for run in runs}) > 1]
+    keys = enough(runs, [key for key in telling(runs, but=(RATE, SEED)) if key not in where])
     found: dict[str, dict[str, dict[float, Run]]] = {}
     for run in runs:
         name = " ".join(
-            [f"{key}={shown(value_of(run, key))}" for key in keys if key != "precision" or key not in where]
-            + [f"{key}={getattr(run, key)}" for key in where]
+            [f"{key}={shown(value_of(run, key))}" for key in keys] + [f"{key}={getattr(run, key)}" for key in where]
         )
         curve = found.setdefault(name or "all", {}).setdefault(shown(value_of(run, SEED)), {})
         rate = rate_of(run)

@@ -80,10 +80,9 @@ def show(rows: pd.DataFrame, console: Console, most: int = 0) -> None:
     while True:
         table = build(names, heads, cells, marked, printed)
         needed = console.measure(table, options=console.options.update(width=ENDLESS)).maximum
-        expendable = [name for name in names if name in MATTERS and name not in ALWAYS]
-        if needed <= console.width or not expendable:
+        least = next((name for name in expendable(names, cells)), None)
+        if needed <= console.width or least is None:
             break
-        least = max(expendable, key=MATTERS.index)
         names.remove(least)
         dropped.append(heads[least])
     console.print(Text(sentence(rows, same, heads)))
@@ -92,6 +91,21 @@ def show(rows: pd.DataFrame, console: Console, most: int = 0) -> None:
         console.print(Text(f"{len(rows) - printed:,} more rows: --rows 0 shows all, --csv <file> writes them"))
     if dropped:
         console.print(Text(f"left out, for want of width: {', '.join(reversed(dropped))}; --wide shows them"))
+
+
+def expendable(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> list[str]:
+    """The columns that can be left out, the first to go first.
+
+    First come settings that follow from those before them, then what was measured, then what else differs.
+    """
+    settings = [name for name in names if name.startswith("settings.")]
+    idle, kept = [], []
+    for name in settings:
+        rows = list(zip(*(cells[other] for other in kept), strict=True)) if kept else [()] * len(cells[name])
+        values = set(zip(rows, cells[name], strict=True))
+        (idle if len(values) == len(set(rows)) else kept).append(name)
+    measured = sorted((name for name in names if name in MATTERS and name not in ALWAYS), key=MATTERS.index)
+    return [*reversed(idle), *reversed(measured), *reversed(kept)]
 
 
 def heads_of(rows: pd.DataFrame) -> dict[str, str]:

@@ -100,6 +100,24 @@ def test_runs_at_one_rate_have_no_sensitivity(sweep):
     assert arms(read_runs([sweep / "0", sweep / "6"])) == []
 
 
+def test_a_run_that_is_no_part_of_the_sweep_takes_nothing_from_it(sweep, tmp_path):
+    write(tmp_path / "other", ["steps=20", "stability=none", "optimizer.lr=3e-3", "seed=0"])
+    found = arms(read_runs([sweep, tmp_path / "other"]))
+    assert [arm.grid for arm in found] == [(0.001, 0.01, 0.1)] * 2
+    assert [len(arm.sensitivities()) for arm in found] == [2, 2]
+
+
+def test_what_auto_chose_is_the_precision_and_merges_no_arms_that_differ_otherwise(tmp_path):
+    for number, (asked, experiment, ran) in enumerate(
+        [("bf16", "a", "bf16"), ("fp32", "a", "fp32"), ("auto", "b", "bf16")]
+    ):
+        for rate in (0.01, 0.1):
+            typed = [f"precision={asked}", f"experiment={experiment}", f"optimizer.lr={rate}"]
+            write(tmp_path / f"{number}-{rate}", typed, hardware={"precision": ran})
+    names = [arm.name for arm in arms(read_runs([tmp_path]))]
+    assert names == ["experiment=a precision=bf16", "experiment=a precision=fp32", "experiment=b precision=bf16"]
+
+
 def test_of_two_runs_of_the_same_settings_the_one_that_is_over_counts(sweep):
     write(sweep / "99", ["steps=9", "stability=qknorm", "optimizer.lr=1e-3", "seed=0"], 1.0, status="running")
     assert arms(read_runs([sweep]))[1].sensitivities() == pytest.approx([0.4 / 3, 0.6 / 3])

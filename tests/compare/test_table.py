@@ -98,6 +98,24 @@ def test_a_table_fits_the_terminal_and_names_what_it_left_out(sweep, capsys, mon
     assert "left out" not in wide
 
 
+def test_a_run_of_another_kind_among_a_sweep_leaves_the_table_readable(sweep, capsys, monkeypatch):
+    for run in sweep.iterdir():
+        record = json.loads((run / "run.json").read_text()) if run.name != "5" else {"status": "finished"}
+        other = [f"model.key_number_{key}={run.name == '5'}" for key in range(20)]
+        (run / "run.json").write_text(
+            json.dumps(record | {"overrides": [*record.get("overrides", ["seed=3"]), *other]})
+        )
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = printed(capsys, sweep, "--each").splitlines()
+    assert max(map(len, lines)) <= 80
+    head = next(line for line in lines if line.startswith("run "))
+    assert "stability" in head
+    assert "val loss" in head
+    assert "status" in head, "settings that say nothing new go before what was measured"
+    assert "model.key_number_19" in "".join(lines[lines.index(head) :])
+    assert len(first_words("\n".join(lines))) == 6, "one line a run"
+
+
 def test_a_pipe_gets_every_column_as_plain_text(sweep, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     out = printed(capsys, sweep)

@@ -38,7 +38,7 @@ class Configured(Protocol):
 def read_settings(
     folder: Path, choices: Mapping[str, Any], overrides: Mapping[str, str]
 ) -> tuple[dict[str, Value], bool]:
-    """The settings of the run in `folder`: key to number, word, truth value or None; a list as its text.
+    """The settings of the run in `folder`: key to number, word, truth value or None; a list, or NaN, as its text.
 
     A group's name stands for the option that was chosen in it. Where the configuration is missing or damaged there are
     only the choices and what was typed: then the second value is False.
@@ -86,7 +86,8 @@ def leaves(tree: Mapping[Any, Any], above: str = "") -> Iterable[tuple[str, Valu
         if isinstance(value, dict):
             yield from leaves(value, f"{key}.")
         elif name != "_target_":
-            yield key, value if value is None or isinstance(value, str | int | float) else str(value)
+            is_plain = value is None or (isinstance(value, str | int | float) and value == value)
+            yield key, value if is_plain else str(value)  # NaN, which equals nothing, as its name
 
 
 def scalar(text: str) -> Value:
@@ -141,6 +142,15 @@ def telling(runs: Sequence[Configured], but: Sequence[str] = ("seed",)) -> list[
     found = [key for key in keys if key in typed]
     for key in keys:
         if key not in typed and not follows(known, key, found):
+            found.append(key)
+    return found
+
+
+def enough(runs: Sequence[Configured], keys: Sequence[str]) -> list[str]:
+    """As few of the keys as tell the same runs apart: each that follows from those before it is left out."""
+    known, found = [run for run in runs if run.settings], []
+    for key in keys:
+        if not follows(known, key, found):
             found.append(key)
     return found
 
