@@ -16,7 +16,6 @@ The median and the quartiles over the rounds are printed.
 """
 
 import contextlib
-import io
 import json
 import statistics
 import tempfile
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 from jobs import SIZES, Rounds, built
-from measuring import Clock, command_line, machine, most_memory, save
+from measuring import Clock, command_line, head, machine, most_memory, quartiles, save, silence
 from torch import Tensor, nn
 
 from stabletrain.machine import hardware
@@ -132,21 +131,6 @@ def diagnoses(folder: Path, overrides: Sequence[str], clock: Clock) -> dict[str,
     return {name: {**each, **ordinary} for name, each in found.items()}
 
 
-@contextlib.contextmanager
-def silence() -> Generator[None, None, None]:
-    """Within it a run says nothing."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, and lower and upper quartile; of a single value, that."""
-    if len(values) == 1:
-        return (values[0],) * 3
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return middle, low, high
-
-
 def show_rounds(clock: Clock, workload: str, overrides: Sequence[str], rounds: int) -> list[dict[str, Any]]:
     """Measures and prints the steady state of one run."""
     with tempfile.TemporaryDirectory() as folder, silence():
@@ -191,7 +175,7 @@ def main() -> None:
         columns = ("incident", "diagnosis, s", "a step, s", "steps", "quartiles", "memory, GB", "a step's, GB")
         show, sizes = show_diagnoses, DIAGNOSED
     print(f"{machine(device)}, {asked.clock} time")
-    print("| " + " | ".join(("workload", *columns)) + " |\n" + "|---" * (1 + len(columns)) + "|")
+    print(head("workload", *columns))
     results = []
     for name, overrides in sizes[device.type].items():
         for mode in asked.precision.split(",") if asked.only in name else ():
