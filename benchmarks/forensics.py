@@ -20,12 +20,13 @@ import json
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+from finite_hooks import finite_hooks
 from jobs import SIZES, Rounds, built
 from measuring import Clock, command_line, head, machine, most_memory, quartiles, save, silence
 from torch import Tensor, nn
@@ -45,23 +46,6 @@ AT = {"activation": 4, "sample": 7, "spike": 11}
 """Steps, from 0, whose updates are withheld; the spike last, since its weights stay ruined."""
 
 
-def check_finite(module: nn.Module, inputs: Any, output: Any) -> None:
-    """What people hook onto every module: one read of the device for each output."""
-    if isinstance(output, Tensor) and not torch.isfinite(output).all():
-        raise FloatingPointError(f"{type(module).__name__}: not finite")
-
-
-@contextlib.contextmanager
-def hooks(model: nn.Module) -> Generator[None, None, None]:
-    """Within it every module's output is looked at."""
-    handles = [module.register_forward_hook(check_finite) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def steady(folder: Path, overrides: Sequence[str], rounds: int, clock: Clock) -> dict[str, list[float]]:
     """Rounds of each kind over the round without forensics that stands beside them, and that one's milliseconds."""
     runs = {
@@ -71,7 +55,7 @@ def steady(folder: Path, overrides: Sequence[str], rounds: int, clock: Clock) ->
     off = runs["off"]
     kinds: dict[str, tuple[Rounds, Callable[[], AbstractContextManager]]] = {
         **{name: (run, contextlib.nullcontext) for name, run in runs.items()},
-        "hooks": (off, lambda: hooks(off.job.state.model)),
+        "hooks": (off, lambda: finite_hooks(off.job.state.model)),
         "anomaly mode": (off, torch.autograd.detect_anomaly),
     }
     found: dict[str, list[float]] = {name: [] for name in kinds}

@@ -110,10 +110,13 @@ class Rounds:
 
     def compute(self) -> None:
         """Launches forward and backward of the next step."""
-        job = self.job
-        batch = job.batches.get(job.state.step)
-        micro_batches = batch.to(job.device).split(job.plan.grad_accum_steps)
-        self._computed = batch, micro_batches, compute(job.state, micro_batches, job.tools)
+        batch, micro_batches = self.fetch()
+        self._computed = batch, micro_batches, compute(self.job.state, micro_batches, self.job.tools)
+
+    def fetch(self) -> tuple[Batch, list[Batch]]:
+        """The next batch, and its micro-batches on the device."""
+        batch = self.job.batches.get(self.job.state.step)
+        return batch, batch.to(self.job.device).split(self.job.plan.grad_accum_steps)
 
     def settle(self, seen: Mapping[str, float] = NOTHING) -> bool:
         """Draws the consequences of the step before; returns whether the run goes on from the state as it is."""
@@ -130,6 +133,11 @@ class Rounds:
             in_flight = commit(self.job.state, computed, self.job.tools)
             self._launched = Launched(in_flight, batch, computed.classes, computed.held)
             self._pace.count(batch)
+
+    def close(self) -> None:
+        """Ends the run where it is."""
+        self.job.batches.close()
+        self.job.tracker.close(0)
 
     def _look(self) -> bool:
         """The first half of the monitors' look, if one is due; returns whether it is."""

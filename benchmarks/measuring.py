@@ -27,13 +27,19 @@ def command_line(about: str | None, rounds: int) -> argparse.ArgumentParser:
     """The options that the benchmarks share; `rounds` is the default of `--rounds`."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
-    parser.add_argument("--precision", default="fp32,bf16", help="modes, separated by commas: fp32, tf32, bf16")
+    parser.add_argument("--precision", default="fp32,bf16", help="modes, separated by commas: auto, fp32, tf32, bf16")
     parser.add_argument("--rounds", type=int, default=rounds, help="pairs")
     parser.add_argument(
         "--clock", default="wall", choices=["wall", "cpu"], help="cpu: this process's time, on a shared CPU"
     )
     parser.add_argument("--json", type=Path, help="file for the results")
     return parser
+
+
+def modes(asked: str, device: torch.device) -> list[str]:
+    """The precisions that `--precision` names; `auto` is bf16 where the device computes in it, and else fp32."""
+    auto = "bf16" if hardware.has_bf16(device) else "fp32"
+    return [auto if mode == "auto" else mode for mode in asked.split(",")]
 
 
 def machine(device: torch.device) -> str:
@@ -61,8 +67,8 @@ class Clock:
         return self._now() - start
 
 
-def in_turns(kinds: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
-    """What each kind gave in each round, after `warm_up` rounds that do not count.
+def in_turns(kinds: Mapping[str, Callable[[int], float]], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
+    """What each kind gave in each round; it is told the round's number, below 0 in `warm_up` rounds that do not count.
 
     The order is drawn anew every second round, and turned round in the one after it: no kind always comes first, nor
     always after the same other one.
@@ -71,7 +77,7 @@ def in_turns(kinds: Mapping[str, Callable[[], float]], rounds: int, warm_up: int
     for number in range(warm_up + rounds):
         order = random.Random(number // 2).sample([*kinds], len(kinds))
         for name in order if number % 2 else reversed(order):
-            value = kinds[name]()
+            value = kinds[name](number - warm_up)
             if number >= warm_up:
                 found[name].append(value)
     return found
