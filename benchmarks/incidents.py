@@ -51,7 +51,7 @@ def diagnoses(folder: Path, overrides: Sequence[str], clock: Clock) -> dict[str,
         elif settled >= 0:  # the first one warms up
             steps.append(sum(taken.values()))
             heights += [height for part in memory.values() for height in part]
-    job.batches.close()
+    run.close()
     filed = [json.loads(path.read_text()) for path in sorted((folder / "incidents").glob("*/diagnosis.json"))]
     kinds = {each["step"] - 1: each["kind"] for each in filed}
     assert kinds == {step: "spike" if name == "spike" else "nonfinite" for name, step in AT.items()}, f"filed: {kinds}"

@@ -8,40 +8,46 @@ Each is divided by the median time of steps that were taken in the same turn of 
 - **snapshot, checkpoint**: what the loop waits for. The checkpoint is then written by a thread beside the steps; what
   these take more until it is there is given as well, and so is the very first snapshot, for which memory is claimed.
 - **rollback**: the step that had been computed meanwhile, and is thrown away; the state, from memory or from the disk;
-  the checkpoint of it that is begun; and the next batch. The steps that are lost are not counted: `guard.snapshot_every`.
+  the checkpoint of it that is begun; and the next batch. The steps that are lost are `guard.snapshot_every`'s matter.
 - **resume**: whole commands, in turns: from the process's start to its first step, against a run that starts anew.
 - **diagnosis**: see `incidents.py`.
 
 With `--clock cpu` the thread that writes counts as well.
 """
 
-import contextlib
-import io
 import statistics
 import tempfile
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from first_step import TRAIN, to_a_step
 from incidents import AT, diagnoses
 from jobs import HERE, NOTHING_ELSE, Rounds, built
-from measuring import Clock, command_line, machine, save
-from targets import head, quantity, show
+from measuring import Clock, command_line, head, in_turns, machine, modes, save, silence
+from quantities import COLUMNS, quantity, show
 
 from stabletrain.machine import hardware
 from stabletrain.recovery import Recovery
 
 LARGE = ("model=gpt2", "data=random_tokens", "data.vocab_size=50257")
+SMALL = {
+    "gpt_nano, 16 x 128 tokens": ("model=gpt_nano", "data=random_tokens", "batch_size=16"),
+    "resnet20, 32 images of 32 px": ("model=resnet20", "data=random_images", "batch_size=32"),
+}
+TINY = {
+    "gpt_nano 2 x 16, 4 x 16 tokens": (
+        *("model=gpt_nano", "model.n_layer=2", "model.n_head=2", "model.n_embd=16"),
+        *("data=random_tokens", "data.block_size=16", "batch_size=4"),
+    )
+}
 SIZES = {
-    "small": {
-        "gpt_nano, 16 x 128 tokens": ("model=gpt_nano", "data=random_tokens", "batch_size=16"),
-        "resnet20, 32 images of 32 px": ("model=resnet20", "data=random_images", "batch_size=32"),
-    },
-    "gpt2": {
-        "cpu": {"gpt2 (124 M), 4 x 256 tokens": (*LARGE, "data.block_size=256", "batch_size=4")},
-        "cuda": {"gpt2 (124 M), 8 x 1024 tokens": (*LARGE, "data.block_size=1024", "batch_size=8")},
-    },
+    ("tiny", "cpu"): TINY,
+    ("tiny", "cuda"): TINY,
+    ("small", "cpu"): SMALL,
+    ("small", "cuda"): SMALL,
+    ("gpt2", "cpu"): {"gpt2 (124 M), 4 x 256 tokens": (*LARGE, "data.block_size=256", "batch_size=4")},
+    ("gpt2", "cuda"): {"gpt2 (124 M), 8 x 1024 tokens": (*LARGE, "data.block_size=1024", "batch_size=8")},
 }
 PARTS = ("state", "resume", "diagnosis")
 KEPT = (
@@ -50,8 +56,11 @@ KEPT = (
 )
 """A snapshot is healthy one step later, and none is taken but those that are measured."""
 
-TARGETS = {"snapshot": 1.0, "checkpoint": 1.0, "rollback from memory": 2.0, "diagnosis": 30.0}
-"""In steps."""
+TARGETS = {
+    "snapshot": "recovery/snapshot",
+    "checkpoint": "recovery/checkpoint",
+    "rollback from memory": "recovery/rollback",
+}
 
 PLAIN_STEPS = 3
 """Of each turn, whose median is a step."""
@@ -117,7 +126,7 @@ def stalls(folder: Path, overrides: Sequence[str], clock: Clock, rounds: int) ->
     first = turn.seconds(turn.recovery.put_by)
     turn()
     found = [turn() for _ in range(rounds)]
-    turn.job.batches.close()
+    turn.run.close()
     found[0]["first snapshot"] = first
     return found
 
@@ -138,23 +147,16 @@ def resumed(folder: Path, overrides: Sequence[str], rounds: int) -> dict[str, li
     old = folder / "old"
     to_a_step((*command, f"hydra.run.dir={old}", "checkpoint.every=2"), folder, old / "events.jsonl", 2)
     metrics, kept = old / "metrics.jsonl", '{"step": 2, "tick": 2}\n'
-    found: dict[str, list[float]] = {"start": [], "resume": []}
-    for number in range(rounds):
-        for kind in found if number % 2 else reversed(found):
-            place = old if kind == "resume" else folder / f"new-{number}"
-            if kind == "resume":
-                metrics.write_text(kept)
-            line = (*command, f"hydra.run.dir={place}", *(("resume=auto",) if kind == "resume" else ()))
-            taken = to_a_step(line, folder, place / "metrics.jsonl", 3 if kind == "resume" else 1)
-            found[kind].append(taken.wall)
-    return found
 
+    def start(number: int) -> float:
+        place = folder / f"new-{number}"
+        return to_a_step((*command, f"hydra.run.dir={place}"), folder, place / "metrics.jsonl").wall
 
-@contextlib.contextmanager
-def silence() -> Generator[None, None, None]:
-    """Within it a run says nothing."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
+    def resume(number: int) -> float:
+        metrics.write_text(kept)  # the steps of the resume before have never been
+        return to_a_step((*command, f"hydra.run.dir={old}", "resume=auto"), folder, metrics, 3).wall
+
+    return in_turns({"start": start, "resume": resume}, rounds, warm_up=0)
 
 
 def of_state(where: str, overrides: Sequence[str], clock: Clock, rounds: int) -> list[dict[str, Any]]:
@@ -166,7 +168,9 @@ def of_state(where: str, overrides: Sequence[str], clock: Clock, rounds: int) ->
     for what in dict.fromkeys(name for turn in turns for name in turn if name != "step"):
         seconds = [(turn[what], turn["step"]) for turn in turns if what in turn]
         steps = [taken / each for taken, each in seconds]
-        found.append(quantity(where, what, steps, "steps", TARGETS.get(what), seconds=[taken for taken, _ in seconds]))
+        found.append(
+            quantity(where, what, steps, "steps", TARGETS.get(what, ""), seconds=[taken for taken, _ in seconds])
+        )
     return found
 
 
@@ -194,7 +198,7 @@ def of_diagnoses(where: str, overrides: Sequence[str], clock: Clock, rounds: int
             f"diagnosis, {incident}",
             [run[incident]["seconds"] / run[incident]["step"] for run in runs],
             "steps",
-            TARGETS["diagnosis"],
+            "recovery/diagnosis",
             runs=[run[incident] for run in runs],
         )
         for incident in AT
@@ -204,7 +208,9 @@ def of_diagnoses(where: str, overrides: Sequence[str], clock: Clock, rounds: int
 def main() -> None:
     """Measures, prints the table, and writes the JSON."""
     parser = command_line(__doc__, 5)
-    parser.add_argument("--size", default="small", choices=[*SIZES], help="gpt2: 124 M parameters")
+    parser.add_argument(
+        "--size", default="small", choices=["tiny", "small", "gpt2"], help="tiny: to see that it runs; gpt2: 124 M"
+    )
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, separated by commas: {','.join(PARTS)}")
     parser.add_argument("--workload", default="", help="a part of the name of what is to be measured")
     parser.set_defaults(precision="fp32")
@@ -213,10 +219,10 @@ def main() -> None:
     clock = Clock(device, asked.clock)
     parts = dict(zip(PARTS, (of_state, of_resuming, of_diagnoses), strict=True))
     print(f"{machine(device)}, {asked.clock} time")
-    print(head())
-    results, sizes = [], SIZES[asked.size]
-    for name, overrides in (sizes if asked.size == "small" else sizes[device.type]).items():
-        for mode in asked.precision.split(",") if asked.workload in name else ():
+    print(head(*COLUMNS))
+    results = []
+    for name, overrides in SIZES[asked.size, device.type].items():
+        for mode in modes(asked.precision, device) if asked.workload in name else ():
             chosen = (*overrides, f"device={device}", f"precision={mode}")
             for part in asked.only.split(","):
                 results += show(parts[part](f"{name}, {mode}", chosen, clock, asked.rounds))

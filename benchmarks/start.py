@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from first_step import TRAIN, Taken, to_a_step, to_the_end
-from measuring import command_line, machine, save
-from targets import head, quantity, show
+from measuring import command_line, head, in_turns, machine, save
+from quantities import COLUMNS, quantity, show
 
 from stabletrain.machine import hardware
 
-FIRST_STEP, ANSWER = 8.0, 2.0
-"""Seconds that are the targets."""
+FIRST_STEP, HELP, ERROR = "start/first_step", "start/help", "start/error"
+"""Names of targets."""
 
 REFUSED = 2
 """The exit code of a command that cannot work."""
 
 
-def commands(folder: Path, device: str) -> dict[str, tuple[float, Callable[[int], Taken]]]:
-    """What is timed, by its name: the target, and what runs it for a round."""
+def commands(folder: Path, device: str) -> dict[str, tuple[str, Callable[[int], Taken]]]:
+    """What is timed, by its name: the target it is held to, and what runs it for a round."""
     program = (sys.executable, "-m", "stabletrain.cli")
     quiet = (f"device={device}", "compile=false", "log_every=1", "monitors=none")
 
@@ -51,32 +51,29 @@ def commands(folder: Path, device: str) -> dict[str, tuple[float, Callable[[int]
             FIRST_STEP,
             first_step("resnet", "experiment=resnet_digits"),
         ),
-        "python train.py --help": (ANSWER, answer(0, *TRAIN, "--help")),
-        "python train.py optimizer.lrr=1": (ANSWER, answer(REFUSED, *TRAIN, "optimizer.lrr=1")),
-        "python train.py batch_size=-1": (ANSWER, answer(REFUSED, *TRAIN, "batch_size=-1")),
-        "python train.py model=resnet20": (ANSWER, answer(REFUSED, *TRAIN, "model=resnet20")),
-        "stabletrain --help": (ANSWER, answer(0, *program, "--help")),
-        "stabletrain diagnose <run>": (ANSWER, answer(0, *program, "diagnose", "run")),
+        "python train.py --help": (HELP, answer(0, *TRAIN, "--help")),
+        "python train.py optimizer.lrr=1": (ERROR, answer(REFUSED, *TRAIN, "optimizer.lrr=1")),
+        "python train.py batch_size=-1": (ERROR, answer(REFUSED, *TRAIN, "batch_size=-1")),
+        "python train.py model=resnet20": (ERROR, answer(REFUSED, *TRAIN, "model=resnet20")),
+        "stabletrain --help": (HELP, answer(0, *program, "--help")),
+        "stabletrain diagnose <run>": ("", answer(0, *program, "diagnose", "run")),
     }
 
 
-def measured(folder: Path, device: str, rounds: int) -> dict[str, tuple[float, list[Taken]]]:
-    """Of each command its target, and what it took in each round."""
-    kinds = commands(folder, device)
-    found: dict[str, list[Taken]] = {name: [] for name in kinds}
-    for number in range(rounds):
-        for name in kinds if number % 2 else reversed(kinds):
-            found[name].append(kinds[name][1](number))
-    return {name: (kinds[name][0], taken) for name, taken in found.items()}
-
-
-def results(found: dict[str, tuple[float, list[Taken]]]) -> list[dict[str, Any]]:
+def measured(folder: Path, device: str, rounds: int) -> list[dict[str, Any]]:
     """Two quantities of each command; the target holds for the clock."""
-    each = []
-    for name, (target, taken) in found.items():
-        each.append(quantity(name, "wall time", [one.wall for one in taken], "s", target))
-        each.append(quantity(name, "user + sys", [one.cpu for one in taken], "s"))
-    return each
+    kinds, taken = commands(folder, device), {}
+
+    def timed(name: str, number: int) -> float:
+        taken.setdefault(name, []).append(kinds[name][1](number))
+        return taken[name][-1].wall
+
+    in_turns({name: partial(timed, name) for name in kinds}, rounds, warm_up=0)
+    found = []
+    for name, (target, _) in kinds.items():
+        found.append(quantity(name, "wall time", [one.wall for one in taken[name]], "s", target))
+        found.append(quantity(name, "user + sys", [one.cpu for one in taken[name]], "s"))
+    return found
 
 
 def main() -> None:
@@ -85,10 +82,9 @@ def main() -> None:
     asked = parser.parse_args()
     device = hardware.pick(asked.device)
     print(machine(device))
-    print(head())
+    print(head(*COLUMNS))
     with tempfile.TemporaryDirectory() as folder:
-        found = measured(Path(folder), str(device), asked.rounds)
-    save(asked.json, device, show(results(found)))
+        save(asked.json, device, show(measured(Path(folder), str(device), asked.rounds)))
 
 
 if __name__ == "__main__":
