@@ -16,19 +16,19 @@ The median and the quartiles over the rounds are printed.
 """
 
 import contextlib
-import io
 import json
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+from finite_hooks import finite_hooks
 from jobs import SIZES, Rounds, built
-from measuring import Clock, command_line, machine, most_memory, save
+from measuring import Clock, command_line, head, machine, most_memory, quartiles, save, silence
 from torch import Tensor, nn
 
 from stabletrain.machine import hardware
@@ -46,23 +46,6 @@ AT = {"activation": 4, "sample": 7, "spike": 11}
 """Steps, from 0, whose updates are withheld; the spike last, since its weights stay ruined."""
 
 
-def check_finite(module: nn.Module, inputs: Any, output: Any) -> None:
-    """What people hook onto every module: one read of the device for each output."""
-    if isinstance(output, Tensor) and not torch.isfinite(output).all():
-        raise FloatingPointError(f"{type(module).__name__}: not finite")
-
-
-@contextlib.contextmanager
-def hooks(model: nn.Module) -> Generator[None, None, None]:
-    """Within it every module's output is looked at."""
-    handles = [module.register_forward_hook(check_finite) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def steady(folder: Path, overrides: Sequence[str], rounds: int, clock: Clock) -> dict[str, list[float]]:
     """Rounds of each kind over the round without forensics that stands beside them, and that one's milliseconds."""
     runs = {
@@ -72,7 +55,7 @@ def steady(folder: Path, overrides: Sequence[str], rounds: int, clock: Clock) ->
     off = runs["off"]
     kinds: dict[str, tuple[Rounds, Callable[[], AbstractContextManager]]] = {
         **{name: (run, contextlib.nullcontext) for name, run in runs.items()},
-        "hooks": (off, lambda: hooks(off.job.state.model)),
+        "hooks": (off, lambda: finite_hooks(off.job.state.model)),
         "anomaly mode": (off, torch.autograd.detect_anomaly),
     }
     found: dict[str, list[float]] = {name: [] for name in kinds}
@@ -132,21 +115,6 @@ def diagnoses(folder: Path, overrides: Sequence[str], clock: Clock) -> dict[str,
     return {name: {**each, **ordinary} for name, each in found.items()}
 
 
-@contextlib.contextmanager
-def silence() -> Generator[None, None, None]:
-    """Within it a run says nothing."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, and lower and upper quartile; of a single value, that."""
-    if len(values) == 1:
-        return (values[0],) * 3
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return middle, low, high
-
-
 def show_rounds(clock: Clock, workload: str, overrides: Sequence[str], rounds: int) -> list[dict[str, Any]]:
     """Measures and prints the steady state of one run."""
     with tempfile.TemporaryDirectory() as folder, silence():
@@ -191,7 +159,7 @@ def main() -> None:
         columns = ("incident", "diagnosis, s", "a step, s", "steps", "quartiles", "memory, GB", "a step's, GB")
         show, sizes = show_diagnoses, DIAGNOSED
     print(f"{machine(device)}, {asked.clock} time")
-    print("| " + " | ".join(("workload", *columns)) + " |\n" + "|---" * (1 + len(columns)) + "|")
+    print(head("workload", *columns))
     results = []
     for name, overrides in sizes[device.type].items():
         for mode in asked.precision.split(",") if asked.only in name else ():

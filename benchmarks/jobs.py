@@ -1,6 +1,6 @@
 """Whole runs for the benchmarks: built by Hydra from overrides, on random data, and taken round by round."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from stabletrain.job import Job
 from stabletrain.loop import settle
 from stabletrain.records import Batch
 from stabletrain.recovery import Recovery
-from stabletrain.report import Launched, Pace
+from stabletrain.report import NOTHING, Launched, Pace, watch
 from stabletrain.step import Computed, commit, compute
 
 HERE = Path(__file__).parent
@@ -83,37 +83,80 @@ def built(folder: Path, overrides: Sequence[str]) -> Job:
 
 
 class Rounds:
-    """The rounds of `loop.train` for one run, with a state put by at the beginning, and no evaluation."""
+    """The rounds of `loop.train` for one run, one at a time; evaluations and checkpoints are left out.
+
+    The first state is put by at the beginning. Called, it does a whole round, with what is due in it. `compute`,
+    `settle` and `commit` are a round's parts by themselves, without a monitor's look and without a snapshot.
+
+    Attributes:
+        job: the run.
+        done: how often what is not in every round was done: `looks`, `snapshots`.
+    """
 
     def __init__(self, job: Job) -> None:
-        self.job = job
+        self.job, self.done = job, {"looks": 0, "snapshots": 0}
         self._pace, self._recovery = Pace(job.history), Recovery(job)
-        self._computed: tuple[Batch, Computed] | None = None
+        self._computed: tuple[Batch, list[Batch], Computed] | None = None
         self._launched: Launched | None = None
         self._recovery.put_by()
 
     def __call__(self) -> None:
-        """One round: a step is computed, the one before it settled, its own update applied."""
+        """One round: a step is computed, the one before it settled, its own update applied, and what is due is done."""
         self.compute()
         self.settle()
+        watching = self._look()
         self.commit()
+        self._attend(watching)
 
     def compute(self) -> None:
         """Launches forward and backward of the next step."""
-        job = self.job
-        batch = job.batches.get(job.state.step)
-        self._computed = batch, compute(job.state, batch.to(job.device).split(job.plan.grad_accum_steps), job.tools)
+        batch, micro_batches = self.fetch()
+        self._computed = batch, micro_batches, compute(self.job.state, micro_batches, self.job.tools)
 
-    def settle(self) -> None:
-        """Draws the consequences of the step before."""
-        if self._launched is not None and not settle(self.job, self._launched, self._pace, self._recovery):
-            self._computed = None
-        self._launched = None
+    def fetch(self) -> tuple[Batch, list[Batch]]:
+        """The next batch, and its micro-batches on the device."""
+        batch = self.job.batches.get(self.job.state.step)
+        return batch, batch.to(self.job.device).split(self.job.plan.grad_accum_steps)
+
+    def settle(self, seen: Mapping[str, float] = NOTHING) -> bool:
+        """Draws the consequences of the step before; returns whether the run goes on from the state as it is."""
+        launched, self._launched = self._launched, None
+        if launched is None or settle(self.job, launched, self._pace, self._recovery, seen):
+            return True
+        self._computed = None
+        return False
 
     def commit(self) -> None:
         """Applies the update of the step that was computed, unless an older state was put back meanwhile."""
         if self._computed is not None:
-            batch, computed = self._computed
+            batch, _, computed = self._computed
             in_flight = commit(self.job.state, computed, self.job.tools)
             self._launched = Launched(in_flight, batch, computed.classes, computed.held)
             self._pace.count(batch)
+
+    def close(self) -> None:
+        """Ends the run where it is."""
+        self.job.batches.close()
+        self.job.tracker.close(0)
+
+    def _look(self) -> bool:
+        """The first half of the monitors' look, if one is due; returns whether it is."""
+        job = self.job
+        if self._computed is None or not job.monitors.due(job.state.step + 1, job.plan.steps):
+            return False
+        _, micro_batches, computed = self._computed
+        seen_batch = job.tools.intake.safe(micro_batches[0], computed.classes)
+        job.monitors.before(job.state.model, job.state.optimizer, seen_batch, job.tools.precision)
+        self.done["looks"] += 1
+        return True
+
+    def _attend(self, watching: bool) -> None:
+        """The second half of the look, and a snapshot if one is due; both settle the step before the next begins."""
+        if self._computed is None:
+            return
+        putting_by = self._recovery.due(self.job.state.step)
+        if watching or putting_by:
+            seen = watch(self.job, self._launched) if watching else NOTHING
+            if self.settle(seen) and putting_by:
+                self._recovery.put_by()
+                self.done["snapshots"] += 1

@@ -22,7 +22,7 @@ from stabletrain.config import leaves, make, plain
 from stabletrain.data.order import position
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.errors import ConfigError
-from stabletrain.forensics import Council
+from stabletrain.forensics.council import Council
 from stabletrain.forensics.evidence import Setting
 from stabletrain.job import UNITS, History, Job, Plan
 from stabletrain.machine import hardware

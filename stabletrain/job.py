@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stabletrain.compare.pages.at_end import NoPage
-from stabletrain.forensics import NoForensics
+from stabletrain.forensics.desk import NoForensics
 from stabletrain.machine.usage import Usage
 from stabletrain.parallel.alone import Alone
 from stabletrain.records import Batch, TrainState

@@ -26,6 +26,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -66,6 +67,7 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         config_dir: the project's `conf/`.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come here, and are worded here
+    setattr(ConfigStore, "__deepcopy__", lambda store, _: store)  # noqa: B010  there is one; --help copies it 160 times
     typed, ranks = take_apart(sys.argv[1:]), here()
     sweep: Sweep | None = None
     try:

@@ -1,4 +1,4 @@
-"""The benchmarks of the guard and of forensics run, and write what they promise; how fast is nobody's claim."""
+"""The benchmarks run, and write what they promise; how fast is nobody's claim."""
 
 import json
 import os
@@ -11,7 +11,6 @@ from tests.runs import ROOT
 
 SHARED = ["--device", "cpu", "--precision", "bf16", "--rounds", "2", "--json", "results.json"]
 CASES = {
-    "guard": (["guard.py"], ["skip", "rollback", "snapshot"] * 2),
     "steady": (["forensics.py", "--only", "GPT"], ["off", "forensics", "off again", "hooks", "anomaly mode"]),
     "diagnosis": (["forensics.py", "--diagnosis", "--only", "resnet20"], ["activation", "sample", "spike"]),
 }

@@ -1,5 +1,7 @@
 """What explains an incident, once there is one; nothing here runs before.
 
+Nothing is imported here: whoever reads incidents back (`found`) needs no torch.
+
 | file | |
 |---|---|
 | desk | incidents come in, are looked into within a budget, and filed |
@@ -17,8 +19,3 @@
 | scores | how large the numbers are that a model takes a softmax of |
 | underflow | which gradients fp16 has made 0 |
 """
-
-from stabletrain.forensics.council import Council
-from stabletrain.forensics.desk import Forensics, NoForensics
-
-__all__ = ["Council", "Forensics", "NoForensics"]

@@ -10,7 +10,8 @@ import torch
 
 from stabletrain.build import build
 from stabletrain.errors import ConfigError, TrainingHalted
-from stabletrain.forensics import Forensics, NoForensics, desk, incident, saved
+from stabletrain.forensics import desk, incident, saved
+from stabletrain.forensics.desk import Forensics, NoForensics
 from stabletrain.forensics.evidence import Setting
 from stabletrain.forensics.replay import VARIANTS
 from stabletrain.loop import run

@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Everything that needs a card, in under ten minutes on one H100 or H200: the tests marked gpu, laws 3, 4 and 5 on the
+# card among them, and the benchmarks. Prints one table at the end: which parts ran, and which targets are met.
+#
+#   benchmarks/gpu.sh [folder]                  files go into ./gpu-results, or the folder named
+#   benchmarks/gpu.sh --device cpu [folder]     the same parts with models of no use, to see that the script runs
+#
+# A part that fails, or does not end within its limit, does not stop the others; the exit code is then 1. A target that
+# is missed is said, and is no failure.
+set -euo pipefail
+
+device=cuda
+if [[ ${1:-} == --device ]]; then
+    device=${2:?gpu.sh: --device needs cpu or cuda}
+    shift 2
+fi
+if [[ $device != cpu && $device != cuda ]]; then
+    echo "gpu.sh: --device $device is neither cpu nor cuda" >&2
+    exit 2
+fi
+if (($# > 1)) || [[ ${1:-} == -* ]]; then
+    echo "usage: benchmarks/gpu.sh [--device cpu|cuda] [folder]" >&2
+    exit 2
+fi
+
+results=${1:-gpu-results}
+mkdir -p "$results"
+results=$(cd "$results" && pwd)
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-python}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8} # before CUDA starts, so that strict runs can be
+
+if [[ $device == cuda ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "gpu.sh: PyTorch sees no CUDA device; --device cpu shows that the script runs" >&2
+    exit 2
+fi
+
+failed=0
+parts=()
+
+# part NAME LIMIT COMMAND...: runs a command for at most LIMIT seconds, its output in NAME.txt too.
+part() {
+    local name=$1 limit=$2 begun=$SECONDS code=0
+    shift 2
+    printf '\n== %s (at most %s s)\n' "$name" "$limit"
+    timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$results/$name.txt" || code=$?
+    local verdict=ran
+    if ((code == 124 || code == 137)); then
+        verdict="did not end within $limit s"
+    elif ((code != 0)); then
+        verdict="FAILED, code $code"
+    fi
+    if ((code != 0)); then
+        failed=1
+    fi
+    parts+=("| $name | $verdict | $((SECONDS - begun)) |")
+}
+
+# bench NAME LIMIT OPTIONS...: a benchmark, with its JSON.
+bench() {
+    local name=$1 limit=$2
+    shift 2
+    rm -f "$results/$name.json"
+    part "$name" "$limit" "$python" "benchmarks/$name.py" --device "$device" --json "$results/$name.json" "$@"
+}
+
+if [[ $device == cuda ]]; then
+    part tests 150 "$python" -m pytest -m gpu -n 4 --dist worksteal tests
+    bench start 45 --rounds 2
+    bench recovery 100 --size gpt2 --precision bf16 --rounds 2
+    bench overhead 90 --precision bf16
+    bench throughput 130 --sizes gpt2,resnet18 --rounds 5
+    bench growth 60 --only width,block,data --rounds 3
+else
+    part tests 120 "$python" -m pytest -n 1 tests/laws/test_on_a_card.py -k cpu
+    bench start 120 --rounds 1
+    bench recovery 120 --size tiny --precision fp32 --rounds 1
+    bench overhead 120 --tiny --precision fp32 --rounds 2
+    bench throughput 120 --sizes gpt_tiny,resnet_tiny --precision fp32 --rounds 2
+    bench growth 120 --tiny --precision fp32 --only width,data --rounds 1
+fi
+
+{
+    printf '| part | | seconds |\n|---|---|---|\n'
+    printf '%s\n' "${parts[@]}"
+    printf '\n'
+} >"$results/table.md"
+shopt -s nullglob
+files=("$results"/*.json)
+if ((${#files[@]})); then
+    "$python" benchmarks/targets.py --device "$device" "${files[@]}" >>"$results/table.md" || failed=1
+fi
+printf '\n'
+cat "$results/table.md"
+exit "$failed"

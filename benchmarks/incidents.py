@@ -1,0 +1,59 @@
+"""A diagnosis in steps: from a withheld step to its folder, in steps of the same run.
+
+Three incidents: an activation that becomes NaN once and is finite when the step is run again; one sample for which the
+model divides by 0, which takes the most passes, since the sample is searched for; and a spike, by a learning rate that
+is too large for one step. Memory is the most that was in use, in the diagnosis and in an ordinary step.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from jobs import Rounds, built
+from measuring import Clock, most_memory
+from torch import Tensor, nn
+
+AT = {"activation": 4, "sample": 7, "spike": 11}
+"""Steps, from 0, whose updates are withheld; the spike last, since its weights stay ruined."""
+
+
+def break_down(marked: Tensor, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """The output, divided by 0 for the sample that is marked."""
+    other = (inputs[0] != marked).flatten(1).any(1)
+    return output / other.view(-1, *[1] * (output.ndim - 1)).to(output.dtype)
+
+
+def diagnoses(folder: Path, overrides: Sequence[str], clock: Clock) -> dict[str, dict[str, float]]:
+    """Of each incident the seconds of its diagnosis and of a step of the same run, and the most memory of both."""
+    activation = f"{{kind: activation, at: [{AT['activation']}]}}"
+    burst = f"{{kind: learning_rate, at: [{AT['spike'] - 1}], factor: 100000.0}}"
+    freely = (
+        "forensics.max_seconds=100000",
+        "optimizer.lr=1e-4",
+        "faults=plan",
+        f"faults.faults=[{activation},{burst}]",
+    )
+    job = built(folder, (*overrides, *freely))
+    device, marked = job.device, job.load(AT["sample"]).inputs[:1].to(job.device)
+    first = next(module for module in job.state.model.modules() if not [*module.children()])
+    first.register_forward_hook(lambda *given: break_down(marked, *given))
+    run, steps, heights, found = Rounds(job), [], [0], {}
+    while len(found) < len(AT):
+        taken, memory = {}, {}
+        for part in (run.compute, run.settle, run.commit):
+            with most_memory(device) as memory[part.__name__]:
+                taken[part.__name__] = clock.seconds(part)
+        settled = job.state.step - 2
+        if settled in AT.values():
+            name = next(name for name, step in AT.items() if step == settled)
+            found[name] = {"seconds": taken["settle"], "memory": max(memory["settle"], default=0)}
+        elif settled >= 0:  # the first one warms up
+            steps.append(sum(taken.values()))
+            heights += [height for part in memory.values() for height in part]
+    run.close()
+    filed = [json.loads(path.read_text()) for path in sorted((folder / "incidents").glob("*/diagnosis.json"))]
+    kinds = {each["step"] - 1: each["kind"] for each in filed}
+    assert kinds == {step: "spike" if name == "spike" else "nonfinite" for name, step in AT.items()}, f"filed: {kinds}"
+    ordinary = {"step": statistics.median(steps), "step_memory": max(heights)}
+    return {name: {**each, **ordinary} for name, each in found.items()}

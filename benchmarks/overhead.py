@@ -1,0 +1,214 @@
+"""What a guarded run costs: the defaults against a bare loop written by hand, and against what people do otherwise.
+
+    python benchmarks/overhead.py --json overhead.json
+    python benchmarks/overhead.py --clock cpu                    on a machine that others use as well
+    python benchmarks/overhead.py --others                       beside Lightning's and transformers' trainers
+
+Same model, batches' shapes, precision, optimizer and clipping for all of them:
+
+    bare            bare.py, the reference: 1
+    bare again      a second one, whose ratio shows what this measurement can tell apart
+    off             the loop of train.py with guard=off monitors=none wandb=disabled
+    defaults        guard=rollback with its snapshots, monitors=default, metrics.jsonl and W&B offline, forensics on
+    monitors=full   the same with that
+    finite hooks    bare, with a look at every module's output and the gradient that comes back to it
+    anomaly mode    bare, under torch.autograd.set_detect_anomaly
+
+A turn is a step (on a card ten, so that the queue of work stays full), a round one turn of each. `step` is the median
+of the rounds' ratios. `whole` is all time over all of bare's time: in 100 steps there are a look of the monitors, two
+snapshots and ten lines of the log, and no evaluation and no checkpoint (recovery.py). Beneath are the looks and the
+snapshots by themselves, in steps. On a card it is also checked that nothing in an ordinary step waits for the device.
+"""
+
+import contextlib
+import copy
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from bare import BareLoop, adamw, sgd
+from finite_hooks import finite_hooks
+from jobs import SIZES, Rounds, built
+from measuring import Clock, command_line, head, in_turns, machine, modes, quartiles, ratios, row, save, silence, whole
+
+from stabletrain.machine import hardware
+from stabletrain.records import Batch
+
+OURS = {
+    "off": ("guard=off",),
+    "defaults": ("monitors=default", "wandb=offline"),
+    "monitors=full": ("monitors=full", "wandb=offline"),
+}
+"""The runs of the loop itself, as overrides of a bare `train.py` without checkpoints."""
+
+OPTIMIZERS = {"adamw": (adamw, 1e-3), "sgd": (sgd, 0.1)}
+"""How bare.py makes an optimizer, and the peak learning rate of all."""
+
+READY = 8
+"""Batches that lie ready for the bare loop."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What takes a turn: a step, and what it runs within."""
+
+    step: Callable[[], object]
+    within: Callable[[], AbstractContextManager] = contextlib.nullcontext
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured on one model.
+
+    Attributes:
+        seconds: of a step, of each kind, in each round.
+        done: how often each of the loop's runs looked, and put a state by, in each round.
+        waits_for: see `waiting`.
+    """
+
+    seconds: dict[str, list[float]]
+    done: dict[str, dict[str, list[int]]]
+    waits_for: str
+
+
+def optimizer_of(overrides: Sequence[str]) -> str:
+    """AdamW for a GPT, SGD for a ResNet."""
+    return "sgd" if any(each.startswith("model=resnet") for each in overrides) else "adamw"
+
+
+def started(folder: Path, overrides: Sequence[str]) -> dict[str, Rounds]:
+    """The loop's own runs, each in a folder of its own, all from the same weights."""
+    kind = optimizer_of(overrides)
+    shared = (*overrides, f"optimizer={kind}", f"optimizer.lr={OPTIMIZERS[kind][1]}", "warmup=linear", "log_every=10")
+    return {name: Rounds(built(folder / name, (*shared, *more))) for name, more in OURS.items()}
+
+
+def bare_of(run: Rounds, kind: str, *, bf16: bool) -> BareLoop:
+    """A bare loop over a twin of the run's model as it now is, and the first of its batches."""
+    make, lr = OPTIMIZERS[kind]
+    batches: list[Batch] = [run.job.load(step).to(run.job.device) for step in range(READY)]
+    model = copy.deepcopy(run.job.state.model)
+    return BareLoop(model, batches, make(model, lr), bf16=bf16)
+
+
+def measured(
+    folder: Path, overrides: Sequence[str], rounds: int, turn: int, clock: Clock, *, bf16: bool = False
+) -> Found:
+    """Measures every kind on one model; `turn` steps at a time."""
+    runs, kind = started(folder, overrides), optimizer_of(overrides)
+    bare, again, other = (bare_of(runs["off"], kind, bf16=bf16) for _ in range(3))
+    if "compile=true" in overrides:  # hooks and anomaly mode stay eager: they break the graph at every module
+        bare.model.compile()
+        again.model.compile()
+    kinds = {
+        "bare": Kind(bare),
+        "bare again": Kind(again),
+        **{name: Kind(run) for name, run in runs.items()},
+        "finite hooks": Kind(other, lambda: finite_hooks(other.model, backward=True)),
+        "anomaly mode": Kind(other, lambda: torch.autograd.set_detect_anomaly(True)),
+    }
+
+    done = {name: {what: [0] * rounds for what in run.done} for name, run in runs.items()}
+
+    def timed(name: str, each: Kind, number: int) -> float:
+        before = dict(runs[name].done) if name in runs else {}
+        with each.within():
+            seconds = clock.seconds(lambda: [each.step() for _ in range(turn)]) / turn
+        for what, count in before.items() if number >= 0 else ():
+            done[name][what][number] = runs[name].done[what] - count
+        return seconds
+
+    taken = in_turns({name: partial(timed, name, each) for name, each in kinds.items()}, rounds)
+    found = Found(taken, done, waiting(runs["defaults"]))
+    for run in runs.values():
+        run.close()
+    return found
+
+
+def waiting(run: Rounds) -> str:
+    """What in an ordinary step makes the host wait for the device; `nothing`, or `unknown` where there is no card."""
+    if run.job.device.type != "cuda":
+        return "unknown"
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run.compute()
+        run.settle()
+        run.commit()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return "nothing"
+
+
+def show(workload: str, mode: str, found: Found) -> list[dict[str, Any]]:
+    """Prints the rows of one model, and returns them for the JSON."""
+    bare, results = found.seconds["bare"], []
+    for what, taken in found.seconds.items():
+        ordinary, total = quartiles(ratios(taken, bare)), whole(taken, bare)
+        cells = [f"{1000 * quartiles(bare)[0]:.1f} ms", "", "1", ""]
+        if what != "bare":
+            cells = [f"{ordinary[0]:.3f}", "{1:.3f} - {2:.3f}".format(*ordinary)]
+            cells += [f"{total[0]:.3f}", "{1:.3f} - {2:.3f}".format(*total)]
+        print(row(workload, mode, what, *cells), flush=True)
+        numbers = {"step": ordinary, "whole": total, "seconds": taken, "done": found.done.get(what, {})}
+        results.append({"workload": workload, "precision": mode, "what": what, **numbers, "waits_for": found.waits_for})
+    for name, done in found.done.items():
+        for what, counts in done.items():
+            if extra := beyond_a_step(found.seconds[name], counts):
+                middle, low, high = quartiles(extra)
+                cells = (f"{middle:.2f} steps", f"{low:.2f} - {high:.2f}", f"{len(extra)} of them", "")
+                print(row(workload, mode, f"{name}: a {what.removesuffix('s')}", *cells), flush=True)
+    return results
+
+
+def beyond_a_step(taken: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """What the rounds in which something was done took more than the others' median, in that: steps."""
+    ordinary = [seconds for seconds, count in zip(taken, counts, strict=True) if not count]
+    if not ordinary:
+        return []
+    step = statistics.median(ordinary)
+    return [seconds / step - 1 for seconds, count in zip(taken, counts, strict=True) if count]
+
+
+def main() -> None:
+    """Measures every model of the device, prints the table, and writes the JSON."""
+    parser = command_line(__doc__, 0)
+    parser.set_defaults(precision="auto")
+    parser.add_argument("--turn", type=int, help="steps of a turn; 1, on a card 10")
+    parser.add_argument("--only", default="", help="a part of the name of what is to be measured")
+    parser.add_argument("--compile", action="store_true", help="torch.compile for the bare loop and for all of ours")
+    parser.add_argument("--others", action="store_true", help="whole fits, beside Lightning's and transformers'")
+    asked = parser.parse_args()
+    warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")
+    device = hardware.pick(asked.device)
+    clock = Clock(device, asked.clock)
+    turn = asked.turn or (10 if device.type == "cuda" else 1)
+    rounds = asked.rounds or 100 // turn
+    print(f"{machine(device)}, {asked.clock} time, {rounds} rounds of {turn} steps")
+    print(head("workload", "precision", "what", "step", "quartiles", "whole", "quartiles"))
+    results = []
+    for name, overrides in SIZES[device.type].items():
+        for mode in modes(asked.precision, device) if asked.only in name else ():
+            chosen = (*overrides, f"device={device}", f"precision={mode}", f"compile={str(asked.compile).lower()}")
+            with tempfile.TemporaryDirectory() as folder, silence():
+                found = measured(Path(folder), chosen, rounds, turn, clock, bf16=mode == "bf16")
+            results += show(name, mode, found)
+    save(asked.json, device, results)
+    waits = {each["waits_for"] for each in results} - {"nothing", "unknown"}
+    if device.type == "cuda":
+        print("an ordinary step waits for the device: " + ("; ".join(sorted(waits)) or "no"))
+    sys.exit(1 if waits else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""A quantity with its unit, over rounds: a line of a table, and a result of the file."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from measuring import quartiles, row
+
+COLUMNS = ("measured", "quantity", "median", "quartiles", "unit")
+
+
+def quantity(
+    where: str, what: str, values: Sequence[float], unit: str, target: str = "", **more: Any
+) -> dict[str, Any]:
+    """One result.
+
+    Args:
+        where: what it was measured on, such as a model and its precision.
+        what: is measured.
+        values: one of each round.
+        unit: of the values.
+        target: name of the target that the median is held to; empty without one.
+        more: goes into the file beside it.
+    """
+    middle, low, high = quartiles(values)
+    about = {"workload": where, "what": what, "unit": unit, "median": middle, "quartiles": [low, high]}
+    return {**about, "target": target, "values": list(values), **more}
+
+
+def show(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Prints the line of each result as it comes; returns them all."""
+    shown = []
+    for found in results:
+        low, high = map(short, found["quartiles"])
+        print(
+            row(found["workload"], found["what"], short(found["median"]), f"{low} - {high}", found["unit"]), flush=True
+        )
+        shown.append(found)
+    return shown
+
+
+def reached(results: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Of each target the largest median among what is held to it."""
+    values: dict[str, float] = {}
+    for found in results:
+        if name := found.get("target"):
+            values[name] = max(found["median"], values.get(name, found["median"]))
+    return values
+
+
+def short(value: float) -> str:
+    """Three digits of a number, without an exponent."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

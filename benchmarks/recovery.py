@@ -1,0 +1,233 @@
+"""What recovering costs, in steps: a snapshot, a checkpoint, a rollback, a resume, a diagnosis.
+
+    python benchmarks/recovery.py --json recovery.json
+    python benchmarks/recovery.py --size gpt2 --precision fp32 --rounds 2 --json recovery_gpt2.json
+
+Each is divided by the median time of steps that were taken in the same turn of the same run:
+
+- **snapshot, checkpoint**: what the loop waits for. The checkpoint is then written by a thread beside the steps; what
+  these take more until it is there is given as well, and so is the very first snapshot, for which memory is claimed.
+- **rollback**: the step that had been computed meanwhile, and is thrown away; the state, from memory or from the disk;
+  the checkpoint of it that is begun; and the next batch. The steps that are lost are `guard.snapshot_every`'s matter.
+- **resume**: whole commands, in turns: from the process's start to its first step, against a run that starts anew.
+- **diagnosis**: see `incidents.py`.
+
+With `--clock cpu` the thread that writes counts as well.
+"""
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from first_step import TRAIN, to_a_step
+from incidents import AT, diagnoses
+from jobs import HERE, NOTHING_ELSE, Rounds, built
+from measuring import Clock, command_line, head, in_turns, machine, modes, save, silence
+from quantities import COLUMNS, quantity, show
+
+from stabletrain.machine import hardware
+from stabletrain.recovery import Recovery
+
+LARGE = ("model=gpt2", "data=random_tokens", "data.vocab_size=50257")
+SMALL = {
+    "gpt_nano, 16 x 128 tokens": ("model=gpt_nano", "data=random_tokens", "batch_size=16"),
+    "resnet20, 32 images of 32 px": ("model=resnet20", "data=random_images", "batch_size=32"),
+}
+TINY = {
+    "gpt_nano 2 x 16, 4 x 16 tokens": (
+        *("model=gpt_nano", "model.n_layer=2", "model.n_head=2", "model.n_embd=16"),
+        *("data=random_tokens", "data.block_size=16", "batch_size=4"),
+    )
+}
+SIZES = {
+    ("tiny", "cpu"): TINY,
+    ("tiny", "cuda"): TINY,
+    ("small", "cpu"): SMALL,
+    ("small", "cuda"): SMALL,
+    ("gpt2", "cpu"): {"gpt2 (124 M), 4 x 256 tokens": (*LARGE, "data.block_size=256", "batch_size=4")},
+    ("gpt2", "cuda"): {"gpt2 (124 M), 8 x 1024 tokens": (*LARGE, "data.block_size=1024", "batch_size=8")},
+}
+PARTS = ("state", "resume", "diagnosis")
+KEPT = (
+    *("guard.healthy_after=1", "guard.snapshots=1", "guard.snapshot_every=1000000", "guard.sigma=inf"),
+    *("checkpoint=default", "checkpoint.every=1000000", "optimizer.lr=1e-4"),
+)
+"""A snapshot is healthy one step later, and none is taken but those that are measured."""
+
+TARGETS = {
+    "snapshot": "recovery/snapshot",
+    "checkpoint": "recovery/checkpoint",
+    "rollback from memory": "recovery/rollback",
+}
+
+PLAIN_STEPS = 3
+"""Of each turn, whose median is a step."""
+
+
+class Turn:
+    """A run that is stopped between two steps whenever something is measured."""
+
+    def __init__(self, folder: Path, overrides: Sequence[str], clock: Clock) -> None:
+        self.run = Rounds(built(folder, (*overrides, *KEPT)))
+        self.job, self._clock = self.run.job, clock
+        self.recovery = Recovery(self.job)
+
+    def step(self) -> float:
+        """Seconds of one step, after which nothing is under way."""
+        return self._clock.seconds(lambda: (self.run(), self.run.settle()))
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Seconds of `work`."""
+        return self._clock.seconds(work)
+
+    def rollback(self) -> float:
+        """Seconds from the beginning of a step that will be thrown away to the next one's batch."""
+        job = self.job
+
+        def work() -> None:
+            self.run.compute()
+            self.recovery.go_back(job.state.step)
+            job.batches.get(job.state.step)
+
+        taken = self._clock.seconds(work)
+        job.checkpoints.wait()
+        return taken
+
+    def __call__(self) -> dict[str, float]:
+        """One turn: seconds of each quantity, and of a step."""
+        job, found = self.job, {}
+        steps = [self.step() for _ in range(PLAIN_STEPS)]
+        found["snapshot"] = self.seconds(self.recovery.put_by)
+        put_by = job.state.step
+        steps.append(self.step())  # it is healthy now
+        found["checkpoint"] = self.seconds(lambda: self.recovery.save(None))
+        beside = [self.step() for _ in range(2)]
+        while not job.checkpoints.saved(put_by + 1) and len(beside) < 1000:
+            beside.append(self.step())
+        job.checkpoints.wait()
+        assert job.tools.guard.target == put_by, f"healthy is {job.tools.guard.target}, not {put_by}"
+        found["rollback from memory"] = self.rollback()
+        assert job.state.step == put_by
+        steps += [self.step() for _ in range(PLAIN_STEPS)]
+        job.snapshots.keep([])
+        found["rollback from disk"] = self.rollback()
+        assert job.state.step == put_by
+        found["step"] = statistics.median(steps)
+        found["steps beside a checkpoint's writing, more"] = sum(beside) - len(beside) * found["step"]
+        return found
+
+
+def stalls(folder: Path, overrides: Sequence[str], clock: Clock, rounds: int) -> list[dict[str, float]]:
+    """The turns of one run, the first of which warms up."""
+    turn = Turn(folder, overrides, clock)
+    turn.step()
+    first = turn.seconds(turn.recovery.put_by)
+    turn()
+    found = [turn() for _ in range(rounds)]
+    turn.run.close()
+    found[0]["first snapshot"] = first
+    return found
+
+
+def resumed(folder: Path, overrides: Sequence[str], rounds: int) -> dict[str, list[float]]:
+    """Seconds to the first step of new runs, and of resumed ones to the first step that they add, in turns."""
+    command = (
+        *TRAIN,
+        "--config-dir",
+        str(HERE / "conf"),
+        *NOTHING_ELSE,
+        *overrides,
+        *KEPT,
+        "log_every=1",
+        "report=false",
+        "eval_batches=1",
+    )
+    old = folder / "old"
+    to_a_step((*command, f"hydra.run.dir={old}", "checkpoint.every=2"), folder, old / "events.jsonl", 2)
+    metrics, kept = old / "metrics.jsonl", '{"step": 2, "tick": 2}\n'
+
+    def start(number: int) -> float:
+        place = folder / f"new-{number}"
+        return to_a_step((*command, f"hydra.run.dir={place}"), folder, place / "metrics.jsonl").wall
+
+    def resume(number: int) -> float:
+        metrics.write_text(kept)  # the steps of the resume before have never been
+        return to_a_step((*command, f"hydra.run.dir={old}", "resume=auto"), folder, metrics, 3).wall
+
+    return in_turns({"start": start, "resume": resume}, rounds, warm_up=0)
+
+
+def of_state(where: str, overrides: Sequence[str], clock: Clock, rounds: int) -> list[dict[str, Any]]:
+    """Snapshots, checkpoints and rollbacks, in steps."""
+    with tempfile.TemporaryDirectory() as folder, silence():
+        turns = stalls(Path(folder), overrides, clock, rounds)
+    step = [turn["step"] for turn in turns]
+    found = [quantity(where, "a step", step, "s")]
+    for what in dict.fromkeys(name for turn in turns for name in turn if name != "step"):
+        seconds = [(turn[what], turn["step"]) for turn in turns if what in turn]
+        steps = [taken / each for taken, each in seconds]
+        found.append(
+            quantity(where, what, steps, "steps", TARGETS.get(what, ""), seconds=[taken for taken, _ in seconds])
+        )
+    return found
+
+
+def of_resuming(where: str, overrides: Sequence[str], clock: Clock, rounds: int) -> list[dict[str, Any]]:
+    """A resumed process to its first step, against a new one."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = resumed(Path(folder), overrides, rounds)
+    more = [after - new for after, new in zip(found["resume"], found["start"], strict=True)]
+    return [
+        quantity(where, "start to the first step", found["start"], "s"),
+        quantity(where, "resume to the first step", found["resume"], "s"),
+        quantity(where, "resume, more than a start", more, "s"),
+    ]
+
+
+def of_diagnoses(where: str, overrides: Sequence[str], clock: Clock, rounds: int) -> list[dict[str, Any]]:
+    """Diagnoses in steps, each round a run of its own."""
+    runs = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder, silence():
+            runs.append(diagnoses(Path(folder), overrides, clock))
+    return [
+        quantity(
+            where,
+            f"diagnosis, {incident}",
+            [run[incident]["seconds"] / run[incident]["step"] for run in runs],
+            "steps",
+            "recovery/diagnosis",
+            runs=[run[incident] for run in runs],
+        )
+        for incident in AT
+    ]
+
+
+def main() -> None:
+    """Measures, prints the table, and writes the JSON."""
+    parser = command_line(__doc__, 5)
+    parser.add_argument(
+        "--size", default="small", choices=["tiny", "small", "gpt2"], help="tiny: to see that it runs; gpt2: 124 M"
+    )
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, separated by commas: {','.join(PARTS)}")
+    parser.add_argument("--workload", default="", help="a part of the name of what is to be measured")
+    parser.set_defaults(precision="fp32")
+    asked = parser.parse_args()
+    device = hardware.pick(asked.device)
+    clock = Clock(device, asked.clock)
+    parts = dict(zip(PARTS, (of_state, of_resuming, of_diagnoses), strict=True))
+    print(f"{machine(device)}, {asked.clock} time")
+    print(head(*COLUMNS))
+    results = []
+    for name, overrides in SIZES[asked.size, device.type].items():
+        for mode in modes(asked.precision, device) if asked.workload in name else ():
+            chosen = (*overrides, f"device={device}", f"precision={mode}")
+            for part in asked.only.split(","):
+                results += show(parts[part](f"{name}, {mode}", chosen, clock, asked.rounds))
+    save(asked.json, device, results)
+
+
+if __name__ == "__main__":
+    main()
