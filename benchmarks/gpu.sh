@@ -71,6 +71,7 @@ if [[ $device == cuda ]]; then
     bench recovery 100 --size gpt2 --precision bf16 --rounds 2
     bench overhead 90 --precision bf16
     bench throughput 130 --sizes gpt2,resnet18 --rounds 5
+    bench memory 40
     bench growth 60 --only width,block,data --rounds 3
 else
     part tests 120 "$python" -m pytest -n 1 tests/laws/test_on_a_card.py -k cpu
@@ -78,6 +79,7 @@ else
     bench recovery 120 --size tiny --precision fp32 --rounds 1
     bench overhead 120 --tiny --precision fp32 --rounds 2
     bench throughput 120 --sizes gpt_tiny,resnet_tiny --precision fp32 --rounds 2
+    bench memory 60 --samples 2 --zloss palm
     bench growth 120 --tiny --precision fp32 --only width,data --rounds 1
 fi
 

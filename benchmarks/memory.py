@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from measuring import command_line, machine, save
+from measuring import command_line, head, machine, row, save
+from targets import judged
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -92,17 +93,20 @@ def main() -> None:
     asked = parser.parse_args()
     device = hardware.pick(asked.device)
     print(machine(device) + (", measured" if device.type == "cuda" else ", counted on fake tensors"))
-    print("| precision | z-loss | whole, GB | in chunks, GB | ratio |")
-    print("|---|---|---|---|---|")
-    results = []
+    print(head("precision", "z-loss", "whole, GB", "in chunks, GB", "ratio"))
+    results, targets = [], {}
     for mode in asked.precision.split(","):
         for name in asked.zloss.split(","):
             plain = Objective(ZLOSSES[name])
             whole = peak(plain, mode, device, asked.samples)
             chunks = peak(InChunks(plain, LOGITS_AT_ONCE // VOCAB, VOCAB), mode, device, asked.samples)
-            print(f"| {mode} | {name} | {whole / 1e9:.1f} | {chunks / 1e9:.1f} | {whole / chunks:.2f} |", flush=True)
+            print(row(mode, name, f"{whole / 1e9:.1f}", f"{chunks / 1e9:.1f}", f"{whole / chunks:.2f}"), flush=True)
+            if (mode, name, asked.samples) == ("bf16", "palm", 32):
+                targets["memory/chunks"] = whole / chunks
             results.append({"precision": mode, "what": f"zloss={name}", "whole": whole, "chunks": chunks})
-    save(asked.json, device, results)
+    if targets:
+        print(judged(targets, device, "memory/"))
+    save(asked.json, device, results, targets)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ TARGETS = {
     "overhead/waits": Target("what in an ordinary step waits for the card, times", 0, True, card),
     "throughput/gpt_mini": Target("gpt_mini in bf16 over plain fp32 PyTorch, speed", 2.6, False, bf16_cpu),
     "throughput/gpt2_mfu": Target("gpt2 (124 M) in bf16, MFU", 0.5, False, hopper),
-    "throughput/gpt2_memory": Target("gpt2 at 32 x 1024 tokens, plain peak memory over ours", 3.0, False, card),
+    "memory/chunks": Target("gpt2 at 32 x 1024 tokens, z-loss: peak memory with all logits over chunks", 3.0, False),
     "throughput/resnet18": Target("ResNet-18, 32 px, over torchvision's recipe, speed", 3.0, False, card),
     "throughput/data": Target("waiting for data, largest share of a step", 0.01, True),
     "recovery/snapshot": Target("stall by a snapshot at 124 M, steps", 1, True),

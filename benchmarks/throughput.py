@@ -181,9 +181,6 @@ def reached(name: str, mode: str, device: torch.device, found: list[Measured]) -
         values["throughput/gpt_mini"] = quartiles(best.speed)[0]
     if name == "gpt2" and mode == "bf16" and best.mfu is not None:
         values["throughput/gpt2_mfu"] = best.mfu
-    plain = by_name.get("plain bf16")
-    if name == "gpt2" and device.type == "cuda" and plain and plain.memory and best.memory:
-        values["throughput/gpt2_memory"] = plain.memory / best.memory
     if "recipe" in by_name and device.type == "cuda":
         values["throughput/resnet18"] = quartiles(ratios(by_name["recipe"].seconds, best.seconds))[0]
     return values
