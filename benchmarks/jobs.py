@@ -29,6 +29,15 @@ SIZES = {
         "GPT 4 x 128, 16 x 128 tokens": ("model=gpt_nano", "data=random_tokens", "batch_size=16"),
         "ResNet-20, 32 images of 32 px": ("model=resnet20", "data=random_images", "batch_size=32"),
     },
+    "tiny": {
+        "GPT 2 x 16, 4 x 16 tokens": (
+            *("model=gpt_nano", "model.n_layer=2", "model.n_head=2", "model.n_embd=16"),
+            *("data=random_tokens", "data.block_size=16", "batch_size=4"),
+        ),
+        "ResNet-8, 4 images of 8 px": (
+            *("model=resnet20", "model.depth=8", "data=random_images", "data.size=8", "batch_size=4"),
+        ),
+    },
     "cuda": {
         "GPT 12 x 768, 8 x 1024 tokens": (
             *("model=gpt2", "data=random_tokens", "data.vocab_size=50257", "data.block_size=1024", "batch_size=8"),
@@ -38,7 +47,7 @@ SIZES = {
         ),
     },
 }
-"""The sizes of `workloads.py`, as overrides."""
+"""The sizes of `workloads.py`, as overrides; `tiny` is to see that a benchmark runs."""
 
 
 class RandomTokens:
@@ -104,7 +113,7 @@ class Rounds:
         """One round: a step is computed, the one before it settled, its own update applied, and what is due is done."""
         self.compute()
         self.settle()
-        watching = self._look()
+        watching = self.look()
         self.commit()
         self._attend(watching)
 
@@ -139,7 +148,7 @@ class Rounds:
         self.job.batches.close()
         self.job.tracker.close(0)
 
-    def _look(self) -> bool:
+    def look(self) -> bool:
         """The first half of the monitors' look, if one is due; returns whether it is."""
         job = self.job
         if self._computed is None or not job.monitors.due(job.state.step + 1, job.plan.steps):

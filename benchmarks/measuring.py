@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -58,13 +59,17 @@ class Clock:
     def __init__(self, device: torch.device, kind: str = "wall") -> None:
         self._device, self._now = device, {"wall": time.perf_counter, "cpu": time.process_time}[kind]
 
-    def seconds(self, work: Callable[[], object]) -> float:
-        """How long `work` takes, until the device has done it."""
-        start = self._now()
-        work()
+    def now(self) -> float:
+        """The time when the device has done what it was given."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return self._now() - start
+        return self._now()
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """How long `work` takes, until the device has done it."""
+        start = self.now()
+        work()
+        return self.now() - start
 
 
 def in_turns(kinds: Mapping[str, Callable[[int], float]], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
@@ -74,9 +79,13 @@ def in_turns(kinds: Mapping[str, Callable[[int], float]], rounds: int, warm_up: 
     always after the same other one.
     """
     found: dict[str, list[float]] = {name: [] for name in kinds}
+    order, drawn = [*kinds], random.Random(0)
     for number in range(warm_up + rounds):
-        order = random.Random(number // 2).sample([*kinds], len(kinds))
-        for name in order if number % 2 else reversed(order):
+        if number % 2:
+            order.reverse()
+        else:
+            drawn.shuffle(order)
+        for name in order:
             value = kinds[name](number - warm_up)
             if number >= warm_up:
                 found[name].append(value)
@@ -142,8 +151,14 @@ def most_memory(device: torch.device) -> Generator[list[int], None, None]:
         found += [1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
 
 
-def save(path: Path | None, device: torch.device, results: list[dict[str, Any]]) -> None:
-    """Writes the results with what they were measured on, if a path was given."""
+def save(
+    path: Path | None,
+    device: torch.device,
+    results: list[dict[str, Any]],
+    targets: Mapping[str, float] = MappingProxyType({}),
+) -> None:
+    """Writes the results, with what they were measured on and what they say of `targets.py`, if a path was given."""
     if path:
         about = {**hardware.describe(device), "host": platform.machine(), "torch": torch.__version__}
-        path.write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
+        told = {"machine": about, "results": results, "targets": dict(targets)}
+        path.write_text(json.dumps(told, indent=1) + "\n")

@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +38,10 @@ from bare import BareLoop, adamw, sgd
 from finite_hooks import finite_hooks
 from jobs import SIZES, Rounds, built
 from measuring import Clock, command_line, head, in_turns, machine, modes, quartiles, ratios, row, save, silence, whole
+from others import Others, beside, check_installed
+from targets import judged
 
+from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
 from stabletrain.records import Batch
 
@@ -84,11 +87,18 @@ def optimizer_of(overrides: Sequence[str]) -> str:
     return "sgd" if any(each.startswith("model=resnet") for each in overrides) else "adamw"
 
 
-def started(folder: Path, overrides: Sequence[str]) -> dict[str, Rounds]:
-    """The loop's own runs, each in a folder of its own, all from the same weights."""
+def started(folder: Path, overrides: Sequence[str], names: Collection[str] = OURS) -> dict[str, Rounds]:
+    """The loop's own runs of those names, each in a folder of its own, all from the same weights."""
     kind = optimizer_of(overrides)
-    shared = (*overrides, f"optimizer={kind}", f"optimizer.lr={OPTIMIZERS[kind][1]}", "warmup=linear", "log_every=10")
-    return {name: Rounds(built(folder / name, (*shared, *more))) for name, more in OURS.items()}
+    shared = (
+        *overrides,
+        f"optimizer={kind}",
+        f"optimizer.lr={OPTIMIZERS[kind][1]}",
+        "warmup=linear",
+        "warmup.steps=50",
+        "log_every=10",
+    )
+    return {name: Rounds(built(folder / name, (*shared, *OURS[name]))) for name in names}
 
 
 def bare_of(run: Rounds, kind: str, *, bf16: bool) -> BareLoop:
@@ -131,6 +141,25 @@ def measured(
     for run in runs.values():
         run.close()
     return found
+
+
+def fits(folder: Path, overrides: Sequence[str], rounds: int, turn: int, clock: Clock, *, bf16: bool = False) -> Found:
+    """The same beside other trainers, whose turns are whole fits of `turn` steps."""
+    runs, kind = started(folder, overrides, ("defaults",)), optimizer_of(overrides)
+    run, (make, lr) = runs["defaults"], OPTIMIZERS[kind]
+    bare = bare_of(run, kind, bf16=bf16)
+    others = Others(
+        run.job.state.model,
+        [run.job.load(step).to(run.job.device) for step in range(READY)],
+        lambda model: make(model, lr),
+        bf16=bf16,
+        steps=turn,
+        clock=clock,
+        folder=folder,
+    )
+    taken = in_turns(beside(bare, run, others), rounds, warm_up=1)
+    run.close()
+    return Found(taken, {}, "unknown")
 
 
 def waiting(run: Rounds) -> str:
@@ -186,29 +215,43 @@ def main() -> None:
     parser.set_defaults(precision="auto")
     parser.add_argument("--turn", type=int, help="steps of a turn; 1, on a card 10")
     parser.add_argument("--only", default="", help="a part of the name of what is to be measured")
+    parser.add_argument("--tiny", action="store_true", help="models of no use, to see that it runs")
     parser.add_argument("--compile", action="store_true", help="torch.compile for the bare loop and for all of ours")
     parser.add_argument("--others", action="store_true", help="whole fits, beside Lightning's and transformers'")
     asked = parser.parse_args()
     warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")
     device = hardware.pick(asked.device)
     clock = Clock(device, asked.clock)
-    turn = asked.turn or (10 if device.type == "cuda" else 1)
-    rounds = asked.rounds or 100 // turn
+    if asked.others:
+        check_installed()
+    turn = asked.turn or (20 if asked.others else 10 if device.type == "cuda" else 1)
+    rounds = asked.rounds or (5 if asked.others else 100 // turn)
     print(f"{machine(device)}, {asked.clock} time, {rounds} rounds of {turn} steps")
     print(head("workload", "precision", "what", "step", "quartiles", "whole", "quartiles"))
     results = []
-    for name, overrides in SIZES[device.type].items():
+    for name, overrides in SIZES["tiny" if asked.tiny else device.type].items():
         for mode in modes(asked.precision, device) if asked.only in name else ():
             chosen = (*overrides, f"device={device}", f"precision={mode}", f"compile={str(asked.compile).lower()}")
+            measure = fits if asked.others else measured
             with tempfile.TemporaryDirectory() as folder, silence():
-                found = measured(Path(folder), chosen, rounds, turn, clock, bf16=mode == "bf16")
+                found = measure(Path(folder), chosen, rounds, turn, clock, bf16=mode == "bf16")
             results += show(name, mode, found)
-    save(asked.json, device, results)
     waits = {each["waits_for"] for each in results} - {"nothing", "unknown"}
+    values = {}
+    for each in results:
+        if each["what"] == "defaults" and not asked.others:
+            model = "overhead/resnet" if "ResNet" in each["workload"] else "overhead/gpt"
+            values[model] = max(each["whole"][0], values.get(model, 0.0))
     if device.type == "cuda":
         print("an ordinary step waits for the device: " + ("; ".join(sorted(waits)) or "no"))
+        values["overhead/waits"] = len(waits)
+    print("\n" + judged(values, device, "overhead/"))
+    save(asked.json, device, results, values)
     sys.exit(1 if waits else 0)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ConfigError as error:
+        sys.exit(f"overhead.py: {error}")

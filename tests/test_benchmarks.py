@@ -1,19 +1,56 @@
-"""The benchmarks run, and write what they promise; how fast is nobody's claim."""
+"""The benchmarks run and write what they promise, and show what became slower; how fast is nobody's claim."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
+from torch import nn
 
+from stabletrain.loop import train
+from stabletrain.stability.guard import RollbackGuard
+from stabletrain.tracking.metrics import read_jsonl
 from tests.runs import ROOT
 
-SHARED = ["--device", "cpu", "--precision", "bf16", "--rounds", "2", "--json", "results.json"]
+SHARED = ["--device", "cpu", "--precision", "fp32", "--rounds", "2", "--json", "results.json"]
 CASES = {
     "steady": (["forensics.py", "--only", "GPT"], ["off", "forensics", "off again", "hooks", "anomaly mode"]),
     "diagnosis": (["forensics.py", "--diagnosis", "--only", "resnet20"], ["activation", "sample", "spike"]),
+    "overhead": (
+        ["overhead.py", "--tiny", "--only", "GPT"],
+        ["bare", "bare again", "off", "defaults", "monitors=full", "finite hooks", "anomaly mode"],
+    ),
+    "throughput": (["throughput.py", "--sizes", "gpt_tiny"], ["stabletrain", "plain fp32"]),
 }
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Imports a module of `benchmarks/`, whose files find each other as they do when one of them is started."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+@pytest.fixture
+def tiny(benchmark, tmp_path):
+    """Builds a tiny GPT's run from overrides, in a folder of its own."""
+    jobs, opened = benchmark("jobs"), []
+
+    def make(*overrides):
+        opened.append(jobs.built(tmp_path / str(len(opened)), (*TINY(jobs), *overrides)))
+        return opened[-1]
+
+    yield make
+    for job in opened:
+        job.batches.close()
+
+
+def TINY(jobs):
+    return (*next(iter(jobs.SIZES["tiny"].values())), "device=cpu", "precision=fp32")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -29,7 +66,151 @@ def test_a_benchmark_runs_and_writes_what_it_promises(case, tmp_path):
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text())["results"]
     assert [each["what"] for each in results] == expected
-    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert len(rows) == 1 + len(expected), done.stdout
-    assert all(len(each.get("values") or each.get("ratios") or each["runs"]) == 2 for each in results)
+    rows = [line for line in done.stdout.split("\n\n")[0].splitlines() if line.startswith("| ")]
+    assert len(rows) >= 1 + len(expected), done.stdout
+    assert all(any(f" {what}" in line for line in rows) for what in expected), done.stdout
+    assert all(len(each.get("values") or each.get("seconds") or each["runs"]) == 2 for each in results)
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_a_slow_guard_shows_in_the_overhead(benchmark, tmp_path, monkeypatch, capsys):
+    overhead, jobs, measuring = (benchmark(name) for name in ("overhead", "jobs", "measuring"))
+    monkeypatch.setitem(overhead.OURS, "defaults", ("monitors=default",))  # W&B takes its time to start
+    monkeypatch.setitem(overhead.OURS, "monitors=full", ())
+    slowly, judge = 0.2, RollbackGuard.judge
+
+    def judge_slowly(guard, reading):
+        time.sleep(slowly)
+        return judge(guard, reading)
+
+    monkeypatch.setattr(RollbackGuard, "judge", judge_slowly)
+    with measuring.silence():
+        found = overhead.measured(tmp_path, TINY(jobs), 4, 1, measuring.Clock(torch.device("cpu")))
+    ratio = {each["what"]: each["whole"][0] for each in overhead.show("tiny", "fp32", found)}
+    bare = sum(found.seconds["bare"]) / 4
+    assert ratio["defaults"] - ratio["off"] > 0.5 * slowly / bare
+    assert f"{ratio['defaults']:.3f}" in capsys.readouterr().out
+
+
+def test_the_bare_loop_computes_what_the_run_does(benchmark, tiny):
+    overhead, jobs = benchmark("overhead"), benchmark("jobs")
+    run = jobs.Rounds(tiny("guard=off", "optimizer.lr=1e-3", "warmup=linear", "warmup.steps=50"))
+    bare = overhead.bare_of(run, "adamw", bf16=False)
+    before = {name: value.clone() for name, value in bare.model.state_dict().items()}
+    for _ in range(5):
+        run()
+        bare()
+    ours = run.job.state.model.state_dict()
+    for name, value in bare.model.state_dict().items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6)
+    assert any(not torch.equal(before[name], value) for name, value in ours.items())
+
+
+def test_rounds_do_what_the_loop_does(benchmark, tiny):
+    jobs = benchmark("jobs")
+    often = ("monitors=default", "monitors.every=3", "guard.snapshot_every=4", "log_every=2")
+    looped, taken = tiny(*often), jobs.Rounds(tiny(*often))
+    get = looped.batches.get
+
+    def get_nine(step):
+        if step == 9:
+            raise EOFError
+        return get(step)
+
+    looped.batches.get = get_nine
+    with pytest.raises(EOFError):
+        train(looped)
+    for _ in range(9):
+        taken()
+    assert taken.done == {"looks": 4, "snapshots": 2}
+    lines = [[*map(lasting, read_jsonl(job.folder.path / "metrics.jsonl"))] for job in (looped, taken.job)]
+    assert lines[0] == lines[1]
+    assert [line["step"] for line in lines[0]] == [1, 2, 3, 4, 6, 8, 9]
+    assert taken.job.tools.guard.state_dict() == looped.tools.guard.state_dict()
+    for name, value in looped.state.model.state_dict().items():
+        assert torch.equal(taken.job.state.model.state_dict()[name], value), name
+
+
+def lasting(line):
+    """What of a line of the log does not depend on the machine."""
+    return {name: value for name, value in line.items() if name not in ("time", "tokens_per_s", "memory/peak_gb")}
+
+
+@pytest.mark.parametrize("part", ["data", "forward", "backward", "optimizer", "guard", "tracking"])
+def test_what_takes_long_shows_in_its_part(benchmark, tiny, part, monkeypatch):
+    run = benchmark("parts").Parted(tiny("monitors=none", "log_every=1"))
+    run()
+    job = run.job
+
+    def slowly(call):
+        def later(*args, **named):
+            time.sleep(0.1)
+            return call(*args, **named)
+
+        return later
+
+    if part == "data":
+        job.batches.get = slowly(job.batches.get)
+    elif part == "forward":
+        job.state.model.register_forward_pre_hook(lambda *_: time.sleep(0.1))
+    elif part == "backward":
+        next(job.state.model.parameters()).register_hook(lambda _: time.sleep(0.1))
+    elif part == "optimizer":
+        job.state.optimizer.register_step_pre_hook(lambda *_: time.sleep(0.1))
+    elif part == "guard":
+        monkeypatch.setattr(type(job.tools.clipping), "__call__", slowly(type(job.tools.clipping).__call__))
+    else:
+        job.tracker.log = slowly(job.tracker.log)
+    shares = run.shares(3)
+    assert sum(shares.values()) == pytest.approx(1, abs=0.2)
+    assert max(shares, key=shares.__getitem__) == part, shares
+
+
+def test_the_recipe_trains(benchmark):
+    recipe, made = benchmark("recipe"), benchmark("made_data")
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
+    before, held = model[1].weight.clone(), made.pictures(40, 8, 10, "train")
+    cpu = torch.device("cpu")
+    loop = recipe.Recipe(model, held.pixels, held.labels.tolist(), size=8, batch_size=4, device=cpu, workers=0)
+    assert loop.seconds(2) > 0
+    assert not torch.equal(before, model[1].weight)
+
+
+def test_turns_come_first_and_last_equally_often(benchmark):
+    came = []
+    kinds = {name: lambda number, name=name: came.append((number, name)) or number for name in "abc"}
+    found = benchmark("measuring").in_turns(kinds, rounds=6, warm_up=2)
+    assert found == {name: [0, 1, 2, 3, 4, 5] for name in "abc"}
+    orders = ["".join(name for number, name in came if number == each) for each in range(-2, 6)]
+    assert orders[::2] == [order[::-1] for order in orders[1::2]]
+    assert len(set(orders)) > 2
+
+
+def test_the_whole_holds_what_happens_now_and_then_and_the_median_does_not(benchmark):
+    measuring = benchmark("measuring")
+    reference, taken = [1.0] * 10, [1.1] * 9 + [3.1]
+    ratio, low, high = measuring.whole(taken, reference)
+    assert ratio == pytest.approx(1.3)
+    assert low < ratio < high
+    assert measuring.quartiles(measuring.ratios(taken, reference))[0] == pytest.approx(1.1)
+
+
+def test_targets_are_met_not_met_or_not_measurable_and_why(benchmark):
+    targets = benchmark("targets")
+    values = {"overhead/gpt": 1.009, "overhead/resnet": 1.02, "throughput/data": 0.002}
+    table = targets.judged(values, torch.device("cpu")).splitlines()
+    verdict = {line.split(" | ")[0][2:]: line.split(" | ")[3][:-2] for line in table[2:]}
+    what = {name: verdict[target.what] for name, target in targets.TARGETS.items()}
+    assert what["overhead/gpt"] == "met"
+    assert what["overhead/resnet"] == "not met"
+    assert what["throughput/gpt2_mfu"] == "not measurable here: no H100 or H200 here"
+    assert what["start/help"] == "not measured in this run"
+
+
+def test_a_missing_trainer_is_named_with_its_extra(benchmark, monkeypatch):
+    others = benchmark("others")
+    monkeypatch.setattr(others.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        others.ConfigError, match=r"lightning, transformers, accelerate: pip install -e \"\.\[bench\]\""
+    ):
+        others.check_installed()

@@ -47,6 +47,7 @@ class Spikes:
         self.judged = 0
         self.spikes = 0
         self._values: deque[float] = deque(maxlen=window)
+        self._known: tuple[float, float] | None = None
 
     def z(self, value: float) -> float:
         """Standard deviations of `value` above the window's mean, negative below it.
@@ -78,6 +79,12 @@ class Spikes:
         return self._normal()[0] if self._values else 0.0
 
     def _normal(self) -> tuple[float, float]:
+        """Mean and standard deviation of the window, kept until it changes: they are asked for several times a step."""
+        if self._known is None:
+            self._known = self._measured()
+        return self._known
+
+    def _measured(self) -> tuple[float, float]:
         values = np.fromiter(self._values, np.float64, len(self._values))
         mean = float(values.mean())
         return mean, max(float(values.std()), RESOLUTION * abs(mean))
@@ -95,6 +102,7 @@ class Spikes:
             self.judged += 1
             self.spikes += abs(distance) >= self.sigma
         self._values.append(value)
+        self._known = None
         return distance
 
     @property
@@ -108,7 +116,7 @@ class Spikes:
 
     def load_state_dict(self, state: dict) -> None:
         """Puts them back; of a longer window the newest values."""
-        self._values = deque(state["values"], maxlen=self._values.maxlen)
+        self._values, self._known = deque(state["values"], maxlen=self._values.maxlen), None
         self.judged, self.spikes = state["judged"], state["spikes"]
 
 

@@ -29,6 +29,13 @@ def test_a_seeded_step_draws_the_same_whatever_went_before():
     assert draw() == first
 
 
+def test_a_step_draws_what_a_run_of_its_mixed_seed_draws():
+    Seeded().seed_step(3, 17)
+    first = draw()
+    Seeded().seed_run(mix(3, 17) >> 1)
+    assert draw() == first
+
+
 def test_seeds_and_steps_all_draw_differently():
     seen = set()
     for seed in range(20):

@@ -5,6 +5,7 @@ import math
 import random
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from stabletrain.watch.spikes import Spikes, spike_score
@@ -107,6 +108,19 @@ def test_state_goes_through_json_and_continues_exactly():
     assert [second.add(value) for value in values[150:]] == [whole.add(value) for value in values[150:]]
     assert second.state_dict() == whole.state_dict()
     assert whole.score == spike_score(values, 64, 3.0) > 0
+
+
+def test_mean_and_limit_are_those_of_the_window_as_it_now_is():
+    spikes, values = Spikes(window=32, sigma=3.0, minimum=2), noisy(3, 80)
+    for number, value in enumerate(values, 1):
+        spikes.add(value)
+        assert spikes.mean == np.mean(values[max(number - 32, 0) : number])
+    other = Spikes(window=32, sigma=3.0, minimum=2)
+    for value in (1.0, 2.0):
+        other.add(value)
+    assert other.mean == 1.5
+    other.load_state_dict(spikes.state_dict())
+    assert (other.mean, other.limit) == (spikes.mean, spikes.limit)
 
 
 @pytest.mark.parametrize("wrong", [{"window": 10}, {"minimum": 1}, {"sigma": 0.0}])

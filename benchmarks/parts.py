@@ -1,0 +1,101 @@
+"""Where the time of a step goes: data, forward, backward, optimizer, guard, tracking.
+
+The loop's own rounds with marks between the parts: on a card events in the queue of work, so that nothing waits for
+them; on a CPU the clock. Forward begins when the model is called and ends where backward begins, so the loss is in it.
+What is none of the others is the guard's: seeding, held buffers, a look at the batch, norms, gate, clipping, snapshots.
+"""
+
+import itertools
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from jobs import Rounds
+
+from stabletrain.job import Job
+from stabletrain.records import Batch
+from stabletrain.report import NOTHING
+
+PARTS = ("data", "forward", "backward", "optimizer", "guard", "tracking")
+
+
+class Parted(Rounds):
+    """Rounds that note, while `noted` is on, when each part of them begins."""
+
+    def __init__(self, job: Job) -> None:
+        self._marks: list[tuple[str, Any]] | None = None
+        super().__init__(job)
+        model, optimizer = job.state.model, job.state.optimizer
+        forward = model._compiled_call_impl or model._call_impl  # what a call runs; `compile()` has its place there too
+        model._compiled_call_impl = self._begins("forward", forward)  # ty: ignore[invalid-assignment]
+        optimizer.register_step_pre_hook(lambda *_: self.mark("optimizer"))
+        optimizer.register_step_post_hook(lambda *_: self.mark("guard"))
+
+    def mark(self, part: str) -> None:
+        """Ends the part that is going on, and begins `part`."""
+        if self._marks is None:
+            return
+        if self.job.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((part, event))
+        else:
+            self._marks.append((part, time.perf_counter()))
+
+    def fetch(self) -> tuple[Batch, list[Batch]]:
+        self.mark("data")
+        found = super().fetch()
+        self.mark("guard")
+        return found
+
+    def settle(self, seen: Mapping[str, float] = NOTHING) -> bool:
+        self.mark("tracking")
+        settled = super().settle(seen)
+        self.mark("guard")
+        return settled
+
+    def shares(self, rounds: int) -> dict[str, float]:
+        """Of each part the median share of a round's time."""
+        noted: list[list[tuple[str, Any]]] = []
+        backward = self._begins("backward", torch.autograd.backward, then="guard")
+        with mock.patch.object(torch.autograd, "backward", backward):
+            for _ in range(rounds):
+                self._marks = []
+                self()
+                self.mark("end")
+                noted.append(self._marks)
+        self._marks = None
+        if self.job.device.type == "cuda":
+            torch.cuda.synchronize(self.job.device)
+        found: dict[str, list[float]] = {part: [] for part in PARTS}
+        for marks in noted:
+            taken: dict[str, float] = defaultdict(float)
+            for (part, start), (_, end) in itertools.pairwise(marks):
+                taken[part] += end - start if isinstance(start, float) else start.elapsed_time(end)
+            for part in PARTS:
+                found[part].append(taken[part] / sum(taken.values()))
+        return {part: statistics.median(shares) for part, shares in found.items()}
+
+    def _begins(self, part: str, call: Callable[..., Any], then: str | None = None) -> Callable[..., Any]:
+        """`call`, with a mark before it, and where something is named, `then` after it."""
+
+        def marked(*args: Any, **named: Any) -> Any:
+            self.mark(part)
+            found = call(*args, **named)
+            if then:
+                self.mark(then)
+            return found
+
+        return marked
+
+    def look(self) -> bool:
+        self.mark("tracking")
+        marks, self._marks = self._marks, None  # a look runs the model as well
+        watching = super().look()
+        self._marks = marks
+        self.mark("guard")
+        return watching

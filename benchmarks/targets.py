@@ -1,0 +1,119 @@
+"""What is to be reached, beside what was measured: met, not met, or not measurable here, and why.
+
+    python benchmarks/targets.py overhead.json throughput.json ...      one table of what these files hold
+
+A benchmark that measures something of this table gives its value under the target's name to `judged`, and to `save`.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from measuring import head, row
+
+from stabletrain.machine import hardware
+
+
+def anywhere(device: torch.device) -> str:
+    """Measurable on every machine."""
+    del device
+    return ""
+
+
+def card(device: torch.device) -> str:
+    """Needs a card."""
+    return "" if device.type == "cuda" else "no card here"
+
+
+def hopper(device: torch.device) -> str:
+    """Needs an H100 or H200."""
+    is_one = device.type == "cuda" and any(name in hardware.name(device) for name in ("H100", "H200"))
+    return "" if is_one else "no H100 or H200 here"
+
+
+def bf16_cpu(device: torch.device) -> str:
+    """Needs a CPU that computes in bf16."""
+    if device.type != "cpu":
+        return "a CPU's; run with --device cpu"
+    return "" if hardware.has_bf16(device) else hardware.bf16_reason(device)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on something measured.
+
+    Attributes:
+        what: in words, for the table.
+        bound: the value that is just good enough.
+        at_most: whether lower is better.
+        why_not: of a device, the reason why it cannot be measured there; empty where it can.
+    """
+
+    what: str
+    bound: float
+    at_most: bool
+    why_not: Callable[[torch.device], str] = anywhere
+
+    def met(self, value: float) -> bool:
+        """Whether `value` is good enough."""
+        return value <= self.bound if self.at_most else value >= self.bound
+
+
+TARGETS = {
+    "overhead/gpt": Target("the defaults over a bare loop, GPT", 1.01, True),
+    "overhead/resnet": Target("the defaults over a bare loop, ResNet", 1.01, True),
+    "overhead/waits": Target("what in an ordinary step waits for the card, times", 0, True, card),
+    "throughput/gpt_mini": Target("gpt_mini in bf16 over plain fp32 PyTorch, speed", 2.6, False, bf16_cpu),
+    "throughput/gpt2_mfu": Target("gpt2 (124 M) in bf16, MFU", 0.5, False, hopper),
+    "throughput/gpt2_memory": Target("gpt2 at 32 x 1024 tokens, plain peak memory over ours", 3.0, False, card),
+    "throughput/resnet18": Target("ResNet-18, 32 px, over torchvision's recipe, speed", 3.0, False, card),
+    "throughput/data": Target("waiting for data, largest share of a step", 0.01, True),
+    "recovery/snapshot": Target("stall by a snapshot at 124 M, steps", 1, True),
+    "recovery/checkpoint": Target("stall by a checkpoint at 124 M, steps", 1, True),
+    "recovery/rollback": Target("rollback from memory, steps", 2, True),
+    "recovery/diagnosis": Target("a diagnosis, steps", 30, True),
+    "start/first_step": Target("`python train.py` to the first step, s", 8, True),
+    "start/help": Target("`--help`, s", 2, True),
+    "start/error": Target("an error of the configuration, s", 2, True),
+}
+
+
+def judged(values: Mapping[str, float], device: torch.device, prefix: str = "") -> str:
+    """The table, of targets whose names begin with `prefix`.
+
+    Args:
+        values: by target.
+        device: what they were measured on.
+        prefix: such as `overhead/`.
+    """
+    lines = [head("target", "bound", "measured", "")]
+    for name, target in TARGETS.items():
+        if not name.startswith(prefix):
+            continue
+        bound = f"{'at most' if target.at_most else 'at least'} {target.bound:g}"
+        if name in values:
+            measured, verdict = f"{values[name]:.4g}", "met" if target.met(values[name]) else "not met"
+        else:
+            why_not = target.why_not(device)
+            measured, verdict = "", f"not measurable here: {why_not}" if why_not else "not measured in this run"
+        lines.append(row(target.what, bound, measured, verdict))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Prints one table of what several files hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, help="what benchmarks wrote with --json")
+    parser.add_argument("--device", default="auto", help="what they were measured on: auto, cpu, cuda")
+    asked = parser.parse_args()
+    values: dict[str, float] = {}
+    for file in asked.files:
+        values |= json.loads(file.read_text()).get("targets", {})
+    print(judged(values, hardware.pick(asked.device)))
+
+
+if __name__ == "__main__":
+    main()

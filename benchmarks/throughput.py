@@ -1,0 +1,231 @@
+"""How fast training is: tokens or images a second, MFU, memory, the parts of a step, and ratios to plain PyTorch.
+
+    python benchmarks/throughput.py --json throughput.json
+    python benchmarks/throughput.py --sizes gpt_mini --precision bf16 --compile
+
+    stabletrain            the run that `train.py` makes: guard=rollback, monitors=default, W&B offline, data through
+                           the run's own loader
+    stabletrain, compiled  the same with compile=true; the seconds its first steps took longer are `compile, s`
+    plain fp32             bare.py on the same model in fp32, eager, its batches ready: the reference, 1
+    plain bf16             the same under autocast, where the run is in bf16
+    recipe                 torchvision's reference recipe on the same model (ResNet-18; recipe.py)
+
+They take turns in one process, step by step (on a card ten steps), and `speed` is the median over the rounds of the
+reference's time over a kind's own. Rates are of the median time. Memory is the most that was held beyond what the other
+kinds hold; on a CPU it is the whole process's, before the others are made. What the parts of a step are, parts.py says;
+`making` is how long a batch takes on the thread that makes it, over a step: it is waited for only if that is above 1.
+"""
+
+import copy
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from bare import BareLoop, adamw, sgd
+from jobs import built
+from made_data import pictures
+from measuring import (
+    Clock,
+    command_line,
+    head,
+    in_turns,
+    machine,
+    modes,
+    most_memory,
+    quartiles,
+    ratios,
+    row,
+    save,
+    silence,
+)
+from parts import PARTS, Parted
+from recipe import Recipe
+from sizes import SIZES, USUAL, overrides_of
+from targets import judged
+
+from stabletrain.job import UNITS
+from stabletrain.machine import hardware
+
+WARM_UP = 3
+READY = 4
+
+
+@dataclass
+class Measured:
+    """What was measured of one kind on one size; None and {} where that cannot be said."""
+
+    what: str
+    seconds: list[float] = field(default_factory=list)
+    memory: int | None = None
+    first: float = 0.0
+    rate: float = 0.0
+    mfu: float | None = None
+    speed: list[float] = field(default_factory=list)
+    shares: dict[str, float] = field(default_factory=dict)
+    making: float | None = None
+    compile: float | None = None
+
+
+class Bench:
+    """One size: kinds that are made one after the other, and then take turns."""
+
+    def __init__(self, name: str, folder: Path, device: torch.device, mode: str, clock: Clock, turn: int) -> None:
+        self.size, self.device, self.mode, self.clock, self.turn = SIZES[name], device, mode, clock, turn
+        self.folder, self.overrides = folder, overrides_of(self.size, folder, device, mode)
+        self.kinds: dict[str, Callable[[int], float]] = {}
+        self.found: dict[str, Measured] = {}
+        self.runs: dict[str, Parted] = {}
+
+    def add(self, what: str, make: Callable[[], Callable[[], object]]) -> None:
+        """Makes a kind, runs its first steps, and notes what they took and held."""
+        found = self.found[what] = Measured(what)
+        card = self.device.type == "cuda"
+        before = torch.cuda.memory_allocated(self.device) if card else 0
+        with most_memory(self.device) as most:
+            step = make()
+            found.first = sum(self.clock.seconds(step) for _ in range(WARM_UP))
+        if most and (card or len(self.found) == 1):
+            found.memory = most[0] - before
+        self.kinds[what] = lambda _: self.clock.seconds(lambda: [step() for _ in range(self.turn)]) / self.turn
+
+    def run_of(self, what: str, compiled: bool) -> Callable[[], object]:
+        """The run itself."""
+        run = Parted(built(self.folder / what, (*self.overrides, f"compile={str(compiled).lower()}")))
+        self.runs[what] = run
+        return run
+
+    def plain(self, *, bf16: bool) -> Callable[[], object]:
+        """The bare loop on a twin of the model."""
+        job = self.runs["stabletrain"].job
+        model = copy.deepcopy(job.state.model)
+        batches = [job.load(step).to(self.device) for step in range(READY)]
+        optimizer = adamw(model, 1e-3) if self.size.vocab_size else sgd(model, 0.1)
+        return BareLoop(model, batches, optimizer, bf16=bf16)
+
+    def recipe(self, workers: int) -> Callable[[int], float]:
+        """The recipe on a twin of the model; it keeps the time by itself, since its workers run ahead."""
+        held = pictures(10_000, 32, 10, "recipe")
+        recipe = Recipe(
+            copy.deepcopy(self.runs["stabletrain"].job.state.model),
+            held.pixels,
+            held.labels.tolist(),
+            size=32,
+            batch_size=self.size.batch[self.device.type],
+            device=self.device,
+            workers=workers,
+        )
+        return lambda number: recipe.seconds(self.turn) if number >= 0 else 0.0
+
+    def measure(self, rounds: int) -> list[Measured]:
+        """Turns, and what follows from them."""
+        job = self.runs["stabletrain"].job
+        units = job.load(0).targets.numel()
+        taken = in_turns(self.kinds, rounds, warm_up=1)
+        for what, seconds in taken.items():
+            found = self.found.setdefault(what, Measured(what))
+            middle = quartiles(seconds)[0]
+            found.seconds, found.rate = seconds, units / middle
+            found.speed = ratios(taken["plain fp32"], seconds)
+            if what in self.runs:
+                run = self.runs[what]
+                found.mfu = job.usage.metrics(found.rate).get("throughput/mfu")
+                found.shares = run.shares(max(rounds, 3))
+                number = job.state.step + 1000
+                found.making = Clock(torch.device("cpu")).seconds(partial(job.load, number)) / middle
+                if "compiled" in what:
+                    found.compile = found.first - WARM_UP * middle
+        for run in self.runs.values():
+            run.close()
+        return [*self.found.values()]
+
+
+def measured(name: str, mode: str, device: torch.device, clock: Clock, asked: Any) -> list[Measured]:
+    """Everything about one size."""
+    with tempfile.TemporaryDirectory() as folder, silence():
+        bench = Bench(name, Path(folder), device, mode, clock, asked.turn)
+        bench.add("stabletrain", lambda: bench.run_of("stabletrain", compiled=False))
+        if asked.compile:
+            bench.add("stabletrain, compiled", lambda: bench.run_of("stabletrain, compiled", compiled=True))
+        bench.add("plain fp32", lambda: bench.plain(bf16=False))
+        if mode == "bf16":
+            bench.add("plain bf16", lambda: bench.plain(bf16=True))
+        if name == "resnet18":
+            bench.kinds["recipe"] = bench.recipe(asked.workers)
+        return bench.measure(asked.rounds)
+
+
+def show_speed(name: str, mode: str, unit: str, found: list[Measured]) -> None:
+    """Prints a size's rows of the first table."""
+    for each in found:
+        middle, low, high = quartiles(each.speed)
+        mfu = "" if each.mfu is None else f"{each.mfu:.1%}"
+        memory = "" if each.memory is None else f"{each.memory / 1e9:.2f}"
+        compiling = "" if each.compile is None else f"{each.compile:.1f}"
+        rate = f"{each.rate:,.0f} {unit}/s"
+        cells = (rate, f"{middle:.2f}", f"{low:.2f} - {high:.2f}", mfu, memory, compiling)
+        print(row(f"{name}, {mode}", each.what, *cells), flush=True)
+
+
+def reached(name: str, mode: str, device: torch.device, found: list[Measured]) -> dict[str, float]:
+    """What a size says of the targets."""
+    by_name = {each.what: each for each in found}
+    ours = [each for each in found if each.what.startswith("stabletrain")]
+    best = min(ours, key=lambda each: quartiles(each.seconds)[0])
+    values = {"throughput/data": max(each.shares["data"] for each in ours)}
+    if name == "gpt_mini" and mode == "bf16" and device.type == "cpu" and hardware.has_bf16(device):
+        values["throughput/gpt_mini"] = quartiles(best.speed)[0]
+    if name == "gpt2" and mode == "bf16" and best.mfu is not None:
+        values["throughput/gpt2_mfu"] = best.mfu
+    plain = by_name.get("plain bf16")
+    if name == "gpt2" and device.type == "cuda" and plain and plain.memory and best.memory:
+        values["throughput/gpt2_memory"] = plain.memory / best.memory
+    if "recipe" in by_name and device.type == "cuda":
+        values["throughput/resnet18"] = quartiles(ratios(by_name["recipe"].seconds, best.seconds))[0]
+    return values
+
+
+def main() -> None:
+    """Measures the sizes asked for, prints the tables, and writes the JSON."""
+    parser = command_line(__doc__, 0)
+    parser.set_defaults(precision="auto")
+    parser.add_argument(
+        "--sizes", help=f"of {', '.join(SIZES)}, separated by commas; on a CPU {USUAL['cpu']}, else all"
+    )
+    parser.add_argument("--compile", action="store_true", default=None, help="compiled as well; on a card always")
+    parser.add_argument("--turn", type=int, help="steps of a turn; 1, on a card 10")
+    parser.add_argument("--workers", type=int, help="processes of the recipe's loader; as many as CPUs, at most its 16")
+    asked = parser.parse_args()
+    device = hardware.pick(asked.device)
+    card = device.type == "cuda"
+    asked.turn, asked.rounds = asked.turn or (10 if card else 1), asked.rounds or 10
+    asked.compile = card if asked.compile is None else asked.compile
+    asked.workers = min(torch.get_num_threads(), 16) if asked.workers is None else asked.workers
+    names = (asked.sizes or USUAL[device.type]).split(",")
+    if unknown := [name for name in names if name not in SIZES]:
+        sys.exit(f"--sizes={','.join(unknown)} is unknown: choose of {', '.join(SIZES)}")
+    print(f"{machine(device)}, {asked.clock} time, {asked.rounds} rounds of {asked.turn} steps")
+    print(head("size", "what", "rate", "speed", "quartiles", "MFU", "memory, GB", "compile, s"))
+    results, shares, values = [], [], {}
+    for name in names:
+        unit = UNITS["tok" if SIZES[name].vocab_size else "img"]
+        for mode in modes(asked.precision, device):
+            found = measured(name, mode, device, Clock(device, asked.clock), asked)
+            show_speed(name, mode, unit, found)
+            results += [{"size": name, "precision": mode, "unit": unit, **vars(each)} for each in found]
+            shares += [(f"{name}, {mode}", each) for each in found if each.shares]
+            for target, value in reached(name, mode, device, found).items():
+                values[target] = max(value, values.get(target, 0.0)) if target == "throughput/data" else value
+    print("\n" + head("size", "what", *PARTS, "making"))
+    for name, each in shares:
+        print(row(name, each.what, *(f"{each.shares[part]:.1%}" for part in PARTS), f"{each.making:.1%}"))
+    print("\n" + judged(values, device, "throughput/"))
+    save(asked.json, device, results, values)
+
+
+if __name__ == "__main__":
+    main()
