@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from jobs import Rounds, built
 from measuring import Clock, command_line, head, in_turns, machine, modes, most_memory, quartiles, row, save, silence
-from quantities import COLUMNS, show
+from quantities import COLUMNS, reached, show
+from targets import judged
 
 from stabletrain.machine import hardware
 from stabletrain.machine.usage import flops_per_sample, peak_bytes
@@ -172,8 +173,10 @@ def main() -> None:
     if "data" in asked.only.split(","):
         print(f"\n{head(*COLUMNS)}")
         with tempfile.TemporaryDirectory() as folder:
-            results += show(long_data.measured(Path(folder), max(asked.rounds, 5)))
-    save(asked.json, device, results)
+            results += show(long_data.measured(Path(folder), max(asked.rounds, 5), clock, device))
+    values = reached(results)
+    print("\n" + judged(values, device, "growth/"))
+    save(asked.json, device, results, values)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,30 @@
-"""A set of 10^9 tokens against one of 10^6: how long opening takes, and a batch, and how much memory either holds."""
+"""A set of 10^9 tokens against one of 10^6: how long opening takes, making a batch, and a step of training.
+
+Batches are made on a thread beside the steps. The sets are holes in the file system, so that the disk's own time is not
+in this: it is in no step either, while it makes a batch sooner than the model takes for one.
+"""
 
 import json
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measuring import in_turns, most_memory, ratios
+import torch
+from jobs import Rounds, built
+from measuring import Clock, in_turns, ratios, silence
 from quantities import quantity
 
 from stabletrain.data.manifest import VERSION
 from stabletrain.data.tokens import Tokens
-from stabletrain.machine.hardware import pick
 
 SIZES = {"10^6 tokens": 10**6, "10^9 tokens": 10**9}
 BATCH, BLOCK = 16, 256
 BATCHES = 50
 """Of a turn, each at another place."""
+
+RUN = ("model=gpt_nano", "data=tokens", "precision=fp32", "guard=skip")
+OF_OPENING = {"10^9 tokens": "growth/opening"}
 
 
 def made(folder: Path, tokens: int) -> Path:
@@ -34,7 +41,7 @@ def made(folder: Path, tokens: int) -> Path:
     meta = {
         "version": VERSION,
         "tokenizer": "gpt2",
-        "vocab_size": 50257,
+        "vocab_size": 256,
         "dtype": "uint16",
         "splits": splits,
     }
@@ -42,40 +49,34 @@ def made(folder: Path, tokens: int) -> Path:
     return folder
 
 
-def measured(folder: Path, rounds: int, now: Callable[[], float] = time.perf_counter) -> list[dict[str, Any]]:
-    """Opening, batches in turns, and the most memory that the process had meanwhile, of both sets."""
+def measured(folder: Path, rounds: int, clock: Clock, device: torch.device) -> list[dict[str, Any]]:
+    """Opening, batches, and steps of gpt_nano, each of both sets in turns, and what the process holds of them."""
     folders = {name: made(folder / str(tokens), tokens) for name, tokens in SIZES.items()}
-    opened = lambda path: Tokens(str(path), BLOCK, seed=0)  # noqa: E731
+    sets, runs = {}, {}
 
     def opening(name: str, _: int) -> float:
-        start = now()
-        opened(folders[name])
-        return now() - start
-
-    sets = {name: opened(path) for name, path in folders.items()}
+        return clock.seconds(lambda: sets.update({name: Tokens(str(folders[name]), BLOCK, seed=0)}))
 
     def batches(name: str, number: int) -> float:
-        start = now()
-        for step in range(BATCHES):
-            sets[name].batch((number + 3) * BATCHES + step, BATCH, "train")
-        return (now() - start) / BATCHES
+        steps = range((number + 3) * BATCHES, (number + 4) * BATCHES)
+        return 1e3 / BATCHES * clock.seconds(lambda: [sets[name].batch(step, BATCH, "train") for step in steps])
 
-    open_times = in_turns({name: partial(opening, name) for name in SIZES}, rounds)
-    batch_times = in_turns({name: partial(batches, name) for name in SIZES}, rounds)
+    def in_both(work: Callable[[str, int], float]) -> dict[str, list[float]]:
+        return in_turns({name: partial(work, name) for name in SIZES}, rounds)
+
+    open_times, batch_times = in_both(opening), in_both(batches)
+    for name, path in folders.items():
+        chosen = (*RUN, f"data.path={path}", f"data.block_size={BLOCK}", f"batch_size={BATCH}", f"device={device}")
+        with silence():
+            runs[name] = Rounds(built(folder / f"run on {name}", chosen))
+    step_times = in_both(lambda name, _: clock.seconds(runs[name]))
+    for run in runs.values():
+        run.close()
     small, large = SIZES
-    found = [quantity(name, "opening", open_times[name], "s", "growth/opening") for name in SIZES]
-    found += [
-        quantity(name, f"a batch of {BATCH} x {BLOCK} tokens", [1e3 * each for each in batch_times[name]], "ms")
-        for name in SIZES
+    where = f"{large} over {small}"
+    return [
+        *(quantity(name, "opening", open_times[name], "s", OF_OPENING.get(name, "")) for name in SIZES),
+        *(quantity(name, f"a batch of {BATCH} x {BLOCK} tokens", batch_times[name], "ms") for name in SIZES),
+        quantity(where, "a batch", ratios(batch_times[large], batch_times[small]), "ratio"),
+        quantity(where, "a step of gpt_nano", ratios(step_times[large], step_times[small]), "ratio", "growth/step"),
     ]
-    batch_ratios = ratios(batch_times[large], batch_times[small])
-    found.append(quantity(f"{large} over {small}", "a batch", batch_ratios, "ratio", "growth/batch"))
-    heights = {}
-    for name in SIZES:
-        with most_memory(pick("cpu")) as height:
-            for step in range(10 * BATCHES):
-                sets[name].batch(step, BATCH, "train")
-        heights[name] = max(height, default=0) / 1e6
-    more = heights[large] - heights[small]
-    found.append(quantity(f"{large} over {small}", "most memory of the process, more", [more], "MB", "growth/memory"))
-    return found

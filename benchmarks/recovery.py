@@ -25,7 +25,8 @@ from first_step import TRAIN, to_a_step
 from incidents import AT, diagnoses
 from jobs import HERE, NOTHING_ELSE, Rounds, built
 from measuring import Clock, command_line, head, in_turns, machine, modes, save, silence
-from quantities import COLUMNS, quantity, show
+from quantities import COLUMNS, quantity, reached, show
+from targets import judged
 
 from stabletrain.machine import hardware
 from stabletrain.recovery import Recovery
@@ -226,7 +227,9 @@ def main() -> None:
             chosen = (*overrides, f"device={device}", f"precision={mode}")
             for part in asked.only.split(","):
                 results += show(parts[part](f"{name}, {mode}", chosen, clock, asked.rounds))
-    save(asked.json, device, results)
+    values = reached(results)
+    print("\n" + judged(values, device, "recovery/"))
+    save(asked.json, device, results, values)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from typing import Any
 
 from first_step import TRAIN, Taken, to_a_step, to_the_end
 from measuring import command_line, head, in_turns, machine, save
-from quantities import COLUMNS, quantity, show
+from quantities import COLUMNS, quantity, reached, show
+from targets import judged
 
 from stabletrain.machine import hardware
 
@@ -84,7 +85,10 @@ def main() -> None:
     print(machine(device))
     print(head(*COLUMNS))
     with tempfile.TemporaryDirectory() as folder:
-        save(asked.json, device, show(measured(Path(folder), str(device), asked.rounds)))
+        results = show(measured(Path(folder), str(device), asked.rounds))
+    values = reached(results)
+    print("\n" + judged(values, device, "start/"))
+    save(asked.json, device, results, values)
 
 
 if __name__ == "__main__":

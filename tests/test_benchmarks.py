@@ -18,8 +18,6 @@ from tests.runs import ROOT
 
 SHARED = ["--device", "cpu", "--precision", "fp32", "--rounds", "2", "--json", "results.json"]
 CASES = {
-    "steady": (["forensics.py", "--only", "GPT"], ["off", "forensics", "off again", "hooks", "anomaly mode"]),
-    "diagnosis": (["forensics.py", "--diagnosis", "--only", "resnet20"], ["activation", "sample", "spike"]),
     "overhead": (
         ["overhead.py", "--tiny", "--only", "GPT"],
         ["bare", "bare again", "off", "defaults", "monitors=full", "finite hooks", "anomaly mode"],

@@ -196,9 +196,9 @@ class Checkpoints(NoCheckpoints):
         """
         self.wait()
         folder = self._open_folder()
-        healthy = folder.newest(healthy_only=True, at_most=step)
+        healthy = folder.newest(healthy_only=True, at_most=step, again=False)  # training waits for this
         if healthy is None:
-            folder.newest(healthy_only=True)  # so that one found damaged is not the one that stays
+            folder.newest(healthy_only=True, again=False)  # so that one found damaged is not the one that stays
         self._forget(left_behind(folder.known(), step, healthy is not None))
 
     def _attempt(self, step: int, *arguments: Any) -> None:
@@ -241,6 +241,7 @@ class Checkpoints(NoCheckpoints):
         healthy = healthy and bad is None
         self._say_if_gone(there, step)
         folder.damaged.pop(path, None)
+        folder.vouch(path)
         if here:
             self._forget(left_behind(folder.known(), step, healthy))
         known = folder.known()

@@ -16,6 +16,9 @@ from stabletrain.state.trust import MANIFEST, Checkpoint, UnusableCheckpoint, pe
 Verify = Callable[[Path], Checkpoint]
 """Reads a checkpoint through; raises UnusableCheckpoint, as `trust.verify` does."""
 
+Marks = list[tuple[str, int, int, int, int]]
+"""Of each file name, inode, size, and when it was written to and changed, in nanoseconds."""
+
 NAME = re.compile(r"step-([0-9]{8,})")
 
 
@@ -38,19 +41,28 @@ class Folder:
     ) -> None:
         self.path, self.run = path, run
         self.damaged: dict[Path, str] = {}
+        self._good: dict[Path, Marks] = {}
         self._report, self._tell, self._verify = report, tell, verify
 
-    def newest(self, *, healthy_only: bool = False, at_most: int | None = None) -> Checkpoint | None:
+    def vouch(self, path: Path) -> None:
+        """Remembers that a checkpoint which this process has just written is what was written."""
+        if (marks := marks_of(path)) is not None:
+            self._good[path] = marks
+
+    def newest(
+        self, *, healthy_only: bool = False, at_most: int | None = None, again: bool = True
+    ) -> Checkpoint | None:
         """The newest checkpoint that verifies; those that do not are reported with their reason and passed over.
 
         Args:
             healthy_only: pass over those that are not healthy, in silence.
             at_most: pass over those of later steps, in silence.
+            again: read through also what this process has written or read through before, and nobody has touched since.
         """
         for path in reversed(self._paths()):
             if at_most is not None and number(path) > at_most:
                 continue
-            found = self._verified(path, healthy_only)
+            found = self._verified(path, healthy_only, again)
             if found is not None:
                 return found
         return None
@@ -95,13 +107,18 @@ class Folder:
             self._pass_over(self.path, 0, str(error))
             return []
 
-    def _verified(self, path: Path, healthy_only: bool) -> Checkpoint | None:
+    def _verified(self, path: Path, healthy_only: bool, again: bool = True) -> Checkpoint | None:
         try:
             found = self._own(peek(path))
             if healthy_only and not found.healthy:
                 return None
-            found = self._verify(path)
+            marks = marks_of(path)
+            if again or marks is None or self._good.get(path) != marks:
+                found = self._verify(path)
+            if marks is not None:
+                self._good[path] = marks
         except UnusableCheckpoint as error:
+            self._good.pop(path, None)
             self._pass_over(path, number(path), str(error))
             return None
         self.damaged.pop(path, None)
@@ -154,6 +171,15 @@ def run_of(path: Path) -> str | None:
     nobody says."""
     ids = [checkpoint.info.get("run") for checkpoint in Folder(inside(path)).known()]
     return next((run for run in reversed(ids) if run), None)
+
+
+def marks_of(path: Path) -> Marks | None:
+    """What changes when a file of a checkpoint is written to or replaced; None where the folder cannot be read."""
+    try:
+        stats = [(file, file.stat()) for file in sorted(path.rglob("*"))]
+    except OSError:
+        return None
+    return [(str(file), each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for file, each in stats]
 
 
 def inside(path: Path) -> Path:

@@ -239,6 +239,32 @@ def test_a_rollback_counts_only_a_healthy_one_that_verifies(tmp_path):
     assert 50 not in run.steps()
 
 
+def test_a_rollback_reads_through_only_what_this_process_has_not(tmp_path, monkeypatch):
+    """Training waits for it, and to read a checkpoint through takes as long as many steps on a card."""
+    run, read = Run(tmp_path, keep=5), []
+    for step in (10, 20, 30):
+        run.save(step)
+
+    def counted(run):
+        folder = run.checkpoints._folder
+        verify = folder._verify
+        monkeypatch.setattr(folder, "_verify", lambda path: read.append(path.name[-2:]) or verify(path))
+
+    counted(run)
+    run.checkpoints.rewind(20)
+    assert (run.steps(), read) == ([10, 20], [])
+    assert run.newest().step == 20
+    assert read == ["20"], "what is continued from is always read through"
+    flip(run.path(20) / "model.safetensors")
+    run.checkpoints.rewind(20)
+    assert read == ["20", "20"], "it was touched; the one before it was not"
+    again = Run(tmp_path, keep=5)
+    counted(again)
+    again.checkpoints.rewind(20)
+    again.checkpoints.rewind(20)
+    assert read[2:] == ["20", "10", "20"], "another process has read nothing yet"
+
+
 def test_sick_ones_before_a_rollbacks_step_do_not_stand_in_for_a_healthy_one(tmp_path):
     run = Run(tmp_path, keep=5)
     for step in (10, 20, 30, 40):

@@ -1,0 +1,123 @@
+"""The benchmarks of recovery, start and growth run, and measure what they say; how fast is nobody's claim."""
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from stabletrain.recovery import Recovery
+from stabletrain.state.checkpoint import Checkpoints
+from tests.runs import ROOT
+
+CPU = torch.device("cpu")
+TINY = ["--size", "tiny", "--rounds", "1", "--device", "cpu"]
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Imports a module of `benchmarks/`, whose files find each other as they do when one of them is started."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+@pytest.fixture
+def tiny(benchmark):
+    """The overrides of a tiny GPT."""
+    (overrides,) = benchmark("recovery").TINY.values()
+    return (*overrides, "device=cpu", "precision=fp32")
+
+
+def test_a_benchmark_writes_what_it_promises(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "recovery.py"), *TINY, "--json", "results.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "results.json").read_text())
+    what = [each["what"] for each in written["results"]]
+    assert {"snapshot", "checkpoint", "rollback from memory", "rollback from disk", "diagnosis, spike"} <= {*what}
+    assert {"start to the first step", "resume to the first step"} <= {*what}
+    assert written["targets"].keys() == {f"recovery/{n}" for n in ("snapshot", "checkpoint", "rollback", "diagnosis")}
+    assert all(f"| {each} |" in done.stdout for each in what)
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "shows_in", "not_in"),
+    [
+        (Recovery, "put_by", "snapshot", "checkpoint"),
+        (Checkpoints, "save", "checkpoint", "snapshot"),
+        (Recovery, "_find", "rollback from disk", "snapshot"),
+        (Checkpoints, "rewind", "rollback from memory", "checkpoint"),
+    ],
+)
+def test_what_takes_long_shows_where_it_belongs(benchmark, tiny, tmp_path, monkeypatch, owner, name, shows_in, not_in):
+    recovery, measuring = benchmark("recovery"), benchmark("measuring")
+    call = getattr(owner, name)
+
+    def slowly(*args, **named):
+        time.sleep(0.4)
+        return call(*args, **named)
+
+    monkeypatch.setattr(owner, name, slowly)
+    with measuring.silence():
+        (turn,) = recovery.stalls(tmp_path, tiny, measuring.Clock(CPU), 1)
+    assert turn[shows_in] > 0.4 > turn[not_in]
+
+
+def test_a_command_that_ends_otherwise_is_no_measurement(benchmark, tmp_path):
+    first_step = benchmark("first_step")
+    with pytest.raises(AssertionError, match="ended with 3, not 0"):
+        first_step.to_the_end([sys.executable, "-c", "raise SystemExit(3)"], tmp_path, 0)
+    with pytest.raises(RuntimeError, match="ended with 3 before step 1"):
+        first_step.to_a_step([sys.executable, "-c", "raise SystemExit(3)"], tmp_path, tmp_path / "metrics.jsonl")
+
+
+def test_a_run_is_timed_to_its_step_and_ended_there(benchmark, tmp_path):
+    line = 'print(\'{"step": 1, "x": 0}\', file=open("metrics.jsonl", "w"), flush=True)'
+    program = f"import time; time.sleep(0.3); {line}; time.sleep(60)"
+    begun = time.perf_counter()
+    taken = benchmark("first_step").to_a_step([sys.executable, "-c", program], tmp_path, tmp_path / "metrics.jsonl")
+    assert 0.3 < taken.wall < time.perf_counter() - begun < 30
+    assert 0 <= taken.cpu < taken.wall
+
+
+def test_exponents_are_those_of_the_larger_sizes(benchmark):
+    growth = benchmark("growth")
+    sizes = (1, 2, 4, 8)
+    assert growth.exponent(sizes, [50.0, *(3.0 * size**1.7 for size in sizes[1:])]) == pytest.approx(1.7)
+
+
+def test_a_set_of_ten_to_the_nine_tokens_takes_no_room_and_is_read_at_its_end_too(benchmark, tmp_path):
+    long_data = benchmark("long_data")
+    folder = long_data.made(tmp_path / "long", 10**9)
+    assert sum(512 * file.stat().st_blocks for file in folder.iterdir()) < 10**6
+    tokens = long_data.Tokens(str(folder), 256, seed=0)
+    assert max(int(tokens.batch(step, 16, "train").ids.max()) for step in range(50)) > 9 * 10**8
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+def test_the_script_is_clean():
+    done = subprocess.run(["shellcheck", str(ROOT / "benchmarks" / "gpu.sh")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--device", "tpu"], "--device tpu is neither cpu nor cuda"), (["a", "b"], "usage:"), (["--fast"], "usage:")],
+)
+def test_the_script_refuses_what_it_does_not_know(tmp_path, options, said):
+    script = str(ROOT / "benchmarks" / "gpu.sh")
+    done = subprocess.run(["bash", script, *options], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not [*tmp_path.iterdir()]
