@@ -79,6 +79,8 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
     data = make(cfg, "data")
     if not callable(getattr(data, "batch", None)):
         raise ConfigError(f"data: {cfg.data._target_} has no batch(step, size, split)")
+    if callable(getattr(data, "to", None)):  # data that can make its batches where they are needed
+        data.to(device)
     data = faults.data(data)
     unit, per = units(cfg, data)
     determinism.seed_run(cfg.seed)
