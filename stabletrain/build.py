@@ -25,7 +25,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.forensics.council import Council
 from stabletrain.forensics.evidence import Setting
 from stabletrain.job import UNITS, History, Job, Plan
-from stabletrain.machine import hardware
+from stabletrain.machine import compiling, hardware
 from stabletrain.machine.determinism import mix
 from stabletrain.machine.usage import Usage, forget_peak, peak_flops
 from stabletrain.parallel import SharedCheckpoints
@@ -46,6 +46,7 @@ from stabletrain.tracking.progress import Progress
 from stabletrain.tracking.run import NoRunFolder, RunFolder, versions
 from stabletrain.tracking.tracker import NoTracker, Tracker
 from stabletrain.tracking.wandb import NoWandb
+from stabletrain.trial import compiled
 from stabletrain.watch.recent import Recent
 
 FAR_OFF = 1 << 40
@@ -79,6 +80,8 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
     data = make(cfg, "data")
     if not callable(getattr(data, "batch", None)):
         raise ConfigError(f"data: {cfg.data._target_} has no batch(step, size, split)")
+    if callable(getattr(data, "to", None)):  # data that can make its batches where they are needed
+        data.to(device)
     data = faults.data(data)
     unit, per = units(cfg, data)
     determinism.seed_run(cfg.seed)
@@ -119,6 +122,16 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
         "recent": recent,
         "monitors": monitors,
     }
+
+    def load(step: int) -> Batch:
+        batch = checked(data.batch(position(step, state.skipped), cfg.batch_size, "train"))
+        if len(batch) % (cfg.grad_accum_steps * ranks.count):
+            among = "" if ranks.alone else f" on {ranks.count} ranks"
+            raise ConfigError(
+                f"data: batch {step} has {len(batch)} samples, which grad_accum_steps={cfg.grad_accum_steps}{among} "
+                f"does not divide: return batch_size={cfg.batch_size} samples, or use grad_accum_steps=1"
+            )
+        return parallel.part(batch, cfg.batch_size)
 
     checkpoints = faults.checkpoints(make(cfg, "checkpoint"))
     if not ranks.alone:
@@ -162,22 +175,17 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
         if state.step > cfg.steps:
             raise ConfigError(f"steps={cfg.steps} is below the {state.step} steps that are done: raise steps")
         tracker.rewind(state.tick)
+        about_machine = f"{hardware.name(device)}, {hardware.threads()}"
+        tracker.note(opening(choices, config, model, data, tools, about_machine, str(folder)))
+        if compiling.wanted(cfg.compile, device):
+            batch = load(cfg.steps - 1).to(device).split(cfg.grad_accum_steps)[0]  # of full length by then
+            facts, told = compiled(state, batch, tools, must=cfg.compile is True, anywhere=parallel.anywhere)
+            run.learn(facts)
+            tracker.note(told)
     except BaseException as error:
         tracker.close(1)
         run.abandon(str(error))
         raise
-    if cfg.compile:
-        model.compile()
-
-    def load(step: int) -> Batch:
-        batch = checked(data.batch(position(step, state.skipped), cfg.batch_size, "train"))
-        if len(batch) % (cfg.grad_accum_steps * ranks.count):
-            among = "" if ranks.alone else f" on {ranks.count} ranks"
-            raise ConfigError(
-                f"data: batch {step} has {len(batch)} samples, which grad_accum_steps={cfg.grad_accum_steps}{among} "
-                f"does not divide: return batch_size={cfg.batch_size} samples, or use grad_accum_steps=1"
-            )
-        return parallel.part(batch, cfg.batch_size)
 
     def blank() -> nn.Module:
         twin = make_model(cfg, data).to(device)
@@ -194,7 +202,8 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
             values=dict(leaves(config)),
             attends="qknorm" in cfg.model,
             warmup=learning_rate.warmup.length(cfg.steps),
-            deterministic=device.type == "cpu" or choices["determinism"] == "strict",
+            deterministic=choices["determinism"] == "strict"
+            or (device.type == "cpu" and compiling.shape_of(model) is None),
         ),
     )
     report = PageAtEnd(folder) if cfg.report and ranks.first else NoPage()
@@ -213,9 +222,6 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
             again=suggestion(typed, "qknorm" in cfg.model, per),
         )
 
-    tracker.note(
-        opening(choices, config, model, data, tools, f"{hardware.name(device)}, {hardware.threads()}", str(folder))
-    )
     tracker.start(cfg.steps, state.step)
     return Job(
         plan=Plan(cfg.steps, cfg.grad_accum_steps, cfg.eval_every, cfg.log_every),

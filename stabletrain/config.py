@@ -43,6 +43,9 @@ NULLS = {
 }
 """Keys whose default is null, and a value of the type that they take otherwise."""
 
+SWITCHES = ("compile",)
+"""Keys that are auto, true or false."""
+
 CHOSEN_PARTS = ("qknorm", "softcap", "qkclip")
 """Groups that a model must take up by naming them in its own YAML (`qknorm: ${qknorm}`)."""
 
@@ -149,6 +152,10 @@ def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
         if key not in defaults:
             near = difflib.get_close_matches(key, list(defaults), n=1, cutoff=0.75)
             raise ConfigError(f"{key}={value}: there is no such key{f'; did you mean {near[0]}?' if near else ''}")
+        if key in SWITCHES:
+            if not (value == "auto" or isinstance(value, bool)):
+                raise ConfigError(f"{key}={show(value)} is not auto, true or false: the default is {defaults[key]}")
+            continue
         default = defaults[key] if defaults[key] is not None else NULLS.get(key)
         if default is None or (value is None and defaults[key] is None) or fits(value, default):
             continue

@@ -53,7 +53,9 @@ class Batch:
         )
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory, from which a copy to a CUDA device does not wait."""
+        """The same batch in page-locked memory, from which a copy to a card does not wait; on a card it stays."""
+        if self.inputs.is_cuda:
+            return self
         return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory())
 
     def split(self, parts: int) -> list[Batch]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from stabletrain.forensics.samples import MOST, bad_samples, describe
 from stabletrain.forensics.scene import Scene, is_scaled
 from stabletrain.job import UNITS, History, Job
+from stabletrain.machine.compiling import shape_of
 from stabletrain.records import Batch, Reading, Verdict
 from stabletrain.step import InFlight
 from stabletrain.watch.recent import Alarm
@@ -155,6 +156,7 @@ def scene_of(job: Job, launched: Launched, reading: Reading, deadline: float) ->
         loss_scale=reading.loss_scale,
         device=job.device,
         reading=reading,
+        compiled_for=shape_of(model),
         applied=reading.applied,
         older=lambda: older,
         fresh=lambda: job.load(FAR * (reading.step + 1)),

@@ -119,6 +119,7 @@ def again(folder: Path, overrides: Sequence[str] = (), config_dir: Path | None =
     about = saved.about(folder)
     if not {"config", "choices"} <= set(about):
         raise ConfigError(f"{folder / saved.SCENE} holds no configuration: replay an incident of a run of train.py")
+    torch.set_num_threads(saved.read(folder).get("threads") or torch.get_num_threads())  # sums are cut up by them
     recorded = DictConfig(about["config"])
     cfg = changed(recorded, about["choices"], overrides, config_dir) if overrides else recorded
     cfg.model = sized(cfg, folder)

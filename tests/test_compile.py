@@ -1,32 +1,71 @@
-"""`compile=true`: the compiled model trains, resumes, and keeps the names of its parameters."""
+"""`compile=true`: the compiled model trains, its checkpoint has the plain names, a step is replayed bit for bit.
+
+In processes of their own, because the shape checks of the tests cannot be traced.
+"""
 
 import json
+import shutil
+import subprocess
+import sys
 
+import pytest
 from safetensors import safe_open
 
 from tests.runs import TINY_GPT, command
 
-CHOSEN = [
-    *TINY_GPT,
-    "compile=true",
-    "steps=4",
-    "eval_every=2",
-    "checkpoint.every=2",
-    "log_every=1",
-    "hydra.run.dir=run",
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"),
 ]
 
+CHOSEN = [
+    *TINY_GPT,
+    "steps=7",
+    "eval_every=4",
+    "checkpoint.every=4",
+    "log_every=1",
+    "warmup=none",
+    "guard=skip",
+    "faults=learning_rate",
+    "faults.at=[4]",
+    "faults.factor=3e3",
+    "report=false",
+]
+"""A run that an update far too long spoils: the steps after it are spikes, of finite losses."""
 
-def test_a_compiled_run_trains_and_its_checkpoint_has_the_plain_names(tmp_path):
-    done = command(*CHOSEN, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    final = json.loads((tmp_path / "run" / "run.json").read_text())["final"]
-    plain = command(*CHOSEN, "compile=false", "hydra.run.dir=plain", cwd=tmp_path)
-    assert plain.returncode == 0, plain.stderr
-    reference = json.loads((tmp_path / "plain" / "run.json").read_text())["final"]
-    assert abs(final["val/loss"] - reference["val/loss"]) < 0.02
-    names = []
-    for run in ("run", "plain"):
-        with safe_open(tmp_path / run / "checkpoints" / "step-00000004" / "model.safetensors", "pt") as opened:
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Where `compiled` and `plain` have run."""
+    place = tmp_path_factory.mktemp("runs")
+    for name in ("compiled", "plain"):
+        chosen = f"compile={'true' if name == 'compiled' else 'auto'}"
+        done = command(*CHOSEN, chosen, f"hydra.run.dir={name}", cwd=place, timeout=800)
+        assert done.returncode == 0, done.stderr
+        assert ("compile  on, in " in done.stdout) == (name == "compiled")
+    return place
+
+
+def test_a_compiled_run_trains_and_its_checkpoint_has_the_plain_names(place):
+    losses, names = [], []
+    for run in ("compiled", "plain"):
+        lines = [json.loads(line) for line in (place / run / "metrics.jsonl").read_text().splitlines()]
+        losses.append(next(line["val/loss"] for line in lines if line["step"] == 4 and "val/loss" in line))
+        with safe_open(place / run / "checkpoints" / "step-00000004" / "model.safetensors", "pt") as opened:
             names.append(sorted(opened.keys()))
+    assert abs(losses[0] - losses[1]) < 0.02
     assert names[0] == names[1]
+    hardware = json.loads((place / "compiled" / "run.json").read_text())["hardware"]
+    assert hardware["compiled"] is True
+    assert hardware["compile_seconds"] > 0
+
+
+def test_a_compiled_step_is_replayed_with_the_same_bits_in_the_run_and_from_its_folder(place):
+    incident = place / "compiled" / "incidents" / "step-00000006"
+    same = json.loads((incident / "diagnosis.json").read_text())["replays"]["same"]
+    assert same["finite"] is True
+    assert same["bitwise_equal_to_reading"] is True
+    replay = [sys.executable, "-m", "stabletrain.cli", "replay", str(incident), "--json"]
+    done = subprocess.run(replay, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["same_bits"] is True

@@ -1,7 +1,8 @@
 """Augmentation: random crops and flips of images as a pure function of the sample's number in the run.
 
 torchvision's transforms draw from the global generator, which a background thread must not touch and a replay could not
-repeat. So the parameters are looked up by number (`order.uniform`), and torchvision's functional kernels do the work.
+repeat. So the parameters are looked up by number (`order.uniform`). Small images are gathered whole batches at a time,
+wherever they are held; large ones are cut and scaled one by one, by torchvision's functional kernels.
 """
 
 import math
@@ -9,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import UInt8
 from torch import Tensor
-from torchvision.transforms.v2 import functional as kernels
 
 from stabletrain.errors import ConfigError
 
@@ -23,6 +24,8 @@ def fit(image: UInt8[Tensor, "channels _ _"], size: int) -> UInt8[Tensor, "chann
     """The middle square of the image, its shorter side scaled to `size`; the image itself if it is one already."""
     if image.shape[-2:] == (size, size):
         return image
+    from torchvision.transforms.v2 import functional as kernels  # it takes a second to load
+
     return kernels.center_crop(kernels.resize(image, [size], antialias=True), [size, size])
 
 
@@ -55,19 +58,25 @@ class CropFlip:
     def __call__(
         self, images: UInt8[Tensor, "batch channels size size"], draws: np.ndarray
     ) -> UInt8[Tensor, "batch channels size size"]:
-        """One crop of each image; images of the same shift are cut together."""
-        size = images.shape[-1]
+        """One crop of each image, all in one gather, on the images' device."""
+        count, channels, size, _ = images.shape
         pad = max(1, size // 8)
-        padded = kernels.pad(images, [pad])
-        shifts = (draws[:, :2] * (2 * pad + 1)).astype(np.int64)
-        out = torch.empty_like(images)
-        for top, left in np.unique(shifts, axis=0).tolist():
-            rows = torch.from_numpy(np.flatnonzero((shifts == (top, left)).all(axis=1)))
-            out[rows] = kernels.crop(padded[rows], top, left, size, size)
+        places = torch.from_numpy(self.places(draws, size, pad)).to(images.device, non_blocking=True)
+        rows, columns = places.unbind(1)
+        padded = F.pad(images, [pad] * 4)
+        sample, channel = (torch.arange(n, device=images.device) for n in (count, channels))
+        return padded[
+            sample[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None]
+        ]
+
+    def places(self, draws: np.ndarray, size: int, pad: int) -> np.ndarray:
+        """The rows and columns of each padded image that are kept, in order: int64 `[batch, 2, size]`."""
+        start = (draws[:, :2] * (2 * pad + 1)).astype(np.int64)
+        found = start[:, :, None] + np.arange(size)
         if self.flip:
-            mirrored = torch.from_numpy(draws[:, 2] < 0.5)
-            out[mirrored] = kernels.horizontal_flip(out[mirrored])
-        return out
+            mirrored = draws[:, 2] < 0.5
+            found[mirrored, 1] = found[mirrored, 1, ::-1]
+        return found
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,8 @@ class ResizedCrop:
 
     def __call__(self, image: UInt8[Tensor, "channels _ _"], draws: np.ndarray) -> UInt8[Tensor, "channels size size"]:
         """A part of one image; the middle, where ten tries find none that fits."""
+        from torchvision.transforms.v2 import functional as kernels
+
         height, width = image.shape[-2:]
         down = across = min(height, width)
         top, left = (height - down) // 2, (width - across) // 2

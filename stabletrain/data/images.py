@@ -46,6 +46,11 @@ class Held:
 
     def __init__(self, pixels: UInt8[Tensor, "n channels size size"], labels: Sequence[int], name: str) -> None:
         self.pixels, self.labels, self._name = pixels, np.asarray(labels, np.int64), name
+        self.targets = torch.from_numpy(self.labels)
+
+    def to(self, device: torch.device) -> None:
+        """Moves pictures and labels to a device; `labels` stays on the host as well."""
+        self.pixels, self.targets = self.pixels.to(device), self.targets.to(device)
 
     def __call__(self, index: int) -> UInt8[Tensor, "channels size size"]:
         """Picture `index`."""
@@ -114,6 +119,13 @@ class Images:
         counts = " + ".join(f"{len(splits[split].labels):,}" for split in ("train", "val"))
         self.summary = f"{name}, {counts} images of {size} x {size} in {self.num_classes} classes"
 
+    def to(self, device: torch.device) -> None:
+        """Lets batches be made on `device`, where that spares copies: of pictures that are held, at their size."""
+        for split, pictures in self._splits.items():
+            if isinstance(pictures, Held) and self._whole(split):
+                pictures.to(device)
+                self._mean, self._std = self._mean.to(device), self._std.to(device)
+
     def batches(self, size: int, split: str) -> int:
         """Batches of `size` in one pass; validation's last may be smaller."""
         return -(-len(self._splits[split].labels) // size)
@@ -127,7 +139,8 @@ class Images:
             split: `train` (shuffled anew each epoch, augmented) or `val` (in a fixed order).
 
         Returns:
-            inputs fp32 `[size, channels, image_size, image_size]`, channels last in memory; targets int64 `[size]`.
+            inputs fp32 `[size, channels, image_size, image_size]`, channels last in memory; targets int64 `[size]`;
+            both where the pictures are.
         """
         pictures = self._splits[split]
         if split == "val":
@@ -141,8 +154,12 @@ class Images:
                 images = torch.stack(list(self._pool.map(self._augment, map(pictures, ids.tolist()), draws)))
             else:
                 images = self._augment(self._gather(split, ids), draws)
-        targets = torch.from_numpy(pictures.labels[ids])
-        return Batch(self._normalise(images), targets, torch.from_numpy(ids), Sources(pictures.locate, ids))
+        where = torch.from_numpy(ids)
+        if isinstance(pictures, Held):
+            targets = pictures.targets[where.to(pictures.targets.device, non_blocking=True)]
+        else:
+            targets = torch.from_numpy(pictures.labels[ids])
+        return Batch(self._normalise(images), targets, where, Sources(pictures.locate, ids))
 
     def fingerprint(self) -> dict:
         """Which data this is: sizes, and a hash of the labels and of every thousandth picture."""
@@ -151,25 +168,31 @@ class Images:
             pictures = self._splits[split]
             digest.update(pictures.labels.tobytes())
             for index in range(0, len(pictures.labels), 1000):
-                digest.update(pictures(index).numpy().tobytes())
+                digest.update(pictures(index).cpu().numpy().tobytes())
         sizes = {split: len(pictures.labels) for split, pictures in self._splits.items()}
         return {"name": self._name, **sizes, "classes": self.num_classes, "sha256": digest.hexdigest()}
 
     def _gather(self, split: str, ids: np.ndarray) -> UInt8[Tensor, "batch channels size size"]:
         """Pictures brought to size, from memory where they are kept."""
         pictures, kept = self._splits[split], self._kept[split]
-        if isinstance(pictures, Held) and pictures.pixels.shape[-2:] == (self._size, self._size):
-            return pictures.pixels[torch.from_numpy(ids)]
+        if isinstance(pictures, Held) and self._whole(split):
+            return pictures.pixels[torch.from_numpy(ids).to(pictures.pixels.device, non_blocking=True)]
         missing = [index for index in ids.tolist() if kept is None or index not in kept]
         made = dict(zip(missing, self._pool.map(lambda index: fit(pictures(index), self._size), missing), strict=True))
         if kept is not None:
             kept.update(made)
         return torch.stack([made[index] if index in made else kept[index] for index in ids.tolist()])  # ty: ignore
 
+    def _whole(self, split: str) -> bool:
+        """Whether a split's pictures are gathered as they are held: at their size, and not augmented one by one."""
+        pictures = self._splits[split]
+        held = isinstance(pictures, Held) and pictures.pixels.shape[-2:] == (self._size, self._size)
+        return held and not (split == "train" and self._augment.whole)
+
     def _normalise(
         self, images: UInt8[Tensor, "batch channels size size"]
     ) -> Float[Tensor, "batch channels size size"]:
-        scaled = (images.float() / 255 - self._mean) / self._std
+        scaled = (images.float() / 255 - self._mean.to(images.device)) / self._std.to(images.device)
         return scaled.contiguous(memory_format=torch.channels_last)
 
 

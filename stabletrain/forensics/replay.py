@@ -7,8 +7,8 @@
 | fresh_batch | another batch | finite: this batch is to blame |
 | older_state | weights and buffers from before | finite: what training has made of the state since is to blame |
 
-A replay is `step.compute` itself, on an understudy. Live weights, buffers, gradients, random generators, modes, hooks
-and kernel switches are afterwards what they were.
+A replay is `step.compute` itself, on an understudy, compiled where the step was (all but `fp32`). Live weights,
+buffers, gradients, random generators, modes, hooks and kernel switches are afterwards what they were.
 """
 
 import contextlib
@@ -23,10 +23,11 @@ import torch
 from torch import nn
 
 from stabletrain.forensics.scene import Scene
+from stabletrain.machine.compiling import compile_, plainly, shape_of
+from stabletrain.machine.determinism import borrowed
 from stabletrain.records import Batch, TrainState
 from stabletrain.stability.precision.unscaled import Unscaled
 from stabletrain.step import Tools, compute
-from stabletrain.watch.aside import aside
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Outcome:
         finite: whether loss and gradient norm are.
         loss, grad_norm: as in a reading: mean over the step, before clipping.
         bitwise_equal_to_reading: for `same`, whether both are what the step measured; None for the others, and where
-            the step ran compiled, since an understudy does not. False is proof against the machine only with
+            the step ran compiled and its replay did not. False is proof against the machine only with
             `determinism=strict`.
         zero_gradients: share, in [0, 1], of gradient elements that are exactly 0.
         seconds: how long it took.
@@ -120,13 +121,18 @@ def replay(scene: Scene, variant: str) -> Outcome:
     make, began = VARIANTS[variant], time.monotonic()
     if began >= scene.deadline:
         return Outcome(not_run="no time was left")
+    compiled = variant != "fp32" and scene.compiled_for is not None and scene.comparable
     try:
         take = make(scene)
+        if compiled:
+            compile_(take.model, scene.compiled_for)
         with ieee_kernels() if variant == "fp32" else contextlib.nullcontext():
             loss, norm, zeros = perform(take.model, take.batches, take.tools, scene.step)
     except NotPossible as error:
         return Outcome(not_run=str(error))
     except Exception as error:  # whatever it is: a model may be anything, and explaining must not end a run
+        if compiled:  # here nothing can be compiled
+            return replay(replace(scene, compiled=True, compiled_for=None), variant)
         return Outcome(not_run=" ".join(f"{type(error).__name__}: {error}".split())[:200])
     equal = None
     if variant == "same" and scene.reading is not None and scene.comparable:
@@ -142,7 +148,8 @@ def perform(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> 
         loss, gradient norm, and the share of gradient elements that are 0. The gradients are left in `.grad`.
     """
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.0), step)
-    with aside(model), torch.enable_grad():
+    plain = plainly() if shape_of(model) is None else contextlib.nullcontext()
+    with borrowed(model), plain, torch.enable_grad():
         computed = compute(state, batches, tools)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     zeros = sum(int((gradient == 0).sum()) for gradient in gradients)

@@ -51,7 +51,9 @@ def save_scene(folder: Path, scene: Scene) -> None:
         "scaled": is_scaled(scene.tools.precision),
         "reading": None if scene.reading is None else scene.reading._asdict(),
         "compiled": not replace(scene, applied=False).comparable,
+        "compiled_for": None if scene.compiled_for is None else [*scene.compiled_for],
         "applied": scene.applied,
+        "threads": torch.get_num_threads(),
         "order": order,
         "sources": None if batch.sources is None else [*batch.sources],
         "about": scene.about,
@@ -138,6 +140,7 @@ def load_scene(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
         device=next(model.parameters()).device,
         reading=None if reading is None else Reading(**reading),
         compiled=found["compiled"],
+        compiled_for=None if (shape := found.get("compiled_for")) is None else tuple(shape),
         applied=found.get("applied", False),
         about=unflatten(found["about"], {}),
     )

@@ -3,7 +3,7 @@
 A step whose update was withheld left the weights as they were, so the live model is where the step started, but for its
 buffers: the step after it has run forward by the time anybody looks. `step.compute` holds the buffers from before, and
 they belong to the scene. Nothing of the scene is ever written: whoever runs it takes an `understudy`, which has its own
-weights, buffers, gradients and attributes, and is not compiled.
+weights, buffers, gradients and attributes, and is not compiled until somebody does it.
 """
 
 import copy
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stabletrain.machine.compiling import shape_of
 from stabletrain.parallel.alone import Alone
 from stabletrain.records import Batch, Reading
 from stabletrain.state.capture import Stateful
@@ -39,7 +40,8 @@ class Scene:
         loss_scale: the one that the step ran with, as in its reading.
         device: where the model lives.
         reading: what the step measured; None if that is not known.
-        compiled: whether the step ran compiled, which computes other bits than the understudy does.
+        compiled: whether it ran so, by the user's own doing, that an understudy computes other bits.
+        compiled_for: the shape of inputs that the model was compiled for (`machine/compiling.py`); None if it was not.
         applied: whether its update has reached the weights, so that they are those after it: a replay is then of the
             same batch, and not of the same step.
         older: gives a captured state (`state/capture.py`) from before the step, or None if none is left.
@@ -58,6 +60,7 @@ class Scene:
     device: torch.device
     reading: Reading | None = None
     compiled: bool = False
+    compiled_for: tuple[int, ...] | None = None
     applied: bool = False
     older: Callable[[], Tree | None] | None = None
     fresh: Callable[[], Batch] | None = None
@@ -135,8 +138,9 @@ def shared(model: nn.Module, copied: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module runs compiled, in place or wrapped."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+    """Whether a module runs compiled, in place or wrapped, otherwise than by `machine/compiling.py`."""
+    code = getattr(module, "_compiled_call_impl", None)
+    return (code is not None and shape_of(module) is None) or hasattr(module, "_orig_mod")
 
 
 def at_scale(precision: Precision, loss_scale: float) -> Precision:

@@ -12,9 +12,12 @@ same dropout masks, and a skipped one leaves no trace in the generator.
 
 import os
 import random
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import nn
 
 from stabletrain.errors import ConfigError
 
@@ -31,6 +34,22 @@ def mix(seed: int, step: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+@contextmanager
+def borrowed(model: nn.Module) -> Generator[None, None, None]:
+    """Within it random numbers are borrowed: afterwards every generator is as before.
+
+    PyTorch's generators of the CPU and of the model's cards, NumPy's and Python's.
+    """
+    cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    drawn, numpy_drawn = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=cards):
+        try:
+            yield
+        finally:
+            random.setstate(drawn)
+            np.random.set_state(numpy_drawn)
 
 
 def set_kernels(strict: bool) -> dict:

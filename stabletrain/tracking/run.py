@@ -57,6 +57,9 @@ class NoRunFolder:
     def abandon(self, reason: str) -> None:
         """Nothing is written."""
 
+    def learn(self, hardware: Mapping[str, Any]) -> None:
+        """Nothing is written."""
+
     def finish(self, status: str, reason: str | None, final: Mapping[str, Any]) -> None:
         """Nothing is written."""
 
@@ -151,6 +154,10 @@ class RunFolder(NoRunFolder):
             self._release()
             raise self._unwritable(error) from error
         return self.id
+
+    def learn(self, hardware: Mapping[str, Any]) -> None:
+        """Adds to what the record says of the machine; it is written with how the run ends."""
+        self._record["hardware"] |= hardware
 
     def abandon(self, reason: str) -> None:
         """Ends a start that led to nothing: what the folder said before stands again, or that it failed."""

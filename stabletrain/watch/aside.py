@@ -6,29 +6,21 @@ and hooks are heard.
 """
 
 import contextlib
-import random
 from collections.abc import Generator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+
+from stabletrain.machine.compiling import plainly
+from stabletrain.machine.determinism import borrowed
 
 
 @contextlib.contextmanager
 def aside(model: nn.Module) -> Generator[None, None, None]:
-    """Within it passes are plain Python and random numbers are borrowed: afterwards every generator is as before.
-
-    PyTorch's generators of the CPU and of the model's cards, NumPy's and Python's.
-    """
-    cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    drawn, numpy_drawn = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=cards), torch.compiler.set_stance("force_eager"):
-        try:
-            yield
-        finally:
-            random.setstate(drawn)
-            np.random.set_state(numpy_drawn)
+    """Within it passes are plain Python and random numbers are borrowed: afterwards every generator is as before."""
+    with borrowed(model), plainly():
+        yield
 
 
 def run(model: nn.Module, inputs: Any, parameters: dict[str, Tensor] | None = None) -> Tensor:

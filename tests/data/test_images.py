@@ -7,7 +7,7 @@ from PIL import Image
 
 from stabletrain.data.augment import CropFlip, ResizedCrop, augmentation, fit
 from stabletrain.data.imagefolder import ImageFolder
-from stabletrain.data.images import Cifar10, Digits
+from stabletrain.data.images import Cifar10, Digits, Held, Images
 from stabletrain.data.order import uniform
 from stabletrain.errors import ConfigError
 
@@ -222,3 +222,57 @@ def test_cifar_that_cannot_be_fetched_says_so(tmp_path, monkeypatch):
 
 def test_augmentations_have_names():
     assert augmentation("resized_crop", 224) == ResizedCrop(224)
+
+
+def one_by_one(images, draws, flip):
+    """The reference of `CropFlip`: each image is padded, cut and mirrored by itself."""
+    size = images.shape[-1]
+    pad = max(1, size // 8)
+    out = []
+    for image, (y, x, mirror) in zip(images, draws[:, :3].tolist(), strict=True):
+        padded = torch.zeros(image.shape[0], size + 2 * pad, size + 2 * pad, dtype=image.dtype)
+        padded[:, pad:-pad, pad:-pad] = image
+        top, left = int(y * (2 * pad + 1)), int(x * (2 * pad + 1))
+        cut = padded[:, top : top + size, left : left + size]
+        out.append(cut.flip(-1) if flip and mirror < 0.5 else cut)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("flip", [True, False])
+@pytest.mark.parametrize(("channels", "size"), [(3, 32), (1, 8), (1, 5)])
+def test_one_gather_cuts_as_one_image_after_the_other(channels, size, flip):
+    images = torch.randint(256, (64, channels, size, size), dtype=torch.uint8)
+    draws = uniform(np.arange(64), 7, 42)
+    draws[0, :3], draws[1, :3] = 0.0, np.nextafter(1.0, 0.0)
+    found = CropFlip(flip)(images, draws)
+    assert found.dtype == torch.uint8
+    assert torch.equal(found, one_by_one(images, draws, flip))
+
+
+@pytest.mark.parametrize("augment", ["none", "crop_flip"])
+def test_pictures_that_are_held_make_batches_where_they_are(augment):
+    """`meta` stands for a card: what would be computed on the host, or copied from it by value, fails on it."""
+    held = {
+        split: Held(torch.randint(256, (12, 3, 8, 8), dtype=torch.uint8), [0, 1] * 6, split)
+        for split in ("train", "val")
+    }
+    data = Images("set", held, ["a", "b"], size=8, mean=[0.5] * 3, std=[0.2] * 3, augment=augment, seed=0)
+    here = data.batch(1, 4, "train")
+    data.to(torch.device("meta"))
+    for split in ("train", "val"):
+        batch = data.batch(1, 4, split)
+        assert (batch.inputs.device.type, batch.targets.device.type) == ("meta", "meta")
+        assert batch.inputs.is_contiguous(memory_format=torch.channels_last)
+        assert batch.ids is not None
+        assert batch.ids.device.type == "cpu"
+    assert torch.equal(data.batch(1, 4, "train").ids, here.ids)
+
+
+def test_pictures_that_are_scaled_one_by_one_stay_on_the_host():
+    held = {
+        split: Held(torch.randint(256, (12, 3, 8, 8), dtype=torch.uint8), [0, 1] * 6, split)
+        for split in ("train", "val")
+    }
+    data = Images("set", held, ["a", "b"], size=4, mean=[0.5] * 3, std=[0.2] * 3, augment="crop", seed=0)
+    data.to(torch.device("meta"))
+    assert data.batch(0, 4, "train").inputs.device.type == "cpu"

@@ -24,7 +24,7 @@ MAY_SEE = {
     "launch": NOUNS | {"arguments", "commands", "ranks", "last_words", "mistakes", "config", "sweep", "build", "loop"},
     "step": NOUNS | {"watch"},
     "evaluate": NOUNS | {"step"},
-    "watch": NOUNS,
+    "watch": NOUNS | {"machine"},
     "machine": NOUNS,
     "stability": NOUNS | {"watch", "machine"},
     "models": NOUNS,
@@ -34,13 +34,14 @@ MAY_SEE = {
     "parallel": NOUNS | {"ranks", "state"},
     "compare": NOUNS | {"tracking"},
     "faults": NOUNS | {"state"},
-    "forensics": NOUNS | {"ranks", "step", "watch", "stability", "state", "tracking", "parallel"},
+    "forensics": NOUNS | {"ranks", "step", "watch", "stability", "state", "tracking", "parallel", "machine"},
     "job": NOUNS | {"step", "machine", "state", "tracking", "watch", "forensics", "parallel", "compare"},
     "recovery": NOUNS | {"job", "data", "state", "tracking"},
-    "report": NOUNS | {"job", "step", "forensics", "watch"},
+    "report": NOUNS | {"job", "step", "forensics", "watch", "machine"},
     "loop": NOUNS | {"last_words", "job", "step", "evaluate", "machine", "recovery", "report"},
     "summary": NOUNS | {"arguments", "commands", "models", "ranks"},
     "agreement": NOUNS | {"config", "ranks", "machine"},
+    "trial": NOUNS | {"machine", "step"},
     "build": NOUNS
     | {
         "agreement",
@@ -61,6 +62,7 @@ MAY_SEE = {
         "forensics",
         "parallel",
         "ranks",
+        "trial",
     },
     "overrides": NOUNS | {"arguments", "mistakes", "config"},
     "rerun": NOUNS

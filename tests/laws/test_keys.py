@@ -469,12 +469,16 @@ tests/faults/test_faults.py shows them alive."""
 
 
 @pytest.mark.parametrize("key", TOP)
-def test_every_top_level_key_is_alive(tmp_path, places, key):
+def test_every_top_level_key_is_alive(tmp_path, places, key, monkeypatch):
     assert key in CHANGED, f"{key} is new: give CHANGED a value that must change a run"
     chosen = filled(["wandb=disabled", *SMALL, *SMALL_GPT], places)
     if key == "compile":  # jaxtyping's checks cannot be traced: that it trains is tests/test_compile.py's
-        with composed(*chosen, "compile=true") as cfg:
-            assert build(cfg, tmp_path).state.model._compiled_call_impl is not None
+        tried = []
+        monkeypatch.setattr("stabletrain.build.compiled", lambda *_, **how: tried.append(how["must"]) or ({}, "tried"))
+        for number, choice in enumerate(("auto", "false", "true")):
+            with composed(*chosen, f"compile={choice}") as cfg:
+                build(cfg, tmp_path / str(number))
+        assert tried == [True], "on a CPU only true compiles, and then it must"
         return
     base = observe(tmp_path / "base", chosen)
     if key == "report":  # the page is written beside the last words: tests/compare/test_at_end.py

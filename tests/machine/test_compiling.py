@@ -1,0 +1,128 @@
+"""A compiled model: proved without a trace, compiled for one shape only, plain again where it cannot be compiled."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from stabletrain.config import check
+from stabletrain.errors import ConfigError
+from stabletrain.machine import compiling
+from stabletrain.machine.compiling import plainly, prove, shape_of, wanted
+from tests.runs import TINY_GPT, composed
+
+
+class Worn(nn.Module):
+    """A model with statistics, dropout and Python's own randomness, whose annotations nothing checks."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.5)
+
+    def forward(self, inputs):
+        return self.dropout(self.norm(self.linear(inputs)))
+
+
+def proved(model, inputs):
+    return prove(model, inputs.shape, lambda: model(inputs).square().sum(), lambda loss: loss.backward())
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The graphs that were compiled, by a compiler that leaves them as they are."""
+    graphs = []
+
+    def leave(graph, inputs):
+        graphs.append(len(inputs))
+        return graph.forward
+
+    monkeypatch.setattr(compiling, "inductor", leave)
+    yield graphs
+    torch.compiler.reset()
+
+
+def state_of(model):
+    """All that a trial might touch, by name, as plain values."""
+    found = {name: value.tolist() for name, value in model.state_dict().items()}
+    found |= {f"{name}.grad": None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()}
+    found |= {f"{name}.training": module.training for name, module in model.named_modules()}
+    # not Python's own generator: the tests' shape checks draw from it
+    return found | {"torch": torch.get_rng_state().tolist(), "numpy": str(np.random.get_state())}
+
+
+def test_the_trial_leaves_no_trace(compiled):
+    torch.manual_seed(0)
+    model, inputs = Worn(), torch.randn(4, 8)
+    model.norm.eval()
+    model.linear.weight.grad = torch.ones(8, 8)
+    before = state_of(model)
+    seconds, why = proved(model, inputs)
+    assert (why, shape_of(model), len(compiled)) == ("", (4, 8), 1)
+    assert seconds > 0
+    after = state_of(model)
+    assert [name for name in before if after[name] != before[name]] == []
+
+
+def test_only_training_passes_of_the_shape_are_compiled(compiled):
+    model, inputs = Worn(), torch.randn(4, 8)
+    proved(model, inputs)
+    for other in (2, 3, 5):
+        model(torch.randn(other, 8)).sum().backward()
+    model.eval()
+    model(inputs)
+    model.train()
+    with torch.no_grad():
+        model(inputs)
+    with plainly():
+        model(inputs)
+    assert len(compiled) == 1
+    with torch.compiler.set_stance("fail_on_recompile"):
+        model(inputs).sum().backward()
+
+
+def test_a_late_run_of_a_process_is_compiled_as_the_first_was(compiled):
+    """PyTorch gives up in silence after eight forms of one function."""
+    for number in range(12):
+        width = 4 + number
+        model, inputs = Worn(width), torch.randn(4, width)
+        proved(model, inputs)
+        assert len(compiled) == number + 1
+
+
+def test_what_cannot_be_compiled_is_plain_again_and_says_why(compiled, monkeypatch):
+    def refuse(graph, inputs):
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(compiling, "inductor", refuse)
+    model, inputs = Worn(), torch.randn(4, 8)
+    _, why = proved(model, inputs)
+    assert "no C++ compiler" in why
+    assert model._compiled_call_impl is None
+    model(inputs).sum().backward()
+
+
+def test_a_rank_goes_by_what_another_has_met(compiled):
+    model, inputs = Worn(), torch.randn(4, 8)
+    _, why = prove(model, inputs.shape, lambda: model(inputs).sum(), lambda loss: loss.backward(), lambda here: True)
+    assert why == "it failed on another rank"
+    assert model._compiled_call_impl is None
+
+
+def test_a_mistake_of_the_model_is_told_as_its_own(compiled):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        proved(Worn(), torch.randn(4, 9))
+
+
+def test_auto_compiles_on_cuda_only():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert [wanted(choice, cpu) for choice in ("auto", True, False)] == [False, True, False]
+    assert [wanted(choice, cuda) for choice in ("auto", True, False)] == [True, True, False]
+
+
+@pytest.mark.parametrize("value", ["yess", "1", "null"])
+def test_anything_else_is_refused(value):
+    with (
+        composed(*TINY_GPT, f"compile={value}") as cfg,
+        pytest.raises(ConfigError, match=f"compile={value} is not auto"),
+    ):
+        check(cfg)
