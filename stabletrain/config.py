@@ -5,7 +5,7 @@ stand in that option's class.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from hydra import compose
@@ -43,8 +43,14 @@ NULLS = {
 }
 """Keys whose default is null, and a value of the type that they take otherwise."""
 
-SWITCHES = ("compile",)
-"""Keys that are auto, true or false."""
+MIXED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "compile": (lambda value: value == "auto" or isinstance(value, bool), "auto, true or false"),
+    "loss_chunk": (
+        lambda value: value in ("auto", "none") or (type(value) is int and value >= 1),
+        "auto, none, or a number of tokens of at least 1",
+    ),
+}
+"""Keys whose values are not all of one type: what they may be, and the same in words."""
 
 CHOSEN_PARTS = ("qknorm", "softcap", "qkclip")
 """Groups that a model must take up by naming them in its own YAML (`qknorm: ${qknorm}`)."""
@@ -152,9 +158,10 @@ def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
         if key not in defaults:
             near = difflib.get_close_matches(key, list(defaults), n=1, cutoff=0.75)
             raise ConfigError(f"{key}={value}: there is no such key{f'; did you mean {near[0]}?' if near else ''}")
-        if key in SWITCHES:
-            if not (value == "auto" or isinstance(value, bool)):
-                raise ConfigError(f"{key}={show(value)} is not auto, true or false: the default is {defaults[key]}")
+        if key in MIXED:
+            may_be, words = MIXED[key]
+            if not may_be(value):
+                raise ConfigError(f"{key}={show(value)} is not {words}: the default is {defaults[key]}")
             continue
         default = defaults[key] if defaults[key] is not None else NULLS.get(key)
         if default is None or (value is None and defaults[key] is None) or fits(value, default):

@@ -11,7 +11,7 @@ from torch import Tensor
 from stabletrain.errors import ConfigError
 from stabletrain.machine.compiling import prove
 from stabletrain.records import Batch, TrainState
-from stabletrain.step import Tools, counted
+from stabletrain.step import Running, Tools, counted
 
 
 def compiled(
@@ -34,18 +34,17 @@ def compiled(
     """
     if not batch.targets.numel():
         return {"compiled": False}, "compile  off: the batch to try it on is empty; training goes on uncompiled"
-    model = state.model
+    model, running = state.model, Running(state.model, tools)
 
     def forward() -> Tensor:
         inputs, _, _ = tools.intake.inputs(batch.inputs)
         with tools.parallel.meeting(model, True):
-            with tools.precision.autocast():
-                logits = tools.parallel.forward(model, inputs)
+            logits = tools.objective.logits(running, inputs)
             targets, _ = tools.intake.targets(batch.targets, logits.shape[-1])
             return tools.objective(logits, targets, counted([batch]).clamp(min=1)).total
 
     def backward(loss: Tensor) -> None:
-        tools.precision.scale(tools.parallel.shared(loss)).backward()
+        running.scaled(loss).backward()
 
     seconds, why = prove(model, batch.inputs.shape, forward, backward, anywhere)
     if not why:

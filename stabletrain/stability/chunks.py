@@ -137,23 +137,21 @@ class _Loss(Function):
         return None, None, None, None, *gradients
 
 
-def in_chunks(objective: Objective, wanted: Any, model: nn.Module, able: bool) -> Objective | InChunks:
+def in_chunks(objective: Objective, wanted: str | int, model: nn.Module, able: bool) -> Objective | InChunks:
     """The objective for `loss_chunk`.
 
     Args:
         objective: the plain one.
-        wanted: `auto`, `none`, or how many tokens a chunk has.
+        wanted: `auto`, `none`, or how many tokens a chunk has, at least 1.
         model: whose logits they are.
         able: whether the head may run outside of the model's forward pass.
 
     Raises:
-        ConfigError: it is none of the three, or this model or the way it is spread over ranks has no chunks.
+        ConfigError: it is a number, and this model or the way it is spread over ranks has no chunks.
     """
     if wanted == "none":
         return objective
-    number = isinstance(wanted, int) and not isinstance(wanted, bool)
-    if wanted != "auto" and not (number and wanted >= 1):
-        raise ConfigError(f"loss_chunk={wanted} is neither auto, none, nor a number of tokens of at least 1")
+    number = isinstance(wanted, int)
     if able and isinstance(model, WithHead) and "head" in signature(model.forward).parameters:
         classes = model.classifier().weight.shape[0]
         return InChunks(objective, wanted if number else max(1, LOGITS_AT_ONCE // classes), classes)

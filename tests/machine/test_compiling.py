@@ -119,10 +119,16 @@ def test_auto_compiles_on_cuda_only():
     assert [wanted(choice, cuda) for choice in ("auto", True, False)] == [True, True, False]
 
 
-@pytest.mark.parametrize("value", ["yess", "1", "null"])
-def test_anything_else_is_refused(value):
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("compile", value) for value in ("yess", "1", "null")),
+        *(("loss_chunk", value) for value in ("0", "some", "true")),
+    ],
+)
+def test_anything_else_is_refused(key, value):
     with (
-        composed(*TINY_GPT, f"compile={value}") as cfg,
-        pytest.raises(ConfigError, match=f"compile={value} is not auto"),
+        composed(*TINY_GPT, f"{key}={value}") as cfg,
+        pytest.raises(ConfigError, match=f"{key}={value} is not auto"),
     ):
         check(cfg)

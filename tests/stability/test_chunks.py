@@ -179,9 +179,6 @@ def test_auto_takes_as_many_tokens_as_fit_and_leaves_other_models_alone():
 @pytest.mark.parametrize(
     ("wanted", "model", "able", "said"),
     [
-        (0, gpt, True, "loss_chunk=0 is neither auto, none, nor a number"),
-        (True, gpt, True, "loss_chunk=True is neither"),
-        ("some", gpt, True, "loss_chunk=some is neither"),
         (64, gpt, False, "loss_chunk=64: the ranks have the head's weights"),
         (64, lambda: torch.nn.Linear(2, 2), True, "loss_chunk=64: Linear makes its logits in its forward pass"),
     ],
