@@ -40,6 +40,7 @@ from jobs import SIZES, Rounds, built
 from measuring import Clock, command_line, head, in_turns, machine, modes, quartiles, ratios, row, save, silence, whole
 from others import Others, beside, check_installed
 from targets import judged
+from waiting import waiting
 
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
@@ -54,6 +55,9 @@ OURS = {
 
 OPTIMIZERS = {"adamw": (adamw, 1e-3), "sgd": (sgd, 0.1)}
 """How bare.py makes an optimizer, and the peak learning rate of all."""
+
+FEWER = 4
+"""Hooks and anomaly mode cost so much that a part of the rounds, one in so many, shows it."""
 
 READY = 8
 """Batches that lie ready for the bare loop."""
@@ -73,11 +77,13 @@ class Found:
 
     Attributes:
         seconds: of a step, of each kind, in each round.
+        bare: those of the bare loop in the same rounds.
         done: how often each of the loop's runs looked, and put a state by, in each round.
         waits_for: see `waiting`.
     """
 
     seconds: dict[str, list[float]]
+    bare: dict[str, list[float]]
     done: dict[str, dict[str, list[int]]]
     waits_for: str
 
@@ -122,6 +128,9 @@ def measured(
         "bare": Kind(bare),
         "bare again": Kind(again),
         **{name: Kind(run) for name, run in runs.items()},
+    }
+    dear = {
+        "bare": Kind(bare),
         "finite hooks": Kind(other, lambda: finite_hooks(other.model, backward=True)),
         "anomaly mode": Kind(other, lambda: torch.autograd.set_detect_anomaly(True)),
     }
@@ -137,7 +146,10 @@ def measured(
         return seconds
 
     taken = in_turns({name: partial(timed, name, each) for name, each in kinds.items()}, rounds)
-    found = Found(taken, done, waiting(runs["defaults"]))
+    fewer = in_turns({name: partial(timed, name, each) for name, each in dear.items()}, max(rounds // FEWER, 2), 1)
+    reference = fewer.pop("bare")
+    against = dict.fromkeys(taken, taken["bare"]) | dict.fromkeys(fewer, reference)
+    found = Found({**taken, **fewer}, against, done, waiting(runs["defaults"]))
     for run in runs.values():
         run.close()
     return found
@@ -159,37 +171,21 @@ def fits(folder: Path, overrides: Sequence[str], rounds: int, turn: int, clock: 
     )
     taken = in_turns(beside(bare, run, others), rounds, warm_up=1)
     run.close()
-    return Found(taken, {}, "unknown")
-
-
-def waiting(run: Rounds) -> str:
-    """What in an ordinary step makes the host wait for the device; `nothing`, or `unknown` where there is no card."""
-    if run.job.device.type != "cuda":
-        return "unknown"
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run.compute()
-        run.settle()
-        run.commit()
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    return "nothing"
+    return Found(taken, dict.fromkeys(taken, taken["bare"]), {}, "unknown")
 
 
 def show(workload: str, mode: str, found: Found) -> list[dict[str, Any]]:
     """Prints the rows of one model, and returns them for the JSON."""
-    bare, results = found.seconds["bare"], []
+    results = []
     for what, taken in found.seconds.items():
+        bare = found.bare[what]
         ordinary, total = quartiles(ratios(taken, bare)), whole(taken, bare)
         cells = [f"{1000 * quartiles(bare)[0]:.1f} ms", "", "1", ""]
         if what != "bare":
             cells = [f"{ordinary[0]:.3f}", "{1:.3f} - {2:.3f}".format(*ordinary)]
             cells += [f"{total[0]:.3f}", "{1:.3f} - {2:.3f}".format(*total)]
         print(row(workload, mode, what, *cells), flush=True)
-        numbers = {"step": ordinary, "whole": total, "seconds": taken, "done": found.done.get(what, {})}
+        numbers = {"step": ordinary, "whole": total, "seconds": taken, "bare": bare, "done": found.done.get(what, {})}
         results.append({"workload": workload, "precision": mode, "what": what, **numbers, "waits_for": found.waits_for})
     for name, done in found.done.items():
         for what, counts in done.items():

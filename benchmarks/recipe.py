@@ -81,7 +81,11 @@ class Recipe:
         )
 
     def seconds(self, steps: int) -> float:
-        """Seconds a step over so many, once the batches that were made before the clock started are used up."""
+        """Seconds a step over so many, once the batches that were made before the clock started are used up.
+
+        At least two batches of each worker are timed, since they finish together and their batches come in bursts.
+        """
+        steps = max(steps, self.ahead - 1)
         batches = itertools.islice(self._forever(), self.ahead + steps)
         for _ in range(self.ahead):
             self.step(*next(batches))

@@ -109,7 +109,7 @@ class Bench:
 
     def recipe(self, workers: int) -> Callable[[int], float]:
         """The recipe on a twin of the model; it keeps the time by itself, since its workers run ahead."""
-        held = pictures(10_000, 32, 10, "recipe")
+        held = pictures(50_000 if self.device.type == "cuda" else 2_000, 32, 10, "recipe")
         recipe = Recipe(
             copy.deepcopy(self.runs["stabletrain"].job.state.model),
             held.pixels,
@@ -134,9 +134,9 @@ class Bench:
             if what in self.runs:
                 run = self.runs[what]
                 found.mfu = job.usage.metrics(found.rate).get("throughput/mfu")
-                found.shares = run.shares(max(rounds, 3))
+                found.shares = run.shares(max(rounds // 2, 3))
                 number = job.state.step + 1000
-                found.making = Clock(torch.device("cpu")).seconds(partial(job.load, number)) / middle
+                found.making = self.clock.seconds(partial(job.load, number)) / middle
                 if "compiled" in what:
                     found.compile = found.first - WARM_UP * middle
         for run in self.runs.values():

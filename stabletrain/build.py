@@ -31,6 +31,7 @@ from stabletrain.machine.usage import Usage, forget_peak, peak_flops
 from stabletrain.parallel import SharedCheckpoints
 from stabletrain.ranks import Ranks, first_does, here, join
 from stabletrain.records import Batch, TrainState
+from stabletrain.stability.chunks import in_chunks
 from stabletrain.stability.intake import Intake
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.schedule import LearningRate
@@ -98,7 +99,9 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
     tools = Tools(
         intake=Intake(vocabulary(model, data)),
         precision=precision,
-        objective=Objective(make(cfg, "zloss"), cfg.label_smoothing),
+        objective=in_chunks(
+            Objective(make(cfg, "zloss"), cfg.label_smoothing), cfg.loss_chunk, model, parallel.head_apart
+        ),
         clipping=clipping,
         after_update=make(cfg, "qkclip"),
         guard=guard,

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from stabletrain.records import IGNORE_INDEX, Batch
+from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE, Batch
 from stabletrain.step import Intake, Parallel, Precision
 
 
@@ -38,15 +38,15 @@ def evaluate(
                 logits = model(inputs)
             known, bad_targets = intake.targets(batch.targets, logits.shape[-1])
             spoilt = spoilt + (bad_inputs | bad_targets)
-            rows, targets = logits.flatten(0, -2).float(), known.flatten()
-            targets = torch.where(bad_inputs, IGNORE_INDEX, targets)
-            rows = torch.where(bad_inputs, 0.0, rows)
-            valid = targets != IGNORE_INDEX
-            loss = loss + F.cross_entropy(rows, targets, ignore_index=IGNORE_INDEX, reduction="sum").double()
-            count = count + valid.sum()
-            if logits.ndim == 2:
-                classifies = True
-                correct = correct + ((rows.argmax(dim=-1) == targets) & valid).sum()
+            targets = torch.where(bad_inputs, IGNORE_INDEX, known.flatten())
+            classifies = logits.ndim == 2
+            for rows, wanted in in_parts(logits.flatten(0, -2), targets):
+                rows = torch.where(bad_inputs, 0.0, rows.float())
+                loss = loss + F.cross_entropy(rows, wanted, ignore_index=IGNORE_INDEX, reduction="sum").double()
+                valid = wanted != IGNORE_INDEX
+                count = count + valid.sum()
+                if classifies:
+                    correct = correct + ((rows.argmax(dim=-1) == wanted) & valid).sum()
     finally:
         model.train(training)
     mine = [torch.as_tensor(each, dtype=torch.float64, device=device) for each in (loss, count, correct, spoilt)]
@@ -55,3 +55,9 @@ def evaluate(
     if classifies:
         metrics["val/accuracy"] = correct / total if total else float("nan")
     return metrics | ({"val/bad_batches": int(spoilt)} if spoilt else {})
+
+
+def in_parts(rows: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of logits and their targets, no more at once than `LOGITS_AT_ONCE` of them."""
+    size = max(1, LOGITS_AT_ONCE // max(rows.shape[-1], 1))
+    return zip(rows.split(size), targets.split(size), strict=True)

@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 IGNORE_INDEX = -100
 """A target of this value is not counted: PyTorch's own default for `ignore_index`."""
 
+LOGITS_AT_ONCE = 2**26
+"""Most logits that are widened to fp32 together, where nothing else is asked for: 256 MiB."""
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -22,6 +22,7 @@ from stabletrain.machine import hardware
 from stabletrain.overrides import changed
 from stabletrain.parallel import Alone
 from stabletrain.records import Reading, TrainState
+from stabletrain.stability.chunks import in_chunks
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.intake import Intake
 from stabletrain.stability.objective import Objective
@@ -157,7 +158,9 @@ def built(cfg: DictConfig) -> tuple[nn.Module, Tools]:
     tools = Tools(
         intake=Intake(vocabulary(model, cfg.model)),
         precision=precision,
-        objective=Objective(make(cfg, "zloss"), cfg.label_smoothing),
+        objective=in_chunks(
+            Objective(make(cfg, "zloss"), cfg.label_smoothing), cfg.get("loss_chunk", "none"), model, able=True
+        ),
         clipping=make(cfg, "clipping"),
         after_update=make(cfg, "qkclip"),
         guard=NoGuard(),

@@ -13,7 +13,7 @@ step started from. Nothing here waits for the device, so on CUDA the reading cos
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +48,12 @@ class Precision(Protocol):
 
 @runtime_checkable
 class Objective(Protocol):
-    """What is minimised; see `stability/objective.py`."""
+    """What is minimised, of which logits; see `stability/objective.py` and `stability/chunks.py`."""
 
-    def __call__(self, logits: Tensor, targets: Tensor, n_valid: Tensor) -> LossTerms: ...
+    @property
+    def plain(self) -> "Objective": ...
+    def logits(self, running: "Running", inputs: Tensor) -> Any: ...
+    def __call__(self, logits: Any, targets: Tensor, n_valid: Tensor) -> LossTerms: ...
 
 
 @runtime_checkable
@@ -115,7 +118,7 @@ class Intake(Protocol):
 class Parallel(Protocol):
     """The ranks that train together, or one process; see `parallel/`."""
 
-    def forward(self, model: nn.Module, inputs: Tensor) -> Tensor: ...
+    def forward(self, model: nn.Module, inputs: Tensor, **how: Any) -> Tensor: ...
     def meeting(self, model: nn.Module, last: bool) -> AbstractContextManager: ...
     def shared(self, loss: Tensor) -> Tensor: ...
     def average_(self, model: nn.Module, held: list[Tensor]) -> None: ...
@@ -152,6 +155,28 @@ class Tools:
     determinism: Seeding
     seed: int
     parallel: Parallel
+
+
+@dataclass(frozen=True)
+class Running:
+    """The model as a step runs it: by way of the ranks, in the format of the precision."""
+
+    model: nn.Module
+    tools: Tools
+
+    def __call__(self, inputs: Tensor, **how: Any) -> Tensor:
+        """Its forward pass; `how` are options of that."""
+        with self.tools.precision.autocast():
+            return self.tools.parallel.forward(self.model, inputs, **how)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Its head alone, of a model that has one apart."""
+        with self.tools.precision.autocast():
+            return self.model.logits(features)  # ty: ignore[not-callable]
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What of a loss is differentiated."""
+        return self.tools.precision.scale(self.tools.parallel.shared(loss))
 
 
 @dataclass(frozen=True)
@@ -213,17 +238,17 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     targets_left = counted(batches)
     n_valid = targets_left.clamp(min=1)
     parts, bad, largest, classes = [], [targets_left == 0], [], None
+    running = Running(state.model, tools)
     for number, batch in enumerate(batches, 1):
         if batch.targets.numel() == 0:  # nothing to run on; a shape, so nothing is waited for
             continue
         inputs, magnitude, bad_inputs = tools.intake.inputs(batch.inputs)
         with tools.parallel.meeting(state.model, number == len(batches)):
-            with tools.precision.autocast():
-                logits = tools.parallel.forward(state.model, inputs)
-            classes = logits.shape[-1] if isinstance(logits, Tensor) and logits.ndim else 0  # the objective refuses it
+            logits = tools.objective.logits(running, inputs)
+            classes = shape[-1] if (shape := getattr(logits, "shape", ())) else 0  # the objective refuses it
             targets, bad_targets = tools.intake.targets(batch.targets, classes)
             part = tools.objective(logits, targets, n_valid)
-            tools.precision.scale(tools.parallel.shared(part.total)).backward()
+            running.scaled(part.total).backward()
         parts.append(part.detach())
         bad += [bad_inputs, bad_targets]
         largest.append(magnitude)

@@ -129,11 +129,15 @@ def explain(
 
 
 def trace(scene: Scene, variant: str = "same") -> tuple[Origin | None, list[str]]:
-    """The operation to blame in a replay, and the operations of its own module that its inputs came from."""
+    """The operation to blame in a replay, and the operations of its own module that its inputs came from.
+
+    The loss is taken of whole logits, whatever the step did: a trace tells forward from backward by their order.
+    """
     take = VARIANTS[variant](scene)
+    tools = replace(take.tools, objective=take.tools.objective.plain)
     tracing = Trace(take.model)
     with tracing, ieee_kernels() if variant == "fp32" else contextlib.nullcontext():
-        perform(take.model, take.batches, take.tools, scene.step)
+        perform(take.model, take.batches, tools, scene.step)
     origin = find_origin(tracing)
     if origin is None:
         return None, []

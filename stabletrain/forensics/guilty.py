@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stabletrain.forensics.replay import perform
 from stabletrain.forensics.scene import Scene
-from stabletrain.records import IGNORE_INDEX, Batch
-from stabletrain.step import Tools
+from stabletrain.records import IGNORE_INDEX, Batch, LossTerms
+from stabletrain.step import Objective, Running, Tools
 from stabletrain.watch.aside import aside
 
 
@@ -62,6 +62,23 @@ def guilty_samples(scene: Scene) -> Guilty:
     return Guilty(sorted(alone + together), not together, trials.passes)
 
 
+@dataclass(frozen=True)
+class Divided:
+    """An objective that divides by the same number of targets, whatever it is told."""
+
+    plain: Objective
+    n_valid: Tensor
+
+    def logits(self, running: Running, inputs: Tensor) -> Tensor:
+        """The plain objective's."""
+        return self.plain.logits(running, inputs)
+
+    def __call__(self, logits: Tensor, targets: Tensor, n_valid: Tensor) -> LossTerms:
+        """The plain objective's."""
+        del n_valid
+        return self.plain(logits, targets, self.n_valid)
+
+
 class Trials:
     """Runs a step with some samples of its batch, as often as it may.
 
@@ -81,7 +98,7 @@ class Trials:
         sample alone, divided by its own, would overflow in the backward pass where the batch did not."""
         tools, targets = self._scene.acting(), self._scene.batch.targets
         n_valid = (targets != IGNORE_INDEX).sum().clamp(min=1).to(self._scene.device)
-        return replace(tools, objective=lambda logits, targets, _: tools.objective(logits, targets, n_valid))
+        return replace(tools, objective=Divided(tools.objective.plain, n_valid))
 
     def can_go_on(self, passes: int) -> bool:
         """Whether so many more passes are allowed."""

@@ -24,8 +24,8 @@ class TiedHead(nn.Module):
     """A head without weights of its own: logits are products with the embedding's rows."""
 
     def forward(
-        self, x: Float[Tensor, "batch time width"], embedding: Float[Tensor, "vocab width"]
-    ) -> Float[Tensor, "batch time vocab"]:
+        self, x: Float[Tensor, "*tokens width"], embedding: Float[Tensor, "vocab width"]
+    ) -> Float[Tensor, "*tokens vocab"]:
         return F.linear(x, embedding)
 
 
@@ -138,13 +138,14 @@ class GPT(nn.Module):
         self.head = TiedHead() if tied_head else nn.Linear(n_embd, vocab_size, bias=False)
 
     def forward(
-        self, inputs: Int[Tensor, "batch time"], cache: list[KVCache] | None = None
-    ) -> Float[Tensor, "batch time vocab"]:
+        self, inputs: Int[Tensor, "batch time"], cache: list[KVCache] | None = None, *, head: bool = True
+    ) -> Float[Tensor, "batch time vocab_or_width"]:
         """Logits of the token after each of `inputs`, in the dtype autocast gives the head.
 
         Args:
             inputs: token ids.
             cache: from `new_cache`; `inputs` then continue what it has read, and are added to it.
+            head: False for the features `[batch, time, width]` that `logits` makes logits of.
 
         Raises:
             ValueError: the sequence, with what the cache holds, is longer than `block_size`.
@@ -159,8 +160,12 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, self.position, cache[i] if cache else None)
         x = self.norm(x)
-        logits = self.head(x, self.embedding.weight) if isinstance(self.head, TiedHead) else self.head(x)
-        return self.softcap.final(logits)
+        return self.logits(x) if head else x
+
+    def logits(self, features: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens vocab"]:
+        """The head alone; each token by itself."""
+        tied = isinstance(self.head, TiedHead)
+        return self.softcap.final(self.head(features, self.embedding.weight) if tied else self.head(features))
 
     def new_cache(self) -> list[KVCache]:
         """An empty cache, one part for each block; `forward` fills it."""

@@ -18,10 +18,12 @@ class Alone:
         ranks: this process among those of the run.
         name: of the kind.
         has_whole_moments: whether the optimizer's moments are whole on every rank.
+        head_apart: whether the model's head may run outside of its forward pass.
     """
 
     name = "alone"
     has_whole_moments = True
+    head_apart = True
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
@@ -49,9 +51,9 @@ class Alone:
 
     # ---- in a step
 
-    def forward(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """The model's logits."""
-        return model(inputs)
+    def forward(self, model: nn.Module, inputs: Tensor, **how: Any) -> Tensor:
+        """The model's logits, or what else it is asked for."""
+        return model(inputs, **how)
 
     def meeting(self, model: nn.Module, last: bool) -> AbstractContextManager:
         """Around forward and backward of a micro-batch: gradients meet after the last one only."""

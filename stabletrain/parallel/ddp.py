@@ -40,6 +40,7 @@ class DDP(Shared):
         super().__init__(ranks)
         self.compare = compare
         self.find_unused_parameters = find_unused_parameters
+        self.head_apart = not find_unused_parameters  # it would be taken for unused
         self._wrapped: DistributedDataParallel | None = None
 
     def check(self, choices: Mapping[str, str]) -> None:
@@ -58,11 +59,11 @@ class DDP(Shared):
         options: dict[str, Any] = {"find_unused_parameters": self.find_unused_parameters, SYNC_BUFFERS: False}
         self._wrapped = DistributedDataParallel(model, **options)
 
-    def forward(self, model: nn.Module, inputs: Tensor) -> Tensor:
+    def forward(self, model: nn.Module, inputs: Tensor, **how: Any) -> Tensor:
         """The logits, by way of DDP, which prepares to reduce the gradients."""
         del model
         assert self._wrapped is not None, "wrap(model) comes first"
-        return self._wrapped(inputs)
+        return self._wrapped(inputs, **how)
 
     def meeting(self, model: nn.Module, last: bool) -> AbstractContextManager:
         """Gradients of all micro-batches but the last stay on their rank."""

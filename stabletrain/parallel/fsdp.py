@@ -43,6 +43,7 @@ class FSDP(Shared):
 
     name = "fsdp"
     has_whole_moments = False
+    head_apart = False  # its weights are whole within the forward pass only
 
     def __init__(self, ranks: Ranks, reshard_after_forward: bool = True) -> None:
         super().__init__(ranks)

@@ -94,6 +94,7 @@ CHANGED: dict[str, object] = {
     "grad_accum_steps": 2,
     "seed": 1,
     "label_smoothing": 0.1,
+    "loss_chunk": 7,
     "eval_every": 3,
     "eval_batches": 1,
     "log_every": 1,

@@ -36,6 +36,7 @@ DDP_ONLY = {
     "stable_adamw": [*GPT, "optimizer=stable_adamw"],
     "kimi": [*GPT, "optimizer=muon", "qkclip=kimi", "qkclip.max_logit=1e-3"],
     "monitors": [*GPT, "monitors=full", "monitors.every=2"],
+    "chunks": [*GPT, "loss_chunk=7", "grad_accum_steps=2"],
 }
 """What looks at whole tensors."""
 
@@ -76,6 +77,7 @@ UNUSED_CASES = {
 CASES = {name: {"overrides": chosen} for name, chosen in (KINDS | UNUSED_CASES).items()} | {
     name: {"overrides": [*GPT, *chosen, "parallel=fsdp"]} for name, chosen in REFUSED.items()
 }
+CASES["fsdp/chunks"] = {"overrides": [*GPT, "parallel=fsdp", "loss_chunk=7"]}
 CASES["ddp/bf16_params"] = {"overrides": [*GPT, "parallel=ddp", "precision=bf16_params"]}
 FOUR = {f"{kind}/gpt": {"overrides": [*GPT, f"parallel={kind}"]} for kind in ("ddp", "fsdp")}
 
@@ -141,6 +143,12 @@ def test_and_is_refused_with_fsdp(two, name):
         assert seen[name]["error"] == "ConfigError"
         assert "needs whole tensors, and parallel=fsdp parts them between the ranks: use " in seen[name]["message"]
         assert REFUSED[name][0] in seen[name]["message"]
+
+
+def test_chunks_of_a_loss_are_refused_with_fsdp(two):
+    for seen in two:
+        assert seen["fsdp/chunks"]["error"] == "ConfigError"
+        assert "use loss_chunk=auto or none, or parallel=ddp" in seen["fsdp/chunks"]["message"]
 
 
 def test_weights_that_are_replaced_for_the_update_are_refused_with_ddp(two):

@@ -88,11 +88,11 @@ def watch(job: Job, seen: dict[str, Any], crash_at: int | None, poke: list[int] 
         seen["ids"].append([step, [] if batch.ids is None else batch.ids.tolist()])
         return batch
 
-    def drawing(model: Any, inputs: Any) -> Any:
+    def drawing(model: Any, inputs: Any, **how: Any) -> Any:
         generator = torch.Generator()
         generator.set_state(torch.get_rng_state())
         seen["draws"].append(torch.rand((), generator=generator).item())
-        logits = forward(model, inputs)
+        logits = forward(model, inputs, **how)
         seen["gathered"].append(sum(not is_sharded(parameter) for parameter in model.parameters()))
         return logits
 

@@ -1,0 +1,109 @@
+"""Peak memory of one step with logits whole and in chunks (`loss_chunk`), of gpt2 at 32 x 1024 tokens in bf16.
+
+    python benchmarks/memory.py --json memory.json
+
+Forward and backward of the step itself, with z-loss and without. On a card the peak is measured. Elsewhere nothing of
+that size is computed: PyTorch's fake tensors, which have sizes and no values, run through the same step, and every
+storage is counted from its making to its end, weights included and the optimizer's moments not.
+"""
+
+import contextlib
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from measuring import command_line, machine, save
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from workloads import gpt, plain_tools
+
+from stabletrain.machine import hardware
+from stabletrain.records import LOGITS_AT_ONCE, Batch, TrainState
+from stabletrain.stability.chunks import InChunks
+from stabletrain.stability.guard import NoGuard
+from stabletrain.stability.objective import NoZLoss, Objective, ZLoss
+from stabletrain.step import compute
+
+VOCAB = 50257
+ZLOSSES = {"palm": ZLoss(1e-4), "none": NoZLoss()}
+
+
+class Counted(TorchDispatchMode):
+    """Bytes of all storages that operations make within it.
+
+    Attributes:
+        now, peak: that live, and that lived together at most.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self._meet(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Runs the operation, and counts what it has made."""
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self._meet(tensor)
+        return made
+
+    def _meet(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._part, key)
+
+    def _part(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+def peak(objective: Objective | InChunks, mode: str, device: torch.device, samples: int) -> int:
+    """Most bytes that one step's forward and backward hold."""
+    card = device.type == "cuda"
+    with contextlib.nullcontext() if card else FakeTensorMode(), device:
+        model, inputs, targets = gpt(12, 768, 1024, samples, VOCAB)
+        batch = Batch(inputs, targets)
+        state = TrainState(model, torch.optim.SGD(model.parameters()))
+        tools = replace(plain_tools(mode, device, NoGuard()), objective=objective)
+        if card:
+            torch.cuda.reset_peak_memory_stats(device)
+            compute(state, [batch], tools)
+            return torch.cuda.max_memory_allocated(device)
+        with Counted(model) as counted:
+            compute(state, [batch], tools)
+        return counted.peak
+
+
+def main() -> None:
+    """Counts, prints the table, and writes the JSON."""
+    parser = command_line(__doc__, 1)
+    parser.add_argument("--samples", type=int, default=32, help="of 1024 tokens")
+    parser.add_argument("--zloss", default="palm,none", help="kinds of z-loss, separated by commas")
+    parser.set_defaults(precision="bf16")
+    asked = parser.parse_args()
+    device = hardware.pick(asked.device)
+    print(machine(device) + (", measured" if device.type == "cuda" else ", counted on fake tensors"))
+    print("| precision | z-loss | whole, GB | in chunks, GB | ratio |")
+    print("|---|---|---|---|---|")
+    results = []
+    for mode in asked.precision.split(","):
+        for name in asked.zloss.split(","):
+            plain = Objective(ZLOSSES[name])
+            whole = peak(plain, mode, device, asked.samples)
+            chunks = peak(InChunks(plain, LOGITS_AT_ONCE // VOCAB, VOCAB), mode, device, asked.samples)
+            print(f"| {mode} | {name} | {whole / 1e9:.1f} | {chunks / 1e9:.1f} | {whole / chunks:.2f} |", flush=True)
+            results.append({"precision": mode, "what": f"zloss={name}", "whole": whole, "chunks": chunks})
+    save(asked.json, device, results)
+
+
+if __name__ == "__main__":
+    main()
