@@ -46,7 +46,7 @@ def test_a_benchmark_writes_what_it_promises(tmp_path):
     what = [each["what"] for each in written["results"]]
     assert {"snapshot", "checkpoint", "rollback from memory", "rollback from disk", "diagnosis, spike"} <= {*what}
     assert {"start to the first step", "resume to the first step"} <= {*what}
-    assert written["targets"].keys() == {f"recovery/{n}" for n in ("snapshot", "checkpoint", "rollback", "diagnosis")}
+    assert written["targets"].keys() == {"recovery/rollback", "recovery/diagnosis"}, "the others are of 124 M"
     assert all(f"| {each} |" in done.stdout for each in what)
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 

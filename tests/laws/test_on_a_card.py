@@ -126,3 +126,18 @@ def test_a_step_that_waits_is_noticed(tmp_path, device):
     object.__setattr__(job.tools, "clipping", curious)
     with pytest.raises(RuntimeError), asking_nothing(device):
         step(job, batch)
+
+
+@ON_A_CARD
+def test_a_loss_in_chunks_never_holds_all_logits(tmp_path, device):
+    wide = [*TINY_GPT, "model.vocab_size=50257", "data.block_size=128", "batch_size=32", "precision=fp32"]
+    logits, peaks = 4 * 32 * 128 * 50257, {}  # bytes; a step takes its micro-batches by two
+    for chunk in ("none", "256"):
+        job, batch = steady(tmp_path / chunk, device, *wide, f"loss_chunk={chunk}")
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step(job, batch)
+        peaks[chunk] = torch.cuda.max_memory_allocated() - before
+        del job
+    assert peaks["none"] > logits / 2
+    assert peaks["256"] < peaks["none"] / 3
