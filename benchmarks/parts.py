@@ -1,7 +1,8 @@
 """Where the time of a step goes: data, forward, backward, optimizer, guard, tracking.
 
 The loop's own rounds with marks between the parts: on a card events in the queue of work, so that nothing waits for
-them; on a CPU the clock. Forward begins when the model is called and ends where backward begins, so the loss is in it.
+them; on a CPU the clock. Forward begins when the model is called and ends where backward begins, so the loss is in it,
+and of a loss in chunks the head's own backward pass.
 What is none of the others is the guard's: seeding, held buffers, a look at the batch, norms, gate, clipping, snapshots.
 """
 
