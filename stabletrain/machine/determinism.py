@@ -65,7 +65,8 @@ def set_kernels(strict: bool) -> dict:
     if strict:
         check_workspace()
     os.environ.setdefault(WORKSPACE, FIXED[0])
-    torch.use_deterministic_algorithms(strict)
+    if torch.are_deterministic_algorithms_enabled() != strict:  # the call loads the compiler, which takes seconds
+        torch.use_deterministic_algorithms(strict)
     torch.utils.deterministic.fill_uninitialized_memory = True  # ty: ignore[missing-attribute]
     torch.backends.cudnn.deterministic = strict
     torch.backends.cudnn.benchmark = False
