@@ -17,7 +17,7 @@ from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
 from stabletrain.stability.softcap import NoSoftcap
-from stabletrain.step import Guard, Tools
+from stabletrain.tools import Guard, Tools
 
 
 def gpt(n_layer: int, n_embd: int, block_size: int, batch: int, vocab: int) -> tuple[nn.Module, Tensor, Tensor]:

@@ -39,8 +39,8 @@ from stabletrain.state.capture import Stateful, restore, sharded
 from stabletrain.state.checkpoint import NoCheckpoints
 from stabletrain.state.folder import run_of
 from stabletrain.state.snapshots import Snapshots
-from stabletrain.step import Tools
 from stabletrain.summary import closing, opening, sample_text, suggestion
+from stabletrain.tools import Tools
 from stabletrain.tracking.metrics import Metrics
 from stabletrain.tracking.progress import Progress
 from stabletrain.tracking.run import NoRunFolder, RunFolder, versions

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE, Batch
-from stabletrain.step import Intake, Parallel, Precision
+from stabletrain.tools import Intake, Parallel, Precision
 
 
 @torch.no_grad()

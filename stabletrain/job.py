@@ -16,7 +16,7 @@ from stabletrain.records import Batch, TrainState
 from stabletrain.state.capture import Stateful
 from stabletrain.state.checkpoint import NoCheckpoints
 from stabletrain.state.snapshots import Snapshots
-from stabletrain.step import Tools
+from stabletrain.tools import Tools
 from stabletrain.tracking.run import NoRunFolder
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.watch.monitors import NoMonitors

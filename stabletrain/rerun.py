@@ -27,7 +27,7 @@ from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.intake import Intake
 from stabletrain.stability.objective import Objective
 from stabletrain.stability.schedule import LearningRate
-from stabletrain.step import Tools
+from stabletrain.tools import Tools
 from stabletrain.tracking import metrics
 
 ODD = 7919

@@ -11,172 +11,15 @@ step started from. Nothing here waits for the device, so on CUDA the reading cos
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabletrain.records import (
-    IGNORE_INDEX,
-    Batch,
-    Clipped,
-    Detour,
-    GradNorms,
-    LossTerms,
-    Reading,
-    TrainState,
-    Verdict,
-    Vitals,
-)
+from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Reading, TrainState, Vitals
+from stabletrain.tools import Running, Tools
 from stabletrain.watch.gradients import buffer_norm, gradients, measure
-
-
-@runtime_checkable
-class Precision(Protocol):
-    """In which format forward and backward compute; see `stability/precision/`."""
-
-    def autocast(self) -> AbstractContextManager: ...
-    def scale(self, loss: Tensor) -> Tensor: ...
-    def unscale_(self, gradients: list[Tensor]) -> None: ...
-    def loss_scale(self) -> Tensor: ...
-    def overflow(self, terms: LossTerms, norms: GradNorms) -> Tensor: ...
-    def update(self, overflow: Tensor, applied: Tensor) -> None: ...
-
-
-@runtime_checkable
-class Objective(Protocol):
-    """What is minimised, of which logits; see `stability/objective.py` and `stability/chunks.py`."""
-
-    @property
-    def plain(self) -> "Objective": ...
-    def logits(self, running: "Running", inputs: Tensor) -> Any: ...
-    def __call__(self, logits: Any, targets: Tensor, n_valid: Tensor) -> LossTerms: ...
-
-
-@runtime_checkable
-class Clipping(Protocol):
-    """What shortens gradients; see `stability/clipping/`. Only a step whose gate is open may enter its statistics."""
-
-    def __call__(self, model: nn.Module, norms: GradNorms, gate: Tensor) -> Clipped: ...
-    def state_dict(self) -> dict: ...
-    def load_state_dict(self, state: dict, /) -> None: ...
-
-
-@runtime_checkable
-class AfterUpdate(Protocol):
-    """What bounds the weights once the update has reached them; see `stability/qkclip.py`."""
-
-    def maxima(self, model: nn.Module) -> list[Tensor]: ...
-    def __call__(self, model: nn.Module, gate: Tensor) -> None: ...
-
-
-@runtime_checkable
-class Guard(Protocol):
-    """Which updates may reach the weights; see `stability/guard/`."""
-
-    skips: dict[str, int]
-    kind: str
-    reason: str
-    consecutive: int
-    rollbacks: int
-
-    @property
-    def bounds(self) -> tuple[float, float]: ...
-    @property
-    def healthy(self) -> bool: ...
-    @property
-    def held(self) -> list[int]: ...
-    @property
-    def target(self) -> int | None: ...
-    def gate(self, terms: LossTerms, norms: GradNorms, vitals: Vitals) -> Tensor: ...
-    def judge(self, reading: Reading) -> Verdict: ...
-    def at_end(self, verdict: Verdict) -> Verdict: ...
-    def distrust(self, why: str) -> Verdict: ...
-    def trouble_at_end(self) -> str | None: ...
-    def slowdown(self, step: int) -> float: ...
-    def due(self, step: int) -> bool: ...
-    def take(self, step: int) -> None: ...
-    def forget(self) -> None: ...
-    def go_back(self, step: int, target: int, same_data: bool = False) -> Detour: ...
-
-
-@runtime_checkable
-class Intake(Protocol):
-    """What is made of data that no model can learn from; see `stability/intake.py`."""
-
-    @property
-    def vocab_size(self) -> int | None: ...
-    def safe(self, batch: Batch, classes: int) -> Batch: ...
-    def inputs(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
-    def targets(self, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]: ...
-
-
-@runtime_checkable
-class Parallel(Protocol):
-    """The ranks that train together, or one process; see `parallel/`."""
-
-    def forward(self, model: nn.Module, inputs: Tensor, **how: Any) -> Tensor: ...
-    def meeting(self, model: nn.Module, last: bool) -> AbstractContextManager: ...
-    def shared(self, loss: Tensor) -> Tensor: ...
-    def average_(self, model: nn.Module, held: list[Tensor]) -> None: ...
-    def largest_(self, values: list[Tensor]) -> None: ...
-    def meet(self, terms: LossTerms, norms: GradNorms, vitals: Vitals) -> tuple[LossTerms, GradNorms, Vitals]: ...
-    def sums(self, values: Tensor) -> Tensor: ...
-
-
-@runtime_checkable
-class Seeding(Protocol):
-    """Where a step's randomness comes from; see `machine/determinism.py`."""
-
-    def seed_step(self, seed: int, step: int) -> None: ...
-
-
-@runtime_checkable
-class LearningRate(Protocol):
-    """The factor of the peak learning rate by step number; see `stability/schedule.py`."""
-
-    def __call__(self, step: int) -> float: ...
-
-
-@dataclass(frozen=True)
-class Tools:
-    """Everything that acts in a step, each chosen by a config group."""
-
-    intake: Intake
-    precision: Precision
-    objective: Objective
-    clipping: Clipping
-    after_update: AfterUpdate
-    guard: Guard
-    learning_rate: LearningRate
-    determinism: Seeding
-    seed: int
-    parallel: Parallel
-
-
-@dataclass(frozen=True)
-class Running:
-    """The model as a step runs it: by way of the ranks, in the format of the precision."""
-
-    model: nn.Module
-    tools: Tools
-
-    def __call__(self, inputs: Tensor, **how: Any) -> Tensor:
-        """Its forward pass; `how` are options of that."""
-        with self.tools.precision.autocast():
-            return self.tools.parallel.forward(self.model, inputs, **how)
-
-    def logits(self, features: Tensor) -> Tensor:
-        """Its head alone, of a model that has one apart."""
-        with self.tools.precision.autocast():
-            return self.model.logits(features)  # ty: ignore[not-callable]
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """What of a loss is differentiated."""
-        return self.tools.precision.scale(self.tools.parallel.shared(loss))
 
 
 @dataclass(frozen=True)
@@ -234,7 +77,7 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     """
     tools.determinism.seed_step(tools.seed, state.step)
     state.optimizer.zero_grad(set_to_none=True)
-    held = [buffer.clone() for buffer in state.model.buffers()]
+    held = hold(state.model)
     targets_left = counted(batches)
     n_valid = targets_left.clamp(min=1)
     parts, bad, largest, classes = [], [targets_left == 0], [], None
@@ -329,8 +172,28 @@ def apply(optimizer: Optimizer, gate: Tensor) -> None:
         optimizer.step()
 
 
+def hold(model: nn.Module) -> list[Tensor]:
+    """Copies of the model's buffers, in order; those of one dtype lie in one piece of memory, so few kernels run."""
+    buffers = [*model.buffers()]
+    copies = {id(buffer): buffer for buffer in buffers}
+    for alike in by_dtype(buffers):
+        parts = torch.cat([buffer.flatten() for buffer in alike]).split([buffer.numel() for buffer in alike])
+        copies |= {id(buffer): part.view(buffer.shape) for buffer, part in zip(alike, parts, strict=True)}
+    return [copies[id(buffer)] for buffer in buffers]
+
+
+@torch.no_grad()
 def restore(model: nn.Module, held: list[Tensor], gate: Tensor) -> None:
     """Puts back the buffers that the forward pass of a withheld step has written (BatchNorm's statistics)."""
-    with torch.no_grad():
-        for buffer, before in zip(model.buffers(), held, strict=True):
-            buffer.copy_(torch.where(gate, buffer, before))
+    buffers = [*model.buffers()]
+    before = {id(buffer): kept for buffer, kept in zip(buffers, held, strict=True)}
+    for alike in by_dtype(buffers):
+        now = torch.cat([buffer.flatten() for buffer in alike])
+        then = torch.cat([before[id(buffer)].flatten() for buffer in alike])
+        parts = torch.where(gate, now, then).split([buffer.numel() for buffer in alike])
+        torch._foreach_copy_(alike, [part.view(buffer.shape) for buffer, part in zip(alike, parts, strict=True)])
+
+
+def by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """The tensors, those of each dtype together."""
+    return [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in {tensor.dtype for tensor in tensors}]

@@ -11,7 +11,8 @@ from torch import Tensor
 from stabletrain.errors import ConfigError
 from stabletrain.machine.compiling import prove
 from stabletrain.records import Batch, TrainState
-from stabletrain.step import Running, Tools, counted
+from stabletrain.step import counted
+from stabletrain.tools import Running, Tools
 
 
 def compiled(

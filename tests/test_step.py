@@ -17,7 +17,8 @@ from stabletrain.stability.objective import NoZLoss, Objective
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
-from stabletrain.step import Tools, compute, train_step
+from stabletrain.step import compute, train_step
+from stabletrain.tools import Tools
 
 CPU = torch.device("cpu")
 PRECISIONS = {

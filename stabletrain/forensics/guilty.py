@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from stabletrain.forensics.replay import perform
 from stabletrain.forensics.scene import Scene
 from stabletrain.records import IGNORE_INDEX, Batch, LossTerms
-from stabletrain.step import Objective, Running, Tools
+from stabletrain.tools import Objective, Running, Tools
 from stabletrain.watch.aside import aside
 
 

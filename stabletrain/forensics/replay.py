@@ -27,7 +27,8 @@ from stabletrain.machine.compiling import compile_, plainly, shape_of
 from stabletrain.machine.determinism import borrowed
 from stabletrain.records import Batch, TrainState
 from stabletrain.stability.precision.unscaled import Unscaled
-from stabletrain.step import Tools, compute
+from stabletrain.step import compute
+from stabletrain.tools import Tools
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from stabletrain.forensics.scene import Scene, is_scaled
 from stabletrain.records import Batch, Reading
 from stabletrain.state.stream import pieces
 from stabletrain.state.tree import Tree, flatten, to_host, unflatten
-from stabletrain.step import Tools
+from stabletrain.tools import Tools
 
 FORMAT = 1
 SCENE, BATCH, STATE = "scene.json", "batch.safetensors", "state.safetensors"

@@ -20,7 +20,7 @@ from stabletrain.parallel.alone import Alone
 from stabletrain.records import Batch, Reading
 from stabletrain.state.capture import Stateful
 from stabletrain.state.tree import Tree, map_tensors
-from stabletrain.step import Precision, Tools
+from stabletrain.tools import Precision, Tools
 
 CONTAINERS = ("_modules", "_parameters", "_buffers")
 """Where a module keeps its children and tensors."""

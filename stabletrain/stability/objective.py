@@ -67,7 +67,7 @@ class ZLoss:
 
 @runtime_checkable
 class Running(Protocol):
-    """The model as a step runs it; see `step.Running`."""
+    """The model as a step runs it; see `tools.Running`."""
 
     @property
     def model(self) -> nn.Module: ...

@@ -53,11 +53,14 @@ def spoil_activation(job, batch, value):
 def spoil_loss(job, batch, value):
     objective = job.tools.objective
 
-    def spoilt(logits, targets, n_valid):
-        terms = objective(logits, targets, n_valid)
-        return replace(terms, total=terms.total * value, ce=terms.ce * value)
+    class Spoilt:
+        logits = objective.logits
 
-    object.__setattr__(job.tools, "objective", spoilt)
+        def __call__(self, logits, targets, n_valid):
+            terms = objective(logits, targets, n_valid)
+            return replace(terms, total=terms.total * value, ce=terms.ce * value)
+
+    object.__setattr__(job.tools, "objective", Spoilt())
     return batch
 
 

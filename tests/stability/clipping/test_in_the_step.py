@@ -14,7 +14,8 @@ from stabletrain.stability.objective import NoZLoss, Objective
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
 from stabletrain.state.capture import capture, restore
-from stabletrain.step import Tools, train_step
+from stabletrain.step import train_step
+from stabletrain.tools import Tools
 from tests.laws.test_resume import metrics, newest, trained
 from tests.runs import TINY_GPT, TINY_RESNET
 from tests.stability.clipping.given import equal_trees
