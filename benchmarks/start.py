@@ -49,7 +49,7 @@ def commands(folder: Path, device: str) -> dict[str, tuple[str, Callable[[int], 
     return {
         "python train.py, to the first step": (FIRST_STEP, first_step("gpt")),
         "python train.py experiment=resnet_digits, to the first step": (
-            FIRST_STEP,
+            "",
             first_step("resnet", "experiment=resnet_digits"),
         ),
         "python train.py --help": (HELP, answer(0, *TRAIN, "--help")),

@@ -191,8 +191,13 @@ class Wandb(NoWandb):
     def _begin(
         self, mode: str, folder: Path, run_id: str | None, config: Mapping[str, Any], filed: Mapping[str, Any]
     ) -> Any:
+        from wandb.sdk.wandb_run import Run
+
         import wandb
 
+        # W&B Launch's inputs: to look for them, and find none, a second or two of modules would be loaded.
+        if hasattr(Run, "_detect_and_apply_job_inputs"):
+            Run._detect_and_apply_job_inputs = lambda self: None
         if mode == "online" and not has_key(wandb):
             raise RuntimeError("no API key was found, and none is asked for: log in with `wandb login`")
         settings: dict[str, Any] = {"mode": mode, "silent": True, "console": "off", "reinit": "create_new"}
