@@ -39,10 +39,9 @@ def compiled(
 
     def forward() -> Tensor:
         inputs, _, _ = tools.intake.inputs(batch.inputs)
-        with tools.parallel.meeting(model, True):
-            logits = tools.objective.logits(running, inputs)
-            targets, _ = tools.intake.targets(batch.targets, logits.shape[-1])
-            return tools.objective(logits, targets, counted([batch]).clamp(min=1)).total
+        logits = tools.objective.logits(running, inputs)  # gradients meet in the backward pass, as after the last part
+        targets, _ = tools.intake.targets(batch.targets, logits.shape[-1])
+        return tools.objective(logits, targets, counted([batch]).clamp(min=1)).total
 
     def backward(loss: Tensor) -> None:
         running.scaled(loss).backward()
