@@ -35,8 +35,11 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     """
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import lowerings, make_fallback, require_contiguous
 
     unordered = torch.ops.aten.embedding_dense_backward.default
+    if unordered not in lowerings:  # left to itself PyTorch refuses that where CI is set, as its own tests want it to
+        make_fallback(unordered, require_contiguous, warn=False, override_decomp=True)
     table = {operation: rule for operation, rule in select_decomp_table().items() if operation is not unordered}
     return compile_fx(graph, inputs, config_patches={"deterministic": True}, decompositions=table)
 
