@@ -41,7 +41,7 @@ def to_the_end(command: Sequence[str], cwd: Path, code: int) -> Taken:
 def to_a_step(command: Sequence[str], cwd: Path, metrics: Path, step: int = 1) -> Taken:
     """Runs a training until `metrics` has the line of `step`, and kills it.
 
-    The line is written when the step after it has been computed, so that this is one step late.
+    A run's first line is written as soon as the step is done; a later one when the step after it has been computed.
     """
     start = time.perf_counter()
     process = started(command, cwd)

@@ -84,6 +84,7 @@ def train(job: Job) -> None:
     """The loop itself."""
     plan, state, pace, recovery = job.plan, job.state, Pace(job.history, job.parallel.ranks.count), Recovery(job)
     launched: Launched | None = None
+    first = state.step + 1  # whose line is there at once: somebody waits for it
     if recovery.due(state.step):
         recovery.put_by()
     with StopRequest() as stop:
@@ -105,7 +106,7 @@ def train(job: Job) -> None:
             evaluating = last or state.step % plan.eval_every == 0
             saving = last or stopping or job.checkpoints.due(state.step)
             putting_by = recovery.due(state.step)
-            if watching or evaluating or saving or putting_by or recovery.returning:
+            if watching or evaluating or saving or putting_by or recovery.returning or state.step == first:
                 seen = watch(job, launched) if watching else {}
                 settled, launched = settle(job, launched, pace, recovery, seen), None
                 if not settled:

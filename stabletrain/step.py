@@ -175,7 +175,7 @@ def apply(optimizer: Optimizer, gate: Tensor) -> None:
 def hold(model: nn.Module) -> list[Tensor]:
     """Copies of the model's buffers, in order; those of one dtype lie in one piece of memory, so few kernels run."""
     buffers = [*model.buffers()]
-    copies = {id(buffer): buffer for buffer in buffers}
+    copies: dict[int, Tensor] = {}
     for alike in by_dtype(buffers):
         parts = torch.cat([buffer.flatten() for buffer in alike]).split([buffer.numel() for buffer in alike])
         copies |= {id(buffer): part.view(buffer.shape) for buffer, part in zip(alike, parts, strict=True)}
