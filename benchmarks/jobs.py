@@ -27,7 +27,7 @@ NOTHING_ELSE = (
 SIZES = {
     "cpu": {
         "GPT 4 x 128, 16 x 128 tokens": ("model=gpt_nano", "data=random_tokens", "batch_size=16"),
-        "ResNet-20, 32 images of 32 px": ("model=resnet20", "data=random_images", "batch_size=32"),
+        "ResNet-20, 128 images of 32 px": ("model=resnet20", "data=random_images", "batch_size=128"),
     },
     "tiny": {
         "GPT 2 x 16, 4 x 16 tokens": (
@@ -47,7 +47,8 @@ SIZES = {
         ),
     },
 }
-"""The sizes of `workloads.py`, as overrides; `tiny` is to see that a benchmark runs."""
+"""Overrides: on a CPU as a bare `train.py` and `experiment=resnet20_cifar10` train, on a card the sizes of `workloads.py`;
+`tiny` is to see that a benchmark runs."""
 
 
 class RandomTokens:

@@ -189,20 +189,26 @@ def show(workload: str, mode: str, found: Found) -> list[dict[str, Any]]:
         results.append({"workload": workload, "precision": mode, "what": what, **numbers, "waits_for": found.waits_for})
     for name, done in found.done.items():
         for what, counts in done.items():
-            if extra := beyond_a_step(found.seconds[name], counts):
+            others = [sum(each) - count for *each, count in zip(*done.values(), counts, strict=True)]
+            if extra := beyond_a_step(found.seconds[name], counts, others):
                 middle, low, high = quartiles(extra)
                 cells = (f"{middle:.2f} steps", f"{low:.2f} - {high:.2f}", f"{len(extra)} of them", "")
                 print(row(workload, mode, f"{name}: a {what.removesuffix('s')}", *cells), flush=True)
     return results
 
 
-def beyond_a_step(taken: Sequence[float], counts: Sequence[int]) -> list[float]:
-    """What the rounds in which something was done took more than the others' median, in that: steps."""
-    ordinary = [seconds for seconds, count in zip(taken, counts, strict=True) if not count]
+def beyond_a_step(taken: Sequence[float], counts: Sequence[int], others: Sequence[int]) -> list[float]:
+    """What the rounds in which something was done took more than the median of those without, in that: steps.
+
+    Rounds in which `others` were done as well are left out where there are any without.
+    """
+    rounds = [*zip(taken, counts, others, strict=True)]
+    ordinary = [seconds for seconds, count, other in rounds if not count and not other]
     if not ordinary:
         return []
     step = statistics.median(ordinary)
-    return [seconds / step - 1 for seconds, count in zip(taken, counts, strict=True) if count]
+    alone = [seconds / step - 1 for seconds, count, other in rounds if count and not other]
+    return alone or [seconds / step - 1 for seconds, count, _ in rounds if count]
 
 
 def main() -> None:

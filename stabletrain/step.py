@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors as unflatten
 from torch.optim import Optimizer
 
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Reading, TrainState, Vitals
@@ -177,8 +178,7 @@ def hold(model: nn.Module) -> list[Tensor]:
     buffers = [*model.buffers()]
     copies: dict[int, Tensor] = {}
     for alike in by_dtype(buffers):
-        parts = torch.cat([buffer.flatten() for buffer in alike]).split([buffer.numel() for buffer in alike])
-        copies |= {id(buffer): part.view(buffer.shape) for buffer, part in zip(alike, parts, strict=True)}
+        copies |= zip(map(id, alike), unflatten(flat(alike), alike), strict=True)
     return [copies[id(buffer)] for buffer in buffers]
 
 
@@ -186,12 +186,15 @@ def hold(model: nn.Module) -> list[Tensor]:
 def restore(model: nn.Module, held: list[Tensor], gate: Tensor) -> None:
     """Puts back the buffers that the forward pass of a withheld step has written (BatchNorm's statistics)."""
     buffers = [*model.buffers()]
-    before = {id(buffer): kept for buffer, kept in zip(buffers, held, strict=True)}
+    before = dict(zip(map(id, buffers), held, strict=True))
     for alike in by_dtype(buffers):
-        now = torch.cat([buffer.flatten() for buffer in alike])
-        then = torch.cat([before[id(buffer)].flatten() for buffer in alike])
-        parts = torch.where(gate, now, then).split([buffer.numel() for buffer in alike])
-        torch._foreach_copy_(alike, [part.view(buffer.shape) for buffer, part in zip(alike, parts, strict=True)])
+        then = [before[id(buffer)] for buffer in alike]
+        torch._foreach_copy_(alike, unflatten(torch.where(gate, flat(alike), flat(then)), alike))
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    """Copies of tensors of one dtype, one after the other in one vector."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:

@@ -193,6 +193,14 @@ def test_the_whole_holds_what_happens_now_and_then_and_the_median_does_not(bench
     assert measuring.quartiles(measuring.ratios(taken, reference))[0] == pytest.approx(1.1)
 
 
+def test_what_is_done_now_and_then_is_told_by_the_rounds_in_which_it_was_done_alone(benchmark):
+    overhead = benchmark("overhead")
+    taken = [1.0, 1.5, 1.0, 4.0]
+    assert overhead.beyond_a_step(taken, [0, 1, 0, 1], [0, 0, 0, 1]) == [0.5]
+    assert overhead.beyond_a_step(taken, [0, 0, 0, 1], [0, 1, 0, 1]) == [3.0]
+    assert overhead.beyond_a_step(taken, [1, 1, 1, 1], [0, 0, 0, 0]) == []
+
+
 def test_targets_are_met_not_met_or_not_measurable_and_why(benchmark):
     targets = benchmark("targets")
     values = {"overhead/gpt": 1.009, "overhead/resnet": 1.02, "throughput/data": 0.002}
