@@ -47,7 +47,7 @@ SIZES = {
         ),
     },
 }
-"""Overrides: on a CPU as a bare `train.py` and `experiment=resnet20_cifar10` train, on a card the sizes of `workloads.py`;
+"""Overrides: on a CPU as a bare `train.py` and `experiment=resnet20_cifar10` train, on a card as in `workloads.py`;
 `tiny` is to see that a benchmark runs."""
 
 
