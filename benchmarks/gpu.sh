@@ -67,12 +67,12 @@ bench() {
 
 if [[ $device == cuda ]]; then
     part tests 150 "$python" -m pytest -m gpu -n 4 --dist worksteal tests
-    bench start 45 --rounds 2
+    bench start 45 --rounds 1
     bench recovery 100 --size gpt2 --precision bf16 --rounds 2
     bench overhead 90 --precision bf16
-    bench throughput 130 --sizes gpt2,resnet18 --rounds 5
-    bench memory 40
-    bench growth 60 --only width,block,data --rounds 3
+    bench throughput 120 --sizes gpt2,resnet18 --rounds 5
+    bench memory 35
+    bench growth 50 --only width,block,data --rounds 3
 else # generous limits: a CPU may be busy with other work
     part tests 300 "$python" -m pytest -n 1 tests/laws/test_on_a_card.py -k cpu
     bench start 300 --rounds 1

@@ -20,9 +20,9 @@ HERE = Path(__file__).parent
 
 NOTHING_ELSE = (
     *("wandb=disabled", "checkpoint=off", "monitors=none", "warmup=none"),
-    *("steps=1000000", "log_every=1000000"),
+    *("steps=1000000", "log_every=1000000", "compile=false"),
 )
-"""What leaves of a run its steps, its guard and its forensics."""
+"""What leaves of a run its steps, its guard and its forensics, uncompiled unless that is asked for."""
 
 SIZES = {
     "cpu": {

@@ -8,7 +8,8 @@
     stabletrain, compiled  the same with compile=true; what building it and its first steps took longer is `compile, s`
     plain fp32             bare.py on the same model in fp32, eager, its batches ready: the reference, 1
     plain bf16             the same under autocast, where the run is in bf16
-    recipe                 torchvision's reference recipe on the same model (ResNet-18; recipe.py)
+    recipe                 torchvision's reference recipe on the same model (ResNet-18; recipe.py), in fp32 as it comes
+    recipe --amp           the same with its mixed precision, on a card
 
 They take turns in one process, step by step (on a card ten steps), and `speed` is the median over the rounds of the
 reference's time over a kind's own. Rates are of the median time. Memory is the most that was held beyond what the other
@@ -110,8 +111,8 @@ class Bench:
         optimizer = adamw(model, 1e-3) if self.size.vocab_size else sgd(model, 0.1)
         return BareLoop(model, batches, optimizer, bf16=bf16)
 
-    def recipe(self, workers: int) -> Callable[[int], float]:
-        """The recipe on a twin of the model; it keeps the time by itself, since its workers run ahead."""
+    def recipe(self, workers: int, *, amp: bool) -> Callable[[int], float]:
+        """The recipe, on a twin of the model; it keeps the time by itself, since its workers run ahead."""
         held = pictures(50_000 if self.device.type == "cuda" else 2_000, 32, 10, "recipe")
         recipe = Recipe(
             copy.deepcopy(self.runs["stabletrain"].job.state.model),
@@ -121,6 +122,7 @@ class Bench:
             batch_size=self.size.batch[self.device.type],
             device=self.device,
             workers=workers,
+            amp=amp,
         )
         return lambda number: recipe.seconds(self.turn) if number >= 0 else 0.0
 
@@ -159,7 +161,9 @@ def measured(name: str, mode: str, device: torch.device, clock: Clock, asked: An
         if mode == "bf16":
             bench.add("plain bf16", lambda: bench.plain(bf16=True))
         if name == "resnet18":
-            bench.kinds["recipe"] = bench.recipe(asked.workers)
+            bench.kinds["recipe"] = bench.recipe(asked.workers, amp=False)
+            if device.type == "cuda":
+                bench.kinds["recipe --amp"] = bench.recipe(asked.workers, amp=True)
         return bench.measure(asked.rounds)
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _unflatten_dense_tensors as unflatten
 from torch.optim import Optimizer
 
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Reading, TrainState, Vitals
@@ -178,7 +177,7 @@ def hold(model: nn.Module) -> list[Tensor]:
     buffers = [*model.buffers()]
     copies: dict[int, Tensor] = {}
     for alike in by_dtype(buffers):
-        copies |= zip(map(id, alike), unflatten(flat(alike), alike), strict=True)
+        copies |= zip(map(id, alike), cut(flat(alike), alike), strict=True)
     return [copies[id(buffer)] for buffer in buffers]
 
 
@@ -189,12 +188,18 @@ def restore(model: nn.Module, held: list[Tensor], gate: Tensor) -> None:
     before = dict(zip(map(id, buffers), held, strict=True))
     for alike in by_dtype(buffers):
         then = [before[id(buffer)] for buffer in alike]
-        torch._foreach_copy_(alike, unflatten(torch.where(gate, flat(alike), flat(then)), alike))
+        torch._foreach_copy_(alike, cut(torch.where(gate, flat(alike), flat(then)), alike))
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
     """Copies of tensors of one dtype, one after the other in one vector."""
     return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def cut(vector: Tensor, alike: list[Tensor]) -> list[Tensor]:
+    """The parts of such a vector, in the tensors' shapes."""
+    parts = vector.split([tensor.numel() for tensor in alike])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, alike, strict=True)]
 
 
 def by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:

@@ -34,7 +34,7 @@ def compiled(
         ConfigError: it must, and cannot be.
     """
     if not batch.targets.numel():
-        return {"compiled": False}, "compile  off: the batch to try it on is empty; training goes on uncompiled"
+        return undone("the batch to try it on is empty", must)
     model, running = state.model, Running(state.model, tools)
 
     def forward() -> Tensor:
@@ -49,6 +49,15 @@ def compiled(
     seconds, why = prove(model, batch.inputs.shape, forward, backward, anywhere)
     if not why:
         return {"compiled": True, "compile_seconds": round(seconds, 1)}, f"compile  on, in {seconds:.0f} s"
+    return undone(why, must)
+
+
+def undone(why: str, must: bool) -> tuple[Mapping[str, Any], str]:
+    """What is recorded and said of a model that is left uncompiled.
+
+    Raises:
+        ConfigError: it must not be.
+    """
     if must:
         raise ConfigError(f"compile=true: the model cannot be compiled here ({why}): use compile=auto or compile=false")
     return {"compiled": False}, f"compile  off: {why}; training goes on uncompiled (compile=false does not try)"

@@ -12,6 +12,7 @@ import sys
 import pytest
 from safetensors import safe_open
 
+from tests.devices import CARD
 from tests.runs import TINY_GPT, command
 
 pytestmark = [
@@ -34,15 +35,18 @@ CHOSEN = [
 ]
 """A run that an update far too long spoils: the steps after it are spikes, of finite losses."""
 
-RUNS = {"compiled": ["compile=true"], "chunks": ["compile=true", "loss_chunk=5"], "plain": ["compile=auto"]}
+RUNS = {"compiled": ["compile=true"], "chunks": ["compile=true", "loss_chunk=5"], "plain": ["compile=false"]}
+WHERE = {"cpu": ["device=cpu"], "cuda": ["device=cuda", "determinism=strict"]}
+"""The same bits twice are what `strict` promises on a card."""
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
+@pytest.fixture(scope="module", params=["cpu", CARD])
+def place(request, tmp_path_factory):
     """Where the runs were."""
     place = tmp_path_factory.mktemp("runs")
     for name, chosen in RUNS.items():
-        done = command(*CHOSEN, *chosen, f"hydra.run.dir={name}", cwd=place, timeout=800, CI="true")
+        typed = [*CHOSEN, *WHERE[request.param], *chosen, f"hydra.run.dir={name}"]
+        done = command(*typed, cwd=place, timeout=800, CI="true")
         assert done.returncode == 0, done.stderr
         assert ("compile  on, in " in done.stdout) == (name != "plain")
     return place

@@ -17,7 +17,7 @@ from stabletrain.stability.objective import NoZLoss, Objective
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
-from stabletrain.step import compute, train_step
+from stabletrain.step import compute, hold, restore, train_step
 from stabletrain.tools import Tools
 
 CPU = torch.device("cpu")
@@ -197,3 +197,25 @@ def test_the_learning_rate_of_every_group_follows_the_schedule():
     readings = [train_step(state, [batch(i)], half) for i in range(2)]
     assert [r.lr for r in readings] == [5e-3, 2.5e-3]
     assert [g["lr"] for g in state.optimizer.param_groups] == [2.5e-3, 1.25e-3]
+
+
+@pytest.mark.parametrize("open_", [False, True])
+def test_buffers_of_every_shape_and_dtype_are_put_back_where_the_gate_is_closed(open_):
+    model = torch.nn.Module()
+    kinds = {
+        "empty": torch.empty(0, 64),
+        "count": torch.tensor(3),
+        "mean": torch.randn(5),
+        "images": torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+        "narrow": torch.randn(3, 2).bfloat16().t(),
+    }
+    for name, value in kinds.items():
+        model.register_buffer(name, value)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    held = hold(model)
+    for value in model.buffers():
+        value.add_(1)
+    restore(model, held, torch.tensor(open_))
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name] + int(open_)), name
+        assert value is kinds[name]

@@ -110,6 +110,7 @@ class Images:
         self.classes, self.num_classes, self.in_channels = list(classes), len(classes), len(mean)
         self._name, self._splits, self._size, self._seed = name, splits, size, seed
         self._mean, self._std = (torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))
+        self._scales: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._augment = augmentation(augment, size)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="pictures")
         self._kept = {
@@ -124,7 +125,8 @@ class Images:
         for split, pictures in self._splits.items():
             if isinstance(pictures, Held) and self._whole(split):
                 pictures.to(device)
-                self._mean, self._std = self._mean.to(device), self._std.to(device)
+                mean, std = self._mean.to(device), self._std.to(device)
+                self._scales[mean.device] = mean, std
 
     def batches(self, size: int, split: str) -> int:
         """Batches of `size` in one pass; validation's last may be smaller."""
@@ -192,7 +194,8 @@ class Images:
     def _normalise(
         self, images: UInt8[Tensor, "batch channels size size"]
     ) -> Float[Tensor, "batch channels size size"]:
-        scaled = (images.float() / 255 - self._mean.to(images.device)) / self._std.to(images.device)
+        mean, std = self._scales.get(images.device, (self._mean, self._std))
+        scaled = (images.float() / 255 - mean) / std
         return scaled.contiguous(memory_format=torch.channels_last)
 
 

@@ -140,7 +140,7 @@ class Poison(OfData):
     def spoil(self, batch: Batch, position: int, data: Any) -> Batch:
         classes = count_classes(data, batch.targets)
         generator = torch.Generator().manual_seed(drawn(self.seed, position, 2**32))
-        away = torch.randint(1, max(classes, 2), batch.targets.shape, generator=generator)
+        away = torch.randint(1, max(classes, 2), batch.targets.shape, generator=generator).to(batch.targets.device)
         wrong = torch.where(batch.targets == IGNORE_INDEX, IGNORE_INDEX, (batch.targets + away) % classes)
         inputs = batch.inputs * self.factor if batch.inputs.is_floating_point() else batch.inputs
         return replace(batch, inputs=inputs, targets=wrong)

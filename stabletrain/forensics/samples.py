@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ def bad_samples(batch: Batch, vocab_size: int | None, classes: int | None) -> li
     """The samples that `stability/intake.py` refuses, the first few, in the order of the batch.
 
     Args:
-        batch: on the CPU.
+        batch: where it was made.
         vocab_size: bound of whole-number inputs; None if nobody knows it.
         classes: bound of the targets; None if the model has not said.
 
@@ -27,7 +28,7 @@ def bad_samples(batch: Batch, vocab_size: int | None, classes: int | None) -> li
     """
     if batch.targets.numel() == 0:
         return [{"index": None, "fault": "empty", "what": "the batch is empty"}]
-    found = []
+    batch, found = replace(batch, inputs=batch.inputs.cpu(), targets=batch.targets.cpu()), []
     for index in range(len(batch)):
         for fault, what in (
             ("input", bad_input(batch.inputs[index], vocab_size)),

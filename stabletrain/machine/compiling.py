@@ -30,17 +30,19 @@ def wanted(compile: str | bool, device: torch.device) -> bool:
 def inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     """PyTorch's own compiler, kept to what gives the same bits each time.
 
-    It would add up the gradient of an embedding with atomics, in the order in which threads happen to come, and choose
-    among kernels by their speed; this leaves the gradient to the kernel that plain Python runs, and measures nothing.
+    It would add up the gradients of an embedding and of max-pooling with atomics, in the order in which threads happen
+    to come, and choose among kernels by their speed. Here these gradients are summed in order, and nothing is measured.
+    What else it scatters (a plug-in's `table[ids]`) is in order with `determinism=strict` only, as in plain Python.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import lowerings, make_fallback, require_contiguous
 
-    unordered = torch.ops.aten.embedding_dense_backward.default
-    if unordered not in lowerings:  # left to itself PyTorch refuses that where CI is set, as its own tests want it to
-        make_fallback(unordered, require_contiguous, warn=False, override_decomp=True)
-    table = {operation: rule for operation, rule in select_decomp_table().items() if operation is not unordered}
+    aten = torch.ops.aten
+    unordered = {aten.embedding_dense_backward.default, aten.max_pool2d_with_indices_backward.default}
+    for operation in unordered - {*lowerings}:  # where CI is set, PyTorch refuses what nobody announced
+        make_fallback(operation, require_contiguous, warn=False, override_decomp=True)
+    table = {operation: rule for operation, rule in select_decomp_table().items() if operation not in unordered}
     return compile_fx(graph, inputs, config_patches={"deterministic": True}, decompositions=table)
 
 

@@ -68,8 +68,12 @@ class InChunks:
     classes: int
 
     def logits(self, running: Running, inputs: Tensor) -> Tensor | Later:
-        """The logits, or what they can be made of later."""
-        if inputs.numel() <= self.tokens:
+        """The logits, or what they can be made of later.
+
+        They are made at once, too, where a hook waits for a gradient of the head's weights: it is to see the whole one.
+        """
+        weights = running.model.classifier().parameters()  # ty: ignore[not-callable]
+        if inputs.numel() <= self.tokens or any(weight._backward_hooks for weight in weights):
             return self.plain.logits(running, inputs)
         features = running(inputs, head=False)
         shape = torch.Size((*features.shape[:-1], self.classes))

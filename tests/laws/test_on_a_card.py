@@ -2,7 +2,8 @@
 waits for nothing.
 
 Each body also runs on the CPU: here in one small case, or, for laws 3 and 5, in the files it is taken from. The same
-bits twice are `determinism=strict`'s promise on a card, so that is chosen where two runs are compared.
+bits twice are `determinism=strict`'s promise on a card, so that is chosen where two runs are compared. Nothing is
+compiled: the tests' shape checks cannot be traced (tests/test_compile.py has compiled runs).
 """
 
 import contextlib
@@ -32,7 +33,7 @@ MODELS = {"gpt": TINY_GPT, "resnet": [*TINY_RESNET, "model.depth=8"]}
 @pytest.mark.parametrize("what", test_skipped.SPOILT)
 def test_a_skipped_step_changes_nothing(tmp_path, device, precision, model, value, what):
     skip_unless_it_has(device, precision)
-    chosen = [*test_skipped.MODELS[model], f"device={device}", f"precision={precision}"]
+    chosen = [*test_skipped.MODELS[model], f"device={device}", f"precision={precision}", "compile=false"]
     test_skipped.assert_nothing_changes(tmp_path, what, value, *chosen)
 
 
@@ -41,7 +42,8 @@ def test_a_skipped_step_changes_nothing(tmp_path, device, precision, model, valu
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_a_skipped_step_of_an_optimizer_that_asks_the_host_changes_nothing(tmp_path, device, precision, what):
     skip_unless_it_has(device, precision)
-    chosen = [*test_skipped.MODELS["gpt"], f"device={device}", f"precision={precision}", "optimizer.fused=false"]
+    chosen = [*test_skipped.MODELS["gpt"], f"device={device}", f"precision={precision}", "compile=false"]
+    chosen += ["optimizer.fused=false"]
     test_skipped.assert_nothing_changes(tmp_path, what, math.nan, *chosen)
 
 
@@ -50,7 +52,7 @@ def test_a_skipped_step_of_an_optimizer_that_asks_the_host_changes_nothing(tmp_p
 @pytest.mark.parametrize("model", test_replay.MODELS)
 def test_a_recorded_step_replays_bit_for_bit(tmp_path, device, precision, model):
     skip_unless_it_has(device, precision)
-    chosen = [*test_replay.MODELS[model], f"device={device}", "determinism=strict"]
+    chosen = [*test_replay.MODELS[model], f"device={device}", "determinism=strict", "compile=false"]
     test_replay.assert_recorded_steps_replay(tmp_path, *chosen, *test_replay.precision_of(precision))
 
 
@@ -62,7 +64,7 @@ def test_resume_is_exact(tmp_path, device, precision, model):
         pytest.skip("test_resume.py has it")
     skip_unless_it_has(device, precision)
     chosen = [*MODELS[model], f"device={device}", f"precision={precision}", "determinism=strict"]
-    chosen += ["steps=6", "eval_every=4", "checkpoint.every=3", "log_every=1"]
+    chosen += ["compile=false", "steps=6", "eval_every=4", "checkpoint.every=3", "log_every=1"]
     test_resume.trained(tmp_path / "whole", *chosen)
     test_resume.trained(tmp_path / "cut", *chosen, crash_at=5)
     test_resume.trained(tmp_path / "cut", *chosen, "resume=auto")
@@ -88,7 +90,7 @@ def asking_nothing(device):
 
 def steady(folder, device, *overrides):
     """A run past its first steps, and the batch of the next, not yet on the device."""
-    with composed(*overrides, f"device={device}", "checkpoint=off", "zloss=palm") as cfg:
+    with composed(*overrides, f"device={device}", "checkpoint=off", "zloss=palm", "compile=false") as cfg:
         job = build(cfg, folder)
     batches = [job.batches.get(step) for step in range(4)]
     job.batches.close()

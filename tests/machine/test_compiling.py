@@ -9,6 +9,8 @@ from stabletrain.config import check
 from stabletrain.errors import ConfigError
 from stabletrain.machine import compiling
 from stabletrain.machine.compiling import plainly, prove, shape_of, wanted
+from stabletrain.records import Batch
+from stabletrain.trial import compiled as tried
 from tests.runs import TINY_GPT, composed
 
 
@@ -133,3 +135,12 @@ def test_anything_else_is_refused(key, value):
         pytest.raises(ConfigError, match=f"{key}={value} is not auto"),
     ):
         check(cfg)
+
+
+def test_an_empty_batch_cannot_be_tried_and_that_is_said():
+    empty = Batch(torch.zeros(0, 4), torch.zeros(0, 4, dtype=torch.int64))
+    facts, told = tried(None, empty, None, must=False, anywhere=bool)
+    assert facts == {"compiled": False}
+    assert "the batch to try it on is empty; training goes on uncompiled" in told
+    with pytest.raises(ConfigError, match="compile=true: .* the batch to try it on is empty"):
+        tried(None, empty, None, must=True, anywhere=bool)

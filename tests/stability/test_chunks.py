@@ -92,6 +92,20 @@ def test_a_batch_no_larger_than_a_chunk_has_the_bits_of_the_plain_form():
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+def test_a_hook_on_the_heads_weights_sees_their_whole_gradient_once(tied):
+    plain, found = Objective(ZLoss(1e-4)), []
+    for objective in (plain, InChunks(plain, 4, VOCAB)):
+        model, seen = gpt(tied_head=tied), []
+        model.classifier().weight.register_hook(lambda given, seen=seen: (seen.append(given.clone()), given / 2)[1])
+        _, of = gradients(Run(model), objective)
+        found.append((seen, of))
+    (whole, wanted), (chunked, halved) = found
+    assert len(chunked) == len(whole) == 1
+    assert torch.equal(chunked[0], whole[0])
+    assert all(torch.equal(halved[name], wanted[name]) for name in wanted)
+
+
 @pytest.mark.parametrize("times", [1.0, 3.0])
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 2.0**12)])
 def test_in_half_precision_gradients_are_as_near_as_those_of_whole_logits(dtype, scale, times):
