@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import nn
 
+from stabletrain.build import build
 from stabletrain.config import check
 from stabletrain.errors import ConfigError
 from stabletrain.machine import compiling
 from stabletrain.machine.compiling import plainly, prove, shape_of, wanted
-from stabletrain.records import Batch
 from stabletrain.trial import compiled as tried
 from tests.runs import TINY_GPT, composed
 
@@ -137,10 +137,13 @@ def test_anything_else_is_refused(key, value):
         check(cfg)
 
 
-def test_an_empty_batch_cannot_be_tried_and_that_is_said():
-    empty = Batch(torch.zeros(0, 4), torch.zeros(0, 4, dtype=torch.int64))
-    facts, told = tried(None, empty, None, must=False, anywhere=bool)
+def test_an_empty_batch_cannot_be_tried_and_that_is_said(tmp_path):
+    with composed(*TINY_GPT, "checkpoint=off", "report=false") as cfg:
+        job = build(cfg, tmp_path)
+    job.batches.close()
+    empty = job.load(0).rows(slice(0))
+    facts, told = tried(job.state, empty, job.tools, must=False, anywhere=bool)
     assert facts == {"compiled": False}
     assert "the batch to try it on is empty; training goes on uncompiled" in told
-    with pytest.raises(ConfigError, match="compile=true: .* the batch to try it on is empty"):
-        tried(None, empty, None, must=True, anywhere=bool)
+    with pytest.raises(ConfigError, match=r"compile=true: .*the batch to try it on is empty"):
+        tried(job.state, empty, job.tools, must=True, anywhere=bool)
