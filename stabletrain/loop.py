@@ -33,19 +33,21 @@ def run(job: Job) -> History:
     except BaseException as raised:
         error = lost(raised, job.parallel.ranks) or raised
         job.checkpoints.settle()
-        tracker.summary(final(job) | {"status": status_of(error)})
+        numbers = final(job)
+        tracker.summary(numbers | {"status": status_of(error)})
         tracker.close(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1))
-        job.folder.finish(status_of(error), str(error) or type(error).__name__, final(job))
+        job.folder.finish(status_of(error), str(error) or type(error).__name__, numbers)
         job.page.write()
         if error is raised:
             raise
         raise error from raised
     finally:
         job.batches.close()
-    job.tracker.summary(final(job) | {"status": "finished"})
+    numbers = final(job)
+    job.tracker.summary(numbers | {"status": "finished"})
     job.tracker.close(0)
     reasons = [reason for reason in (job.tools.guard.trouble_at_end(), job.checkpoints.unsaved()) if reason]
-    job.folder.finish("finished", "; ".join(reasons) or None, final(job))
+    job.folder.finish("finished", "; ".join(reasons) or None, numbers)
     for reason in reasons:
         job.tracker.note(f"note     {reason}")
     return job.history
