@@ -1,7 +1,8 @@
 """The loop around the step: cadence, verdicts, evaluation, checkpoints, signals. It decides when and computes nothing.
 
 Each round launches the next step's `compute`, then reads what the step before it measured, and only then lets `commit`
-change the weights. Whoever wants to look into a withheld step finds the weights as that step found them.
+change the weights. Whoever wants to look into a withheld step finds the weights as that step found them. The first step
+of a run is read at once, and so is one after which something is due that needs to know.
 """
 
 from collections.abc import Mapping

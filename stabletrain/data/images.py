@@ -18,6 +18,8 @@ from stabletrain.data.order import Sources, key, pass_ids, place, sample_ids, un
 from stabletrain.errors import ConfigError
 from stabletrain.records import Batch
 
+CPU = torch.device("cpu")
+
 
 @runtime_checkable
 class Pictures(Protocol):
@@ -109,8 +111,8 @@ class Images:
                 raise ConfigError(f"data={name} has no pictures to {'train' if split == 'train' else 'validate'} on")
         self.classes, self.num_classes, self.in_channels = list(classes), len(classes), len(mean)
         self._name, self._splits, self._size, self._seed = name, splits, size, seed
-        self._mean, self._std = (torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))
-        self._scales: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        middle, spread = (torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))
+        self._scales = {CPU: (middle, spread)}
         self._augment = augmentation(augment, size)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="pictures")
         self._kept = {
@@ -125,7 +127,7 @@ class Images:
         for split, pictures in self._splits.items():
             if isinstance(pictures, Held) and self._whole(split):
                 pictures.to(device)
-                mean, std = self._mean.to(device), self._std.to(device)
+                mean, std = (values.to(device) for values in self._scales[CPU])
                 self._scales[mean.device] = mean, std
 
     def batches(self, size: int, split: str) -> int:
@@ -194,7 +196,7 @@ class Images:
     def _normalise(
         self, images: UInt8[Tensor, "batch channels size size"]
     ) -> Float[Tensor, "batch channels size size"]:
-        mean, std = self._scales.get(images.device, (self._mean, self._std))
+        mean, std = self._scales[images.device]
         scaled = (images.float() / 255 - mean) / std
         return scaled.contiguous(memory_format=torch.channels_last)
 

@@ -26,6 +26,17 @@ class Worn(nn.Module):
         return self.dropout(self.frozen(self.norm(self.linear(inputs))))
 
 
+class Scattering(nn.Module):
+    """A model with the two gradients that are scattered: of a look-up, and of pooling over windows that overlap."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.pool = nn.Embedding(16, 64), nn.MaxPool2d(3, 2, 1)
+
+    def forward(self, inputs):
+        return self.pool(self.table(inputs).unflatten(-1, (8, 8)))
+
+
 def proved(model, inputs):
     return prove(model, inputs.shape, lambda: model(inputs).square().sum(), lambda loss: loss.backward())
 
@@ -81,6 +92,20 @@ def test_only_training_passes_of_the_shape_are_compiled(compiled):
     assert len(compiled) == 1
     with torch.compiler.set_stance("fail_on_recompile"):
         model(inputs).sum().backward()
+
+
+def test_no_gradient_is_summed_in_the_order_in_which_threads_come():
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    model, inputs = Scattering(), torch.randint(16, (64, 16))  # enough for two threads
+    with config.patch({"fx_graph_cache": False, "cpp.threads": 2}):
+        (_, why), codes = run_and_get_code(proved, model, inputs)
+    torch.compiler.reset()
+    assert why == ""
+    assert len(codes) == 2  # forward, and backward
+    assert [code.count(way) for code in codes for way in ("atomic_add", "scatter")] == [0, 0, 0, 0]
+    assert "aten.embedding_dense_backward" in codes[1]
 
 
 def test_a_late_run_of_a_process_is_compiled_as_the_first_was(compiled):
