@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from bare import BareLoop, cosine
 from measuring import Clock
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
@@ -129,6 +130,9 @@ class Others:
             def configure_optimizers(self) -> Any:
                 return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
+            def configure_gradient_clipping(self, optimizer: Any, *args: Any, **named: Any) -> None:
+                clip_grad_norm_(self.parameters(), 1.0)  # its own refuses a fused optimizer in mixed precision
+
         class Timing(lightning.Callback):
             def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
                 timer.at(batch_idx)
@@ -143,7 +147,6 @@ class Others:
                 devices=1,
                 precision="bf16-mixed" if self.bf16 else "32-true",
                 max_steps=WARM_UP + self.steps,
-                gradient_clip_val=1.0,
                 detect_anomaly=anomaly,
                 callbacks=[Timing()],
                 logger=False,

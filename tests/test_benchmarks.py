@@ -23,6 +23,7 @@ CASES = {
         ["bare", "bare again", "off", "defaults", "monitors=full", "finite hooks", "anomaly mode"],
     ),
     "throughput": (["throughput.py", "--sizes", "gpt_tiny"], ["stabletrain", "plain fp32"]),
+    "limit": (["limit.py", "--batch", "1"], ["products", "attention"]),
 }
 
 
