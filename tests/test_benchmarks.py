@@ -14,6 +14,7 @@ from torch import nn
 from stabletrain.loop import train
 from stabletrain.stability.guard import RollbackGuard
 from stabletrain.tracking.metrics import read_jsonl
+from tests.clocks import ToldClock
 from tests.runs import ROOT
 
 SHARED = ["--device", "cpu", "--precision", "fp32", "--rounds", "2", "--json", "results.json"]
@@ -76,18 +77,13 @@ def test_a_slow_guard_shows_in_the_overhead(benchmark, tmp_path, monkeypatch, ca
     overhead, jobs, measuring = (benchmark(name) for name in ("overhead", "jobs", "measuring"))
     monkeypatch.setitem(overhead.OURS, "defaults", ("monitors=default",))  # W&B takes its time to start
     monkeypatch.setitem(overhead.OURS, "monitors=full", ())
-    slowly, judge = 0.2, RollbackGuard.judge
-
-    def judge_slowly(guard, reading):
-        time.sleep(slowly)
-        return judge(guard, reading)
-
-    monkeypatch.setattr(RollbackGuard, "judge", judge_slowly)
+    clock = ToldClock()
+    monkeypatch.setattr(RollbackGuard, "judge", clock.slow(RollbackGuard.judge, 2e-3))
     with measuring.silence():
-        found = overhead.measured(tmp_path, TINY(jobs), 4, 1, measuring.Clock(torch.device("cpu")))
+        found = overhead.measured(tmp_path, TINY(jobs), 4, 1, clock)
     ratio = {each["what"]: each["whole"][0] for each in overhead.show("tiny", "fp32", found)}
-    bare = sum(found.seconds["bare"]) / 4
-    assert ratio["defaults"] - ratio["off"] > 0.5 * slowly / bare
+    assert ratio["off"] == pytest.approx(1)
+    assert ratio["defaults"] == pytest.approx(3)  # a bare step takes a millisecond
     assert f"{ratio['defaults']:.3f}" in capsys.readouterr().out
 
 

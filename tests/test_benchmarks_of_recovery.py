@@ -9,13 +9,12 @@ import sys
 import time
 
 import pytest
-import torch
 
 from stabletrain.recovery import Recovery
 from stabletrain.state.checkpoint import Checkpoints
+from tests.clocks import ToldClock
 from tests.runs import ROOT
 
-CPU = torch.device("cpu")
 TINY = ["--size", "tiny", "--rounds", "1", "--device", "cpu"]
 
 
@@ -61,17 +60,11 @@ def test_a_benchmark_writes_what_it_promises(tmp_path):
     ],
 )
 def test_what_takes_long_shows_where_it_belongs(benchmark, tiny, tmp_path, monkeypatch, owner, name, shows_in, not_in):
-    recovery, measuring = benchmark("recovery"), benchmark("measuring")
-    call = getattr(owner, name)
-
-    def slowly(*args, **named):
-        time.sleep(0.4)
-        return call(*args, **named)
-
-    monkeypatch.setattr(owner, name, slowly)
+    recovery, measuring, clock = benchmark("recovery"), benchmark("measuring"), ToldClock()
+    monkeypatch.setattr(owner, name, clock.slow(getattr(owner, name), 5.0))
     with measuring.silence():
-        (turn,) = recovery.stalls(tmp_path, tiny, measuring.Clock(CPU), 1)
-    assert turn[shows_in] > 0.4 > turn[not_in]
+        (turn,) = recovery.stalls(tmp_path, tiny, clock, 1)
+    assert turn[shows_in] > 5 > turn[not_in]
 
 
 def test_a_command_that_ends_otherwise_is_no_measurement(benchmark, tmp_path):

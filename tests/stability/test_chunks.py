@@ -19,8 +19,8 @@ from stabletrain.stability.softcap import Gemma2Softcap, NoSoftcap
 VOCAB, TOKENS = 37, (3, 11)
 
 
-def gpt(tied_head=False, softcap=None, **changed):
-    torch.manual_seed(0)
+def gpt(tied_head=False, softcap=None, seed=0, **changed):
+    torch.manual_seed(seed)
     asked = {"vocab_size": VOCAB, "block_size": 16, "n_layer": 1, "n_head": 2, "n_embd": 8, "dropout": 0.0}
     kinds = {"position": "rope", "norm": "layernorm", "mlp": "gelu", "bias": False, "tied_head": tied_head}
     knobs = {"qknorm": NoQKNorm(), "qkclip": NoQKClip(), "softcap": softcap or NoSoftcap()}
@@ -112,13 +112,18 @@ def test_in_half_precision_gradients_are_as_near_as_those_of_whole_logits(dtype,
     def autocast():
         return torch.autocast("cpu", dtype)
 
-    plain = Objective(ZLoss(1e-3))
-    _, exact = gradients(Run(gpt()), plain)
-    _, whole = gradients(Run(gpt(), autocast, scale), plain, times)
-    _, found = gradients(Run(gpt(), autocast, scale), InChunks(plain, 4, VOCAB), times)
-    for name, right in exact.items():
-        off = (whole[name] / scale / times - right).norm()
-        assert (found[name] / scale / times - right).norm() <= 1.5 * off + 1e-3 * right.norm(), name
+    plain, seeds = Objective(ZLoss(1e-3)), range(16)  # of one model alone either may be nearer, by chance
+    off = []
+    for seed in seeds:
+        _, exact = gradients(Run(gpt(seed=seed)), plain)
+        _, whole = gradients(Run(gpt(seed=seed), autocast, scale), plain, times)
+        _, found = gradients(Run(gpt(seed=seed), autocast, scale), InChunks(plain, 4, VOCAB), times)
+        off += [
+            [(each[name] / scale / times - right).norm() / right.norm() for each in (whole, found)]
+            for name, right in exact.items()
+        ]
+    of_whole, of_chunks = torch.tensor(off).view(len(seeds), -1, 2).square().mean(dim=0).sqrt().T
+    assert (of_chunks <= 1.5 * of_whole).all(), dict(zip(exact, (of_chunks / of_whole).tolist(), strict=True))
 
 
 def test_a_loss_scale_too_large_for_fp16_shows_in_the_gradients():
