@@ -1,12 +1,12 @@
 """Trains one configuration, or with `-m` a sweep of them: compose, build, run. See `python train.py --help`."""
 
-import sys
 from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
 
 from stabletrain.launch import launch, run_job
+from stabletrain.ranks import end
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -16,4 +16,4 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch(main, Path(__file__).parent / "conf"))
+    end(launch(main, Path(__file__).parent / "conf"))

@@ -81,6 +81,10 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         return refuse(str(error), ranks)
     except RunFailed as failure:
         return failure.exit_code
+    except SystemExit as stop:  # of a run that did not finish, and of Hydra's own commands
+        if not isinstance(stop.code, int):
+            raise
+        return stop.code
     except KeyboardInterrupt:
         print("\nstabletrain: stopped at once; the last checkpoint is kept", file=sys.stderr)
         return 130

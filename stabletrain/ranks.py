@@ -3,13 +3,16 @@
 This file loads torch only when there are several processes, so that a mistyped command is refused at once.
 """
 
+import atexit
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from stabletrain.errors import ConfigError
 
@@ -78,6 +81,23 @@ def leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def end(code: int) -> NoReturn:
+    """Ends this process with a code.
+
+    One of several ranks ends without the taking apart of Python's interpreter, in which a thread of gloo's that still
+    holds a tensor would abort it: a run that finished would count as crashed, and torchrun would end the other ranks
+    (pytorch/pytorch#190489). Threads are waited for, and what is registered with `atexit` is done, as ever.
+    """
+    if here().launched:
+        threading._shutdown()  # ty: ignore[missing-attribute]  no stub knows it
+        atexit._run_exitfuncs()
+        with suppress(OSError):  # whoever read the output is gone
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def end_together(ranks: Ranks) -> None:

@@ -20,7 +20,7 @@ from stabletrain.build import build
 from stabletrain.job import Job
 from stabletrain.loop import run
 from stabletrain.parallel import SharedCheckpoints
-from stabletrain.ranks import from_all, here, leave
+from stabletrain.ranks import end, from_all, here, leave
 from stabletrain.state import assembly
 from stabletrain.state.capture import capture, sharded
 from stabletrain.state.shards import is_sharded
@@ -173,4 +173,4 @@ def main(place: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    end(main(Path(sys.argv[1])))

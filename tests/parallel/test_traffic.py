@@ -238,6 +238,7 @@ if __name__ == "__main__":
     results = {name: train(case + SMALL, where / str(number)) for number, (name, case) in enumerate(CASES.items())}
     if os.environ["RANK"] == "0":
         (where / "found.json").write_text(json.dumps(results))
-    from stabletrain.ranks import leave
+    from stabletrain.ranks import end, leave
 
     leave()
+    end(0)

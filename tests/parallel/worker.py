@@ -20,7 +20,7 @@ from stabletrain.build import build
 from stabletrain.errors import StabletrainError
 from stabletrain.job import Job
 from stabletrain.loop import run
-from stabletrain.ranks import here, leave
+from stabletrain.ranks import end, here, leave
 from stabletrain.state.capture import capture
 from stabletrain.state.shards import is_sharded, whole
 from stabletrain.state.tree import flatten
@@ -157,4 +157,4 @@ def numbers(seen: Mapping[str, Any], field: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    end(main(Path(sys.argv[1])))
