@@ -71,7 +71,7 @@ MAY_SEE = {
     "cli": NOUNS
     | {"rerun", "forensics", "agreement", "compare", "config", "data", "models", "state", "tracking", "machine"},
     "slurm": NOUNS | {"arguments", "commands", "config", "mistakes", "ranks", "sweep"},
-    "train": NOUNS | {"launch"},
+    "train": NOUNS | {"launch", "ranks"},
 }
 """Room -> rooms of the package it may import, besides its own. A new room is added here, deliberately."""
 
