@@ -17,6 +17,7 @@ for _ in range(4):
     threading.Thread(target=work, daemon=True).start()
 threading.Thread(target=lambda: (threading.main_thread().join(), time.sleep(0.5), print("waited for"))).start()
 atexit.register(print, "registered")
+sys.stdout.reconfigure(line_buffering=False, write_through=False)  # torchrun starts ranks with `python -u`
 """
 RUN = [*TINY_GPT, "steps=2", "forensics=off", "monitors=none", "checkpoint=off", "parallel=ddp"]
 OVERRIDES = {
