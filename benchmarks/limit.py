@@ -8,16 +8,21 @@ layers together, with inputs that lie ready in their dtype; its speed is a ratio
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from measuring import Clock, command_line, head, in_turns, machine, modes, quartiles, ratios, row, save
+from omegaconf import OmegaConf
+from sizes import SIZES
 from torch import Tensor
 
 from stabletrain.machine import hardware
 
-LAYERS, HEADS, WIDTH, BLOCK = 6, 6, 384, 256
-"""gpt_mini."""
+SIZE = SIZES["gpt_mini"]
+MODEL = OmegaConf.load(Path(__file__).parents[1] / "conf" / "model" / "gpt_mini.yaml")
+LAYERS, HEADS, WIDTH = MODEL.n_layer, MODEL.n_head, MODEL.n_embd
+BLOCK, BATCH = SIZE.block_size["cpu"], SIZE.batch["cpu"]
 
 PRODUCTS = (*4 * [(WIDTH, WIDTH)], (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
 """Inputs and outputs of a block's linear layers: query, key, value, out; up, down."""
@@ -58,7 +63,7 @@ def main() -> None:
     """Measures both parts, prints the table, and writes the JSON."""
     parser = command_line(__doc__, rounds=20)
     parser.set_defaults(precision="auto")
-    parser.add_argument("--batch", type=int, default=16, help="sequences; 16, as in throughput.py on a CPU")
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences; as in throughput.py on a CPU")
     asked = parser.parse_args()
     device = hardware.pick(asked.device)
     if unknown := {*modes(asked.precision, device)} - {*DTYPES}:
