@@ -76,15 +76,11 @@ def test_a_modules_weight_and_bias_are_one_gradient():
     before = grads(model)
     clip(PerModuleClip(0.5), model)
     after = grads(model)
-    for owner, names in {
-        "gain": ["gain"],
-        "embedding": ["embedding.weight"],
-        **{m: [f"{m}.weight", f"{m}.bias"] for m in ("conv", "norm", "head")},
-    }.items():
+    for names in (["gain"], ["embedding.weight"], *([f"{m}.weight", f"{m}.bias"] for m in ("conv", "norm", "head"))):
         whole = torch.cat([before[name].flatten() for name in names])
         factor = min(1.0, 0.5 / whole.norm().item())
         for name in names:
-            close(after[name], before[name] * factor), owner
+            close(after[name], before[name] * factor)
 
 
 def test_a_shared_parameter_counts_with_its_first_module_and_missing_gradients_shift_nothing():
