@@ -11,6 +11,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
+from tests import forkserver
+
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
 
@@ -56,13 +58,27 @@ def composed(*overrides: str, config_name: str = "config") -> Iterator[DictConfi
         yield cfg
 
 
-def command(*arguments: str, cwd: Path, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess:
-    """`python train.py ...` as a user types it, in `cwd`."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
+def command(
+    *arguments: str, cwd: Path, timeout: float = 240, fresh: bool = False, **environment: str
+) -> subprocess.CompletedProcess:
+    """`python train.py ...` as a user types it, in `cwd`.
+
+    Args:
+        arguments: of `train.py`.
+        cwd: the working folder.
+        timeout: seconds after which it is killed.
+        fresh: starts a new interpreter, for tests about what is imported; the others share a fork server's imports.
+        environment: variables beside those of this process.
+    """
+    return python(str(ROOT / "train.py"), *arguments, cwd=cwd, timeout=timeout, fresh=fresh, **environment)
+
+
+def python(
+    *argv: str, cwd: Path, timeout: float = 240, fresh: bool = False, **environment: str
+) -> subprocess.CompletedProcess:
+    """`python argv...`: a script or `-m module`, with its arguments; see `command`."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    if not fresh:
+        return forkserver.run(argv, cwd, variables, timeout)
+    words = [sys.executable, *argv]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=variables)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from stabletrain.tracking.metrics import read_jsonl
-from tests.runs import ROOT, TINY_GPT, command
+from tests.runs import ROOT, TINY_GPT, command, python
 from tests.tracking.wandb_file import read
 
 QUICK = [*TINY_GPT, "steps=6", "eval_every=3", "log_every=2", "hydra.run.dir=run"]
@@ -83,19 +83,19 @@ MISTAKES = {
 
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_a_mistake_is_one_message_without_loading_torch(tmp_path, no_torch, typed):
-    done = command(*typed.split(), cwd=tmp_path, PYTHONPATH=no_torch)
+    done = command(*typed.split(), cwd=tmp_path, fresh=True, PYTHONPATH=no_torch)
     assert done.stderr == f"stabletrain: {MISTAKES[typed]}\n"
     assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_a_resnet_cannot_take_qknorm_even_through_a_preset(tmp_path, no_torch):
-    done = command("experiment=resnet_digits", "stability=zloss_qknorm", cwd=tmp_path, PYTHONPATH=no_torch)
+    done = command("experiment=resnet_digits", "stability=zloss_qknorm", cwd=tmp_path, fresh=True, PYTHONPATH=no_torch)
     assert done.returncode == 2
     assert "stability=zloss_qknorm sets qknorm=layernorm, which does nothing with model=resnet20" in done.stderr
 
 
 def test_help_lists_every_group_without_loading_torch(tmp_path, no_torch):
-    done = command("--help", cwd=tmp_path, PYTHONPATH=no_torch)
+    done = command("--help", cwd=tmp_path, fresh=True, PYTHONPATH=no_torch)
     assert done.returncode == 0
     for group in (folder for folder in (ROOT / "conf").iterdir() if folder.is_dir()):
         options = sorted(file.stem for file in group.glob("*.yaml"))
@@ -309,11 +309,11 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
 
 def test_sampling_from_a_finished_run(tmp_path):
     assert command(*QUICK, cwd=tmp_path).returncode == 0
-    write = [sys.executable, "-m", "stabletrain.cli", "sample", "run", "--prompt", "import ", "--tokens", "20"]
-    first, second = (subprocess.run(write, cwd=tmp_path, capture_output=True, text=True, timeout=120) for _ in range(2))
+    write = ["-m", "stabletrain.cli", "sample", "run", "--prompt", "import ", "--tokens", "20"]
+    first, second = (python(*write, cwd=tmp_path) for _ in range(2))
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith("import ")
     assert first.stdout == second.stdout
-    missing = subprocess.run([*write[:4], "nowhere"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    missing = python(*write[:3], "nowhere", cwd=tmp_path)
     assert missing.returncode == 2
     assert missing.stderr.startswith("stabletrain: nowhere holds no usable checkpoint")

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from stabletrain.build import build
 from stabletrain.cli import main
 from stabletrain.loop import run
-from tests.runs import ROOT, TINY_GPT, TINY_RESNET, command, composed
+from tests.runs import ROOT, TINY_GPT, TINY_RESNET, command, composed, python
 
 QUIET = ["checkpoint=off", "monitors=none", "steps=12", "guard=skip"]
 RUNS = {
@@ -171,9 +169,8 @@ def test_a_fix_is_tried_on_a_users_own_model(tmp_path):
     assert done.returncode == 0, done.stderr
 
     def replay(*overrides):
-        words = [sys.executable, "-m", "stabletrain.cli", "replay", "run/incidents/step-00000008", *overrides]
-        paths = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=paths)
+        words = ["-m", "stabletrain.cli", "replay", "run/incidents/step-00000008", *overrides]
+        done = python(*words, cwd=tmp_path, PYTHONPATH=f"{ROOT}:{tmp_path}")
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()[-1]
 

@@ -3,8 +3,6 @@
 import json
 import math
 import random
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -26,7 +24,7 @@ from stabletrain.records import Batch
 from stabletrain.state.capture import capture, restore
 from stabletrain.state.tree import flatten, to_host
 from stabletrain.step import commit, compute
-from tests.runs import ROOT, TINY_GPT, TINY_RESNET, composed
+from tests.runs import ROOT, TINY_GPT, TINY_RESNET, composed, python
 
 GPT = [*TINY_GPT, "model.dropout=0.1"]
 RESNET = [*TINY_RESNET, "model.depth=8"]
@@ -310,9 +308,7 @@ for name, chosen in MODELS.items():
 
 def test_every_generator_is_left_as_it_was(tmp_path):
     """In a process of its own, where nobody else draws."""
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
+    done = python("-c", ALONE, str(tmp_path), cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,4 +1,4 @@
-"""torchrun, as a user starts it: with the workers of the tests, or with `train.py`."""
+"""Several ranks: by torchrun, as a user starts them, or as forks of one process, which start in milliseconds."""
 
 import fcntl
 import json
@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests import forkserver
 from tests.runs import ROOT
 
 PATIENCE = 300
@@ -72,23 +74,102 @@ def ranks_of(process: subprocess.Popen) -> dict[int, int]:
 
 def until(reached: Callable[[], bool], process: subprocess.Popen) -> None:
     """Waits until something has happened while a launch goes on."""
-    end = time.monotonic() + PATIENCE
-    while not reached():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "it never happens"
-        time.sleep(0.02)
+
+    def looked() -> bool:
+        there = reached()
+        assert there or process.poll() is None, process.communicate()
+        return there
+
+    wait_for(looked, "it never happens")
 
 
 def performed(place: Path, count: int, cases: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What each rank saw of each case; launched once, whichever of several test processes asks first."""
+    """What each rank saw of each case; run once, by the first of several test processes that asks."""
     place.mkdir(parents=True, exist_ok=True)
     with alone(place / "lock"):
         if not (place / "done").exists():
             (place / "cases.json").write_text(json.dumps(cases))
-            process = finish(start(count, "-m", "tests.parallel.worker", str(place), cwd=ROOT))
-            assert process.returncode == 0, f"{process.stdout[-2000:]}\n{process.stderr[-6000:]}"
+            forked(count, "-m", "tests.parallel.worker", str(place), cwd=ROOT, logs=place)
             (place / "done").touch()
     return [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(count)]
+
+
+class OnDemand(Mapping[str, dict[str, Any]]):
+    """What one rank saw of each case; a case runs when it is first asked for."""
+
+    def __init__(self, rank: int, names: Collection[str], seen: Callable[[str], list[dict[str, Any]]]) -> None:
+        self._rank, self._names, self._seen = rank, names, seen
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        return self._seen(name)[self._rank]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def on_demand(place: Path, count: int, cases: Mapping[str, Any]) -> list[OnDemand]:
+    """What each rank sees of each case, which only the tests that were chosen ask for; its folder is `place / name`."""
+
+    @cache
+    def seen(name: str) -> list[dict[str, Any]]:
+        case = {**cases[name], "folder": str(place / name)}
+        return performed(place / "launches" / name.replace("/", "-"), count, {name: case})
+
+    return [OnDemand(rank, cases.keys(), lambda name: [each[name] for each in seen(name)]) for rank in range(count)]
+
+
+def forked(count: int, *argv: str, cwd: Path, logs: Path) -> None:
+    """Runs `count` ranks to their end, as forks of one process: torchrun would import torch once for each of them.
+
+    They see the variables that torchrun sets, and a store that outlives each of them, as torchrun's does.
+
+    Args:
+        count: the world size.
+        argv: what each rank runs, as `python argv...`.
+        cwd: the working folder.
+        logs: an existing folder for what the ranks print.
+
+    Raises:
+        AssertionError: a rank fails or hangs; with the ends of its output.
+    """
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+    def start(name: str, argv: Sequence[str], more: Mapping[str, str]) -> forkserver.Forked:
+        return forkserver.start(argv, cwd, {**variables, **more}, logs / f"{name}.out", logs / f"{name}.err")
+
+    port = logs / "port"
+    store = start("store", ["-m", "tests.parallel.store", str(port)], {})
+    ranks: dict[int, forkserver.Forked] = {}
+    try:
+        wait_for(port.exists, "the store does not start")
+        shared = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port.read_text(),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+        }
+        for rank in range(count):
+            ranks[rank] = start(f"rank{rank}", argv, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        codes = [ranks[rank].wait(PATIENCE) for rank in ranks]
+    except TimeoutError:
+        codes = []
+    finally:
+        for process in [*ranks.values(), store]:
+            process.kill()
+    ends = [f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(logs.glob("rank*.[oe][ur][tr]"))]
+    assert codes == [0] * count, "\n".join([f"exit codes {codes}" if codes else "hangs", *ends])
+
+
+def wait_for(reached: Callable[[], bool], otherwise: str) -> None:
+    """Waits until something has happened; fails after `PATIENCE` seconds."""
+    end = time.monotonic() + PATIENCE
+    while not reached():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.02)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parallel.launches import performed
+from tests.parallel.launches import on_demand
 from tests.parallel.worker import numbers, perform
 from tests.runs import TINY_GPT, TINY_RESNET
 
@@ -84,12 +84,12 @@ FOUR = {f"{kind}/gpt": {"overrides": [*GPT, f"parallel={kind}"]} for kind in ("d
 
 @pytest.fixture(scope="module")
 def two(shared_place):
-    return performed(shared_place / "agreement_two", 2, CASES)
+    return on_demand(shared_place / "agreement_two", 2, CASES)
 
 
 @pytest.fixture(scope="module")
 def four(shared_place):
-    return performed(shared_place / "agreement_four", 4, FOUR)
+    return on_demand(shared_place / "agreement_four", 4, FOUR)
 
 
 @pytest.fixture(scope="module")

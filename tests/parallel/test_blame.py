@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.parallel.launches import performed
+from tests.parallel.launches import on_demand
 from tests.parallel.test_one_rank_fault import seed_for
 from tests.runs import TINY_GPT
 
@@ -31,7 +31,7 @@ CASES = {
 def seen(shared_place):
     """What each rank saw, and the place of the run folders."""
     place = shared_place / "blame"
-    return performed(place, 2, CASES), place
+    return on_demand(place, 2, CASES), place
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

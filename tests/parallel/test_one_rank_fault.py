@@ -7,7 +7,7 @@ import torch
 
 from stabletrain.faults.planned import place
 from stabletrain.tracking.metrics import read_jsonl
-from tests.parallel.launches import performed
+from tests.parallel.launches import on_demand
 from tests.runs import TINY_GPT, TINY_RESNET
 
 pytestmark = pytest.mark.timeout(600)
@@ -77,7 +77,7 @@ CASES["fsdp/gpt/accumulated"] = {"overrides": [*CASES["fsdp/gpt/fp32"]["override
 
 @pytest.fixture(scope="module")
 def two(shared_place):
-    return performed(shared_place / "faults_two", 2, CASES)
+    return on_demand(shared_place / "faults_two", 2, CASES)
 
 
 @pytest.fixture(params=CASES)

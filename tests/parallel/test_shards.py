@@ -11,7 +11,7 @@ from stabletrain.state.folder import find
 from stabletrain.state.tree import flatten
 from stabletrain.state.trust import UnusableCheckpoint
 from stabletrain.tracking.metrics import read_jsonl
-from tests.parallel.launches import alone, finish, start
+from tests.parallel.launches import alone, forked
 from tests.parallel.worker import of_tensor
 from tests.runs import ROOT
 from tests.state.given import rewrite_manifest
@@ -28,9 +28,7 @@ def place(shared_place):
     place.mkdir(exist_ok=True)
     with alone(place / "lock"):
         if not (place / "rank0.json").exists():
-            done = finish(start(2, "-m", "tests.parallel.saver", str(place), cwd=ROOT))
-            assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-            (place / "said").write_text(done.stderr)
+            forked(2, "-m", "tests.parallel.saver", str(place), cwd=ROOT, logs=place)
     return place
 
 
@@ -95,7 +93,8 @@ def test_a_part_that_one_rank_cannot_write_costs_that_checkpoint_only(place, see
         assert rank["failing"] == {"left": ["step-00000008"], "step": 8}
     (event,) = events(place, "full", "checkpoint_failed")
     assert (event["step"], event["reason"]) == (4, "[Errno 28] rank 1: No space left on device")
-    assert (place / "said").read_text().count("step 4 was not written (rank 1: No space left on device)") == 1
+    said = "".join((place / f"rank{rank}.err").read_text() for rank in range(2))
+    assert said.count("step 4 was not written (rank 1: No space left on device)") == 1
 
 
 def test_a_part_that_never_comes_is_waited_for_within_bounds(place, seen):

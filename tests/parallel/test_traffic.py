@@ -7,7 +7,6 @@ are read off the model, its optimizer and a snapshot.
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from stabletrain.parallel import traffic
 from stabletrain.records import TrainState
 from stabletrain.state.capture import capture
 from stabletrain.state.shards import Piece, apart, is_sharded
+from tests.parallel.launches import forked
 from tests.runs import CONF, ROOT, TINY_GPT, TINY_RESNET, composed
 
 RANKS = 2
@@ -128,16 +128,7 @@ def nbytes(tensors: list[Any]) -> int:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What rank 0 has seen of every case."""
     folder = tmp_path_factory.mktemp("traffic")
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={RANKS}", "--standalone"]
-    done = subprocess.run(
-        [*launch, "-m", "tests.parallel.test_traffic", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    forked(RANKS, "-m", "tests.parallel.test_traffic", str(folder), cwd=ROOT, logs=folder)
     return json.loads((folder / "found.json").read_text())
 
 

@@ -6,8 +6,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from stabletrain.state import intact, trust
 from stabletrain.state.folder import find, run_of
 from stabletrain.state.trust import Checkpoint, UnusableCheckpoint
 from stabletrain.tracking.metrics import read_jsonl
-from tests.runs import ROOT, TINY_GPT, command
+from tests.runs import ROOT, TINY_GPT, command, python
 from tests.state.given import FILES, Run, flip, forge, rewrite_manifest, tree
 
 CHECKSUM = "does not match its checksum"
@@ -337,8 +335,7 @@ for at in itertools.count(1):
 
 
 def test_a_kill_after_any_call_of_a_replacement_leaves_the_old_or_the_new_one(tmp_path):
-    words = [sys.executable, "-W", "ignore", "-c", KILLED_AT, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = python("-c", KILLED_AT, str(tmp_path), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = [re.sub(r"-\d+( |$)", r"\1", line) for line in done.stdout.splitlines()]
     half, aside = "20 .step-00000020.tmp", "20 .step-00000020.old .step-00000020.tmp"

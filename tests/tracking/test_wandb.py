@@ -11,6 +11,7 @@ import pytest
 
 from stabletrain.errors import ConfigError
 from stabletrain.tracking.wandb import NoWandb, Wandb
+from tests import forkserver
 from tests.tracking.wandb_file import read, read_file
 
 RUNS = textwrap.dedent("""
@@ -42,10 +43,7 @@ def run_python(script: str, *arguments: str, folder: Path, **environment: str) -
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     clean |= {"HOME": str(folder / "home"), "PYTHONPATH": str(Path(__file__).parents[2])} | environment
     (folder / "home").mkdir(exist_ok=True)
-    return subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        capture_output=True, text=True, timeout=120, check=False, cwd=folder, env=clean, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    return forkserver.run(["-c", script, *arguments], folder, clean, timeout=120)
 
 
 @pytest.fixture(scope="module")

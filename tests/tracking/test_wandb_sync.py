@@ -14,6 +14,7 @@ import pytest
 
 from stabletrain.cli import main
 from stabletrain.tracking.wandb_sync import batches, is_running, pieces
+from tests import forkserver
 from tests.runs import ROOT
 from tests.tracking.wandb_server import KEY, serving
 
@@ -52,9 +53,8 @@ def environment(home, url=None, key=KEY):
 def kept(tmp_path_factory):
     """Two runs, one of them continued, in one folder."""
     home = tmp_path_factory.mktemp("kept")
-    words = [sys.executable, "-c", RUNS, str(home / "sweep")]
     (home / "sweep").mkdir()
-    done = subprocess.run(words, env=environment(home), cwd=home, capture_output=True, text=True, timeout=240)
+    done = forkserver.run(["-c", RUNS, str(home / "sweep")], home, environment(home), timeout=240)
     assert done.returncode == 0, done.stderr
     for run in ("a", "b"):
         (home / "sweep" / run / "run.json").write_text('{"status": "finished"}')
@@ -67,9 +67,8 @@ def runs(kept, tmp_path):
 
 
 def sync(home, *typed, url, key=KEY, **more):
-    words = [sys.executable, "-m", "stabletrain.cli", "sync", *map(str, typed)]
-    env = environment(home, url, key) | more
-    return subprocess.run(words, env=env, cwd=home, capture_output=True, text=True, timeout=240)
+    words = ["-m", "stabletrain.cli", "sync", *map(str, typed)]
+    return forkserver.run(words, home, environment(home, url, key) | more, timeout=240)
 
 
 def test_a_continued_run_arrives_as_one_with_all_its_points_and_its_last_status(runs, tmp_path):

@@ -1,0 +1,248 @@
+"""Runs commands in forks of a process that has already imported the program.
+
+Starting Python and importing torch, Hydra and the package costs several seconds for each command; a fork costs
+milliseconds. A forked command is a process of its own, with its own folder, environment, output, signals and exit code.
+What it shares with the server are the modules that are already imported, so tests about *what is imported* start a
+fresh interpreter (`tests.runs.command(..., fresh=True)`).
+
+    python -m tests.forkserver SOCKET      serves on a Unix socket until its standard input closes
+"""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+PRELOADED = (
+    "stabletrain.build",
+    "stabletrain.cli",
+    "stabletrain.launch",
+    "stabletrain.loop",
+    "torch.distributed",
+    "torchvision.transforms",
+    "hydra._internal.hydra",
+    "hydra.core.override_parser.overrides_parser",
+    "sklearn.datasets",
+)
+"""What most commands import. None of these may start a thread: a forked process has only the thread that forked it."""
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Variables that libraries read when they are imported; the second is read by pyarrow, which pandas imports."""
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal that a process gets when the one that forked it ends."""
+
+REQUEST = 1 << 20
+"""Most bytes of a request."""
+
+
+class Forked:
+    """A command running in a fork of the server.
+
+    Attributes:
+        pid: its process, which can be signalled.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._status: int | None = None
+        self.pid = int(self._line())
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code; minus the signal's number if a signal ended it.
+
+        Raises:
+            TimeoutError: it still runs after `timeout` seconds.
+        """
+        if self._status is None:
+            self._connection.settimeout(timeout)
+            self._status = int(self._line())
+            self._connection.close()
+        return self._status
+
+    def kill(self) -> None:
+        """Kills it, and all that it started which stayed in its process group; waits for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait(60)
+
+    def _line(self) -> bytes:
+        text = b""
+        while not text.endswith(b"\n"):
+            part = self._connection.recv(1)
+            if not part:
+                raise RuntimeError("the fork server has ended")
+            text += part
+        return text
+
+
+def start(argv: Sequence[str], cwd: Path, environment: Mapping[str, str], output: Path, errors: Path) -> Forked:
+    """Starts `python argv...` in a fork.
+
+    Args:
+        argv: a script and its arguments; or `-m`, a module and its arguments; or `-c`, code and its arguments.
+        cwd: the working folder.
+        environment: all variables of the command.
+        output, errors: files for standard output and standard error.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(server())
+    request = json.dumps({"argv": list(argv), "cwd": str(cwd), "environment": dict(environment)}).encode()
+    assert len(request) < REQUEST, "the request is too long"
+    with output.open("wb") as out, errors.open("wb") as err:
+        connection.sendall(len(request).to_bytes(4, "big"))
+        socket.send_fds(connection, [b"f"], [out.fileno(), err.fileno()])
+        connection.sendall(request)
+    return Forked(connection)
+
+
+def run(argv: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess:
+    """Runs `python argv...` in a fork to its end; see `start`.
+
+    Raises:
+        subprocess.TimeoutExpired: it runs longer than `timeout` seconds; it is killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder) / "out", Path(folder) / "err"
+        forked = start(argv, cwd, environment, output, errors)
+        try:
+            code = forked.wait(timeout)
+        except TimeoutError:
+            forked.kill()
+            raise subprocess.TimeoutExpired(list(argv), timeout, output.read_bytes(), errors.read_bytes()) from None
+        return subprocess.CompletedProcess([sys.executable, *argv], code, output.read_text(), errors.read_text())
+
+
+@cache
+def server() -> str:
+    """The address of this process's server, which is started when it is first needed and ends with this process."""
+    folder = tempfile.mkdtemp(prefix="fork")
+    address = f"{folder}/socket"
+    environment = {**os.environ, **ONE_THREAD}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.forkserver", address],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n", "the fork server does not start"
+    atexit.register(lambda: (process.kill(), process.wait(), os.unlink(address), os.rmdir(folder)))
+    return address
+
+
+# ---- the server's side
+
+
+def serve(address: str) -> None:
+    """Forks a process for each connection; tells it the process, and its exit code when it has ended."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    count = len(os.listdir("/proc/self/task"))
+    assert count == 1, f"{count} threads run after the imports: a fork would lose them"
+    gc.collect()
+    gc.freeze()  # a collection in a fork would write to, and so copy, the pages it shares with the server
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(address)
+    listening.listen()
+    print("ready", flush=True)
+    selector = selectors.DefaultSelector()
+    selector.register(listening, selectors.EVENT_READ)
+    selector.register(sys.stdin, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is sys.stdin:
+                return
+            if key.fileobj is listening:
+                connection, _ = listening.accept()
+                request, descriptors = received(connection)
+                pid = os.fork()
+                if pid == 0:
+                    selector.close()
+                    listening.close()
+                    connection.close()
+                    perform(request, descriptors)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                connection.sendall(f"{pid}\n".encode())
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
+            else:
+                pid, connection = key.data
+                _, status = os.waitpid(pid, 0)
+                with contextlib.suppress(OSError):  # the client may have given up
+                    connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+                connection.close()
+                selector.unregister(key.fd)
+                os.close(key.fd)
+
+
+def received(connection: socket.socket) -> tuple[dict, list[int]]:
+    """A request, and the descriptors of the files for its output and errors."""
+    length = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
+    return json.loads(connection.recv(length, socket.MSG_WAITALL)), list(descriptors)
+
+
+def perform(request: dict, descriptors: Sequence[int]) -> None:
+    """Becomes the command: does not return."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no command outlives the server
+    os.setsid()
+    atexit.register(gc.unfreeze)  # so that Python's end collects what it would have collected
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, place in ((nothing, 0), (descriptors[0], 1), (descriptors[1], 2)):
+        os.dup2(descriptor, place)
+        os.close(descriptor)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    words = request["argv"]
+    sys.path[0] = request["cwd"] if words[0] in ("-c", "-m") else str(Path(words[0]).parent)
+    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.orig_argv = [sys.executable, *words]
+    raise Become(words)
+
+
+class Become(BaseException):
+    """Leaves the server's loop, so that the command runs as the outermost code of its process, and ends as such."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = words
+
+
+def main(words: Sequence[str]) -> None:
+    """Runs `python words...` in this process."""
+    if words[0] == "-m":
+        sys.argv = [*words[1:]]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = [*words]
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    command = None
+    try:
+        serve(sys.argv[1])
+    except Become as become:
+        command = become.words
+    if command is not None:
+        main(command)
