@@ -10,8 +10,8 @@ import time
 
 import pytest
 
+from benchmarks.reliability.ends import everything, metrics
 from stabletrain.tracking.metrics import read_jsonl
-from tests.laws.kills import everything, metrics
 from tests.parallel.launches import finish, performed, ranks_of, start, trained, until
 from tests.runs import ROOT, TINY_GPT
 
