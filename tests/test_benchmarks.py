@@ -25,6 +25,10 @@ CASES = {
     ),
     "throughput": (["throughput.py", "--sizes", "gpt_tiny"], ["stabletrain", "plain fp32"]),
     "limit": (["limit.py", "--batch", "1"], ["products", "attention"]),
+    "reading": (
+        ["reading.py", "--runs", "40", "--lines", "20"],
+        ["wall time", "user + sys", "peak memory", "peak memory of a helper"],
+    ),
 }
 
 
