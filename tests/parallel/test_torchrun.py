@@ -23,7 +23,7 @@ RUN = [
 ]
 KINDS = ("ddp", "fsdp")
 CASES = {kind: {"overrides": [*RUN, f"parallel={kind}"]} for kind in KINDS}
-FORCED = "forcefully exiting via SIGKILL"
+FORCED = "forcefully exiting"
 """What torchrun says of a rank that has not ended by itself half a minute after another one did."""
 
 
