@@ -4,9 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import open_dict
+from runs import composed
 
 from stabletrain.build import build
 from stabletrain.job import Job
@@ -83,12 +81,8 @@ class RandomImages:
 
 def built(folder: Path, overrides: Sequence[str]) -> Job:
     """The run that `train.py` would make of `overrides`."""
-    with initialize_config_dir(str(HERE.parent / "conf"), version_base="1.3"):
-        search = f"hydra.searchpath=[file://{HERE / 'conf'}]"
-        cfg = compose("config", [search, *NOTHING_ELSE, *overrides], return_hydra_config=True)
-        HydraConfig.instance().set_config(cfg)
-        with open_dict(cfg):
-            del cfg["hydra"]
+    search = f"hydra.searchpath=[file://{HERE / 'conf'}]"
+    with composed(search, *NOTHING_ELSE, *overrides) as cfg:
         return build(cfg, folder)
 
 

@@ -1,10 +1,10 @@
-"""The short form of `python -m tests.faults.campaign`, and that the campaign can fail."""
+"""The short form of `python -m benchmarks.reliability.campaign`, and that the campaign can fail."""
 
-from tests.faults.campaign import FAULTS, Setting, campaign, line, one, rendered, table
+from benchmarks.reliability.campaign import FAULTS, Setting, campaign, line, one, rendered, table
 
 QUICK = [Setting("gpt", "fp32", False, 0), Setting("gpt", "fp16", True, 0), Setting("resnet", "bf16", True, 0)]
 IN_PROCESS = [kind for kind in FAULTS if kind != "kill"]
-"""Kinds that a test can stand; kills are in test_faults.py and tests/laws/kills.py."""
+"""Kinds that a test can stand; kills are in test_faults.py and tests/laws/test_resume.py."""
 
 
 def test_random_faults_at_random_times_corrupt_nothing():

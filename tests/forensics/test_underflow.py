@@ -7,6 +7,8 @@ from functools import partial
 import pytest
 import torch
 
+from benchmarks.reliability.zoo.install import behind
+from benchmarks.reliability.zoo.parts import FaintGradient, SteepBackward
 from stabletrain.build import build
 from stabletrain.cli import main
 from stabletrain.errors import TrainingHalted
@@ -16,8 +18,6 @@ from stabletrain.forensics.evidence import Evidence, Setting
 from stabletrain.forensics.underflow import Starved, Underflow, compared
 from stabletrain.loop import run
 from stabletrain.records import Reading
-from tests.faults.zoo.faults import behind
-from tests.faults.zoo.parts import FaintGradient, SteepBackward
 from tests.forensics.test_desk import bits, events
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 

@@ -8,15 +8,15 @@ import signal
 import pytest
 import torch
 
+from benchmarks.reliability import kills
+from benchmarks.reliability.ends import everything, metrics
 from stabletrain.build import build
 from stabletrain.errors import ConfigError, Interrupted
 from stabletrain.loop import run
 from stabletrain.tracking.metrics import read_jsonl
-from tests.laws import kills
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 STEPS = 12
-CLOCK = {"time", "tokens_per_s", "memory/peak_gb", "images_per_s"}
 
 
 class Crash(Exception):
@@ -43,11 +43,7 @@ def trained(folder, *overrides, crash_at=None):
 
 
 def newest(folder):
-    return kills.everything(max((folder / "checkpoints").glob("step-*")))
-
-
-def metrics(folder):
-    return [{k: v for k, v in line.items() if k not in CLOCK} for line in read_jsonl(folder / "metrics.jsonl")]
+    return everything(max((folder / "checkpoints").glob("step-*")))
 
 
 @pytest.mark.parametrize("stop_after", [3, 4, 8])
@@ -161,7 +157,7 @@ def test_resuming_with_another_learning_rate_uses_it(tmp_path):
 
 
 def test_kill_minus_nine_at_random_moments(tmp_path):
-    """Three real kills of a real process; `python -m tests.laws.kills` does thirty."""
+    """Three real kills of a real process; `python -m benchmarks.reliability.kills` does thirty."""
     report = kills.campaign(tmp_path, kills=3, seed=0)
     assert report.kills == 3
     assert report.identical, report.difference

@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
+from benchmarks.reliability.ends import everything
 from stabletrain.state.folder import find
 from stabletrain.state.tree import flatten
 from stabletrain.tracking.metrics import read_jsonl
-from tests.laws.kills import everything
 from tests.parallel.launches import alone, performed
 from tests.parallel.worker import of_tensor, perform
 from tests.runs import TINY_GPT, TINY_RESNET

@@ -6,12 +6,11 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
+from benchmarks.reliability.ends import everything, metrics
 from stabletrain.tracking.metrics import read_jsonl
-from tests.laws.kills import everything, metrics
 from tests.parallel.launches import finish, performed, ranks_of, start, trained, until
 from tests.runs import ROOT, TINY_GPT
 
@@ -24,8 +23,8 @@ RUN = [
 ]
 KINDS = ("ddp", "fsdp")
 CASES = {kind: {"overrides": [*RUN, f"parallel={kind}"]} for kind in KINDS}
-SOON = 20
-"""Seconds within which all ranks have ended when one is gone."""
+FORCED = "forcefully exiting"
+"""What torchrun says of a rank that has not ended by itself half a minute after another one did."""
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +67,9 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_is_continued(tmp_path, whole
     until(lambda: begun(tmp_path / "run"), process)
     process_killed = ranks_of(process)[killed]
     os.kill(process_killed, signal.SIGKILL)
-    since = time.monotonic()
     done = finish(process)
-    assert time.monotonic() - since < SOON
     assert done.returncode == 1
+    assert FORCED not in done.stderr, "the other rank has ended by itself"
     assert f"[rank {1 - killed}] stabletrain: rank {killed} of 2 (process {process_killed} on " in done.stderr
     assert f"[rank {1 - killed}] Traceback" not in done.stderr
     if killed:  # else nobody is left who writes

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks import traffic
 from stabletrain.agreement import make_model
 from stabletrain.config import make
-from stabletrain.parallel import traffic
 from stabletrain.records import TrainState
 from stabletrain.state.capture import capture
 from stabletrain.state.shards import Piece, apart, is_sharded

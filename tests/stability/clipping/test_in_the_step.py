@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from benchmarks.reliability.ends import metrics
 from stabletrain.machine.determinism import Seeded
 from stabletrain.parallel import Alone
 from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
@@ -16,7 +17,7 @@ from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
 from stabletrain.state.capture import capture, restore
 from stabletrain.step import train_step
 from stabletrain.tools import Tools
-from tests.laws.test_resume import metrics, newest, trained
+from tests.laws.test_resume import newest, trained
 from tests.runs import TINY_GPT, TINY_RESNET
 from tests.stability.clipping.given import equal_trees
 from tests.test_step import PRECISIONS, batch, bits, fresh, same

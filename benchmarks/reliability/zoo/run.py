@@ -1,6 +1,8 @@
 """Runs the zoo: every fault is trained with in this process, and what the diagnosis says is held against the table.
 
-python -m tests.faults.zoo.run [--json F] [--only part-of-a-name]
+    python -m benchmarks.reliability.zoo.run [--json F] [--only part-of-a-name]
+
+With `--only` the clean runs are left out.
 """
 
 import argparse
@@ -16,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reliability.zoo.faults import CLEAN, GPT, RESNET, Fault
+from benchmarks.reliability.zoo.table import ALL
+from benchmarks.runs import composed
 from stabletrain.build import build
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.loop import run
 from stabletrain.records import Batch
-from tests.faults.zoo.faults import CLEAN, GPT, RESNET, Fault
-from tests.faults.zoo.table import ALL
-from tests.runs import composed
 
 MODELS = {"gpt": GPT, "resnet": RESNET}
 

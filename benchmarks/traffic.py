@@ -1,9 +1,12 @@
 """What a step sends and what a rank holds, as a formula: bytes, messages and memory for any model and number of ranks.
 
+    python benchmarks/traffic.py
+
     ddp    gradients, an all-reduce a bucket, once a step
     fsdp   weights, an all-gather a block for each forward and each backward pass; gradients, a reduce-scatter a block,
            once a step
-    both   one small all-gather of a row of numbers (`shared.py`), and BatchNorm's statistics, one all-reduce
+    both   one small all-gather of a row of numbers (`stabletrain/parallel/shared.py`), and BatchNorm's statistics, one
+           all-reduce
 
 All of it is fp32, as weights are, but with `precision=bf16_params`. A collective goes round a ring, as NCCL's and
 gloo's do: of B bytes over W ranks each rank sends B (W-1)/W to all-gather or to reduce-scatter and twice that to
@@ -11,7 +14,7 @@ all-reduce, in W-1 messages or 2 (W-1). NCCL may take a tree instead, for few by
 about as many bytes.
 
 Which collectives a step has, of what sizes, and what a rank holds, `tests/parallel/test_traffic.py` compares with two
-ranks that train. `python -m stabletrain.parallel.traffic` prints the tables of docs/scaling.md.
+ranks that train. The command prints the table of docs/scaling.md.
 
 Sources: Li et al., arXiv 2006.15704 (DDP's buckets); Zhao et al., arXiv 2304.11277 (FSDP); Patarasuk and Yuan 2009
 (the ring).

@@ -1,6 +1,6 @@
 """Kills a real run with SIGKILL at random moments, resumes it each time, and compares its end with an unkilled run's.
 
-    python -m tests.laws.kills --kills 30
+    python -m benchmarks.reliability.kills --kills 30
 
 The moments are uniform over the run's duration, and checkpoints are written every other step, so that a share of the
 kills falls inside a checkpoint's writing; the report counts them.
@@ -18,10 +18,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors import safe_open
-
+from benchmarks.reliability.ends import difference
+from benchmarks.runs import ROOT, TINY_GPT
 from stabletrain.tracking.metrics import read_jsonl
-from tests.runs import ROOT, TINY_GPT
 
 STEPS = 300
 RUN = [
@@ -33,7 +32,6 @@ RUN = [
     "eval_every=40",
     "log_every=1",
 ]
-CLOCK = {"time", "tokens_per_s", "memory/peak_gb"}
 
 
 @dataclass
@@ -55,23 +53,6 @@ class Report:
     resumed_from: list[int] = field(default_factory=list)
     identical: bool = False
     difference: str = ""
-
-
-def everything(checkpoint: Path) -> dict:
-    """All that a checkpoint holds but the clock, comparable: tensors as bytes, the rest as JSON."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    del state["training"]["parts"]["history"]["seconds"]
-    tensors = {}
-    for file in sorted(checkpoint.rglob("*.safetensors")):  # of a sharded run several
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                tensors[f"{file.relative_to(checkpoint)}:{name}"] = opened.get_tensor(name).numpy().tobytes()
-    return {"step": checkpoint.name, "state": state, "tensors": tensors, "names": sorted(tensors)}
-
-
-def metrics(folder: Path) -> list[dict]:
-    """The lines of `metrics.jsonl` but the clock."""
-    return [{k: v for k, v in line.items() if k not in CLOCK} for line in read_jsonl(folder / "metrics.jsonl")]
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen:
@@ -132,8 +113,8 @@ def campaign(place: Path, kills: int, seed: int) -> Report:
             process.communicate()
         finish(start(cut, "resume=auto"))
         report.resumed_from += resumed(cut)
-        if difference := compare(whole, cut):
-            report.difference = f"{cut.name}: {difference}"
+        if found := difference(whole, cut):
+            report.difference = f"{cut.name}: {found}"
             return report
     report.identical = True
     return report
@@ -143,20 +124,6 @@ def resumed(folder: Path) -> list[int]:
     """Steps at which the run was resumed so far."""
     file = folder / "events.jsonl"
     return [e["step"] for e in read_jsonl(file) if e["event"] == "resume"] if file.exists() else []
-
-
-def compare(whole: Path, cut: Path) -> str:
-    """The first difference between the ends of two runs, or nothing."""
-    one, other = (everything(max((folder / "checkpoints").glob("step-*"))) for folder in (whole, cut))
-    for key in ("step", "state", "names"):
-        if one[key] != other[key]:
-            return f"{key}: {one[key]} against {other[key]}"
-    for name in one["names"]:
-        if one["tensors"][name] != other["tensors"][name]:
-            return f"{name} differs"
-    if metrics(whole) != metrics(cut):
-        return "metrics.jsonl differs"
-    return ""
 
 
 def main() -> int:

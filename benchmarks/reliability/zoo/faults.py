@@ -11,14 +11,19 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-import torch
-from torch import nn
-
+from benchmarks.reliability.zoo import parts
+from benchmarks.reliability.zoo.install import (
+    behind,
+    behind_frozen,
+    every_step,
+    grow,
+    learnt_behind,
+    poison_moment,
+    spoil_once,
+)
+from benchmarks.runs import TINY_GPT
 from stabletrain.job import Job
-from tests.faults.zoo import parts
-from tests.runs import TINY_GPT
 
 GPT = [*TINY_GPT]
 RESNET = [
@@ -54,74 +59,6 @@ class Fault:
     fix: str = "mended"
     steps: int = 30
     spoilt: Sequence[int] = field(default=())
-
-
-# ---- ways to put a fault in
-
-
-def behind(place: str, part: type[parts.Part], at: int, job: Job, mended: bool) -> None:
-    """Gives a module of the model a part that its output goes through, as `<place>.extra`."""
-    module = job.state.model.get_submodule(place)
-    module.add_module("extra", part(at, mended))
-    module.register_forward_hook(through_extra)
-
-
-def learnt_behind(place: str, part: type[parts.Part], at: int, lr: float, job: Job, mended: bool) -> None:
-    """The same with a part whose weights are trained, at a learning rate of their own."""
-    behind(place, part, at, job, mended)
-    extra, optimizer = job.state.model.get_submodule(f"{place}.extra"), job.state.optimizer
-    given = {key: value for key, value in optimizer.param_groups[-1].items() if key not in ("params", "peak_lr")}
-    optimizer.add_param_group({**given, "params": [*extra.parameters()], "lr": lr, "weight_decay": 0.0})
-
-
-def behind_frozen(place: str, part: type[parts.Part], at: int, job: Job, mended: bool) -> None:
-    """The same where the first layer is not trained, which harms nobody."""
-    behind(place, part, at, job, mended)
-    first = next(job.state.model.parameters())
-    first.requires_grad_(False)
-
-
-def through_extra(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """The output, through the part that was added."""
-    return module.extra(output)
-
-
-def every_step(act: Callable[[Job], None], job: Job, mended: bool) -> None:
-    """Acts after every update that reaches the weights."""
-    step = job.state.optimizer.step
-
-    def stepped(*given: Any) -> Any:
-        done = step(*given)
-        withheld = getattr(job.state.optimizer, "found_inf", None)
-        if not mended and not (withheld is not None and float(withheld)):
-            with torch.no_grad():
-                act(job)
-        return done
-
-    job.state.optimizer.step = stepped
-
-
-def grow(names: Sequence[str], factor: float, start: int, stop: int, job: Job) -> None:
-    """Lets weights grow, a little each step."""
-    if start <= job.state.tick < stop:
-        for name, parameter in job.state.model.named_parameters():
-            if any(part in name for part in names):
-                parameter.mul_(factor)
-
-
-def spoil_once(tick: int, act: Callable[[Job], None], job: Job) -> None:
-    """Does something at one tick."""
-    if job.state.tick == tick:
-        act(job)
-
-
-def poison_moment(value: float, job: Job) -> None:
-    """A moment of the optimizer gets a value that it never has."""
-    for state in job.state.optimizer.state.values():
-        for name in ("exp_avg_sq", "momentum_buffer"):
-            if name in state:
-                state[name].view(-1)[0] = value
-                return
 
 
 def part(

@@ -1,12 +1,12 @@
 """The zoo in short: a fault of each kind is found, called what it is, and found where it is; clean runs have none.
 
-The whole table: `python -m tests.faults.zoo.run`.
+The whole table: `python -m benchmarks.reliability.zoo.run`.
 """
 
 import pytest
 
-from tests.faults.zoo.run import PLAIN, is_override, tell, trained
-from tests.faults.zoo.table import ALL
+from benchmarks.reliability.zoo.run import PLAIN, is_override, tell, trained
+from benchmarks.reliability.zoo.table import ALL
 
 SHORT = [
     "a token out of range",

@@ -1,7 +1,7 @@
 """Trains many small runs with random faults at random times, and looks at what each one leaves behind.
 
-    python -m tests.faults.campaign --runs 200 --seed 0
-    python -m tests.faults.campaign --clean 20
+    python -m benchmarks.reliability.campaign --runs 200 --seed 0
+    python -m benchmarks.reliability.campaign --clean 20
 
 Every run must end finished, or halted with a reason; hold nothing non-finite in weights, moments or a checkpoint that
 calls itself healthy; leave a healthy checkpoint that verifies; do nothing before the first fault; and, if it finished,
@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.runs import TINY_GPT, TINY_RESNET, command, composed
 from stabletrain.build import build
 from stabletrain.config import check
 from stabletrain.errors import TrainingHalted
@@ -33,7 +34,6 @@ from stabletrain.loop import run
 from stabletrain.records import TrainState
 from stabletrain.state.trust import Checkpoint, UnusableCheckpoint, verify
 from stabletrain.tracking.metrics import read_jsonl
-from tests.runs import TINY_GPT, TINY_RESNET, command, composed
 
 STEPS = 100
 BOUND = 0.5

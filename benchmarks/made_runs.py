@@ -5,6 +5,9 @@ import os
 import random
 from pathlib import Path
 
+DISTINCT = 24
+"""Files of metrics; a run's is that of its number modulo these."""
+
 STANDING = [
     *("train/loss", "train/ce", "train/zloss", "grad/norm", "clip/coef", "lr", "precision/loss_scale"),
     *("guard/skipped", "clip/fraction", "guard/skip_rate", "spike/score", "spike/grad_norm_score"),
@@ -55,20 +58,25 @@ def metrics(lines: int, seed: int) -> str:
     return "\n".join(written) + "\n"
 
 
-def sweep(folder: Path, runs: int, lines: int, distinct: int = 24) -> None:
-    """`runs` run folders, whose metrics are hard links to `distinct` files of `lines` steps."""
+def swept(number: int) -> tuple[float, str, int]:
+    """The learning rate, the stability option and the seed of a run."""
+    return (1e-3, 1e-2, 1e-1)[number % 3], ("none", "qknorm")[number // 3 % 2], number // 6
+
+
+def sweep(folder: Path, runs: int, lines: int) -> None:
+    """`runs` run folders, whose metrics are hard links to `DISTINCT` files of `lines` steps."""
     folder.mkdir(parents=True)
     files = []
-    for number in range(distinct):
+    for number in range(DISTINCT):
         files.append(folder / f".metrics-{number}")
         files[-1].write_text(metrics(lines, number))
     for number in range(runs):
-        rate, arm, seed = (1e-3, 1e-2, 1e-1)[number % 3], ("none", "qknorm")[number // 3 % 2], number // 6
+        rate, arm, seed = swept(number)
         run = folder / str(number)
         (run / ".hydra").mkdir(parents=True)
         (run / ".hydra" / "config.yaml").write_text(CONFIG.format(steps=lines, seed=seed, rate=rate))
         (run / "run.json").write_text(json.dumps(record(rate, arm, seed)))
-        os.link(files[number % distinct], run / "metrics.jsonl")
+        os.link(files[number % DISTINCT], run / "metrics.jsonl")
         skip = {"event": "skip", "step": 7, "tick": 7, "kind": "nonfinite", "time": "2026-01-01T00:00:00.000+00:00"}
         (run / "events.jsonl").write_text(json.dumps(skip) + "\n")
 

@@ -2,9 +2,10 @@
 
 from functools import partial
 
+from benchmarks.reliability.zoo import outsiders_parts as parts
+from benchmarks.reliability.zoo.faults import BF16, FLOOR, FP16, Fault, part
+from benchmarks.reliability.zoo.install import behind, every_step, grow, spoil_once
 from stabletrain.job import Job
-from tests.faults.zoo import outsiders_parts as parts
-from tests.faults.zoo.faults import BF16, FLOOR, FP16, Fault, behind, every_step, grow, part, spoil_once
 
 
 def age_moments(job: Job) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.faults.zoo.parts import Part
+from benchmarks.reliability.zoo.parts import Part
 
 
 class SoftplusByHand(Part):

@@ -1,0 +1,42 @@
+"""What a run ends with, for comparing two of them bit for bit."""
+
+import json
+from pathlib import Path
+
+from safetensors import safe_open
+
+from stabletrain.tracking.metrics import read_jsonl
+
+CLOCK = {"time", "tokens_per_s", "images_per_s", "memory/peak_gb"}
+"""What two equal runs log differently."""
+
+
+def everything(checkpoint: Path) -> dict:
+    """All that a checkpoint holds but the clock, comparable: tensors as bytes, the rest as JSON."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["training"]["parts"]["history"]["seconds"]
+    tensors = {}
+    for file in sorted(checkpoint.rglob("*.safetensors")):  # of a sharded run several
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                tensors[f"{file.relative_to(checkpoint)}:{name}"] = opened.get_tensor(name).numpy().tobytes()
+    return {"step": checkpoint.name, "state": state, "tensors": tensors, "names": sorted(tensors)}
+
+
+def metrics(folder: Path) -> list[dict]:
+    """The lines of `metrics.jsonl` but the clock."""
+    return [{k: v for k, v in line.items() if k not in CLOCK} for line in read_jsonl(folder / "metrics.jsonl")]
+
+
+def difference(whole: Path, cut: Path) -> str:
+    """The first difference between the ends of two runs, or nothing."""
+    one, other = (everything(max((folder / "checkpoints").glob("step-*"))) for folder in (whole, cut))
+    for key in ("step", "state", "names"):
+        if one[key] != other[key]:
+            return f"{key}: {one[key]} against {other[key]}"
+    for name in one["names"]:
+        if one["tensors"][name] != other["tensors"][name]:
+            return f"{name} differs"
+    if metrics(whole) != metrics(cut):
+        return "metrics.jsonl differs"
+    return ""
