@@ -51,14 +51,15 @@ def measure(model: nn.Module, blocks: Sequence[nn.Module], inputs: Tensor, targe
     return Growth(rms, [math.sqrt(sum(each)) for each in squares])
 
 
-def deep_gpt(init: Any, depth: int) -> Any:
+def deep_gpt(init: Any, depth: int, seed: int = 0) -> Any:
     model = tiny_gpt(n_layer=depth, n_embd=64, block_size=32, vocab_size=64, dropout=0.0)
+    torch.manual_seed(seed)
     init(model)
     return model
 
 
-def of_gpt(init: Any, depth: int) -> Growth:
-    model, batch = deep_gpt(init, depth), tokens(samples=8, time=32, vocab=64)
+def of_gpt(init: Any, depth: int, seed: int = 0) -> Growth:
+    model, batch = deep_gpt(init, depth, seed), tokens(samples=8, time=32, vocab=64)
     return measure(model, list(model.blocks), batch.inputs, batch.targets)
 
 
@@ -76,7 +77,8 @@ def test_with_scaled_residual_projections_growth_does_not_depend_on_depth(init: 
 
 @pytest.mark.parametrize("init", ["normal", "fan_in"])
 def test_without_it_every_block_adds_the_same_variance(init: str) -> None:
-    shallow, deep = (added(of_gpt(EVERY[init], depth)) for depth in (8, 16))
+    """On average over 8 models: of a single one, a tenth is chance."""
+    shallow, deep = (sum(added(of_gpt(EVERY[init], depth, seed)) for seed in range(8)) / 8 for depth in (8, 16))
     assert deep == pytest.approx(2 * shallow, rel=0.2)
     assert deep > 10 * added(of_gpt(GPT2Init(0.02), 16))
 

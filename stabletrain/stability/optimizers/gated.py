@@ -75,6 +75,13 @@ def write_(targets: list[Tensor], values: list[Tensor], where: Tensor) -> None:
         torch.where(where, value, target, out=target)
 
 
+def copies(tensors: list[Tensor]) -> list[Tensor]:
+    """A copy of each tensor, bit for bit and in its memory format; on CUDA, one kernel for many of them."""
+    new = [torch.empty_like(tensor) for tensor in tensors]
+    torch._foreach_copy_(new, tensors)  # torch._foreach_clone does it in one call, but PyTorch 2.11 has none
+    return new
+
+
 def remember_(known: Moments, first: list[Tensor], second: list[Tensor], group: dict[str, Any]) -> None:
     """Mixes `known.gradients` into the running means `first` and `second`, in place, and writes them to the state."""
     beta1, beta2 = group["betas"]

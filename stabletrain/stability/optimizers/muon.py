@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.stability.optimizers.gated import gate, write_
+from stabletrain.stability.optimizers.gated import copies, gate, write_
 from stabletrain.stability.optimizers.groups import check_moments, check_rates, decay_per_rate, decayed
 from stabletrain.stability.roles import classifier, embeddings
 
@@ -135,6 +135,6 @@ class MuonAndAdamW(Optimizer):
         for weight in weights:
             self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
         changed: list[Tensor] = [*weights, *(self.state[weight]["momentum_buffer"] for weight in weights)]
-        before = list(torch._foreach_clone(changed))
+        before = copies(changed)
         self._muon.step()
         write_(changed, before, ~gate(self, weights[0].device))

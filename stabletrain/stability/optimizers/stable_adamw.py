@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabletrain.stability.optimizers.gated import bias, descend_, moments, remember_, root_of_second, write_
+from stabletrain.stability.optimizers.gated import bias, copies, descend_, moments, remember_, root_of_second, write_
 from stabletrain.stability.optimizers.groups import check_moments, check_rates, decay_per_rate, decayed
 
 
@@ -66,7 +66,7 @@ class CappedAdamW(Optimizer):
                 continue
             beta1, beta2 = group["betas"]
             counts = torch.stack(known.steps) + 1
-            remember_(known, list(torch._foreach_clone(known.first)), list(torch._foreach_clone(known.second)), group)
+            remember_(known, copies(known.first), copies(known.second), group)
             root = root_of_second(known, bias(beta2, counts))
             rates = group["lr"] / bias(beta1, counts) / rms(known.gradients, root, group["eps"]).clamp(min=1)
             descend_(known, root, rates, group)
