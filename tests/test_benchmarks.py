@@ -17,6 +17,8 @@ from stabletrain.tracking.metrics import read_jsonl
 from tests.clocks import ToldClock
 from tests.runs import ROOT
 
+pytestmark = pytest.mark.slow
+
 SHARED = ["--device", "cpu", "--precision", "fp32", "--rounds", "2", "--json", "results.json"]
 CASES = {
     "overhead": (

@@ -15,6 +15,8 @@ from stabletrain.state.checkpoint import Checkpoints
 from tests.clocks import ToldClock
 from tests.runs import ROOT
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--size", "tiny", "--rounds", "1", "--device", "cpu"]
 
 

@@ -191,6 +191,7 @@ def begin(cwd, *overrides):
     raise AssertionError(process.communicate())
 
 
+@pytest.mark.slow(unless=lambda number: number == signal.SIGINT)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_says_how_to_continue_and_the_same_command_continues(tmp_path, number):
     process = begin(tmp_path)
@@ -269,6 +270,7 @@ def test_a_refused_resume_does_the_run_no_harm(tmp_path):
     assert more.returncode == 0, more.stderr
 
 
+@pytest.mark.slow
 def test_without_checkpoints_a_signal_does_not_claim_that_anything_was_saved(tmp_path):
     process = begin(tmp_path, "checkpoint=off")
     process.send_signal(signal.SIGTERM)
@@ -295,6 +297,7 @@ def test_a_halt_has_its_own_code_and_says_why(tmp_path):
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "halted"
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *QUICK], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -16,6 +16,7 @@ from tests.devices import CARD
 from tests.runs import TINY_GPT, command
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"),
 ]

@@ -6,6 +6,8 @@ import pytest
 
 from tests.runs import command
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("experiment", "accuracy"), [("resnet_digits", 0.98), ("nf_resnet_digits", 0.96)])
 def test_a_resnet_reaches_its_accuracy_on_digits(tmp_path, experiment, accuracy):

@@ -77,6 +77,7 @@ def test_a_finite_step_is_replayed_to_the_bit_in_chunks(tmp_path, monkeypatch, p
     assert taken, "the replay, too, ran in chunks"
 
 
+@pytest.mark.slow
 def test_of_a_gpt2_at_32_x_1024_tokens_a_step_takes_a_third_of_the_memory(tmp_path):
     """Counted on tensors that have sizes and no values, so that it takes no such memory here."""
     found = tmp_path / "memory.json"

@@ -127,6 +127,7 @@ def test_nothing_that_was_measured_is_dropped_and_the_stretch_is_marked(tmp_path
     assert evaluated == [(30, True), (30, False), (50, False)]
 
 
+@pytest.mark.slow(unless=lambda crash_at_tick: crash_at_tick == 34)
 @pytest.mark.parametrize("crash_at_tick", [29, 34, 36, 41, 55])
 def test_a_run_that_was_killed_rolls_back_exactly_as_one_that_was_not(tmp_path, crash_at_tick):
     """Law 4 with a rollback inside: before it, within the trouble, just after it, later."""
@@ -294,6 +295,7 @@ def test_a_run_begun_from_another_runs_checkpoint_has_states_of_its_own(tmp_path
     assert job.state.step == 60
 
 
+@pytest.mark.slow
 def test_no_state_is_put_by_in_trouble(tmp_path):
     """Every second step is withheld for long: the states in memory do not pile up."""
     with composed(*TINY_GPT, *QUICK, "guard.snapshot_every=1", "steps=120") as cfg:

@@ -108,6 +108,7 @@ def test_a_second_start_runs_only_what_is_missing_and_gives_the_same(tmp_path):
     assert kept == {name: contents(tmp_path / "sweep" / name) for name in kept}
 
 
+@pytest.mark.slow
 def test_another_sweep_in_its_folder_is_refused_and_a_longer_one_goes_on(tmp_path):
     few = [o.replace("seed=0,1", "seed=0") for o in SWEEP]
     assert command(*few, cwd=tmp_path).returncode == 0
@@ -179,6 +180,7 @@ def stopped(tmp_path, chosen, number, running):
     return process.returncode, said, errors
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_saves_and_says_how_to_go_on(tmp_path):
     code, said, errors = stopped(tmp_path, ["-m", "seed=0,1", "hydra.sweep.dir=sweep"], signal.SIGTERM, 1)
     assert (code, errors) == (75, "")
@@ -202,6 +204,7 @@ def test_a_finished_run_is_not_run_again_by_itself_either(tmp_path):
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 8
 
 
+@pytest.mark.slow
 @needs_joblib
 def test_two_at_once_give_bit_for_bit_what_one_after_the_other_gives(tmp_path):
     one = command(*SWEEP, cwd=tmp_path)
@@ -216,6 +219,7 @@ def test_two_at_once_give_bit_for_bit_what_one_after_the_other_gives(tmp_path):
     assert (again.returncode, again.stdout.count("(before)")) == (0, 4)
 
 
+@pytest.mark.slow
 @needs_joblib
 def test_threads_are_divided_and_more_runs_than_cores_are_refused(tmp_path):
     cores = len(os.sched_getaffinity(0))
@@ -231,6 +235,7 @@ def test_threads_are_divided_and_more_runs_than_cores_are_refused(tmp_path):
     assert f"hydra.launcher.n_jobs={cores + 1} is above the {cores} CPU cores here" in many.stderr
 
 
+@pytest.mark.slow
 @needs_joblib
 def test_asked_to_stop_all_that_run_at_once_save(tmp_path):
     chosen = ["-m", "seed=0,1,2", "hydra.sweep.dir=sweep", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
@@ -243,6 +248,7 @@ def test_asked_to_stop_all_that_run_at_once_save(tmp_path):
         assert saved == f"step-{last:08}"
 
 
+@pytest.mark.slow
 @needs_optuna
 def test_a_search_learns_from_the_losses_and_goes_on_with_what_it_has(tmp_path):
     search = [*QUICK, "-m", "experiment=search", "hydra.sweeper.n_trials=3", "warmup.steps=range(1,4)"]
@@ -263,6 +269,7 @@ def test_a_search_learns_from_the_losses_and_goes_on_with_what_it_has(tmp_path):
     assert "holds another sweep: its run 0 is clipping.max_norm=" in other.stderr
 
 
+@pytest.mark.slow
 @needs_optuna
 def test_a_run_that_is_halted_is_the_worst_and_ends_no_search(tmp_path):
     chosen = [*QUICK, "guard=skip", "guard.max_consecutive=2", "clipping=none", "warmup=none", "precision=fp32"]

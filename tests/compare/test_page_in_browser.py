@@ -14,6 +14,8 @@ from tests.compare.browser import browser, contrast, opened, painted, until
 from tests.compare.pages import SAMPLE, made, sweep
 from tests.runs import ROOT
 
+pytestmark = pytest.mark.slow
+
 LOSS = '[data-panel="train/loss"]'
 
 

@@ -236,6 +236,7 @@ def test_blocks_of_a_long_file_meet_without_a_gap(tmp_path, monkeypatch):
     assert len(whole[0]) == 500
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="peak memory is asked of Linux")
 def test_ten_thousand_runs_are_read_as_they_are_in_little_memory(tmp_path):

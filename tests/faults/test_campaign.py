@@ -1,5 +1,7 @@
 """The short form of `python -m benchmarks.reliability.campaign`, and that the campaign can fail."""
 
+import pytest
+
 from benchmarks.reliability.campaign import FAULTS, Setting, campaign, line, one, rendered, table
 
 QUICK = [Setting("gpt", "fp32", False, 0), Setting("gpt", "fp16", True, 0), Setting("resnet", "bf16", True, 0)]
@@ -7,6 +9,7 @@ IN_PROCESS = [kind for kind in FAULTS if kind != "kill"]
 """Kinds that a test can stand; kills are in test_faults.py and tests/laws/test_resume.py."""
 
 
+@pytest.mark.slow
 def test_random_faults_at_random_times_corrupt_nothing():
     found = campaign(len(IN_PROCESS) + 1, 0, QUICK, IN_PROCESS)
     assert not [line(outcome) for outcome in found if outcome.bad]

@@ -22,6 +22,9 @@ SHORT = [
     "a linear layer past 65504",
     "queries and keys grow",
 ]
+QUICK = ("a token out of range", "root of 0, backward", "a linear layer past 65504")
+"""Those of the fast tier."""
+
 BY_NAME = {fault.name: fault for fault in ALL}
 
 
@@ -30,6 +33,7 @@ def test_no_two_faults_have_one_name():
     assert len(ALL) >= 40
 
 
+@pytest.mark.slow(unless=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", SHORT)
 def test_a_fault_is_called_what_it_is(name):
     told = tell(BY_NAME[name])

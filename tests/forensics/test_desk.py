@@ -50,6 +50,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow(unless=lambda model: model == "gpt")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_run_whose_incidents_are_explained_ends_in_the_same_bits_as_one_without(tmp_path, model, fault):

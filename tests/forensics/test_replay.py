@@ -214,6 +214,7 @@ def assert_recorded_steps_replay(folder, *overrides):
         assert str(replace(again, seconds=None)) == str(replace(outcome, seconds=None))
 
 
+@pytest.mark.slow(unless=lambda precision: precision in ("fp32", "bf16"))
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_params"])
 @pytest.mark.parametrize("model", MODELS)
 def test_any_recorded_step_gives_the_same_bits_again_from_its_state_and_from_its_folder_alone(
@@ -222,6 +223,7 @@ def test_any_recorded_step_gives_the_same_bits_again_from_its_state_and_from_its
     assert_recorded_steps_replay(tmp_path, *MODELS[model], *precision_of(precision))
 
 
+@pytest.mark.slow(unless=lambda model, how, precision: (model, how, precision) == ("gpt", "backward", "bf16"))
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("how", ["forward", "backward"])
 @pytest.mark.parametrize("model", MODELS)
@@ -380,6 +382,7 @@ def test_zero_gradients_are_counted(tmp_path):
     assert replay(scene, "fp32").zero_gradients < share, "some underflowed in fp16"
 
 
+@pytest.mark.slow(unless=lambda rows: rows in ([13], [2, 11]))
 @pytest.mark.parametrize("with_fresh", [True, False], ids=["fresh", "no_fresh"])
 @pytest.mark.parametrize("rows", [[0], [13], [15], [2, 11]], ids=str)
 @pytest.mark.parametrize("how", ["forward", "backward"])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -325,6 +326,7 @@ def test_every_option_trains_or_says_why_not(tmp_path, monkeypatch, places, grou
     assert seen["kept"][-2:] == ([] if option == "off" and group == "checkpoint" else saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "option"),
     [(group, option) for group, option in OPTIONS if group not in ("model", "data", "experiment")],
@@ -371,8 +373,15 @@ def changed(key, chosen):
     return json.dumps(value).replace('"', "") if not isinstance(value, str) else value
 
 
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory):
+    """What a run leaves before one of its keys is changed; the keys of an option share it."""
+    return cache(lambda *overrides: observe_or_refusal(tmp_path_factory.mktemp("unchanged"), overrides))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "option", "key"), KEYS, ids=lambda value: value)
-def test_every_key_of_every_option_is_alive(tmp_path, places, group, option, key):
+def test_every_key_of_every_option_is_alive(tmp_path, places, unchanged, group, option, key):
     name = f"{group}.{key}"
     assert name in CHANGED, f"{name} is new: give CHANGED a value that must change a run"
     chosen = filled(overrides_for(group, option), places)
@@ -383,7 +392,7 @@ def test_every_key_of_every_option_is_alive(tmp_path, places, group, option, key
     extra = needed_for(group, option, key, places)
     if extra is None:
         pytest.skip(SEEN_ELSEWHERE.get(name, "alive only on another machine: tests/stability/test_precision.py"))
-    base = observe_or_refusal(tmp_path / "base", [*chosen, *extra])
+    base = unchanged(*chosen, *extra)
     value = NOT_HERE.get((group, option, key)) or changed(name, chosen)
     if value == "OTHER":
         value = places[f"OTHER:{option}"]

@@ -77,6 +77,7 @@ STATEFUL = {
 }
 
 
+@pytest.mark.slow(unless=lambda crash_at: crash_at == 7)
 @pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("crash_at", [7, 11])
 def test_every_kind_of_memory_survives_a_crash(tmp_path, kind, crash_at):
@@ -92,6 +93,7 @@ def test_every_kind_of_memory_survives_a_crash(tmp_path, kind, crash_at):
     assert str(whole.tools.clipping.state_dict()) == str(resumed.tools.clipping.state_dict())
 
 
+@pytest.mark.slow(unless=lambda crash_at: crash_at == 7)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("tiny", [[*TINY_GPT, "model.dropout=0.1"], TINY_RESNET], ids=["gpt", "resnet"])
 @pytest.mark.parametrize("crash_at", [1, 7, 11])
@@ -156,6 +158,7 @@ def test_resuming_with_another_learning_rate_uses_it(tmp_path):
     assert [line["lr"] for line in metrics(tmp_path) if "lr" in line] == [3e-3] * 3 + [0.125] * 3
 
 
+@pytest.mark.slow
 def test_kill_minus_nine_at_random_moments(tmp_path):
     """Three real kills of a real process; `python -m benchmarks.reliability.kills` does thirty."""
     report = kills.campaign(tmp_path, kills=3, seed=0)

@@ -122,6 +122,7 @@ def assert_nothing_changes(folder, what, value, *overrides):
     assert (job.state.step, job.state.tick) == (4, 4), "the step happened"
 
 
+@pytest.mark.slow(unless=lambda value, fused: fused and math.isnan(value))
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("model", MODELS)

@@ -26,6 +26,7 @@ def trained(folder, *overrides):
     return flatten(capture(job.state, {"precision": job.parts["precision"], "guard": job.parts["guard"]}))
 
 
+@pytest.mark.slow(unless=lambda determinism: determinism == "seeded")
 @pytest.mark.parametrize("determinism", ["seeded", "off"])
 @pytest.mark.parametrize("tiny", [[*TINY_GPT, "model.dropout=0.2"], TINY_RESNET], ids=["gpt", "resnet"])
 def test_watching_everything_or_nothing_gives_the_same_bits(tmp_path, tiny, determinism):

@@ -94,6 +94,7 @@ def test_only_training_passes_of_the_shape_are_compiled(compiled):
         model(inputs).sum().backward()
 
 
+@pytest.mark.slow
 def test_no_gradient_is_summed_in_the_order_in_which_threads_come():
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code

@@ -311,6 +311,7 @@ print("compiled")
 """
 
 
+@pytest.mark.slow
 def test_the_model_compiles_into_one_graph() -> None:
     """In a process of its own, because the shape checks of the tests cannot be traced."""
     run = subprocess.run([sys.executable, "-c", COMPILES], capture_output=True, text=True, check=False)

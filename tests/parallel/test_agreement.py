@@ -26,6 +26,9 @@ BOTH = {
 }
 """What ddp and fsdp can both do."""
 
+ESSENTIAL = ("gpt", "uneven_accumulated", "resnet")
+"""Cases of the fast tier."""
+
 DDP_ONLY = {
     "agc": [*GPT, "clipping=agc", "clipping.clipping=1e-3"],
     "adagc": [*GPT, "clipping=adagc", "clipping.warmup_steps=2", "clipping.max_norm=0.1"],
@@ -115,6 +118,7 @@ def agree(seen, alone, rel=2e-5):
     assert seen["val"] == pytest.approx(alone["val"], rel=rel)
 
 
+@pytest.mark.slow(unless=lambda name: name in ESSENTIAL)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", [name for name in BOTH if name != "resnet"])
 def test_two_ranks_compute_what_one_does(two, one, kind, name):
@@ -131,12 +135,14 @@ def test_batchnorms_statistics_are_those_of_a_micro_batch(two, one, kind):
     assert numbers(two[0]["ddp/resnet"], "loss") != pytest.approx(numbers(one(*RESNET), "loss"), rel=1e-4)
 
 
+@pytest.mark.slow(unless=lambda name: name == "muon")
 @pytest.mark.parametrize("name", DDP_ONLY)
 def test_what_looks_at_whole_tensors_does_so_with_ddp(two, one, name):
     for seen in two:
         agree(seen[f"ddp/{name}"], one(*DDP_ONLY[name]), rel=1e-4)
 
 
+@pytest.mark.slow(unless=lambda name: name == "fsdp/agc")
 @pytest.mark.parametrize("name", REFUSED)
 def test_and_is_refused_with_fsdp(two, name):
     for seen in two:
@@ -158,6 +164,7 @@ def test_weights_that_are_replaced_for_the_update_are_refused_with_ddp(two):
         assert "precision=bf16_params trains in one process only" in seen["ddp/bf16_params"]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", NARROW)
 def test_narrow_precisions_agree_within_their_rounding(two, one, kind, name):
@@ -168,12 +175,14 @@ def test_narrow_precisions_agree_within_their_rounding(two, one, kind, name):
             assert numbers(seen[f"{kind}/{name}"], field) == numbers(alone, field), field
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_four_ranks_compute_what_one_does(four, one, kind):
     for seen in four:
         agree(seen[f"{kind}/gpt"], one(*GPT))
 
 
+@pytest.mark.slow(unless=lambda name: name.partition("/")[2] in ESSENTIAL)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_rank_reads_the_same_numbers(two, name):
     """To the last bit: whatever is decided by them is decided alike."""
@@ -183,6 +192,7 @@ def test_every_rank_reads_the_same_numbers(two, name):
         assert first[field] == second[field], field
 
 
+@pytest.mark.slow(unless=lambda name: name.partition("/")[2] in ESSENTIAL)
 @pytest.mark.parametrize("name", KINDS)
 def test_two_ranks_read_the_batches_of_one(two, one, name):
     alone = one(*RESNET if "resnet" in name else GPT)
@@ -192,17 +202,20 @@ def test_two_ranks_read_the_batches_of_one(two, one, name):
         assert both == alone["ids"]
 
 
+@pytest.mark.slow
 def test_four_ranks_read_the_batches_of_one(four, one):
     steps = zip(*(seen["ddp/gpt"]["ids"] for seen in four), strict=True)
     assert [[ranks[0][0], [id_ for _, ids in ranks for id_ in ids]] for ranks in steps] == one(*GPT)["ids"]
 
 
+@pytest.mark.slow
 def test_dropout_draws_differ_between_ranks_and_between_steps(two, one):
     draws = [seen["ddp/dropout"]["draws"] for seen in two]
     assert len({*draws[0], *draws[1]}) == len(draws[0]) + len(draws[1])
     assert draws[0] == one(*GPT, "model.dropout=0.5")["draws"], "rank 0 draws what one process draws"
 
 
+@pytest.mark.slow
 def test_gathered_weights_are_given_up_or_kept_and_no_bit_depends_on_it(two):
     kept, given_up = (two[0][name]["gathered"] for name in ("fsdp/kept", "fsdp/gpt"))
     assert min(kept) > max(given_up)
@@ -218,6 +231,7 @@ def test_uneven_targets_make_a_difference(one):
     assert numbers(one(*BOTH["uneven"]), "loss") != pytest.approx(numbers(one(*GPT), "loss"), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_model_with_a_parameter_that_a_step_leaves_out(two, one):
     """DDP would reduce nothing of that parameter's neighbours, and go on with a gradient for each rank."""
     for seen in two:

@@ -6,7 +6,7 @@ from tests.parallel.launches import performed
 from tests.parallel.test_agreement import GPT
 from tests.parallel.worker import numbers
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 KINDS = ("ddp", "fsdp")
 CASES = {

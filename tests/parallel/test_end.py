@@ -5,6 +5,8 @@ import pytest
 from tests.parallel.launches import finish, start
 from tests.runs import ROOT, TINY_GPT
 
+pytestmark = pytest.mark.slow
+
 DISTURBED = """
 import atexit, runpy, sys, threading, time, torch
 

@@ -75,6 +75,10 @@ CASES["ddp/gpt/accumulated"] = {"overrides": [*CASES["ddp/gpt/fp32"]["overrides"
 CASES["fsdp/gpt/accumulated"] = {"overrides": [*CASES["fsdp/gpt/fp32"]["overrides"], "grad_accum_steps=2"]}
 
 
+ESSENTIAL = ("ddp/gpt/fp32", "fsdp/resnet/bf16")
+"""Cases of the fast tier."""
+
+
 @pytest.fixture(scope="module")
 def two(shared_place):
     return on_demand(shared_place / "faults_two", 2, CASES)
@@ -87,6 +91,7 @@ def both(request, two):
     return found
 
 
+@pytest.mark.slow(unless=lambda both: both in ESSENTIAL)
 def test_every_rank_withholds_exactly_the_steps_with_a_fault(both):
     for seen in both:
         withheld = [reading["step"] - 1 for reading in seen["readings"] if not reading["applied"]]
@@ -96,6 +101,7 @@ def test_every_rank_withholds_exactly_the_steps_with_a_fault(both):
         assert bad_data == BAD_DATA
 
 
+@pytest.mark.slow(unless=lambda name: name in ESSENTIAL)
 @pytest.mark.parametrize("name", [name for name in CASES if "fp32" in name or "accumulated" in name])
 def test_the_event_names_the_samples_of_whichever_rank_had_them(two, shared_place, name):
     """And their places in the whole batch, whatever the number of ranks."""
@@ -114,12 +120,14 @@ def test_the_event_names_the_samples_of_whichever_rank_had_them(two, shared_plac
             assert ("the batch is empty" in events[fault["at"][0]]["reason"]) == (fault["kind"] == "empty")
 
 
+@pytest.mark.slow(unless=lambda both: both in ESSENTIAL)
 def test_a_withheld_step_changes_no_bit_on_any_rank(both):
     for seen in both:
         changed = [tick for tick in range(STEPS) if seen["states"][str(tick)] != seen["states"][str(tick + 1)]]
         assert changed == [tick for tick in range(STEPS) if tick not in BAD]
 
 
+@pytest.mark.slow(unless=lambda both: both in ESSENTIAL)
 def test_every_verdict_and_number_is_the_same_on_every_rank(both):
     first, second = both
     assert first["verdicts"] == second["verdicts"]
@@ -127,10 +135,12 @@ def test_every_verdict_and_number_is_the_same_on_every_rank(both):
     assert first["parts"] == second["parts"]
 
 
+@pytest.mark.slow(unless=lambda both: both in ESSENTIAL)
 def test_the_weights_are_the_same_on_every_rank_at_the_end(both):
     assert both[0]["weights"] == both[1]["weights"]
 
 
+@pytest.mark.slow(unless=lambda both: both in ESSENTIAL)
 def test_the_guilty_rank_is_known(both):
     for seen in both:
         named = {reading["step"] - 1: reading["rank"] for reading in seen["readings"] if reading["rank"] >= 0}

@@ -12,7 +12,7 @@ from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel.launches import performed
 from tests.runs import TINY_GPT, TINY_RESNET
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 QUICK = ["forensics=off", "monitors=none", "log_every=1", "precision=fp32", "schedule=constant", "warmup=none"]
 GPT = [*TINY_GPT, *QUICK, "model.dropout=0.1", "steps=16", "checkpoint.every=4", "eval_every=8"]

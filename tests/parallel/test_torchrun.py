@@ -61,6 +61,7 @@ def record(folder):
     return json.loads((folder / "run.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "killed"), [("ddp", 1), ("fsdp", 0)])
 def test_a_rank_that_is_killed_ends_all_and_the_run_is_continued(tmp_path, whole, kind, killed):
     process = launched(tmp_path, f"parallel={kind}")
@@ -85,6 +86,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_is_continued(tmp_path, whole
     same_end(tmp_path / "run", whole / kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "killed"), [("ddp", 0), ("fsdp", 1)])
 def test_killed_in_the_middle_of_a_checkpoint(tmp_path, whole, kind, killed):
     process = launched(tmp_path, f"parallel={kind}", "faults=kill", "faults.at=[50]", f"faults.rank={killed}")
@@ -100,6 +102,7 @@ def test_killed_in_the_middle_of_a_checkpoint(tmp_path, whole, kind, killed):
     assert not any(checkpoints.glob(".step-*"))
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, whole):
     process = launched(tmp_path, "parallel=fsdp")
     until(lambda: begun(tmp_path / "run"), process)
@@ -117,6 +120,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, whole):
     same_end(tmp_path / "run", whole / "fsdp")
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_line_continue_is_a_command_that_goes_on(tmp_path, whole):
     """torchrun passes the signal on; its ranks are in sessions of their own, which the terminal does not reach."""
     process = start(2, str(ROOT / "train.py"), *RUN, "parallel=ddp", cwd=tmp_path)
@@ -137,6 +141,7 @@ def test_ctrl_c_saves_and_the_line_continue_is_a_command_that_goes_on(tmp_path, 
     same_end(folder, whole / "ddp")
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_is_said_by_it_and_told_by_the_other(tmp_path):
     failing = "model._target_=tests.parallel.given.FailsOnRankOne"
     done = finish(launched(tmp_path, failing))
@@ -155,6 +160,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", REFUSED)
 def test_a_refusal_is_said_once(tmp_path, typed):
     done = trained(2, *RUN, f"hydra.run.dir={tmp_path / 'run'}", typed, cwd=tmp_path)

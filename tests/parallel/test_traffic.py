@@ -28,6 +28,8 @@ from stabletrain.state.shards import Piece, apart, is_sharded
 from tests.parallel.launches import forked
 from tests.runs import CONF, ROOT, TINY_GPT, TINY_RESNET, composed
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 SMALL = ["steps=5", "warmup.steps=1", "eval_every=99", "checkpoint=off", "monitors=none", "forensics=off"]
 UNEVEN = ["model.n_head=1", "model.n_embd=17", "model.position=learned"]

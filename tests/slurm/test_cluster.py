@@ -12,7 +12,7 @@ from stabletrain.compare import frame
 from stabletrain.tracking.metrics import read_jsonl
 from tests.runs import TINY_GPT, command
 
-pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(280)]
 
 SAME = ["run", "status", "steps", "val_loss", "best_val_loss", "skips", "settings.optimizer.lr"]
 """Columns of a comparison that two sweeps over the same have in common."""

@@ -127,6 +127,7 @@ rank = int(os.environ["RANK"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "code"),
     [

@@ -11,7 +11,7 @@ from tests.parallel.launches import performed
 from tests.runs import TINY_GPT
 from tests.slurm.test_cluster import again, log, record, step, weights
 
-pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.timeout(560)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(560)]
 
 CHOSEN = [
     *[*TINY_GPT, "model.dropout=0.1", "steps=240", "checkpoint.every=40", "log_every=5", "eval_every=120"],

@@ -11,6 +11,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from tests.runs import ROOT
 from tests.slurm.stand_ins import stand_in
 
+pytestmark = pytest.mark.slow
+
 NASTY = [
     "data.path='a b/c'",
     "data.path='it\\'s, \"here\"'",

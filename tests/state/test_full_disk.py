@@ -293,6 +293,7 @@ BLOCKED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BLOCKED)
 def test_a_run_folder_that_cannot_be_written_is_refused_in_one_line(tmp_path, what):
     BLOCKED[what](tmp_path / what)
@@ -361,6 +362,7 @@ TRAIN = " ".join(
 ).replace("hydra.run.dir=run", "hydra.run.dir=disk/run")
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_the_disk_is_full_and_continues_when_it_is_not(tmp_path):
     script = f"""
     mount -t tmpfs -o size=1m tmpfs disk
