@@ -159,7 +159,7 @@ def stopped(tmp_path, chosen, number, running):
         return file.read_bytes().count(b"\n")
 
     def found():
-        return list(tmp_path.rglob("metrics.jsonl"))
+        return list(tmp_path.glob("sweep/*/metrics.jsonl"))
 
     before = {file: logged(file) for file in found()}
     process = subprocess.Popen(

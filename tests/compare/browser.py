@@ -39,7 +39,7 @@ def opened(running: Any, file: Path, width: int = 1280, scheme: str = "light") -
     context = running.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
     said: list[str] = []
     page = context.new_page()
-    page.set_default_timeout(30_000)
+    page.set_default_timeout(120_000)
     page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: said.append(f"error: {error}"))
     page.on("request", lambda request: said.append(f"request: {request.url}"))
@@ -51,7 +51,7 @@ def opened(running: Any, file: Path, width: int = 1280, scheme: str = "light") -
     context.close()
 
 
-def until(page: Any, expression: str, seconds: float = 20.0) -> None:
+def until(page: Any, expression: str, seconds: float = 120.0) -> None:
     """Waits until an expression is true on the page; Playwright's own way needs `eval`, which the page forbids."""
     end = time.monotonic() + seconds
     while not page.evaluate(expression):

@@ -89,7 +89,7 @@ def up(place):
 
 
 def test_the_notice_is_passed_on_until_the_ranks_have_stopped(tmp_path):
-    run = job(tmp_path, TOLD_TWICE)
+    run = job(tmp_path, TOLD_TWICE, notice=10_000)
     up(tmp_path)
     run.send_signal(signal.SIGUSR2)
     assert run.wait(LIMIT) == 75
