@@ -2,10 +2,10 @@
 
 Starting Python and importing torch, Hydra and the package costs several seconds for each command; a fork costs
 milliseconds. A forked command is a process of its own, with its own folder, environment, output, signals and exit code.
-What it shares with the server are the modules that are already imported, so tests about *what is imported* start a
-fresh interpreter (`tests.runs.command(..., fresh=True)`).
+What it shares with the server are the modules that are already imported. Tests about *what is imported* start a
+fresh interpreter, or fork a server that has not imported torch.
 
-    python -m tests.forkserver SOCKET      serves on a Unix socket until its standard input closes
+    python -m tests.forkserver SOCKET KIND      serves on a Unix socket until its standard input closes
 """
 
 import atexit
@@ -31,18 +31,23 @@ from typing import NoReturn
 
 ROOT = Path(__file__).parent.parent
 
-PRELOADED = (
+PRELOADED = {
+    "command line": (
+        "stabletrain.launch",
+        "stabletrain.ranks",
+        "hydra._internal.hydra",
+        "hydra.core.override_parser.overrides_parser",
+    )
+}
+PRELOADED["program"] = (
+    *PRELOADED["command line"],
     "stabletrain.build",
     "stabletrain.cli",
-    "stabletrain.launch",
     "stabletrain.loop",
     "torch.distributed",
-    "torchvision.transforms",
-    "hydra._internal.hydra",
-    "hydra.core.override_parser.overrides_parser",
     "sklearn.datasets",
 )
-"""What most commands import. None of these may start a thread: a forked process has only the thread that forked it."""
+"""What commands import, without torch and with it. None may start a thread: a fork has only the one that forked it."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Variables that libraries read when they are imported; the second is read by pyarrow, which pandas imports."""
@@ -94,7 +99,9 @@ class Forked:
         return text
 
 
-def start(argv: Sequence[str], cwd: Path, environment: Mapping[str, str], output: Path, errors: Path) -> Forked:
+def start(
+    argv: Sequence[str], cwd: Path, environment: Mapping[str, str], output: Path, errors: Path, kind: str = "program"
+) -> Forked:
     """Starts `python argv...` in a fork.
 
     Args:
@@ -102,9 +109,10 @@ def start(argv: Sequence[str], cwd: Path, environment: Mapping[str, str], output
         cwd: the working folder.
         environment: all variables of the command.
         output, errors: files for standard output and standard error.
+        kind: the server's, a key of `PRELOADED`.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(server())
+    connection.connect(server(kind))
     request = json.dumps({"argv": list(argv), "cwd": str(cwd), "environment": dict(environment)}).encode()
     assert len(request) < REQUEST, "the request is too long"
     with output.open("wb") as out, errors.open("wb") as err:
@@ -114,7 +122,9 @@ def start(argv: Sequence[str], cwd: Path, environment: Mapping[str, str], output
     return Forked(connection)
 
 
-def run(argv: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess:
+def run(
+    argv: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout: float, kind: str = "program"
+) -> subprocess.CompletedProcess:
     """Runs `python argv...` in a fork to its end; see `start`.
 
     Raises:
@@ -122,7 +132,7 @@ def run(argv: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout:
     """
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder) / "out", Path(folder) / "err"
-        forked = start(argv, cwd, environment, output, errors)
+        forked = start(argv, cwd, environment, output, errors, kind)
         try:
             code = forked.wait(timeout)
         except TimeoutError:
@@ -132,13 +142,13 @@ def run(argv: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout:
 
 
 @cache
-def server() -> str:
-    """The address of this process's server, which is started when it is first needed and ends with this process."""
+def server(kind: str) -> str:
+    """The address of a server, which starts when it is first needed and ends with this process."""
     folder = tempfile.mkdtemp(prefix="fork")
     address = f"{folder}/socket"
     environment = {**os.environ, **ONE_THREAD}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.forkserver", address],
+        [sys.executable, "-m", "tests.forkserver", address, kind],
         cwd=ROOT,
         env=environment,
         stdin=subprocess.PIPE,
@@ -153,9 +163,9 @@ def server() -> str:
 # ---- the server's side
 
 
-def serve(address: str) -> None:
+def serve(address: str, kind: str) -> None:
     """Forks a process for each connection; tells it the process, and its exit code when it has ended."""
-    for name in PRELOADED:
+    for name in PRELOADED[kind]:
         importlib.import_module(name)
     count = len(os.listdir("/proc/self/task"))
     assert count == 1, f"{count} threads run after the imports: a fork would lose them"
@@ -266,7 +276,7 @@ def end(words: Sequence[str]) -> NoReturn:
 if __name__ == "__main__":
     command = None
     try:
-        serve(sys.argv[1])
+        serve(*sys.argv[1:])
     except Become as become:
         command = become.words
     if command is not None:

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from benchmarks.runs import CONF, ROOT, TINY_GPT, TINY_RESNET, composed
@@ -27,7 +26,7 @@ OFF = [
 
 
 def command(
-    *arguments: str, cwd: Path, timeout: float = 240, fresh: bool = False, **environment: str
+    *arguments: str, cwd: Path, timeout: float = 240, torch: bool = True, **environment: str
 ) -> subprocess.CompletedProcess:
     """`python train.py ...` as a user types it, in `cwd`.
 
@@ -35,18 +34,15 @@ def command(
         arguments: of `train.py`.
         cwd: the working folder.
         timeout: seconds after which it is killed.
-        fresh: starts a new interpreter, for tests about what is imported; the others share a fork server's imports.
+        torch: whether it may find torch imported already; see `tests.forkserver`.
         environment: variables beside those of this process.
     """
-    return python(str(ROOT / "train.py"), *arguments, cwd=cwd, timeout=timeout, fresh=fresh, **environment)
+    return python(str(ROOT / "train.py"), *arguments, cwd=cwd, timeout=timeout, torch=torch, **environment)
 
 
 def python(
-    *argv: str, cwd: Path, timeout: float = 240, fresh: bool = False, **environment: str
+    *argv: str, cwd: Path, timeout: float = 240, torch: bool = True, **environment: str
 ) -> subprocess.CompletedProcess:
     """`python argv...`: a script or `-m module`, with its arguments; see `command`."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    if not fresh:
-        return forkserver.run(argv, cwd, variables, timeout)
-    words = [sys.executable, *argv]
-    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=variables)
+    return forkserver.run(argv, cwd, variables, timeout, "program" if torch else "command line")

@@ -83,19 +83,19 @@ MISTAKES = {
 
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_a_mistake_is_one_message_without_loading_torch(tmp_path, no_torch, typed):
-    done = command(*typed.split(), cwd=tmp_path, fresh=True, PYTHONPATH=no_torch)
+    done = command(*typed.split(), cwd=tmp_path, torch=False, PYTHONPATH=no_torch)
     assert done.stderr == f"stabletrain: {MISTAKES[typed]}\n"
     assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_a_resnet_cannot_take_qknorm_even_through_a_preset(tmp_path, no_torch):
-    done = command("experiment=resnet_digits", "stability=zloss_qknorm", cwd=tmp_path, fresh=True, PYTHONPATH=no_torch)
+    done = command("experiment=resnet_digits", "stability=zloss_qknorm", cwd=tmp_path, torch=False, PYTHONPATH=no_torch)
     assert done.returncode == 2
     assert "stability=zloss_qknorm sets qknorm=layernorm, which does nothing with model=resnet20" in done.stderr
 
 
 def test_help_lists_every_group_without_loading_torch(tmp_path, no_torch):
-    done = command("--help", cwd=tmp_path, fresh=True, PYTHONPATH=no_torch)
+    done = command("--help", cwd=tmp_path, torch=False, PYTHONPATH=no_torch)
     assert done.returncode == 0
     for group in (folder for folder in (ROOT / "conf").iterdir() if folder.is_dir()):
         options = sorted(file.stem for file in group.glob("*.yaml"))
