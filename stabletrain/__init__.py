@@ -1,6 +1,11 @@
 """stabletrain: a trainer in which no unsafe update ever reaches the weights.
 
-Kept free of imports, so that `python train.py --help` and a config error answer without loading torch.
+Imports nothing but the table of moved modules, so that `python train.py --help` and a config error answer without
+loading torch.
 """
 
+from stabletrain.moved import install
+
 __version__ = "0.1.0"
+
+install()

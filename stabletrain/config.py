@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.moved import updated
 from stabletrain.ranks import Ranks, here
 from stabletrain.stability.schedule import LearningRate
 
@@ -109,7 +110,7 @@ def make(cfg: DictConfig, group: str, **given: Any) -> Any:
     Raises:
         ConfigError: a key the option does not have, or a bound passed.
     """
-    node = plain(cfg[group])
+    node = updated(plain(cfg[group]))
     node.pop("modality", None)
     option = HydraConfig.get().runtime.choices.get(group, group) if HydraConfig.initialized() else group
     if "_target_" not in node:

@@ -19,6 +19,7 @@ from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.forensics import saved
 from stabletrain.forensics.replay import Outcome, replay
 from stabletrain.machine import hardware
+from stabletrain.moved import updated
 from stabletrain.overrides import changed
 from stabletrain.parallel import Alone
 from stabletrain.records import Reading, TrainState
@@ -120,7 +121,7 @@ def again(folder: Path, overrides: Sequence[str] = (), config_dir: Path | None =
     if not {"config", "choices"} <= set(about):
         raise ConfigError(f"{folder / saved.SCENE} holds no configuration: replay an incident of a run of train.py")
     torch.set_num_threads(saved.read(folder).get("threads") or torch.get_num_threads())  # sums are cut up by them
-    recorded = DictConfig(about["config"])
+    recorded = DictConfig(updated(about["config"]))
     cfg = changed(recorded, about["choices"], overrides, config_dir) if overrides else recorded
     cfg.model = sized(cfg, folder)
     model, tools = built(cfg)

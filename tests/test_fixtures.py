@@ -1,0 +1,191 @@
+"""Run folders of an earlier commit still work: they are resumed, sampled, replayed, compared and diagnosed as before.
+
+`fixtures/README.md` says what they are and how they were made. Kernels of other CPUs round differently, so numbers are
+compared with a tolerance; `benchmarks/reliability/checkouts.py` compares two checkouts on one machine bit by bit.
+"""
+
+import importlib
+import json
+import runpy
+import shutil
+import sys
+
+import pytest
+
+from stabletrain import moved
+from stabletrain.cli import main as stabletrain
+from stabletrain.tracking.metrics import read_jsonl
+from tests.parallel import launches
+from tests.runs import ROOT
+
+FIXTURES = ROOT / "tests" / "fixtures"
+EXPECTED = FIXTURES / "expected"
+CONTINUED = json.loads((EXPECTED / "continued.json").read_text())
+NUMBERS = ("step", "train/loss", "grad/norm", "lr", "val/loss")
+CLOSE = 1e-4
+"""Relative difference of numbers between machines."""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A copy of the fixtures, which the test stands in as the runs did."""
+    copy = shutil.copytree(FIXTURES, tmp_path / "runs", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.chdir(copy)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.syspath_prepend(str(copy / "plugin"))
+    yield copy
+    sys.modules.pop("mine", None)
+
+
+def train(monkeypatch, *arguments):
+    """`python train.py`, in this process; the exit code."""
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), *arguments])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return end.value.code
+
+
+def told(capsys, *arguments):
+    """What `stabletrain ...` prints."""
+    capsys.readouterr()
+    assert stabletrain([*arguments]) == 0
+    return capsys.readouterr().out
+
+
+def close(found, expected):
+    """Checks that two mappings have the same keys, and numbers that are close."""
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key] == (pytest.approx(value, rel=CLOSE) if isinstance(value, float) else value), (key, expected)
+
+
+def same_as_recorded(folder, name):
+    """Checks that the lines of `metrics.jsonl` after a resume are those that the earlier commit wrote."""
+    expected = CONTINUED[name]
+    found = read_jsonl(folder / "metrics.jsonl")[-len(expected) :]
+    for line, recorded in zip(found, expected, strict=True):
+        close({key: line[key] for key in NUMBERS if key in line}, recorded)
+
+
+@pytest.mark.parametrize("name", ["one_process", "rollback"])
+def test_a_run_goes_on(place, monkeypatch, name):
+    steps = CONTINUED[name][-1]["step"]
+    assert train(monkeypatch, f"resume={name}", f"steps={steps}") == 0
+    same_as_recorded(place / name, name)
+    assert any(event["event"] == "resume" for event in read_jsonl(place / name / "events.jsonl"))
+
+
+def test_a_run_of_two_ranks_goes_on_with_one(place, monkeypatch):
+    assert train(monkeypatch, "resume=fsdp", "steps=20", "parallel=auto") == 0
+    same_as_recorded(place / "fsdp", "fsdp_by_one")
+
+
+@pytest.mark.timeout(600)
+def test_a_run_of_two_ranks_goes_on_with_two(place):
+    done = launches.trained(2, "resume=fsdp", "steps=20", cwd=place)
+    assert done.returncode == 0, done.stderr[-3000:]
+    same_as_recorded(place / "fsdp", "fsdp")
+
+
+def test_a_run_of_a_users_own_model_data_and_clipping_goes_on(place, monkeypatch):
+    assert train(monkeypatch, "resume=plugin_run", "steps=20") == 0
+    same_as_recorded(place / "plugin_run", "plugin_run")
+    record = json.loads((place / "plugin_run" / "run.json").read_text())
+    assert [record["choices"][group] for group in ("model", "data", "clipping")] == ["mine"] * 3
+
+
+def test_a_users_script_compares_runs(place, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["table.py", "sweep"])
+    capsys.readouterr()
+    exec((place / "plugin" / "table.py").read_text(), {})
+    assert capsys.readouterr().out == (EXPECTED / "table.csv").read_text()
+
+
+def test_a_sweep_runs_what_is_missing_and_nothing_else(place, monkeypatch, capsys):
+    before = json.loads((place / "sweep" / "3" / "run.json").read_text())
+    shutil.rmtree(place / "sweep" / "3")
+    assert train(monkeypatch, "resume=sweep") == 0
+    assert capsys.readouterr().out.count("(before)") == 3
+    after = json.loads((place / "sweep" / "3" / "run.json").read_text())
+    assert after["overrides"] == before["overrides"]
+    assert after["final"]["val/loss"] == pytest.approx(before["final"]["val/loss"], rel=CLOSE)
+
+
+@pytest.mark.usefixtures("place")
+def test_text_is_sampled(capsys):
+    typed = ["sample", "one_process", "--prompt", "the", "--tokens", "20", "--temperature", "0"]
+    assert told(capsys, *typed) == (EXPECTED / "sample.txt").read_text()
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(
+    ("file", "typed"),
+    {
+        "compare.txt": "compare sweep --wide",
+        "compare_each.txt": "compare one_process rollback incident fsdp --each --wide --sort steps",
+        "diagnose.txt": "diagnose incident",
+    }.items(),
+)
+def test_stored_runs_read_as_they_did(capsys, file, typed):
+    assert told(capsys, *typed.split()) == (EXPECTED / file).read_text()
+
+
+@pytest.mark.usefixtures("place")
+def test_an_incident_is_replayed(capsys):
+    found = json.loads(told(capsys, "replay", "incident/incidents/step-00000002", "--json"))
+    expected = json.loads((EXPECTED / "replay.json").read_text())
+    assert found.keys() == expected.keys()
+    assert found["then"] == expected["then"]
+    close(found["now"], expected["now"])
+
+
+MADE_UP = {
+    "stabletrain.long_gone": "stabletrain.stability",
+    "stabletrain.ancient.model": "stabletrain.models.gpt",
+    "stabletrain.ancient.data.Words": "stabletrain.data.text.Text",
+    "stabletrain.nouns": "stabletrain.records",
+}
+"""A table as it will be once modules have moved: a package, a module, a class, and a module that users import."""
+
+
+@pytest.fixture
+def old_paths(place, monkeypatch):
+    """The stored files with paths that no longer exist, and the table that maps them."""
+    for old, new in MADE_UP.items():
+        monkeypatch.setitem(moved.MOVED, old, new)
+        for file in [*place.rglob("*.yaml"), *place.rglob("scene.json"), *place.rglob("mine.py")]:
+            file.write_text(file.read_text().replace(new, old))
+    yield place
+    for name in [name for name in sys.modules if moved.now(name) != name]:
+        del sys.modules[name]
+
+
+def test_stored_import_paths_that_moved_are_found(old_paths, monkeypatch, capsys):
+    assert "stabletrain.long_gone.clipping" in (old_paths / "one_process" / ".hydra" / "config.yaml").read_text()
+    assert told(capsys, "sample", "one_process", "--prompt", "the", "--tokens", "20", "--temperature", "0")
+    again = told(capsys, "replay", "incident/incidents/step-00000002", "precision=bf16")
+    assert "with precision=bf16" in again
+    assert stabletrain(["replay", "incident/incidents/step-00000002", "precision=fp32"]) == 2
+    assert "the run was set to that already" in capsys.readouterr().err, "the option of today is not another"
+    assert "from stabletrain.long_gone.clipping import NoClip" in (old_paths / "plugin" / "mine.py").read_text()
+    assert train(monkeypatch, "resume=plugin_run", "steps=20") == 0
+    same_as_recorded(old_paths / "plugin_run", "plugin_run")
+
+
+def test_a_module_is_the_same_object_under_its_old_path(old_paths):
+    for old, new in {"long_gone.clipping.norm": "stability.clipping.norm", "nouns": "records"}.items():
+        here = importlib.import_module(f"stabletrain.{new}")
+        assert importlib.import_module(f"stabletrain.{old}") is here
+        assert here.__name__ == here.__spec__.name == f"stabletrain.{new}"
+
+
+def test_only_whole_names_are_mapped(monkeypatch):
+    monkeypatch.setitem(moved.MOVED, "stabletrain.data", "stabletrain.sets")
+    assert moved.now("stabletrain.data.text.Text") == "stabletrain.sets.text.Text"
+    assert moved.now("stabletrain.database") == "stabletrain.database"
+    assert moved.updated(
+        {"_target_": "stabletrain.data.A", "b": [{"_target_": "mine.A", "path": "stabletrain.data"}]}
+    ) == {
+        "_target_": "stabletrain.sets.A",
+        "b": [{"_target_": "mine.A", "path": "stabletrain.data"}],
+    }
