@@ -171,9 +171,9 @@ def huggingface(source: str, config: str | None, split: str, column: str) -> tup
     """False (documents are many), and number and text of each row of a data set, streamed."""
     try:
         import datasets
-    except ImportError:
+    except ImportError as error:  # it is missing, or what it imports refuses (pyarrow with an old NumPy)
         raise ConfigError(
-            "--hf needs the package datasets, which is not installed: pip install 'stabletrain[hf]'"
+            f"--hf needs the package datasets, which cannot be imported ({error}): pip install 'stabletrain[hf]'"
         ) from None
     try:
         rows = datasets.load_dataset(source, config, split=split, streaming=True)

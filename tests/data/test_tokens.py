@@ -1,6 +1,7 @@
 """Token shards and `stabletrain prepare`: what is written is read back, and broken folders are refused."""
 
 import json
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -129,6 +130,15 @@ def test_a_vocabulary_that_cannot_be_fetched_is_one_message(tmp_path, text, monk
         prepare(str(text), str(tmp_path / "out"), tokenizer="gpt2")
 
 
+def test_datasets_that_cannot_be_imported_is_one_message_with_the_reason(tmp_path, monkeypatch):
+    (tmp_path / "datasets.py").write_text("raise ImportError('pyarrow requires NumPy 2.0 or newer')")
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"imported \(pyarrow requires NumPy 2.0 .*pip install 'stabletrain\[hf\]'"):
+        prepare("any", str(tmp_path / "out"), hf=True)
+
+
+@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="[hf] needs NumPy 2")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_hugging_face_data_set_is_streamed(tmp_path):
     (tmp_path / "set").mkdir()
