@@ -18,7 +18,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MASK = "*"
 
 CLOCK = {
-    *("time", "started", "ended", "resumed", "seconds", "lost_seconds", "guard/lost_seconds", "compile_seconds"),
+    *("time", "started", "ended", "resumed", "began"),
+    *("seconds", "lost_seconds", "guard/lost_seconds", "compile_seconds"),
     *("tokens_per_s", "images_per_s", "samples_per_s", "units_per_s", "memory/peak_gb", "peak_memory_gb", "pid"),
     *("_runtime", "_timestamp", "_wandb", "_wandb.runtime"),
 }
@@ -39,6 +40,8 @@ TEXT = [
     (r"(?<![\w:.])\d+:\d\d(:\d\d)? left", f"{MASK} left"),
     (r"\b[\d.,]+ (s|seconds)\b", rf"{MASK} \1"),
     (r"\b(process|pid:?|PID) \d+", rf"\1 {MASK}"),
+    (r"(wandb-client-artifact://)\w+", rf"\1{MASK}"),
+    (r"(\.tmp-)\d+", rf"\1{MASK}"),  # the number of the process that writes
     (r"\b([IWE])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ", rf"\1{MASK} "),  # PyTorch's log
 ]
 """Patterns in text, and what replaces them."""
