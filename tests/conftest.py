@@ -1,4 +1,4 @@
-"""What every test starts from: two tiers, one thread a worker, and PyTorch's switches as they were."""
+"""What every test starts from: its tier, one thread a worker, PyTorch's seed and switches."""
 
 import inspect
 import os
@@ -41,8 +41,9 @@ def is_slow(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _switches():
-    """Puts back the process-wide switches that precision and determinism set."""
+def _global_state():
+    """Seeds torch's generator, so that no test depends on those before it; puts back switches of the whole process."""
+    torch.manual_seed(0)
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = False

@@ -240,6 +240,7 @@ def test_resume_names_a_run_folder_and_takes_its_overrides_along(tmp_path):
     assert len(ids) == 2
 
 
+@pytest.mark.slow
 def test_in_a_sweep_every_run_has_its_own_folder_wandb_run_and_exit_status(tmp_path):
     chosen = [o for o in QUICK if not o.startswith(("hydra.run", "wandb"))]
     done = command(*chosen, "-m", "optimizer.lr=1e-3,-1,3e-3", "hydra.sweep.dir=sweep", cwd=tmp_path)
@@ -258,6 +259,7 @@ def test_in_a_sweep_every_run_has_its_own_folder_wandb_run_and_exit_status(tmp_p
     assert [run["config"]["groups"]["guard"] for run in runs] == ["rollback", "rollback"]
 
 
+@pytest.mark.slow
 def test_a_refused_resume_does_the_run_no_harm(tmp_path):
     assert command(*QUICK, cwd=tmp_path).returncode == 0
     before = {

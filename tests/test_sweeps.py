@@ -53,6 +53,7 @@ def losses(folder):
     return {file.parent.name: json.loads(file.read_text())["final"]["val/loss"] for file in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRIDS)
 def test_the_first_and_the_last_run_of_a_sweeps_file_train(tmp_path, name):
     with hydra(Arguments([], []), CONF) as config:
@@ -137,6 +138,7 @@ def test_resume_auto_finds_the_newest_sweep_of_the_same_command(tmp_path, monkey
     assert named.value("seed") == "2,3"
 
 
+@pytest.mark.slow
 def test_what_was_halted_is_over_and_what_failed_is_not(tmp_path):
     chosen = [*QUICK, "guard=skip", "guard.max_consecutive=2", "clipping=none", "warmup=none", "precision=fp32"]
     chosen += ["-m", "optimizer.lr=1e30,-1", "hydra.sweep.dir=sweep"]
@@ -192,6 +194,7 @@ def test_an_interrupted_sweep_saves_and_says_how_to_go_on(tmp_path):
     assert read_jsonl(tmp_path / "sweep" / "0" / "metrics.jsonl")[-1]["step"] > steps
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_run_again_by_itself_either(tmp_path):
     assert command(*QUICK, "hydra.run.dir=run", cwd=tmp_path).returncode == 0
     before = contents(tmp_path / "run")

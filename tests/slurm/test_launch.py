@@ -130,6 +130,7 @@ def test_a_sweep_in_an_experiments_file_is_expanded_as_hydra_does(launch, tmp_pa
     assert "train.py --config-dir ../mine" in out
 
 
+@pytest.mark.slow
 def test_resume_finds_the_same_command_and_a_taken_folder_is_refused(launch, tmp_path, monkeypatch):
     stand_in(tmp_path, "sbatch", "echo 7")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

@@ -186,6 +186,7 @@ def test_the_zeroed_gains_of_a_resnet_learn_at_once(name: str) -> None:
     assert second.issuperset(kernels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ["torch", "normal", "fan_in", "zero_residual"])
 @pytest.mark.parametrize("name", ["cifar", "nf"])
 def test_a_deep_resnet_grows_little_and_its_gradients_stay_of_one_order(name: str, init: str) -> None:

@@ -84,6 +84,7 @@ CALLS = 18
 synchronised; the folder is synchronised; two are renamed; and the folder around it is synchronised."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
 def test_whatever_call_fails_the_run_goes_on_and_earlier_checkpoints_stay(tmp_path, monkeypatch, capfd, number):
     outcomes = []

@@ -295,6 +295,7 @@ def test_a_step_reached_again_is_replaced(run):
 # ---------------------------------------------------------------------------------------- as a user sees it
 
 
+@pytest.mark.slow
 def test_resume_prefers_the_healthy_one_and_says_so(tmp_path):
     chosen = [*TINY_GPT, "hydra.run.dir=run", "checkpoint.every=3", "eval_every=3", "log_every=1"]
     done = command(*chosen, "steps=6", cwd=tmp_path)

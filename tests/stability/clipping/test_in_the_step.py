@@ -136,6 +136,7 @@ def test_a_captured_state_goes_on_bit_for_bit(name, precision):
     assert equal_trees(acting.clipping.state_dict(), acting_again.clipping.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_MEMORY)
 @pytest.mark.parametrize("tiny", [TINY_GPT, TINY_RESNET], ids=["gpt", "resnet"])
 def test_a_run_resumed_from_disk_ends_as_if_it_had_never_stopped(tmp_path, name, tiny):
