@@ -1,0 +1,56 @@
+"""The two tiers: what `slow` and its condition leave out, and what a fork of the server does as a process would."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests import forkserver
+from tests.conftest import is_slow
+from tests.runs import python
+
+
+@pytest.mark.slow(unless=lambda number: number < 2)
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_condition_keeps_some_cases_fast(request, number):
+    assert is_slow(request.node) == (number == 2)
+    if not request.config.getoption("--all"):
+        assert is_slow(request.node) == request.config.getoption("--slow")
+
+
+SCRIPT = """
+import os, sys
+print(sys.argv[1:], os.getcwd(), os.environ["MINE"], file=sys.stderr)
+print("said", flush=True)
+{end}
+"""
+ENDS = {
+    "pass": 0,
+    "raise SystemExit(3)": 3,
+    "sys.exit()": 0,
+    "sys.exit('why')": 1,
+    "raise ValueError('why')": 1,
+    "import signal; os.kill(os.getpid(), signal.SIGKILL)": -signal.SIGKILL,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_fork_ends_as_a_fresh_interpreter_does(tmp_path, end):
+    words = ["-c", SCRIPT.format(end=end), "a", "b c"]
+    fresh = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env={**os.environ, "MINE": "x"}, capture_output=True, text=True
+    )
+    forked = python(*words, cwd=tmp_path, torch=False, MINE="x")
+    assert (forked.returncode, forked.stdout) == (fresh.returncode, fresh.stdout) == (ENDS[end], "said\n")
+    assert forked.stderr.splitlines()[0] == fresh.stderr.splitlines()[0]
+    assert forked.stderr.splitlines()[-1] == fresh.stderr.splitlines()[-1]
+
+
+def test_a_fork_that_takes_too_long_is_killed(tmp_path):
+    code = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
+    with pytest.raises(subprocess.TimeoutExpired):
+        forkserver.run(["-c", code], tmp_path, os.environ, timeout=1, kind="command line")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
