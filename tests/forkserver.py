@@ -85,8 +85,9 @@ class Forked:
 
     def kill(self) -> None:
         """Kills it, and all that it started which stayed in its process group; waits for its end."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        for end in (os.killpg, os.kill):  # it has no group of its own in its first instant
+            with contextlib.suppress(ProcessLookupError):
+                end(self.pid, signal.SIGKILL)
         self.wait(60)
 
     def _line(self) -> bytes:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -48,9 +49,14 @@ def test_a_fork_ends_as_a_fresh_interpreter_does(tmp_path, end):
     assert forked.stderr.splitlines()[-1] == fresh.stderr.splitlines()[-1]
 
 
-def test_a_fork_that_takes_too_long_is_killed(tmp_path):
-    code = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
-    with pytest.raises(subprocess.TimeoutExpired):
-        forkserver.run(["-c", code], tmp_path, os.environ, timeout=1, kind="command line")
+def test_a_fork_that_is_killed_is_gone(tmp_path):
+    code = "import os, time; open('pid', 'w').write(str(os.getpid())); os.rename('pid', 'there'); time.sleep(600)"
+    forked = forkserver.start(["-c", code], tmp_path, os.environ, tmp_path / "out", tmp_path / "err", "command line")
+    while not (tmp_path / "there").exists():
+        time.sleep(0.01)
+    with pytest.raises(TimeoutError):
+        forked.wait(0.1)
+    forked.kill()
+    assert forked.pid == int((tmp_path / "there").read_text())
     with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+        os.kill(forked.pid, 0)
