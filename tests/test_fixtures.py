@@ -180,7 +180,7 @@ def test_a_module_is_the_same_object_under_its_old_path(old_paths):
     for old, new in {"long_gone.clipping.norm": "stability.clipping.norm", "ancient.records": "records"}.items():
         here = importlib.import_module(f"stabletrain.{new}")
         assert importlib.import_module(f"stabletrain.{old}") is here
-        assert here.__name__ == here.__spec__.name == f"stabletrain.{new}"
+        assert here.__name__ == here.__spec__.name == moved.now(f"stabletrain.{new}")
 
 
 def test_only_whole_names_are_mapped(monkeypatch):
