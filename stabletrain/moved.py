@@ -7,7 +7,7 @@ imports modules such as `stabletrain.records`. When a module or a class moves, i
 import sys
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -43,9 +43,13 @@ class Finder(MetaPathFinder):
     """Finds a module by its old path."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec of a module that moved; None for all others."""
+        """The spec of a module that moved, and of a package that is gone because its modules did; else None."""
         new = now(fullname)
-        return None if new == fullname else ModuleSpec(fullname, Moved(new))
+        if new != fullname:
+            return ModuleSpec(fullname, Moved(new))
+        if any(old.startswith(f"{fullname}.") for old in MOVED) and PathFinder.find_spec(fullname, path) is None:
+            return ModuleSpec(fullname, None, is_package=True)
+        return None
 
 
 class Moved(Loader):
