@@ -117,9 +117,7 @@ def masked(file: Path, drawn: list[str]) -> str:
         text = re.sub(pattern, mask, text)
     for name in drawn:
         text = re.sub(rf"\b{name}\b", MASK, text)
-    if file.name.endswith(
-        ".torchrun.err"
-    ):  # of several processes, whose lines come in any order; and torchrun's report
+    if file.name.endswith(".torchrun.err"):  # lines of several processes, in any order, and then torchrun's report
         said = text.partition("Traceback (most recent call last):\n")[0].splitlines()
         text = "\n".join(sorted(line for line in said if not re.match(rf"[IWE]{re.escape(MASK)} ", line)))
     return text
