@@ -83,6 +83,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(place, monkeypatch):
     same_as_recorded(place / "fsdp", "fsdp_by_one")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_of_two_ranks_goes_on_with_two(place):
     done = launches.trained(2, "resume=fsdp", "steps=20", cwd=place)

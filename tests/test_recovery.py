@@ -83,6 +83,7 @@ def same(a, b):
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow(unless=lambda factor: math.isnan(factor))
 @pytest.mark.parametrize("factor", [1e4, math.nan, math.inf])
 def test_wrecked_weights_are_put_back(tmp_path, factor):
     job = trained(tmp_path, "steps=50", wrecked=[32], factor=factor)
@@ -153,6 +154,7 @@ def test_a_state_lost_with_the_process_is_computed_again(tmp_path, capsys):
     assert "steps 25 to 30 are run again to reach that state" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_state_that_is_computed_again_is_the_one_that_was_lost(tmp_path):
     """Law 4 where the wanted state, after 20 steps, is neither in memory nor on the disk, which has 13 and 26."""
     chosen = ["steps=50", "checkpoint.every=13", "eval_every=50"]
@@ -187,6 +189,7 @@ def test_what_a_halt_leaves_is_the_last_healthy_state(tmp_path):
     assert all(torch.equal(value, clean.state.model.state_dict()[name]) for name, value in left.load_model().items())
 
 
+@pytest.mark.slow
 def test_progress_gives_the_budget_back(tmp_path):
     job = trained(tmp_path, "steps=160", "guard.max_rollbacks=1", wrecked=[32, 100, 150])
     assert job.tools.guard.rollbacks == 3
@@ -214,6 +217,7 @@ def test_an_end_that_says_what_the_guard_did(tmp_path):
     assert job.history.lost_seconds > 0
 
 
+@pytest.mark.slow
 def test_wandb_drops_nothing_after_a_rollback(tmp_path, monkeypatch):
     """Its own step counter would refuse whatever goes back; here the step is a metric, and the tick never goes back."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -248,6 +252,7 @@ def test_a_run_that_ends_in_trouble_says_so(tmp_path, capsys):
     assert reason in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_halt_keeps_what_was_spent(tmp_path):
     """Budgets, passed-over data and metrics are still there when a halted run is resumed."""
     with pytest.raises(TrainingHalted):
@@ -262,6 +267,7 @@ def test_a_halt_keeps_what_was_spent(tmp_path):
     assert job.state.step == 80
 
 
+@pytest.mark.slow
 def test_after_a_restart_a_ruined_checkpoint_is_not_gone_back_to_again_and_again(tmp_path):
     """The newest checkpoint was taken after the ruin and before anybody saw it; an older one must be there."""
     chosen = ["checkpoint.every=29", "checkpoint.keep=1"]

@@ -78,6 +78,7 @@ def test_a_sweeps_file_says_how_it_is_run_how_long_it_takes_and_what_comes_out(n
     assert re.search(r"\d+ (small )?runs|not measured", head)
 
 
+@pytest.mark.slow
 def test_a_second_start_runs_only_what_is_missing_and_gives_the_same(tmp_path):
     first = command(*SWEEP, cwd=tmp_path)
     assert (first.returncode, first.stderr) == (0, "")

@@ -17,6 +17,7 @@ def test_random_faults_at_random_times_corrupt_nothing():
     assert rendered(table(found)).count("\n") == len(IN_PROCESS)
 
 
+@pytest.mark.slow
 def test_without_a_guard_the_campaign_finds_the_damage():
     outcome = one(QUICK[0], [{"kind": "gradient", "at": [30], "value": "nan"}], guarded=False)
     assert outcome.bad

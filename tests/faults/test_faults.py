@@ -493,6 +493,7 @@ def plan(*entries):
     return ["faults=plan", f"faults.faults=[{','.join(entries)}]"]
 
 
+@pytest.mark.slow(unless=lambda model, precision: (model, precision) in (("gpt", "bf16"), ("resnet", "fp32")))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", SMALL)
 def test_a_run_whose_faults_are_still_to_come_is_the_run_without_any(tmp_path, model, precision):
@@ -569,6 +570,7 @@ def test_a_full_disk_comes_while_the_second_file_is_half_written(tmp_path, monke
     assert 0.4 < seen[TRAINING] / whole[TRAINING] <= 0.5  # what is still buffered is not on the disk
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_hidden_files_only_and_ends_as_one_that_was_not_killed(tmp_path):
     given = [*TINY_GPT, *CADENCE, "checkpoint.keep=1"]
     killed = command(*given, "faults=kill", "faults.at=[8]", "hydra.run.dir=run", cwd=tmp_path)

@@ -172,6 +172,7 @@ def test_a_refusal_is_said_once(tmp_path, typed):
     assert "exitcode  : 2" in done.stderr
 
 
+@pytest.mark.slow
 def test_one_rank_speaks_and_one_writes(tmp_path):
     done = trained(2, *RUN[:-4], "steps=6", "checkpoint.every=3", "eval_every=3", "log_every=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

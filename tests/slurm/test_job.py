@@ -51,6 +51,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow(unless=lambda end: end in ("failed", "saved"))
 @pytest.mark.parametrize("end", ENDS)
 def test_only_an_end_that_is_none_queues_again(tmp_path, end):
     body, code, wanted = ENDS[end]
@@ -63,6 +64,7 @@ def test_a_task_of_an_array_queues_itself_again_and_not_the_array(tmp_path):
     assert asked(tmp_path) == ["scontrol requeue 9_4"]
 
 
+@pytest.mark.slow(unless=lambda restarts: restarts == "3")
 @pytest.mark.parametrize(("restarts", "wanted"), [("2", ["scontrol requeue 9"]), ("3", [])])
 def test_max_requeues_is_kept(tmp_path, restarts, wanted):
     run = job(tmp_path, "exit 75", SLURM_RESTART_COUNT=restarts)
@@ -96,6 +98,7 @@ def test_the_notice_is_passed_on_until_the_ranks_have_stopped(tmp_path):
     assert asked(tmp_path) == ["scancel --quiet --signal=USR2 9", "scontrol requeue 9"]
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_stop_in_time_are_left_behind_and_the_job_queues_again(tmp_path):
     run = job(tmp_path, WAITING, notice=22)
     up(tmp_path)

@@ -48,6 +48,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow(unless=lambda name: name not in ("batch_of_a_card", "swept"))
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_and_nothing_is_left(launch, tmp_path, name):
     (tmp_path / "mine" / "experiment").mkdir(parents=True)

@@ -169,6 +169,7 @@ print("survived", rounds, "kills, at step", last)
 """
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment_leaves_a_checkpoint_to_continue_from(tmp_path):
 
     command = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), "12"]

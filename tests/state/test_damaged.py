@@ -334,6 +334,7 @@ for at in itertools.count(1):
 """
 
 
+@pytest.mark.slow
 def test_a_kill_after_any_call_of_a_replacement_leaves_the_old_or_the_new_one(tmp_path):
     done = python("-c", KILLED_AT, str(tmp_path), cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -431,6 +432,7 @@ SEEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+@pytest.mark.slow(unless=lambda damage: damage == "bit")
 @pytest.mark.parametrize("damage", SEEN)
 def test_resume_goes_on_from_the_one_before_and_says_so(tmp_path, trained, damage):
     shutil.copytree(trained, tmp_path / "run")

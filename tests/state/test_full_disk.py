@@ -434,6 +434,7 @@ print(*run.steps())
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_becomes_read_only_costs_what_is_written_meanwhile(tmp_path):
     script = "mount -t tmpfs -o size=4m tmpfs disk; " + f"{sys.executable} -W ignore driver.py"
     (tmp_path / "driver.py").write_text(READ_ONLY)

@@ -85,6 +85,7 @@ def test_a_continued_run_arrives_as_one_with_all_its_points_and_its_last_status(
         assert "qknorm:none" in server.runs["aid"]["tags"]
 
 
+@pytest.mark.slow
 def test_what_is_uploaded_later_goes_on_where_the_run_ends_and_nothing_goes_twice(runs, tmp_path, capsys):
     with serving() as server:
         last = sorted((runs / "a" / "wandb").glob("offline-run-*"))[-1]
