@@ -5,8 +5,8 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from stabletrain.launch import launch, run_job
-from stabletrain.ranks import end
+from stabletrain.cli.train import launch, run_job
+from stabletrain.parallel.ranks import end
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

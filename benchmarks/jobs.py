@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 from runs import composed
 
-from stabletrain.build import build
-from stabletrain.job import Job
-from stabletrain.loop import settle
 from stabletrain.records import Batch
-from stabletrain.recovery import Recovery
-from stabletrain.report import NOTHING, Launched, Pace, watch
 from stabletrain.step import Computed, commit, compute
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import settle
+from stabletrain.trainer.rollback import Recovery
+from stabletrain.trainer.run import Job
+from stabletrain.trainer.step_log import NOTHING, Launched, Pace, watch
 
 HERE = Path(__file__).parent
 

@@ -23,7 +23,7 @@ from workloads import gpt, plain_tools
 
 from stabletrain.machine import hardware
 from stabletrain.records import LOGITS_AT_ONCE, Batch, TrainState
-from stabletrain.stability.chunks import InChunks
+from stabletrain.stability.chunked_loss import InChunks
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.objective import NoZLoss, Objective, ZLoss
 from stabletrain.step import compute

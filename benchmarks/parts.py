@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 from jobs import Rounds
 
-from stabletrain.job import Job
 from stabletrain.records import Batch
-from stabletrain.report import NOTHING
+from stabletrain.trainer.run import Job
+from stabletrain.trainer.step_log import NOTHING
 
 PARTS = ("data", "forward", "backward", "optimizer", "guard", "tracking")
 

@@ -29,7 +29,7 @@ from quantities import COLUMNS, quantity, reached, show
 from targets import judged
 
 from stabletrain.machine import hardware
-from stabletrain.recovery import Recovery
+from stabletrain.trainer.rollback import Recovery
 
 LARGE = ("model=gpt2", "data=random_tokens", "data.vocab_size=50257")
 SMALL = {

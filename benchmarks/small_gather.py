@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=2 benchmarks/small_gather.py --json small_gather.json
 
-A round is a step that shares its numbers (`parallel/shared.py`), one that shares them `TIMES` times, and one that keeps
+A round is a step that shares its numbers (`parallel/distributed.py`), one that shares them `TIMES` times, and one that keeps
 them, in turns first; before each the ranks meet, so that none pays for another's lateness. Printed is the median of the
 differences to the step that keeps them, divided by how often the numbers were shared, with the quartiles. On a busy
 machine the single difference drowns in that of any two steps; the one that is divided does not, but of waiting for the
@@ -24,8 +24,9 @@ from workloads import WORKLOADS, plain_tools
 
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
-from stabletrain.parallel import DDP, FSDP
-from stabletrain.ranks import here, join, leave
+from stabletrain.parallel.ddp import DDP
+from stabletrain.parallel.fsdp import FSDP
+from stabletrain.parallel.ranks import here, join, leave
 from stabletrain.records import Batch, TrainState
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.optimizers import AdamW

@@ -49,8 +49,8 @@ from recipe import Recipe
 from sizes import SIZES, USUAL, overrides_of
 from targets import judged
 
-from stabletrain.job import UNITS
 from stabletrain.machine import hardware
+from stabletrain.trainer.run import UNITS
 
 WARM_UP = 3
 READY = 4

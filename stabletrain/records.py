@@ -140,7 +140,7 @@ class Vitals:
     """What can go wrong in a step that loss and gradients do not show; 0-d tensors on the device.
 
     Attributes:
-        bad_data: bool, whether the batch held what no model can learn from; see `stability/intake.py`.
+        bad_data: bool, whether the batch held what no model can learn from; see `stability/sanitize.py`.
         inputs: fp32, the largest magnitude of the inputs; 0 where they are whole numbers.
         buffers: fp32, L2 norm of the model's floating-point buffers after the forward pass (BatchNorm's statistics).
         stop: bool, whether a rank has been asked to stop; None for one process.
@@ -166,7 +166,7 @@ class Reading(NamedTuple):
         inputs, buffers: largest magnitude of the inputs, and norm of the buffers; see `Vitals`.
         loss_scale: fp16's loss scale the step ran with; 1 in other precisions.
         applied: whether the gate was open, so that the update reached the weights.
-        bad_data: whether the batch held what no model can learn from; see `stability/intake.py`.
+        bad_data: whether the batch held what no model can learn from; see `stability/sanitize.py`.
         overflow: whether it was withheld by fp16's routine overflow, which calibrates the loss scale.
         lr: learning rate of the first parameter group.
         stop: whether one of several ranks has been asked to stop.

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stabletrain.monitors.gradients import buffer_norm, gradients, measure
+from stabletrain.protocols import Running, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Reading, TrainState, Vitals
-from stabletrain.tools import Running, Tools
-from stabletrain.watch.gradients import buffer_norm, gradients, measure
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.loop import train
 from stabletrain.stability.guard import RollbackGuard
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.loop import train
 from tests.clocks import ToldClock
 from tests.runs import ROOT
 

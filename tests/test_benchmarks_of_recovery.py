@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from stabletrain.recovery import Recovery
-from stabletrain.state.checkpoint import Checkpoints
+from stabletrain.checkpoint.checkpoints import Checkpoints
+from stabletrain.trainer.rollback import Recovery
 from tests.clocks import ToldClock
 from tests.runs import ROOT
 

@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from stabletrain import moved
-from stabletrain.cli import main as stabletrain
+from stabletrain.cli.commands import main as stabletrain
+from stabletrain.config import moved
 from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel import launches
 from tests.runs import ROOT

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stabletrain.build import build
 from stabletrain.step import commit, compute
+from stabletrain.trainer.build import build
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "_unique2", "masked_select"}

@@ -7,18 +7,18 @@ import torch
 from torch import nn
 
 from stabletrain.machine.determinism import Seeded
-from stabletrain.parallel import Alone
+from stabletrain.parallel.single import Alone
+from stabletrain.protocols import Tools
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.stability import precision
 from stabletrain.stability.clipping import NoClip, NormClip
 from stabletrain.stability.guard import NoGuard, SkipGuard
-from stabletrain.stability.intake import Intake
 from stabletrain.stability.objective import NoZLoss, Objective
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
 from stabletrain.stability.qkclip import NoQKClip
+from stabletrain.stability.sanitize import Intake
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
 from stabletrain.step import compute, hold, restore, train_step
-from stabletrain.tools import Tools
 
 CPU = torch.device("cpu")
 PRECISIONS = {

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from stabletrain.compare.curves import draw_losses
 from stabletrain.compare.frames import by_seed, frame_of
 from stabletrain.compare.pages.comparison import write_page
-from stabletrain.compare.picture import check_name, draw
+from stabletrain.compare.pictures import check_name, draw, draw_losses
 from stabletrain.compare.reading.run import Run
 from stabletrain.compare.reading.runs import read_runs
 from stabletrain.compare.sensitivity import arms, markdown

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stabletrain.data.files import find_text
-from stabletrain.data.manifest import VERSION
+from stabletrain.data.files import VERSION, find_text
 from stabletrain.data.order import place
 from stabletrain.data.tokenizers import load_tokenizer
 from stabletrain.errors import ConfigError

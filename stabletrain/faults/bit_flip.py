@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
+from stabletrain.faults.in_step import OfStep, Removable, chosen_parameter
 from stabletrain.faults.planned import check_at_least, own, place, say
-from stabletrain.faults.step import OfStep, Removable, chosen_parameter
 from stabletrain.records import TrainState
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")

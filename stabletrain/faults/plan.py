@@ -6,15 +6,11 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from stabletrain.errors import ConfigError
-from stabletrain.faults.activation import Activation
 from stabletrain.faults.bit_flip import BitFlip
-from stabletrain.faults.data import Empty, Ignored, Input, Label, Poison
-from stabletrain.faults.disk import DiskFull, Kill
-from stabletrain.faults.gradient import Gradient
-from stabletrain.faults.learning_rate import LearningRate
-from stabletrain.faults.none import NoFaults
-from stabletrain.faults.planned import Planned
-from stabletrain.faults.wandb import LostWandb
+from stabletrain.faults.in_data import Empty, Ignored, Input, Label, Poison
+from stabletrain.faults.in_io import DiskFull, Kill, LostWandb
+from stabletrain.faults.in_step import Activation, Gradient, LearningRate
+from stabletrain.faults.planned import NoFaults, Planned
 from stabletrain.records import TrainState
 
 KINDS: dict[str, type[Planned]] = {

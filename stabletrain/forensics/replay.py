@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from stabletrain.forensics.scene import Scene
+from stabletrain.forensics.repro import Scene
 from stabletrain.machine.compiling import compile_, plainly, shape_of
 from stabletrain.machine.determinism import borrowed
+from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
-from stabletrain.stability.precision.unscaled import Unscaled
+from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.step import compute
-from stabletrain.tools import Tools
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Checkpoints of several ranks: what rank 0 knows of the disk is what every rank acts by.
 
 What all ranks have whole (ddp), rank 0 writes. Of what is sharded (fsdp) every rank writes its part, which rank 0 makes
-one checkpoint of (`state/assembly.py`). Reading a checkpoint through before it is used is shared: each rank reads some
+one checkpoint of (`checkpoint/sharded.py`). Reading a checkpoint through before it is used is shared: each rank reads some
 of its files, and only if no rank finds fault is it used.
 
 A disk that is full for one rank and not for the other, or a write that one has seen and the other has not, would lead
@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stabletrain.ranks import Ranks, first_does, from_all, told
-from stabletrain.state.checkpoint import NoCheckpoints
-from stabletrain.state.notice import Report
-from stabletrain.state.shards import Place, is_sharded
-from stabletrain.state.tree import Tree, flatten
-from stabletrain.state.trust import Checkpoint, UnusableCheckpoint, peek, verify
+from stabletrain.checkpoint.checkpoints import NoCheckpoints
+from stabletrain.checkpoint.folder import Report
+from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint, peek, verify
+from stabletrain.checkpoint.tree import Place, Tree, flatten, is_sharded
+from stabletrain.parallel.ranks import Ranks, first_does, from_all, told
 
 
 class SharedCheckpoints(NoCheckpoints):

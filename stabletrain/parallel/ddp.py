@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stabletrain.errors import ConfigError
-from stabletrain.parallel.replicas import difference
-from stabletrain.parallel.shared import Shared
-from stabletrain.ranks import Ranks
+from stabletrain.parallel.distributed import Shared
+from stabletrain.parallel.ranks import Ranks
+from stabletrain.parallel.replica_check import difference
 from stabletrain.records import GradNorms, TrainState
 
 SYNC_BUFFERS = next(

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from stabletrain.checkpoint.tree import Tree, whole
 from stabletrain.errors import ConfigError
-from stabletrain.parallel.shared import Shared, forked
-from stabletrain.ranks import Ranks
+from stabletrain.parallel.distributed import Shared, forked
+from stabletrain.parallel.ranks import Ranks
 from stabletrain.records import GradNorms
-from stabletrain.state.shards import whole
-from stabletrain.state.tree import Tree
 
 ABLE: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("adamw", "sgd"),

@@ -1,10 +1,10 @@
 """The options of the group `parallel`: what each makes of the ranks that torchrun has started."""
 
 from stabletrain.errors import ConfigError
-from stabletrain.parallel.alone import Alone
 from stabletrain.parallel.ddp import DDP
 from stabletrain.parallel.fsdp import FSDP
-from stabletrain.ranks import Ranks, here
+from stabletrain.parallel.ranks import Ranks, here
+from stabletrain.parallel.single import Alone
 
 
 def auto(find_unused_parameters: bool, compare: bool) -> Alone:

@@ -3,6 +3,9 @@
     step  300/1500 ━━━━━━╸━━━━━━━━━ loss 2.31  grad 0.84  lr 2.9e-03  27.4k tok/s  skipped 0  1:32 left
 
 Where the line does not fit, its least important parts go first: skipped (while it is 0), lr, rate, grad.
+
+What a run of a sweep shows: all that it would say by itself goes into `output.txt` of its folder, one live line to
+the terminal.
 """
 
 import os
@@ -10,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 LEAST_BAR, MOST_BAR = 8, 40
@@ -169,3 +173,54 @@ def clock(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+class InSweep(Progress):
+    """A run's progress within a sweep."""
+
+    def __init__(self, log_every: int, folder: Path, label: str, live: bool) -> None:
+        """Nothing is opened before `start`.
+
+        Args:
+            log_every: steps between two plain lines in the file.
+            folder: the run's.
+            label: which run it is, before the live line.
+            live: whether this run alone may use the terminal.
+        """
+        super().__init__(log_every, Page(folder / "output.txt"))
+        shown = Progress(log_every, label=label)
+        self._shown = shown if live and shown.moves else None
+
+    def start(self, total: int, first: int) -> None:
+        super().start(total, first)
+        if self._shown is not None:
+            self._shown.start(total, first)
+
+    def update(self, step: int, metrics: Any, rate: float, unit: str, skipped: int) -> None:
+        super().update(step, metrics, rate, unit, skipped)
+        if self._shown is not None:
+            self._shown.update(step, metrics, rate, unit, skipped)
+
+    def close(self) -> None:
+        super().close()
+        if self._shown is not None:
+            self._shown.close()
+
+
+class Page:
+    """A text file as a stream that is open only while it is written to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, text: str) -> int:
+        """Adds text at the end."""
+        with open(self._path, "a", encoding="utf-8") as file:
+            return file.write(text)
+
+    def flush(self) -> None:
+        """Everything is written already."""
+
+    def isatty(self) -> bool:
+        """No terminal."""
+        return False

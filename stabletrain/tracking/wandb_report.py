@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError, StabletrainError
-from stabletrain.tracking.account import check_reach
+from stabletrain.tracking.wandb_setup import check_reach
 
 CONF = Path(__file__).parents[2] / "conf"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stabletrain.cli import main
+from stabletrain.cli.commands import main
 from stabletrain.data.prepare import prepare
 from stabletrain.data.tokens import Tokens
 from stabletrain.errors import ConfigError

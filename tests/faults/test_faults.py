@@ -10,8 +10,10 @@ import torch
 import yaml
 from torch import nn
 
-from stabletrain.build import build
-from stabletrain.config import check, make
+from stabletrain.checkpoint import writer
+from stabletrain.checkpoint.reader import verify
+from stabletrain.config.checks import check
+from stabletrain.config.make import make
 from stabletrain.errors import ConfigError
 from stabletrain.faults import (
     Activation,
@@ -29,12 +31,11 @@ from stabletrain.faults import (
     Poison,
 )
 from stabletrain.faults.plan import KINDS
-from stabletrain.loop import run
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState
-from stabletrain.state import disk
-from stabletrain.state.trust import verify
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.tracking.wandb import NoWandb, Wandb
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import run
 from tests.runs import CONF, TINY_GPT, TINY_RESNET, command, composed
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.safetensors", "manifest.json"
@@ -540,7 +541,7 @@ def test_nothing_of_a_learning_rates_burst_is_saved_or_logged(tmp_path):
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_a_full_disk_costs_that_checkpoint_and_no_other(tmp_path, asynchronous):
-    write = disk.write_file
+    write = writer.write_file
     given = [*TINY_GPT, *CADENCE, f"checkpoint.asynchronous={asynchronous}"]
     _, events = ran(tmp_path, *given, "faults=disk_full", "faults.at=[8]")
     saved = [(e["event"], e["step"]) for e in events if e["event"].startswith("checkpoint")]
@@ -550,7 +551,7 @@ def test_a_full_disk_costs_that_checkpoint_and_no_other(tmp_path, asynchronous):
     assert [path.name for path in paths] == [f"step-{step:08d}" for step in (0, 4, 6, 12)]  # 0 is the guard's
     assert all(verify(path).healthy for path in paths)
     assert not list((tmp_path / "checkpoints").glob(".*"))
-    assert disk.write_file is write
+    assert writer.write_file is write
 
 
 def test_a_full_disk_comes_while_the_second_file_is_half_written(tmp_path, monkeypatch):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from stabletrain import forensics
-from stabletrain.build import build
-from stabletrain.loop import run
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import run
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 ROOM = str(Path(forensics.__file__).parent)

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-import stabletrain.loop
-from stabletrain.build import build
+import stabletrain.trainer.loop
+from stabletrain.checkpoint.capture import capture, restore
+from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.errors import ConfigError
-from stabletrain.forensics.guilty import guilty_samples
+from stabletrain.forensics.probes.bisect import guilty_samples
 from stabletrain.forensics.replay import VARIANTS, replay, replays
-from stabletrain.forensics.saved import about, load_scene, save_scene
-from stabletrain.forensics.scene import Scene, copy_of
-from stabletrain.loop import run
+from stabletrain.forensics.repro import Scene, copy_of
+from stabletrain.forensics.repro_files import about, load_scene, save_scene
 from stabletrain.records import Batch
-from stabletrain.state.capture import capture, restore
-from stabletrain.state.tree import flatten, to_host
 from stabletrain.step import commit, compute
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import run
 from tests.runs import ROOT, TINY_GPT, TINY_RESNET, composed, python
 
 GPT = [*TINY_GPT, "model.dropout=0.1"]
@@ -238,7 +238,7 @@ def test_in_the_loop_a_withheld_step_is_replayed_bit_for_bit_and_nothing_live_ch
         job = ruined(made(folder, *chosen), how)
         get = job.batches.get
         job.batches.get = lambda step: marked(get(step), [2]) if step in bad_steps else get(step)
-        settle, compute_ = stabletrain.loop.settle, stabletrain.loop.compute
+        settle, compute_ = stabletrain.trainer.loop.settle, stabletrain.trainer.loop.compute
 
         def remembering(state, batches, tools):
             computed = compute_(state, batches, tools)
@@ -261,8 +261,8 @@ def test_in_the_loop_a_withheld_step_is_replayed_bit_for_bit_and_nothing_live_ch
         tree = to_host(capture(job.state, job.parts))
         with monkeypatch.context() as patch:
             if explained:
-                patch.setattr(stabletrain.loop, "compute", remembering)
-                patch.setattr(stabletrain.loop, "settle", explaining)
+                patch.setattr(stabletrain.trainer.loop, "compute", remembering)
+                patch.setattr(stabletrain.trainer.loop, "settle", explaining)
             run(job)
         return everything(job)
 

@@ -9,12 +9,13 @@ import pytest
 import yaml
 from PIL import Image
 
-from stabletrain.build import build
-from stabletrain.compare.pages.at_end import NoPage
-from stabletrain.config import check, leaves
+from stabletrain.compare.pages.one_run import NoPage
+from stabletrain.config.checks import check
+from stabletrain.config.make import leaves
 from stabletrain.errors import ConfigError
-from stabletrain.loop import run
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import run
 from tests.runs import CONF, composed
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
@@ -228,7 +229,7 @@ def places(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     (root / "text.txt").write_text("".join(f"line {i} of some text, {i * i}\n" for i in range(400)))
     (root / "other.txt").write_text("quite another text. " * 300)
-    from stabletrain.cli import main
+    from stabletrain.cli.commands import main
 
     assert main(["prepare", str(root / "text.txt"), str(root / "shards"), "--val-fraction", "0.2"]) == 0
     assert main(["prepare", str(root / "other.txt"), str(root / "other_shards"), "--val-fraction", "0.2"]) == 0
@@ -395,7 +396,7 @@ def test_every_key_of_every_option_is_alive(tmp_path, places, unchanged, group, 
         pytest.skip(f"refused as a whole here; {SEEN_ELSEWHERE.get(name, 'seen on another machine')}")
     extra = needed_for(group, option, key, places)
     if extra is None:
-        pytest.skip(SEEN_ELSEWHERE.get(name, "alive only on another machine: tests/stability/test_precision.py"))
+        pytest.skip(SEEN_ELSEWHERE.get(name, "alive only on another machine: tests/stability/precision/test_modes.py"))
     base = unchanged(*chosen, *extra)
     value = NOT_HERE.get((group, option, key)) or changed(name, chosen)
     if value == "OTHER":
@@ -408,9 +409,9 @@ def test_every_key_of_every_option_is_alive(tmp_path, places, unchanged, group, 
 
 SEEN_ELSEWHERE = {
     "data.cache_mb": "tests/data/test_images.py",
-    "parallel.find_unused_parameters": "tests/parallel/test_agreement.py",
-    "parallel.compare": "tests/parallel/test_replicas.py",
-    "parallel.reshard_after_forward": "tests/parallel/test_agreement.py",
+    "parallel.find_unused_parameters": "tests/parallel/test_distributed.py",
+    "parallel.compare": "tests/parallel/test_replica_check.py",
+    "parallel.reshard_after_forward": "tests/parallel/test_distributed.py",
 }
 """Keys that change no result of one process, only its cost or that of several, and where they are shown alive."""
 
@@ -485,16 +486,20 @@ tests/faults/test_faults.py shows them alive."""
 def test_every_top_level_key_is_alive(tmp_path, places, key, monkeypatch):
     assert key in CHANGED, f"{key} is new: give CHANGED a value that must change a run"
     chosen = filled(["wandb=disabled", *SMALL, *SMALL_GPT], places)
-    if key == "compile":  # jaxtyping's checks cannot be traced: that it trains is tests/test_compile.py's
+    if (
+        key == "compile"
+    ):  # jaxtyping's checks cannot be traced: that it trains is tests/trainer/test_compile_warmup.py's
         tried = []
-        monkeypatch.setattr("stabletrain.build.compiled", lambda *_, **how: tried.append(how["must"]) or ({}, "tried"))
+        monkeypatch.setattr(
+            "stabletrain.trainer.build.compiled", lambda *_, **how: tried.append(how["must"]) or ({}, "tried")
+        )
         for number, choice in enumerate(("auto", "false", "true")):
             with composed(*chosen, f"compile={choice}") as cfg:
                 build(cfg, tmp_path / str(number))
         assert tried == [True], "on a CPU only true compiles, and then it must"
         return
     base = observe(tmp_path / "base", chosen)
-    if key == "report":  # the page is written beside the last words: tests/compare/test_at_end.py
+    if key == "report":  # the page is written beside the last words: tests/compare/pages/test_one_run.py
         with composed(*chosen, "report=false") as cfg:
             assert type(build(cfg, tmp_path).page) is NoPage
         return

@@ -3,7 +3,7 @@ waits for nothing.
 
 Each body also runs on the CPU: here in one small case, or, for laws 3 and 5, in the files it is taken from. The same
 bits twice are `determinism=strict`'s promise on a card, so that is chosen where two runs are compared. Nothing is
-compiled: the tests' shape checks cannot be traced (tests/test_compile.py has compiled runs).
+compiled: the tests' shape checks cannot be traced (tests/trainer/test_compile_warmup.py has compiled runs).
 """
 
 import contextlib
@@ -12,8 +12,8 @@ import math
 import pytest
 import torch
 
-from stabletrain.build import build
 from stabletrain.step import commit, compute
+from stabletrain.trainer.build import build
 from tests.devices import CARD, skip_unless_it_has
 from tests.forensics import test_replay
 from tests.laws import test_resume, test_skipped

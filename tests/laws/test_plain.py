@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stabletrain.build import build
-from stabletrain.loop import run
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import run
 from tests.runs import OFF, TINY_GPT, TINY_RESNET, composed
 
 STEPS = 12

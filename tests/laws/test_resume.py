@@ -10,10 +10,10 @@ import torch
 
 from benchmarks.reliability import kills
 from benchmarks.reliability.ends import everything, metrics
-from stabletrain.build import build
 from stabletrain.errors import ConfigError, Interrupted
-from stabletrain.loop import run
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import run
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 STEPS = 12

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stabletrain.build import build
-from stabletrain.state.capture import capture
-from stabletrain.state.tree import flatten, to_host
+from stabletrain.checkpoint.capture import capture
+from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.step import train_step
+from stabletrain.trainer.build import build
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 MODELS = {"gpt": [*TINY_GPT, "clipping=zclip"], "resnet": [*TINY_RESNET, "model.depth=8", "batch_size=4"]}

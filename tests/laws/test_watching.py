@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from stabletrain.build import build
-from stabletrain.loop import run
-from stabletrain.state.capture import capture
-from stabletrain.state.tree import flatten
+from stabletrain.checkpoint.capture import capture
+from stabletrain.checkpoint.tree import flatten
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import run
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 ALWAYS = [

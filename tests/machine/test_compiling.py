@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.build import build
-from stabletrain.config import check
+from stabletrain.config.checks import check
 from stabletrain.errors import ConfigError
 from stabletrain.machine import compiling
 from stabletrain.machine.compiling import plainly, prove, shape_of, wanted
-from stabletrain.trial import compiled as tried
+from stabletrain.trainer.build import build
+from stabletrain.trainer.compile_warmup import compiled as tried
 from tests.runs import TINY_GPT, composed
 
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from stabletrain.build import build
-from stabletrain.config import check
+from stabletrain.config.checks import check
 from stabletrain.errors import ConfigError
-from stabletrain.loop import run
 from stabletrain.machine.determinism import Off, Seeded, Strict, mix
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import run
 from tests.runs import TINY_GPT, TINY_RESNET, command, composed
 
 

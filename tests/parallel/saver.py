@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from stabletrain.build import build
-from stabletrain.job import Job
-from stabletrain.loop import run
-from stabletrain.parallel import SharedCheckpoints
-from stabletrain.ranks import end, from_all, here, leave
-from stabletrain.state import assembly
-from stabletrain.state.capture import capture, sharded
-from stabletrain.state.shards import is_sharded
-from stabletrain.state.tree import flatten
+from stabletrain.checkpoint import sharded
+from stabletrain.checkpoint.capture import capture, sharded_tensors
+from stabletrain.checkpoint.tree import flatten, is_sharded
+from stabletrain.parallel.checkpoints import SharedCheckpoints
+from stabletrain.parallel.ranks import end, from_all, here, leave
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import run
+from stabletrain.trainer.run import Job
 from tests.parallel.worker import PATIENCE, tensors_of
 from tests.runs import TINY_GPT, composed
 
@@ -72,7 +71,7 @@ def saved_and_read(place: Path) -> dict[str, Any]:
     again, building = gathering(lambda: made(place, "again", f"resume={place / 'run'}"))
     found = again.checkpoints.find(place / "run")
     assert found is not None
-    tree, reading = gathering(lambda: found.load(sharded(again.state)))
+    tree, reading = gathering(lambda: found.load(sharded_tensors(again.state)))
     tensors = flatten({"model": tree["model"], "optimizer": tree["optimizer"]["state"]})[0]
     read = {name: tensor.to_local().numel() / tensor.numel() for name, tensor in tensors.items() if is_sharded(tensor)}
     whole = [name for name, tensor in tensors.items() if not is_sharded(tensor) and tensor.numel() > 1]
@@ -114,19 +113,19 @@ def ill(place: Path) -> dict[str, Any]:
     seen |= {"unsound": [found.step, found.healthy]}
 
     checkpoints.save(10, capture(job.state, job.parts), **save)
-    leave_part, assembly.PATIENCE = assembly.Part.leave, 1.0
+    leave_part, sharded.PATIENCE = sharded.Part.leave, 1.0
     if here().rank == 1:  # it never comes
-        assembly.Part.leave = lambda *_: None
+        sharded.Part.leave = lambda *_: None
     checkpoints.save(11, tree, **save)
     checkpoints.wait()
-    assembly.Part.leave, assembly.PATIENCE = leave_part, 600.0
+    sharded.Part.leave, sharded.PATIENCE = leave_part, 600.0
     seen |= {"left": left(place / "ill")}
 
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("rank 1's")
 
     if here().rank == 1:  # an error of the program, on one rank, is raised on all
-        assembly.Part._unsound = broken
+        sharded.Part._unsound = broken
     try:
         checkpoints.save(12, tree, **save)
         checkpoints.wait()

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from stabletrain.build import build
+from stabletrain.checkpoint.capture import capture
+from stabletrain.checkpoint.tree import flatten, is_sharded, whole
 from stabletrain.errors import StabletrainError
-from stabletrain.job import Job
-from stabletrain.loop import run
-from stabletrain.ranks import end, here, leave
-from stabletrain.state.capture import capture
-from stabletrain.state.shards import is_sharded, whole
-from stabletrain.state.tree import flatten
+from stabletrain.parallel.ranks import end, here, leave
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import run
+from stabletrain.trainer.run import Job
 from tests.runs import composed
 
 PARTS = ("clipping", "precision")

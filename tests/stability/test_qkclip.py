@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from stabletrain.build import build
 from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
 from stabletrain.stability.qkclip import LogitMeter, NoQKClip, QKClip
 from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.softcap import NoSoftcap
 from stabletrain.step import compute, train_step
+from stabletrain.trainer.build import build
 from tests.runs import TINY_GPT, composed
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 11, "block_size": 6}

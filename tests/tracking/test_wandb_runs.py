@@ -7,12 +7,12 @@ from contextlib import nullcontext
 
 import pytest
 
-from stabletrain.build import build
-from stabletrain.config import leaves
+from stabletrain.config.make import leaves
 from stabletrain.errors import TrainingHalted
-from stabletrain.loop import run
-from stabletrain.tracking.filing import LONGEST_TAG
 from stabletrain.tracking.metrics import plain, read_jsonl
+from stabletrain.tracking.wandb_setup import LONGEST_TAG
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import run
 from tests.runs import TINY_GPT, TINY_RESNET, command, composed
 from tests.tracking.wandb_file import read, table
 

@@ -23,7 +23,7 @@ from benchmarks.reliability.zoo.install import (
     spoil_once,
 )
 from benchmarks.runs import TINY_GPT
-from stabletrain.job import Job
+from stabletrain.trainer.run import Job
 
 GPT = [*TINY_GPT]
 RESNET = [

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.reliability.zoo.parts import Part
-from stabletrain.job import Job
+from stabletrain.trainer.run import Job
 
 
 def behind(place: str, part: type[Part], at: int, job: Job, mended: bool) -> None:

@@ -5,7 +5,7 @@ from functools import partial
 from benchmarks.reliability.zoo import outsiders_parts as parts
 from benchmarks.reliability.zoo.faults import BF16, FLOOR, FP16, Fault, part
 from benchmarks.reliability.zoo.install import behind, every_step, grow, spoil_once
-from stabletrain.job import Job
+from stabletrain.trainer.run import Job
 
 
 def age_moments(job: Job) -> None:

@@ -21,10 +21,10 @@ from typing import Any
 from benchmarks.reliability.zoo.faults import CLEAN, GPT, RESNET, Fault
 from benchmarks.reliability.zoo.table import ALL
 from benchmarks.runs import composed
-from stabletrain.build import build
 from stabletrain.errors import ConfigError, TrainingHalted
-from stabletrain.loop import run
 from stabletrain.records import Batch
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import run
 
 MODELS = {"gpt": GPT, "resnet": RESNET}
 

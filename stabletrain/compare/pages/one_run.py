@@ -1,6 +1,8 @@
 """A run's own page, `report.html` in its folder: the pictures of a comparison for this run alone, and all its words.
 
 How it ended, what the guard did, its incidents, what it wrote, what it was set to, on what it ran.
+
+When a run ends, its own page is written. It is a convenience: a run never fails or ends otherwise because of it.
 """
 
 import math
@@ -8,11 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stabletrain.compare.pages import drawn, parts
+from stabletrain.compare.pages import charts, shell
 from stabletrain.compare.pages.headline import number, plural
 from stabletrain.compare.pages.shell import page, words, write
 from stabletrain.compare.reading.run import Run
 from stabletrain.compare.reading.runs import read_run
+from stabletrain.tracking.metrics import replace, warn
 
 SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "run.js"]
 STYLES = ["uplot.min.css", "page.css"]
@@ -34,21 +37,21 @@ def write_run_page(folder: Path) -> None:
 
 def run_page(run: Run) -> str:
     """The page as text."""
-    lines = drawn.drawn(run, POINTS)
-    told = drawn.told(run, run.folder)
-    data = {"panels": drawn.panels([lines]), "run": {**lines, "name": run.name, "incidents": told}}
-    sample = drawn.sample(run)
+    lines = charts.drawn(run, POINTS)
+    told = charts.told(run, run.folder)
+    data = {"panels": charts.panels([lines]), "run": {**lines, "name": run.name, "incidents": told}}
+    sample = charts.sample(run)
     title = f"{run.sweep}/{run.name}"
     body = "".join(
         [
             f"<h1>{words(f'stabletrain · {title}')}</h1>",
-            parts.sentences(outcome(run)),
-            parts.figures(figures(run)),
-            parts.section("Incidents", parts.incidents([(None, one) for one in told])),
-            parts.section("Over the steps", parts.pictures()) if lines["curves"] else "",
-            parts.section("Sample", f'<pre class="sample" tabindex="0">{words(sample)}</pre>' if sample else ""),
-            parts.section("Settings", settings(run)),
-            parts.section("Machine and versions", parts.facts(machine(run.record))),
+            shell.sentences(outcome(run)),
+            shell.figures(figures(run)),
+            shell.section("Incidents", shell.incidents([(None, one) for one in told])),
+            shell.section("Over the steps", shell.pictures()) if lines["curves"] else "",
+            shell.section("Sample", f'<pre class="sample" tabindex="0">{words(sample)}</pre>' if sample else ""),
+            shell.section("Settings", settings(run)),
+            shell.section("Machine and versions", shell.facts(machine(run.record))),
         ]
     )
     return page(f"{title} · stabletrain", body, data, scripts=SCRIPTS, styles=STYLES)
@@ -117,8 +120,8 @@ def settings(run: Run) -> str:
     command = run.record.get("command")
     return (
         (f'<p class="code">{words(command)}</p>' if command else "")
-        + (parts.facts(typed) if typed else '<p class="soft">Nothing was typed: every setting has its default.</p>')
-        + parts.folded(f"{len(others)} more, at their defaults or chosen by a preset", parts.facts(others))
+        + (shell.facts(typed) if typed else '<p class="soft">Nothing was typed: every setting has its default.</p>')
+        + shell.folded(f"{len(others)} more, at their defaults or chosen by a preset", shell.facts(others))
     )
 
 
@@ -132,3 +135,34 @@ def machine(record: Mapping[str, Any]) -> dict[str, Any]:
     if git.get("commit"):
         found["commit"] = f"{git['commit'][:12]}{', with changes' if git.get('dirty') else ''}"
     return {name: value for name, value in found.items() if value not in (None, [], "", {})}
+
+
+class NoPage:
+    """Writes nothing: what `report=false` asks for, and what every rank but the first has."""
+
+    def write(self, sample: str | None = None) -> None:
+        """Nothing is written."""
+        del sample
+
+
+class PageAtEnd(NoPage):
+    """Writes `report.html` of the run in `folder`; what reads and draws is loaded only then."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, sample: str | None = None) -> None:
+        """Writes the page, and `sample.txt` where there is a sample; what goes wrong is one warning.
+
+        Args:
+            sample: text that the finished model wrote; None leaves what is there.
+        """
+        try:
+            if sample is not None:
+                replace(self.folder / "sample.txt", sample.encode("utf-8", "replace").decode("utf-8"))
+            from stabletrain.compare.pages.one_run import write_run_page
+
+            write_run_page(self.folder)
+        except Exception as error:  # the record is whole without a page
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            warn(f"{self.folder / 'report.html'} could not be written ({reason}): the run is not affected")

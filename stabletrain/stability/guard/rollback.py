@@ -9,7 +9,7 @@ A step that is skipped changes nothing. So to read the same batches again from t
 weights again, bit for bit; that is why everything read since that state is passed over, as PaLM did (arXiv 2204.02311,
 section 5.1: restart about 100 steps before the spike, skip 200 to 500 batches, among them those seen before it).
 
-The guard knows states by their step number only. The loop keeps them (`state/snapshots.py`), and where one is lost,
+The guard knows states by their step number only. The loop keeps them (`checkpoint/capture.py`), and where one is lost,
 because the process was killed, it is computed again from an older checkpoint: a step is a pure function.
 """
 

@@ -16,8 +16,7 @@ for convolution, since PyTorch's defaults differ between the two.
 the parameters kept in bf16, `modes.py` what the config group offers.
 """
 
+from stabletrain.stability.precision.autocast import LossScaled, Unscaled
 from stabletrain.stability.precision.modes import auto, bf16, bf16_params, fp16, fp32, tf32
-from stabletrain.stability.precision.scaled import LossScaled
-from stabletrain.stability.precision.unscaled import Unscaled
 
 __all__ = ["LossScaled", "Unscaled", "auto", "bf16", "bf16_params", "fp16", "fp32", "tf32"]

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from stabletrain.errors import ConfigError
+from stabletrain.monitors.gradients import measure
 from stabletrain.stability.clipping import AdaGC
-from stabletrain.watch.gradients import measure
 from tests.stability.clipping.given import CLOSED, OPEN, clip, equal_trees, flat, give, grads, one_step, small
 
 NORMS = [1.0, 3.0, 0.8, 0.5, 0.9, 0.6, 5.0, 0.7, 1.2, 0.1, 0.6, 40.0, 0.5]

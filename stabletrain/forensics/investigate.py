@@ -1,0 +1,232 @@
+"""Scores: how large the numbers are that a model takes a softmax of, whoever wrote its attention.
+
+Explain: one incident is looked into, on copies, within a time budget, and its cause is named.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stabletrain.forensics.diagnosis.causes import Diagnosis, diagnose
+from stabletrain.forensics.diagnosis.evidence import Evidence, Loudest, Setting
+from stabletrain.forensics.probes.bisect import guilty_samples
+from stabletrain.forensics.probes.samples import bad_samples, named
+from stabletrain.forensics.probes.state import damaged, drift, overlong, staleness
+from stabletrain.forensics.probes.underflow import underflow
+from stabletrain.forensics.replay import VARIANTS, Outcome, ieee_kernels, perform, replay, replays, same_bits
+from stabletrain.forensics.repro import Scene
+from stabletrain.forensics.trace.origin import Origin, find_origin
+from stabletrain.forensics.trace.recorder import OpRecord, Trace
+from stabletrain.forensics.trace.values import is_float, tensors
+from stabletrain.monitors.probe import Look
+
+SOFTMAXES = ("aten._softmax", "aten._safe_softmax")
+"""Not the log-softmax of a loss, whose inputs are the model's logits."""
+
+
+class Scores(TorchDispatchMode):
+    """Keeps the largest finite entry that a softmax reads within it; what a mask has made very small is none.
+
+    Attributes:
+        largest: that entry; NaN if there was no softmax.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = math.nan
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Runs the operation as it is."""
+        if str(getattr(func, "overloadpacket", func)) in SOFTMAXES:
+            scores = next(iter(tensors(args)))
+            if is_float(scores) and scores.numel():
+                top = float(torch.where(torch.isfinite(scores), scores, -math.inf).max())
+                self.largest = top if math.isnan(self.largest) else max(self.largest, top)
+        return func(*args, **(kwargs or {}))
+
+
+T = TypeVar("T")
+
+NEAR = 12
+"""Operations before the origin that are looked at for what it was made of."""
+
+SUMS = ("var", "std", "var_mean", "std_mean", "linalg_vector_norm", "norm", "mean", "sum")
+"""Operations that make one number of many."""
+
+CARRIERS = (
+    *("sqrt", "rsqrt", "reciprocal", "add", "sub", "mul", "div", "pow", "clamp", "clamp_min", "maximum", "clone"),
+    *("expand", "view", "_unsafe_view", "unsqueeze", "squeeze", "transpose", "t", "permute", "_to_copy", "detach"),
+    *("alias", "slice", "select", "reshape", "copy"),
+)
+"""Operations whose result is 0 where, and because, what they read was."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """An incident with its cause.
+
+    Attributes:
+        evidence, diagnosis: what was found, and what follows from it.
+        seconds: that it took.
+        failures: what could not be looked at, and why.
+    """
+
+    evidence: Evidence
+    diagnosis: Diagnosis
+    seconds: float
+    failures: list[str]
+
+
+def explain(
+    scene: Scene,
+    kind: str,
+    *,
+    classes: int | None,
+    optimizer: Optimizer | None,
+    setting: Setting,
+) -> Explained:
+    """Looks into a step. Never raises for what the model does, and changes nothing live.
+
+    Args:
+        scene: the step.
+        kind: `nonfinite`, `spike` or `loss_scale`.
+        classes: the last dimension of its logits; None if nobody knows.
+        optimizer: the live one, whose moments are those the step started from; only read.
+        setting: of the run.
+    """
+    began = time.monotonic()
+    assert scene.reading is not None
+    failures: list[str] = []
+
+    def attempt(what: str, look: Callable[[], T], otherwise: T) -> T:
+        """What `look` finds; `otherwise`, if there is no time left, or it cannot be done."""
+        if time.monotonic() >= scene.deadline:
+            failures.append(f"{what}: no time was left")
+            return otherwise
+        try:
+            return look()
+        except Exception as error:  # a model may be anything, and explaining must not end a run
+            failures.append(f"{what}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}")
+            return otherwise
+
+    found = Evidence(kind, scene.reading, setting=setting)
+    samples = attempt("samples", lambda: bad_samples(scene.batch, scene.tools.intake.vocab_size, classes), [])
+    found = replace(found, samples=samples)
+    if samples:
+        return Explained(found, diagnose(found), time.monotonic() - began, failures)
+    if kind == "loss_scale":
+        found = replace(found, underflow=attempt("small gradients", lambda: underflow(scene), None))
+        if found.underflow is None or not found.underflow.real:
+            return Explained(found, diagnose(found), time.monotonic() - began, failures)
+    older = attempt("an older state", lambda: None if scene.older is None else scene.older(), None)
+    damage = attempt("the state", lambda: damaged(scene.model, scene.buffers, optimizer, older), [])
+    origin, makers = (None, [])
+    if kind == "nonfinite":
+        origin, makers = attempt("the operations", lambda: trace(scene), (None, []))
+    outcomes = replays(scene)
+    if origin is not None and origin.dtype == "float16" and outcomes["fp32"].finite is False:
+        deeper, made_of = attempt("the operations in fp32", lambda: trace(scene, "fp32"), (None, []))
+        if deeper is not None and deeper.dtype != "float16":  # fp16 has only broken first of what breaks in any format
+            origin, makers = deeper, made_of
+    found = replace(found, damage=damage, origin=origin, makers=makers, outcomes=outcomes)
+    if outcomes["same"].bitwise_equal_to_reading is False:
+        found = replace(found, repeats=attempt("the same once more", lambda: repeats(scene, outcomes["same"]), None))
+    if older:
+        done = scene.step
+        found = replace(found, drift=attempt("the way since", lambda: drift(scene.model, optimizer, older, done), None))
+    if kind == "nonfinite":
+        found = replace(found, guilty=attempt("single samples", lambda: guilty_samples(scene), None))
+    sizes = attempt("activations and logits", lambda: sizes_of(scene, None, classes), {})
+    before = attempt("the older state's activations", lambda: sizes_of(scene, older, classes), {}) if older else {}
+    found = replace(found, loudest=attempt("the inputs", lambda: loudest(scene), None))
+    if optimizer is not None:
+        found = replace(found, overlong=attempt("the moments", lambda: overlong(optimizer), float("nan")))
+    stale = float("nan")
+    if kind == "spike" and optimizer is not None:
+        stale = attempt("the second moments", lambda: stale_by(scene, optimizer), stale)
+    found = replace(found, sizes=sizes, before=before, staleness=stale)
+    diagnosis = diagnose(found)
+    if diagnosis.cause == "loss_scale_collapse":  # which shows as gradients that are not finite
+        found = replace(found, kind="loss_scale")
+    return Explained(found, diagnosis, time.monotonic() - began, failures)
+
+
+def trace(scene: Scene, variant: str = "same") -> tuple[Origin | None, list[str]]:
+    """The operation to blame in a replay, and the operations of its own module that its inputs came from.
+
+    The loss is taken of whole logits, whatever the step did: a trace tells forward from backward by their order.
+    """
+    take = VARIANTS[variant](scene)
+    tools = replace(take.tools, objective=take.tools.objective.plain)
+    tracing = Trace(take.model)
+    with tracing, ieee_kernels() if variant == "fp32" else contextlib.nullcontext():
+        perform(take.model, take.batches, tools, scene.step)
+    origin = find_origin(tracing)
+    if origin is None:
+        return None, []
+    return origin, divisor(tracing.records, origin.index)
+
+
+def divisor(records: Sequence[OpRecord], index: int) -> list[str]:
+    """The operations that made what a record divides by, or takes the root of: its last input, and whence that came.
+
+    Only what carries a number on is walked through, up to the first operation that sums many values up, and the one
+    before that: of sqrt(mean(x^2)) they are sqrt, mean and pow.
+    """
+    found: list[str] = []
+    waiting = [writer for writer in records[index].writers[-1:] if writer is not None]
+    while waiting and len(found) < NEAR:
+        record = records[waiting.pop(0)]
+        name = record.op.removeprefix("aten.").rstrip("_")
+        found.append(record.op)
+        if name in SUMS:
+            found += [records[writer].op for writer in record.writers[:1] if writer is not None]
+            break
+        if name in CARRIERS:
+            waiting += [writer for writer in record.writers if writer is not None and writer < index]
+    return found
+
+
+def repeats(scene: Scene, first: Outcome) -> bool | None:
+    """Whether the step, run again once more, gives the bits that it gave when it was first run again."""
+    second = replay(scene, "same")
+    if first.loss is None or first.grad_norm is None or second.loss is None or second.grad_norm is None:
+        return None
+    return same_bits(first.loss, second.loss) and same_bits(first.grad_norm, second.grad_norm)
+
+
+def sizes_of(scene: Scene, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
+    """The monitors' look at the first micro-batch, on the step's weights or on an older state's."""
+    model, look = scene.understudy(), Look()
+    if older is not None:
+        model.load_state_dict(older["model"])
+    batch = scene.cut(scene.batch)[0]
+    batch = scene.tools.intake.safe(batch, classes or torch.iinfo(torch.int64).max)
+    with Scores() as scores, contextlib.suppress(RuntimeError):
+        return look.forward(model, batch, scene.tools.precision) | {"monitors/softmax_max": scores.largest}
+    return {}
+
+
+def loudest(scene: Scene) -> Loudest | None:
+    """The sample of the batch with the largest input, beside the largest of another batch."""
+    inputs = scene.batch.inputs
+    if scene.fresh is None or not inputs.is_floating_point() or not inputs.numel():
+        return None
+    sizes = inputs.abs().flatten(1).amax(1) if inputs.ndim > 1 else inputs.abs()
+    index = int(sizes.argmax())
+    sample = {"index": index, **named(scene.batch, index)}
+    return Loudest(sample, float(sizes[index]), float(scene.fresh().inputs.abs().amax()))
+
+
+def stale_by(scene: Scene, optimizer: Optimizer) -> float:
+    """How far this step's gradients are from the optimizer's second moments."""
+    model = scene.understudy()
+    perform(model, scene.cut(scene.batch), scene.acting(), scene.step)
+    return staleness(scene.model, [parameter.grad for parameter in model.parameters()], optimizer)
