@@ -10,8 +10,8 @@ from stabletrain.records import Batch
 from stabletrain.step import Computed, commit, compute
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import settle
-from stabletrain.trainer.rollback import Recovery
-from stabletrain.trainer.run import Job
+from stabletrain.trainer.rollback import Rollback
+from stabletrain.trainer.run import TrainingRun
 from stabletrain.trainer.step_log import NOTHING, Launched, Pace, watch
 
 HERE = Path(__file__).parent
@@ -79,7 +79,7 @@ class RandomImages:
         return Batch(self._images[places], self._labels[places])
 
 
-def built(folder: Path, overrides: Sequence[str]) -> Job:
+def built(folder: Path, overrides: Sequence[str]) -> TrainingRun:
     """The run that `train.py` would make of `overrides`."""
     search = f"hydra.searchpath=[file://{HERE / 'conf'}]"
     with composed(search, *NOTHING_ELSE, *overrides) as cfg:
@@ -97,12 +97,12 @@ class Rounds:
         done: how often what is not in every round was done: `looks`, `snapshots`.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingRun) -> None:
         self.job, self.done = job, {"looks": 0, "snapshots": 0}
-        self._pace, self._recovery = Pace(job.history), Recovery(job)
+        self._pace, self._recovery = Pace(job.history), Rollback(job)
         self._computed: tuple[Batch, list[Batch], Computed] | None = None
         self._launched: Launched | None = None
-        self._recovery.put_by()
+        self._recovery.take_snapshot()
 
     def __call__(self) -> None:
         """One round: a step is computed, the one before it settled, its own update applied, and what is due is done."""
@@ -135,7 +135,7 @@ class Rounds:
         if self._computed is not None:
             batch, _, computed = self._computed
             in_flight = commit(self.job.state, computed, self.job.tools)
-            self._launched = Launched(in_flight, batch, computed.classes, computed.held)
+            self._launched = Launched(in_flight, batch, computed.classes, computed.saved_buffers)
             self._pace.count(batch)
 
     def close(self) -> None:
@@ -158,9 +158,9 @@ class Rounds:
         """The second half of the look, and a snapshot if one is due; both settle the step before the next begins."""
         if self._computed is None:
             return
-        putting_by = self._recovery.due(self.job.state.step)
+        putting_by = self._recovery.snapshot_due(self.job.state.step)
         if watching or putting_by:
             seen = watch(self.job, self._launched) if watching else NOTHING
             if self.settle(seen) and putting_by:
-                self._recovery.put_by()
+                self._recovery.take_snapshot()
                 self.done["snapshots"] += 1

@@ -26,7 +26,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
 from stabletrain.parallel.ddp import DDP
 from stabletrain.parallel.fsdp import FSDP
-from stabletrain.parallel.ranks import here, join, leave
+from stabletrain.parallel.ranks import current_ranks, join, leave
 from stabletrain.records import Batch, TrainState
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.optimizers import AdamW
@@ -39,12 +39,12 @@ def measured(kind: type[DDP] | type[FSDP], workload: str, device: torch.device, 
     """Seconds of the steps of each round, by how often the numbers were shared."""
     torch.manual_seed(0)
     model, inputs, targets = WORKLOADS[device.type][workload]()
-    model, parallel = model.to(device), kind(here())
+    model, parallel = model.to(device), kind(current_ranks())
     parallel.shard(model)
     state = TrainState(model, AdamW(1e-4, [0.9, 0.95], 1e-8, 0.1)(model))
     parallel.wrap(model)
     tools = replace(plain_tools("fp32", device, NoGuard()), parallel=parallel)
-    mine = slice(here().rank, None, here().count)
+    mine = slice(current_ranks().rank, None, current_ranks().world_size)
     batch = Batch(inputs[mine].to(device), targets[mine].to(device)).counting(targets.numel())
     share = parallel.meet
 
@@ -80,14 +80,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path, help="file for the results")
     asked = parser.parse_args()
-    if not here().launched:
+    if not current_ranks().launched:
         raise ConfigError("small_gather.py needs ranks: torchrun --nproc_per_node=2 benchmarks/small_gather.py")
-    join(here())
+    join(current_ranks())
     device = hardware.pick(asked.device)
     workload = next(iter(WORKLOADS[device.type]))
     results = {kind.name: measured(kind, workload, device, asked.rounds) for kind in (DDP, FSDP)}
-    if here().first:
-        print(f"{hardware.name(device)}, {hardware.threads()} a rank, {here().count} ranks, torch {torch.__version__}")
+    if current_ranks().is_main:
+        print(f"{hardware.name(device)}, {hardware.threads()} a rank, {current_ranks().world_size} ranks, torch {torch.__version__}")
         print(f"{workload}, fp32, {asked.rounds} rounds\n")
         print("| parallel | step without, ms | shared | cost each time, ms | quartiles | in steps |")
         print("|---|---|---|---|---|---|")
@@ -99,7 +99,7 @@ def main() -> None:
                 cost = f"{middle:+.2f} | {low:+.2f} to {high:+.2f} | {middle / 1e3 / without:+.1%}"
                 print(f"| {name} | {1e3 * without:.1f} | {times} | {cost} |")
         if asked.json:
-            about = {"machine": platform.platform(), "torch": torch.__version__, "ranks": here().count}
+            about = {"machine": platform.platform(), "torch": torch.__version__, "ranks": current_ranks().world_size}
             asked.json.write_text(json.dumps({**about, "workload": workload, "seconds": results}, indent=2) + "\n")
     leave()
 

@@ -138,7 +138,7 @@ class Bench:
             found.speed = ratios(taken["plain fp32"], seconds)
             if what in self.runs:
                 run = self.runs[what]
-                found.mfu = job.usage.metrics(found.rate).get("throughput/mfu")
+                found.mfu = job.hardware_usage.metrics(found.rate).get("throughput/mfu")
                 found.shares = run.shares(max(rounds // 2, 3))
                 number = job.state.step + 1000
                 found.making = self.clock.seconds(partial(job.load, number)) / middle

@@ -233,4 +233,4 @@ class TrainState:
     optimizer: Optimizer
     step: int = 0
     skipped: list[tuple[int, int]] = field(default_factory=list)
-    tick: int = 0
+    executed_steps: int = 0

@@ -36,7 +36,7 @@ class Computed:
     terms: LossTerms
     norms: GradNorms
     vitals: Vitals
-    held: list[Tensor]
+    saved_buffers: list[Tensor]
     classes: int | None
 
 
@@ -77,8 +77,8 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     """
     tools.determinism.seed_step(tools.seed, state.step)
     state.optimizer.zero_grad(set_to_none=True)
-    held = hold(state.model)
-    targets_left = counted(batches)
+    held = save_buffers(state.model)
+    targets_left = count_targets(batches)
     n_valid = targets_left.clamp(min=1)
     parts, bad, largest, classes = [], [targets_left == 0], [], None
     running = Running(state.model, tools)
@@ -96,7 +96,7 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
         bad += [bad_inputs, bad_targets]
         largest.append(magnitude)
     if not parts:
-        parts = [nothing_(state.model)]
+        parts = [zero_gradients_(state.model)]
         largest = [torch.zeros_like(parts[0].total)]
     terms = sum(parts[1:], parts[0])
     tools.precision.unscale_(gradients(state.model))
@@ -107,14 +107,14 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     return Computed(terms, norms, vitals, held, classes)
 
 
-def counted(batches: Sequence[Batch]) -> Tensor:
+def count_targets(batches: Sequence[Batch]) -> Tensor:
     """How many targets of the whole step count, those of other ranks included; 0-d int64."""
     if (known := batches[0].counted) is not None:
         return torch.full((), known, device=batches[0].targets.device)
     return torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches]).sum()
 
 
-def nothing_(model: nn.Module) -> LossTerms:
+def zero_gradients_(model: nn.Module) -> LossTerms:
     """The loss of no sample at all: 0, and every gradient is 0."""
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -133,10 +133,10 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.slowdown(state.step))
     apply(state.optimizer, gate)
     tools.after_update(state.model, gate)
-    restore(state.model, computed.held, gate)
+    restore_buffers(state.model, computed.saved_buffers, gate)
     tools.precision.update(overflow, gate)
     state.step += 1
-    state.tick += 1
+    state.executed_steps += 1
     measured = (
         *(terms.total, terms.ce, terms.zloss, norms.total, clipped.coef, clipped.active),
         *(computed.vitals.inputs, computed.vitals.buffers),
@@ -172,31 +172,31 @@ def apply(optimizer: Optimizer, gate: Tensor) -> None:
         optimizer.step()
 
 
-def hold(model: nn.Module) -> list[Tensor]:
+def save_buffers(model: nn.Module) -> list[Tensor]:
     """Copies of the model's buffers, in order; those of one dtype lie in one piece of memory, so few kernels run."""
     buffers = [*model.buffers()]
     copies: dict[int, Tensor] = {}
     for alike in by_dtype(buffers):
-        copies |= zip(map(id, alike), cut(flat(alike), alike), strict=True)
+        copies |= zip(map(id, alike), split_like(flatten_all(alike), alike), strict=True)
     return [copies[id(buffer)] for buffer in buffers]
 
 
 @torch.no_grad()
-def restore(model: nn.Module, held: list[Tensor], gate: Tensor) -> None:
+def restore_buffers(model: nn.Module, held: list[Tensor], gate: Tensor) -> None:
     """Puts back the buffers that the forward pass of a withheld step has written (BatchNorm's statistics)."""
     buffers = [*model.buffers()]
     before = dict(zip(map(id, buffers), held, strict=True))
     for alike in by_dtype(buffers):
         then = [before[id(buffer)] for buffer in alike]
-        torch._foreach_copy_(alike, cut(torch.where(gate, flat(alike), flat(then)), alike))
+        torch._foreach_copy_(alike, split_like(torch.where(gate, flatten_all(alike), flatten_all(then)), alike))
 
 
-def flat(tensors: list[Tensor]) -> Tensor:
+def flatten_all(tensors: list[Tensor]) -> Tensor:
     """Copies of tensors of one dtype, one after the other in one vector."""
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-def cut(vector: Tensor, alike: list[Tensor]) -> list[Tensor]:
+def split_like(vector: Tensor, alike: list[Tensor]) -> list[Tensor]:
     """The parts of such a vector, in the tensors' shapes."""
     parts = vector.split([tensor.numel() for tensor in alike])
     return [part.view(tensor.shape) for part, tensor in zip(parts, alike, strict=True)]

@@ -13,7 +13,7 @@ from torch import nn
 
 from stabletrain.stability.guard import RollbackGuard
 from stabletrain.tracking.metrics import read_jsonl
-from stabletrain.trainer.loop import train
+from stabletrain.trainer.loop import training_loop
 from tests.clocks import ToldClock
 from tests.runs import ROOT
 
@@ -120,7 +120,7 @@ def test_rounds_do_what_the_loop_does(benchmark, tiny):
 
     looped.batches.get = get_nine
     with pytest.raises(EOFError):
-        train(looped)
+        training_loop(looped)
     for _ in range(9):
         taken()
     assert taken.done == {"looks": 4, "snapshots": 2}

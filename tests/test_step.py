@@ -18,7 +18,7 @@ from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.sanitize import Intake
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
-from stabletrain.step import compute, hold, restore, train_step
+from stabletrain.step import compute, save_buffers, restore_buffers, train_step
 
 CPU = torch.device("cpu")
 PRECISIONS = {
@@ -212,10 +212,10 @@ def test_buffers_of_every_shape_and_dtype_are_put_back_where_the_gate_is_closed(
     for name, value in kinds.items():
         model.register_buffer(name, value)
     before = {name: value.clone() for name, value in model.named_buffers()}
-    held = hold(model)
+    held = save_buffers(model)
     for value in model.buffers():
         value.add_(1)
-    restore(model, held, torch.tensor(open_))
+    restore_buffers(model, held, torch.tensor(open_))
     for name, value in model.named_buffers():
         assert torch.equal(value, before[name] + int(open_)), name
         assert value is kinds[name]

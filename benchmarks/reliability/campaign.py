@@ -33,7 +33,7 @@ from stabletrain.faults.plan import KINDS
 from stabletrain.records import TrainState
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
+from stabletrain.trainer.loop import train
 
 STEPS = 100
 BOUND = 0.5
@@ -208,7 +208,7 @@ def trained(folder: Path, overrides: Sequence[str]) -> TrainState:
         check(cfg)
         job = build(cfg, folder)
         with contextlib.suppress(TrainingHalted):
-            run(job)
+            train(job)
     return job.state
 
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from stabletrain.checkpoint.tree import Tree, apart, is_sharded, map_tensors, to_host, together
+from stabletrain.checkpoint.tree import Tree, detach_shards, is_sharded, map_tensors, to_host, attach_shards
 from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
 
@@ -63,7 +63,7 @@ def capture(state: TrainState, parts: Mapping[str, Stateful]) -> Tree:
         "optimizer": _capture_optimizer(state),
         "step": state.step,
         "skipped": [list(span) for span in state.skipped],
-        "tick": state.tick,
+        "tick": state.executed_steps,
         "parts": {name: part.state_dict() for name, part in parts.items()},
     }
 
@@ -99,7 +99,7 @@ def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> Non
     _restore_optimizer(tree["optimizer"], state)
     state.step = tree["step"]
     state.skipped = [(start, stop) for start, stop in tree["skipped"]]
-    state.tick = tree.get("tick", tree["step"])  # before there were rollbacks, both were one
+    state.executed_steps = tree.get("tick", tree["step"])  # before there were rollbacks, both were one
 
 
 def sharded_tensors(state: TrainState) -> dict[str, Tensor]:
@@ -228,9 +228,9 @@ class Snapshots:
 
     def take(self, step: int, tree: Tree) -> None:
         """Copies a state, from `capture`, that is the one after `step` steps."""
-        self._trees[step] = to_host(apart(tree), wait=False)
+        self._trees[step] = to_host(detach_shards(tree), wait=False)
 
-    def keep(self, steps: Iterable[int]) -> None:
+    def retain(self, steps: Iterable[int]) -> None:
         """Drops all states but those of `steps`."""
         wanted = set(steps)
         self._trees = {step: tree for step, tree in self._trees.items() if step in wanted}
@@ -242,4 +242,4 @@ class Snapshots:
             return None
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return together(self._trees[max(steps)])
+        return attach_shards(self._trees[max(steps)])

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.checkpoint import sharded, writer
-from stabletrain.checkpoint.folder import Folder, Report, find, kept, left_behind, reason_of, say
+from stabletrain.checkpoint.folder import Folder, OnEvent, find, kept, superseded, reason_of, warn
 from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.checkpoint.reader import Checkpoint
-from stabletrain.checkpoint.sharded import Part
-from stabletrain.checkpoint.tree import Place, Tree, flatten, to_host
-from stabletrain.checkpoint.writer import Whole
+from stabletrain.checkpoint.sharded import RankShard
+from stabletrain.checkpoint.tree import ShardTarget, Tree, flatten, to_host
+from stabletrain.checkpoint.writer import FullState
 from stabletrain.errors import ConfigError
 
 
@@ -65,7 +65,7 @@ class Background:
         if error is not None:
             raise error
 
-    def settle(self) -> None:
+    def finish_quietly(self) -> None:
         """Returns when the work has ended, soon; for a run that is ending with an error of its own already."""
         self.ending.set()
         self._join()
@@ -99,7 +99,7 @@ class Checkpoints(NoCheckpoints):
             raise ConfigError(f"checkpoint.keep={keep} is below 1: choose 1 or more, or checkpoint=off")
         self.every, self.keep, self.keep_best = every, keep, keep_best
         self._folder: Folder | None = None
-        self._on_event: Report | None = None
+        self._on_event: OnEvent | None = None
         self.asynchronous = asynchronous
         self._background = Background(asynchronous)
         self._begun = 0  # checkpoints of several ranks that were begun
@@ -107,7 +107,7 @@ class Checkpoints(NoCheckpoints):
         self._written: int | None = None  # step of the last one that succeeded
         self._stuck: set[Path] = set()  # said to be in the way
 
-    def open(self, folder: Path, on_event: Report, run: str | None = None) -> None:
+    def open(self, folder: Path, on_event: OnEvent, run: str | None = None) -> None:
         """Chooses the run folder, and clears away what a killed process left half-written.
 
         Args:
@@ -157,7 +157,7 @@ class Checkpoints(NoCheckpoints):
         val_loss: float | None,
         anchor: int | None = None,
         here: bool = True,
-        place: Place | None = None,
+        place: ShardTarget | None = None,
     ) -> None:
         """Copies the state to the host, then writes it in the background.
 
@@ -180,19 +180,19 @@ class Checkpoints(NoCheckpoints):
         """
         self.wait()
         flatten({"info": info, "tree": tree})  # what cannot be written is refused here, where its stack tells
-        content = Whole(to_host(tree)) if place is None else Part(place, tree, self._background.ending)
+        content = FullState(to_host(tree)) if place is None else RankShard(place, tree, self._background.ending)
         work = partial(self._attempt, step, content, to_host(dict(info)), healthy, val_loss, anchor, here)
-        if isinstance(content, Part) and content.place.rank > 0:
-            work = partial(leave, content, healthy)
+        if isinstance(content, RankShard) and content.place.rank > 0:
+            work = partial(write_shard, content, healthy)
         self._background.start(work, f"checkpoint-{step}")
 
     def wait(self) -> None:
         """Returns when the last write has ended."""
         self._background.wait()
 
-    def settle(self) -> None:
+    def finish_quietly(self) -> None:
         """Returns when the last write has ended; for a run that is ending with an error of its own already."""
-        self._background.settle()
+        self._background.finish_quietly()
 
     def saved(self, step: int) -> bool:
         """Whether the newest write that ended was of `step`, and succeeded."""
@@ -247,7 +247,7 @@ class Checkpoints(NoCheckpoints):
         healthy = folder.newest(healthy_only=True, at_most=step, again=False)  # training waits for this
         if healthy is None:
             folder.newest(healthy_only=True, again=False)  # so that one found damaged is not the one that stays
-        self._forget(left_behind(folder.known(), step, healthy is not None))
+        self._forget(superseded(folder.known(), step, healthy is not None))
 
     def _attempt(self, step: int, *arguments: Any) -> None:
         try:
@@ -261,7 +261,7 @@ class Checkpoints(NoCheckpoints):
         self.failed += 1
         failing, self._reason = self._reason, reason_of(error)
         if not failing:
-            say(
+            warn(
                 f"the checkpoint of step {step} was not written ({self._reason}): training goes on, earlier "
                 "checkpoints are kept"
             )
@@ -269,14 +269,14 @@ class Checkpoints(NoCheckpoints):
 
     def _succeeded(self, step: int, fields: dict) -> None:
         if self._reason:
-            say(f"checkpoints are written again, from step {step} on")
+            warn(f"checkpoints are written again, from step {step} on")
         self._written, self._reason = step, ""
         self._tell("checkpoint", step, fields)
 
     def _write(
         self,
         step: int,
-        content: Whole | Part,
+        content: FullState | RankShard,
         info: Mapping[str, Any],
         healthy: bool,
         val_loss: float | None,
@@ -289,9 +289,9 @@ class Checkpoints(NoCheckpoints):
         healthy = healthy and bad is None
         self._say_if_gone(there, step)
         folder.damaged.pop(path, None)
-        folder.vouch(path)
+        folder.mark_verified(path)
         if here:
-            self._forget(left_behind(folder.known(), step, healthy))
+            self._forget(superseded(folder.known(), step, healthy))
         known = folder.known()
         self._forget({checkpoint.path for checkpoint in known} - kept(known, self.keep, self.keep_best, anchor))
         fields = {"path": path.name, "healthy": healthy, "seconds": round(time.perf_counter() - start, 3)}
@@ -300,7 +300,7 @@ class Checkpoints(NoCheckpoints):
     def _say_if_gone(self, there: bool, step: int) -> None:
         if not there:
             folder = self._open_folder().path
-            say(f"{folder} had gone with all that was in it: it is made again, with the checkpoint of step {step}")
+            warn(f"{folder} had gone with all that was in it: it is made again, with the checkpoint of step {step}")
 
     def _forget(self, paths: set[Path]) -> None:
         for path in sorted(paths):
@@ -309,7 +309,7 @@ class Checkpoints(NoCheckpoints):
             except OSError as error:  # one too many on the disk is no reason to stop
                 if path not in self._stuck:
                     self._stuck.add(path)
-                    say(f"{path} is of no more use and cannot be removed ({reason_of(error)}): please remove it")
+                    warn(f"{path} is of no more use and cannot be removed ({reason_of(error)}): please remove it")
 
     def _tell(self, kind: str, step: int, fields: dict) -> None:
         if self._on_event is not None:
@@ -321,7 +321,7 @@ class Checkpoints(NoCheckpoints):
         return self._folder
 
 
-def leave(part: Part, healthy: bool) -> None:
+def write_shard(part: RankShard, healthy: bool) -> None:
     """Writes the part of a rank that is not the first; where the disk does not take it, rank 0 hears of it."""
     with suppress(OSError):
-        part.leave(healthy)
+        part.write(healthy)

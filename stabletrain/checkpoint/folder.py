@@ -29,10 +29,10 @@ from pathlib import Path
 from stabletrain.checkpoint.reader import MANIFEST, Checkpoint, UnusableCheckpoint, peek, verify
 from stabletrain.errors import ConfigError
 
-Report = Callable[[str, int, dict], None]
+OnEvent = Callable[[str, int, dict], None]
 """Takes an event's kind, its step and its fields; called from the writing thread too."""
 
-Tell = Callable[[str], None]
+ShowLine = Callable[[str], None]
 """Shows a person a line."""
 
 
@@ -41,7 +41,7 @@ def silent(kind: str, step: int, fields: dict) -> None:
     del kind, step, fields
 
 
-def say(message: str) -> None:
+def warn(message: str) -> None:
     """One line for people, if there is still anybody to read it."""
     with suppress(OSError):
         print(f"stabletrain: {message}", file=sys.stderr)
@@ -67,7 +67,7 @@ def kept(known: Sequence[Checkpoint], keep: int, keep_best: bool, anchor: int | 
     return {checkpoint.path for checkpoint in (*known[-keep:], *healthy[-min(keep, 2) :], *early, *best)}
 
 
-def left_behind(known: Sequence[Checkpoint], step: int, healthy: bool) -> set[Path]:
+def superseded(known: Sequence[Checkpoint], step: int, healthy: bool) -> set[Path]:
     """The folders of those after `step`, which a run that is at `step` again has left behind.
 
     Args:
@@ -111,14 +111,14 @@ class Folder:
     """
 
     def __init__(
-        self, path: Path, report: Report = silent, run: str | None = None, tell: Tell = say, verify: Verify = verify
+        self, path: Path, report: OnEvent = silent, run: str | None = None, tell: ShowLine = warn, verify: Verify = verify
     ) -> None:
         self.path, self.run = path, run
         self.damaged: dict[Path, str] = {}
         self._good: dict[Path, Marks] = {}
         self._report, self._tell, self._verify = report, tell, verify
 
-    def vouch(self, path: Path) -> None:
+    def mark_verified(self, path: Path) -> None:
         """Remembers that a checkpoint which this process has just written is what was written."""
         if (marks := marks_of(path)) is not None:
             self._good[path] = marks
@@ -233,7 +233,7 @@ def find(path: Path, *, best: bool = False, verify: Verify = verify) -> Checkpoi
     found = folder.best() if best else folder.preferred()
     if found is not None:
         for line in lines:
-            say(line)
+            warn(line)
         return found
     kind = "checkpoint with a validation loss" if best else "checkpoint"
     why = "; ".join(folder.damaged.values()) or "name a run folder, its checkpoints folder, or one step-XXXXXXXX in it"

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stabletrain.checkpoint.folder import Report, Verify, find
+from stabletrain.checkpoint.folder import OnEvent, Verify, find
 from stabletrain.checkpoint.reader import Checkpoint, verify
-from stabletrain.checkpoint.tree import Place, Tree
+from stabletrain.checkpoint.tree import ShardTarget, Tree
 
 
 class NoCheckpoints:
@@ -22,7 +22,7 @@ class NoCheckpoints:
     failed = 0
     verify: Verify = staticmethod(verify)
 
-    def open(self, folder: Path, on_event: Report, run: str | None = None) -> None:
+    def open(self, folder: Path, on_event: OnEvent, run: str | None = None) -> None:
         """Nothing to open."""
 
     def due(self, step: int) -> bool:
@@ -44,14 +44,14 @@ class NoCheckpoints:
         val_loss: float | None,
         anchor: int | None = None,
         here: bool = True,
-        place: Place | None = None,
+        place: ShardTarget | None = None,
     ) -> None:
         """Nothing is saved."""
 
     def wait(self) -> None:
         """Nothing is under way."""
 
-    def settle(self) -> None:
+    def finish_quietly(self) -> None:
         """Nothing is under way."""
 
     def saved(self, step: int) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor
 from stabletrain.checkpoint import writer
 from stabletrain.checkpoint.dcp import Copies
 from stabletrain.checkpoint.reader import PARTED, SKELETON, parts_of
-from stabletrain.checkpoint.tree import Place, Tree, flatten
+from stabletrain.checkpoint.tree import ShardTarget, Tree, flatten
 from stabletrain.checkpoint.writer import unsound_among
 
 PATIENCE = 600.0
@@ -60,7 +60,7 @@ def begin(folder: Path, step: int, serial: int) -> Path:
     return temporary
 
 
-class Part:
+class RankShard:
     """One rank's part of a state, copied to the host, and its way to the writer.
 
     Args:
@@ -69,7 +69,7 @@ class Part:
         ending: set when the run is ending with an error, so that rank 0 waits no longer than `GRACE`.
     """
 
-    def __init__(self, place: Place, tree: Tree, ending: threading.Event) -> None:
+    def __init__(self, place: ShardTarget, tree: Tree, ending: threading.Event) -> None:
         self.place, self._ending = place, ending
         trees = {"model": tree["model"], "training": {key: child for key, child in tree.items() if key != "model"}}
         flat = {part: flatten(child) for part, child in trees.items()}
@@ -77,7 +77,7 @@ class Part:
         self._skeleton["shapes"] = {part: shapes(tensors) for part, (tensors, _) in flat.items()}
         self._copies = {part: Copies(tensors, place.rank) for part, (tensors, _) in flat.items()}
 
-    def leave(self, healthy: bool) -> None:
+    def write(self, healthy: bool) -> None:
         """Writes this rank's files and, last, the note that they are there.
 
         Args:
@@ -99,7 +99,7 @@ class Part:
         except BaseException as error:
             number = getattr(error, "errno", None) or 0
             with suppress(OSError):  # another rank was before
-                temporary.rename(temporary.with_name(f"{gone(temporary)}{rank}-{number}"))
+                temporary.rename(temporary.with_name(f"{failed_prefix(temporary)}{rank}-{number}"))
             raise
 
     def publish(
@@ -117,7 +117,7 @@ class Part:
         temporary = self.place.temporary
         try:
             try:
-                self.leave(healthy)
+                self.write(healthy)
             except OSError as error:
                 raise self._failure(error) from error
             notes = self._notes()
@@ -130,7 +130,7 @@ class Part:
             for part in self._copies:
                 writer.sync(temporary / part)
         except BaseException:
-            for left in (temporary, *temporary.parent.glob(f"{gone(temporary)}*")):
+            for left in (temporary, *temporary.parent.glob(f"{failed_prefix(temporary)}*")):
                 writer.delete(left)
             raise
         about = {"step": step, "healthy": healthy and bad is None, "val_loss": val_loss, "info": info}
@@ -163,8 +163,8 @@ class Part:
     def _failure(self, own: OSError | None = None) -> OSError:
         """What the folder's new name says of the rank that failed; rank 0's own error, where it was the first."""
         temporary = self.place.temporary
-        for path in temporary.parent.glob(f"{gone(temporary)}*"):
-            rank, number = (int(word) for word in path.name.removeprefix(gone(temporary)).split("-"))
+        for path in temporary.parent.glob(f"{failed_prefix(temporary)}*"):
+            rank, number = (int(word) for word in path.name.removeprefix(failed_prefix(temporary)).split("-"))
             if rank != self.place.rank:
                 reason = os.strerror(number) if number else "an error of the program"
                 return OSError(number or errno.EIO, f"rank {rank}: {reason}")
@@ -181,6 +181,6 @@ def note_of(temporary: Path, rank: int) -> Path:
     return temporary / f".part-{rank:05d}"
 
 
-def gone(temporary: Path) -> str:
+def failed_prefix(temporary: Path) -> str:
     """How the folder's name begins when a rank has failed; its number follows, and that of the error."""
     return f"{temporary.name.replace('.tmp-', '.gone-')}-"

@@ -136,7 +136,7 @@ def _escape(key: str) -> str:
     return "$" + key if key.startswith("$") else key
 
 
-class Place(NamedTuple):
+class ShardTarget(NamedTuple):
     """Where the ranks of a sharded state write a checkpoint of it.
 
     Attributes:
@@ -173,7 +173,7 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def apart(tree: Tree) -> Tree:
+def detach_shards(tree: Tree) -> Tree:
     """The same tree with every sharded tensor replaced by a `Piece`, a copy on the host that nobody waits for."""
 
     def piece(tensor: Any) -> Any:
@@ -187,7 +187,7 @@ def apart(tree: Tree) -> Tree:
     return map_tensors(piece, tree)
 
 
-def together(tree: Tree) -> Tree:
+def attach_shards(tree: Tree) -> Tree:
     """The same tree with every `Piece` turned into a sharded tensor again, in new memory on its device."""
     if isinstance(tree, Piece):
         from torch.distributed.tensor import DTensor
@@ -197,13 +197,13 @@ def together(tree: Tree) -> Tree:
             local, tree.mesh, tree.placements, run_check=False, shape=tree.shape, stride=tree.stride
         )
     if isinstance(tree, Mapping):
-        return {key: together(child) for key, child in tree.items()}
+        return {key: attach_shards(child) for key, child in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(together(child) for child in tree)
+        return type(tree)(attach_shards(child) for child in tree)
     return tree
 
 
-def whole(tree: Tree, keep: bool) -> Tree:
+def gather_shards(tree: Tree, keep: bool) -> Tree:
     """The same tree with every sharded tensor gathered, one at a time, by all ranks together.
 
     Args:

@@ -101,7 +101,7 @@ NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM}
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullState:
     """A state that one process has all of.
 
     Attributes:

@@ -38,8 +38,8 @@ from stabletrain.config.arguments import Arguments, added, again, continued, tak
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain
 from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted
-from stabletrain.parallel.failure_report import introduce, leave_word, lost
-from stabletrain.parallel.ranks import Ranks, end_together, first_does, here, join, leave
+from stabletrain.parallel.failure_report import introduce, leave_word, as_rank_lost
+from stabletrain.parallel.ranks import Ranks, end_together, first_does, current_ranks, join, leave
 
 ALIKE = 5.0
 """Seconds within which ranks that refuse the same configuration all have said so."""
@@ -65,12 +65,12 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come here, and are worded here
     setattr(ConfigStore, "__deepcopy__", lambda store, _: store)  # noqa: B010  there is one; --help copies it 160 times
-    typed, ranks = take_apart(sys.argv[1:]), here()
+    typed, ranks = take_apart(sys.argv[1:]), current_ranks()
     sweep: Sweep | None = None
     try:
         sweep, arguments = agreed(typed, ranks, config_dir)
         sys.argv[1:] = [*chain(*arguments)]
-        if sweep is not None and ranks.first:
+        if sweep is not None and ranks.is_main:
             print(lines.opening(sweep), flush=True)
         with nullcontext() if sweep is None or sweep.launcher == "basic" else Asked(sweep.folder):
             main()
@@ -92,7 +92,7 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
             return 1
         return refuse(message, ranks)
     finally:
-        if sweep is not None and ranks.first and sweep.records():
+        if sweep is not None and ranks.is_main and sweep.records():
             print(lines.closing(sweep), flush=True)
     if ranks.launched:
         leave()
@@ -112,7 +112,7 @@ def agreed(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple[Sweep | No
     if ranks.restarts:
         typed = added(typed, "resume=auto")
     sweep, found = first_does(ranks, lambda: start(in_one_folder(continued(typed)), config_dir))
-    return sweep, found if ranks.first else added(found, "hydra.output_subdir=null")
+    return sweep, found if ranks.is_main else added(found, "hydra.output_subdir=null")
 
 
 def in_one_folder(arguments: Arguments) -> Arguments:
@@ -130,7 +130,7 @@ def run_job(cfg: DictConfig) -> float | None:
         SystemExit: with the run's exit code, where it did not finish (single runs, and an interrupted sweep).
         RunFailed: the same for a run of a search that failed.
     """
-    hydra, ranks = HydraConfig.get(), here()
+    hydra, ranks = HydraConfig.get(), current_ranks()
     if hydra.mode == RunMode.MULTIRUN:
         return run_of_sweep(cfg, ranks)
     folder, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
@@ -140,14 +140,14 @@ def run_job(cfg: DictConfig) -> float | None:
         if cfg.resume == "auto":
             done = first_does(ranks, lambda: over(folder, overrides, cfg.steps, ("finished",)))
         if done and not done.get("reason"):  # such as that its end could not be saved
-            if ranks.first:
+            if ranks.is_main:
                 print(f"{folder} is finished already, {lines.result(done)}: nothing to do; raise steps to go on")
             return done["final"].get("val/loss")
         return trained(cfg, folder)
     except Exception as raised:
-        error = lost(raised, ranks) or raised
+        error = as_rank_lost(raised, ranks) or raised
         tell(error, ranks, folder)
-        if ranks.first:
+        if ranks.is_main:
             record_failure(folder, error)
         if isinstance(error, Interrupted | TrainingHalted):
             end_together(ranks)
@@ -166,29 +166,29 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
         check(cfg)
         done = first_does(ranks, lambda: member.over(cfg.steps))
         if done is None:
-            if ranks.first:
+            if ranks.is_main:
                 member.keep(cfg)
             with member.listening():
                 loss = trained(cfg, member.folder, member.progress(cfg.log_every))
     except TrainingHalted:
         end_together(ranks)
     except Interrupted as error:
-        if ranks.first:
+        if ranks.is_main:
             member.say({"status": "preempted", "reason": str(error)})
         end_together(ranks)
         if member.alone:
             sys.exit(error.exit_code)
         return math.inf
     except Exception as raised:
-        error = lost(raised, ranks) or raised
+        error = as_rank_lost(raised, ranks) or raised
         tell(error, ranks, member.folder)
-        if ranks.first:
+        if ranks.is_main:
             record_failure(member.folder, error)
             member.say({"status": "failed", "reason": str(error)})
         if member.searching:
             raise RunFailed(getattr(error, "exit_code", 1)) from None
         return math.inf
-    if ranks.first:
+    if ranks.is_main:
         member.say(done or member.record(), before=done is not None)
     if done is not None:
         return lines.loss_of(done)
@@ -204,10 +204,10 @@ def trained(cfg: DictConfig, folder: Path, shown: Any = None) -> float | None:
         shown: how its progress is shown; None as that of a run by itself.
     """
     from stabletrain.trainer.build import build  # torch is loaded here, after the checks that do without
-    from stabletrain.trainer.loop import run
+    from stabletrain.trainer.loop import train
 
     job = build(cfg, folder, shown)
-    loss = run(job).val.get("val/loss")
+    loss = train(job).val.get("val/loss")
     job.tracker.note(job.closing())
     return loss
 
@@ -217,19 +217,19 @@ def tell(error: Exception, ranks: Ranks, folder: Path) -> None:
 
     A refusal may be either. Rank 0's ends the other processes soon; one that is still there then has met it alone.
     """
-    if isinstance(error, Interrupted | TrainingHalted) and not ranks.first:
+    if isinstance(error, Interrupted | TrainingHalted) and not ranks.is_main:
         return
-    if isinstance(error, StabletrainError) and not isinstance(error, RankLost) and not ranks.first:
+    if isinstance(error, StabletrainError) and not isinstance(error, RankLost) and not ranks.is_main:
         time.sleep(ALIKE)
     where = "" if ranks.alone else f"[rank {ranks.rank}] "
     if isinstance(error, RankLost):
         print(f"{where}stabletrain: {error}", file=sys.stderr, flush=True)
-        if ranks.first:
+        if ranks.is_main:
             print(f"continue  {again(ranks, folder)}", file=sys.stderr, flush=True)
         time.sleep(LEFT)  # torchrun ends this process meanwhile, and names the rank that was the first to end
         return
     if isinstance(error, StabletrainError):
-        print(f"{where if not ranks.first else ''}stabletrain: {error}", file=sys.stderr)
+        print(f"{where if not ranks.is_main else ''}stabletrain: {error}", file=sys.stderr)
     else:
         trace = "".join(traceback.format_exception(error))
         print("".join(f"{where}{line}" for line in trace.splitlines(keepends=True)), file=sys.stderr)
@@ -265,7 +265,7 @@ def record_failure(folder: Path, error: Exception) -> None:
 
 def refuse(message: str, ranks: Ranks) -> int:
     """Prints a configuration error, which every rank has met, on rank 0; returns its exit code."""
-    if ranks.first:
+    if ranks.is_main:
         print(f"stabletrain: {message}", file=sys.stderr)
     else:
         time.sleep(ALIKE)

@@ -196,11 +196,11 @@ def program(ranks: Ranks) -> list[str]:
         return shlex.split(launch)
     if not ranks.launched:
         return ["python", sys.argv[0]]
-    each, nodes = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.count)), os.environ.get("GROUP_WORLD_SIZE", "1")
-    meeting = []
+    each, nodes = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world_size)), os.environ.get("GROUP_WORLD_SIZE", "1")
+    rendezvous = []
     if nodes != "1":  # typed on each of them
-        meeting = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={os.environ['MASTER_ADDR']}:29400"]
-    return ["torchrun", *meeting, f"--nproc_per_node={each}", sys.argv[0]]
+        rendezvous = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={os.environ['MASTER_ADDR']}:29400"]
+    return ["torchrun", *rendezvous, f"--nproc_per_node={each}", sys.argv[0]]
 
 
 def again(ranks: Ranks, folder: Path) -> str:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.config.make import leaves, make
 from stabletrain.errors import ConfigError
-from stabletrain.parallel.ranks import Ranks, here
+from stabletrain.parallel.ranks import Ranks, current_ranks
 from stabletrain.stability.schedule import LearningRate
 
 LOWEST = {
@@ -81,7 +81,7 @@ def check(cfg: DictConfig) -> None:
             f"data.length_warmup={growing} >= steps={cfg.steps}: samples would never have their full length; lower "
             "data.length_warmup or raise steps"
         )
-    check_ranks(cfg, here())
+    check_ranks(cfg, current_ranks())
     check_parts(cfg, choices)
     LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps)  # its bounds need no torch
 
@@ -92,12 +92,12 @@ def check_ranks(cfg: DictConfig, ranks: Ranks) -> None:
     Raises:
         ConfigError: names the sizes that do.
     """
-    parts = ranks.count * cfg.grad_accum_steps
+    parts = ranks.world_size * cfg.grad_accum_steps
     if cfg.batch_size % parts:
         below = cfg.batch_size // parts * parts
         sizes = f"{below} or {below + parts}" if below else f"{parts}"
         raise ConfigError(
-            f"batch_size={cfg.batch_size} does not divide among {ranks.count} ranks x grad_accum_steps="
+            f"batch_size={cfg.batch_size} does not divide among {ranks.world_size} ranks x grad_accum_steps="
             f"{cfg.grad_accum_steps}: use batch_size={sizes}, or another number of ranks"
         )
 

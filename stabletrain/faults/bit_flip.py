@@ -54,18 +54,18 @@ class BitFlip(OfStep):
         name, parameter = chosen_parameter(state.model, self.parameter)
         kind, tensor = self._find(state, parameter)
         if tensor is None:
-            say(f"none: the optimizer has no {kind} of {name} yet at tick {state.tick}")
+            say(f"none: the optimizer has no {kind} of {name} yet at tick {state.executed_steps}")
             return []
         self._check_bit(name, tensor.dtype)
         tensor = own(tensor)
         if not tensor.numel():  # another rank has all of it
             return []
-        where = place(tensor, self.seed, state.tick)
+        where = place(tensor, self.seed, state.executed_steps)
         before = float(tensor[where])
         flip_(tensor, where, self.bit)
         say(
             f"bit {self.bit} of the {kind} of {name} {list(where)}, {before:g}, now {float(tensor[where]):g}, "
-            f"at tick {state.tick}"
+            f"at tick {state.executed_steps}"
         )
         return []
 

@@ -135,7 +135,7 @@ class Poison(OfData):
         check_at_least("length", self.length, 1)
 
     def hits(self, number: int) -> bool:
-        return self.here() and any(start <= number < start + self.length for start in self.at)
+        return self.on_this_rank() and any(start <= number < start + self.length for start in self.at)
 
     def spoil(self, batch: Batch, position: int, data: Any) -> Batch:
         classes = count_classes(data, batch.targets)

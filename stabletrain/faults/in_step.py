@@ -55,7 +55,7 @@ class OfStep(OnRank):
         def begin() -> None:
             while waiting:  # what the step before did not come to: it was withheld, or had nothing to run on
                 waiting.pop().remove()
-            if self.hits(state.tick):
+            if self.hits(state.executed_steps):
                 waiting.extend(self.strike(state, precision))
 
         before_each_step(state.optimizer, begin)
@@ -127,7 +127,7 @@ class Activation(OfStep):
     def strike(self, state: TrainState, precision: Any) -> list[Removable]:
         name, module = chosen_module(state.model, self.module)
         plain = Plain(state.model)
-        hook = module.register_forward_hook(partial(self._spoil, name, state.tick, []))
+        hook = module.register_forward_hook(partial(self._spoil, name, state.executed_steps, []))
         return [hook, plain]
 
     def _spoil(self, name: str, tick: int, done: list[bool], module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -197,7 +197,7 @@ class Gradient(OfStep):
     def strike(self, state: TrainState, precision: Any) -> list[Removable]:
         name, parameter = chosen_parameter(state.model, self.parameter)
         scale = float(precision.loss_scale()) if math.isfinite(self.value) else 1.0
-        return [parameter.register_post_accumulate_grad_hook(partial(self._spoil, name, state.tick, scale, []))]
+        return [parameter.register_post_accumulate_grad_hook(partial(self._spoil, name, state.executed_steps, scale, []))]
 
     def _spoil(self, name: str, tick: int, scale: float, done: list[bool], parameter: Tensor) -> None:
         """Overwrites one element, the first time."""
@@ -232,10 +232,10 @@ class LearningRate(OfStep):
             raise ConfigError(f"faults.factor={self.factor} is not above 0: 100 is a burst")
 
     def hits(self, number: int) -> bool:
-        return self.here() and any(start <= number < start + self.length for start in self.at)
+        return self.on_this_rank() and any(start <= number < start + self.length for start in self.at)
 
     def strike(self, state: TrainState, precision: Any) -> list[Removable]:
-        tick, planned = state.tick, []
+        tick, planned = state.executed_steps, []
 
         def raise_rates(optimizer: Optimizer, *_: Any) -> None:
             say(f"learning rate x {self.factor:g} at tick {tick}")

@@ -81,9 +81,9 @@ class OnRank(Planned):
 
     def hits(self, number: int) -> bool:
         """Whether it happens at `number` in this process (whose rank is RANK in the environment, 0 without)."""
-        return number in self.at and self.here()
+        return number in self.at and self.on_this_rank()
 
-    def here(self) -> bool:
+    def on_this_rank(self) -> bool:
         """Whether this process is to meet it."""
         return self.rank is None or self.rank == int(os.environ.get("RANK", "0"))
 

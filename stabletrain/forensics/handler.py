@@ -21,9 +21,9 @@ from stabletrain.errors import ConfigError
 from stabletrain.forensics.diagnosis.causes import diagnose
 from stabletrain.forensics.diagnosis.evidence import Setting
 from stabletrain.forensics.incident import place_for, write
-from stabletrain.forensics.investigate import Explained, explain
+from stabletrain.forensics.investigate import Explained, investigate
 from stabletrain.forensics.repro import Scene
-from stabletrain.parallel.ranks import Ranks, from_all, told
+from stabletrain.parallel.ranks import Ranks, from_all, broadcast_object
 
 EACH_ANEW = ("poison_input", "bad_label", "bad_batch", "corrupt_state", "hardware_fault")
 """Causes of which each incident is another accident; one of any other is the same mistake until somebody mends it."""
@@ -61,7 +61,7 @@ class NoForensics:
     def open(self, folder: Path, setting: Setting) -> None:
         """Nothing to open."""
 
-    def look_into(
+    def handle(
         self,
         make: Callable[[float], Scene | None],
         kind: str,
@@ -105,7 +105,7 @@ class Forensics(NoForensics):
         """Chooses the run folder, and takes the run's setting, by which fixes are chosen."""
         self._folder, self._setting = folder, setting
 
-    def look_into(
+    def handle(
         self,
         make: Callable[[float], Scene | None],
         kind: str,
@@ -125,18 +125,18 @@ class Forensics(NoForensics):
             optimizer: the live one; only read.
             limits: the guard's, of loss and gradient norm.
         """
-        if not self.due():
+        if not self.has_budget():
             return None
-        case = self.explained(make, kind, classes=classes, optimizer=optimizer, limits=limits)
-        return None if case is None else self.file(*case)
+        case = self.investigate(make, kind, classes=classes, optimizer=optimizer, limits=limits)
+        return None if case is None else self.write_incident(*case)
 
-    def due(self) -> bool:
+    def has_budget(self) -> bool:
         """Whether there is budget left for another incident."""
         if self._folder is None or self._looks >= LOOKS * self.max_incidents:
             return False
         return len(list(self._folder.glob("incidents/step-*"))) < self.max_incidents
 
-    def explained(
+    def investigate(
         self,
         make: Callable[[float], Scene | None],
         kind: str,
@@ -151,13 +151,13 @@ class Forensics(NoForensics):
         if scene is None:
             return None
         setting = replace(self._setting, loss_limit=limits[0], norm_limit=limits[1])
-        found = explain(scene, kind, classes=classes, optimizer=optimizer, setting=setting)
+        found = investigate(scene, kind, classes=classes, optimizer=optimizer, setting=setting)
         small = found.evidence.underflow
         if kind == "loss_scale" and (small is None or not small.real):
             return None
         return scene, found
 
-    def file(self, scene: Scene, found: Explained, rank: int | None = None) -> Filed | None:
+    def write_incident(self, scene: Scene, found: Explained, rank: int | None = None) -> Filed | None:
         """Writes the folder, and words what is said of it; None for a mistake that is filed already.
 
         Args:
@@ -209,7 +209,7 @@ class Council(NoForensics):
         """Opens this rank's desk."""
         self._own.open(folder, setting)
 
-    def look_into(
+    def handle(
         self,
         make: Callable[[float], Scene | None],
         kind: str,
@@ -219,10 +219,10 @@ class Council(NoForensics):
         limits: tuple[float, float] = (math.inf, math.inf),
     ) -> Filed | None:
         """As a desk's own; None on every rank or on none."""
-        if not isinstance(self._own, Forensics) or not told(self._own.due()):  # rank 0 counts the folders
+        if not isinstance(self._own, Forensics) or not broadcast_object(self._own.has_budget()):  # rank 0 counts the folders
             return None
-        case = self._own.explained(make, kind, classes=classes, optimizer=optimizer, limits=limits)
-        marks = from_all(-1 if case is None else weight(case[1]))
+        case = self._own.investigate(make, kind, classes=classes, optimizer=optimizer, limits=limits)
+        marks = from_all(-1 if case is None else certainty(case[1]))
         if max(marks) < 0:
             return None
         chosen = marks.index(max(marks))
@@ -233,11 +233,11 @@ class Council(NoForensics):
             scene, found = case
             if kind == "nonfinite" and not max(marks):
                 found = nobodys(found)
-            filed = self._own.file(scene, found, rank=chosen)
+            filed = self._own.write_incident(scene, found, rank=chosen)
         return from_all(filed)[chosen]
 
 
-def weight(found: Explained) -> int:
+def certainty(found: Explained) -> int:
     """How surely a rank's own part failed: 2 for bad samples or a bad state, 1 for a replay that fails, else 0."""
     evidence = found.evidence
     if evidence.samples or evidence.damage:

@@ -84,7 +84,7 @@ class Explained:
     failures: list[str]
 
 
-def explain(
+def investigate(
     scene: Scene,
     kind: str,
     *,
@@ -207,7 +207,7 @@ def sizes_of(scene: Scene, older: Mapping[str, Any] | None, classes: int | None)
     model, look = scene.understudy(), Look()
     if older is not None:
         model.load_state_dict(older["model"])
-    batch = scene.cut(scene.batch)[0]
+    batch = scene.to_micro_batches(scene.batch)[0]
     batch = scene.tools.intake.safe(batch, classes or torch.iinfo(torch.int64).max)
     with Scores() as scores, contextlib.suppress(RuntimeError):
         return look.forward(model, batch, scene.tools.precision) | {"monitors/softmax_max": scores.largest}
@@ -228,5 +228,5 @@ def loudest(scene: Scene) -> Loudest | None:
 def stale_by(scene: Scene, optimizer: Optimizer) -> float:
     """How far this step's gradients are from the optimizer's second moments."""
     model = scene.understudy()
-    perform(model, scene.cut(scene.batch), scene.acting(), scene.step)
+    perform(model, scene.to_micro_batches(scene.batch), scene.replay_tools(), scene.step)
     return staleness(scene.model, [parameter.grad for parameter in model.parameters()], optimizer)

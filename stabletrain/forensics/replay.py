@@ -70,22 +70,22 @@ class NotPossible(Exception):
 
 def same(scene: Scene) -> Take:
     """The step as it was."""
-    return Take(scene.understudy(), scene.cut(scene.batch), scene.acting())
+    return Take(scene.understudy(), scene.to_micro_batches(scene.batch), scene.replay_tools())
 
 
 def fp32(scene: Scene) -> Take:
     """The step in true fp32; run it within `ieee_kernels`."""
     model = scene.understudy()
     widen_(model)
-    tools = replace(scene.acting(), precision=Unscaled("fp32", scene.device, torch.float32))
-    return Take(model, scene.cut(scene.batch), tools)
+    tools = replace(scene.replay_tools(), precision=Unscaled("fp32", scene.device, torch.float32))
+    return Take(model, scene.to_micro_batches(scene.batch), tools)
 
 
 def fresh_batch(scene: Scene) -> Take:
     """Another batch on the same state."""
     if scene.fresh is None:
         raise NotPossible("there is no other batch")
-    return Take(scene.understudy(), scene.cut(scene.fresh()), scene.acting())
+    return Take(scene.understudy(), scene.to_micro_batches(scene.fresh()), scene.replay_tools())
 
 
 def older_state(scene: Scene) -> Take:
@@ -95,7 +95,7 @@ def older_state(scene: Scene) -> Take:
         raise NotPossible("there is no older state")
     model = scene.understudy()
     model.load_state_dict(tree["model"])
-    return Take(model, scene.cut(scene.batch), scene.acting())
+    return Take(model, scene.to_micro_batches(scene.batch), scene.replay_tools())
 
 
 VARIANTS: dict[str, Callable[[Scene], Take]] = {

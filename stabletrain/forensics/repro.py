@@ -65,11 +65,11 @@ class Scene:
     older: Callable[[], Tree | None] | None = None
     fresh: Callable[[], Batch] | None = None
     deadline: float = math.inf
-    about: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def understudy(self) -> nn.Module:
         """A copy of the model as the step found it, without gradients; what it does reaches nothing live."""
-        twin = copy_of(self.model)
+        twin = copy_of_model(self.model)
         self.reset_(twin)
         return twin
 
@@ -79,11 +79,11 @@ class Scene:
         for buffer, before in zip(twin.buffers(), self.buffers, strict=True):
             buffer.copy_(before)
 
-    def acting(self) -> Tools:
+    def replay_tools(self) -> Tools:
         """The tools, with a precision of their own at the loss scale of the step, and without the other ranks."""
         return replace(self.tools, precision=at_scale(self.tools.precision, self.loss_scale), parallel=Alone())
 
-    def cut(self, batch: Batch) -> list[Batch]:
+    def to_micro_batches(self, batch: Batch) -> list[Batch]:
         """A batch of the host on the device, cut as the step cut its own."""
         return replace(batch, counted=None).to(self.device).split(self.micro_batches)
 
@@ -96,7 +96,7 @@ class Scene:
         )
 
 
-def copy_of(model: nn.Module) -> nn.Module:
+def copy_of_model(model: nn.Module) -> nn.Module:
     """A deep copy of a model that has been trained: uncompiled, without gradients, with the hooks of its parameters.
 
     A tensor that a forward pass left in an attribute is copied without its graph. What cannot be copied at all (a lock,

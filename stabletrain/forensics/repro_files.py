@@ -56,7 +56,7 @@ def save_scene(folder: Path, scene: Scene) -> None:
         "threads": torch.get_num_threads(),
         "order": order,
         "sources": None if batch.sources is None else [*batch.sources],
-        "about": scene.about,
+        "about": scene.metadata,
     }
     skeleton = flatten(about)[1]
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def load_scene(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
         compiled=found["compiled"],
         compiled_for=None if (shape := found.get("compiled_for")) is None else tuple(shape),
         applied=found.get("applied", False),
-        about=unflatten(found["about"], {}),
+        metadata=unflatten(found["about"], {}),
     )
 
 

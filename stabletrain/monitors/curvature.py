@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stabletrain.monitors.forward import run
+from stabletrain.monitors.forward import isolated_forward
 from stabletrain.records import IGNORE_INDEX, Batch
 
 
@@ -55,7 +55,7 @@ def of_cross_entropy(model: nn.Module, batch: Batch, iterations: int, samples: i
     leaves = {name: p.detach().float().requires_grad_() for name, p in model.named_parameters() if p.requires_grad}
     generator = torch.Generator(batch.targets.device).manual_seed(0)
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
-        logits = run(model, batch.inputs[:samples], leaves)
+        logits = isolated_forward(model, batch.inputs[:samples], leaves)
         targets = batch.targets[:samples].flatten()
         total = F.cross_entropy(logits.float().flatten(0, -2), targets, ignore_index=IGNORE_INDEX, reduction="sum")
         loss = total / (targets != IGNORE_INDEX).sum().clamp(min=1)

@@ -42,13 +42,13 @@ from stabletrain.records import IGNORE_INDEX
 
 
 @contextlib.contextmanager
-def aside(model: nn.Module) -> Generator[None, None, None]:
+def isolated(model: nn.Module) -> Generator[None, None, None]:
     """Within it passes are plain Python and random numbers are borrowed: afterwards every generator is as before."""
     with borrowed(model), plainly():
         yield
 
 
-def run(model: nn.Module, inputs: Any, parameters: dict[str, Tensor] | None = None) -> Tensor:
+def isolated_forward(model: nn.Module, inputs: Any, parameters: dict[str, Tensor] | None = None) -> Tensor:
     """The model's logits, computed with copies of its buffers and, where given, with `parameters` for its own."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return torch.func.functional_call(model, buffers | (parameters or {}), (inputs,))

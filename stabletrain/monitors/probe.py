@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from stabletrain.monitors import curvature, growth
 from stabletrain.monitors.forward import (
-    aside,
+    isolated,
     block_names,
     headroom,
     log_z,
     recording_activations,
     recording_attention,
-    run,
+    isolated_forward,
 )
 from stabletrain.monitors.gradients import Adaptive, norms, zero_shares
 from stabletrain.monitors.module_groups import blocks, by_place, trained
@@ -72,10 +72,10 @@ class Look:
     def forward(self, model: nn.Module, batch: Batch, precision: Forward) -> Metrics:
         """Activations, attention and log Z of one micro-batch, from a pass aside."""
         watched, device = blocks(model), batch.targets.device.type
-        with aside(model), recording_activations(watched) as heard, recording_attention(model) as heads:
+        with isolated(model), recording_activations(watched) as heard, recording_attention(model) as heads:
             with precision.autocast():
                 self._fp16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
-                output = run(model, batch.inputs)
+                output = isolated_forward(model, batch.inputs)
             z = log_z(output, batch.targets)
         name_of = block_names(heads, watched)
         values = {("activation_rms", name): value for name, value in heard.rms.items()}
@@ -168,7 +168,7 @@ class Look:
 
     def hessian(self, model: nn.Module, batch: Batch, iterations: int, samples: int) -> Metrics:
         """The top eigenvalue of the Hessian, from a pass aside."""
-        with aside(model):
+        with isolated(model):
             top = curvature.of_cross_entropy(model, batch, iterations, samples)
         return {"monitors/hessian_top": top.item()}
 

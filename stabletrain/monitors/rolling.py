@@ -104,11 +104,11 @@ class Recent:
             spikes.load_state_dict(state["spikes"][name])
         self._raised = list(state["raised"])
 
-    def lasting(self) -> dict:
+    def cumulative_state(self) -> dict:
         """What a rollback does not undo: an alarm that was raised is not raised again."""
         return {"raised": list(self._raised)}
 
-    def keep(self, lasting: dict) -> None:
+    def load_cumulative_state(self, lasting: dict) -> None:
         """Puts that back over a restored state."""
         self._raised = list(lasting["raised"])
 

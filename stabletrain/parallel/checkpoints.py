@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.checkpoint.checkpoints import NoCheckpoints
-from stabletrain.checkpoint.folder import Report
+from stabletrain.checkpoint.folder import OnEvent
 from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint, peek, verify
-from stabletrain.checkpoint.tree import Place, Tree, flatten, is_sharded
-from stabletrain.parallel.ranks import Ranks, first_does, from_all, told
+from stabletrain.checkpoint.tree import ShardTarget, Tree, flatten, is_sharded
+from stabletrain.parallel.ranks import Ranks, first_does, from_all, broadcast_object
 
 
 class SharedCheckpoints(NoCheckpoints):
@@ -39,7 +39,7 @@ class SharedCheckpoints(NoCheckpoints):
         """Writes that failed, as this rank knows."""
         return self._own.failed
 
-    def open(self, folder: Path, on_event: Report, run: str | None = None) -> None:
+    def open(self, folder: Path, on_event: OnEvent, run: str | None = None) -> None:
         """Opens rank 0's; all are refused if it is."""
 
         first_does(self._ranks, lambda: self._own.open(folder, on_event, run))
@@ -58,7 +58,7 @@ class SharedCheckpoints(NoCheckpoints):
         val_loss: float | None,
         anchor: int | None = None,
         here: bool = True,
-        place: Place | None = None,
+        place: ShardTarget | None = None,
     ) -> None:
         """Has rank 0 write a state that is whole on every rank, and every rank its part of one that is sharded."""
         del place
@@ -66,13 +66,13 @@ class SharedCheckpoints(NoCheckpoints):
             return
         about: dict[str, Any] = {"info": info, "healthy": healthy, "val_loss": val_loss, "anchor": anchor, "here": here}
         if not any(map(is_sharded, flatten(tree)[0].values())):
-            if self._ranks.first:
+            if self._ranks.is_main:
                 self._own.save(step, tree, **about)
             return
         self.wait()
         temporary = self._ask(lambda: self._own.begin(step))
         if temporary is not None:
-            self._own.save(step, tree, **about, place=Place(temporary, self._ranks.rank, self._ranks.count))
+            self._own.save(step, tree, **about, place=ShardTarget(temporary, self._ranks.rank, self._ranks.world_size))
 
     def wait(self) -> None:
         """Returns when the last write has ended, on every rank; raises what one of them has raised on all."""
@@ -87,9 +87,9 @@ class SharedCheckpoints(NoCheckpoints):
             if error is not None:
                 raise error
 
-    def settle(self) -> None:
+    def finish_quietly(self) -> None:
         """This rank's last write ends; the others may be gone by then."""
-        self._own.settle()
+        self._own.finish_quietly()
 
     def saved(self, step: int) -> bool:
         """As rank 0 says."""
@@ -139,18 +139,18 @@ class SharedCheckpoints(NoCheckpoints):
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """Rank 0's answer, or its refusal, on every rank; meanwhile the others read what it asks them to read."""
-        if self._ranks.first:
+        if self._ranks.is_main:
             answer, raised = None, None
             try:
                 answer = question()
             except Exception as error:  # told to all: where one rank raises, so must the others
                 raised = error
-            told((None, answer, raised))
+            broadcast_object((None, answer, raised))
         else:
-            path, answer, raised = told(None)
+            path, answer, raised = broadcast_object(None)
             while path is not None:
                 from_all(self._fault(path))
-                path, answer, raised = told(None)
+                path, answer, raised = broadcast_object(None)
         if raised is not None:
             raise raised
         return answer
@@ -162,7 +162,7 @@ class SharedCheckpoints(NoCheckpoints):
             UnusableCheckpoint: one of them finds fault with it.
         """
         found = peek(path)
-        told((path, None, None))
+        broadcast_object((path, None, None))
         for fault in from_all(self._fault(path)):
             if fault:
                 raise UnusableCheckpoint(fault)
@@ -170,7 +170,7 @@ class SharedCheckpoints(NoCheckpoints):
 
     def _fault(self, path: Path) -> str:
         try:
-            verify(path, self._ranks.rank, self._ranks.count)
+            verify(path, self._ranks.rank, self._ranks.world_size)
         except UnusableCheckpoint as error:
             return str(error)
         return ""

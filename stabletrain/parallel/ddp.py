@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.distributed import Shared
 from stabletrain.parallel.ranks import Ranks
-from stabletrain.parallel.replica_check import difference
+from stabletrain.parallel.replica_check import find_divergence
 from stabletrain.records import GradNorms, TrainState
 
 SYNC_BUFFERS = next(
@@ -87,9 +87,9 @@ class DDP(Shared):
                     "would wait for its gradient; set parallel.find_unused_parameters=true, or take it out of the model"
                 )
 
-    def difference(self, state: TrainState) -> str:
+    def find_divergence(self, state: TrainState) -> str:
         """See `replicas.py`."""
-        return difference(state) if self.compare else ""
+        return find_divergence(state) if self.compare else ""
 
     def of_gradients(self, norms: GradNorms) -> Tensor:
         """The norm, which is the same everywhere unless a reduction went wrong."""

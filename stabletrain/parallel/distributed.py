@@ -32,7 +32,7 @@ class Shared(Alone):
         self._wish, self._heard = "", False
         self._learnt: list[Tensor] | None = None
 
-    def part(self, batch: Batch, size: int) -> Batch:
+    def shard_batch(self, batch: Batch, size: int) -> Batch:
         """This rank's samples, in order, and how many targets count in the whole batch.
 
         A rank whose batch is empty runs with the others all the same, for they wait for it: on zeros, of which no
@@ -42,13 +42,13 @@ class Shared(Alone):
             inputs = batch.inputs.new_zeros(size, *batch.inputs.shape[1:])
             targets = batch.targets.new_full((size, *batch.targets.shape[1:]), IGNORE_INDEX)
             batch = Batch(inputs, targets, sources=["the batch is empty"] * size)
-        size = len(batch) // self.ranks.count
+        size = len(batch) // self.ranks.world_size
         mine = batch.rows(slice(self.ranks.rank * size, (self.ranks.rank + 1) * size))
         return mine.counting(int((batch.targets != IGNORE_INDEX).sum()))
 
-    def shared(self, loss: Tensor) -> Tensor:
+    def scale_for_averaging(self, loss: Tensor) -> Tensor:
         """The loss times the number of ranks: PyTorch takes the mean of the ranks' gradients, and the sum is wanted."""
-        return loss * self.ranks.count
+        return loss * self.ranks.world_size
 
     @torch.no_grad()
     def average_(self, model: nn.Module, held: list[Tensor]) -> None:
@@ -67,7 +67,7 @@ class Shared(Alone):
             return
         change = torch.cat([(buffer - before).flatten().float() for buffer, before in changed])
         dist.all_reduce(change)
-        change /= self.ranks.count
+        change /= self.ranks.world_size
         for (buffer, before), mean in zip(changed, change.split([b.numel() for b, _ in changed]), strict=True):
             buffer.copy_(before + mean.view_as(before))
 
@@ -87,9 +87,9 @@ class Shared(Alone):
         bad = vitals.bad_data.float()
         head = torch.stack([terms.total, terms.ce, terms.zloss, bad, vitals.inputs, vitals.buffers, stop])
         row = torch.cat([head.float(), self.of_gradients(norms)])
-        rows = row.new_empty(self.ranks.count * row.numel())
+        rows = row.new_empty(self.ranks.world_size * row.numel())
         dist.all_gather_into_tensor(rows, row)
-        rows = rows.view(self.ranks.count, -1)
+        rows = rows.view(self.ranks.world_size, -1)
         total, ce, zloss = rows[:, :3].sum(dim=0).unbind()
         guilty = (rows[:, 3] > 0) | ~torch.isfinite(rows[:, :OWN]).all(dim=1)
         first = torch.where(guilty.any(), guilty.float().argmax(), -1)
@@ -110,7 +110,7 @@ class Shared(Alone):
         """The norms of the whole gradient."""
         raise NotImplementedError
 
-    def sums(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         """The sum over the ranks, elementwise."""
         dist.all_reduce(values)
         return values

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import RankLost
-from stabletrain.parallel.ranks import Ranks, gone
+from stabletrain.parallel.ranks import Ranks, connection_error
 
 PATIENCE = 2.0
 """Seconds within which a rank whose connections are closed is over."""
@@ -35,11 +35,11 @@ def leave_word(ranks: Ranks, error: BaseException) -> None:
         put(ranks, "last", f"{type(error).__name__}: {error}")
 
 
-def lost(error: BaseException, ranks: Ranks) -> RankLost | None:
+def as_rank_lost(error: BaseException, ranks: Ranks) -> RankLost | None:
     """What an error means where it says that another rank no longer answers; None for an error of any other kind."""
     if isinstance(error, RankLost):
         return error
-    if ranks.alone or not gone(error):
+    if ranks.alone or not connection_error(error):
         return None
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, who ends all: not before it is written why
@@ -48,17 +48,17 @@ def lost(error: BaseException, ranks: Ranks) -> RankLost | None:
 
 def of_the_lost(ranks: Ranks) -> str:
     """Which of the other ranks has ended and why, in words, as far as that can be known within `PATIENCE`."""
-    others, here = [rank for rank in range(ranks.count) if rank != ranks.rank], platform.node()
+    others, here = [rank for rank in range(ranks.world_size) if rank != ranks.rank], platform.node()
     places = {rank: get(ranks, "at", rank).partition(" ") for rank in others}
     end = time.monotonic() + PATIENCE
     while True:
         for rank in others:
             if why := get(ranks, "last", rank):
-                return f"rank {rank} of {ranks.count} has ended: {why}"
+                return f"rank {rank} of {ranks.world_size} has ended: {why}"
         for rank, (host, _, process) in places.items():
             if host == here and not lives(process):
                 return (
-                    f"rank {rank} of {ranks.count} (process {process} on {host}) has ended without a word: it was "
+                    f"rank {rank} of {ranks.world_size} (process {process} on {host}) has ended without a word: it was "
                     "killed, or it crashed outside of Python"
                 )
         if time.monotonic() > end:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from stabletrain.checkpoint.tree import Tree, whole
+from stabletrain.checkpoint.tree import Tree, gather_shards
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.distributed import Shared, forked
 from stabletrain.parallel.ranks import Ranks
@@ -70,7 +70,7 @@ class FSDP(Shared):
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()  # kernels may lie with their channels last, which has no rows
         device = next(model.parameters()).device.type
-        mesh = init_device_mesh(device, (self.ranks.count,))
+        mesh = init_device_mesh(device, (self.ranks.world_size,))
         for block in blocks(model):
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
@@ -93,12 +93,12 @@ class FSDP(Shared):
             return None
         with forked():
             twin = blank()
-        twin.load_state_dict(whole(dict(model.state_dict()), keep=True))
+        twin.load_state_dict(gather_shards(dict(model.state_dict()), keep=True))
         return twin
 
     def whole_tree(self, tree: Tree | None) -> Tree | None:
         """Gathers it on every rank."""
-        return None if tree is None else whole(tree, keep=True)
+        return None if tree is None else gather_shards(tree, keep=True)
 
     def of_gradients(self, norms: GradNorms) -> Tensor:
         """The squares of this rank's part of every tensor."""

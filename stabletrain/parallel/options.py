@@ -3,13 +3,13 @@
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ddp import DDP
 from stabletrain.parallel.fsdp import FSDP
-from stabletrain.parallel.ranks import Ranks, here
+from stabletrain.parallel.ranks import Ranks, current_ranks
 from stabletrain.parallel.single import Alone
 
 
 def auto(find_unused_parameters: bool, compare: bool) -> Alone:
     """DDP where there are several ranks; nothing where there is one process."""
-    ranks = here()
+    ranks = current_ranks()
     return Alone(ranks) if ranks.alone else DDP(ranks, find_unused_parameters, compare)
 
 
@@ -29,7 +29,7 @@ def started(name: str) -> Ranks:
     Raises:
         ConfigError: it has not.
     """
-    ranks = here()
+    ranks = current_ranks()
     if not ranks.launched:
         raise ConfigError(
             f"parallel={name} needs torchrun: torchrun --nproc_per_node=<processes> train.py parallel={name} ...; "

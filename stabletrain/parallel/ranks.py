@@ -35,23 +35,23 @@ class Ranks:
     """
 
     rank: int = 0
-    count: int = 1
+    world_size: int = 1
     local: int = 0
     launched: bool = False
     restarts: int = 0
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the rank that writes and speaks."""
         return self.rank == 0
 
     @property
     def alone(self) -> bool:
         """Whether there is no other."""
-        return self.count == 1
+        return self.world_size == 1
 
 
-def here() -> Ranks:
+def current_ranks() -> Ranks:
     """This process, by the variables that torchrun sets."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Ranks()
@@ -72,7 +72,7 @@ def join(ranks: Ranks) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(ranks.local % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.count, timeout=TIMEOUT)
+    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=TIMEOUT)
 
 
 def leave() -> None:
@@ -90,7 +90,7 @@ def end(code: int) -> NoReturn:
     holds a tensor would abort it: a run that finished would count as crashed, and torchrun would end the other ranks
     (pytorch/pytorch#190489). Threads are waited for, and what is registered with `atexit` is done, as ever.
     """
-    if here().launched:
+    if current_ranks().launched:
         threading._shutdown()  # ty: ignore[missing-attribute]  no stub knows it
         atexit._run_exitfuncs()
         with suppress(OSError):  # whoever read the output is gone
@@ -112,7 +112,7 @@ def end_together(ranks: Ranks) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def told(value: Any) -> Any:
+def broadcast_object(value: Any) -> Any:
     """What rank 0 has, on every rank: a small value that Python can pickle."""
     import torch
     import torch.distributed as dist
@@ -136,17 +136,17 @@ def first_does(ranks: Ranks, work: Callable[[], T], otherwise: Callable[[], T] |
     if ranks.alone:
         return work()
     value, refusal = None, ""
-    if ranks.first:
+    if ranks.is_main:
         try:
             value = work()
         except ConfigError as error:
             refusal = str(error)
-    refusal = told(refusal)
+    refusal = broadcast_object(refusal)
     if refusal:
         raise ConfigError(refusal)
     if otherwise is None:
-        return told(value)
-    return cast("T", value) if ranks.first else otherwise()
+        return broadcast_object(value)
+    return cast("T", value) if ranks.is_main else otherwise()
 
 
 GONE = (
@@ -160,7 +160,7 @@ GONE = (
 """What gloo and NCCL say where another process no longer answers, in lower case."""
 
 
-def gone(error: BaseException) -> str:
+def connection_error(error: BaseException) -> str:
     """Why a rank that waits for the others no longer has them; empty for an error of any other kind."""
     text = " ".join(str(error).split())
     of_ranks = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistError") or "gloo" in text.lower()

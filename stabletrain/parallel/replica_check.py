@@ -23,18 +23,18 @@ WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers by their bytes."""
 
 
-def difference(state: TrainState) -> str:
+def find_divergence(state: TrainState) -> str:
     """Which ranks have another state than the others, and where, in words; empty where all have the same.
 
     All ranks must call it, and all get the same answer.
     """
-    mine = sums(state)
+    mine = checksums(state)
     hashes = from_all(hashlib.sha256(repr(mine).encode()).hexdigest())
     return words(hashes, from_all(mine)) if len(set(hashes)) > 1 else ""
 
 
 @torch.no_grad()
-def sums(state: TrainState) -> dict[str, int]:
+def checksums(state: TrainState) -> dict[str, int]:
     """The sum of bits of each weight, each moment and each of BatchNorm's statistics, by name.
 
     Buffers that no checkpoint holds, and those that are no floats, are left out: a model may keep there what it likes.

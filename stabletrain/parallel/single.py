@@ -44,7 +44,7 @@ class Alone:
     def wrap(self, model: nn.Module) -> None:
         """Lets gradients meet, once all that writes the weights before the first step has done so."""
 
-    def part(self, batch: Batch, size: int) -> Batch:
+    def shard_batch(self, batch: Batch, size: int) -> Batch:
         """This rank's part of a batch that should have `size` samples: all of it."""
         del size
         return batch
@@ -60,7 +60,7 @@ class Alone:
         del model, last
         return nullcontext()
 
-    def shared(self, loss: Tensor) -> Tensor:
+    def scale_for_averaging(self, loss: Tensor) -> Tensor:
         """What is differentiated, so that gradients that are averaged over the ranks are those of the whole batch."""
         return loss
 
@@ -76,11 +76,11 @@ class Alone:
 
     # ---- between steps
 
-    def sums(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         """The sum over the ranks, elementwise."""
         return values
 
-    def difference(self, state: TrainState) -> str:
+    def find_divergence(self, state: TrainState) -> str:
         """Which ranks no longer have the state that the others have, in words; empty where all agree."""
         del state
         return ""

@@ -11,7 +11,7 @@ from torch import nn
 
 from stabletrain.config.arguments import SWEEP, Arguments, key_of, program
 from stabletrain.models.sampling import generate
-from stabletrain.parallel.ranks import here
+from stabletrain.parallel.ranks import current_ranks
 
 
 def opening(
@@ -156,7 +156,7 @@ def suggestion(typed: Arguments, has_attention: bool, per: str) -> str:
     swept = {key_of(each) for each in sweep} | {"resume", "zloss", "qknorm", "qkclip", "stability"}
     kept = [o for o in typed.overrides if key_of(o) not in swept and not key_of(o).startswith(("hydra", "faults"))]
     options = [option for option in typed.options if option not in SWEEP]
-    return shlex.join([*program(here()), "-m", *options, *kept, *sweep])
+    return shlex.join([*program(current_ranks()), "-m", *options, *kept, *sweep])
 
 
 def sample_text(model: nn.Module, data: Any, device: torch.device, tokens: int = 200) -> str | None:

@@ -31,7 +31,7 @@ from stabletrain.machine.determinism import mix
 from stabletrain.machine.usage import Usage, forget_peak, peak_flops
 from stabletrain.monitors.rolling import Recent
 from stabletrain.parallel.checkpoints import SharedCheckpoints
-from stabletrain.parallel.ranks import Ranks, first_does, here, join
+from stabletrain.parallel.ranks import Ranks, first_does, current_ranks, join
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.stability.chunked_loss import in_chunks
@@ -46,13 +46,13 @@ from stabletrain.tracking.wandb import NoWandb
 from stabletrain.trainer.banner import closing, opening, sample_text, suggestion
 from stabletrain.trainer.compile_warmup import compiled
 from stabletrain.trainer.contract import checked, cost, make_model, units, validation, vocabulary
-from stabletrain.trainer.run import UNITS, History, Job, Plan
+from stabletrain.trainer.run import UNITS, History, TrainingRun, Plan
 
 FAR_OFF = 1 << 40
 """Beyond every step's number: where the seeds of the other ranks are drawn from."""
 
 
-def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
+def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> TrainingRun:
     """The run that `cfg` describes, resumed where it asks for that, ready for `loop.run`.
 
     Args:
@@ -63,7 +63,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
     Raises:
         ConfigError: a bound passed, a combination that cannot work, or a folder that already holds a run.
     """
-    ranks = here()
+    ranks = current_ranks()
     if ranks.launched:
         join(ranks)
     parallel = make(cfg, "parallel")
@@ -87,7 +87,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
     model = make_model(cfg, data)
     size = sum(p.numel() for p in model.parameters())
     peak = peak_flops(hardware.name(device), precision.name)
-    usage = Usage(device) if peak is None else Usage(device, cost(model, data), peak * ranks.count)
+    usage = Usage(device) if peak is None else Usage(device, cost(model, data), peak * ranks.world_size)
     forget_peak(device)
     make(cfg, "init")(model)  # on the CPU, so that every device starts from the same weights
     model.to(device)
@@ -124,8 +124,8 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
 
     def load(step: int) -> Batch:
         batch = checked(data.batch(position(step, state.skipped), cfg.batch_size, "train"))
-        if len(batch) % (cfg.grad_accum_steps * ranks.count):
-            among = "" if ranks.alone else f" on {ranks.count} ranks"
+        if len(batch) % (cfg.grad_accum_steps * ranks.world_size):
+            among = "" if ranks.alone else f" on {ranks.world_size} ranks"
             raise ConfigError(
                 f"data: batch {step} has {len(batch)} samples, which grad_accum_steps={cfg.grad_accum_steps}{among} "
                 f"does not divide: return batch_size={cfg.batch_size} samples, or use grad_accum_steps=1"
@@ -135,9 +135,9 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
     checkpoints = faults.checkpoints(make(cfg, "checkpoint"))
     if not ranks.alone:
         checkpoints = SharedCheckpoints(checkpoints, ranks)
-    wandb = faults.wandb(make(cfg, "wandb")) if ranks.first else NoWandb()
+    wandb = faults.wandb(make(cfg, "wandb")) if ranks.is_main else NoWandb()
 
-    run = RunFolder(folder) if ranks.first else NoRunFolder(folder)
+    run = RunFolder(folder) if ranks.is_main else NoRunFolder(folder)
     typed = take_apart([*sys.argv[1:]])
     chosen = {"precision": precision.name, "fp32_modules": islands, "determinism": switches}
     machine = hardware.describe(device) | chosen
@@ -173,7 +173,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
             guard.forget()  # the states it knows are in another folder
         if state.step > cfg.steps:
             raise ConfigError(f"steps={cfg.steps} is below the {state.step} steps that are done: raise steps")
-        tracker.rewind(state.tick)
+        tracker.rewind(state.executed_steps)
         about_machine = f"{hardware.name(device)}, {hardware.threads()}"
         tracker.note(opening(choices, config, model, data, tools, about_machine, str(folder)))
         if compiling.wanted(cfg.compile, device):
@@ -199,13 +199,13 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
         Setting(
             choices=choices,
             values=dict(leaves(config)),
-            attends="qknorm" in cfg.model,
+            has_attention="qknorm" in cfg.model,
             warmup=learning_rate.warmup.length(cfg.steps),
             deterministic=choices["determinism"] == "strict"
             or (device.type == "cpu" and compiling.shape_of(model) is None),
         ),
     )
-    report = PageAtEnd(folder) if cfg.report and ranks.first else NoPage()
+    report = PageAtEnd(folder) if cfg.report and ranks.is_main else NoPage()
 
     def last_words() -> str:
         sample = sample_text(model, data, device)  # by all ranks, where each has a part of the model
@@ -222,7 +222,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
         )
 
     tracker.start(cfg.steps, state.step)
-    return Job(
+    return TrainingRun(
         plan=Plan(cfg.steps, cfg.grad_accum_steps, cfg.eval_every, cfg.log_every),
         state=state,
         tools=tools,
@@ -231,7 +231,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
         validation=lambda: validation(data, cfg.batch_size, cfg.eval_batches, ranks),
         device=device,
         monitors=monitors,
-        recent=recent,
+        rolling=recent,
         snapshots=Snapshots(),
         checkpoints=checkpoints,
         tracker=tracker,
@@ -239,11 +239,11 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Job:
         parts=parts,
         history=history,
         unit=unit,
-        usage=usage,
+        hardware_usage=usage,
         forensics=forensics,
-        blank=blank,
+        model_factory=blank,
         load=load,
-        about={"config": config, "choices": choices},
+        metadata={"config": config, "choices": choices},
         page=report,
         closing=last_words,
     )
@@ -276,4 +276,4 @@ def continue_from(
 
 def seed_of(seed: int, ranks: Ranks) -> int:
     """What a rank's randomness in a step is seeded with: of rank 0 `seed`, of each other one of its own."""
-    return seed if ranks.first else mix(seed, FAR_OFF + ranks.rank) >> 1
+    return seed if ranks.is_main else mix(seed, FAR_OFF + ranks.rank) >> 1

@@ -12,7 +12,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.machine.compiling import prove
 from stabletrain.protocols import Running, Tools
 from stabletrain.records import Batch, TrainState
-from stabletrain.step import counted
+from stabletrain.step import count_targets
 
 
 def compiled(
@@ -41,7 +41,7 @@ def compiled(
         inputs, _, _ = tools.intake.inputs(batch.inputs)
         logits = tools.objective.logits(running, inputs)  # gradients meet in the backward pass, as after the last part
         targets, _ = tools.intake.targets(batch.targets, logits.shape[-1])
-        return tools.objective(logits, targets, counted([batch]).clamp(min=1)).total
+        return tools.objective(logits, targets, count_targets([batch]).clamp(min=1)).total
 
     def backward(loss: Tensor) -> None:
         running.scaled(loss).backward()

@@ -108,7 +108,7 @@ def validation(data: Any, size: int, limit: int | None, ranks: Ranks) -> Iterato
     """
     count = data.batches(size, "val") if hasattr(data, "batches") else DEFAULT_VAL_BATCHES
     count = min(count, limit or count)
-    for first in range(0, count, ranks.count):
+    for first in range(0, count, ranks.world_size):
         number = first + ranks.rank
         batch = checked(data.batch(min(number, count - 1), size, "val"))
         yield batch if number < count else replace(batch, targets=torch.full_like(batch.targets, IGNORE_INDEX))

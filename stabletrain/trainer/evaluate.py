@@ -50,7 +50,7 @@ def evaluate(
     finally:
         model.train(training)
     mine = [torch.as_tensor(each, dtype=torch.float64, device=device) for each in (loss, count, correct, spoilt)]
-    loss, total, correct, spoilt = parallel.sums(torch.stack(mine)).tolist()
+    loss, total, correct, spoilt = parallel.all_reduce_sum(torch.stack(mine)).tolist()
     metrics = {"val/loss": loss / total if total else float("nan")}
     if classifies:
         metrics["val/accuracy"] = correct / total if total else float("nan")

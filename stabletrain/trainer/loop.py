@@ -10,16 +10,16 @@ from typing import Any
 
 from stabletrain.errors import Interrupted, TrainingHalted
 from stabletrain.machine.signals import StopRequest
-from stabletrain.parallel.failure_report import lost
+from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.records import Verdict
 from stabletrain.step import commit, compute
 from stabletrain.trainer.evaluate import evaluate
-from stabletrain.trainer.rollback import Recovery
-from stabletrain.trainer.run import UNITS, History, Job
+from stabletrain.trainer.rollback import Rollback
+from stabletrain.trainer.run import UNITS, History, TrainingRun
 from stabletrain.trainer.step_log import NOTHING, Launched, Pace, report, watch
 
 
-def run(job: Job) -> History:
+def train(job: TrainingRun) -> History:
     """Trains until `plan.steps` steps are done, and records how it ended.
 
     Raises:
@@ -29,11 +29,11 @@ def run(job: Job) -> History:
     """
     tracker = job.tracker
     try:
-        train(job)
+        training_loop(job)
         job.checkpoints.wait()
     except BaseException as raised:
-        error = lost(raised, job.parallel.ranks) or raised
-        job.checkpoints.settle()
+        error = as_rank_lost(raised, job.parallel.ranks) or raised
+        job.checkpoints.finish_quietly()
         numbers = final(job)
         tracker.summary(numbers | {"status": status_of(error)})
         tracker.close(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1))
@@ -61,7 +61,7 @@ def status_of(error: BaseException) -> str:
     return "preempted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
 
 
-def final(job: Job) -> dict[str, Any]:
+def final(job: TrainingRun) -> dict[str, Any]:
     """The run's last numbers, for `run.json` and W&B's summary."""
     history = job.history
     rate = history.units / max(history.seconds, 1e-9)
@@ -71,25 +71,25 @@ def final(job: Job) -> dict[str, Any]:
         "best/step": history.best_step,
         "seconds": history.seconds,
         f"{UNITS[job.unit]}_per_s": rate,
-        **job.usage.metrics(rate),
-        "ticks": job.state.tick,
+        **job.hardware_usage.metrics(rate),
+        "ticks": job.state.executed_steps,
         "guard/updates": history.updates,
         "guard/rollbacks": job.tools.guard.rollbacks,
         "guard/lost_steps": history.lost_steps,
         "guard/lost_seconds": history.lost_seconds,
         "guard/skipped": sum(job.tools.guard.skips.values()),
-        "spike/score": job.recent.metrics()["spike/score"],
+        "spike/score": job.rolling.metrics()["spike/score"],
         **{f"guard/skipped_{kind}": count for kind, count in job.tools.guard.skips.items()},
     }
 
 
-def train(job: Job) -> None:
+def training_loop(job: TrainingRun) -> None:
     """The loop itself."""
-    plan, state, pace, recovery = job.plan, job.state, Pace(job.history, job.parallel.ranks.count), Recovery(job)
+    plan, state, pace, recovery = job.plan, job.state, Pace(job.history, job.parallel.ranks.world_size), Rollback(job)
     launched: Launched | None = None
     first = state.step + 1  # whose line is there at once: somebody waits for it
-    if recovery.due(state.step):
-        recovery.put_by()
+    if recovery.snapshot_due(state.step):
+        recovery.take_snapshot()
     with StopRequest() as stop:
         while state.step < plan.steps:
             batch = job.batches.get(state.step)
@@ -103,20 +103,20 @@ def train(job: Job) -> None:
             if watching:
                 seen_batch = job.tools.intake.safe(micro_batches[0], computed.classes)
                 job.monitors.before(state.model, state.optimizer, seen_batch, job.tools.precision)
-            launched = Launched(commit(state, computed, job.tools), batch, computed.classes, computed.held)
+            launched = Launched(commit(state, computed, job.tools), batch, computed.classes, computed.saved_buffers)
             pace.count(batch)
             last, stopping = state.step == plan.steps, job.parallel.stopping(stop.name)
             evaluating = last or state.step % plan.eval_every == 0
             saving = last or stopping or job.checkpoints.due(state.step)
-            putting_by = recovery.due(state.step)
-            if watching or evaluating or saving or putting_by or recovery.returning or state.step == first:
+            putting_by = recovery.snapshot_due(state.step)
+            if watching or evaluating or saving or putting_by or recovery.replaying or state.step == first:
                 seen = watch(job, launched) if watching else {}
                 settled, launched = settle(job, launched, pace, recovery, seen), None
                 if not settled:
                     continue
             if (evaluating or saving or putting_by) and not agree(job, pace, recovery):
                 continue
-            improved, val_loss, returning = False, None, recovery.returning
+            improved, val_loss, returning = False, None, recovery.replaying
             if evaluating or saving:
                 pace.measure()
             if evaluating:
@@ -126,15 +126,15 @@ def train(job: Job) -> None:
                 best, val_loss = job.history.best_loss, validate(job)
                 improved = val_loss < best
             if putting_by:  # after the evaluation: what it found is part of the state
-                recovery.put_by()
+                recovery.take_snapshot()
             if returning and state.step == returning.step:
-                recovery.arrive()
+                recovery.finish_replay()
             elif saving or improved:
                 recovery.save(val_loss)
             if evaluating or saving:
                 pace.resume()
             if stopping and not last:
-                recovery.give_up_the_way()
+                recovery.abort_replay()
                 job.checkpoints.wait()
                 job.tracker.event("preempt", state.step, signal=stopping)
                 where = f"{stopping}: stopped after step {state.step} of {plan.steps}"
@@ -144,7 +144,7 @@ def train(job: Job) -> None:
                 raise Interrupted(f"{where}, {saved}", saved=job.checkpoints.keeps)
 
 
-def settle(job: Job, launched: Launched, pace: Pace, recovery: Recovery, seen: Mapping[str, float] = NOTHING) -> bool:
+def settle(job: TrainingRun, launched: Launched, pace: Pace, recovery: Rollback, seen: Mapping[str, float] = NOTHING) -> bool:
     """Draws the consequences of a step that is over; returns whether the run goes on from the state as it is.
 
     Where it does not, an older state has been put back.
@@ -161,23 +161,23 @@ def settle(job: Job, launched: Launched, pace: Pace, recovery: Recovery, seen: M
     return follow(job, verdict, pace, recovery)
 
 
-def agree(job: Job, pace: Pace, recovery: Recovery) -> bool:
+def agree(job: TrainingRun, pace: Pace, recovery: Rollback) -> bool:
     """Whether the run goes on from the state as it is, which is so where every rank still has the same one.
 
     Raises:
         TrainingHalted: they do not, and there is nothing to go back to.
     """
-    differs = job.parallel.difference(job.state)
+    differs = job.parallel.find_divergence(job.state)
     if not differs:
         return True
     verdict = job.tools.guard.distrust(differs)
-    job.tracker.event("divergence", job.state.step, reason=differs, tick=job.state.tick)
+    job.tracker.event("divergence", job.state.step, reason=differs, tick=job.state.executed_steps)
     if verdict is Verdict.APPLY:
         job.tracker.note(f"step {job.state.step}: {differs}; guard=off lets that be")
     return follow(job, verdict, pace, recovery, same_data=True)
 
 
-def follow(job: Job, verdict: Verdict, pace: Pace, recovery: Recovery, *, same_data: bool = False) -> bool:
+def follow(job: TrainingRun, verdict: Verdict, pace: Pace, recovery: Rollback, *, same_data: bool = False) -> bool:
     """Puts an older state back, or halts, where the verdict says so; returns whether neither was done.
 
     Raises:
@@ -185,17 +185,17 @@ def follow(job: Job, verdict: Verdict, pace: Pace, recovery: Recovery, *, same_d
     """
     if verdict is Verdict.ROLLBACK:
         pace.measure()
-        recovery.go_back(job.state.step, same_data)
+        recovery.roll_back(job.state.step, same_data)
         pace.resume()
     if verdict is Verdict.HALT:
-        recovery.preserve()
+        recovery.save_last_healthy()
         job.checkpoints.wait()
         job.tracker.event("halt", job.state.step, reason=job.tools.guard.reason)
         raise TrainingHalted(f"step {job.state.step}: {job.tools.guard.reason}")
     return verdict is not Verdict.ROLLBACK
 
 
-def validate(job: Job) -> float:
+def validate(job: TrainingRun) -> float:
     """Evaluates, logs, and remembers the best; returns the validation loss."""
     batches = (batch.to(job.device) for batch in job.validation())
     metrics = evaluate(job.state.model, batches, job.tools.precision, job.tools.intake, job.parallel)
@@ -208,5 +208,5 @@ def validate(job: Job) -> float:
     if metrics["val/loss"] < job.history.best_loss:
         job.history.best_loss, job.history.best_step = metrics["val/loss"], job.state.step
         job.tracker.summary({"best/val_loss": metrics["val/loss"], "best/step": job.state.step})
-    job.tracker.log(job.state.step, {"tick": job.state.tick, **metrics})
+    job.tracker.log(job.state.step, {"tick": job.state.executed_steps, **metrics})
     return metrics["val/loss"]

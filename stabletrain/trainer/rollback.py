@@ -15,19 +15,19 @@ from stabletrain.checkpoint.tree import Tree
 from stabletrain.data.order import position
 from stabletrain.errors import TrainingHalted
 from stabletrain.tracking.tracker import NoTracker
-from stabletrain.trainer.run import Job
+from stabletrain.trainer.run import TrainingRun
 
 
 @runtime_checkable
-class Lasting(Protocol):
+class HasCumulativeState(Protocol):
     """A part of the state with something that a rollback does not undo: counts, budgets, time."""
 
-    def lasting(self) -> dict[str, Any]: ...
-    def keep(self, lasting: dict[str, Any], /) -> None: ...
+    def cumulative_state(self) -> dict[str, Any]: ...
+    def load_cumulative_state(self, lasting: dict[str, Any], /) -> None: ...
 
 
 @dataclass
-class Return:
+class PendingReplay:
     """What is to be done when the state that a rollback wants has been computed again.
 
     Attributes:
@@ -39,33 +39,33 @@ class Return:
 
     step: int
     trouble: int
-    tick: int
+    executed_steps: int
     skipped: list[tuple[int, int]]
-    lasting: dict[str, dict[str, Any]]
+    cumulative: dict[str, dict[str, Any]]
     tracker: NoTracker
 
 
-class Recovery:
+class Rollback:
     """Puts states by and back for one run.
 
     Attributes:
         returning: the state on the way to which steps are run again; None as a rule.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingRun) -> None:
         self._job = job
-        self.returning: Return | None = None
+        self.replaying: PendingReplay | None = None
 
-    def due(self, step: int) -> bool:
+    def snapshot_due(self, step: int) -> bool:
         """Whether the state after `step` steps is to be put by in memory."""
-        return self._job.tools.guard.due(step)
+        return self._job.tools.guard.snapshot_due(step)
 
-    def put_by(self) -> None:
+    def take_snapshot(self) -> None:
         """Puts the present state by, in memory."""
         job, guard = self._job, self._job.tools.guard
-        guard.take(job.state.step)
+        guard.retain(job.state.step)
         job.snapshots.take(job.state.step, capture(job.state, job.parts))
-        job.snapshots.keep(guard.held)
+        job.snapshots.retain(guard.retained_steps)
 
     def save(self, val_loss: float | None, *, healthy: bool | None = None) -> None:
         """Takes a checkpoint of everything stateful; whether it is healthy, the guard says where nobody else does.
@@ -74,9 +74,9 @@ class Recovery:
         is in memory is lost when the process is killed.
         """
         state, guard, checkpoints = self._job.state, self._job.tools.guard, self._job.checkpoints
-        if self.returning:  # what is on the disk beyond this step is still good
+        if self.replaying:  # what is on the disk beyond this step is still good
             return
-        oldest = min(guard.held, default=state.step)
+        oldest = min(guard.retained_steps, default=state.step)
         if oldest < state.step and not checkpoints.reaches(oldest):
             held = self._job.snapshots.newest(oldest)
             if held is not None:
@@ -86,12 +86,12 @@ class Recovery:
         self._write(capture(state, self._job.parts), healthy=healthy, val_loss=val_loss)
 
     def _write(self, tree: Tree, *, healthy: bool, val_loss: float | None, here: bool = True) -> None:
-        info, anchor = {"run": self._job.folder.id}, min(self._job.tools.guard.held, default=None)
+        info, anchor = {"run": self._job.folder.id}, min(self._job.tools.guard.retained_steps, default=None)
         self._job.checkpoints.save(
             tree["step"], tree, info=info, healthy=healthy, val_loss=val_loss, anchor=anchor, here=here
         )
 
-    def go_back(self, trouble: int, same_data: bool = False) -> None:
+    def roll_back(self, trouble: int, same_data: bool = False) -> None:
         """Puts the newest healthy state back.
 
         Args:
@@ -102,7 +102,7 @@ class Recovery:
             TrainingHalted: no state is left that the run could go back to.
         """
         job, state, guard = self._job, self._job.state, self._job.tools.guard
-        self.arrive()  # if the trouble came on the way back already, on a machine that is not deterministic
+        self.finish_replay()  # if the trouble came on the way back already, on a machine that is not deterministic
         target, reason = guard.target, guard.reason
         tree = None if target is None else self._find(target)
         if target is None or tree is None:
@@ -110,18 +110,18 @@ class Recovery:
             raise TrainingHalted(f"step {trouble}: {reason}; no healthy state is left to go back to")
         target = max(target, tree["step"])
         start, stop = position(target, state.skipped), position(trouble - 1, state.skipped) + 1
-        detour = guard.go_back(trouble, target, same_data)
+        detour = guard.begin_rollback(trouble, target, same_data)
         stop += detour.skip_batches
         passed_over = [] if same_data else [(start, stop)]
         skipped = [*state.skipped, *passed_over]
-        lasting = {name: part.lasting() for name, part in job.parts.items() if isinstance(part, Lasting)}
-        self.returning = Return(target, trouble, state.tick, skipped, lasting, job.tracker)
+        lasting = {name: part.cumulative_state() for name, part in job.parts.items() if isinstance(part, HasCumulativeState)}
+        self.replaying = PendingReplay(target, trouble, state.executed_steps, skipped, lasting, job.tracker)
         job.tracker.event(
             "rollback",
             trouble,
             to=target,
             loaded=tree["step"],
-            tick=state.tick,
+            tick=state.executed_steps,
             skipped=[] if same_data else [start, stop],
             lr_factor=detour.lr_factor,
             reason=reason,
@@ -139,27 +139,27 @@ class Recovery:
             job.tracker.note(f"rollback: steps {state.step + 1} to {target} are run again to reach that state")
             job.tracker = NoTracker()
         else:
-            self.arrive()
+            self.finish_replay()
 
-    def arrive(self) -> None:
+    def finish_replay(self) -> None:
         """Ends a way back: what a rollback does not undo is put over the restored state, and that is saved."""
-        back, job = self.returning, self._job
+        back, job = self.replaying, self._job
         if back is None:
             return
-        self.returning, job.tracker = None, back.tracker
-        job.state.tick, job.state.skipped = back.tick, back.skipped
-        for name, lasting in back.lasting.items():
+        self.replaying, job.tracker = None, back.tracker
+        job.state.executed_steps, job.state.skipped = back.executed_steps, back.skipped
+        for name, lasting in back.cumulative.items():
             part = job.parts[name]
-            assert isinstance(part, Lasting)
-            part.keep(lasting)
+            assert isinstance(part, HasCumulativeState)
+            part.load_cumulative_state(lasting)
         job.history.lost_steps += back.trouble - job.state.step
         job.batches.forget()
-        job.snapshots.keep(job.tools.guard.held)
-        job.tracker.mark(job.state.step, back.tick)
+        job.snapshots.retain(job.tools.guard.retained_steps)
+        job.tracker.mark(job.state.step, back.executed_steps)
         job.checkpoints.rewind(job.state.step)
         self.save(val_loss_of(asdict(job.history), job.state.step), healthy=True)
 
-    def preserve(self) -> None:
+    def save_last_healthy(self) -> None:
         """Saves the newest healthy state in memory to the disk: the run is about to end, and its weights are bad.
 
         What a rollback does not undo is put over it, so that a run which is resumed from it goes on from there.
@@ -170,16 +170,16 @@ class Recovery:
             return
         parts = dict(tree["parts"])
         for name, part in job.parts.items():
-            if isinstance(part, Lasting):
-                parts[name] = {**parts[name], **part.lasting()}
-        over = {"tick": job.state.tick, "skipped": [list(span) for span in job.state.skipped], "parts": parts}
+            if isinstance(part, HasCumulativeState):
+                parts[name] = {**parts[name], **part.cumulative_state()}
+        over = {"tick": job.state.executed_steps, "skipped": [list(span) for span in job.state.skipped], "parts": parts}
         self._write({**tree, **over}, healthy=True, val_loss=val_loss_of(tree["parts"]["history"], tree["step"]))
-        job.tracker.mark(tree["step"], job.state.tick)
+        job.tracker.mark(tree["step"], job.state.executed_steps)
 
-    def give_up_the_way(self) -> None:
+    def abort_replay(self) -> None:
         """Ends a way back before it has led anywhere: the disk has all that it needs to begin it again."""
-        if self.returning:
-            self._job.tracker, self.returning = self.returning.tracker, None
+        if self.replaying:
+            self._job.tracker, self.replaying = self.replaying.tracker, None
 
     def _find(self, target: int) -> Any:
         """The newest state up to step `target`, of those in memory and on the disk; else the oldest healthy one."""

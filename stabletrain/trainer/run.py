@@ -58,12 +58,12 @@ class History:
     lost_steps: int = 0
     lost_seconds: float = 0.0
 
-    def lasting(self) -> dict:
+    def cumulative_state(self) -> dict:
         """What a rollback does not undo: time and data spent."""
         names = ("seconds", "units", "lost_steps", "lost_seconds")
         return {name: getattr(self, name) for name in names}
 
-    def keep(self, lasting: dict) -> None:
+    def load_cumulative_state(self, lasting: dict) -> None:
         """Puts that back over a restored state, whose own time is not lost."""
         lost = lasting["seconds"] - self.seconds
         self.load_state_dict({**lasting, "lost_seconds": lasting["lost_seconds"] + lost})
@@ -88,7 +88,7 @@ class Batches(Protocol):
 
 
 @dataclass
-class Job:
+class TrainingRun:
     """One run, built.
 
     Attributes:
@@ -125,7 +125,7 @@ class Job:
     validation: Callable[[], Iterator[Batch]]
     device: torch.device
     monitors: NoMonitors
-    recent: Recent
+    rolling: Recent
     snapshots: Snapshots
     checkpoints: NoCheckpoints
     tracker: NoTracker
@@ -133,10 +133,10 @@ class Job:
     parts: Mapping[str, Stateful]
     history: History
     unit: str
-    usage: Usage
+    hardware_usage: Usage
     forensics: NoForensics
-    blank: Callable[[], nn.Module]
+    model_factory: Callable[[], nn.Module]
     load: Callable[[int], Batch]
-    about: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     page: NoPage
     closing: Callable[[], str]

@@ -13,7 +13,7 @@ from stabletrain.machine.compiling import shape_of
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Batch, Reading, Verdict
 from stabletrain.step import InFlight
-from stabletrain.trainer.run import UNITS, History, Job
+from stabletrain.trainer.run import UNITS, History, TrainingRun
 
 FAR = 1_000_003
 """Steps ahead of a step, times its number, from where a batch is taken that the run has not read and never will."""
@@ -34,7 +34,7 @@ class Launched(NamedTuple):
     in_flight: InFlight
     batch: Batch
     classes: int | None
-    held: list[Tensor]
+    saved_buffers: list[Tensor]
 
     def reading(self) -> Reading:
         """The numbers, once they are there."""
@@ -72,7 +72,7 @@ class Pace:
         self._since = time.perf_counter()
 
 
-def report(job: Job, launched: Launched, pace: Pace, seen: Mapping[str, float] = NOTHING) -> Verdict:
+def report(job: TrainingRun, launched: Launched, pace: Pace, seen: Mapping[str, float] = NOTHING) -> Verdict:
     """The guard's verdict on a step that is over, and everything that is said about it.
 
     What the monitors have `seen` of it goes into the same line of the log.
@@ -80,20 +80,20 @@ def report(job: Job, launched: Launched, pace: Pace, seen: Mapping[str, float] =
     reading, guard = launched.reading(), job.tools.guard
     verdict = guard.judge(reading)
     skipped = sum(guard.skips.values())
-    raise_alarms(job, reading.step, job.recent.add(reading))
-    metrics = reading_metrics(reading, skipped) | job.recent.metrics()
-    metrics |= {"tick": job.state.tick, "guard/applied": int(reading.applied), "guard/rollbacks": guard.rollbacks}
+    raise_alarms(job, reading.step, job.rolling.add(reading))
+    metrics = reading_metrics(reading, skipped) | job.rolling.metrics()
+    metrics |= {"tick": job.state.executed_steps, "guard/applied": int(reading.applied), "guard/rollbacks": guard.rollbacks}
     if not reading.applied:
         report_skip(job, launched, reading, verdict)
     if seen or reading.step % job.plan.log_every == 0 or reading.step in (1, job.plan.steps):
         pace.measure()
-        used = {f"{UNITS[job.unit]}_per_s": pace.rate, **job.usage.metrics(pace.rate)}
+        used = {f"{UNITS[job.unit]}_per_s": pace.rate, **job.hardware_usage.metrics(pace.rate)}
         job.tracker.log(reading.step, {**metrics, **used, **seen})
     job.tracker.progress(reading.step, metrics, pace.rate, job.unit, skipped)
     return verdict
 
 
-def report_skip(job: Job, launched: Launched, reading: Reading, verdict: Verdict) -> None:
+def report_skip(job: TrainingRun, launched: Launched, reading: Reading, verdict: Verdict) -> None:
     """Records a step whose update was withheld, and says so now and then, unless a graver verdict tells it anyway.
 
     The first of a row is explained, and the last where it ends the run for another reason than it began with.
@@ -105,10 +105,10 @@ def report_skip(job: Job, launched: Launched, reading: Reading, verdict: Verdict
         mine = bad_samples(launched.batch, job.tools.intake.vocab_size, launched.classes)
         bad = job.parallel.of_all_parts(mine, len(launched.batch))[:MOST]
         reason, samples = describe(bad), {"samples": bad}
-    job.tracker.event("skip", reading.step, kind=guard.kind, reason=reason, tick=job.state.tick, **numbers, **samples)
+    job.tracker.event("skip", reading.step, kind=guard.kind, reason=reason, tick=job.state.executed_steps, **numbers, **samples)
     kind = "spike" if guard.kind == "spike" else "nonfinite"
     telling = guard.consecutive == 1 or (verdict is Verdict.HALT and guard.kind != job.forensics.newest)
-    if guard.kind != "overflow" and telling and look_into(job, launched, reading, kind):
+    if guard.kind != "overflow" and telling and handle_incident(job, launched, reading, kind):
         job.forensics.newest = guard.kind
         return
     if verdict is Verdict.SKIP and guard.kind != "overflow" and is_round(guard.skips[guard.kind]):
@@ -116,10 +116,10 @@ def report_skip(job: Job, launched: Launched, reading: Reading, verdict: Verdict
         job.tracker.note(f"step {reading.step}: {reason}; update withheld ({guard.kind}, number {number})")
 
 
-def look_into(job: Job, launched: Launched, reading: Reading, kind: str) -> bool:
+def handle_incident(job: TrainingRun, launched: Launched, reading: Reading, kind: str) -> bool:
     """Has a step explained; returns whether that was done, and said."""
-    filed = job.forensics.look_into(
-        lambda deadline: scene_of(job, launched, reading, deadline),
+    filed = job.forensics.handle(
+        lambda deadline: make_repro(job, launched, reading, deadline),
         kind,
         classes=launched.classes,
         optimizer=job.state.optimizer if job.parallel.has_whole_moments else None,
@@ -129,26 +129,26 @@ def look_into(job: Job, launched: Launched, reading: Reading, kind: str) -> bool
         return False
     where = None if filed.path is None else f"incidents/{filed.path.name}"
     about = {"kind": kind, "cause": filed.cause, "verdict": filed.verdict, "fix": list(filed.fix), "path": where}
-    job.tracker.event("incident", reading.step, tick=job.state.tick, **about)
+    job.tracker.event("incident", reading.step, tick=job.state.executed_steps, **about)
     for line in filed.lines:
         job.tracker.note(line)
     job.tracker.alert(f"incident: {filed.cause}", "\n".join(filed.lines))
     return True
 
 
-def scene_of(job: Job, launched: Launched, reading: Reading, deadline: float) -> Scene | None:
+def make_repro(job: TrainingRun, launched: Launched, reading: Reading, deadline: float) -> Scene | None:
     """What running the step again needs; None where this rank has no room for it.
 
     Of one that was withheld all is as it was when it started. What one that was applied started from is gone: the same
     batch is run on the weights, with the buffers, that it has made, before the next step has touched them.
     """
-    model = job.parallel.whole_model(job.state.model, job.blank)
+    model = job.parallel.whole_model(job.state.model, job.model_factory)
     older = job.parallel.whole_tree(job.snapshots.newest(reading.step - 2))
     if model is None:
         return None
     return Scene(
         model=model,
-        buffers=[*job.state.model.buffers()] if reading.applied else launched.held,
+        buffers=[*job.state.model.buffers()] if reading.applied else launched.saved_buffers,
         step=reading.step - 1,
         batch=launched.batch,
         micro_batches=job.plan.grad_accum_steps,
@@ -161,22 +161,22 @@ def scene_of(job: Job, launched: Launched, reading: Reading, deadline: float) ->
         older=lambda: older,
         fresh=lambda: job.load(FAR * (reading.step + 1)),
         deadline=deadline,
-        about=job.about,
+        metadata=job.metadata,
     )
 
 
-def watch(job: Job, launched: Launched) -> dict[str, float]:
+def watch(job: TrainingRun, launched: Launched) -> dict[str, float]:
     """What the monitors saw of the step that is just over; where gradients vanish in fp16, whether fp16 is to blame."""
     reading = launched.reading()
     metrics, alarms = job.monitors.after(job.state.model, job.state.optimizer, reading.applied)
     raise_alarms(job, reading.step, alarms)
     vanishing = job.parallel.anywhere(any(alarm.kind == "vanishing" for alarm in alarms))
     if vanishing and reading.applied and is_scaled(job.tools.precision):
-        look_into(job, launched, reading, "loss_scale")
+        handle_incident(job, launched, reading, "loss_scale")
     return metrics
 
 
-def raise_alarms(job: Job, step: int, alarms: list[Alarm]) -> None:
+def raise_alarms(job: TrainingRun, step: int, alarms: list[Alarm]) -> None:
     """Records each alarm, shows it, and sends it to whoever is not watching."""
     for alarm in alarms:
         job.tracker.event("alarm", step, kind=alarm.kind, text=alarm.text)

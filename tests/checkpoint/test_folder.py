@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stabletrain.checkpoint import reader
-from stabletrain.checkpoint.folder import by_val_loss, find, kept, left_behind
+from stabletrain.checkpoint.folder import by_val_loss, find, kept, superseded
 from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.tracking.metrics import read_jsonl
 from tests.checkpoint.given import Run, flip, rewrite_manifest, tree
@@ -206,7 +206,7 @@ def test_newest_up_to_a_step(tmp_path):
 def test_left_behind_is_all_that_is_later_and_the_last_healthy_one_is_not(healthy):
     for pattern in itertools.product([True, False], repeat=6):
         found = [Checkpoint(Path(str(step)), step, is_healthy, None, {}) for step, is_healthy in enumerate(pattern)]
-        gone = numbers(left_behind(found, 2, healthy))
+        gone = numbers(superseded(found, 2, healthy))
         later = [step for step in (3, 4, 5) if pattern[step]]
         assert sorted({*gone, *([] if healthy else later[-1:])}) == [3, 4, 5]
         assert healthy or not later or later[-1] not in gone

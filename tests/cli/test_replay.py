@@ -8,7 +8,7 @@ import pytest
 
 from stabletrain.cli.commands import main
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
+from stabletrain.trainer.loop import train
 from tests.runs import ROOT, TINY_GPT, TINY_RESNET, command, composed, python
 
 QUIET = ["checkpoint=off", "monitors=none", "steps=12", "guard=skip"]
@@ -21,7 +21,7 @@ RUNS = {
 def incident_of(folder, *overrides):
     """Trains in `folder` and gives its first incident."""
     with composed(*QUIET, *overrides) as cfg:
-        run(build(cfg, folder))
+        train(build(cfg, folder))
     return sorted(folder.glob("incidents/step-*"))[0]
 
 

@@ -46,5 +46,5 @@ def test_the_first_steps_line_is_written_before_the_second_step_begins(tmp_path,
 
     monkeypatch.setattr(loop, "compute", counting)
     with composed(*TINY_GPT, "steps=4", "log_every=1", "monitors=none", "checkpoint=off", "report=false") as cfg:
-        loop.run(build(cfg, tmp_path))
+        loop.train(build(cfg, tmp_path))
     assert written == [0, 1, 1, 2]  # later ones wait for the step after theirs, which runs meanwhile

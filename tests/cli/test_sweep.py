@@ -20,7 +20,7 @@ from stabletrain.config.arguments import Arguments, continued, take_apart
 from stabletrain.config.checks import check
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
+from stabletrain.trainer.loop import train
 from tests.runs import CONF, ROOT, TINY_GPT, command, composed
 
 QUICK = [*TINY_GPT, "steps=6", "checkpoint.every=2", "log_every=2"]
@@ -65,7 +65,7 @@ def test_the_first_and_the_last_run_of_a_sweeps_file_train(tmp_path, name):
             check(cfg)
             job = build(cfg, tmp_path / str(number))
             steps = cfg.faults.at[0] if cfg.faults.get("at") else 1
-            run(replace(job, plan=replace(job.plan, steps=min(steps, 3))))
+            train(replace(job, plan=replace(job.plan, steps=min(steps, 3))))
         assert read_jsonl(tmp_path / str(number) / "metrics.jsonl")[0]["train/loss"] > 0
 
 

@@ -35,7 +35,7 @@ from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.tracking.wandb import NoWandb, Wandb
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
+from stabletrain.trainer.loop import train
 from tests.runs import CONF, TINY_GPT, TINY_RESNET, command, composed
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.safetensors", "manifest.json"
@@ -192,7 +192,7 @@ def test_a_tick_comes_once_however_often_the_step_does(fault):
     fault.state(state, Scaled())
     bad = []
     for _ in range(9):
-        if state.tick == 5:  # a rollback: weights and step of the start, the tick stays
+        if state.executed_steps == 5:  # a rollback: weights and step of the start, the tick stays
             restored = fresh()
             untouched.load_state_dict(restored.model.state_dict())
             state.step = 0
@@ -330,7 +330,7 @@ def test_exactly_one_element_of_one_output_is_bad_in_the_first_micro_batch(value
                 with autocast:
                     out = each.model(samples(10 * tick + part))
                 out.float().sum().backward()
-            each.tick += 1
+            each.executed_steps += 1
         seen.append(given)
     assert {output.dtype for output in seen[1]} == {dtype}
     for number, (one, other) in enumerate(zip(*seen, strict=True)):
@@ -476,7 +476,7 @@ def built(folder, *overrides):
 def ran(folder, *overrides):
     """The job of a run that is over, and its events."""
     with built(folder, *overrides) as job:
-        run(job)
+        train(job)
     file = folder / "events.jsonl"
     return job, read_jsonl(file) if file.exists() else []
 
@@ -525,7 +525,7 @@ def test_faults_are_withheld_at_their_steps_and_at_no_other(tmp_path, model, pre
     skips = [(event["step"], event["kind"]) for event in events if event["event"] == "skip"]
     first = "overflow" if precision == "fp16" else "nonfinite"
     assert skips == [(4, first), (6, "nonfinite"), (8, "bad_data"), (10, "bad_data")]
-    assert job.state.tick == 12
+    assert job.state.executed_steps == 12
     assert not bad_elements(value for value in everything(job.state).values() if isinstance(value, torch.Tensor))
 
 
@@ -564,7 +564,7 @@ def test_a_full_disk_comes_while_the_second_file_is_half_written(tmp_path, monke
     with built(tmp_path, *given, "faults=disk_full", "faults.at=[8]") as job:
         happen = DiskFull.happen
         monkeypatch.setattr(DiskFull, "happen", lambda self, path, step: (look(path.parent), happen(self, path, step)))
-        run(job)
+        train(job)
     whole = {file.name: file.stat().st_size for file in (tmp_path / "checkpoints" / "step-00000012").iterdir()}
     assert set(seen) == {MODEL, TRAINING}
     assert seen[MODEL] == whole[MODEL]

@@ -7,7 +7,7 @@ import pytest
 
 from stabletrain import forensics
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
+from stabletrain.trainer.loop import train
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 ROOM = str(Path(forensics.__file__).parent)
@@ -27,7 +27,7 @@ def called(folder, *overrides):
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        run(job)
+        train(job)
     finally:
         sys.setprofile(before)
     return found

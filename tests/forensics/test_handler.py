@@ -16,7 +16,7 @@ from stabletrain.forensics.diagnosis.evidence import Setting
 from stabletrain.forensics.handler import Forensics, NoForensics
 from stabletrain.forensics.replay import VARIANTS
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
+from stabletrain.trainer.loop import train
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 QUIET = ["checkpoint=off", "monitors=none", "steps=14"]
@@ -27,7 +27,7 @@ def trained(folder, *overrides):
     """A run that is over."""
     with composed(*QUIET, *overrides) as cfg:
         job = build(cfg, folder)
-        run(job)
+        train(job)
     return job
 
 
@@ -105,8 +105,8 @@ def test_folders_that_are_there_count_against_the_budget(tmp_path):
     forensics = Forensics(max_incidents=1)
     forensics.open(tmp_path, Setting())
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
-    assert forensics.look_into(never, "nonfinite", classes=None, optimizer=optimizer) is None
-    assert NoForensics().look_into(never, "nonfinite", classes=None, optimizer=optimizer) is None
+    assert forensics.handle(never, "nonfinite", classes=None, optimizer=optimizer) is None
+    assert NoForensics().handle(never, "nonfinite", classes=None, optimizer=optimizer) is None
 
 
 def test_a_run_looks_into_no_more_incidents_than_its_budget_and_skips_the_rest_as_before(tmp_path):
@@ -161,7 +161,7 @@ def test_a_mistake_that_shows_again_is_filed_once_and_leaves_room_for_another(tm
     with composed(*QUIET, *MODELS["gpt"], *wild, "steps=40") as cfg:
         job = build(cfg, tmp_path / "a")
         with pytest.raises(TrainingHalted):
-            run(job)
+            train(job)
     causes = [json.loads(file.read_text())["cause"] for file in tmp_path.glob("a/incidents/*/diagnosis.json")]
     assert len(causes) == len({*causes})
     assert sum(job.forensics.again.values()) >= 1

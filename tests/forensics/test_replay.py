@@ -18,12 +18,12 @@ from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.probes.bisect import guilty_samples
 from stabletrain.forensics.replay import VARIANTS, replay, replays
-from stabletrain.forensics.repro import Scene, copy_of
+from stabletrain.forensics.repro import Scene, copy_of_model
 from stabletrain.forensics.repro_files import about, load_scene, save_scene
 from stabletrain.records import Batch
 from stabletrain.step import commit, compute
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
+from stabletrain.trainer.loop import train
 from tests.runs import ROOT, TINY_GPT, TINY_RESNET, composed, python
 
 GPT = [*TINY_GPT, "model.dropout=0.1"]
@@ -263,7 +263,7 @@ def test_in_the_loop_a_withheld_step_is_replayed_bit_for_bit_and_nothing_live_ch
             if explained:
                 patch.setattr(stabletrain.trainer.loop, "compute", remembering)
                 patch.setattr(stabletrain.trainer.loop, "settle", explaining)
-            run(job)
+            train(job)
         return everything(job)
 
     plain, explained = trained(tmp_path / "plain", False), trained(tmp_path / "explained", True)
@@ -567,7 +567,7 @@ def test_a_copy_is_its_own_whatever_the_attributes_hold(locked):
     model(torch.ones(2, 3)).sum().backward()
     gradient = model.layer.weight.grad.clone()
     model.compile(backend="eager")
-    twin = copy_of(model)
+    twin = copy_of_model(model)
     assert twin._compiled_call_impl is None
     assert model._compiled_call_impl is not None
     assert twin.layer.weight.grad is None

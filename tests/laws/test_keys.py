@@ -15,7 +15,7 @@ from stabletrain.config.make import leaves
 from stabletrain.errors import ConfigError
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
+from stabletrain.trainer.loop import train
 from tests.runs import CONF, composed
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
@@ -280,7 +280,7 @@ def observe(folder, overrides):
     with composed(*overrides) as cfg:
         check(cfg)
         job = build(cfg, folder)
-        run(job)
+        train(job)
         filed = cfg.wandb if "mode" in cfg.wandb else {}
         filed = {key: str(value) for key, value in filed.items()}
     weights = hashlib.sha256()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
+from stabletrain.trainer.loop import train
 from tests.runs import OFF, TINY_GPT, TINY_RESNET, composed
 
 STEPS = 12
@@ -43,7 +43,7 @@ def test_with_every_group_off_the_weights_are_those_of_a_plain_loop(tmp_path, ti
         job = build(cfg, tmp_path)
         batches = [job.batches.get(step) for step in range(STEPS)]
         plain = copy.deepcopy(job.state.model)
-        run(job)
+        train(job)
     losses = hand_written(plain, batches, kind, lr)
     ours = job.state.model.state_dict()
     for name, value in plain.state_dict().items():

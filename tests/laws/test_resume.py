@@ -13,7 +13,7 @@ from benchmarks.reliability.ends import everything, metrics
 from stabletrain.errors import ConfigError, Interrupted
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
+from stabletrain.trainer.loop import train
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 STEPS = 12
@@ -35,10 +35,10 @@ def trained(folder, *overrides, crash_at=None):
 
         job.batches.get = crashing
         if crash_at is None:
-            run(job)
+            train(job)
         else:
             with pytest.raises(Crash):
-                run(job)
+                train(job)
     return job
 
 
@@ -62,7 +62,7 @@ def test_a_stop_at_a_step_that_is_evaluated_loses_neither_the_state_nor_the_eval
 
         job.batches.get = signalling
         with pytest.raises(Interrupted):
-            run(job)
+            train(job)
     trained(tmp_path / "cut", *chosen, "resume=auto")
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
     assert newest(tmp_path / "cut").keys() == newest(tmp_path / "whole").keys()
@@ -197,7 +197,7 @@ def test_a_run_that_is_alive_is_not_joined(tmp_path):
         pytest.raises(ConfigError, match=rf"is in use by process {os.getpid()} on "),
     ):
         build(cfg, tmp_path)
-    run(alive)
+    train(alive)
 
 
 def test_checkpoints_that_are_gone_are_not_passed_over_in_silence(tmp_path, capsys):
@@ -213,6 +213,6 @@ def test_an_alarm_that_was_raised_before_a_stop_is_not_raised_again(tmp_path):
     with composed(*chosen, "steps=2") as cfg:
         job = build(cfg, tmp_path)
         job.monitors.load_state_dict({"raised": ["attention"], "starving": 0})
-        run(job)
+        train(job)
     resumed = trained(tmp_path, *chosen, "steps=4", "resume=auto")
     assert resumed.monitors.state_dict()["raised"] == ["attention"]

@@ -119,7 +119,7 @@ def assert_nothing_changes(folder, what, value, *overrides):
     assert after[0].keys() == before[0].keys()
     for name, tensor in before[0].items():
         assert torch.equal(after[0][name], tensor), name
-    assert (job.state.step, job.state.tick) == (4, 4), "the step happened"
+    assert (job.state.step, job.state.executed_steps) == (4, 4), "the step happened"
 
 
 @pytest.mark.slow(unless=lambda value, fused: fused and math.isnan(value))

@@ -7,7 +7,7 @@ from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import flatten
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
+from stabletrain.trainer.loop import train
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 ALWAYS = [
@@ -22,7 +22,7 @@ def trained(folder, *overrides):
         torch.manual_seed(7)  # for determinism=off, which seeds nothing itself
         job = build(cfg, folder)
         torch.manual_seed(8)
-        run(job)
+        train(job)
     return flatten(capture(job.state, {"precision": job.parts["precision"], "guard": job.parts["guard"]}))
 
 

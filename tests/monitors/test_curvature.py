@@ -7,7 +7,7 @@ from torch import nn
 from torch.func import functional_call
 
 from stabletrain.monitors.curvature import of_cross_entropy, top_eigenvalue
-from stabletrain.monitors.forward import aside
+from stabletrain.monitors.forward import isolated
 from tests.monitors.watched import features, images, tiny_gpt, tiny_resnet, tokens
 
 
@@ -88,9 +88,9 @@ def test_fused_attention_which_has_no_second_derivative_on_cards_is_off():
 )
 def test_attention_and_batchnorm_have_second_derivatives(made):
     model, batch = made()
-    with aside(model):
+    with isolated(model):
         first = of_cross_entropy(model, batch, 3, 4)
-    with aside(model):
+    with isolated(model):
         second = of_cross_entropy(model, batch, 3, 4)
     assert torch.isfinite(first)
     assert first != 0

@@ -13,7 +13,7 @@ from torch import nn
 from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import flatten
 from stabletrain.errors import ConfigError
-from stabletrain.monitors.forward import aside, run
+from stabletrain.monitors.forward import isolated, isolated_forward
 from stabletrain.monitors.monitors import FullMonitors, Monitors, NoMonitors
 from stabletrain.records import TrainState
 from tests.monitors.watched import PRECISIONS, adamw, backward, features, images, look_at, tiny_gpt, tiny_resnet, tokens
@@ -123,9 +123,9 @@ def test_every_generator_and_buffer_is_put_back(fails):
     model = Draws()
     model.fails = fails
     before = generators()
-    with contextlib.suppress(LookupError), aside(model):
+    with contextlib.suppress(LookupError), isolated(model):
         for _ in range(3):
-            run(model, features().inputs)
+            isolated_forward(model, features().inputs)
     assert generators() == before
     assert model.calls == 0
     torch.rand(1), np.random.rand(), random.random()

@@ -117,7 +117,7 @@ def test_an_alarm_outlasts_a_rollback():
     before = recent.state_dict()
     for _ in range(5):
         recent.add(reading(applied=False))
-    lasting = recent.lasting()
+    lasting = recent.cumulative_state()
     recent.load_state_dict(before)
-    recent.keep(lasting)
+    recent.load_cumulative_state(lasting)
     assert [alarm for _ in range(5) for alarm in recent.add(reading(applied=False))] == []

@@ -20,10 +20,10 @@ from stabletrain.checkpoint import sharded
 from stabletrain.checkpoint.capture import capture, sharded_tensors
 from stabletrain.checkpoint.tree import flatten, is_sharded
 from stabletrain.parallel.checkpoints import SharedCheckpoints
-from stabletrain.parallel.ranks import end, from_all, here, leave
+from stabletrain.parallel.ranks import end, from_all, current_ranks, leave
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
-from stabletrain.trainer.run import Job
+from stabletrain.trainer.loop import train
+from stabletrain.trainer.run import TrainingRun
 from tests.parallel.worker import PATIENCE, tensors_of
 from tests.runs import TINY_GPT, composed
 
@@ -31,16 +31,16 @@ RUN = [*TINY_GPT, "forensics=off", "monitors=none", "precision=fp32", "steps=8",
 RUN += ["parallel=fsdp", "checkpoint.keep=5", "guard=skip"]
 
 
-def made(place: Path, name: str, *overrides: str) -> Job:
+def made(place: Path, name: str, *overrides: str) -> TrainingRun:
     """A run that is built and has not begun."""
     with composed(*RUN, *overrides) as cfg:
         return build(cfg, place / name)
 
 
-def trained(place: Path, name: str, *overrides: str) -> Job:
+def trained(place: Path, name: str, *overrides: str) -> TrainingRun:
     """A run that has ended."""
     job = made(place, name, *overrides)
-    run(job)
+    train(job)
     return job
 
 
@@ -67,7 +67,7 @@ def saved_and_read(place: Path) -> dict[str, Any]:
     """A run that saves; what each rank then reads of its last checkpoint."""
     job = made(place, "run")
     job.checkpoints.save, gathered = counted(job.checkpoints.save)
-    run(job)
+    train(job)
     again, building = gathering(lambda: made(place, "again", f"resume={place / 'run'}"))
     found = again.checkpoints.find(place / "run")
     assert found is not None
@@ -105,7 +105,7 @@ def ill(place: Path) -> dict[str, Any]:
     save = {"info": {}, "healthy": True, "val_loss": None}
 
     tree = capture(job.state, job.parts)  # what only one rank has is unsound
-    if here().rank == 1:
+    if current_ranks().rank == 1:
         next(t for t in tree["model"].values() if is_sharded(t)).to_local()[0] = torch.nan
     checkpoints.save(9, tree, **save)
     found = checkpoints.newest()
@@ -113,19 +113,19 @@ def ill(place: Path) -> dict[str, Any]:
     seen |= {"unsound": [found.step, found.healthy]}
 
     checkpoints.save(10, capture(job.state, job.parts), **save)
-    leave_part, sharded.PATIENCE = sharded.Part.leave, 1.0
-    if here().rank == 1:  # it never comes
-        sharded.Part.leave = lambda *_: None
+    leave_part, sharded.PATIENCE = sharded.RankShard.write, 1.0
+    if current_ranks().rank == 1:  # it never comes
+        sharded.RankShard.write = lambda *_: None
     checkpoints.save(11, tree, **save)
     checkpoints.wait()
-    sharded.Part.leave, sharded.PATIENCE = leave_part, 600.0
+    sharded.RankShard.write, sharded.PATIENCE = leave_part, 600.0
     seen |= {"left": left(place / "ill")}
 
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("rank 1's")
 
-    if here().rank == 1:  # an error of the program, on one rank, is raised on all
-        sharded.Part._unsound = broken
+    if current_ranks().rank == 1:  # an error of the program, on one rank, is raised on all
+        sharded.RankShard._unsound = broken
     try:
         checkpoints.save(12, tree, **save)
         checkpoints.wait()
@@ -142,7 +142,7 @@ def left(folder: Path) -> list[str]:
 def damaged(place: Path) -> dict[str, Any]:
     """A run that goes on after one bit of rank 1's part of its newest checkpoint has turned."""
     trained(place, "bad")
-    if here().rank == 0:
+    if current_ranks().rank == 0:
         file = (
             place
             / "bad"
@@ -166,7 +166,7 @@ def main(place: Path) -> int:
     for case in (saved_and_read, damaged, failing, ill):
         seen[case.__name__] = case(place)
         print(f"{case.__name__}: {time.monotonic() - since:.1f} s", flush=True)
-    (place / f"rank{here().rank}.json").write_text(json.dumps(seen))
+    (place / f"rank{current_ranks().rank}.json").write_text(json.dumps(seen))
     leave()
     return 0
 

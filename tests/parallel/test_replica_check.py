@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from stabletrain.parallel.replica_check import sums, words
+from stabletrain.parallel.replica_check import checksums, words
 from stabletrain.records import TrainState
 from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel.launches import performed
@@ -116,16 +116,16 @@ def test_every_bit_of_every_tensor_counts():
     model[1].weight.grad = torch.ones(3)
     optimizer.step()
     state = TrainState(model, optimizer)
-    before = sums(state)
+    before = checksums(state)
     assert {"0.weight", "1.running_var", "exp_avg of 1.weight", "step of 1.weight"} <= before.keys()
     for tensor in [*model.parameters(), model[1].running_mean, *optimizer.state[model[1].weight].values()]:
         whole = tensor.detach().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
         last, before_it = (-1,) * whole.ndim, whole.clone()
         for bit in range(8 * tensor.element_size() - 1):
             whole[last] ^= 1 << bit
-            assert sum(sums(state)[name] != before[name] for name in before) == 1
+            assert sum(checksums(state)[name] != before[name] for name in before) == 1
             whole.copy_(before_it)
-    assert sums(state) == before
+    assert checksums(state) == before
 
 
 def test_the_rank_that_differs_from_most_is_named():

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import traffic
 from stabletrain.checkpoint.capture import capture
-from stabletrain.checkpoint.tree import Piece, apart, is_sharded
+from stabletrain.checkpoint.tree import Piece, detach_shards, is_sharded
 from stabletrain.config.make import make
 from stabletrain.records import TrainState
 from stabletrain.trainer.contract import make_model
@@ -92,7 +92,7 @@ def train(overrides: list[str], folder: Path) -> dict[str, Any]:
     vars(loop)["compute"] = counted
     try:
         with seen:
-            loop.run(job)
+            loop.train(job)
     finally:
         vars(loop)["compute"] = compute
     return found
@@ -100,7 +100,7 @@ def train(overrides: list[str], folder: Path) -> dict[str, Any]:
 
 def held(state: TrainState) -> dict[str, int]:
     """Bytes of each kind, as `traffic.Memory` names them."""
-    tree = apart(capture(state, {}))
+    tree = detach_shards(capture(state, {}))
     kept = [*tree["model"].values(), *moments(tree["optimizer"]["state"])]
     parameters = list(state.model.parameters())
     return {

@@ -15,7 +15,7 @@ from stabletrain.machine.usage import Usage
 from stabletrain.tracking.wandb import INCIDENT
 from stabletrain.tracking.wandb_report import CURVES, PACE, spec, specification
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
+from stabletrain.trainer.loop import train
 from tests.runs import ROOT, TINY_GPT, TINY_RESNET, composed
 from tests.tracking.wandb_file import read, table
 from tests.tracking.wandb_server import KEY, serving
@@ -36,7 +36,7 @@ def logged(tmp_path_factory):
         for overrides in (faulty, [*TINY_RESNET, "wandb=offline", "steps=1"]):
             folder = tmp_path_factory.mktemp("run")
             with composed(*overrides) as cfg:
-                run(build(cfg, folder))
+                train(build(cfg, folder))
             held = read(folder)
             found["history"] |= {name for point in held["history"] for name in point}
             found["summary"] |= held["summary"].keys()

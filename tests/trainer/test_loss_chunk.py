@@ -13,7 +13,7 @@ from stabletrain.forensics.replay import replay
 from stabletrain.stability.chunked_loss import InChunks
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
+from stabletrain.trainer.loop import train
 from tests.forensics.test_replay import one_step, scene_of
 from tests.runs import ROOT, TINY_GPT, composed
 
@@ -27,7 +27,7 @@ def trained(folder, *overrides):
     """A run that is over."""
     with composed(*TINY_GPT, *FEW, *overrides) as cfg:
         job = build(cfg, folder)
-        run(job)
+        train(job)
     return job
 
 

@@ -11,7 +11,7 @@ from stabletrain.data.order import position
 from stabletrain.errors import TrainingHalted
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
+from stabletrain.trainer.loop import train
 from tests.runs import TINY_GPT, composed
 from tests.tracking import wandb_file
 
@@ -54,16 +54,16 @@ def trained(folder, *overrides, wrecked=(), factor=1e4, crash_at_tick=None):
         get = job.batches.get
 
         def crashing(step):
-            if job.state.tick == crash_at_tick:
+            if job.state.executed_steps == crash_at_tick:
                 raise Crash
             return get(step)
 
         job.batches.get = crashing
         if crash_at_tick is None:
-            run(job)
+            train(job)
         else:
             with pytest.raises(Crash):
-                run(job)
+                train(job)
     return job
 
 
@@ -94,7 +94,7 @@ def test_wrecked_weights_are_put_back(tmp_path, factor):
     # Read since: 25 ... 34; and two more.
     assert event["skipped"] == [25, 37]
     assert job.state.skipped == [(25, 37)]
-    assert job.state.tick == 60
+    assert job.state.executed_steps == 60
     assert all(torch.isfinite(value).all() for value in weights(job).values())
     assert job.tools.guard.skips["spike" if factor == 1e4 else "nonfinite"] == 3
 
@@ -105,7 +105,7 @@ def test_after_a_rollback_the_run_is_the_one_that_never_read_that_data(tmp_path)
     with composed(*TINY_GPT, *QUICK, "steps=50") as cfg:
         other = build(cfg, tmp_path / "b")
         other.state.skipped = [(25, 37)]
-        run(other)
+        train(other)
     assert same(weights(job), weights(other))
     assert [position(step, job.state.skipped) for step in (24, 25)] == [24, 37]
 
@@ -140,7 +140,7 @@ def test_a_run_that_was_killed_rolls_back_exactly_as_one_that_was_not(tmp_path, 
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
     for name in ("guard", "recent", "clipping", "precision"):
         assert str(whole.parts[name].state_dict()) == str(resumed.parts[name].state_dict()), name
-    assert (whole.state.tick, whole.state.skipped) == (resumed.state.tick, resumed.state.skipped)
+    assert (whole.state.executed_steps, whole.state.skipped) == (resumed.state.executed_steps, resumed.state.skipped)
 
 
 def test_a_state_lost_with_the_process_is_computed_again(tmp_path, capsys):
@@ -246,7 +246,7 @@ def test_a_run_that_ends_in_trouble_says_so(tmp_path, capsys):
     with composed(*TINY_GPT, *[o for o in QUICK if not o.startswith("guard")], "guard=skip", "steps=40") as cfg:
         job = build(cfg, tmp_path)
         wreck(job, [35])
-        run(job)
+        train(job)
     reason = json.loads((tmp_path / "run.json").read_text())["reason"]
     assert reason.startswith("the run ended in trouble: of its last steps 5 were skipped (loss ")
     assert reason in capsys.readouterr().out
@@ -307,17 +307,17 @@ def test_no_state_is_put_by_in_trouble(tmp_path):
     with composed(*TINY_GPT, *QUICK, "guard.snapshot_every=1", "steps=120") as cfg:
         job = build(cfg, tmp_path)
     most = 0
-    keep = job.snapshots.keep
+    keep = job.snapshots.retain
 
     def counting(steps):
         nonlocal most
         keep(steps)
         most = max(most, len(job.snapshots._trees))
 
-    job.snapshots.keep = counting
+    job.snapshots.retain = counting
     parameter = list(job.state.model.parameters())[-1]
     odd = range(31, 90, 2)
-    parameter.register_hook(lambda gradient: gradient * (math.nan if job.state.tick in odd else 1))
-    run(job)
+    parameter.register_hook(lambda gradient: gradient * (math.nan if job.state.executed_steps in odd else 1))
+    train(job)
     assert job.tools.guard.skips["nonfinite"] == 30
     assert most <= 3 + 5, "the healthy ones, and those that wait to become so"

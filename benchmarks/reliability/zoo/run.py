@@ -24,7 +24,7 @@ from benchmarks.runs import composed
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.records import Batch
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
+from stabletrain.trainer.loop import train
 
 MODELS = {"gpt": GPT, "resnet": RESNET}
 
@@ -79,7 +79,7 @@ def trained(
         if install is not None:
             install(job, mended)
         try:
-            run(job)
+            train(job)
             ended = "trouble" if job.tools.guard.trouble_at_end() else "well"
         except TrainingHalted:
             ended = "halted"

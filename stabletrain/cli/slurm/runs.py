@@ -126,7 +126,7 @@ def check_processes(cfg: Any, card: str, processes: int) -> None:
     """
     asked = f"--gpu {card} with {processes} process{'es' if processes > 1 else ''} (--nodes x --gpus-per-node)"
     try:
-        check_ranks(cfg, Ranks(count=processes))
+        check_ranks(cfg, Ranks(world_size=processes))
     except ConfigError as error:
         raise ConfigError(f"{asked}: {error}") from None
     kind = cfg.hydra.runtime.choices.get("parallel")

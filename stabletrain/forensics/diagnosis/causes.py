@@ -48,7 +48,7 @@ from stabletrain.forensics.diagnosis.evidence import (
 )
 from stabletrain.forensics.diagnosis.fixes import (
     FIXES,
-    islands,
+    more_fp32_modules,
     larger_scale,
     lower_lr,
     other_weights,
@@ -161,7 +161,7 @@ def loss_scale_collapse(e: Evidence) -> Diagnosis | None:
         "loss_scale_collapse",
         0.9,
         f"the loss scale has fallen to {e.reading.loss_scale:g}: gradients overflow fp16 at every scale",
-        [*wider(e), *islands(e), *structure(e)],
+        [*wider(e), *more_fp32_modules(e), *structure(e)],
         origin_lines(e),
     )
 
@@ -192,7 +192,7 @@ def zero_variance_norm(e: Evidence) -> Diagnosis | None:
     if o.why not in ("zero_variance", "variance_of_one") and not (o.why in DIVISIONS and is_spread([o.op, *e.makers])):
         return None
     fix = [f"add eps >= 1e-6 inside the root of {place(e)}, and compute it in fp32"]
-    return Diagnosis("zero_variance_norm", 0.9, origin_sentence(e), fix + islands(e), beside(e))
+    return Diagnosis("zero_variance_norm", 0.9, origin_sentence(e), fix + more_fp32_modules(e), beside(e))
 
 
 def fp16_overflow(e: Evidence) -> Diagnosis | None:
@@ -205,7 +205,7 @@ def fp16_overflow(e: Evidence) -> Diagnosis | None:
     if e.finite("fp32") is False:  # without autocast it is fp16 still: the code's own cast
         fix = [f"compute it in fp32: {place(e)} casts to float16 by itself"]
     else:
-        fix = [*wider(e), *islands(e), *structure(e)]
+        fix = [*wider(e), *more_fp32_modules(e), *structure(e)]
     return Diagnosis("fp16_overflow", 0.95, origin_sentence(e), fix, beside(e))
 
 
@@ -254,7 +254,7 @@ def attention_logit_growth(e: Evidence) -> Diagnosis | None:
     fix = [
         f"{group}={option}"
         for group, option in (("qknorm", "layernorm"), ("qkclip", "kimi"))
-        if e.setting.attends and e.setting.choices.get(group) == "none"
+        if e.setting.has_attention and e.setting.choices.get(group) == "none"
     ]
     fix = fix or ["normalise queries and keys before their product (QK-norm), or cap it"]
     verdict = f"attention logits have reached {largest:.4g}, {grown:.3g} times those of before"

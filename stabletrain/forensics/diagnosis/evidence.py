@@ -33,7 +33,7 @@ class Setting:
 
     choices: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
-    attends: bool = False
+    has_attention: bool = False
     warmup: int = 0
     loss_limit: float = math.inf
     norm_limit: float = math.inf

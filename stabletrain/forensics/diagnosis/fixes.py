@@ -35,7 +35,7 @@ def wider(e: Evidence) -> list[str]:
     return [f"precision={name}" for name in ("bf16", "fp32") if chosen not in (name, "bf16")][:1]
 
 
-def islands(e: Evidence) -> list[str]:
+def more_fp32_modules(e: Evidence) -> list[str]:
     """The module in fp32, where autocast chooses the format."""
     o = e.origin
     inside = o is not None and o.module not in ("", "objective")
@@ -48,7 +48,7 @@ def structure(e: Evidence) -> list[str]:
     return [
         f"{group}={option}"
         for group, option in (("qknorm", "layernorm"), ("softcap", "gemma2"), ("zloss", "palm"))
-        if e.setting.choices.get(group) == "none" and (e.setting.attends or group == "zloss")
+        if e.setting.choices.get(group) == "none" and (e.setting.has_attention or group == "zloss")
     ]
 
 
@@ -69,7 +69,7 @@ def other_weights(e: Evidence) -> list[str]:
     """Initial weights of a customary size, other than those that the run has."""
     chosen, std = e.setting.choices.get("init"), e.setting.values.get("init.std")
     smaller = isinstance(std, int | float) and std > CUSTOMARY_STD
-    usual = ("gpt2", "small") if e.setting.attends else ("torch", "fan_in")  # the others ask for what only a GPT has
+    usual = ("gpt2", "small") if e.setting.has_attention else ("torch", "fan_in")  # the others ask for what only a GPT has
     fix = [f"init={name}" for name in usual if chosen != name]
     return [f"init.std={CUSTOMARY_STD}", *fix] if smaller and chosen == usual[0] else fix
 

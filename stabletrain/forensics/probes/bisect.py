@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stabletrain.forensics.replay import perform
 from stabletrain.forensics.repro import Scene
-from stabletrain.monitors.forward import aside
+from stabletrain.monitors.forward import isolated
 from stabletrain.protocols import Objective, Running, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, LossTerms
 
@@ -96,7 +96,7 @@ class Trials:
     def _divided_as_then(self) -> Tools:
         """The tools, with an objective that divides by the targets of the whole batch, however few are run: in fp16 a
         sample alone, divided by its own, would overflow in the backward pass where the batch did not."""
-        tools, targets = self._scene.acting(), self._scene.batch.targets
+        tools, targets = self._scene.replay_tools(), self._scene.batch.targets
         n_valid = (targets != IGNORE_INDEX).sum().clamp(min=1).to(self._scene.device)
         return replace(tools, objective=Divided(tools.objective.plain, n_valid))
 
@@ -106,7 +106,7 @@ class Trials:
 
     def whole(self) -> bool | None:
         """Whether the step is non-finite with its whole batch; decides what the others need to run."""
-        found = self._numbers(self._scene.cut(self._scene.batch)) if self.can_go_on(1) else None
+        found = self._numbers(self._scene.to_micro_batches(self._scene.batch)) if self.can_go_on(1) else None
         self._forward_only = found is not None and not math.isfinite(found[0])
         return None if found is None else not all(map(math.isfinite, found))
 
@@ -118,7 +118,7 @@ class Trials:
         other = fresh()
         if (other.inputs.shape, other.inputs.dtype) != (batch.inputs.shape, batch.inputs.dtype):
             return True
-        verdict = self._non_finite(self._scene.cut(other))
+        verdict = self._non_finite(self._scene.to_micro_batches(other))
         self._filling = other if verdict is False else None
         return not verdict
 
@@ -131,7 +131,7 @@ class Trials:
             return self._non_finite([Batch(batch.inputs[p], batch.targets[p]).to(self._scene.device) for p in parts])
         inputs, targets = self._filling.inputs.clone(), self._filling.targets.clone()
         inputs[rows], targets[rows] = batch.inputs[rows], batch.targets[rows]
-        return self._non_finite(self._scene.cut(Batch(inputs, targets)))
+        return self._non_finite(self._scene.to_micro_batches(Batch(inputs, targets)))
 
     def _non_finite(self, batches: list[Batch]) -> bool | None:
         found = self._numbers(batches)
@@ -154,7 +154,7 @@ def forward(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> 
     """The loss alone, as `step.compute` finds it; the objective must know the number of targets by itself."""
     nobody_asks = torch.ones((), device=next(model.parameters()).device)
     total = 0.0
-    with aside(model), torch.no_grad():
+    with isolated(model), torch.no_grad():
         tools.determinism.seed_step(tools.seed, step)
         for batch in batches:
             with tools.precision.autocast():

@@ -39,7 +39,7 @@ class Finding:
     in_fp32: float | None
 
 
-def explain(func: Any, args: tuple, kwargs: dict, place: int, output: Tensor, node: str) -> Finding:
+def explain_nonfinite(func: Any, args: tuple, kwargs: dict, place: int, output: Tensor, node: str) -> Finding:
     """Why `func(*args, **kwargs)` gave `output`, its result number `place`.
 
     Args:

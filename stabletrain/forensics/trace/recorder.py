@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stabletrain.forensics.trace.arithmetic import Finding, explain
+from stabletrain.forensics.trace.arithmetic import Finding, explain_nonfinite
 from stabletrain.forensics.trace.callers import Callers
 from stabletrain.forensics.trace.values import (
     Values,
@@ -223,7 +223,7 @@ class Trace(TorchDispatchMode):
             hows.append(how)
             if how in ACCIDENTS and finding is None and self._explained < EXPLAINED:
                 self._explained += 1
-                finding = explain(call.func, call.args, call.kwargs, place, tensor, name(node))
+                finding = explain_nonfinite(call.func, call.args, call.kwargs, place, tensor, name(node))
         if outputs and outputs[-1].absmax is not None:
             self.last = frozenset() if outputs[-1].finite else self._from[self._place(writes[-1])]
         self.saw_leaves |= caller.leaf

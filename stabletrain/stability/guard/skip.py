@@ -78,19 +78,19 @@ class NoGuard:
         del step
         return 1.0
 
-    def due(self, step: int) -> bool:
+    def snapshot_due(self, step: int) -> bool:
         """Whether the state after `step` steps is to be kept in memory: never."""
         del step
         return False
 
-    def take(self, step: int) -> None:
+    def retain(self, step: int) -> None:
         """Nothing is kept."""
 
     def forget(self) -> None:
         """Nothing is kept."""
 
     @property
-    def held(self) -> list[int]:
+    def retained_steps(self) -> list[int]:
         """Steps of the states that may be asked for again: none."""
         return []
 
@@ -99,7 +99,7 @@ class NoGuard:
         """Step of the state to go back to: there is none."""
         return None
 
-    def go_back(self, step: int, target: int, same_data: bool = False) -> Detour:
+    def begin_rollback(self, step: int, target: int, same_data: bool = False) -> Detour:
         """Never asked for."""
         del same_data
         raise NotImplementedError(f"{type(self).__name__} gave no verdict of a rollback from {step} to {target}")

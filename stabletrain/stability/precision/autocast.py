@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import GradNorms, LossTerms
-from stabletrain.stability.precision.fp32_modules import check_patterns, make_islands
+from stabletrain.stability.precision.fp32_modules import check_patterns, wrap_fp32_modules
 
 
 def set_kernels(tf32: bool) -> None:
@@ -73,7 +73,7 @@ class Unscaled:
         """Sets the process's switches; call before the first step."""
         set_kernels(self.tf32)
 
-    def islands(self, model: nn.Module) -> list[str]:
+    def wrap_fp32_modules(self, model: nn.Module) -> list[str]:
         """Makes the modules that `fp32_modules` names islands of fp32, in place; returns their names.
 
         Call it once the model is on its device, and before it is compiled.
@@ -83,7 +83,7 @@ class Unscaled:
         """
         if self.dtype == torch.float32:
             return []
-        return make_islands(model, self.fp32_modules, self.device.type)
+        return wrap_fp32_modules(model, self.fp32_modules, self.device.type)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Nothing: parameters are fp32, and the optimizer works on them as they are.

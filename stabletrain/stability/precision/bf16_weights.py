@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
 from stabletrain.stability.precision.autocast import Unscaled
-from stabletrain.stability.precision.fp32_modules import Island
+from stabletrain.stability.precision.fp32_modules import Fp32Module
 
 LOW = -(1 << 16)
 """The 16 bits of an fp32 that bf16 has too."""
@@ -76,7 +76,7 @@ def narrow(model: nn.Module, device: str) -> list[nn.Parameter]:
 
     Layers in an island, of a subclass, or that share their weight with something else (a tied head) are left alone.
     """
-    wide = {id(module) for island in model.modules() if isinstance(island, Island) for module in island.modules()}
+    wide = {id(module) for island in model.modules() if isinstance(island, Fp32Module) for module in island.modules()}
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     layers = [module for module in model.modules() if type(module) in kinds and id(module) not in wide]
     chosen = {id(layer) for layer in layers}

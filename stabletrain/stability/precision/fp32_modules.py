@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from stabletrain.errors import ConfigError
 
 
-class Island(nn.Module):
+class Fp32Module(nn.Module):
     """What is mixed into the class of a module: its forward with autocast off, on inputs widened to fp32.
 
     The output stays fp32; operations after it that autocast lists cast it down themselves. Outside of autocast nothing
@@ -50,13 +50,13 @@ def widen(value: Any) -> Any:
 
 
 @cache
-def island_class(kind: type[nn.Module], device: str) -> type[nn.Module]:
+def fp32_class(kind: type[nn.Module], device: str) -> type[nn.Module]:
     """The subclass of `kind` that is an island under the autocast of `device`; one for all modules of that kind."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (Island, kind), {**names, "_autocast_device": device})
+    return type(kind.__name__, (Fp32Module, kind), {**names, "_autocast_device": device})
 
 
-def make_islands(model: nn.Module, patterns: Sequence[str], device: str) -> list[str]:
+def wrap_fp32_modules(model: nn.Module, patterns: Sequence[str], device: str) -> list[str]:
     """Makes every module whose name fits one of `patterns` an island, in place.
 
     Args:
@@ -76,8 +76,8 @@ def make_islands(model: nn.Module, patterns: Sequence[str], device: str) -> list
             raise ConfigError(f"precision.fp32_modules: {unmatched(model, pattern, [name for name, _ in named])}")
     chosen = [(name, module) for name, module in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
     for _, module in chosen:
-        if not isinstance(module, Island):
-            module.__class__ = island_class(type(module), device)
+        if not isinstance(module, Fp32Module):
+            module.__class__ = fp32_class(type(module), device)
     return [name for name, _ in chosen]
 
 

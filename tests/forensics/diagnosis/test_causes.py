@@ -16,7 +16,7 @@ READING = Reading(50, 9.0, 9.0, 0.0, 80.0, 1.0, 0.0, 0.0, 0.0, 1.0, False, False
 SETTING = Setting(
     choices={"precision": "fp32", "qknorm": "none", "qkclip": "none", "zloss": "none", "softcap": "none"},
     values={"optimizer.lr": 3e-3},
-    attends=True,
+    has_attention=True,
     loss_limit=6.0,
     norm_limit=20.0,
 )

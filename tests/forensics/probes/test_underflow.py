@@ -17,7 +17,7 @@ from stabletrain.forensics.diagnosis.evidence import Evidence, Setting
 from stabletrain.forensics.probes.underflow import Starved, Underflow, compared
 from stabletrain.records import Reading
 from stabletrain.trainer.build import build
-from stabletrain.trainer.loop import run
+from stabletrain.trainer.loop import train
 from tests.forensics.test_handler import bits, events
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
@@ -38,7 +38,7 @@ def trained(folder, *overrides, place=None, part=FaintGradient, at=0):
         job = build(cfg, folder)
         if place:
             partial(behind, place, part, at)(job, False)
-        run(job)
+        train(job)
     return job
 
 
@@ -110,7 +110,7 @@ def test_a_clean_run_is_not_looked_into_at_all(tmp_path, monkeypatch, model):
 
 def test_weights_and_buffers_of_the_scene_are_of_one_moment(tmp_path, monkeypatch):
     """After the update, both: BatchNorm's statistics from before it belong to other weights."""
-    explain, seen = handler.explain, []
+    explain, seen = handler.investigate, []
 
     def looking(scene, *given, **more):
         pairs = zip(scene.buffers, scene.model.buffers(), strict=True)
@@ -133,7 +133,7 @@ def test_an_incident_is_replayed_from_its_folder_and_a_larger_scale_is_tried(tmp
     with composed(
         *QUIET, *MODELS["gpt"][0], "precision=fp16", *("precision.init_scale=1e-7", "precision.min_scale=1e-7")
     ) as cfg:
-        run(build(cfg, tmp_path))
+        train(build(cfg, tmp_path))
     (folder,) = (tmp_path / "incidents").iterdir()
     (then,) = diagnoses(tmp_path)
     capsys.readouterr()

@@ -24,8 +24,8 @@ def calm(guard, steps, first_step=1):
 
 def started(**changed):
     guard = RollbackGuard(**(QUICK | changed))
-    assert guard.due(0)
-    guard.take(0)
+    assert guard.snapshot_due(0)
+    guard.retain(0)
     return guard
 
 
@@ -57,7 +57,7 @@ def test_states_are_known_as_healthy_after_clean_steps_and_only_the_newest_are_h
     calm(guard, 1, first_step=14)
     assert (guard.known, guard.waiting, guard.target) == ([0, 10], [], 10)
     calm(guard, 10, first_step=15)
-    assert (guard.known, guard.held) == ([10, 20], [10, 20]), "snapshots=2"
+    assert (guard.known, guard.retained_steps) == ([10, 20], [10, 20]), "snapshots=2"
 
 
 def test_no_state_becomes_healthy_while_the_run_is_in_trouble():
@@ -122,7 +122,7 @@ def test_counts_and_budgets_go_through_a_checkpoint():
     other.load_state_dict(guard.state_dict())
     assert other.state_dict() == guard.state_dict()
     assert (other.rollbacks, other.in_vain, other.skips["spike"], other.slowdown(25)) == (1, 1, 3, 0.5)
-    assert not other.due(5), "its states are known: none is taken between"
+    assert not other.snapshot_due(5), "its states are known: none is taken between"
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def made(optimizer="adamw", seed=0, **changed):
     torch.manual_seed(seed)
     acting = precision.bf16_params(CPU, **changed)
     model = Small()
-    acting.islands(model)
+    acting.wrap_fp32_modules(model)
     state = TrainState(model, OPTIMIZERS[optimizer](model))
     acting.attach(model, state.optimizer)
     return acting, state
@@ -137,7 +137,7 @@ def test_islands_and_shared_weights_stay_wide():
     _, state = made(fp32_modules=["head"])
     assert state.model.head.weight.dtype == torch.float32
     nested, acting = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)), precision.bf16_params(CPU, ["0"])
-    acting.islands(nested)
+    acting.wrap_fp32_modules(nested)
     acting.attach(nested, torch.optim.SGD(nested.parameters(), lr=0.1))
     assert (nested[0][0].weight.dtype, nested[1].weight.dtype) == (torch.float32, torch.bfloat16)
     model = Small()

@@ -14,7 +14,7 @@ from stabletrain.models.layers import DotProduct
 from stabletrain.models.resnet import CifarResNet
 from stabletrain.stability import precision
 from stabletrain.stability.init import GPT2Init
-from stabletrain.stability.precision.fp32_modules import Island, check_patterns, widen
+from stabletrain.stability.precision.fp32_modules import Fp32Module, check_patterns, widen
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.softcap import Gemma2Softcap, NoSoftcap
@@ -65,7 +65,7 @@ def test_a_head_past_fp16s_largest_value_is_infinite_without_the_island_and_exac
     with fp16().autocast():
         assert torch.isinf(model(x)).all()
     acting = fp16("1")
-    assert acting.islands(model) == ["1"]
+    assert acting.wrap_fp32_modules(model) == ["1"]
     with acting.autocast():
         inside = model(x.half())
     assert inside.dtype == torch.float32
@@ -92,7 +92,7 @@ def test_scores_past_fp16s_largest_value_are_nan_without_the_island_and_exact_wi
     with fp16().autocast():
         assert model["scores"](*inputs).isnan().any()
     acting = fp16("scores")
-    acting.islands(model)
+    acting.wrap_fp32_modules(model)
     with acting.autocast():
         inside = model["scores"](*inputs)
     assert inside.dtype == torch.float32
@@ -106,7 +106,7 @@ def test_the_gpts_attention_is_exact_in_an_island(softcap):
     acting = fp16("dot_product")
     with acting.autocast():
         outside = model["dot_product"](*inputs)
-    acting.islands(model)
+    acting.wrap_fp32_modules(model)
     with acting.autocast():
         inside = model["dot_product"](*inputs)
     assert inside.dtype == torch.float32
@@ -118,7 +118,7 @@ def test_the_gpts_attention_is_exact_in_an_island(softcap):
 def test_inside_an_island_everything_is_fp32_and_outside_nothing_changes(name):
     model = nn.Sequential(Seen(4, 4), Seen(4, 4), Seen(4, 4))
     acting = mode(name, "1")
-    acting.islands(model)
+    acting.wrap_fp32_modules(model)
     outputs = []
     for layer in model:
         layer.register_forward_hook(lambda module, inputs, output: outputs.append(output.dtype))
@@ -165,7 +165,7 @@ def test_keyword_inputs_and_nested_islands():
 
     model = nn.Sequential(Outer(), Seen(4, 4))
     acting = precision.bf16(CPU, fp32_modules=["0", "0.inner*"])
-    assert acting.islands(model) == ["0", "0.inner", "0.inner.layer"]
+    assert acting.wrap_fp32_modules(model) == ["0", "0.inner", "0.inner.layer"]
     with acting.autocast():
         out = model(torch.randn(2, 4))
     assert model[0].inner.layer.dtypes == (torch.float32, False)
@@ -176,7 +176,7 @@ def test_keyword_inputs_and_nested_islands():
 def test_a_copy_computes_with_its_own_weights():
     model = nn.Sequential(nn.Linear(4, 4))
     acting = fp16("0")
-    acting.islands(model)
+    acting.wrap_fp32_modules(model)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin[0].weight.zero_()
@@ -191,7 +191,7 @@ def test_names_types_and_state_stay():
     model = gpt()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     text, types = repr(model), [type(module).__name__ for module in model.modules()]
-    islands = precision.bf16(CPU, fp32_modules=["head", "blocks.*.attention.dot_product"]).islands(model)
+    islands = precision.bf16(CPU, fp32_modules=["head", "blocks.*.attention.dot_product"]).wrap_fp32_modules(model)
     assert islands == ["blocks.0.attention.dot_product", "blocks.1.attention.dot_product", "head"]
     assert repr(model) == text
     assert [type(module).__name__ for module in model.modules()] == types
@@ -200,13 +200,13 @@ def test_names_types_and_state_stay():
     assert type(model.blocks[0].attention.dot_product) is type(model.blocks[1].attention.dot_product)
     assert list(model.state_dict()) == list(before)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not isinstance(gpt().head, Island), "another model of the same class is none"
+    assert not isinstance(gpt().head, Fp32Module), "another model of the same class is none"
 
 
 def test_a_second_call_changes_nothing_more():
     model, acting = gpt(), precision.bf16(CPU, fp32_modules=["head"])
-    assert acting.islands(model) == acting.islands(model) == ["head"]
-    assert type(model.head).__mro__.count(Island) == 1
+    assert acting.wrap_fp32_modules(model) == acting.wrap_fp32_modules(model) == ["head"]
+    assert type(model.head).__mro__.count(Fp32Module) == 1
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
@@ -225,7 +225,7 @@ def test_gradients_flow_in_fp32_and_come_close_to_the_fp32_models(name):
 
     wanted, _ = gradients(precision.fp32(CPU))
     acting = mode(name, "head", "blocks.*.attention.dot_product")
-    acting.islands(model)
+    acting.wrap_fp32_modules(model)
     found, logits = gradients(acting)
     assert logits.dtype == found.dtype == torch.float32
     assert (found - wanted).norm() / wanted.norm() < 0.02
@@ -236,7 +236,7 @@ def test_a_resnets_islands(name):
     torch.manual_seed(0)
     model = CifarResNet(depth=8, num_classes=10, in_channels=1)
     acting = mode(name, "fc", "bn1", "stages.0.*")
-    islands = acting.islands(model)
+    islands = acting.wrap_fp32_modules(model)
     assert {"fc", "bn1", "stages.0.0.conv1"} <= set(islands)
     x = torch.randn(2, 1, 8, 8)
     with acting.autocast():
@@ -258,7 +258,7 @@ def test_compiled_without_a_break_it_computes_the_same():
     torch.manual_seed(0)
     model, x = Block(), torch.randn(2, 6, 16)
     acting = precision.bf16(CPU, fp32_modules=["head", "scores"])
-    acting.islands(model)
+    acting.wrap_fp32_modules(model)
     with acting.autocast():
         wanted = model(x)
         found = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
@@ -276,7 +276,7 @@ def test_compiled_without_a_break_it_computes_the_same():
 )
 def test_a_pattern_without_a_module_is_refused(pattern, message):
     with pytest.raises(ConfigError, match=f"precision.fp32_modules.*{message}"):
-        precision.bf16(CPU, fp32_modules=["norm", pattern]).islands(gpt())
+        precision.bf16(CPU, fp32_modules=["norm", pattern]).wrap_fp32_modules(gpt())
 
 
 def test_what_is_no_name_is_refused():
@@ -293,7 +293,7 @@ def test_a_tied_head_is_an_island_like_any_other():
     model.norm.bias = nn.Parameter(torch.full((16,), 1e4))  # logits of 16 * 1e4 > 65,504
     with fp16().autocast():
         assert torch.isinf(model(inputs)).all()
-    assert fp16("head").islands(model) == ["head"]
+    assert fp16("head").wrap_fp32_modules(model) == ["head"]
     with fp16().autocast():
         assert torch.equal(model(inputs), torch.full((1, 16, 32), 16e4))
 
@@ -304,6 +304,6 @@ def test_fp32_has_no_islands_and_says_so(monkeypatch):
     assert acting.name == "fp32"
     assert acting.why.endswith("precision.fp32_modules does nothing: every module is fp32")
     model = gpt()
-    assert acting.islands(model) == []
-    assert not any(isinstance(module, Island) for module in model.modules())
+    assert acting.wrap_fp32_modules(model) == []
+    assert not any(isinstance(module, Fp32Module) for module in model.modules())
     assert precision.auto(CPU, **SCALE).why == "auto: this CPU has no bf16 instructions"
