@@ -12,7 +12,7 @@ from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import settle
 from stabletrain.trainer.rollback import Rollback
 from stabletrain.trainer.run import TrainingRun
-from stabletrain.trainer.step_log import NOTHING, Launched, Pace, watch
+from stabletrain.trainer.step_log import NOTHING, Launched, Throughput, watch
 
 HERE = Path(__file__).parent
 
@@ -99,7 +99,7 @@ class Rounds:
 
     def __init__(self, job: TrainingRun) -> None:
         self.job, self.done = job, {"looks": 0, "snapshots": 0}
-        self._pace, self._recovery = Pace(job.history), Rollback(job)
+        self._pace, self._recovery = Throughput(job.history), Rollback(job)
         self._computed: tuple[Batch, list[Batch], Computed] | None = None
         self._launched: Launched | None = None
         self._recovery.take_snapshot()
@@ -149,7 +149,7 @@ class Rounds:
         if self._computed is None or not job.monitors.due(job.state.step + 1, job.plan.steps):
             return False
         _, micro_batches, computed = self._computed
-        seen_batch = job.tools.intake.safe(micro_batches[0], computed.classes)
+        seen_batch = job.tools.sanitizer.safe(micro_batches[0], computed.classes)
         job.monitors.before(job.state.model, job.state.optimizer, seen_batch, job.tools.precision)
         self.done["looks"] += 1
         return True

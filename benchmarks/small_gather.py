@@ -2,12 +2,11 @@
 
     torchrun --nproc_per_node=2 benchmarks/small_gather.py --json small_gather.json
 
-A round is a step that shares its numbers (`parallel/distributed.py`), one that shares them `TIMES` times, and one that keeps
-them, in turns first; before each the ranks meet, so that none pays for another's lateness. Printed is the median of the
-differences to the step that keeps them, divided by how often the numbers were shared, with the quartiles. On a busy
-machine the single difference drowns in that of any two steps; the one that is divided does not, but of waiting for the
-other rank it holds a part only.
-"""
+A round is a step that shares its numbers (`parallel/distributed.py`), one that shares them `TIMES` times, and one that
+keeps them, in turns first; before each the ranks meet, so that none pays for another's lateness. Printed is the median
+of the differences to the step that keeps them, divided by how often the numbers were shared, with the quartiles. On a
+busy machine the single difference drowns in that of any two steps; the one that is divided does not, but of waiting for
+the other rank it holds a part only."""
 
 import argparse
 import json
@@ -46,16 +45,16 @@ def measured(kind: type[DDP] | type[FSDP], workload: str, device: torch.device, 
     tools = replace(plain_tools("fp32", device, NoGuard()), parallel=parallel)
     mine = slice(current_ranks().rank, None, current_ranks().world_size)
     batch = Batch(inputs[mine].to(device), targets[mine].to(device)).counting(targets.numel())
-    share = parallel.meet
+    share = parallel.reduce_stats
 
     def seconds(times: int) -> float:
-        def meet(*numbers: Any) -> tuple[Any, ...]:
+        def reduce_stats(*numbers: Any) -> tuple[Any, ...]:
             met = numbers
             for _ in range(times):
                 met = share(*numbers)
             return met
 
-        vars(parallel)["meet"] = meet
+        vars(parallel)["meet"] = reduce_stats
         dist.barrier()
         start = time.perf_counter()
         train_step(state, [batch], tools)
@@ -87,7 +86,9 @@ def main() -> None:
     workload = next(iter(WORKLOADS[device.type]))
     results = {kind.name: measured(kind, workload, device, asked.rounds) for kind in (DDP, FSDP)}
     if current_ranks().is_main:
-        print(f"{hardware.name(device)}, {hardware.threads()} a rank, {current_ranks().world_size} ranks, torch {torch.__version__}")
+        print(
+            f"{hardware.name(device)}, {hardware.threads()} a rank, {current_ranks().world_size} ranks, torch {torch.__version__}"
+        )
         print(f"{workload}, fp32, {asked.rounds} rounds\n")
         print("| parallel | step without, ms | shared | cost each time, ms | quartiles | in steps |")
         print("|---|---|---|---|---|---|")

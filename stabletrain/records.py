@@ -136,7 +136,7 @@ class Clipped:
 
 
 @dataclass(frozen=True)
-class Vitals:
+class StepChecks:
     """What can go wrong in a step that loss and gradients do not show; 0-d tensors on the device.
 
     Attributes:
@@ -226,7 +226,7 @@ class TrainState:
         optimizer: its moments and step counters.
         step: steps done, which is also the number, counted from 0, under which the next one looks up its batch.
         skipped: ranges `[start, stop)` of data positions that are never read; see `data/order.py`.
-        tick: steps executed in the whole run, those that were rolled back included: it never goes back.
+        executed_steps: steps executed in the whole run, those that were rolled back included: it never goes back.
     """
 
     model: nn.Module

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from stabletrain.monitors.gradients import buffer_norm, gradients, measure
 from stabletrain.protocols import Running, Tools
-from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Reading, TrainState, Vitals
+from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Reading, StepChecks, TrainState
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Computed:
 
     Attributes:
         terms, norms: losses and gradient norms, on the device.
-        vitals: what else the guard looks at.
-        held: the model's buffers as they were before.
+        checks: what else the guard looks at.
+        saved_buffers: the model's buffers as they were before.
         classes: the last dimension of the logits; None if nothing could be run.
     """
 
     terms: LossTerms
     norms: GradNorms
-    vitals: Vitals
+    checks: StepChecks
     saved_buffers: list[Tensor]
     classes: int | None
 
@@ -85,11 +85,11 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     for number, batch in enumerate(batches, 1):
         if batch.targets.numel() == 0:  # nothing to run on; a shape, so nothing is waited for
             continue
-        inputs, magnitude, bad_inputs = tools.intake.inputs(batch.inputs)
-        with tools.parallel.meeting(state.model, number == len(batches)):
+        inputs, magnitude, bad_inputs = tools.sanitizer.inputs(batch.inputs)
+        with tools.parallel.gradient_sync(state.model, number == len(batches)):
             logits = tools.objective.logits(running, inputs)
             classes = shape[-1] if (shape := getattr(logits, "shape", ())) else 0  # the objective refuses it
-            targets, bad_targets = tools.intake.targets(batch.targets, classes)
+            targets, bad_targets = tools.sanitizer.targets(batch.targets, classes)
             part = tools.objective(logits, targets, n_valid)
             running.scaled(part.total).backward()
         parts.append(part.detach())
@@ -100,11 +100,11 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
         largest = [torch.zeros_like(parts[0].total)]
     terms = sum(parts[1:], parts[0])
     tools.precision.unscale_(gradients(state.model))
-    tools.parallel.average_(state.model, held)
-    tools.parallel.largest_(tools.after_update.maxima(state.model))
-    vitals = Vitals(torch.stack(bad).any(), torch.stack(largest).amax(), buffer_norm(state.model))
-    terms, norms, vitals = tools.parallel.meet(terms, measure(state.model), vitals)
-    return Computed(terms, norms, vitals, held, classes)
+    tools.parallel.average_buffers_(state.model, held)
+    tools.parallel.max_over_ranks_(tools.after_update.maxima(state.model))
+    checks = StepChecks(torch.stack(bad).any(), torch.stack(largest).amax(), buffer_norm(state.model))
+    terms, norms, checks = tools.parallel.reduce_stats(terms, measure(state.model), checks)
+    return Computed(terms, norms, checks, held, classes)
 
 
 def count_targets(batches: Sequence[Batch]) -> Tensor:
@@ -127,10 +127,10 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     """Judges what `compute` found, clips, applies the update or leaves everything as it was, and counts the step."""
     terms, norms = computed.terms, computed.norms
     overflow = tools.precision.overflow(terms, norms)
-    gate = tools.guard.gate(terms, norms, computed.vitals) & ~overflow
+    gate = tools.guard.gate(terms, norms, computed.checks) & ~overflow
     clipped = tools.clipping(state.model, norms, gate)
     loss_scale = tools.precision.loss_scale()
-    lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.slowdown(state.step))
+    lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.lr_multiplier(state.step))
     apply(state.optimizer, gate)
     tools.after_update(state.model, gate)
     restore_buffers(state.model, computed.saved_buffers, gate)
@@ -139,9 +139,9 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     state.executed_steps += 1
     measured = (
         *(terms.total, terms.ce, terms.zloss, norms.total, clipped.coef, clipped.active),
-        *(computed.vitals.inputs, computed.vitals.buffers),
-        *(loss_scale, gate, computed.vitals.bad_data, overflow),
-        *(value for value in (computed.vitals.stop, computed.vitals.rank) if value is not None),
+        *(computed.checks.inputs, computed.checks.buffers),
+        *(loss_scale, gate, computed.checks.bad_data, overflow),
+        *(value for value in (computed.checks.stop, computed.checks.rank) if value is not None),
     )
     return InFlight(state.step, lr, torch.stack([value.float() for value in measured]))
 

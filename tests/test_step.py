@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stabletrain.machine.determinism import Seeded
-from stabletrain.parallel.single import Alone
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Tools
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.stability import precision
@@ -16,9 +16,9 @@ from stabletrain.stability.guard import NoGuard, SkipGuard
 from stabletrain.stability.objective import NoZLoss, Objective
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
 from stabletrain.stability.qkclip import NoQKClip
-from stabletrain.stability.sanitize import Intake
+from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
-from stabletrain.step import compute, save_buffers, restore_buffers, train_step
+from stabletrain.step import compute, restore_buffers, save_buffers, train_step
 
 CPU = torch.device("cpu")
 PRECISIONS = {
@@ -52,7 +52,7 @@ class Tiny(nn.Module):
 
 def tools(kind="fp32", clipping=None, guard=None):
     return Tools(
-        intake=Intake(),
+        sanitizer=Sanitizer(),
         precision=PRECISIONS[kind](),
         objective=Objective(NoZLoss()),
         clipping=clipping or NormClip(1.0),
@@ -61,7 +61,7 @@ def tools(kind="fp32", clipping=None, guard=None):
         learning_rate=LearningRate(NoWarmup(), Constant(), 100),
         determinism=Seeded(),
         seed=0,
-        parallel=Alone(),
+        parallel=SingleProcess(),
     )
 
 

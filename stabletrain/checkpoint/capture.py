@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from stabletrain.checkpoint.tree import Tree, detach_shards, is_sharded, map_tensors, to_host, attach_shards
+from stabletrain.checkpoint.tree import Tree, attach_shards, detach_shards, is_sharded, map_tensors, to_host
 from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
 

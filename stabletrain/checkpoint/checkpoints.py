@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.checkpoint import sharded, writer
-from stabletrain.checkpoint.folder import Folder, OnEvent, find, kept, superseded, reason_of, warn
+from stabletrain.checkpoint.folder import Folder, OnEvent, find, kept, reason_of, superseded, warn
 from stabletrain.checkpoint.off import NoCheckpoints
 from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.checkpoint.sharded import RankShard

@@ -111,7 +111,12 @@ class Folder:
     """
 
     def __init__(
-        self, path: Path, report: OnEvent = silent, run: str | None = None, tell: ShowLine = warn, verify: Verify = verify
+        self,
+        path: Path,
+        report: OnEvent = silent,
+        run: str | None = None,
+        tell: ShowLine = warn,
+        verify: Verify = verify,
     ) -> None:
         self.path, self.run = path, run
         self.damaged: dict[Path, str] = {}

@@ -9,12 +9,11 @@ Health: what makes a checkpoint unhealthy whatever its owner believes of it.
 
 Writing a checkpoint: a folder that is complete or absent at every instant, and that nobody needs pickle to read.
 
-`step-00000500/` holds `model.safetensors` (the names of `model.state_dict()`, for any program),
-`training.safetensors` (all other tensors), `state.json` (the skeletons of `checkpoint/tree.py`) and `manifest.json` (sizes
-and SHA-256 of the other three, and of itself). It is written under a hidden temporary name, each file and the folder
-are synchronised to the disk, and one rename makes it appear. Reading (`trust.py`) checks every byte first. A state that
-is sharded is written by all ranks (`assembly.py`), into such a folder as well.
-"""
+`step-00000500/` holds `model.safetensors` (the names of `model.state_dict()`, for any program), `training.safetensors`
+(all other tensors), `state.json` (the skeletons of `checkpoint/tree.py`) and `manifest.json` (sizes and SHA-256 of the
+other three, and of itself). It is written under a hidden temporary name, each file and the folder are synchronised to
+the disk, and one rename makes it appear. Reading (`trust.py`) checks every byte first. A state that is sharded is
+written by all ranks (`assembly.py`), into such a folder as well."""
 
 import errno
 import hashlib
@@ -160,7 +159,7 @@ def publish(
         temporary: where the files are: a hidden folder in `folder`.
         folder: the folder of checkpoints.
         form: number of the format.
-        about: `step`, `healthy`, `val_loss`, `info`.
+        metadata: `step`, `healthy`, `val_loss`, `info`.
         files: the manifest's entries, by name.
 
     Raises:

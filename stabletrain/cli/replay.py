@@ -33,13 +33,13 @@ from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.forensics import repro_files
 from stabletrain.forensics.replay import Outcome, replay
 from stabletrain.machine import hardware
-from stabletrain.parallel.single import Alone
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Tools
 from stabletrain.records import Reading, TrainState
 from stabletrain.stability.chunked_loss import in_chunks
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.objective import Objective
-from stabletrain.stability.sanitize import Intake
+from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.stability.schedule import LearningRate
 from stabletrain.tracking import metrics
 from stabletrain.trainer.contract import FROM_DATA, vocabulary
@@ -236,17 +236,17 @@ def again(folder: Path, overrides: Sequence[str] = (), config_dir: Path | None =
     cfg.model = sized(cfg, folder)
     model, tools = built(cfg)
     other = plain(cfg)["model"] != plain(recorded)["model"]
-    scene = repro_files.load_scene(folder, model, tools, strict=not other)
+    repro = repro_files.load_repro(folder, model, tools, strict=not other)
     if cfg.grad_accum_steps != recorded.grad_accum_steps:
-        scene = replace(scene, micro_batches=cfg.grad_accum_steps)
+        repro = replace(repro, micro_batches=cfg.grad_accum_steps)
     if cfg.precision.get("init_scale") != recorded.precision.get("init_scale"):  # else the scale is the step's own
-        scene = replace(scene, loss_scale=float(tools.precision.loss_scale()))
-    outcome = replay(scene, "same")
+        repro = replace(repro, loss_scale=float(tools.precision.loss_scale()))
+    outcome = replay(repro, "same")
     if outcome.not_run:
         raise StabletrainError(f"{folder}: the step cannot be run: {outcome.not_run}")
     known = repro_files.read(folder)[repro_files.STATE]["parameters"]
     fresh = [name for name, _ in model.named_parameters() if name not in known]
-    return Again(scene.reading, outcome, tuple(overrides), fresh, scene.applied)
+    return Again(repro.reading, outcome, tuple(overrides), fresh, repro.applied)
 
 
 def why_not(folder: Path) -> str:
@@ -265,10 +265,10 @@ def built(cfg: DictConfig) -> tuple[nn.Module, Tools]:
     precision.prepare()
     determinism.seed_run(cfg.seed)
     model = make(cfg, "model").to(device)
-    precision.islands(model)
+    precision.wrap_fp32_modules(model)
     precision.attach(model, TrainState(model, torch.optim.SGD(model.parameters(), lr=0.0)).optimizer)
     tools = Tools(
-        intake=Intake(vocabulary(model, cfg.model)),
+        sanitizer=Sanitizer(vocabulary(model, cfg.model)),
         precision=precision,
         objective=in_chunks(
             Objective(make(cfg, "zloss"), cfg.label_smoothing), cfg.get("loss_chunk", "none"), model, able=True
@@ -279,7 +279,7 @@ def built(cfg: DictConfig) -> tuple[nn.Module, Tools]:
         learning_rate=LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps),
         determinism=determinism,
         seed=cfg.seed,
-        parallel=Alone(),
+        parallel=SingleProcess(),
     )
     return model, tools
 

@@ -38,8 +38,8 @@ from stabletrain.config.arguments import Arguments, added, again, continued, tak
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain
 from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted
-from stabletrain.parallel.failure_report import introduce, leave_word, as_rank_lost
-from stabletrain.parallel.ranks import Ranks, end_together, first_does, current_ranks, join, leave
+from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location
+from stabletrain.parallel.ranks import Ranks, current_ranks, end_together, join, leave, run_on_main
 
 ALIKE = 5.0
 """Seconds within which ranks that refuse the same configuration all have said so."""
@@ -108,10 +108,10 @@ def agreed(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple[Sweep | No
     if not ranks.launched:
         return start(continued(typed), config_dir)
     join(ranks)
-    introduce(ranks)
+    publish_location(ranks)
     if ranks.restarts:
         typed = added(typed, "resume=auto")
-    sweep, found = first_does(ranks, lambda: start(in_one_folder(continued(typed)), config_dir))
+    sweep, found = run_on_main(ranks, lambda: start(in_one_folder(continued(typed)), config_dir))
     return sweep, found if ranks.is_main else added(found, "hydra.output_subdir=null")
 
 
@@ -138,7 +138,7 @@ def run_job(cfg: DictConfig) -> float | None:
         check(cfg)
         done = None
         if cfg.resume == "auto":
-            done = first_does(ranks, lambda: over(folder, overrides, cfg.steps, ("finished",)))
+            done = run_on_main(ranks, lambda: over(folder, overrides, cfg.steps, ("finished",)))
         if done and not done.get("reason"):  # such as that its end could not be saved
             if ranks.is_main:
                 print(f"{folder} is finished already, {lines.result(done)}: nothing to do; raise steps to go on")
@@ -164,7 +164,7 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
         return math.inf
     try:
         check(cfg)
-        done = first_does(ranks, lambda: member.over(cfg.steps))
+        done = run_on_main(ranks, lambda: member.over(cfg.steps))
         if done is None:
             if ranks.is_main:
                 member.keep(cfg)
@@ -221,7 +221,7 @@ def tell(error: Exception, ranks: Ranks, folder: Path) -> None:
         return
     if isinstance(error, StabletrainError) and not isinstance(error, RankLost) and not ranks.is_main:
         time.sleep(ALIKE)
-    where = "" if ranks.alone else f"[rank {ranks.rank}] "
+    where = "" if not ranks.distributed else f"[rank {ranks.rank}] "
     if isinstance(error, RankLost):
         print(f"{where}stabletrain: {error}", file=sys.stderr, flush=True)
         if ranks.is_main:
@@ -233,7 +233,7 @@ def tell(error: Exception, ranks: Ranks, folder: Path) -> None:
     else:
         trace = "".join(traceback.format_exception(error))
         print("".join(f"{where}{line}" for line in trace.splitlines(keepends=True)), file=sys.stderr)
-    leave_word(ranks, error)
+    publish_failure(ranks, error)
     if isinstance(error, Interrupted) and error.saved:
         print(f"continue  {again(ranks, folder)}", file=sys.stderr)
     if ranks.launched:

@@ -13,6 +13,8 @@ from typing import Any
 
 MOVED: dict[str, str] = {
     "stabletrain.forensics.desk": "stabletrain.forensics.handler",
+    "stabletrain.forensics.desk.Forensics": "stabletrain.forensics.handler.IncidentHandler",
+    "stabletrain.forensics.desk.NoForensics": "stabletrain.forensics.handler.NoIncidentHandler",
     "stabletrain.parallel.auto": "stabletrain.parallel.options.auto",
     "stabletrain.parallel.ddp": "stabletrain.parallel.options.ddp",
     "stabletrain.parallel.fsdp": "stabletrain.parallel.options.fsdp",

@@ -197,7 +197,9 @@ class Gradient(OfStep):
     def strike(self, state: TrainState, precision: Any) -> list[Removable]:
         name, parameter = chosen_parameter(state.model, self.parameter)
         scale = float(precision.loss_scale()) if math.isfinite(self.value) else 1.0
-        return [parameter.register_post_accumulate_grad_hook(partial(self._spoil, name, state.executed_steps, scale, []))]
+        return [
+            parameter.register_post_accumulate_grad_hook(partial(self._spoil, name, state.executed_steps, scale, []))
+        ]
 
     def _spoil(self, name: str, tick: int, scale: float, done: list[bool], parameter: Tensor) -> None:
         """Overwrites one element, the first time."""

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.diagnosis.causes import diagnose
-from stabletrain.forensics.diagnosis.evidence import Setting
+from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.incident import place_for, write
-from stabletrain.forensics.investigate import Explained, investigate
-from stabletrain.forensics.repro import Scene
-from stabletrain.parallel.ranks import Ranks, from_all, broadcast_object
+from stabletrain.forensics.investigate import Findings, investigate
+from stabletrain.forensics.repro import Repro
+from stabletrain.parallel.ranks import Ranks, all_gather_object, broadcast_object
 
 EACH_ANEW = ("poison_input", "bad_label", "bad_batch", "corrupt_state", "hardware_fault")
 """Causes of which each incident is another accident; one of any other is the same mistake until somebody mends it."""
@@ -33,7 +33,7 @@ LOOKS = 3
 
 
 @dataclass(frozen=True)
-class Filed:
+class IncidentSummary:
     """An incident that was looked into.
 
     Attributes:
@@ -49,7 +49,7 @@ class Filed:
     lines: list[str]
 
 
-class NoForensics:
+class NoIncidentHandler:
     """Looks into nothing.
 
     Attributes:
@@ -58,23 +58,23 @@ class NoForensics:
 
     newest = ""
 
-    def open(self, folder: Path, setting: Setting) -> None:
+    def open(self, folder: Path, setting: RunSettings) -> None:
         """Nothing to open."""
 
     def handle(
         self,
-        make: Callable[[float], Scene | None],
+        make: Callable[[float], Repro | None],
         kind: str,
         *,
         classes: int | None,
         optimizer: Optimizer | None,
         limits: tuple[float, float] = (math.inf, math.inf),
-    ) -> Filed | None:
+    ) -> IncidentSummary | None:
         """None."""
         return None
 
 
-class Forensics(NoForensics):
+class IncidentHandler(NoIncidentHandler):
     """Looks into the first incidents of a run.
 
     A mistake in the code or the configuration shows again after every rollback. It is filed once: the same cause at the
@@ -99,21 +99,21 @@ class Forensics(NoForensics):
         self._filed: set[tuple[str, ...]] = set()
         self._looks = 0
         self._folder: Path | None = None
-        self._setting = Setting()
+        self._setting = RunSettings()
 
-    def open(self, folder: Path, setting: Setting) -> None:
+    def open(self, folder: Path, setting: RunSettings) -> None:
         """Chooses the run folder, and takes the run's setting, by which fixes are chosen."""
         self._folder, self._setting = folder, setting
 
     def handle(
         self,
-        make: Callable[[float], Scene | None],
+        make: Callable[[float], Repro | None],
         kind: str,
         *,
         classes: int | None,
         optimizer: Optimizer | None,
         limits: tuple[float, float] = (math.inf, math.inf),
-    ) -> Filed | None:
+    ) -> IncidentSummary | None:
         """Explains a step and writes its folder.
 
         None once the budget is spent, for a mistake that is filed already, or where an alarm is not borne out.
@@ -138,41 +138,41 @@ class Forensics(NoForensics):
 
     def investigate(
         self,
-        make: Callable[[float], Scene | None],
+        make: Callable[[float], Repro | None],
         kind: str,
         *,
         classes: int | None,
         optimizer: Optimizer | None,
         limits: tuple[float, float],
-    ) -> tuple[Scene, Explained] | None:
+    ) -> tuple[Repro, Findings] | None:
         """The scene, and what came of looking into it; None where an alarm is not borne out."""
         self._looks += 1
-        scene = make(time.monotonic() + self.max_seconds)
-        if scene is None:
+        repro = make(time.monotonic() + self.max_seconds)
+        if repro is None:
             return None
         setting = replace(self._setting, loss_limit=limits[0], norm_limit=limits[1])
-        found = investigate(scene, kind, classes=classes, optimizer=optimizer, setting=setting)
+        found = investigate(repro, kind, classes=classes, optimizer=optimizer, setting=setting)
         small = found.evidence.underflow
         if kind == "loss_scale" and (small is None or not small.real):
             return None
-        return scene, found
+        return repro, found
 
-    def write_incident(self, scene: Scene, found: Explained, rank: int | None = None) -> Filed | None:
+    def write_incident(self, repro: Repro, found: Findings, rank: int | None = None) -> IncidentSummary | None:
         """Writes the folder, and words what is said of it; None for a mistake that is filed already.
 
         Args:
             scene, found: from `explained`.
             rank: the guilty rank; None for one process.
         """
-        mistake = mistake_of(found)
+        mistake = mistake_key(found)
         if mistake in self._filed:
             self.again[mistake] += 1
             return None
         assert self._folder is not None, "open(folder, setting) comes first"
-        assert scene.reading is not None
-        path: Path | None = place_for(self._folder, scene.reading.step)
+        assert repro.reading is not None
+        path: Path | None = place_for(self._folder, repro.reading.step)
         try:
-            write(path, scene, found, rank=rank, keep_state=self.keep_state)
+            write(path, repro, found, rank=rank, keep_state=self.keep_state)
         except OSError as error:  # a full disk is no reason to end the run, nor to keep the cause back
             path, where = None, f"its folder could not be written ({error.strerror or error})"
         else:
@@ -181,20 +181,20 @@ class Forensics(NoForensics):
         about = found.diagnosis
         of_rank = "" if rank is None else f", rank {rank}"
         lines = [
-            f"step {scene.reading.step}{of_rank}: {about.cause} ({about.confidence:.0%} sure): {about.verdict}",
+            f"step {repro.reading.step}{of_rank}: {about.cause} ({about.confidence:.0%} sure): {about.verdict}",
             f"do this: {about.fix[0] if about.fix else 'nothing is known to help'}",
             f"read on: {where}",
         ]
-        return Filed(path, about.cause, about.verdict, about.fix, lines)
+        return IncidentSummary(path, about.cause, about.verdict, about.fix, lines)
 
 
-def mistake_of(found: Explained) -> tuple[str, ...]:
+def mistake_key(found: Findings) -> tuple[str, ...]:
     """What makes two incidents the same mistake: the cause, and the operation where there is one."""
     o = found.evidence.origin
     return (found.diagnosis.cause, *(() if o is None else (o.module, o.op, o.direction, o.source)))
 
 
-class Council(NoForensics):
+class DistributedIncidentHandler(NoIncidentHandler):
     """What all ranks make of an incident together; every rank must call it.
 
     Args:
@@ -202,27 +202,29 @@ class Council(NoForensics):
         ranks: this process among those of the run.
     """
 
-    def __init__(self, own: NoForensics, ranks: Ranks) -> None:
+    def __init__(self, own: NoIncidentHandler, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
 
-    def open(self, folder: Path, setting: Setting) -> None:
+    def open(self, folder: Path, setting: RunSettings) -> None:
         """Opens this rank's desk."""
         self._own.open(folder, setting)
 
     def handle(
         self,
-        make: Callable[[float], Scene | None],
+        make: Callable[[float], Repro | None],
         kind: str,
         *,
         classes: int | None,
         optimizer: Optimizer | None,
         limits: tuple[float, float] = (math.inf, math.inf),
-    ) -> Filed | None:
+    ) -> IncidentSummary | None:
         """As a desk's own; None on every rank or on none."""
-        if not isinstance(self._own, Forensics) or not broadcast_object(self._own.has_budget()):  # rank 0 counts the folders
+        if not isinstance(self._own, IncidentHandler) or not broadcast_object(
+            self._own.has_budget()
+        ):  # rank 0 counts the folders
             return None
         case = self._own.investigate(make, kind, classes=classes, optimizer=optimizer, limits=limits)
-        marks = from_all(-1 if case is None else certainty(case[1]))
+        marks = all_gather_object(-1 if case is None else certainty(case[1]))
         if max(marks) < 0:
             return None
         chosen = marks.index(max(marks))
@@ -230,14 +232,14 @@ class Council(NoForensics):
             chosen = max(reading.rank, 0)  # whose numbers were bad, though they are not when it is run again
         filed = None
         if case is not None and chosen == self._ranks.rank:
-            scene, found = case
+            repro, found = case
             if kind == "nonfinite" and not max(marks):
-                found = nobodys(found)
-            filed = self._own.write_incident(scene, found, rank=chosen)
-        return from_all(filed)[chosen]
+                found = unattributed(found)
+            filed = self._own.write_incident(repro, found, rank=chosen)
+        return all_gather_object(filed)[chosen]
 
 
-def certainty(found: Explained) -> int:
+def certainty(found: Findings) -> int:
     """How surely a rank's own part failed: 2 for bad samples or a bad state, 1 for a replay that fails, else 0."""
     evidence = found.evidence
     if evidence.samples or evidence.damage:
@@ -245,7 +247,7 @@ def certainty(found: Explained) -> int:
     return int(evidence.finite("same") is False)
 
 
-def nobodys(found: Explained) -> Explained:
+def unattributed(found: Findings) -> Findings:
     """The case with what is known of all ranks: run again, no part of the step fails."""
     outcomes = dict(found.evidence.outcomes)
     outcomes["same"] = replace(outcomes["same"], bitwise_equal_to_reading=False)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError
-from stabletrain.forensics.investigate import Explained
+from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.replay import VARIANTS, Outcome
 from stabletrain.forensics.report import report
-from stabletrain.forensics.repro import Scene
-from stabletrain.forensics.repro_files import BATCH, SCENE, STATE, save_scene
+from stabletrain.forensics.repro import Repro
+from stabletrain.forensics.repro_files import BATCH, SCENE, STATE, save_repro
 from stabletrain.tracking.metrics import now, plain, replace
 
 UNNEEDED = Outcome(not_run="what was found before explains it")
@@ -30,7 +30,7 @@ def place_for(folder: Path, step: int) -> Path:
     return path
 
 
-def write(path: Path, scene: Scene, found: Explained, *, rank: int | None, keep_state: bool) -> None:
+def write(path: Path, repro: Repro, found: Findings, *, rank: int | None, keep_state: bool) -> None:
     """Writes an incident.
 
     Args:
@@ -44,24 +44,24 @@ def write(path: Path, scene: Scene, found: Explained, *, rank: int | None, keep_
         OSError: the disk is full or gone.
     """
     path.mkdir(parents=True, exist_ok=True)
-    record = as_json(scene, found, rank)
+    record = as_json(repro, found, rank)
     (path / "report.md").write_text(report(record, found, path), encoding="utf-8")
     replace(path / "diagnosis.json", json.dumps(plain(record), allow_nan=False, indent=2) + "\n")
     if keep_state:  # the largest, so the last: on a disk that is nearly full the cause is written
         try:
-            save_scene(path, scene)
+            save_repro(path, repro)
         except OSError:
             for file in (SCENE, BATCH, STATE):
                 (path / file).unlink(missing_ok=True)
             raise
 
 
-def as_json(scene: Scene, found: Explained, rank: int | None) -> dict[str, Any]:
+def as_json(repro: Repro, found: Findings, rank: int | None) -> dict[str, Any]:
     """The incident as a mapping; the keys are a contract."""
     evidence, diagnosis = found.evidence, found.diagnosis
-    guilty = evidence.guilty
-    places = guilty.samples if guilty and not guilty.others_too else []
-    batch = scene.batch
+    culprits = evidence.culprits
+    places = culprits.samples if culprits and not culprits.others_too else []
+    batch = repro.batch
     samples = [dict(sample) for sample in evidence.samples] or [
         {
             "index": index,

@@ -15,17 +15,17 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stabletrain.forensics.diagnosis.causes import Diagnosis, diagnose
-from stabletrain.forensics.diagnosis.evidence import Evidence, Loudest, Setting
-from stabletrain.forensics.probes.bisect import guilty_samples
+from stabletrain.forensics.diagnosis.evidence import Evidence, LargestInput, RunSettings
+from stabletrain.forensics.probes.bisect import find_culprits
 from stabletrain.forensics.probes.samples import bad_samples, named
 from stabletrain.forensics.probes.state import damaged, drift, overlong, staleness
 from stabletrain.forensics.probes.underflow import underflow
 from stabletrain.forensics.replay import VARIANTS, Outcome, ieee_kernels, perform, replay, replays, same_bits
-from stabletrain.forensics.repro import Scene
+from stabletrain.forensics.repro import Repro
 from stabletrain.forensics.trace.origin import Origin, find_origin
 from stabletrain.forensics.trace.recorder import OpRecord, Trace
 from stabletrain.forensics.trace.values import is_float, tensors
-from stabletrain.monitors.probe import Look
+from stabletrain.monitors.probe import Probe
 
 SOFTMAXES = ("aten._softmax", "aten._safe_softmax")
 """Not the log-softmax of a loss, whose inputs are the model's logits."""
@@ -69,7 +69,7 @@ CARRIERS = (
 
 
 @dataclass(frozen=True)
-class Explained:
+class Findings:
     """An incident with its cause.
 
     Attributes:
@@ -85,13 +85,13 @@ class Explained:
 
 
 def investigate(
-    scene: Scene,
+    repro: Repro,
     kind: str,
     *,
     classes: int | None,
     optimizer: Optimizer | None,
-    setting: Setting,
-) -> Explained:
+    setting: RunSettings,
+) -> Findings:
     """Looks into a step. Never raises for what the model does, and changes nothing live.
 
     Args:
@@ -102,12 +102,12 @@ def investigate(
         setting: of the run.
     """
     began = time.monotonic()
-    assert scene.reading is not None
+    assert repro.reading is not None
     failures: list[str] = []
 
     def attempt(what: str, look: Callable[[], T], otherwise: T) -> T:
         """What `look` finds; `otherwise`, if there is no time left, or it cannot be done."""
-        if time.monotonic() >= scene.deadline:
+        if time.monotonic() >= repro.deadline:
             failures.append(f"{what}: no time was left")
             return otherwise
         try:
@@ -116,58 +116,58 @@ def investigate(
             failures.append(f"{what}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}")
             return otherwise
 
-    found = Evidence(kind, scene.reading, setting=setting)
-    samples = attempt("samples", lambda: bad_samples(scene.batch, scene.tools.intake.vocab_size, classes), [])
+    found = Evidence(kind, repro.reading, setting=setting)
+    samples = attempt("samples", lambda: bad_samples(repro.batch, repro.tools.sanitizer.vocab_size, classes), [])
     found = replace(found, samples=samples)
     if samples:
-        return Explained(found, diagnose(found), time.monotonic() - began, failures)
+        return Findings(found, diagnose(found), time.monotonic() - began, failures)
     if kind == "loss_scale":
-        found = replace(found, underflow=attempt("small gradients", lambda: underflow(scene), None))
+        found = replace(found, underflow=attempt("small gradients", lambda: underflow(repro), None))
         if found.underflow is None or not found.underflow.real:
-            return Explained(found, diagnose(found), time.monotonic() - began, failures)
-    older = attempt("an older state", lambda: None if scene.older is None else scene.older(), None)
-    damage = attempt("the state", lambda: damaged(scene.model, scene.buffers, optimizer, older), [])
+            return Findings(found, diagnose(found), time.monotonic() - began, failures)
+    older = attempt("an older state", lambda: None if repro.older is None else repro.older(), None)
+    damage = attempt("the state", lambda: damaged(repro.model, repro.buffers, optimizer, older), [])
     origin, makers = (None, [])
     if kind == "nonfinite":
-        origin, makers = attempt("the operations", lambda: trace(scene), (None, []))
-    outcomes = replays(scene)
+        origin, makers = attempt("the operations", lambda: trace(repro), (None, []))
+    outcomes = replays(repro)
     if origin is not None and origin.dtype == "float16" and outcomes["fp32"].finite is False:
-        deeper, made_of = attempt("the operations in fp32", lambda: trace(scene, "fp32"), (None, []))
+        deeper, made_of = attempt("the operations in fp32", lambda: trace(repro, "fp32"), (None, []))
         if deeper is not None and deeper.dtype != "float16":  # fp16 has only broken first of what breaks in any format
             origin, makers = deeper, made_of
     found = replace(found, damage=damage, origin=origin, makers=makers, outcomes=outcomes)
     if outcomes["same"].bitwise_equal_to_reading is False:
-        found = replace(found, repeats=attempt("the same once more", lambda: repeats(scene, outcomes["same"]), None))
+        found = replace(found, repeats=attempt("the same once more", lambda: repeats(repro, outcomes["same"]), None))
     if older:
-        done = scene.step
-        found = replace(found, drift=attempt("the way since", lambda: drift(scene.model, optimizer, older, done), None))
+        done = repro.step
+        found = replace(found, drift=attempt("the way since", lambda: drift(repro.model, optimizer, older, done), None))
     if kind == "nonfinite":
-        found = replace(found, guilty=attempt("single samples", lambda: guilty_samples(scene), None))
-    sizes = attempt("activations and logits", lambda: sizes_of(scene, None, classes), {})
-    before = attempt("the older state's activations", lambda: sizes_of(scene, older, classes), {}) if older else {}
-    found = replace(found, loudest=attempt("the inputs", lambda: loudest(scene), None))
+        found = replace(found, culprits=attempt("single samples", lambda: find_culprits(repro), None))
+    sizes = attempt("activations and logits", lambda: sizes_of(repro, None, classes), {})
+    before = attempt("the older state's activations", lambda: sizes_of(repro, older, classes), {}) if older else {}
+    found = replace(found, largest_input=attempt("the inputs", lambda: largest_input(repro), None))
     if optimizer is not None:
         found = replace(found, overlong=attempt("the moments", lambda: overlong(optimizer), float("nan")))
     stale = float("nan")
     if kind == "spike" and optimizer is not None:
-        stale = attempt("the second moments", lambda: stale_by(scene, optimizer), stale)
+        stale = attempt("the second moments", lambda: stale_by(repro, optimizer), stale)
     found = replace(found, sizes=sizes, before=before, staleness=stale)
     diagnosis = diagnose(found)
     if diagnosis.cause == "loss_scale_collapse":  # which shows as gradients that are not finite
         found = replace(found, kind="loss_scale")
-    return Explained(found, diagnosis, time.monotonic() - began, failures)
+    return Findings(found, diagnosis, time.monotonic() - began, failures)
 
 
-def trace(scene: Scene, variant: str = "same") -> tuple[Origin | None, list[str]]:
+def trace(repro: Repro, variant: str = "same") -> tuple[Origin | None, list[str]]:
     """The operation to blame in a replay, and the operations of its own module that its inputs came from.
 
     The loss is taken of whole logits, whatever the step did: a trace tells forward from backward by their order.
     """
-    take = VARIANTS[variant](scene)
+    take = VARIANTS[variant](repro)
     tools = replace(take.tools, objective=take.tools.objective.plain)
     tracing = Trace(take.model)
     with tracing, ieee_kernels() if variant == "fp32" else contextlib.nullcontext():
-        perform(take.model, take.batches, tools, scene.step)
+        perform(take.model, take.batches, tools, repro.step)
     origin = find_origin(tracing)
     if origin is None:
         return None, []
@@ -194,39 +194,39 @@ def divisor(records: Sequence[OpRecord], index: int) -> list[str]:
     return found
 
 
-def repeats(scene: Scene, first: Outcome) -> bool | None:
+def repeats(repro: Repro, first: Outcome) -> bool | None:
     """Whether the step, run again once more, gives the bits that it gave when it was first run again."""
-    second = replay(scene, "same")
+    second = replay(repro, "same")
     if first.loss is None or first.grad_norm is None or second.loss is None or second.grad_norm is None:
         return None
     return same_bits(first.loss, second.loss) and same_bits(first.grad_norm, second.grad_norm)
 
 
-def sizes_of(scene: Scene, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
+def sizes_of(repro: Repro, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
     """The monitors' look at the first micro-batch, on the step's weights or on an older state's."""
-    model, look = scene.understudy(), Look()
+    model, look = repro.copy_model(), Probe()
     if older is not None:
         model.load_state_dict(older["model"])
-    batch = scene.to_micro_batches(scene.batch)[0]
-    batch = scene.tools.intake.safe(batch, classes or torch.iinfo(torch.int64).max)
+    batch = repro.to_micro_batches(repro.batch)[0]
+    batch = repro.tools.sanitizer.safe(batch, classes or torch.iinfo(torch.int64).max)
     with Scores() as scores, contextlib.suppress(RuntimeError):
-        return look.forward(model, batch, scene.tools.precision) | {"monitors/softmax_max": scores.largest}
+        return look.forward(model, batch, repro.tools.precision) | {"monitors/softmax_max": scores.largest}
     return {}
 
 
-def loudest(scene: Scene) -> Loudest | None:
+def largest_input(repro: Repro) -> LargestInput | None:
     """The sample of the batch with the largest input, beside the largest of another batch."""
-    inputs = scene.batch.inputs
-    if scene.fresh is None or not inputs.is_floating_point() or not inputs.numel():
+    inputs = repro.batch.inputs
+    if repro.fresh is None or not inputs.is_floating_point() or not inputs.numel():
         return None
     sizes = inputs.abs().flatten(1).amax(1) if inputs.ndim > 1 else inputs.abs()
     index = int(sizes.argmax())
-    sample = {"index": index, **named(scene.batch, index)}
-    return Loudest(sample, float(sizes[index]), float(scene.fresh().inputs.abs().amax()))
+    sample = {"index": index, **named(repro.batch, index)}
+    return LargestInput(sample, float(sizes[index]), float(repro.fresh().inputs.abs().amax()))
 
 
-def stale_by(scene: Scene, optimizer: Optimizer) -> float:
+def stale_by(repro: Repro, optimizer: Optimizer) -> float:
     """How far this step's gradients are from the optimizer's second moments."""
-    model = scene.understudy()
-    perform(model, scene.to_micro_batches(scene.batch), scene.replay_tools(), scene.step)
-    return staleness(scene.model, [parameter.grad for parameter in model.parameters()], optimizer)
+    model = repro.copy_model()
+    perform(model, repro.to_micro_batches(repro.batch), repro.replay_tools(), repro.step)
+    return staleness(repro.model, [parameter.grad for parameter in model.parameters()], optimizer)

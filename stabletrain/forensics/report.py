@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.forensics.diagnosis.evidence import Evidence
-from stabletrain.forensics.investigate import Explained
+from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.trace.origin import Link, Origin
 from stabletrain.tracking.metrics import plain
@@ -50,7 +50,7 @@ SLOW = "precision.growth_interval="
 """What of it takes many steps."""
 
 
-def report(record: Mapping[str, Any], found: Explained, folder: Path | None = None) -> str:
+def report(record: Mapping[str, Any], found: Findings, folder: Path | None = None) -> str:
     """One page for people, in Markdown: what it was, what to do, and only then how that is known.
 
     Args:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stabletrain.checkpoint.capture import Stateful
 from stabletrain.checkpoint.tree import Tree, map_tensors
 from stabletrain.machine.compiling import shape_of
-from stabletrain.parallel.single import Alone
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Precision, Tools
 from stabletrain.records import Batch, Reading
 
@@ -27,7 +27,7 @@ CONTAINERS = ("_modules", "_parameters", "_buffers")
 
 
 @dataclass(frozen=True)
-class Scene:
+class Repro:
     """One step, ready to be run again.
 
     Attributes:
@@ -47,7 +47,7 @@ class Scene:
         older: gives a captured state (`checkpoint/capture.py`) from before the step, or None if none is left.
         fresh: gives another batch, of a data position that the run has neither read nor passed over.
         deadline: of `time.monotonic()`, in seconds; what has not begun by then is not run.
-        about: what else is to be kept with the scene, as a tree without tensors: the run's configuration.
+        metadata: what else is to be kept with the scene, as a tree without tensors: the run's configuration.
     """
 
     model: nn.Module
@@ -67,21 +67,21 @@ class Scene:
     deadline: float = math.inf
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
-    def understudy(self) -> nn.Module:
+    def copy_model(self) -> nn.Module:
         """A copy of the model as the step found it, without gradients; what it does reaches nothing live."""
-        twin = copy_of_model(self.model)
-        self.reset_(twin)
-        return twin
+        model_copy = copy_of_model(self.model)
+        self.reset_(model_copy)
+        return model_copy
 
     @torch.no_grad()
-    def reset_(self, twin: nn.Module) -> None:
+    def reset_(self, model_copy: nn.Module) -> None:
         """Puts the buffers of an understudy to where the step started, so that it can run once more."""
-        for buffer, before in zip(twin.buffers(), self.buffers, strict=True):
+        for buffer, before in zip(model_copy.buffers(), self.buffers, strict=True):
             buffer.copy_(before)
 
     def replay_tools(self) -> Tools:
         """The tools, with a precision of their own at the loss scale of the step, and without the other ranks."""
-        return replace(self.tools, precision=at_scale(self.tools.precision, self.loss_scale), parallel=Alone())
+        return replace(self.tools, precision=at_scale(self.tools.precision, self.loss_scale), parallel=SingleProcess())
 
     def to_micro_batches(self, batch: Batch) -> list[Batch]:
         """A batch of the host on the device, cut as the step cut its own."""
@@ -90,7 +90,7 @@ class Scene:
     @property
     def comparable(self) -> bool:
         """Whether a replay on an understudy computes the very operations of the step, from where it started."""
-        several = type(self.tools.parallel) is not Alone  # of one rank's part alone the step has no numbers
+        several = type(self.tools.parallel) is not SingleProcess  # of one rank's part alone the step has no numbers
         return not (
             several or self.applied or self.compiled or any(is_compiled(module) for module in self.model.modules())
         )
@@ -111,16 +111,16 @@ def copy_of_model(model: nn.Module) -> nn.Module:
     for module in model.modules():
         map_tensors(cut_off, vars(module))
     try:
-        twin = copy.deepcopy(model, dict(graphs))
+        model_copy = copy.deepcopy(model, dict(graphs))
     except Exception:  # whatever an attribute raises that will not be copied
-        twin = copy.deepcopy(model, shared(model, graphs) | graphs)
-    for mine, live in zip(twin.parameters(), model.parameters(), strict=True):
+        model_copy = copy.deepcopy(model, shared(model, graphs) | graphs)
+    for mine, live in zip(model_copy.parameters(), model.parameters(), strict=True):
         mine.grad = None
         for hook in (live._backward_hooks or {}).values():
             mine.register_hook(hook)
         for hook in (getattr(live, "_post_accumulate_grad_hooks", None) or {}).values():
             mine.register_post_accumulate_grad_hook(hook)
-    return twin
+    return model_copy
 
 
 def shared(model: nn.Module, copied: Mapping[int, Any]) -> dict[int, Any]:

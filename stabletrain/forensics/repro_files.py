@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stabletrain.checkpoint.tree import Tree, flatten, to_host, unflatten
 from stabletrain.checkpoint.writer import pieces
 from stabletrain.errors import ConfigError
-from stabletrain.forensics.repro import Scene, is_scaled
+from stabletrain.forensics.repro import Repro, is_scaled
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, Reading
 
@@ -25,7 +25,7 @@ FORMAT = 1
 SCENE, BATCH, STATE = "scene.json", "batch.safetensors", "state.safetensors"
 
 
-def save_scene(folder: Path, scene: Scene) -> None:
+def save_repro(folder: Path, repro: Repro) -> None:
     """Writes a scene into `folder`, which is made where it does not exist; `scene.json`, the last, makes it one.
 
     `older` and `fresh` are not kept.
@@ -34,29 +34,29 @@ def save_scene(folder: Path, scene: Scene) -> None:
         OSError: the disk is full or gone.
         TypeError: `about` holds something else than dicts with str keys, lists, str, bool, int, float and None.
     """
-    model, batch = scene.model, scene.batch
+    model, batch = repro.model, repro.batch
     names = [name for name, _ in model.named_buffers()]
     state = {
         "parameters": dict(model.named_parameters()),
-        "buffers": dict(zip(names, scene.buffers, strict=True)),
+        "buffers": dict(zip(names, repro.buffers, strict=True)),
     }
     kept = {"inputs": batch.inputs, "targets": batch.targets, "ids": batch.ids}
     order = {name: by_stride(tensor) for name, tensor in kept.items() if tensor is not None}
     laid_out = {name: tensor.permute(order[name]) for name, tensor in kept.items() if tensor is not None}
     about = {
         "format": FORMAT,
-        "step": scene.step,
-        "micro_batches": scene.micro_batches,
-        "loss_scale": scene.loss_scale,
-        "scaled": is_scaled(scene.tools.precision),
-        "reading": None if scene.reading is None else scene.reading._asdict(),
-        "compiled": not replace(scene, applied=False).comparable,
-        "compiled_for": None if scene.compiled_for is None else [*scene.compiled_for],
-        "applied": scene.applied,
+        "step": repro.step,
+        "micro_batches": repro.micro_batches,
+        "loss_scale": repro.loss_scale,
+        "scaled": is_scaled(repro.tools.precision),
+        "reading": None if repro.reading is None else repro.reading._asdict(),
+        "compiled": not replace(repro, applied=False).comparable,
+        "compiled_for": None if repro.compiled_for is None else [*repro.compiled_for],
+        "applied": repro.applied,
         "threads": torch.get_num_threads(),
         "order": order,
         "sources": None if batch.sources is None else [*batch.sources],
-        "about": scene.metadata,
+        "about": repro.metadata,
     }
     skeleton = flatten(about)[1]
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def about(folder: Path) -> dict[str, Any]:
     return unflatten(read(folder)["about"], {})
 
 
-def load_scene(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = True) -> Scene:
+def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = True) -> Repro:
     """The scene that `save_scene` wrote.
 
     Args:
@@ -129,7 +129,7 @@ def load_scene(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
     reading, loss_scale = unflatten([found["reading"], found["loss_scale"]], {})
     if not (found["scaled"] and is_scaled(tools.precision)):  # another precision than the step's is tried
         loss_scale = float(tools.precision.loss_scale())
-    return Scene(
+    return Repro(
         model=model,
         buffers=[*buffers.values()],
         step=found["step"],

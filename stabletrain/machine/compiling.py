@@ -103,7 +103,7 @@ def prove(
     shape: Sequence[int],
     forward: Callable[[], Tensor],
     backward: Callable[[Tensor], None],
-    anywhere: Callable[[bool], bool] = bool,
+    any_rank: Callable[[bool], bool] = bool,
 ) -> tuple[float, str]:
     """Compiles a model in place and tries it: one pass forward and backward, that leaves no trace.
 
@@ -116,7 +116,7 @@ def prove(
         shape: of a micro-batch's inputs.
         forward: runs the model on such inputs, as a step does; returns the loss.
         backward: differentiates it.
-        anywhere: whether something is so on any rank.
+        any_rank: whether something is so on any rank.
 
     Returns:
         the seconds it took, and why it failed; empty where it did not.
@@ -134,9 +134,9 @@ def prove(
         torch.compiler.reset()  # loading the compiler draws random numbers too
         compile_(model, shape)
         try:
-            loss, why = attempt(forward, anywhere)
+            loss, why = attempt(forward, any_rank)
             if loss is not None:
-                _, why = attempt(lambda: backward(loss), anywhere)
+                _, why = attempt(lambda: backward(loss), any_rank)
             if why:
                 plain_(model)
                 if loss is None:
@@ -150,7 +150,7 @@ def prove(
     return time.perf_counter() - began, why
 
 
-def attempt(act: Callable[[], Any], anywhere: Callable[[bool], bool]) -> tuple[Any, str]:
+def attempt(act: Callable[[], Any], any_rank: Callable[[bool], bool]) -> tuple[Any, str]:
     """What `act` returns, and an empty reason; None and the reason, where it fails on any rank."""
     found, why = None, ""
     try:
@@ -159,6 +159,6 @@ def attempt(act: Callable[[], Any], anywhere: Callable[[bool], bool]) -> tuple[A
         raise
     except Exception as error:  # whatever a compiler raises
         why = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-    if anywhere(bool(why)):
+    if any_rank(bool(why)):
         return None, why or "it failed on another rank"
     return found, ""

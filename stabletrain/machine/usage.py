@@ -51,12 +51,12 @@ def flops_per_sample(model: nn.Module, inputs: Tensor) -> float | None:
 
     memo: dict[int, Tensor] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        blank = tensor.detach().to("meta")
-        memo[id(tensor)] = nn.Parameter(blank) if isinstance(tensor, nn.Parameter) else blank
+        model_factory = tensor.detach().to("meta")
+        memo[id(tensor)] = nn.Parameter(model_factory) if isinstance(tensor, nn.Parameter) else model_factory
     try:
-        twin = copy.deepcopy(model, memo).eval()
+        model_copy = copy.deepcopy(model, memo).eval()
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            twin(inputs.to("meta"))
+            model_copy(inputs.to("meta"))
     except Exception:  # anybody's model: one that asks for values it has not got, or cannot be copied
         return None
     return 3.0 * counter.get_total_flops() or None

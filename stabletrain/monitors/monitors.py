@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.monitors.probe import Forward, Look, Metrics
+from stabletrain.monitors.probe import Forward, Metrics, Probe
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Batch
 
@@ -65,7 +65,7 @@ class Monitors(NoMonitors):
     every: int
     _raised: list[str] = field(init=False, repr=False, default_factory=list)
     _starving: int = field(init=False, repr=False, default=0)
-    _look: Look = field(init=False, repr=False, default_factory=Look)
+    _look: Probe = field(init=False, repr=False, default_factory=Probe)
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -85,7 +85,7 @@ class Monitors(NoMonitors):
             precision: what the forward pass runs in.
         """
         del optimizer
-        self._look = look = Look()
+        self._look = look = Probe()
         look.attempt("the activations", lambda: look.forward(model, batch, precision))
         look.attempt("the gradients", lambda: look.gradients(model))
 
@@ -100,7 +100,7 @@ class Monitors(NoMonitors):
         Returns:
             the metrics, and the alarms that are new: each kind is raised once in a run.
         """
-        look, self._look = self._look, Look()  # the held weights are let go
+        look, self._look = self._look, Probe()  # the held weights are let go
         if applied:
             look.attempt("the updates", lambda: look.updates(model, optimizer))
         signs = look.signs(applied)

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from stabletrain.monitors import curvature, growth
 from stabletrain.monitors.forward import (
-    isolated,
     block_names,
     headroom,
+    isolated,
+    isolated_forward,
     log_z,
     recording_activations,
     recording_attention,
-    isolated_forward,
 )
 from stabletrain.monitors.gradients import Adaptive, norms, zero_shares
 from stabletrain.monitors.module_groups import blocks, by_place, trained
@@ -40,7 +40,7 @@ class Forward(Protocol):
     def autocast(self) -> AbstractContextManager: ...
 
 
-class Look:
+class Probe:
     """One look at one step.
 
     Attributes:

@@ -44,7 +44,7 @@ class Alarm:
     text: str
 
 
-class Recent:
+class RollingStats:
     """The last steps' readings, summed up.
 
     Args:

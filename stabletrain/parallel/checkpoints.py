@@ -1,8 +1,8 @@
 """Checkpoints of several ranks: what rank 0 knows of the disk is what every rank acts by.
 
 What all ranks have whole (ddp), rank 0 writes. Of what is sharded (fsdp) every rank writes its part, which rank 0 makes
-one checkpoint of (`checkpoint/sharded.py`). Reading a checkpoint through before it is used is shared: each rank reads some
-of its files, and only if no rank finds fault is it used.
+one checkpoint of (`checkpoint/sharded.py`). Reading a checkpoint through before it is used is shared: each rank reads
+some of its files, and only if no rank finds fault is it used.
 
 A disk that is full for one rank and not for the other, or a write that one has seen and the other has not, would lead
 the ranks to different decisions. So whatever is asked of the disk is asked on rank 0 and told to all. All ranks must
@@ -18,7 +18,7 @@ from stabletrain.checkpoint.checkpoints import NoCheckpoints
 from stabletrain.checkpoint.folder import OnEvent
 from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint, peek, verify
 from stabletrain.checkpoint.tree import ShardTarget, Tree, flatten, is_sharded
-from stabletrain.parallel.ranks import Ranks, first_does, from_all, broadcast_object
+from stabletrain.parallel.ranks import Ranks, all_gather_object, broadcast_object, run_on_main
 
 
 class SharedCheckpoints(NoCheckpoints):
@@ -42,7 +42,7 @@ class SharedCheckpoints(NoCheckpoints):
     def open(self, folder: Path, on_event: OnEvent, run: str | None = None) -> None:
         """Opens rank 0's; all are refused if it is."""
 
-        first_does(self._ranks, lambda: self._own.open(folder, on_event, run))
+        run_on_main(self._ranks, lambda: self._own.open(folder, on_event, run))
 
     def due(self, step: int) -> bool:
         """As the cadence says, which is the same on every rank."""
@@ -83,7 +83,7 @@ class SharedCheckpoints(NoCheckpoints):
             self._own.wait()
         except Exception as error:
             raised = error
-        for error in from_all(raised):
+        for error in all_gather_object(raised):
             if error is not None:
                 raise error
 
@@ -149,7 +149,7 @@ class SharedCheckpoints(NoCheckpoints):
         else:
             path, answer, raised = broadcast_object(None)
             while path is not None:
-                from_all(self._fault(path))
+                all_gather_object(self._fault(path))
                 path, answer, raised = broadcast_object(None)
         if raised is not None:
             raise raised
@@ -163,7 +163,7 @@ class SharedCheckpoints(NoCheckpoints):
         """
         found = peek(path)
         broadcast_object((path, None, None))
-        for fault in from_all(self._fault(path)):
+        for fault in all_gather_object(self._fault(path)):
             if fault:
                 raise UnusableCheckpoint(fault)
         return found

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stabletrain.errors import ConfigError
-from stabletrain.parallel.distributed import Shared
+from stabletrain.parallel.distributed import Distributed
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.replica_check import find_divergence
 from stabletrain.records import GradNorms, TrainState
@@ -26,7 +26,7 @@ SYNC_BUFFERS = next(
 """The argument by which every forward pass would take rank 0's buffers; an older PyTorch has another name for it."""
 
 
-class DDP(Shared):
+class DDP(Distributed):
     """Whole models whose gradients meet.
 
     Attributes:
@@ -65,7 +65,7 @@ class DDP(Shared):
         assert self._wrapped is not None, "wrap(model) comes first"
         return self._wrapped(inputs, **how)
 
-    def meeting(self, model: nn.Module, last: bool) -> AbstractContextManager:
+    def gradient_sync(self, model: nn.Module, last: bool) -> AbstractContextManager:
         """Gradients of all micro-batches but the last stay on their rank."""
         assert self._wrapped is not None, "wrap(model) comes first"
         return self._all_meet(model) if last else self._wrapped.no_sync()

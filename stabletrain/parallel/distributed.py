@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stabletrain.parallel.ranks import Ranks, from_all
-from stabletrain.parallel.single import Alone
-from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Vitals
+from stabletrain.parallel.ranks import Ranks, all_gather_object
+from stabletrain.parallel.single import SingleProcess
+from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, StepChecks
 
 HEAD = 7
 """Numbers of a row before those of the gradients."""
@@ -24,7 +24,7 @@ OWN = 5
 """Of them the first, which are of this rank's part alone; the buffers have met the other ranks' before."""
 
 
-class Shared(Alone):
+class Distributed(SingleProcess):
     """Ranks that each have a part of the batch."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -51,7 +51,7 @@ class Shared(Alone):
         return loss * self.ranks.world_size
 
     @torch.no_grad()
-    def average_(self, model: nn.Module, held: list[Tensor]) -> None:
+    def average_buffers_(self, model: nn.Module, held: list[Tensor]) -> None:
         """Gives every rank the mean of what the ranks' parts have made of BatchNorm's statistics.
 
         Buffers that are in the model's state dict, and floats: others are tables that no forward pass writes. The
@@ -72,7 +72,7 @@ class Shared(Alone):
             buffer.copy_(before + mean.view_as(before))
 
     @torch.no_grad()
-    def largest_(self, values: list[Tensor]) -> None:
+    def max_over_ranks_(self, values: list[Tensor]) -> None:
         """The largest over the ranks, elementwise; where there are no values, nothing is sent."""
         if not values:
             return
@@ -81,19 +81,21 @@ class Shared(Alone):
         for value, largest in zip(values, flat.split([value.numel() for value in values]), strict=True):
             value.copy_(largest.view_as(value))
 
-    def meet(self, terms: LossTerms, norms: GradNorms, vitals: Vitals) -> tuple[LossTerms, GradNorms, Vitals]:
+    def reduce_stats(
+        self, terms: LossTerms, norms: GradNorms, checks: StepChecks
+    ) -> tuple[LossTerms, GradNorms, StepChecks]:
         """See the module."""
         stop = torch.full_like(terms.total, float(bool(self._wish)))
-        bad = vitals.bad_data.float()
-        head = torch.stack([terms.total, terms.ce, terms.zloss, bad, vitals.inputs, vitals.buffers, stop])
+        bad = checks.bad_data.float()
+        head = torch.stack([terms.total, terms.ce, terms.zloss, bad, checks.inputs, checks.buffers, stop])
         row = torch.cat([head.float(), self.of_gradients(norms)])
         rows = row.new_empty(self.ranks.world_size * row.numel())
         dist.all_gather_into_tensor(rows, row)
         rows = rows.view(self.ranks.world_size, -1)
         total, ce, zloss = rows[:, :3].sum(dim=0).unbind()
-        guilty = (rows[:, 3] > 0) | ~torch.isfinite(rows[:, :OWN]).all(dim=1)
-        first = torch.where(guilty.any(), guilty.float().argmax(), -1)
-        met = Vitals(
+        culprits = (rows[:, 3] > 0) | ~torch.isfinite(rows[:, :OWN]).all(dim=1)
+        first = torch.where(culprits.any(), culprits.float().argmax(), -1)
+        met = StepChecks(
             bad_data=(rows[:, 3] > 0).any(),
             inputs=rows[:, 4].amax(),
             buffers=rows[:, 5].amax(),
@@ -115,10 +117,10 @@ class Shared(Alone):
         dist.all_reduce(values)
         return values
 
-    def of_all_parts(self, samples: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    def gather_samples(self, samples: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """With the rank of each, and its place in the whole batch; what is so of the whole batch is said once."""
         found, of_whole = [], {}
-        for rank, part in enumerate(from_all(samples)):
+        for rank, part in enumerate(all_gather_object(samples)):
             for each in part:
                 if each["index"] is None:
                     of_whole.setdefault(each["what"], each)
@@ -126,15 +128,15 @@ class Shared(Alone):
                     found.append({**each, "index": rank * size + each["index"], "rank": rank})
         return [*found, *of_whole.values()]
 
-    def anywhere(self, here: bool) -> bool:
+    def any_rank(self, here: bool) -> bool:
         """As every rank says, told among the hosts."""
-        return any(from_all(here))
+        return any(all_gather_object(here))
 
-    def wish(self, signal: str) -> None:
+    def request_stop(self, signal: str) -> None:
         """Goes into the next row."""
         self._wish = signal
 
-    def hear(self, stop: bool) -> None:
+    def note_stop(self, stop: bool) -> None:
         """Remembered until the run stops."""
         self._heard = self._heard or stop
 

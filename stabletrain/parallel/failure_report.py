@@ -24,14 +24,14 @@ LENGTH = 300
 """Letters of a last word."""
 
 
-def introduce(ranks: Ranks) -> None:
+def publish_location(ranks: Ranks) -> None:
     """Notes where this rank runs."""
     put(ranks, "at", f"{platform.node()} {os.getpid()}")
 
 
-def leave_word(ranks: Ranks, error: BaseException) -> None:
+def publish_failure(ranks: Ranks, error: BaseException) -> None:
     """Notes why this rank ends."""
-    if not ranks.alone:
+    if ranks.distributed:
         put(ranks, "last", f"{type(error).__name__}: {error}")
 
 
@@ -39,14 +39,14 @@ def as_rank_lost(error: BaseException, ranks: Ranks) -> RankLost | None:
     """What an error means where it says that another rank no longer answers; None for an error of any other kind."""
     if isinstance(error, RankLost):
         return error
-    if ranks.alone or not connection_error(error):
+    if not ranks.distributed or not connection_error(error):
         return None
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, who ends all: not before it is written why
-    return RankLost(of_the_lost(ranks))
+    return RankLost(describe_lost_rank(ranks))
 
 
-def of_the_lost(ranks: Ranks) -> str:
+def describe_lost_rank(ranks: Ranks) -> str:
     """Which of the other ranks has ended and why, in words, as far as that can be known within `PATIENCE`."""
     others, here = [rank for rank in range(ranks.world_size) if rank != ranks.rank], platform.node()
     places = {rank: get(ranks, "at", rank).partition(" ") for rank in others}

@@ -4,21 +4,21 @@ from stabletrain.errors import ConfigError
 from stabletrain.parallel.ddp import DDP
 from stabletrain.parallel.fsdp import FSDP
 from stabletrain.parallel.ranks import Ranks, current_ranks
-from stabletrain.parallel.single import Alone
+from stabletrain.parallel.single import SingleProcess
 
 
-def auto(find_unused_parameters: bool, compare: bool) -> Alone:
+def auto(find_unused_parameters: bool, compare: bool) -> SingleProcess:
     """DDP where there are several ranks; nothing where there is one process."""
     ranks = current_ranks()
-    return Alone(ranks) if ranks.alone else DDP(ranks, find_unused_parameters, compare)
+    return SingleProcess(ranks) if not ranks.distributed else DDP(ranks, find_unused_parameters, compare)
 
 
-def ddp(find_unused_parameters: bool, compare: bool) -> Alone:
+def ddp(find_unused_parameters: bool, compare: bool) -> SingleProcess:
     """DDP."""
     return DDP(started("ddp"), find_unused_parameters, compare)
 
 
-def fsdp(reshard_after_forward: bool) -> Alone:
+def fsdp(reshard_after_forward: bool) -> SingleProcess:
     """FSDP2."""
     return FSDP(started("fsdp"), reshard_after_forward)
 

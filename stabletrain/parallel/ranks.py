@@ -46,9 +46,9 @@ class Ranks:
         return self.rank == 0
 
     @property
-    def alone(self) -> bool:
-        """Whether there is no other."""
-        return self.world_size == 1
+    def distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.world_size > 1
 
 
 def current_ranks() -> Ranks:
@@ -105,10 +105,10 @@ def end_together(ranks: Ranks) -> None:
 
     torchrun ends all when one has ended: it must not do so while rank 0 still writes down how the run went.
     """
-    if ranks.alone:
+    if not ranks.distributed:
         return
     with suppress(RuntimeError):  # another is gone already
-        from_all(None)
+        all_gather_object(None)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -122,7 +122,7 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
-def first_does(ranks: Ranks, work: Callable[[], T], otherwise: Callable[[], T] | None = None) -> T:
+def run_on_main(ranks: Ranks, work: Callable[[], T], otherwise: Callable[[], T] | None = None) -> T:
     """Has rank 0 do something that may be refused: its result, on every rank, or the same refusal.
 
     Args:
@@ -133,7 +133,7 @@ def first_does(ranks: Ranks, work: Callable[[], T], otherwise: Callable[[], T] |
     Raises:
         ConfigError: rank 0's.
     """
-    if ranks.alone:
+    if not ranks.distributed:
         return work()
     value, refusal = None, ""
     if ranks.is_main:
@@ -168,19 +168,19 @@ def connection_error(error: BaseException) -> str:
     return text[:160] if heard else ""
 
 
-def from_all(value: Any) -> list[Any]:
+def all_gather_object(value: Any) -> list[Any]:
     """What every rank has, in the order of ranks."""
     import torch.distributed as dist
 
     box: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(box, value, group=by_host())
+    dist.all_gather_object(box, value, group=host_group())
     return box
 
 
 _BY_HOST: list[Any] = []
 
 
-def by_host() -> Any:
+def host_group() -> Any:
     """The group that speaks over the hosts' network, where the default one speaks between cards."""
     import torch.distributed as dist
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from stabletrain.parallel.ranks import from_all
+from stabletrain.parallel.ranks import all_gather_object
 from stabletrain.records import TrainState
 
 WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,8 +29,8 @@ def find_divergence(state: TrainState) -> str:
     All ranks must call it, and all get the same answer.
     """
     mine = checksums(state)
-    hashes = from_all(hashlib.sha256(repr(mine).encode()).hexdigest())
-    return words(hashes, from_all(mine)) if len(set(hashes)) > 1 else ""
+    hashes = all_gather_object(hashlib.sha256(repr(mine).encode()).hexdigest())
+    return words(hashes, all_gather_object(mine)) if len(set(hashes)) > 1 else ""
 
 
 @torch.no_grad()

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.parallel.ranks import Ranks
-from stabletrain.records import Batch, GradNorms, LossTerms, TrainState, Vitals
+from stabletrain.records import Batch, GradNorms, LossTerms, StepChecks, TrainState
 
 
-class Alone:
+class SingleProcess:
     """Shares nothing.
 
     Attributes:
@@ -33,7 +33,7 @@ class Alone:
     def check(self, choices: Mapping[str, str]) -> None:
         """Refuses options that cannot work on several ranks."""
 
-    def of_optimizer(self, choice: str) -> Mapping[str, Any]:
+    def optimizer_overrides(self, choice: str) -> Mapping[str, Any]:
         """Arguments that the ranks ask of an optimizer, whatever its YAML says."""
         del choice
         return {}
@@ -55,7 +55,7 @@ class Alone:
         """The model's logits, or what else it is asked for."""
         return model(inputs, **how)
 
-    def meeting(self, model: nn.Module, last: bool) -> AbstractContextManager:
+    def gradient_sync(self, model: nn.Module, last: bool) -> AbstractContextManager:
         """Around forward and backward of a micro-batch: gradients meet after the last one only."""
         del model, last
         return nullcontext()
@@ -64,15 +64,17 @@ class Alone:
         """What is differentiated, so that gradients that are averaged over the ranks are those of the whole batch."""
         return loss
 
-    def average_(self, model: nn.Module, held: list[Tensor]) -> None:
+    def average_buffers_(self, model: nn.Module, held: list[Tensor]) -> None:
         """Makes buffers that a forward pass has written the same on every rank."""
 
-    def largest_(self, values: list[Tensor]) -> None:
+    def max_over_ranks_(self, values: list[Tensor]) -> None:
         """Makes maxima over this rank's part of the step those over the whole step."""
 
-    def meet(self, terms: LossTerms, norms: GradNorms, vitals: Vitals) -> tuple[LossTerms, GradNorms, Vitals]:
+    def reduce_stats(
+        self, terms: LossTerms, norms: GradNorms, checks: StepChecks
+    ) -> tuple[LossTerms, GradNorms, StepChecks]:
         """The numbers of the whole step, from those of this rank's part of it: the same on every rank."""
-        return terms, norms, vitals
+        return terms, norms, checks
 
     # ---- between steps
 
@@ -85,33 +87,33 @@ class Alone:
         del state
         return ""
 
-    def whole_model(self, model: nn.Module, blank: Callable[[], nn.Module]) -> nn.Module | None:
+    def full_model(self, model: nn.Module, model_factory: Callable[[], nn.Module]) -> nn.Module | None:
         """A model with all weights, to be run without the other ranks; None where it would not fit.
 
         Args:
             model: that is trained.
             blank: makes another one, whose weights are anything.
         """
-        del blank
+        del model_factory
         return model
 
-    def whole_tree(self, tree: Tree | None) -> Tree | None:
+    def full_state(self, tree: Tree | None) -> Tree | None:
         """A captured state with every tensor whole, for that model."""
         return tree
 
-    def of_all_parts(self, samples: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    def gather_samples(self, samples: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Samples of the whole batch, from those of this rank's part of it, which has `size`; `index` is the place."""
         del size
         return samples
 
-    def anywhere(self, here: bool) -> bool:
+    def any_rank(self, here: bool) -> bool:
         """Whether something is so on any rank."""
         return here
 
-    def wish(self, signal: str) -> None:
+    def request_stop(self, signal: str) -> None:
         """Notes that this rank has been asked to stop, by a signal's name; empty for no."""
 
-    def hear(self, stop: bool) -> None:
+    def note_stop(self, stop: bool) -> None:
         """Notes that some rank had been asked to stop, as a reading says."""
 
     def stopping(self, signal: str) -> str:

@@ -16,7 +16,7 @@ from stabletrain.records import IGNORE_INDEX, Batch
 
 
 @dataclass(frozen=True)
-class Intake:
+class Sanitizer:
     """Looks at inputs and targets.
 
     Attributes:

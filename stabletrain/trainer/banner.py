@@ -129,7 +129,7 @@ def closing(
 
 def deeds(state: Any, history: Any, guard: Any) -> str:
     """What the guard did: updates, skips by kind, rollbacks, data passed over, time lost."""
-    again = f", {state.tick:,} executed" if state.tick != state.step else ""
+    again = f", {state.executed_steps:,} executed" if state.executed_steps != state.step else ""
     words = [f"{history.updates:,} updates in {state.step:,} steps{again}"]
     words += [f"{count} skipped ({kind.replace('_', ' ')})" for kind, count in guard.skips.items() if count]
     if guard.rollbacks:

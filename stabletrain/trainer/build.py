@@ -24,19 +24,19 @@ from stabletrain.config.make import leaves, make, plain
 from stabletrain.data.order import position
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.errors import ConfigError
-from stabletrain.forensics.diagnosis.evidence import Setting
-from stabletrain.forensics.handler import Council
+from stabletrain.forensics.diagnosis.evidence import RunSettings
+from stabletrain.forensics.handler import DistributedIncidentHandler
 from stabletrain.machine import compiling, hardware
 from stabletrain.machine.determinism import mix
 from stabletrain.machine.usage import Usage, forget_peak, peak_flops
-from stabletrain.monitors.rolling import Recent
+from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.checkpoints import SharedCheckpoints
-from stabletrain.parallel.ranks import Ranks, first_does, current_ranks, join
+from stabletrain.parallel.ranks import Ranks, current_ranks, join, run_on_main
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.stability.chunked_loss import in_chunks
 from stabletrain.stability.objective import Objective
-from stabletrain.stability.sanitize import Intake
+from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.stability.schedule import LearningRate
 from stabletrain.tracking.metrics import Metrics
 from stabletrain.tracking.progress import Progress
@@ -46,7 +46,7 @@ from stabletrain.tracking.wandb import NoWandb
 from stabletrain.trainer.banner import closing, opening, sample_text, suggestion
 from stabletrain.trainer.compile_warmup import compiled
 from stabletrain.trainer.contract import checked, cost, make_model, units, validation, vocabulary
-from stabletrain.trainer.run import UNITS, History, TrainingRun, Plan
+from stabletrain.trainer.run import UNITS, History, Plan, TrainingRun
 
 FAR_OFF = 1 << 40
 """Beyond every step's number: where the seeds of the other ranks are drawn from."""
@@ -74,7 +74,12 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     device = hardware.pick(cfg.device)
     precision = make(cfg, "precision", device=device)
     precision.prepare()
-    guard, clipping, monitors, recent = make(cfg, "guard"), make(cfg, "clipping"), make(cfg, "monitors"), Recent()
+    guard, clipping, monitors, rolling = (
+        make(cfg, "guard"),
+        make(cfg, "clipping"),
+        make(cfg, "monitors"),
+        RollingStats(),
+    )
     faults = make(cfg, "faults")
     data = make(cfg, "data")
     if not callable(getattr(data, "batch", None)):
@@ -91,15 +96,15 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     forget_peak(device)
     make(cfg, "init")(model)  # on the CPU, so that every device starts from the same weights
     model.to(device)
-    islands = precision.islands(model)
+    fp32_modules = precision.wrap_fp32_modules(model)
     parallel.shard(model)
-    state = TrainState(model, make(cfg, "optimizer", **parallel.of_optimizer(choices["optimizer"]))(model))
+    state = TrainState(model, make(cfg, "optimizer", **parallel.optimizer_overrides(choices["optimizer"]))(model))
     precision.attach(model, state.optimizer)
     faults.state(state, precision)
     parallel.wrap(model)
     learning_rate = LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps)
     tools = Tools(
-        intake=Intake(vocabulary(model, data)),
+        sanitizer=Sanitizer(vocabulary(model, data)),
         precision=precision,
         objective=in_chunks(
             Objective(make(cfg, "zloss"), cfg.label_smoothing), cfg.loss_chunk, model, parallel.head_apart
@@ -118,28 +123,28 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         "precision": precision,
         "clipping": clipping,
         "history": history,
-        "recent": recent,
+        "recent": rolling,
         "monitors": monitors,
     }
 
     def load(step: int) -> Batch:
         batch = checked(data.batch(position(step, state.skipped), cfg.batch_size, "train"))
         if len(batch) % (cfg.grad_accum_steps * ranks.world_size):
-            among = "" if ranks.alone else f" on {ranks.world_size} ranks"
+            among = "" if not ranks.distributed else f" on {ranks.world_size} ranks"
             raise ConfigError(
                 f"data: batch {step} has {len(batch)} samples, which grad_accum_steps={cfg.grad_accum_steps}{among} "
                 f"does not divide: return batch_size={cfg.batch_size} samples, or use grad_accum_steps=1"
             )
-        return parallel.part(batch, cfg.batch_size)
+        return parallel.shard_batch(batch, cfg.batch_size)
 
     checkpoints = faults.checkpoints(make(cfg, "checkpoint"))
-    if not ranks.alone:
+    if ranks.distributed:
         checkpoints = SharedCheckpoints(checkpoints, ranks)
     wandb = faults.wandb(make(cfg, "wandb")) if ranks.is_main else NoWandb()
 
     run = RunFolder(folder) if ranks.is_main else NoRunFolder(folder)
     typed = take_apart([*sys.argv[1:]])
-    chosen = {"precision": precision.name, "fp32_modules": islands, "determinism": switches}
+    chosen = {"precision": precision.name, "fp32_modules": fp32_modules, "determinism": switches}
     machine = hardware.describe(device) | chosen
     fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else {"name": choices["data"]}
     resuming = cfg.resume == "auto"
@@ -154,10 +159,10 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         options=[option for option in typed.options if option not in SWEEP],
         overrides=[each for each in HydraConfig.get().overrides.task if key_of(each) != "resume"],
     )
-    run.id = first_does(ranks, start)
+    run.id = run_on_main(ranks, start)
     config = plain(cfg)
     try:
-        tracker = first_does(
+        tracker = run_on_main(
             ranks, lambda: Tracker(Metrics(folder), wandb, shown or Progress(cfg.log_every)), NoTracker
         )
     except ConfigError as error:
@@ -178,7 +183,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         tracker.note(opening(choices, config, model, data, tools, about_machine, str(folder)))
         if compiling.wanted(cfg.compile, device):
             batch = load(cfg.steps - 1).to(device).split(cfg.grad_accum_steps)[0]  # of full length by then
-            facts, told = compiled(state, batch, tools, must=cfg.compile is True, anywhere=parallel.anywhere)
+            facts, told = compiled(state, batch, tools, must=cfg.compile is True, any_rank=parallel.any_rank)
             run.learn(facts)
             tracker.note(told)
     except BaseException as error:
@@ -186,17 +191,17 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         run.abandon(str(error))
         raise
 
-    def blank() -> nn.Module:
-        twin = make_model(cfg, data).to(device)
-        precision.islands(twin)
-        return twin
+    def model_factory() -> nn.Module:
+        model_copy = make_model(cfg, data).to(device)
+        precision.wrap_fp32_modules(model_copy)
+        return model_copy
 
     forensics = make(cfg, "forensics")
-    if not ranks.alone:
-        forensics = Council(forensics, ranks)
+    if ranks.distributed:
+        forensics = DistributedIncidentHandler(forensics, ranks)
     forensics.open(
         folder,
-        Setting(
+        RunSettings(
             choices=choices,
             values=dict(leaves(config)),
             has_attention="qknorm" in cfg.model,
@@ -231,7 +236,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         validation=lambda: validation(data, cfg.batch_size, cfg.eval_batches, ranks),
         device=device,
         monitors=monitors,
-        rolling=recent,
+        rolling=rolling,
         snapshots=Snapshots(),
         checkpoints=checkpoints,
         tracker=tracker,
@@ -241,7 +246,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         unit=unit,
         hardware_usage=usage,
         forensics=forensics,
-        model_factory=blank,
+        model_factory=model_factory,
         load=load,
         metadata={"config": config, "choices": choices},
         page=report,

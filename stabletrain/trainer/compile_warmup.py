@@ -16,7 +16,7 @@ from stabletrain.step import count_targets
 
 
 def compiled(
-    state: TrainState, batch: Batch, tools: Tools, *, must: bool, anywhere: Callable[[bool], bool]
+    state: TrainState, batch: Batch, tools: Tools, *, must: bool, any_rank: Callable[[bool], bool]
 ) -> tuple[Mapping[str, Any], str]:
     """Compiles the model for micro-batches like this one, if it can be.
 
@@ -25,7 +25,7 @@ def compiled(
         batch: a micro-batch on the model's device.
         tools: everything that acts.
         must: whether it may not be left uncompiled.
-        anywhere: whether something is so on any rank.
+        any_rank: whether something is so on any rank.
 
     Returns:
         what is to be recorded: `compiled`, and the seconds it took; and a line for people.
@@ -38,15 +38,15 @@ def compiled(
     model, running = state.model, Running(state.model, tools)
 
     def forward() -> Tensor:
-        inputs, _, _ = tools.intake.inputs(batch.inputs)
+        inputs, _, _ = tools.sanitizer.inputs(batch.inputs)
         logits = tools.objective.logits(running, inputs)  # gradients meet in the backward pass, as after the last part
-        targets, _ = tools.intake.targets(batch.targets, logits.shape[-1])
+        targets, _ = tools.sanitizer.targets(batch.targets, logits.shape[-1])
         return tools.objective(logits, targets, count_targets([batch]).clamp(min=1)).total
 
     def backward(loss: Tensor) -> None:
         running.scaled(loss).backward()
 
-    seconds, why = prove(model, batch.inputs.shape, forward, backward, anywhere)
+    seconds, why = prove(model, batch.inputs.shape, forward, backward, any_rank)
     if not why:
         return {"compiled": True, "compile_seconds": round(seconds, 1)}, f"compile  on, in {seconds:.0f} s"
     return undone(why, must)

@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stabletrain.protocols import Intake, Parallel, Precision
+from stabletrain.protocols import Parallel, Precision, Sanitizer
 from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE, Batch
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, batches: Iterator[Batch], precision: Precision, intake: Intake, parallel: Parallel
+    model: nn.Module, batches: Iterator[Batch], precision: Precision, sanitizer: Sanitizer, parallel: Parallel
 ) -> dict[str, float]:
     """Mean cross-entropy over all valid targets, in nats, without label smoothing or z-loss.
 
@@ -20,7 +20,7 @@ def evaluate(
         model: put into evaluation mode for the pass, and back into the mode it was in.
         batches: on the model's device; sizes may differ.
         precision: its autocast is used.
-        intake: finds bad data; a label out of range is not counted, nor is a batch with bad inputs.
+        sanitizer: finds bad data; a label out of range is not counted, nor is a batch with bad inputs.
         parallel: the ranks, each of which has batches of its own.
 
     Returns:
@@ -33,10 +33,10 @@ def evaluate(
     classifies = False
     try:
         for batch in batches:
-            inputs, _, bad_inputs = intake.inputs(batch.inputs)
+            inputs, _, bad_inputs = sanitizer.inputs(batch.inputs)
             with precision.autocast():
                 logits = model(inputs)
-            known, bad_targets = intake.targets(batch.targets, logits.shape[-1])
+            known, bad_targets = sanitizer.targets(batch.targets, logits.shape[-1])
             spoilt = spoilt + (bad_inputs | bad_targets)
             targets = torch.where(bad_inputs, IGNORE_INDEX, known.flatten())
             classifies = logits.ndim == 2

@@ -16,7 +16,7 @@ from stabletrain.step import commit, compute
 from stabletrain.trainer.evaluate import evaluate
 from stabletrain.trainer.rollback import Rollback
 from stabletrain.trainer.run import UNITS, History, TrainingRun
-from stabletrain.trainer.step_log import NOTHING, Launched, Pace, report, watch
+from stabletrain.trainer.step_log import NOTHING, Launched, Throughput, report, watch
 
 
 def train(job: TrainingRun) -> History:
@@ -85,7 +85,12 @@ def final(job: TrainingRun) -> dict[str, Any]:
 
 def training_loop(job: TrainingRun) -> None:
     """The loop itself."""
-    plan, state, pace, recovery = job.plan, job.state, Pace(job.history, job.parallel.ranks.world_size), Rollback(job)
+    plan, state, pace, recovery = (
+        job.plan,
+        job.state,
+        Throughput(job.history, job.parallel.ranks.world_size),
+        Rollback(job),
+    )
     launched: Launched | None = None
     first = state.step + 1  # whose line is there at once: somebody waits for it
     if recovery.snapshot_due(state.step):
@@ -94,14 +99,14 @@ def training_loop(job: TrainingRun) -> None:
         while state.step < plan.steps:
             batch = job.batches.get(state.step)
             micro_batches = batch.to(job.device).split(plan.grad_accum_steps)
-            job.parallel.wish(stop.name)
+            job.parallel.request_stop(stop.name)
             computed = compute(state, micro_batches, job.tools)
             if launched is not None and not settle(job, launched, pace, recovery):
                 launched = None
                 continue
             watching = job.monitors.due(state.step + 1, plan.steps) and computed.classes is not None
             if watching:
-                seen_batch = job.tools.intake.safe(micro_batches[0], computed.classes)
+                seen_batch = job.tools.sanitizer.safe(micro_batches[0], computed.classes)
                 job.monitors.before(state.model, state.optimizer, seen_batch, job.tools.precision)
             launched = Launched(commit(state, computed, job.tools), batch, computed.classes, computed.saved_buffers)
             pace.count(batch)
@@ -144,7 +149,9 @@ def training_loop(job: TrainingRun) -> None:
                 raise Interrupted(f"{where}, {saved}", saved=job.checkpoints.keeps)
 
 
-def settle(job: TrainingRun, launched: Launched, pace: Pace, recovery: Rollback, seen: Mapping[str, float] = NOTHING) -> bool:
+def settle(
+    job: TrainingRun, launched: Launched, pace: Throughput, recovery: Rollback, seen: Mapping[str, float] = NOTHING
+) -> bool:
     """Draws the consequences of a step that is over; returns whether the run goes on from the state as it is.
 
     Where it does not, an older state has been put back.
@@ -153,7 +160,7 @@ def settle(job: TrainingRun, launched: Launched, pace: Pace, recovery: Rollback,
         TrainingHalted: the guard gave up.
     """
     verdict = report(job, launched, pace, seen)
-    job.parallel.hear(launched.reading().stop)
+    job.parallel.note_stop(launched.reading().stop)
     if job.state.step == job.plan.steps:
         verdict = job.tools.guard.at_end(verdict)
     if verdict is Verdict.APPLY:
@@ -161,7 +168,7 @@ def settle(job: TrainingRun, launched: Launched, pace: Pace, recovery: Rollback,
     return follow(job, verdict, pace, recovery)
 
 
-def agree(job: TrainingRun, pace: Pace, recovery: Rollback) -> bool:
+def agree(job: TrainingRun, pace: Throughput, recovery: Rollback) -> bool:
     """Whether the run goes on from the state as it is, which is so where every rank still has the same one.
 
     Raises:
@@ -177,7 +184,9 @@ def agree(job: TrainingRun, pace: Pace, recovery: Rollback) -> bool:
     return follow(job, verdict, pace, recovery, same_data=True)
 
 
-def follow(job: TrainingRun, verdict: Verdict, pace: Pace, recovery: Rollback, *, same_data: bool = False) -> bool:
+def follow(
+    job: TrainingRun, verdict: Verdict, pace: Throughput, recovery: Rollback, *, same_data: bool = False
+) -> bool:
     """Puts an older state back, or halts, where the verdict says so; returns whether neither was done.
 
     Raises:
@@ -198,7 +207,7 @@ def follow(job: TrainingRun, verdict: Verdict, pace: Pace, recovery: Rollback, *
 def validate(job: TrainingRun) -> float:
     """Evaluates, logs, and remembers the best; returns the validation loss."""
     batches = (batch.to(job.device) for batch in job.validation())
-    metrics = evaluate(job.state.model, batches, job.tools.precision, job.tools.intake, job.parallel)
+    metrics = evaluate(job.state.model, batches, job.tools.precision, job.tools.sanitizer, job.parallel)
     if spoilt := metrics.get("val/bad_batches"):
         text = f"evaluation: {spoilt} batches hold bad data; what is bad in them is not counted"
         if not job.history.val.get("val/bad_batches"):

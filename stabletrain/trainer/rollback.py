@@ -33,7 +33,7 @@ class PendingReplay:
     Attributes:
         step: of that state.
         trouble: step after which the guard asked for the rollback.
-        tick, skipped, lasting: what a rollback does not undo.
+        executed_steps, skipped, cumulative: what a rollback does not undo.
         tracker: where numbers go again from then on.
     """
 
@@ -114,7 +114,9 @@ class Rollback:
         stop += detour.skip_batches
         passed_over = [] if same_data else [(start, stop)]
         skipped = [*state.skipped, *passed_over]
-        lasting = {name: part.cumulative_state() for name, part in job.parts.items() if isinstance(part, HasCumulativeState)}
+        lasting = {
+            name: part.cumulative_state() for name, part in job.parts.items() if isinstance(part, HasCumulativeState)
+        }
         self.replaying = PendingReplay(target, trouble, state.executed_steps, skipped, lasting, job.tracker)
         job.tracker.event(
             "rollback",

@@ -11,11 +11,11 @@ from torch import nn
 from stabletrain.checkpoint.capture import Snapshots, Stateful
 from stabletrain.checkpoint.checkpoints import NoCheckpoints
 from stabletrain.compare.pages.one_run import NoPage
-from stabletrain.forensics.handler import NoForensics
+from stabletrain.forensics.handler import NoIncidentHandler
 from stabletrain.machine.usage import Usage
 from stabletrain.monitors.monitors import NoMonitors
-from stabletrain.monitors.rolling import Recent
-from stabletrain.parallel.single import Alone
+from stabletrain.monitors.rolling import RollingStats
+from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.tracking.run_folder import NoRunFolder
@@ -100,7 +100,7 @@ class TrainingRun:
         validation: the batches of one evaluation, on the host.
         device: where the model lives.
         monitors: what looks into a step now and then.
-        recent: what the last steps were like.
+        rolling: what the last steps were like.
         snapshots: where states are held in memory.
         checkpoints: where states are saved.
         tracker: where numbers and events go.
@@ -110,9 +110,9 @@ class TrainingRun:
         unit: what the pace counts: `tok`, `img` or `sample`.
         usage: how much of the machine is used.
         forensics: what explains an incident.
-        blank: makes the model once more, whole and with weights that are anything.
+        model_factory: makes the model once more, whole and with weights that are anything.
         load: any training batch by its step number, on the host.
-        about: the run's configuration, to be kept with an incident.
+        metadata: the run's configuration, to be kept with an incident.
         page: the run's own page, written when it is over.
         closing: what a person reads last; asked for when the run has finished, and writes the page.
     """
@@ -120,12 +120,12 @@ class TrainingRun:
     plan: Plan
     state: TrainState
     tools: Tools
-    parallel: Alone
+    parallel: SingleProcess
     batches: Batches
     validation: Callable[[], Iterator[Batch]]
     device: torch.device
     monitors: NoMonitors
-    rolling: Recent
+    rolling: RollingStats
     snapshots: Snapshots
     checkpoints: NoCheckpoints
     tracker: NoTracker
@@ -134,7 +134,7 @@ class TrainingRun:
     history: History
     unit: str
     hardware_usage: Usage
-    forensics: NoForensics
+    forensics: NoIncidentHandler
     model_factory: Callable[[], nn.Module]
     load: Callable[[int], Batch]
     metadata: Mapping[str, Any]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from stabletrain.forensics.probes.samples import MOST, bad_samples, describe
-from stabletrain.forensics.repro import Scene, is_scaled
+from stabletrain.forensics.repro import Repro, is_scaled
 from stabletrain.machine.compiling import shape_of
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Batch, Reading, Verdict
@@ -28,7 +28,7 @@ class Launched(NamedTuple):
         in_flight: the reading.
         batch: what it was computed from, on the host.
         classes: the last dimension of its logits; None if there was nothing to run.
-        held: the model's buffers from before it; by the time it is looked at, the next step has written them.
+        saved_buffers: the model's buffers from before it; by the time it is looked at, the next step has written them.
     """
 
     in_flight: InFlight
@@ -41,7 +41,7 @@ class Launched(NamedTuple):
         return self.in_flight.wait()
 
 
-class Pace:
+class Throughput:
     """Tokens or images a second of training: the clock stands still during evaluations and checkpoints.
 
     Attributes:
@@ -72,7 +72,7 @@ class Pace:
         self._since = time.perf_counter()
 
 
-def report(job: TrainingRun, launched: Launched, pace: Pace, seen: Mapping[str, float] = NOTHING) -> Verdict:
+def report(job: TrainingRun, launched: Launched, pace: Throughput, seen: Mapping[str, float] = NOTHING) -> Verdict:
     """The guard's verdict on a step that is over, and everything that is said about it.
 
     What the monitors have `seen` of it goes into the same line of the log.
@@ -82,7 +82,11 @@ def report(job: TrainingRun, launched: Launched, pace: Pace, seen: Mapping[str, 
     skipped = sum(guard.skips.values())
     raise_alarms(job, reading.step, job.rolling.add(reading))
     metrics = reading_metrics(reading, skipped) | job.rolling.metrics()
-    metrics |= {"tick": job.state.executed_steps, "guard/applied": int(reading.applied), "guard/rollbacks": guard.rollbacks}
+    metrics |= {
+        "tick": job.state.executed_steps,
+        "guard/applied": int(reading.applied),
+        "guard/rollbacks": guard.rollbacks,
+    }
     if not reading.applied:
         report_skip(job, launched, reading, verdict)
     if seen or reading.step % job.plan.log_every == 0 or reading.step in (1, job.plan.steps):
@@ -102,10 +106,12 @@ def report_skip(job: TrainingRun, launched: Launched, reading: Reading, verdict:
     numbers = {"loss": reading.loss, "grad_norm": reading.grad_norm, "loss_scale": reading.loss_scale}
     reason, samples = guard.reason, {}
     if guard.kind == "bad_data":
-        mine = bad_samples(launched.batch, job.tools.intake.vocab_size, launched.classes)
-        bad = job.parallel.of_all_parts(mine, len(launched.batch))[:MOST]
+        mine = bad_samples(launched.batch, job.tools.sanitizer.vocab_size, launched.classes)
+        bad = job.parallel.gather_samples(mine, len(launched.batch))[:MOST]
         reason, samples = describe(bad), {"samples": bad}
-    job.tracker.event("skip", reading.step, kind=guard.kind, reason=reason, tick=job.state.executed_steps, **numbers, **samples)
+    job.tracker.event(
+        "skip", reading.step, kind=guard.kind, reason=reason, tick=job.state.executed_steps, **numbers, **samples
+    )
     kind = "spike" if guard.kind == "spike" else "nonfinite"
     telling = guard.consecutive == 1 or (verdict is Verdict.HALT and guard.kind != job.forensics.newest)
     if guard.kind != "overflow" and telling and handle_incident(job, launched, reading, kind):
@@ -136,17 +142,17 @@ def handle_incident(job: TrainingRun, launched: Launched, reading: Reading, kind
     return True
 
 
-def make_repro(job: TrainingRun, launched: Launched, reading: Reading, deadline: float) -> Scene | None:
+def make_repro(job: TrainingRun, launched: Launched, reading: Reading, deadline: float) -> Repro | None:
     """What running the step again needs; None where this rank has no room for it.
 
     Of one that was withheld all is as it was when it started. What one that was applied started from is gone: the same
     batch is run on the weights, with the buffers, that it has made, before the next step has touched them.
     """
-    model = job.parallel.whole_model(job.state.model, job.model_factory)
-    older = job.parallel.whole_tree(job.snapshots.newest(reading.step - 2))
+    model = job.parallel.full_model(job.state.model, job.model_factory)
+    older = job.parallel.full_state(job.snapshots.newest(reading.step - 2))
     if model is None:
         return None
-    return Scene(
+    return Repro(
         model=model,
         buffers=[*job.state.model.buffers()] if reading.applied else launched.saved_buffers,
         step=reading.step - 1,
@@ -170,7 +176,7 @@ def watch(job: TrainingRun, launched: Launched) -> dict[str, float]:
     reading = launched.reading()
     metrics, alarms = job.monitors.after(job.state.model, job.state.optimizer, reading.applied)
     raise_alarms(job, reading.step, alarms)
-    vanishing = job.parallel.anywhere(any(alarm.kind == "vanishing" for alarm in alarms))
+    vanishing = job.parallel.any_rank(any(alarm.kind == "vanishing" for alarm in alarms))
     if vanishing and reading.applied and is_scaled(job.tools.precision):
         handle_incident(job, launched, reading, "loss_scale")
     return metrics

@@ -61,9 +61,9 @@ def test_an_incident_is_reproduced_bit_for_bit_from_its_folder_alone(incident, c
 
 def test_other_bits_are_told(incident, tmp_path, capsys):
     folder = shutil.copytree(incident[1], tmp_path / "changed")
-    scene = json.loads((folder / "scene.json").read_text())
-    scene["reading"]["loss"] += 1e-6
-    (folder / "scene.json").write_text(json.dumps(scene))
+    repro = json.loads((folder / "scene.json").read_text())
+    repro["reading"]["loss"] += 1e-6
+    (folder / "scene.json").write_text(json.dumps(repro))
     assert replayed(capsys, folder)["same_bits"] is False
     assert main(["replay", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("other bits")

@@ -73,13 +73,13 @@ def step(state, micro_batches=1, scale=1.0, applied=True):
     """One step: gradients, then the update where it is `applied`."""
     state.optimizer.zero_grad(set_to_none=True)
     for part in range(micro_batches):
-        (state.model(samples(state.tick + part)).float().square().sum() * scale).backward()
+        (state.model(samples(state.executed_steps + part)).float().square().sum() * scale).backward()
     for parameter in state.model.parameters():
         parameter.grad.div_(scale)
     if applied:
         state.optimizer.step()
     state.step += 1
-    state.tick += 1
+    state.executed_steps += 1
 
 
 def weights(state):

@@ -36,4 +36,4 @@ def called(folder, *overrides):
 @pytest.mark.parametrize("model", MODELS)
 def test_nothing_of_forensics_runs_before_an_update_is_withheld(tmp_path, model):
     assert called(tmp_path / "clean", *MODELS[model]) == set()
-    assert "desk.look_into" in called(tmp_path / "faulty", *MODELS[model], "faults=activation", "faults.at=[3]")
+    assert "handler.handle" in called(tmp_path / "faulty", *MODELS[model], "faults=activation", "faults.at=[3]")

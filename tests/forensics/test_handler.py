@@ -12,8 +12,8 @@ from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics import handler, incident, repro_files
-from stabletrain.forensics.diagnosis.evidence import Setting
-from stabletrain.forensics.handler import Forensics, NoForensics
+from stabletrain.forensics.diagnosis.evidence import RunSettings
+from stabletrain.forensics.handler import IncidentHandler, NoIncidentHandler
 from stabletrain.forensics.replay import VARIANTS
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
@@ -102,11 +102,11 @@ def test_folders_that_are_there_count_against_the_budget(tmp_path):
         raise AssertionError("an incident past the budget is only counted")
 
     (tmp_path / "incidents" / "step-00000001").mkdir(parents=True)
-    forensics = Forensics(max_incidents=1)
-    forensics.open(tmp_path, Setting())
+    forensics = IncidentHandler(max_incidents=1)
+    forensics.open(tmp_path, RunSettings())
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
     assert forensics.handle(never, "nonfinite", classes=None, optimizer=optimizer) is None
-    assert NoForensics().handle(never, "nonfinite", classes=None, optimizer=optimizer) is None
+    assert NoIncidentHandler().handle(never, "nonfinite", classes=None, optimizer=optimizer) is None
 
 
 def test_a_run_looks_into_no_more_incidents_than_its_budget_and_skips_the_rest_as_before(tmp_path):
@@ -119,7 +119,7 @@ def test_a_run_looks_into_no_more_incidents_than_its_budget_and_skips_the_rest_a
 @pytest.mark.parametrize("bad", [{"max_incidents": 0}, {"max_seconds": 0.0}, {"max_seconds": math.nan}])
 def test_a_budget_of_nothing_is_refused(bad):
     with pytest.raises(ConfigError, match=f"forensics.{next(iter(bad))}="):
-        Forensics(**bad)
+        IncidentHandler(**bad)
 
 
 @pytest.mark.parametrize("place", ["mkdir", "state", "diagnosis"])

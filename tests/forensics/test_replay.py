@@ -16,10 +16,10 @@ import stabletrain.trainer.loop
 from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.errors import ConfigError
-from stabletrain.forensics.probes.bisect import guilty_samples
+from stabletrain.forensics.probes.bisect import find_culprits
 from stabletrain.forensics.replay import VARIANTS, replay, replays
-from stabletrain.forensics.repro import Scene, copy_of_model
-from stabletrain.forensics.repro_files import about, load_scene, save_scene
+from stabletrain.forensics.repro import Repro, copy_of_model
+from stabletrain.forensics.repro_files import about, load_repro, save_repro
 from stabletrain.records import Batch
 from stabletrain.step import commit, compute
 from stabletrain.trainer.build import build
@@ -49,10 +49,10 @@ def micro_batches(job, batch):
 
 def scene_of(job, batch, computed=None, reading=None, **more):
     """A step of `job` as the loop would hand it on; without `computed`, one that has not begun."""
-    held = [buffer.clone() for buffer in job.state.model.buffers()] if computed is None else computed.held
+    held = [buffer.clone() for buffer in job.state.model.buffers()] if computed is None else computed.saved_buffers
     scale = float(job.tools.precision.loss_scale()) if reading is None else reading.loss_scale
     step = job.state.step if reading is None else reading.step - 1
-    return Scene(
+    return Repro(
         model=job.state.model,
         buffers=held,
         step=step,
@@ -204,12 +204,12 @@ def assert_recorded_steps_replay(folder, *overrides):
     for number in (0, 3, 6):
         tree, batch, reading = steps[number]
         restore(tree, other.state, {})  # the loss scale stays another one
-        scene = scene_of(other, batch, reading=reading)
-        outcome = replay(scene, "same")
+        repro = scene_of(other, batch, reading=reading)
+        outcome = replay(repro, "same")
         assert outcome.bitwise_equal_to_reading, (outcome, reading)
         place = folder / f"incident-{number}"
-        save_scene(place, scene)
-        again = replay(load_scene(place, elsewhere.state.model, elsewhere.tools), "same")
+        save_repro(place, repro)
+        again = replay(load_repro(place, elsewhere.state.model, elsewhere.tools), "same")
         assert again.bitwise_equal_to_reading, (again, reading)
         assert str(replace(again, seconds=None)) == str(replace(outcome, seconds=None))
 
@@ -242,7 +242,7 @@ def test_in_the_loop_a_withheld_step_is_replayed_bit_for_bit_and_nothing_live_ch
 
         def remembering(state, batches, tools):
             computed = compute_(state, batches, tools)
-            held[state.tick] = computed
+            held[state.executed_steps] = computed
             return computed
 
         def explaining(job, launched, *rest):
@@ -250,12 +250,12 @@ def test_in_the_loop_a_withheld_step_is_replayed_bit_for_bit_and_nothing_live_ch
             if not reading.applied:
                 computed = held[reading.step - 1]
                 fresh = lambda: get(500)  # noqa: E731
-                scene = scene_of(job, launched.batch, computed, reading, fresh=fresh, older=lambda: tree)
+                repro = scene_of(job, launched.batch, computed, reading, fresh=fresh, older=lambda: tree)
                 before = live(job)
-                outcomes = replays(scene)
-                guilty = guilty_samples(scene)
+                outcomes = replays(repro)
+                culprits = find_culprits(repro)
                 assert_unchanged(before, live(job))
-                seen.append((reading, outcomes, guilty))
+                seen.append((reading, outcomes, culprits))
             return settle(job, launched, *rest)
 
         tree = to_host(capture(job.state, job.parts))
@@ -272,7 +272,7 @@ def test_in_the_loop_a_withheld_step_is_replayed_bit_for_bit_and_nothing_live_ch
     for name, tensor in plain[0].items():
         assert torch.equal(explained[0][name], tensor), name
     assert {reading.step - 1 for reading, _, _ in seen} >= set(bad_steps)
-    for reading, outcomes, guilty in seen:
+    for reading, outcomes, culprits in seen:
         assert outcomes["same"].bitwise_equal_to_reading, (reading, outcomes)
         bad = reading.step - 1 in bad_steps
         assert outcomes["same"].finite is False
@@ -280,9 +280,9 @@ def test_in_the_loop_a_withheld_step_is_replayed_bit_for_bit_and_nothing_live_ch
         assert math.isfinite(outcomes["same"].loss) is not (bad and how == "forward")
         if precision != "fp16":  # whose loss scale, while it is too large, spoils other samples as well
             assert outcomes["fresh_batch"].finite
-            assert (guilty.samples, guilty.alone) == ([2], True)
+            assert (culprits.samples, culprits.alone) == ([2], True)
         elif bad:
-            assert 2 in guilty.samples
+            assert 2 in culprits.samples
     assert any(outcomes["fresh_batch"].finite for _, outcomes, _ in seen)
 
 
@@ -345,8 +345,8 @@ def test_another_batch_and_an_older_state_are_what_they_say(tmp_path):
     job = made(tmp_path / "run", *GPT, "precision=fp32")
     steps = recorded(job, 5)
     fresh = job.batches.get(900)
-    scene = scene_of(job, steps[4][1], fresh=lambda: fresh, older=lambda: steps[1][0])
-    outcomes = replays(scene)
+    repro = scene_of(job, steps[4][1], fresh=lambda: fresh, older=lambda: steps[1][0])
+    outcomes = replays(repro)
     assert outcomes["fresh_batch"].loss == replay(scene_of(job, fresh), "same").loss
     restore({**steps[1][0], "step": 5}, job.state, {})
     assert outcomes["older_state"].loss == replay(scene_of(job, steps[4][1]), "same").loss
@@ -361,14 +361,14 @@ def test_what_cannot_be_run_says_why(tmp_path):
     assert outcomes["older_state"].not_run == "there is no older state"
     late = replays(scene_of(job, batch, deadline=time.monotonic() - 1))
     assert [outcome.not_run for outcome in late.values()] == ["no time was left"] * len(VARIANTS)
-    assert guilty_samples(scene_of(job, batch, deadline=time.monotonic() - 1)).passes == 0
+    assert find_culprits(scene_of(job, batch, deadline=time.monotonic() - 1)).passes == 0
 
     def refuse(module, inputs):
         raise ValueError("not today")
 
     job.state.model.register_forward_pre_hook(refuse)
     assert replay(scene_of(job, batch), "same").not_run == "ValueError: not today"
-    assert guilty_samples(scene_of(job, batch)).samples == []
+    assert find_culprits(scene_of(job, batch)).samples == []
 
 
 def test_zero_gradients_are_counted(tmp_path):
@@ -377,9 +377,9 @@ def test_zero_gradients_are_counted(tmp_path):
     compute(job.state, micro_batches(job, batch), job.tools)
     gradients = [p.grad for p in job.state.model.parameters()]
     share = sum(int((g == 0).sum()) for g in gradients) / sum(g.numel() for g in gradients)
-    scene = scene_of(job, batch)
-    assert replay(scene, "same").zero_gradients == share
-    assert replay(scene, "fp32").zero_gradients < share, "some underflowed in fp16"
+    repro = scene_of(job, batch)
+    assert replay(repro, "same").zero_gradients == share
+    assert replay(repro, "fp32").zero_gradients < share, "some underflowed in fp16"
 
 
 @pytest.mark.slow(unless=lambda rows: rows in ([13], [2, 11]))
@@ -390,9 +390,9 @@ def test_zero_gradients_are_counted(tmp_path):
 def test_the_guilty_samples_are_found_by_halving(tmp_path, model, how, rows, with_fresh):
     job = ruined(made(tmp_path, *MODELS[model], "batch_size=16", "grad_accum_steps=2"), how)
     fresh = job.batches.get(700)
-    scene = scene_of(job, marked(job.batches.get(0), rows), fresh=(lambda: fresh) if with_fresh else None)
+    repro = scene_of(job, marked(job.batches.get(0), rows), fresh=(lambda: fresh) if with_fresh else None)
     before = live(job)
-    found = guilty_samples(scene)
+    found = find_culprits(repro)
     assert_unchanged(before, live(job))
     assert (found.samples, found.alone) == (rows, True)
     assert found.passes <= 2 + 2 * 4 * len(rows)
@@ -418,7 +418,7 @@ def test_a_sample_that_overflows_alone_but_not_in_its_batch_is_not_accused(tmp_p
     job.state.model.register_forward_hook(lambda _, inputs, output: Ceiling.apply(output, marks(inputs[0])))
     batch = job.batches.get(0)
     assert replay(scene_of(job, batch), "same").finite
-    found = guilty_samples(scene_of(job, marked(batch, [5])))
+    found = find_culprits(scene_of(job, marked(batch, [5])))
     assert (found.samples, found.alone) == ([5], True)
 
 
@@ -429,26 +429,26 @@ def test_every_pass_starts_from_the_buffers_of_the_step(tmp_path):
         return output.masked_fill(module.worn > 2.5, math.nan)  # `wear` has added 1 by then
 
     job.state.model.register_forward_hook(wear_out)
-    found = guilty_samples(scene_of(job, marked(job.batches.get(0), [5])))
+    found = find_culprits(scene_of(job, marked(job.batches.get(0), [5])))
     assert (found.samples, found.alone) == ([5], True)
 
 
 def test_samples_that_are_bad_only_together_are_said_to_be(tmp_path):
     job = ruined(made(tmp_path, *GPT, "batch_size=16"), "two")
     fresh = job.batches.get(700)
-    found = guilty_samples(scene_of(job, marked(job.batches.get(0), [4, 6]), fresh=lambda: fresh))
+    found = find_culprits(scene_of(job, marked(job.batches.get(0), [4, 6]), fresh=lambda: fresh))
     assert (found.samples, found.alone) == ([4, 5, 6, 7], False)
 
 
 def test_a_broken_state_accuses_no_sample_and_a_finite_step_nobody(tmp_path):
     job = made(tmp_path, *GPT, "batch_size=16")
     batch, fresh = job.batches.get(0), job.batches.get(700)
-    assert guilty_samples(scene_of(job, batch, fresh=lambda: fresh)).samples == []
+    assert find_culprits(scene_of(job, batch, fresh=lambda: fresh)).samples == []
     with torch.no_grad():
         job.state.model.norm.weight[0] = math.nan
-    found = guilty_samples(scene_of(job, batch, fresh=lambda: fresh))
+    found = find_culprits(scene_of(job, batch, fresh=lambda: fresh))
     assert (found.others_too, found.alone, found.passes) == (True, False, 2)
-    alone = guilty_samples(scene_of(job, batch))
+    alone = find_culprits(scene_of(job, batch))
     assert alone.samples == [*range(16)]
     assert alone.passes <= 8 + 4 * 4
 
@@ -466,9 +466,9 @@ def test_a_model_that_refuses_a_single_sample_is_not_accused_of_more_than_is_kno
     job.state.model = Normed()
     ruined(job, "forward")
     batch, fresh = marked(job.batches.get(0), [5]), job.batches.get(700)
-    found = guilty_samples(scene_of(job, batch))
+    found = find_culprits(scene_of(job, batch))
     assert (found.samples, found.alone) == ([4, 5], False)
-    found = guilty_samples(scene_of(job, batch, fresh=lambda: fresh))
+    found = find_culprits(scene_of(job, batch, fresh=lambda: fresh))
     assert (found.samples, found.alone) == ([5], True), "with others beside it, it can be run"
 
 
@@ -478,15 +478,15 @@ def test_a_scene_keeps_what_is_said_about_it_and_how_the_batch_lay_in_memory(tmp
     batch = replace(batch, inputs=batch.inputs.repeat(1, 2, 1, 1).contiguous(memory_format=torch.channels_last))
     held, reading = [b.clone() for b in job.state.model.buffers()], None
     config = {"overrides": ["a=1"], "nan": math.nan, "$x": [1, None, True]}
-    save_scene(tmp_path / "scene", scene_of(job, batch, about=config))
+    save_repro(tmp_path / "scene", scene_of(job, batch, about=config))
     assert str(about(tmp_path / "scene")) == str(config)
-    scene = load_scene(tmp_path / "scene", job.state.model, job.tools)
-    assert scene.batch.inputs.stride() == batch.inputs.stride()
-    assert torch.equal(scene.batch.inputs, batch.inputs)
-    assert torch.equal(scene.batch.ids, batch.ids)
-    assert [*scene.batch.sources] == [*batch.sources]
-    assert scene.reading is reading
-    assert all(torch.equal(a, b) for a, b in zip(scene.buffers, held, strict=True))
+    repro = load_repro(tmp_path / "scene", job.state.model, job.tools)
+    assert repro.batch.inputs.stride() == batch.inputs.stride()
+    assert torch.equal(repro.batch.inputs, batch.inputs)
+    assert torch.equal(repro.batch.ids, batch.ids)
+    assert [*repro.batch.sources] == [*batch.sources]
+    assert repro.reading is reading
+    assert all(torch.equal(a, b) for a, b in zip(repro.buffers, held, strict=True))
     json.loads((tmp_path / "scene" / "scene.json").read_text(), parse_constant=pytest.fail)
 
 
@@ -495,27 +495,27 @@ def test_a_reading_of_nan_comes_back_and_still_compares(tmp_path):
     batch = marked(job.batches.get(0), [1])
     computed, reading = one_step(job, batch)
     assert math.isnan(reading.loss)
-    save_scene(tmp_path / "scene", scene_of(job, batch, computed, reading))
-    scene = load_scene(tmp_path / "scene", job.state.model, job.tools)
-    assert replay(scene, "same").bitwise_equal_to_reading
-    assert replay(replace(scene, reading=reading._replace(loss=1.0)), "same").bitwise_equal_to_reading is False
+    save_repro(tmp_path / "scene", scene_of(job, batch, computed, reading))
+    repro = load_repro(tmp_path / "scene", job.state.model, job.tools)
+    assert replay(repro, "same").bitwise_equal_to_reading
+    assert replay(replace(repro, reading=reading._replace(loss=1.0)), "same").bitwise_equal_to_reading is False
 
 
 def test_another_precision_is_tried_on_a_saved_scene_with_its_own_loss_scale(tmp_path):
     job = made(tmp_path / "bf16", *GPT, "precision=bf16")
-    save_scene(tmp_path / "scene", scene_of(job, job.batches.get(0)))
+    save_repro(tmp_path / "scene", scene_of(job, job.batches.get(0)))
     other = made(tmp_path / "fp16", *GPT, "precision=fp16", "precision.init_scale=256")
-    assert load_scene(tmp_path / "scene", other.state.model, other.tools).loss_scale == 256
-    save_scene(tmp_path / "scene", replace(scene_of(other, job.batches.get(0)), loss_scale=32.0))
-    assert load_scene(tmp_path / "scene", other.state.model, other.tools).loss_scale == 32
-    assert load_scene(tmp_path / "scene", job.state.model, job.tools).loss_scale == 1
+    assert load_repro(tmp_path / "scene", other.state.model, other.tools).loss_scale == 256
+    save_repro(tmp_path / "scene", replace(scene_of(other, job.batches.get(0)), loss_scale=32.0))
+    assert load_repro(tmp_path / "scene", other.state.model, other.tools).loss_scale == 32
+    assert load_repro(tmp_path / "scene", job.state.model, job.tools).loss_scale == 1
 
 
 @pytest.mark.parametrize("file", ["batch.safetensors", "state.safetensors", "scene.json"])
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
 def test_a_damaged_scene_is_refused_by_name(tmp_path, file, how):
     job = made(tmp_path / "run", *GPT)
-    save_scene(tmp_path / "scene", scene_of(job, job.batches.get(0)))
+    save_repro(tmp_path / "scene", scene_of(job, job.batches.get(0)))
     path = tmp_path / "scene" / file
     content = bytearray(path.read_bytes())
     if how == "gone":
@@ -526,21 +526,21 @@ def test_a_damaged_scene_is_refused_by_name(tmp_path, file, how):
         content[0 if file == "scene.json" else -1] ^= 1
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=file):
-        load_scene(tmp_path / "scene", job.state.model, job.tools)
+        load_repro(tmp_path / "scene", job.state.model, job.tools)
 
 
 def test_a_scene_of_another_model_is_refused_unless_it_only_lacks_a_part(tmp_path):
     job = made(tmp_path / "run", *GPT)
-    save_scene(tmp_path / "scene", scene_of(job, job.batches.get(0)))
+    save_repro(tmp_path / "scene", scene_of(job, job.batches.get(0)))
     wider = made(tmp_path / "wider", *GPT, "model.n_embd=32")
     with pytest.raises(ConfigError, match="'embedding.weight' is .* in the incident and .* in the model: replay it"):
-        load_scene(tmp_path / "scene", wider.state.model, wider.tools)
+        load_repro(tmp_path / "scene", wider.state.model, wider.tools)
     normed = made(tmp_path / "normed", *GPT, "qknorm=layernorm")
     with pytest.raises(ConfigError, match="is absent in the incident"):
-        load_scene(tmp_path / "scene", normed.state.model, normed.tools)
-    scene = load_scene(tmp_path / "scene", normed.state.model, normed.tools, strict=False)
+        load_repro(tmp_path / "scene", normed.state.model, normed.tools)
+    repro = load_repro(tmp_path / "scene", normed.state.model, normed.tools, strict=False)
     assert torch.equal(normed.state.model.head.weight, job.state.model.head.weight)
-    assert replay(scene, "same").finite
+    assert replay(repro, "same").finite
 
 
 class Hoarder(nn.Module):
@@ -567,19 +567,19 @@ def test_a_copy_is_its_own_whatever_the_attributes_hold(locked):
     model(torch.ones(2, 3)).sum().backward()
     gradient = model.layer.weight.grad.clone()
     model.compile(backend="eager")
-    twin = copy_of_model(model)
-    assert twin._compiled_call_impl is None
+    model_copy = copy_of_model(model)
+    assert model_copy._compiled_call_impl is None
     assert model._compiled_call_impl is not None
-    assert twin.layer.weight.grad is None
+    assert model_copy.layer.weight.grad is None
     with torch.no_grad():
-        twin.layer.weight.zero_()
-    twin(torch.ones(2, 3)).sum().backward()
-    assert (model.calls, len(model.list), twin.calls) == (1, 1, 2)
+        model_copy.layer.weight.zero_()
+    model_copy(torch.ones(2, 3)).sum().backward()
+    assert (model.calls, len(model.list), model_copy.calls) == (1, 1, 2)
     assert torch.equal(model.layer.weight.grad, gradient)
     assert bool((model.layer.weight != 0).all())
-    assert torch.equal(twin.layer.weight.grad, gradient), "the hook doubles it here too"
+    assert torch.equal(model_copy.layer.weight.grad, gradient), "the hook doubles it here too"
     if locked:
-        assert twin.lock is model.lock
+        assert model_copy.lock is model.lock
 
 
 def test_a_compiled_step_is_not_compared_bit_for_bit(tmp_path):
@@ -587,19 +587,19 @@ def test_a_compiled_step_is_not_compared_bit_for_bit(tmp_path):
     batch = job.batches.get(0)
     computed, reading = one_step(job, batch)
     job.state.model.blocks[0].compile(backend="eager")
-    scene = scene_of(job, batch, computed, reading)
-    assert replay(scene, "same").bitwise_equal_to_reading is None
-    save_scene(tmp_path / "scene", scene)
+    repro = scene_of(job, batch, computed, reading)
+    assert replay(repro, "same").bitwise_equal_to_reading is None
+    save_repro(tmp_path / "scene", repro)
     job.state.model.blocks[0]._compiled_call_impl = None
-    assert not load_scene(tmp_path / "scene", job.state.model, job.tools).comparable
+    assert not load_repro(tmp_path / "scene", job.state.model, job.tools).comparable
 
 
 def test_an_empty_batch_is_replayed_too(tmp_path):
     job = made(tmp_path / "run", *GPT, "guard=skip")
     empty = Batch(torch.zeros(0, 16, dtype=torch.int64), torch.zeros(0, 16, dtype=torch.int64))
     computed, reading = one_step(job, empty)
-    scene = scene_of(job, empty, computed, reading)
-    assert replay(scene, "same").bitwise_equal_to_reading
-    assert guilty_samples(scene).samples == []
-    save_scene(tmp_path / "scene", scene)
-    assert replay(load_scene(tmp_path / "scene", job.state.model, job.tools), "same").bitwise_equal_to_reading
+    repro = scene_of(job, empty, computed, reading)
+    assert replay(repro, "same").bitwise_equal_to_reading
+    assert find_culprits(repro).samples == []
+    save_repro(tmp_path / "scene", repro)
+    assert replay(load_repro(tmp_path / "scene", job.state.model, job.tools), "same").bitwise_equal_to_reading

@@ -20,7 +20,7 @@ from stabletrain.checkpoint import sharded
 from stabletrain.checkpoint.capture import capture, sharded_tensors
 from stabletrain.checkpoint.tree import flatten, is_sharded
 from stabletrain.parallel.checkpoints import SharedCheckpoints
-from stabletrain.parallel.ranks import end, from_all, current_ranks, leave
+from stabletrain.parallel.ranks import all_gather_object, current_ranks, end, leave
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from stabletrain.trainer.run import TrainingRun
@@ -154,7 +154,7 @@ def damaged(place: Path) -> dict[str, Any]:
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
-    from_all(None)
+    all_gather_object(None)
     return {"resumed_at": made(place, "bad", "resume=auto").state.step}
 
 

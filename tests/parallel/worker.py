@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from stabletrain.checkpoint.capture import capture
-from stabletrain.checkpoint.tree import flatten, is_sharded, gather_shards
+from stabletrain.checkpoint.tree import flatten, gather_shards, is_sharded
 from stabletrain.errors import StabletrainError
-from stabletrain.parallel.ranks import end, current_ranks, leave
+from stabletrain.parallel.ranks import current_ranks, end, leave
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from stabletrain.trainer.run import TrainingRun

@@ -69,10 +69,10 @@ def test_a_finite_step_is_replayed_to_the_bit_in_chunks(tmp_path, monkeypatch, p
     batch = job.batches.get(0)
     job.batches.close()
     computed, reading = one_step(job, batch)
-    scene = scene_of(job, batch, computed, reading)
+    repro = scene_of(job, batch, computed, reading)
     taken, chunks = [], InChunks.chunks
     monkeypatch.setattr(InChunks, "chunks", lambda self, *given: taken.append(1) or chunks(self, *given))
-    outcome = replay(scene, "same")
+    outcome = replay(repro, "same")
     assert outcome.bitwise_equal_to_reading is True
     assert taken, "the replay, too, ran in chunks"
 

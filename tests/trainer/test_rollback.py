@@ -40,7 +40,7 @@ def wreck(job, ticks, factor=1e4):
     """Multiplies the last weight just before the forward pass of those ticks, as a hardware fault might."""
 
     def before(module, inputs):
-        if job.state.tick in ticks and module.training:
+        if job.state.executed_steps in ticks and module.training:
             with torch.no_grad():
                 list(module.parameters())[-1].mul_(factor)
 

@@ -41,7 +41,7 @@ class Asked:
 
     def __init__(self, folder: Path) -> None:
         self.name = ""
-        self._wish = wish_in(folder)
+        self._wish = stop_file(folder)
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "Asked":
@@ -72,7 +72,7 @@ class Listening:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._wish = wish_in(folder)
+        self._wish = stop_file(folder)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._before: dict[signal.Signals, object] = {}
@@ -97,7 +97,7 @@ class Listening:
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
-def wish_in(folder: Path) -> Path:
+def stop_file(folder: Path) -> Path:
     """The file that says that a sweep is to stop."""
     return folder / ".stop"
 
@@ -146,7 +146,7 @@ class Member:
     @property
     def unwanted(self) -> bool:
         """Whether the sweep is to stop before this run has begun."""
-        return not self.alone and wish_in(self._above).exists()
+        return not self.alone and stop_file(self._above).exists()
 
     def record(self) -> dict[str, Any]:
         """Its `run.json`; empty where there is none."""

@@ -48,9 +48,9 @@ from stabletrain.forensics.diagnosis.evidence import (
 )
 from stabletrain.forensics.diagnosis.fixes import (
     FIXES,
-    more_fp32_modules,
     larger_scale,
     lower_lr,
+    more_fp32_modules,
     other_weights,
     past_it,
     slower,
@@ -141,9 +141,9 @@ def hardware_fault(e: Evidence) -> Diagnosis | None:
 
 def bad_inputs(e: Evidence) -> Diagnosis | None:
     """Finite inputs that are none of this data."""
-    if not too_bright(e) or e.loudest is None:
+    if not too_bright(e) or e.largest_input is None:
         return None
-    loud = e.loudest
+    loud = e.largest_input
     sizes = f"a value of {loud.largest:.4g}; the largest of another batch is {loud.elsewhere:.4g}"
     verdict = f"{named(loud.sample)} holds {sizes}"
     return Diagnosis("bad_batch", 0.9, verdict, [f"clean {named(loud.sample)}", *past_it(e)], origin_lines(e))
@@ -278,7 +278,7 @@ def bad_batch(e: Evidence) -> Diagnosis | None:
     """This batch alone."""
     if not e.normal("fresh_batch"):
         return None
-    who = "" if e.guilty is None or not e.guilty.samples else f" (samples {e.guilty.samples[:8]})"
+    who = "" if e.culprits is None or not e.culprits.samples else f" (samples {e.culprits.samples[:8]})"
     sure = 0.9 if e.normal("older_state") is False else 0.7
     verdict = f"another batch on the same weights is normal, so it is this batch{who}"
     fix = ["look at the batch: batch.safetensors beside this page", *past_it(e)]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stabletrain.forensics.probes.bisect import Guilty
+from stabletrain.forensics.probes.bisect import Culprits
 from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.replay import Outcome
 from stabletrain.forensics.trace.origin import Origin
@@ -19,13 +19,13 @@ from stabletrain.records import Reading
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSettings:
     """What the run is set to, as far as a fix may touch it.
 
     Attributes:
         choices: option by config group.
         values: value by dotted key: `optimizer.lr`, `warmup.steps`.
-        attends: whether the model takes QK-norm and softcap.
+        has_attention: whether the model takes QK-norm and softcap.
         warmup: steps of warmup.
         loss_limit, norm_limit: the guard's limits at the time.
         deterministic: whether the same step must give the same bits here.
@@ -79,7 +79,7 @@ class Drift:
 
 
 @dataclass(frozen=True)
-class Loudest:
+class LargestInput:
     """The sample with the largest input of a batch, where inputs are no ids.
 
     Attributes:
@@ -107,10 +107,11 @@ class Evidence:
         outcomes: of the replays, by variant.
         repeats: whether running the step again twice gave the same bits; None if nobody looked.
         drift: how far the weights are from the older state; None if there is none.
-        guilty: which samples make the step non-finite.
+        culprits: which samples make the step non-finite.
         sizes: the monitors' metrics on this step's state and batch; `before` on an older state.
         before: see `sizes`.
-        loudest: the sample with the largest input; None for ids, or where there is no other batch to compare with.
+        largest_input: the sample with the largest input; None for ids, or where there is no other batch to compare
+            with.
         overlong: largest RMS(m / sqrt(v)) over the parameters, of the moments before the step: learning rates that
             updates have been long; NaN where there are no such moments.
         staleness: largest RMS(g / sqrt(v)) over the parameters; NaN where there is no second moment.
@@ -127,14 +128,14 @@ class Evidence:
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
     repeats: bool | None = None
     drift: Drift | None = None
-    guilty: Guilty | None = None
+    culprits: Culprits | None = None
     sizes: Mapping[str, float] = field(default_factory=dict)
     before: Mapping[str, float] = field(default_factory=dict)
-    loudest: Loudest | None = None
+    largest_input: LargestInput | None = None
     overlong: float = math.nan
     staleness: float = math.nan
     underflow: Underflow | None = None
-    setting: Setting = field(default_factory=Setting)
+    setting: RunSettings = field(default_factory=RunSettings)
 
     def normal(self, variant: str) -> bool | None:
         """Whether a replay was finite and within the guard's limits; None if it was not run."""
@@ -253,8 +254,8 @@ def absurd_at_first(e: Evidence) -> bool:
 
 def too_bright(e: Evidence) -> bool:
     """Whether an input is far larger than those of another batch, which the step bears."""
-    known = e.loudest is not None and e.loudest.elsewhere > 0
-    return known and e.loudest.largest > BRIGHT * e.loudest.elsewhere and e.finite("fresh_batch") is True
+    known = e.largest_input is not None and e.largest_input.elsewhere > 0
+    return known and e.largest_input.largest > BRIGHT * e.largest_input.elsewhere and e.finite("fresh_batch") is True
 
 
 def decayed(e: Evidence) -> bool:
@@ -285,8 +286,8 @@ def beside(e: Evidence) -> list[str]:
     lines = []
     if o is not None and o.should_have_been is not None:
         lines.append(f"computed in fp64 the largest value of {o.op} is {o.should_have_been:.6g}")
-    if e.guilty and e.guilty.samples and not e.guilty.others_too:
-        lines.append(f"samples that make it fail: {e.guilty.samples[:8]}")
+    if e.culprits and e.culprits.samples and not e.culprits.others_too:
+        lines.append(f"samples that make it fail: {e.culprits.samples[:8]}")
     return lines
 
 

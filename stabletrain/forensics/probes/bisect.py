@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.forensics.replay import perform
-from stabletrain.forensics.repro import Scene
+from stabletrain.forensics.repro import Repro
 from stabletrain.monitors.forward import isolated
 from stabletrain.protocols import Objective, Running, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, LossTerms
 
 
 @dataclass(frozen=True)
-class Guilty:
+class Culprits:
     """The smallest part of a batch that was found to make its step non-finite.
 
     Attributes:
@@ -33,7 +33,7 @@ class Guilty:
     others_too: bool = False
 
 
-def guilty_samples(scene: Scene) -> Guilty:
+def find_culprits(repro: Repro) -> Culprits:
     """Which samples make the step non-finite, by halving; forward only, where the loss already is.
 
     Samples of a fresh batch stand in for those left out, so that shapes and dropout masks stay what they were, and
@@ -41,12 +41,12 @@ def guilty_samples(scene: Scene) -> Guilty:
     model is run at most 2 + 2 ceil(log2 n) times; it is never run more than 8 + 4 ceil(log2 n) times, nor after the
     deadline.
     """
-    everyone = [*range(len(scene.batch))]
-    trials = Trials(scene)
+    everyone = [*range(len(repro.batch))]
+    trials = Bisection(repro)
     if not everyone or not trials.whole():
-        return Guilty([], False, trials.passes)
-    if not trials.find_filling():
-        return Guilty(everyone, False, trials.passes, others_too=True)
+        return Culprits([], False, trials.passes)
+    if not trials.find_filler():
+        return Culprits(everyone, False, trials.passes, others_too=True)
     waiting, alone, together = deque([everyone]), [], []
     while waiting:
         rows = waiting.popleft()
@@ -59,7 +59,7 @@ def guilty_samples(scene: Scene) -> Guilty:
             together += rows
         else:
             waiting.extend(half for half, bad in zip(halves, verdicts, strict=True) if bad)
-    return Guilty(sorted(alone + together), not together, trials.passes)
+    return Culprits(sorted(alone + together), not together, trials.passes)
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,17 @@ class Divided:
         return self.plain(logits, targets, self.n_valid)
 
 
-class Trials:
+class Bisection:
     """Runs a step with some samples of its batch, as often as it may.
 
     Attributes:
         passes: how often it has.
     """
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, repro: Repro) -> None:
         self.passes = 0
-        self._scene, self._most = scene, 8 + 4 * math.ceil(math.log2(max(len(scene.batch), 1)))
-        self._model, self._tools = scene.understudy(), self._divided_as_then()
+        self._scene, self._most = repro, 8 + 4 * math.ceil(math.log2(max(len(repro.batch), 1)))
+        self._model, self._tools = repro.copy_model(), self._divided_as_then()
         self._forward_only = False
         self._filling: Batch | None = None
 
@@ -110,7 +110,7 @@ class Trials:
         self._forward_only = found is not None and not math.isfinite(found[0])
         return None if found is None else not all(map(math.isfinite, found))
 
-    def find_filling(self) -> bool:
+    def find_filler(self) -> bool:
         """Looks for samples to stand in for those left out; False if those are non-finite too."""
         fresh, batch = self._scene.fresh, self._scene.batch
         if fresh is None or not self.can_go_on(1):
@@ -158,7 +158,7 @@ def forward(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> 
         tools.determinism.seed_step(tools.seed, step)
         for batch in batches:
             with tools.precision.autocast():
-                logits = model(tools.intake.inputs(batch.inputs)[0])
-            targets = tools.intake.targets(batch.targets, logits.shape[-1])[0]
+                logits = model(tools.sanitizer.inputs(batch.inputs)[0])
+            targets = tools.sanitizer.targets(batch.targets, logits.shape[-1])[0]
             total += float(tools.objective(logits, targets, nobody_asks).total)
     return total

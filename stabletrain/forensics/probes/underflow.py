@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from stabletrain.forensics.replay import Take, fp32, ieee_kernels, perform, same
-from stabletrain.forensics.repro import Scene, is_scaled
+from stabletrain.forensics.repro import Repro, is_scaled
 
 STARVED = 0.5
 """Share of its elements that a parameter must have lost to count."""
@@ -75,17 +75,17 @@ class Underflow:
         return self.hit > ENOUGH
 
 
-def underflow(scene: Scene) -> Underflow | None:
+def underflow(repro: Repro) -> Underflow | None:
     """Compares the gradients of a step with those in fp32; None where it has no loss scale, or is not finite."""
-    if not is_scaled(scene.tools.precision):
+    if not is_scaled(repro.tools.precision):
         return None
     with ieee_kernels():
-        wide = gradients(fp32(scene), scene.step)
-    narrow = gradients(same(scene), scene.step)
+        wide = gradients(fp32(repro), repro.step)
+    narrow = gradients(same(repro), repro.step)
     if wide is None or narrow is None:
         return None
-    found = compared(narrow, wide, scene.loss_scale)
-    return replace(found, cure=cure(scene, wide)) if found.real else found
+    found = compared(narrow, wide, repro.loss_scale)
+    return replace(found, cure=cure(repro, wide)) if found.real else found
 
 
 def gradients(take: Take, step: int) -> dict[str, Tensor] | None:
@@ -118,12 +118,12 @@ def of(name: str, narrow: Tensor, wide: Tensor) -> Starved:
     return Starved(name, wide.numel(), zeros / wide.numel(), 1 - present / wide.numel(), lost / max(present, 1))
 
 
-def cure(scene: Scene, wide: Mapping[str, Tensor]) -> float | None:
+def cure(repro: Repro, wide: Mapping[str, Tensor]) -> float | None:
     """The smallest loss scale, of those tried, that keeps the gradients; None if all lose too much or overflow."""
-    for scale in (scale for scale in TRIED if scale > scene.loss_scale):
-        if time.monotonic() >= scene.deadline:
+    for scale in (scale for scale in TRIED if scale > repro.loss_scale):
+        if time.monotonic() >= repro.deadline:
             return None
-        narrow = gradients(same(replace(scene, loss_scale=scale)), scene.step)
+        narrow = gradients(same(replace(repro, loss_scale=scale)), repro.step)
         if narrow is None:
             return None
         if not compared(narrow, wide, scale).real:

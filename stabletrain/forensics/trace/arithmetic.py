@@ -26,7 +26,8 @@ class Finding:
     """Why an operation made what is not finite.
 
     Attributes:
-        why: `overflow`, or a key of `nonfinite_rules.py` (`log_of_zero`, `division_by_zero`, ...); `unknown` if nothing fits.
+        why: `overflow`, or a key of `nonfinite_rules.py` (`log_of_zero`, `division_by_zero`, ...); `unknown` if nothing
+            fits.
         reason: the same in words, with the numbers.
         should_have_been: absmax of the result in fp64; Inf or NaN if it is not finite there either; None if the
             operation cannot be computed in fp64.

@@ -162,7 +162,7 @@ class RollbackGuard(SkipGuard):
         self.slow = (target, target + self.lr_steps, self.lr_factor**self.in_vain)
         return Detour(self.rollbacks, self.skip_batches, self.slow[2], self.slow[1])
 
-    def slowdown(self, step: int) -> float:
+    def lr_multiplier(self, step: int) -> float:
         """The factor of the learning rate at step number `step`: below 1 for some time after a rollback."""
         start, stop, factor = self.slow
         return factor if start <= step < stop else 1.0

@@ -11,7 +11,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from stabletrain.errors import ConfigError
-from stabletrain.records import Detour, GradNorms, LossTerms, Reading, Verdict, Vitals
+from stabletrain.records import Detour, GradNorms, LossTerms, Reading, StepChecks, Verdict
 from stabletrain.stability.guard.limits import LARGEST, Limits
 
 
@@ -47,9 +47,9 @@ class NoGuard:
         """Whether the state may be called so, as far as the guard knows: it knows nothing against it."""
         return True
 
-    def gate(self, terms: LossTerms, norms: GradNorms, vitals: Vitals) -> Bool[Tensor, ""]:
+    def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
         """Always open."""
-        del terms, vitals
+        del terms, checks
         return torch.ones_like(norms.total, dtype=torch.bool)
 
     def judge(self, reading: Reading) -> Verdict:
@@ -73,7 +73,7 @@ class NoGuard:
         """What a person must know of how the run ended: nothing."""
         return None
 
-    def slowdown(self, step: int) -> float:
+    def lr_multiplier(self, step: int) -> float:
         """1: nobody lowers the learning rate."""
         del step
         return 1.0
@@ -146,12 +146,12 @@ class SkipGuard(NoGuard):
             )
         self.limits = Limits(self.sigma, self.window)
 
-    def gate(self, terms: LossTerms, norms: GradNorms, vitals: Vitals) -> Bool[Tensor, ""]:
+    def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
         """Open where everything measured is within its limit, and so finite; 0-d, on the device."""
         limits = self.limits
         within = (terms.total.abs() <= limits.loss.value) & (norms.total <= limits.norm.value)
-        within &= (vitals.inputs <= limits.inputs.value) & (vitals.buffers <= LARGEST)
-        return within & ~vitals.bad_data
+        within &= (checks.inputs <= limits.inputs.value) & (checks.buffers <= LARGEST)
+        return within & ~checks.bad_data
 
     def judge(self, reading: Reading) -> Verdict:
         """What to do about a step that is over."""

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from stabletrain.forensics.diagnosis.causes import diagnose
-from stabletrain.forensics.diagnosis.evidence import Damage, Drift, Evidence, Loudest, Setting
+from stabletrain.forensics.diagnosis.evidence import Damage, Drift, Evidence, LargestInput, RunSettings
 from stabletrain.forensics.replay import Outcome
 from stabletrain.forensics.trace.origin import Origin
 from stabletrain.forensics.trace.values import Values
 from stabletrain.records import Reading
 
 READING = Reading(50, 9.0, 9.0, 0.0, 80.0, 1.0, 0.0, 0.0, 0.0, 1.0, False, False, False, 3e-3)
-SETTING = Setting(
+SETTING = RunSettings(
     choices={"precision": "fp32", "qknorm": "none", "qkclip": "none", "zloss": "none", "softcap": "none"},
     values={"optimizer.lr": 3e-3},
     has_attention=True,
@@ -185,9 +185,9 @@ def test_a_spike_that_comes_again_in_other_bits_is_no_fault_of_the_machine():
 def test_finite_inputs_that_are_none_of_the_data_are_the_batchs_fault_and_the_sample_is_named(largest, fresh, cause):
     """Where BatchNorm's statistics overflow, no replay counts as normal."""
     reading = READING._replace(buffers=math.inf)
-    loud = Loudest({"index": 3, "source": "digits.csv:41"}, largest, 1.0)
+    loud = LargestInput({"index": 3, "source": "digits.csv:41"}, largest, 1.0)
     evidence = replace(
-        nonfinite(None, fp32=FINE), reading=reading, loudest=loud, outcomes={"same": FINE, "fresh_batch": fresh}
+        nonfinite(None, fp32=FINE), reading=reading, largest_input=loud, outcomes={"same": FINE, "fresh_batch": fresh}
     )
     found = diagnose(evidence)
     assert found.cause == cause

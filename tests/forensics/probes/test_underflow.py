@@ -13,7 +13,7 @@ from stabletrain.cli.commands import main
 from stabletrain.errors import TrainingHalted
 from stabletrain.forensics import handler
 from stabletrain.forensics.diagnosis.causes import diagnose
-from stabletrain.forensics.diagnosis.evidence import Evidence, Setting
+from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
 from stabletrain.forensics.probes.underflow import Starved, Underflow, compared
 from stabletrain.records import Reading
 from stabletrain.trainer.build import build
@@ -112,10 +112,10 @@ def test_weights_and_buffers_of_the_scene_are_of_one_moment(tmp_path, monkeypatc
     """After the update, both: BatchNorm's statistics from before it belong to other weights."""
     explain, seen = handler.investigate, []
 
-    def looking(scene, *given, **more):
-        pairs = zip(scene.buffers, scene.model.buffers(), strict=True)
-        seen.append((scene.applied, all(torch.equal(ours, live) for ours, live in pairs)))
-        return explain(scene, *given, **more)
+    def looking(repro, *given, **more):
+        pairs = zip(repro.buffers, repro.model.buffers(), strict=True)
+        seen.append((repro.applied, all(torch.equal(ours, live) for ours, live in pairs)))
+        return explain(repro, *given, **more)
 
     monkeypatch.setattr(handler, "explain", looking)
     trained(tmp_path, *MODELS["resnet"][0], *SMALL, place="fc")
@@ -182,7 +182,7 @@ LOST = Underflow(1.0, zeros=0.9, in_fp32=0.1, hit=0.8, worst=(Starved("a", 9, 1.
 def test_the_fix_is_one_that_was_tried(precision, initial, cured_at, fix):
     """A scale that overflows have lowered is not mended by a higher start; `auto` is fp16 where there is no bf16."""
     values = {"precision.init_scale": initial, "precision.growth_interval": 2000}
-    setting = Setting(choices={"precision": precision}, values=values)
+    setting = RunSettings(choices={"precision": precision}, values=values)
     found = diagnose(Evidence("loss_scale", READING, underflow=replace(LOST, cure=cured_at), setting=setting))
     assert (found.cause, found.fix) == ("fp16_underflow", fix)
     assert "worst hit: a" in found.verdict

@@ -156,17 +156,19 @@ def test_forward_and_backward_are_bf16_autocasts_to_the_bit(make):
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.bfloat16())
-    twin = copy.deepcopy(model)
+    model_copy = copy.deepcopy(model)
     acting = precision.bf16_params(CPU)
     acting.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     outputs = []
-    for each in (model, twin):
+    for each in (model, model_copy):
         with acting.autocast():
             outputs.append(each(inputs))
         outputs[-1].float().square().sum().backward()
     assert torch.equal(*outputs)
-    assert all(torch.equal(a.grad.float(), b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-    assert torch.equal(model(inputs), twin(inputs)), "outside of autocast the layers compute in fp32"
+    assert all(
+        torch.equal(a.grad.float(), b.grad) for a, b in zip(model.parameters(), model_copy.parameters(), strict=True)
+    )
+    assert torch.equal(model(inputs), model_copy(inputs)), "outside of autocast the layers compute in fp32"
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -174,17 +176,17 @@ def test_a_step_is_the_fp32_step_rounded(optimizer):
     acting, state = made(optimizer)
     train(acting, state, 3)
     before = bits(state)
-    twin = Small()
-    twin.load_state_dict({name: value.float() for name, value in state.model.state_dict().items()})
-    reference = TrainState(twin, OPTIMIZERS[optimizer](twin))
+    model_copy = Small()
+    model_copy.load_state_dict({name: value.float() for name, value in state.model.state_dict().items()})
+    reference = TrainState(model_copy, OPTIMIZERS[optimizer](model_copy))
     restore(before, reference, {})
     gradients = torch.Generator().manual_seed(1)
-    for (_, a), (_, b) in zip(state.model.named_parameters(), twin.named_parameters(), strict=True):
+    for (_, a), (_, b) in zip(state.model.named_parameters(), model_copy.named_parameters(), strict=True):
         a.grad = torch.randn(a.shape, generator=gradients).to(a.dtype)
         b.grad = a.grad.float()
     for each in (state, reference):
         apply(each.optimizer, torch.tensor(True))
-    for (name, a), (_, b) in zip(state.model.named_parameters(), twin.named_parameters(), strict=True):
+    for (name, a), (_, b) in zip(state.model.named_parameters(), model_copy.named_parameters(), strict=True):
         gap = torch.finfo(torch.bfloat16).eps * b.abs() if a.dtype == torch.bfloat16 else torch.zeros_like(b)
         assert ((a.float() - b).abs() <= gap).all(), name
         assert a.grad.dtype == a.dtype

@@ -177,13 +177,13 @@ def test_a_copy_computes_with_its_own_weights():
     model = nn.Sequential(nn.Linear(4, 4))
     acting = fp16("0")
     acting.wrap_fp32_modules(model)
-    twin = copy.deepcopy(model)
+    model_copy = copy.deepcopy(model)
     with torch.no_grad():
-        twin[0].weight.zero_()
-        twin[0].bias.fill_(7.0)
+        model_copy[0].weight.zero_()
+        model_copy[0].bias.fill_(7.0)
     with acting.autocast():
-        assert torch.equal(twin(torch.randn(2, 4).half()), torch.full((2, 4), 7.0))
-        assert twin(torch.randn(2, 4)).dtype == torch.float32
+        assert torch.equal(model_copy(torch.randn(2, 4).half()), torch.full((2, 4), 7.0))
+        assert model_copy(torch.randn(2, 4)).dtype == torch.float32
         assert not torch.equal(model(torch.ones(2, 4)), torch.full((2, 4), 7.0))
 
 
