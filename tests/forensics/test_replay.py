@@ -478,7 +478,7 @@ def test_a_scene_keeps_what_is_said_about_it_and_how_the_batch_lay_in_memory(tmp
     batch = replace(batch, inputs=batch.inputs.repeat(1, 2, 1, 1).contiguous(memory_format=torch.channels_last))
     held, reading = [b.clone() for b in job.state.model.buffers()], None
     config = {"overrides": ["a=1"], "nan": math.nan, "$x": [1, None, True]}
-    save_repro(tmp_path / "scene", scene_of(job, batch, about=config))
+    save_repro(tmp_path / "scene", scene_of(job, batch, metadata=config))
     assert str(about(tmp_path / "scene")) == str(config)
     repro = load_repro(tmp_path / "scene", job.state.model, job.tools)
     assert repro.batch.inputs.stride() == batch.inputs.stride()

@@ -74,9 +74,9 @@ def test_an_update_longer_than_the_learning_rate_allows_is_the_learning_rates_fa
 
 
 def test_a_model_without_attention_is_never_told_to_normalise_queries():
-    evidence = replace(grown(), setting=replace(SETTING, attends=False, choices={"precision": "fp16", "zloss": "none"}))
+    evidence = replace(grown(), setting=replace(SETTING, has_attention=False, choices={"precision": "fp16", "zloss": "none"}))
     assert not any("qk" in fix for fix in diagnose(evidence).fix)
-    fp16 = nonfinite(origin(dtype="float16", in_fp32=7e4), fp32=FINE, choices={"precision": "fp16"}, attends=False)
+    fp16 = nonfinite(origin(dtype="float16", in_fp32=7e4), fp32=FINE, choices={"precision": "fp16"}, has_attention=False)
     assert not any(fix.startswith(("qknorm", "softcap")) for fix in diagnose(fp16).fix)
 
 
@@ -247,7 +247,7 @@ def test_updates_longer_than_the_learning_rate_are_an_old_second_moments():
     [(200.0, 50.0, "attention_logit_growth"), (200.0, 150.0, "lr_too_high"), (3.0, 1.0, "lr_too_high")],
 )
 def test_attention_that_nobody_listens_to_is_judged_by_what_softmax_reads(now, before, cause):
-    setting = replace(SETTING, attends=False)
+    setting = replace(SETTING, has_attention=False)
     evidence = replace(
         SPIKE, sizes={"monitors/softmax_max": now}, before={"monitors/softmax_max": before}, setting=setting
     )
@@ -265,7 +265,7 @@ def test_attention_that_nobody_listens_to_is_judged_by_what_softmax_reads(now, b
     ],
 )
 def test_other_weights_are_those_that_the_model_can_take_and_has_not(attends, init, std, fix):
-    setting = replace(SETTING, attends=attends, choices={**SETTING.choices, "init": init}, values={"init.std": std})
+    setting = replace(SETTING, has_attention=attends, choices={**SETTING.choices, "init": init}, values={"init.std": std})
     early = replace(nonfinite(origin()), reading=READING._replace(step=1, loss=math.nan), setting=setting)
     assert (diagnose(early).cause, diagnose(early).fix[0]) == ("bad_init", fix)
 

@@ -103,7 +103,7 @@ def test_a_clean_run_is_not_looked_into_at_all(tmp_path, monkeypatch, model):
     def never(*_, **__):
         raise AssertionError("nothing is wrong, so nothing is looked into")
 
-    monkeypatch.setattr(handler, "explain", never)
+    monkeypatch.setattr(handler, "investigate", never)
     trained(tmp_path, *MODELS[model][0], "precision=fp16", "precision.init_scale=256")
     assert not events(tmp_path, "alarm")
 
@@ -117,7 +117,7 @@ def test_weights_and_buffers_of_the_scene_are_of_one_moment(tmp_path, monkeypatc
         seen.append((repro.applied, all(torch.equal(ours, live) for ours, live in pairs)))
         return explain(repro, *given, **more)
 
-    monkeypatch.setattr(handler, "explain", looking)
+    monkeypatch.setattr(handler, "investigate", looking)
     trained(tmp_path, *MODELS["resnet"][0], *SMALL, place="fc")
     assert seen == [(True, True)]
 
