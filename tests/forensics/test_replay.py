@@ -302,7 +302,7 @@ for name, chosen in MODELS.items():
         scene = scene_of(job, marked(batch, [1]), fresh=lambda: fresh, older=lambda: tree)
         before = live(job, pythons_generator=True)
         outcomes = replays(scene)
-        assert guilty_samples(scene).samples == [1], name
+        assert find_culprits(scene).samples == [1], name
         assert_unchanged(before, live(job, pythons_generator=True))
         assert [outcome.finite for outcome in outcomes.values()] == [False, False, True, False], outcomes
 """
