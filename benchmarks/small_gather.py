@@ -87,7 +87,8 @@ def main() -> None:
     results = {kind.name: measured(kind, workload, device, asked.rounds) for kind in (DDP, FSDP)}
     if current_ranks().is_main:
         print(
-            f"{hardware.name(device)}, {hardware.threads()} a rank, {current_ranks().world_size} ranks, torch {torch.__version__}"
+            f"{hardware.name(device)}, {hardware.threads()} a rank, {current_ranks().world_size} ranks, "
+            f"torch {torch.__version__}"
         )
         print(f"{workload}, fp32, {asked.rounds} rounds\n")
         print("| parallel | step without, ms | shared | cost each time, ms | quartiles | in steps |")

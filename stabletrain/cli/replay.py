@@ -36,13 +36,10 @@ from stabletrain.machine import hardware
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Tools
 from stabletrain.records import Reading, TrainState
-from stabletrain.stability.chunked_loss import in_chunks
 from stabletrain.stability.guard import NoGuard
-from stabletrain.stability.objective import Objective
-from stabletrain.stability.sanitize import Sanitizer
-from stabletrain.stability.schedule import LearningRate
 from stabletrain.tracking import metrics
 from stabletrain.trainer.contract import FROM_DATA, vocabulary
+from stabletrain.trainer.tools import tools_from_config
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -267,16 +264,13 @@ def built(cfg: DictConfig) -> tuple[nn.Module, Tools]:
     model = make(cfg, "model").to(device)
     precision.wrap_fp32_modules(model)
     precision.attach(model, TrainState(model, torch.optim.SGD(model.parameters(), lr=0.0)).optimizer)
-    tools = Tools(
-        sanitizer=Sanitizer(vocabulary(model, cfg.model)),
+    tools = tools_from_config(
+        cfg,
+        model,
+        vocab_size=vocabulary(model, cfg.model),
         precision=precision,
-        objective=in_chunks(
-            Objective(make(cfg, "zloss"), cfg.label_smoothing), cfg.get("loss_chunk", "none"), model, able=True
-        ),
         clipping=make(cfg, "clipping"),
-        after_update=make(cfg, "qkclip"),
         guard=NoGuard(),
-        learning_rate=LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps),
         determinism=determinism,
         seed=cfg.seed,
         parallel=SingleProcess(),

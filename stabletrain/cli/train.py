@@ -203,12 +203,12 @@ def trained(cfg: DictConfig, folder: Path, shown: Any = None) -> float | None:
         folder: the run's.
         shown: how its progress is shown; None as that of a run by itself.
     """
-    from stabletrain.trainer.build import build  # torch is loaded here, after the checks that do without
+    from stabletrain.trainer.build import build  # loads torch; the checks before do without it
     from stabletrain.trainer.loop import train
 
-    job = build(cfg, folder, shown)
-    loss = train(job).val.get("val/loss")
-    job.tracker.note(job.closing())
+    run = build(cfg, folder, shown)
+    loss = train(run).val.get("val/loss")
+    run.output.tracker.note(run.output.closing())
     return loss
 
 

@@ -253,3 +253,8 @@ def unattributed(found: Findings) -> Findings:
     outcomes["same"] = replace(outcomes["same"], bitwise_equal_to_reading=False)
     evidence = replace(found.evidence, outcomes=outcomes, repeats=True)
     return replace(found, evidence=evidence, diagnosis=diagnose(evidence))
+
+
+def for_all_ranks(handler: NoIncidentHandler, ranks: Ranks) -> NoIncidentHandler:
+    """The handler that several ranks share; of one process its own."""
+    return DistributedIncidentHandler(handler, ranks) if ranks.distributed else handler

@@ -174,3 +174,8 @@ class SharedCheckpoints(NoCheckpoints):
         except UnusableCheckpoint as error:
             return str(error)
         return ""
+
+
+def for_all_ranks(checkpoints: NoCheckpoints, ranks: Ranks) -> NoCheckpoints:
+    """The checkpoints that several ranks share; of one process its own."""
+    return SharedCheckpoints(checkpoints, ranks) if ranks.distributed else checkpoints

@@ -1,11 +1,12 @@
 """The loop around the step: cadence, verdicts, evaluation, checkpoints, signals. It decides when and computes nothing.
 
 Each round launches the next step's `compute`, then reads what the step before it measured, and only then lets `commit`
-change the weights. Whoever wants to look into a withheld step finds the weights as that step found them. The first step
-of a run is read at once, and so is one after which something is due that needs to know.
+change the weights. So a withheld step can be investigated while the weights are still those it started from. A step is
+read at once if something is due after it that needs its numbers, and so is the first step of a run.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from stabletrain.errors import Interrupted, TrainingHalted
@@ -14,44 +15,263 @@ from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.records import Verdict
 from stabletrain.step import commit, compute
 from stabletrain.trainer.evaluate import evaluate
-from stabletrain.trainer.rollback import Rollback
-from stabletrain.trainer.run import UNITS, History, TrainingRun
-from stabletrain.trainer.step_log import NOTHING, Launched, Throughput, report, watch
+from stabletrain.trainer.history import UNITS, History, Throughput
+from stabletrain.trainer.incidents import ExecutedStep, investigate_alarm, investigate_skip
+from stabletrain.trainer.run import TrainingRun
+from stabletrain.trainer.step_log import NOTHING, log_alarms, log_step
 
 
-def train(job: TrainingRun) -> History:
-    """Trains until `plan.steps` steps are done, and records how it ended.
+def train(run: TrainingRun) -> History:
+    """Trains until `plan.steps` steps are done, and records how the run ended.
 
     Raises:
         Interrupted: a signal came; the state is saved.
-        TrainingHalted: the guard gave up; no state is saved that was not healthy.
+        TrainingHalted: the guard gave up; no unhealthy state was saved.
         RankLost: another rank has ended.
     """
-    tracker = job.tracker
+    tracker, checkpoints = run.output.tracker, run.rollback.checkpoints
     try:
-        training_loop(job)
-        job.checkpoints.wait()
+        training_loop(run)
+        checkpoints.wait()
     except BaseException as raised:
-        error = as_rank_lost(raised, job.parallel.ranks) or raised
-        job.checkpoints.finish_quietly()
-        numbers = final(job)
+        error = as_rank_lost(raised, run.parallel.ranks) or raised
+        checkpoints.finish_quietly()
+        numbers = final_metrics(run)
         tracker.summary(numbers | {"status": status_of(error)})
         tracker.close(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1))
-        job.folder.finish(status_of(error), str(error) or type(error).__name__, numbers)
-        job.page.write()
+        run.output.folder.finish(status_of(error), str(error) or type(error).__name__, numbers)
+        run.output.page.write()
         if error is raised:
             raise
         raise error from raised
     finally:
-        job.batches.close()
-    numbers = final(job)
-    job.tracker.summary(numbers | {"status": "finished"})
-    job.tracker.close(0)
-    reasons = [reason for reason in (job.tools.guard.trouble_at_end(), job.checkpoints.unsaved()) if reason]
-    job.folder.finish("finished", "; ".join(reasons) or None, numbers)
+        run.data.batches.close()
+    numbers = final_metrics(run)
+    tracker.summary(numbers | {"status": "finished"})
+    tracker.close(0)
+    reasons = [reason for reason in (run.tools.guard.trouble_at_end(), checkpoints.unsaved()) if reason]
+    run.output.folder.finish("finished", "; ".join(reasons) or None, numbers)
     for reason in reasons:
-        job.tracker.note(f"note     {reason}")
-    return job.history
+        tracker.note(f"note     {reason}")
+    return run.history
+
+
+def training_loop(run: TrainingRun) -> None:
+    """The loop itself."""
+    plan, state, rollback = run.plan, run.state, run.rollback
+    throughput = Throughput(run.history, run.parallel.ranks.world_size)
+    executed: ExecutedStep | None = None
+    first = state.step + 1
+    if rollback.snapshot_due(state.step):
+        rollback.take_snapshot()
+    with StopRequest() as signals:
+        while state.step < plan.steps:
+            batch = run.data.batches.get(state.step)
+            micro_batches = batch.to(run.device).split(plan.grad_accum_steps)
+            run.parallel.request_stop(signals.name)
+            # Launch this step's forward and backward before reading the last step's numbers: the device never waits.
+            computed = compute(state, micro_batches, run.tools)
+            if executed is not None and not settle(run, executed, throughput):
+                executed = None  # an older state is back, and what was just computed came from the one that is gone
+                continue
+            watching = run.monitoring.monitors.due(state.step + 1, plan.steps) and computed.classes is not None
+            if watching:
+                safe_batch = run.tools.sanitizer.safe(micro_batches[0], computed.classes)
+                run.monitoring.monitors.before(state.model, state.optimizer, safe_batch, run.tools.precision)
+            in_flight = commit(state, computed, run.tools)
+            executed = ExecutedStep(in_flight, batch, computed.classes, computed.saved_buffers)
+            throughput.count(batch)
+            due = due_after_step(run, watching, signals.name, first)
+            if not due.reading:
+                continue
+            seen = watch(run, executed) if watching else NOTHING
+            settled, executed = settle(run, executed, throughput, seen), None
+            if settled and (not due.state_is_used or replicas_agree(run, throughput)):
+                use_state(run, due, throughput)
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is due after a step.
+
+    Attributes:
+        evaluate, save, snapshot: the state is evaluated, written to disk, kept in memory.
+        stop: the signal for which all ranks stop now; empty for none.
+        reading: whether the step's numbers are needed before the next step is launched.
+    """
+
+    evaluate: bool
+    save: bool
+    snapshot: bool
+    stop: str
+    reading: bool
+
+    @property
+    def state_is_used(self) -> bool:
+        """Whether the state is evaluated or kept, so every rank must still have the same one."""
+        return self.evaluate or self.save or self.snapshot
+
+
+def due_after_step(run: TrainingRun, watching: bool, signal: str, first: int) -> Due:
+    """What is due after the step that was just committed.
+
+    Args:
+        run: of which `state.step` steps are done.
+        watching: whether the monitors inspect this step.
+        signal: the name of the signal that asks this rank to stop; empty for none.
+        first: the first step of this process, whose line a user waits for.
+    """
+    step, rollback = run.state.step, run.rollback
+    last, stop = step == run.plan.steps, run.parallel.stopping(signal)
+    evaluate_now = last or step % run.plan.eval_every == 0
+    save = last or bool(stop) or rollback.checkpoints.due(step)
+    snapshot = rollback.snapshot_due(step)
+    reading = watching or evaluate_now or save or snapshot or bool(rollback.replaying) or step == first
+    return Due(evaluate_now, save, snapshot, stop, reading)
+
+
+def watch(run: TrainingRun, executed: ExecutedStep) -> dict[str, float]:
+    """What the monitors saw of the step that was just executed; investigates it if gradients vanish in fp16."""
+    reading = executed.reading()
+    metrics, alarms = run.monitoring.monitors.after(run.state.model, run.state.optimizer, reading.applied)
+    log_alarms(run, reading.step, alarms)
+    investigate_alarm(run, executed, reading, alarms)
+    return metrics
+
+
+def settle(
+    run: TrainingRun, executed: ExecutedStep, throughput: Throughput, seen: Mapping[str, float] = NOTHING
+) -> bool:
+    """Judges an executed step, logs it, and draws the consequences.
+
+    Returns:
+        Whether the run continues from the present state; if not, an older state was restored.
+
+    Raises:
+        TrainingHalted: the guard gave up.
+    """
+    reading, guard = executed.reading(), run.tools.guard
+    verdict = guard.judge(reading)
+    log_alarms(run, reading.step, run.monitoring.rolling.add(reading))
+    if not reading.applied:
+        investigate_skip(run, executed, reading, verdict)
+    log_step(run, reading, throughput, seen)
+    run.parallel.note_stop(reading.stop)
+    if run.state.step == run.plan.steps:
+        verdict = guard.at_end(verdict)
+    if verdict is Verdict.APPLY:
+        run.history.updates += 1
+    return follow(run, verdict, throughput)
+
+
+def follow(run: TrainingRun, verdict: Verdict, throughput: Throughput, *, same_data: bool = False) -> bool:
+    """Restores an older state, or halts, if the verdict says so; returns whether the present state stays.
+
+    Raises:
+        TrainingHalted: the guard gave up.
+    """
+    step = run.state.step
+    if verdict is Verdict.ROLLBACK:
+        throughput.measure()
+        run.rollback.roll_back(step, same_data)
+        throughput.resume()
+    if verdict is Verdict.HALT:
+        run.rollback.save_last_healthy()
+        run.rollback.checkpoints.wait()
+        run.rollback.tracker.event("halt", step, reason=run.tools.guard.reason)
+        raise TrainingHalted(f"step {step}: {run.tools.guard.reason}")
+    return verdict is not Verdict.ROLLBACK
+
+
+def replicas_agree(run: TrainingRun, throughput: Throughput) -> bool:
+    """Whether the run continues from the present state, because every rank still has the same one.
+
+    Raises:
+        TrainingHalted: the ranks differ, and there is nothing to go back to.
+    """
+    divergence = run.parallel.find_divergence(run.state)
+    if not divergence:
+        return True
+    verdict, tracker = run.tools.guard.distrust(divergence), run.rollback.tracker
+    tracker.event("divergence", run.state.step, reason=divergence, tick=run.state.executed_steps)
+    if verdict is Verdict.APPLY:
+        tracker.note(f"step {run.state.step}: {divergence}; guard=off lets that be")
+    return follow(run, verdict, throughput, same_data=True)
+
+
+def use_state(run: TrainingRun, due: Due, throughput: Throughput) -> None:
+    """Evaluates and saves a settled state, as far as that is due; stops the run if a signal asked for it.
+
+    Raises:
+        Interrupted: the run was asked to stop, and its state is saved.
+    """
+    state, rollback, last = run.state, run.rollback, run.state.step == run.plan.steps
+    improved, val_loss, replaying = False, None, rollback.replaying
+    if due.evaluate or due.save:
+        throughput.measure()
+    if due.evaluate:
+        if due.stop:  # save first: the evaluation may take longer than the time that is left
+            rollback.save(None)
+            rollback.checkpoints.wait()
+        best, val_loss = run.history.best_loss, validate(run)
+        improved = val_loss < best
+    if due.snapshot:  # after the evaluation, whose result is part of the state
+        rollback.take_snapshot()
+    if replaying and state.step == replaying.step:
+        rollback.finish_replay()
+    elif due.save or improved:
+        rollback.save(val_loss)
+    if due.evaluate or due.save:
+        throughput.resume()
+    if due.stop and not last:
+        rollback.abort_replay()
+        rollback.checkpoints.wait()
+        rollback.tracker.event("preempt", state.step, signal=due.stop)
+        where = f"{due.stop}: stopped after step {state.step} of {run.plan.steps}"
+        saved = rollback.checkpoints.unsaved() or "the state is saved"
+        if not rollback.checkpoints.keeps:
+            saved = "checkpoint=off: nothing is saved"
+        raise Interrupted(f"{where}, {saved}", saved=rollback.checkpoints.keeps)
+
+
+def validate(run: TrainingRun) -> float:
+    """Evaluates, logs, and remembers the best; returns the validation loss."""
+    state, history, tracker = run.state, run.history, run.rollback.tracker
+    batches = (batch.to(run.device) for batch in run.data.validation())
+    metrics = evaluate(state.model, batches, run.tools.precision, run.tools.sanitizer, run.parallel)
+    if spoilt := metrics.get("val/bad_batches"):
+        text = f"evaluation: {spoilt} batches hold bad data; what is bad in them is not counted"
+        if not history.val.get("val/bad_batches"):
+            tracker.note(f"step {state.step}: {text}")
+        tracker.event("bad_validation", state.step, batches=spoilt)
+    history.val, history.val_step = metrics, state.step
+    if metrics["val/loss"] < history.best_loss:
+        history.best_loss, history.best_step = metrics["val/loss"], state.step
+        tracker.summary({"best/val_loss": metrics["val/loss"], "best/step": state.step})
+    tracker.log(state.step, {"tick": state.executed_steps, **metrics})
+    return metrics["val/loss"]
+
+
+def final_metrics(run: TrainingRun) -> dict[str, Any]:
+    """The run's last numbers, for `run.json` and W&B's summary."""
+    history, guard, monitoring = run.history, run.tools.guard, run.monitoring
+    rate = history.units / max(history.seconds, 1e-9)
+    return history.val | {
+        "steps": run.state.step,
+        "best/val_loss": history.best_loss,
+        "best/step": history.best_step,
+        "seconds": history.seconds,
+        f"{UNITS[run.data.unit]}_per_s": rate,
+        **monitoring.usage.metrics(rate),
+        "ticks": run.state.executed_steps,
+        "guard/updates": history.updates,
+        "guard/rollbacks": guard.rollbacks,
+        "guard/lost_steps": history.lost_steps,
+        "guard/lost_seconds": history.lost_seconds,
+        "guard/skipped": sum(guard.skips.values()),
+        "spike/score": monitoring.rolling.metrics()["spike/score"],
+        **{f"guard/skipped_{kind}": count for kind, count in guard.skips.items()},
+    }
 
 
 def status_of(error: BaseException) -> str:
@@ -59,163 +279,3 @@ def status_of(error: BaseException) -> str:
     if isinstance(error, TrainingHalted):
         return "halted"
     return "preempted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-
-
-def final(job: TrainingRun) -> dict[str, Any]:
-    """The run's last numbers, for `run.json` and W&B's summary."""
-    history = job.history
-    rate = history.units / max(history.seconds, 1e-9)
-    return history.val | {
-        "steps": job.state.step,
-        "best/val_loss": history.best_loss,
-        "best/step": history.best_step,
-        "seconds": history.seconds,
-        f"{UNITS[job.unit]}_per_s": rate,
-        **job.hardware_usage.metrics(rate),
-        "ticks": job.state.executed_steps,
-        "guard/updates": history.updates,
-        "guard/rollbacks": job.tools.guard.rollbacks,
-        "guard/lost_steps": history.lost_steps,
-        "guard/lost_seconds": history.lost_seconds,
-        "guard/skipped": sum(job.tools.guard.skips.values()),
-        "spike/score": job.rolling.metrics()["spike/score"],
-        **{f"guard/skipped_{kind}": count for kind, count in job.tools.guard.skips.items()},
-    }
-
-
-def training_loop(job: TrainingRun) -> None:
-    """The loop itself."""
-    plan, state, pace, recovery = (
-        job.plan,
-        job.state,
-        Throughput(job.history, job.parallel.ranks.world_size),
-        Rollback(job),
-    )
-    launched: Launched | None = None
-    first = state.step + 1  # whose line is there at once: somebody waits for it
-    if recovery.snapshot_due(state.step):
-        recovery.take_snapshot()
-    with StopRequest() as stop:
-        while state.step < plan.steps:
-            batch = job.batches.get(state.step)
-            micro_batches = batch.to(job.device).split(plan.grad_accum_steps)
-            job.parallel.request_stop(stop.name)
-            computed = compute(state, micro_batches, job.tools)
-            if launched is not None and not settle(job, launched, pace, recovery):
-                launched = None
-                continue
-            watching = job.monitors.due(state.step + 1, plan.steps) and computed.classes is not None
-            if watching:
-                seen_batch = job.tools.sanitizer.safe(micro_batches[0], computed.classes)
-                job.monitors.before(state.model, state.optimizer, seen_batch, job.tools.precision)
-            launched = Launched(commit(state, computed, job.tools), batch, computed.classes, computed.saved_buffers)
-            pace.count(batch)
-            last, stopping = state.step == plan.steps, job.parallel.stopping(stop.name)
-            evaluating = last or state.step % plan.eval_every == 0
-            saving = last or stopping or job.checkpoints.due(state.step)
-            putting_by = recovery.snapshot_due(state.step)
-            if watching or evaluating or saving or putting_by or recovery.replaying or state.step == first:
-                seen = watch(job, launched) if watching else {}
-                settled, launched = settle(job, launched, pace, recovery, seen), None
-                if not settled:
-                    continue
-            if (evaluating or saving or putting_by) and not agree(job, pace, recovery):
-                continue
-            improved, val_loss, returning = False, None, recovery.replaying
-            if evaluating or saving:
-                pace.measure()
-            if evaluating:
-                if stopping:  # safe first: the evaluation may outlast the time that is left
-                    recovery.save(None)
-                    job.checkpoints.wait()
-                best, val_loss = job.history.best_loss, validate(job)
-                improved = val_loss < best
-            if putting_by:  # after the evaluation: what it found is part of the state
-                recovery.take_snapshot()
-            if returning and state.step == returning.step:
-                recovery.finish_replay()
-            elif saving or improved:
-                recovery.save(val_loss)
-            if evaluating or saving:
-                pace.resume()
-            if stopping and not last:
-                recovery.abort_replay()
-                job.checkpoints.wait()
-                job.tracker.event("preempt", state.step, signal=stopping)
-                where = f"{stopping}: stopped after step {state.step} of {plan.steps}"
-                saved = job.checkpoints.unsaved() or "the state is saved"
-                if not job.checkpoints.keeps:
-                    saved = "checkpoint=off: nothing is saved"
-                raise Interrupted(f"{where}, {saved}", saved=job.checkpoints.keeps)
-
-
-def settle(
-    job: TrainingRun, launched: Launched, pace: Throughput, recovery: Rollback, seen: Mapping[str, float] = NOTHING
-) -> bool:
-    """Draws the consequences of a step that is over; returns whether the run goes on from the state as it is.
-
-    Where it does not, an older state has been put back.
-
-    Raises:
-        TrainingHalted: the guard gave up.
-    """
-    verdict = report(job, launched, pace, seen)
-    job.parallel.note_stop(launched.reading().stop)
-    if job.state.step == job.plan.steps:
-        verdict = job.tools.guard.at_end(verdict)
-    if verdict is Verdict.APPLY:
-        job.history.updates += 1
-    return follow(job, verdict, pace, recovery)
-
-
-def agree(job: TrainingRun, pace: Throughput, recovery: Rollback) -> bool:
-    """Whether the run goes on from the state as it is, which is so where every rank still has the same one.
-
-    Raises:
-        TrainingHalted: they do not, and there is nothing to go back to.
-    """
-    differs = job.parallel.find_divergence(job.state)
-    if not differs:
-        return True
-    verdict = job.tools.guard.distrust(differs)
-    job.tracker.event("divergence", job.state.step, reason=differs, tick=job.state.executed_steps)
-    if verdict is Verdict.APPLY:
-        job.tracker.note(f"step {job.state.step}: {differs}; guard=off lets that be")
-    return follow(job, verdict, pace, recovery, same_data=True)
-
-
-def follow(
-    job: TrainingRun, verdict: Verdict, pace: Throughput, recovery: Rollback, *, same_data: bool = False
-) -> bool:
-    """Puts an older state back, or halts, where the verdict says so; returns whether neither was done.
-
-    Raises:
-        TrainingHalted: the guard gave up.
-    """
-    if verdict is Verdict.ROLLBACK:
-        pace.measure()
-        recovery.roll_back(job.state.step, same_data)
-        pace.resume()
-    if verdict is Verdict.HALT:
-        recovery.save_last_healthy()
-        job.checkpoints.wait()
-        job.tracker.event("halt", job.state.step, reason=job.tools.guard.reason)
-        raise TrainingHalted(f"step {job.state.step}: {job.tools.guard.reason}")
-    return verdict is not Verdict.ROLLBACK
-
-
-def validate(job: TrainingRun) -> float:
-    """Evaluates, logs, and remembers the best; returns the validation loss."""
-    batches = (batch.to(job.device) for batch in job.validation())
-    metrics = evaluate(job.state.model, batches, job.tools.precision, job.tools.sanitizer, job.parallel)
-    if spoilt := metrics.get("val/bad_batches"):
-        text = f"evaluation: {spoilt} batches hold bad data; what is bad in them is not counted"
-        if not job.history.val.get("val/bad_batches"):
-            job.tracker.note(f"step {job.state.step}: {text}")
-        job.tracker.event("bad_validation", job.state.step, batches=spoilt)
-    job.history.val, job.history.val_step = metrics, job.state.step
-    if metrics["val/loss"] < job.history.best_loss:
-        job.history.best_loss, job.history.best_step = metrics["val/loss"], job.state.step
-        job.tracker.summary({"best/val_loss": metrics["val/loss"], "best/step": job.state.step})
-    job.tracker.log(job.state.step, {"tick": job.state.executed_steps, **metrics})
-    return metrics["val/loss"]

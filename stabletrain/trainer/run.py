@@ -1,28 +1,19 @@
-"""One run, built: what the loop needs, and nothing of how it was chosen."""
+"""One training run, built: what the loop needs, and nothing of how it was chosen."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from stabletrain.checkpoint.capture import Snapshots, Stateful
-from stabletrain.checkpoint.checkpoints import NoCheckpoints
-from stabletrain.compare.pages.one_run import NoPage
-from stabletrain.forensics.handler import NoIncidentHandler
 from stabletrain.machine.usage import Usage
-from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats
-from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
-from stabletrain.tracking.run_folder import NoRunFolder
-from stabletrain.tracking.tracker import NoTracker
-
-UNITS = {"tok": "tokens", "img": "images", "sample": "samples"}
-"""What the pace counts, in short and in the metrics."""
+from stabletrain.trainer.history import History
+from stabletrain.trainer.roles import IncidentHandler, Monitors, Page, Parallelism, RunFolder, Tracker
+from stabletrain.trainer.rollback import Rollback
 
 
 @dataclass(frozen=True)
@@ -35,49 +26,6 @@ class Plan:
     log_every: int
 
 
-@dataclass
-class History:
-    """What a run remembers of itself across interruptions.
-
-    Attributes:
-        best_loss: lowest validation loss so far, nats; at `best_step`.
-        val: the newest evaluation's metrics, after `val_step` steps.
-        updates: optimizer steps that are in the weights.
-        seconds: training time, without evaluations and checkpoints.
-        units: tokens or images consumed.
-        lost_steps, lost_seconds: how much of it was rolled back.
-    """
-
-    best_loss: float = math.inf
-    best_step: int = 0
-    val: dict[str, float] = field(default_factory=dict)
-    val_step: int = 0
-    updates: int = 0
-    seconds: float = 0.0
-    units: int = 0
-    lost_steps: int = 0
-    lost_seconds: float = 0.0
-
-    def cumulative_state(self) -> dict:
-        """What a rollback does not undo: time and data spent."""
-        names = ("seconds", "units", "lost_steps", "lost_seconds")
-        return {name: getattr(self, name) for name in names}
-
-    def load_cumulative_state(self, lasting: dict) -> None:
-        """Puts that back over a restored state, whose own time is not lost."""
-        lost = lasting["seconds"] - self.seconds
-        self.load_state_dict({**lasting, "lost_seconds": lasting["lost_seconds"] + lost})
-
-    def state_dict(self) -> dict:
-        """For the checkpoint."""
-        return asdict(self)
-
-    def load_state_dict(self, state: dict) -> None:
-        """From a checkpoint."""
-        for name, value in state.items():
-            setattr(self, name, value)
-
-
 @runtime_checkable
 class Batches(Protocol):
     """Training batches by step number; see `data/prefetch.py`."""
@@ -88,55 +36,92 @@ class Batches(Protocol):
 
 
 @dataclass
+class TrainingData:
+    """The run's data, on the host.
+
+    Attributes:
+        batches: the training batch of a step, prefetched.
+        validation: the batches of one evaluation.
+        load: any training batch by its step number, not prefetched.
+        unit: what throughput counts: `tok`, `img` or `sample`.
+    """
+
+    batches: Batches
+    validation: Callable[[], Iterator[Batch]]
+    load: Callable[[int], Batch]
+    unit: str
+
+
+@dataclass
+class Monitoring:
+    """What watches the run, read-only.
+
+    Attributes:
+        monitors: inspect a step now and then.
+        rolling: statistics of the last steps.
+        usage: how much of the machine is used.
+    """
+
+    monitors: Monitors
+    rolling: RollingStats
+    usage: Usage
+
+
+@dataclass
+class Forensics:
+    """What explains an incident.
+
+    Attributes:
+        handler: investigates a step and files the incident.
+        model_factory: makes another whole model, with arbitrary weights.
+        metadata: the run's configuration, kept with an incident.
+    """
+
+    handler: IncidentHandler
+    model_factory: Callable[[], nn.Module]
+    metadata: Mapping[str, Any]
+
+
+@dataclass
+class Output:
+    """Where the run's results go.
+
+    Attributes:
+        tracker: metrics, events, messages.
+        folder: `run.json`.
+        page: the run's own page, written when the run is over.
+        closing: the last lines on the terminal; called when the run has finished, and writes the page.
+    """
+
+    tracker: Tracker
+    folder: RunFolder
+    page: Page
+    closing: Callable[[], str]
+
+
+@dataclass
 class TrainingRun:
     """One run, built.
 
     Attributes:
         plan: the cadence.
         state: model, optimizer and step number.
-        tools: what acts in a step.
-        parallel: the ranks that train together.
-        batches: the training batch of a step number, on the host.
-        validation: the batches of one evaluation, on the host.
+        tools: everything that acts in a step.
         device: where the model lives.
-        monitors: what looks into a step now and then.
-        rolling: what the last steps were like.
-        snapshots: where states are held in memory.
-        checkpoints: where states are saved.
-        tracker: where numbers and events go.
-        folder: `run.json`.
-        parts: everything stateful beside model and optimizer, by name.
+        parallel: the ranks that train together.
+        data, monitoring, forensics, output: see their classes.
+        rollback: the saved states, in memory and on disk.
         history: what the run remembers of itself.
-        unit: what the pace counts: `tok`, `img` or `sample`.
-        usage: how much of the machine is used.
-        forensics: what explains an incident.
-        model_factory: makes the model once more, whole and with weights that are anything.
-        load: any training batch by its step number, on the host.
-        metadata: the run's configuration, to be kept with an incident.
-        page: the run's own page, written when it is over.
-        closing: what a person reads last; asked for when the run has finished, and writes the page.
     """
 
     plan: Plan
     state: TrainState
     tools: Tools
-    parallel: SingleProcess
-    batches: Batches
-    validation: Callable[[], Iterator[Batch]]
     device: torch.device
-    monitors: NoMonitors
-    rolling: RollingStats
-    snapshots: Snapshots
-    checkpoints: NoCheckpoints
-    tracker: NoTracker
-    folder: NoRunFolder
-    parts: Mapping[str, Stateful]
+    parallel: Parallelism
+    data: TrainingData
+    monitoring: Monitoring
+    forensics: Forensics
+    output: Output
+    rollback: Rollback
     history: History
-    unit: str
-    hardware_usage: Usage
-    forensics: NoIncidentHandler
-    model_factory: Callable[[], nn.Module]
-    load: Callable[[int], Batch]
-    metadata: Mapping[str, Any]
-    page: NoPage
-    closing: Callable[[], str]

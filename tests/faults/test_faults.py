@@ -470,7 +470,7 @@ def built(folder, *overrides):
     try:
         yield job
     finally:
-        job.batches.close()
+        job.data.batches.close()
 
 
 def ran(folder, *overrides):

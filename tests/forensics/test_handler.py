@@ -33,7 +33,7 @@ def trained(folder, *overrides):
 
 def bits(job):
     """All that the run has made: weights, buffers, moments, guard, precision; not the time that it took."""
-    parts = {name: part for name, part in job.parts.items() if name != "history"}
+    parts = {name: part for name, part in job.rollback.parts.items() if name != "history"}
     tensors, skeleton = flatten(to_host(capture(job.state, parts)))
     return {name: tensor.numpy(force=True).tobytes() for name, tensor in tensors.items()}, str(skeleton)
 
@@ -164,6 +164,6 @@ def test_a_mistake_that_shows_again_is_filed_once_and_leaves_room_for_another(tm
             train(job)
     causes = [json.loads(file.read_text())["cause"] for file in tmp_path.glob("a/incidents/*/diagnosis.json")]
     assert len(causes) == len({*causes})
-    assert sum(job.forensics.again.values()) >= 1
+    assert sum(job.forensics.handler.again.values()) >= 1
     trained(tmp_path / "b", *MODELS["gpt"], "faults=label", "faults.at=[3,6,9]")
     assert len([*(tmp_path / "b" / "incidents").iterdir()]) == 3

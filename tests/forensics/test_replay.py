@@ -77,7 +77,7 @@ def recorded(job, steps):
     """Runs steps; returns of each the state it started from, its batch and its reading."""
     found = []
     for step in range(steps):
-        tree, batch = to_host(capture(job.state, job.parts)), job.batches.get(step)
+        tree, batch = to_host(capture(job.state, job.rollback.parts)), job.data.batches.get(step)
         found.append((tree, batch, one_step(job, batch)[1]))
     return found
 
@@ -88,7 +88,7 @@ def live(job, pythons_generator=False):
     Python's own generator only where asked: the checking of types in tests draws from it.
     """
     model = job.state.model
-    tensors, skeleton = flatten(to_host(capture(job.state, job.parts)))
+    tensors, skeleton = flatten(to_host(capture(job.state, job.rollback.parts)))
     tensors |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
     tensors |= {f"grad {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     tensors["rng"] = torch.get_rng_state()
@@ -110,7 +110,7 @@ def live(job, pythons_generator=False):
 
 def everything(job):
     """What a run has made of itself, but for the time that it took."""
-    parts = {name: part for name, part in job.parts.items() if name != "history"}
+    parts = {name: part for name, part in job.rollback.parts.items() if name != "history"}
     tensors, skeleton = flatten(to_host(capture(job.state, parts)))
     return tensors, str(skeleton)
 
@@ -194,7 +194,7 @@ def assert_recorded_steps_replay(folder, *overrides):
     chosen = [*overrides, "grad_accum_steps=2", "clipping.max_norm=0.01"]
     job = wearing(made(folder / "run", *chosen))
     steps = recorded(job, 7)
-    job.batches.close()
+    job.data.batches.close()
     if "precision=fp16" in overrides:
         assert len({reading.loss_scale for _, _, reading in steps}) > 2, "the scale is to move"
         assert {steps[number][2].applied for number in (0, 3, 6)} == {True, False}
@@ -236,8 +236,8 @@ def test_in_the_loop_a_withheld_step_is_replayed_bit_for_bit_and_nothing_live_ch
 
     def trained(folder, explained):
         job = ruined(made(folder, *chosen), how)
-        get = job.batches.get
-        job.batches.get = lambda step: marked(get(step), [2]) if step in bad_steps else get(step)
+        get = job.data.batches.get
+        job.data.batches.get = lambda step: marked(get(step), [2]) if step in bad_steps else get(step)
         settle, compute_ = stabletrain.trainer.loop.settle, stabletrain.trainer.loop.compute
 
         def remembering(state, batches, tools):
@@ -258,7 +258,7 @@ def test_in_the_loop_a_withheld_step_is_replayed_bit_for_bit_and_nothing_live_ch
                 seen.append((reading, outcomes, culprits))
             return settle(job, launched, *rest)
 
-        tree = to_host(capture(job.state, job.parts))
+        tree = to_host(capture(job.state, job.rollback.parts))
         with monkeypatch.context() as patch:
             if explained:
                 patch.setattr(stabletrain.trainer.loop, "compute", remembering)
@@ -295,8 +295,8 @@ for name, chosen in MODELS.items():
     job = made(Path(sys.argv[1]) / name, *chosen)
     job.state.model.register_forward_hook(lambda *_: (random.random(), np.random.rand(), None)[-1])
     wearing(job)
-    batch, fresh = job.batches.get(0), job.batches.get(700)
-    tree = to_host(capture(job.state, job.parts))
+    batch, fresh = job.data.batches.get(0), job.data.batches.get(700)
+    tree = to_host(capture(job.state, job.rollback.parts))
     for how in ("forward", "backward"):
         job.state.model.register_forward_hook(RUINS[how])
         scene = scene_of(job, marked(batch, [1]), fresh=lambda: fresh, older=lambda: tree)
@@ -319,7 +319,7 @@ def test_every_generator_is_left_as_it_was(tmp_path):
 def test_fp32_is_what_a_run_in_fp32_makes_of_the_same_state(tmp_path, model, precision):
     job = made(tmp_path / "low", *MODELS[model], f"precision={precision}", "grad_accum_steps=2")
     tree, batch, reading = recorded(job, 3)[-1]
-    restore(tree, job.state, job.parts)
+    restore(tree, job.state, job.rollback.parts)
     wide = made(tmp_path / "wide", *MODELS[model], "precision=fp32", "grad_accum_steps=2")
     restore(tree, wide.state, {})
     outcome = replay(scene_of(job, batch, reading=reading), "fp32")
@@ -334,7 +334,7 @@ def test_fp32_leaves_islands_and_the_switches_of_tf32_as_they_are(tmp_path):
     seen = []
     torch.backends.mkldnn.matmul.fp32_precision = "tf32"
     job.state.model.head.register_forward_hook(lambda *_: seen.append(torch.backends.mkldnn.matmul.fp32_precision))
-    outcome = replay(scene_of(job, job.batches.get(0)), "fp32")
+    outcome = replay(scene_of(job, job.data.batches.get(0)), "fp32")
     assert outcome.finite
     assert seen == ["ieee"]
     assert torch.backends.mkldnn.matmul.fp32_precision == "tf32"
@@ -344,7 +344,7 @@ def test_fp32_leaves_islands_and_the_switches_of_tf32_as_they_are(tmp_path):
 def test_another_batch_and_an_older_state_are_what_they_say(tmp_path):
     job = made(tmp_path / "run", *GPT, "precision=fp32")
     steps = recorded(job, 5)
-    fresh = job.batches.get(900)
+    fresh = job.data.batches.get(900)
     repro = scene_of(job, steps[4][1], fresh=lambda: fresh, older=lambda: steps[1][0])
     outcomes = replays(repro)
     assert outcomes["fresh_batch"].loss == replay(scene_of(job, fresh), "same").loss
@@ -355,7 +355,7 @@ def test_another_batch_and_an_older_state_are_what_they_say(tmp_path):
 
 def test_what_cannot_be_run_says_why(tmp_path):
     job = made(tmp_path, *GPT)
-    batch = job.batches.get(0)
+    batch = job.data.batches.get(0)
     outcomes = replays(scene_of(job, batch))
     assert outcomes["fresh_batch"].not_run == "there is no other batch"
     assert outcomes["older_state"].not_run == "there is no older state"
@@ -373,7 +373,7 @@ def test_what_cannot_be_run_says_why(tmp_path):
 
 def test_zero_gradients_are_counted(tmp_path):
     job = made(tmp_path, *GPT, "precision=fp16", "precision.init_scale=1")
-    batch = job.batches.get(0)
+    batch = job.data.batches.get(0)
     compute(job.state, micro_batches(job, batch), job.tools)
     gradients = [p.grad for p in job.state.model.parameters()]
     share = sum(int((g == 0).sum()) for g in gradients) / sum(g.numel() for g in gradients)
@@ -389,8 +389,8 @@ def test_zero_gradients_are_counted(tmp_path):
 @pytest.mark.parametrize("model", MODELS)
 def test_the_guilty_samples_are_found_by_halving(tmp_path, model, how, rows, with_fresh):
     job = ruined(made(tmp_path, *MODELS[model], "batch_size=16", "grad_accum_steps=2"), how)
-    fresh = job.batches.get(700)
-    repro = scene_of(job, marked(job.batches.get(0), rows), fresh=(lambda: fresh) if with_fresh else None)
+    fresh = job.data.batches.get(700)
+    repro = scene_of(job, marked(job.data.batches.get(0), rows), fresh=(lambda: fresh) if with_fresh else None)
     before = live(job)
     found = find_culprits(repro)
     assert_unchanged(before, live(job))
@@ -416,7 +416,7 @@ def test_a_sample_that_overflows_alone_but_not_in_its_batch_is_not_accused(tmp_p
     """Alone, and divided by its own targets, its share in the loss would be 16 times as large, and so its gradient."""
     job = made(tmp_path, *GPT, "batch_size=16", "precision=fp32")
     job.state.model.register_forward_hook(lambda _, inputs, output: Ceiling.apply(output, marks(inputs[0])))
-    batch = job.batches.get(0)
+    batch = job.data.batches.get(0)
     assert replay(scene_of(job, batch), "same").finite
     found = find_culprits(scene_of(job, marked(batch, [5])))
     assert (found.samples, found.alone) == ([5], True)
@@ -429,20 +429,20 @@ def test_every_pass_starts_from_the_buffers_of_the_step(tmp_path):
         return output.masked_fill(module.worn > 2.5, math.nan)  # `wear` has added 1 by then
 
     job.state.model.register_forward_hook(wear_out)
-    found = find_culprits(scene_of(job, marked(job.batches.get(0), [5])))
+    found = find_culprits(scene_of(job, marked(job.data.batches.get(0), [5])))
     assert (found.samples, found.alone) == ([5], True)
 
 
 def test_samples_that_are_bad_only_together_are_said_to_be(tmp_path):
     job = ruined(made(tmp_path, *GPT, "batch_size=16"), "two")
-    fresh = job.batches.get(700)
-    found = find_culprits(scene_of(job, marked(job.batches.get(0), [4, 6]), fresh=lambda: fresh))
+    fresh = job.data.batches.get(700)
+    found = find_culprits(scene_of(job, marked(job.data.batches.get(0), [4, 6]), fresh=lambda: fresh))
     assert (found.samples, found.alone) == ([4, 5, 6, 7], False)
 
 
 def test_a_broken_state_accuses_no_sample_and_a_finite_step_nobody(tmp_path):
     job = made(tmp_path, *GPT, "batch_size=16")
-    batch, fresh = job.batches.get(0), job.batches.get(700)
+    batch, fresh = job.data.batches.get(0), job.data.batches.get(700)
     assert find_culprits(scene_of(job, batch, fresh=lambda: fresh)).samples == []
     with torch.no_grad():
         job.state.model.norm.weight[0] = math.nan
@@ -465,7 +465,7 @@ def test_a_model_that_refuses_a_single_sample_is_not_accused_of_more_than_is_kno
     job = made(tmp_path, *RESNET)
     job.state.model = Normed()
     ruined(job, "forward")
-    batch, fresh = marked(job.batches.get(0), [5]), job.batches.get(700)
+    batch, fresh = marked(job.data.batches.get(0), [5]), job.data.batches.get(700)
     found = find_culprits(scene_of(job, batch))
     assert (found.samples, found.alone) == ([4, 5], False)
     found = find_culprits(scene_of(job, batch, fresh=lambda: fresh))
@@ -474,7 +474,7 @@ def test_a_model_that_refuses_a_single_sample_is_not_accused_of_more_than_is_kno
 
 def test_a_scene_keeps_what_is_said_about_it_and_how_the_batch_lay_in_memory(tmp_path):
     job = made(tmp_path / "run", *RESNET)
-    batch = job.batches.get(0)
+    batch = job.data.batches.get(0)
     batch = replace(batch, inputs=batch.inputs.repeat(1, 2, 1, 1).contiguous(memory_format=torch.channels_last))
     held, reading = [b.clone() for b in job.state.model.buffers()], None
     config = {"overrides": ["a=1"], "nan": math.nan, "$x": [1, None, True]}
@@ -492,7 +492,7 @@ def test_a_scene_keeps_what_is_said_about_it_and_how_the_batch_lay_in_memory(tmp
 
 def test_a_reading_of_nan_comes_back_and_still_compares(tmp_path):
     job = ruined(made(tmp_path / "run", *GPT, "guard=skip"), "forward")
-    batch = marked(job.batches.get(0), [1])
+    batch = marked(job.data.batches.get(0), [1])
     computed, reading = one_step(job, batch)
     assert math.isnan(reading.loss)
     save_repro(tmp_path / "scene", scene_of(job, batch, computed, reading))
@@ -503,10 +503,10 @@ def test_a_reading_of_nan_comes_back_and_still_compares(tmp_path):
 
 def test_another_precision_is_tried_on_a_saved_scene_with_its_own_loss_scale(tmp_path):
     job = made(tmp_path / "bf16", *GPT, "precision=bf16")
-    save_repro(tmp_path / "scene", scene_of(job, job.batches.get(0)))
+    save_repro(tmp_path / "scene", scene_of(job, job.data.batches.get(0)))
     other = made(tmp_path / "fp16", *GPT, "precision=fp16", "precision.init_scale=256")
     assert load_repro(tmp_path / "scene", other.state.model, other.tools).loss_scale == 256
-    save_repro(tmp_path / "scene", replace(scene_of(other, job.batches.get(0)), loss_scale=32.0))
+    save_repro(tmp_path / "scene", replace(scene_of(other, job.data.batches.get(0)), loss_scale=32.0))
     assert load_repro(tmp_path / "scene", other.state.model, other.tools).loss_scale == 32
     assert load_repro(tmp_path / "scene", job.state.model, job.tools).loss_scale == 1
 
@@ -515,7 +515,7 @@ def test_another_precision_is_tried_on_a_saved_scene_with_its_own_loss_scale(tmp
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
 def test_a_damaged_scene_is_refused_by_name(tmp_path, file, how):
     job = made(tmp_path / "run", *GPT)
-    save_repro(tmp_path / "scene", scene_of(job, job.batches.get(0)))
+    save_repro(tmp_path / "scene", scene_of(job, job.data.batches.get(0)))
     path = tmp_path / "scene" / file
     content = bytearray(path.read_bytes())
     if how == "gone":
@@ -531,7 +531,7 @@ def test_a_damaged_scene_is_refused_by_name(tmp_path, file, how):
 
 def test_a_scene_of_another_model_is_refused_unless_it_only_lacks_a_part(tmp_path):
     job = made(tmp_path / "run", *GPT)
-    save_repro(tmp_path / "scene", scene_of(job, job.batches.get(0)))
+    save_repro(tmp_path / "scene", scene_of(job, job.data.batches.get(0)))
     wider = made(tmp_path / "wider", *GPT, "model.n_embd=32")
     with pytest.raises(ConfigError, match="'embedding.weight' is .* in the incident and .* in the model: replay it"):
         load_repro(tmp_path / "scene", wider.state.model, wider.tools)
@@ -584,7 +584,7 @@ def test_a_copy_is_its_own_whatever_the_attributes_hold(locked):
 
 def test_a_compiled_step_is_not_compared_bit_for_bit(tmp_path):
     job = made(tmp_path, *GPT)
-    batch = job.batches.get(0)
+    batch = job.data.batches.get(0)
     computed, reading = one_step(job, batch)
     job.state.model.blocks[0].compile(backend="eager")
     repro = scene_of(job, batch, computed, reading)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from stabletrain.compare.pages.one_run import NoPage
+from stabletrain.compare.pages.at_end import NoPage
 from stabletrain.config.checks import check
 from stabletrain.config.make import leaves
 from stabletrain.errors import ConfigError
@@ -293,7 +293,7 @@ def observe(folder, overrides):
         "kept": sorted(path.name for path in (folder / "checkpoints").glob("*")),
         "incidents": sorted(f"{path.parent.name}/{path.name}" for path in folder.glob("incidents/*/*")),
         "how": [job.state.optimizer.defaults.get("fused"), job.state.model._compiled_call_impl is not None],
-        "background": getattr(job.checkpoints, "asynchronous", None),
+        "background": getattr(job.rollback.checkpoints, "asynchronous", None),
         "wandb": filed,
         "data": json.loads((folder / "run.json").read_text())["data"],
     }
@@ -499,7 +499,7 @@ def test_every_top_level_key_is_alive(tmp_path, places, key, monkeypatch):
         assert tried == [True], "on a CPU only true compiles, and then it must"
         return
     base = observe(tmp_path / "base", chosen)
-    if key == "report":  # the page is written beside the last words: tests/compare/pages/test_one_run.py
+    if key == "report":  # the page is written beside the last words: tests/compare/pages/test_at_end.py
         with composed(*chosen, "report=false") as cfg:
             assert type(build(cfg, tmp_path).page) is NoPage
         return

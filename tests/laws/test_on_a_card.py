@@ -92,8 +92,8 @@ def steady(folder, device, *overrides):
     """A run past its first steps, and the batch of the next, not yet on the device."""
     with composed(*overrides, f"device={device}", "checkpoint=off", "zloss=palm", "compile=false") as cfg:
         job = build(cfg, folder)
-    batches = [job.batches.get(step) for step in range(4)]
-    job.batches.close()
+    batches = [job.data.batches.get(step) for step in range(4)]
+    job.data.batches.close()
     for batch in batches[:3]:
         step(job, batch)
     return job, batches[3]

@@ -41,7 +41,7 @@ def hand_written(model, batches, kind, lr):
 def test_with_every_group_off_the_weights_are_those_of_a_plain_loop(tmp_path, tiny, kind, lr):
     with composed(*tiny, *OFF, f"optimizer={kind}", f"steps={STEPS}", "log_every=1") as cfg:
         job = build(cfg, tmp_path)
-        batches = [job.batches.get(step) for step in range(STEPS)]
+        batches = [job.data.batches.get(step) for step in range(STEPS)]
         plain = copy.deepcopy(job.state.model)
         train(job)
     losses = hand_written(plain, batches, kind, lr)

@@ -26,14 +26,14 @@ class Crash(Exception):
 def trained(folder, *overrides, crash_at=None):
     with composed(*overrides) as cfg:
         job = build(cfg, folder)
-        get = job.batches.get
+        get = job.data.batches.get
 
         def crashing(step):
             if step == crash_at:
                 raise Crash
             return get(step)
 
-        job.batches.get = crashing
+        job.data.batches.get = crashing
         if crash_at is None:
             train(job)
         else:
@@ -53,14 +53,14 @@ def test_a_stop_at_a_step_that_is_evaluated_loses_neither_the_state_nor_the_eval
     trained(tmp_path / "whole", *chosen)
     with composed(*chosen) as cfg:
         job = build(cfg, tmp_path / "cut")
-        get = job.batches.get
+        get = job.data.batches.get
 
         def signalling(step):
             if step == stop_after - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             return get(step)
 
-        job.batches.get = signalling
+        job.data.batches.get = signalling
         with pytest.raises(Interrupted):
             train(job)
     trained(tmp_path / "cut", *chosen, "resume=auto")
@@ -212,7 +212,7 @@ def test_an_alarm_that_was_raised_before_a_stop_is_not_raised_again(tmp_path):
     chosen = [*TINY_GPT, "checkpoint.every=2", "monitors.every=1"]
     with composed(*chosen, "steps=2") as cfg:
         job = build(cfg, tmp_path)
-        job.monitors.load_state_dict({"raised": ["attention"], "starving": 0})
+        job.monitoring.monitors.load_state_dict({"raised": ["attention"], "starving": 0})
         train(job)
     resumed = trained(tmp_path, *chosen, "steps=4", "resume=auto")
     assert resumed.monitors.state_dict()["raised"] == ["attention"]

@@ -23,7 +23,9 @@ def trained(folder, *overrides):
         job = build(cfg, folder)
         torch.manual_seed(8)
         train(job)
-    return flatten(capture(job.state, {"precision": job.parts["precision"], "guard": job.parts["guard"]}))
+    return flatten(
+        capture(job.state, {"precision": job.rollback.parts["precision"], "guard": job.rollback.parts["guard"]})
+    )
 
 
 @pytest.mark.slow(unless=lambda determinism: determinism == "seeded")

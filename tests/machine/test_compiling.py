@@ -166,8 +166,8 @@ def test_anything_else_is_refused(key, value):
 def test_an_empty_batch_cannot_be_tried_and_that_is_said(tmp_path):
     with composed(*TINY_GPT, "checkpoint=off", "report=false") as cfg:
         job = build(cfg, tmp_path)
-    job.batches.close()
-    empty = job.load(0).rows(slice(0))
+    job.data.batches.close()
+    empty = job.data.load(0).rows(slice(0))
     facts, told = tried(job.state, empty, job.tools, must=False, any_rank=bool)
     assert facts == {"compiled": False}
     assert "the batch to try it on is empty; training goes on uncompiled" in told

@@ -66,7 +66,7 @@ def gathering(work: Callable[[], Any]) -> tuple[Any, int]:
 def saved_and_read(place: Path) -> dict[str, Any]:
     """A run that saves; what each rank then reads of its last checkpoint."""
     job = made(place, "run")
-    job.checkpoints.save, gathered = counted(job.checkpoints.save)
+    job.rollback.checkpoints.save, gathered = counted(job.rollback.checkpoints.save)
     train(job)
     again, building = gathering(lambda: made(place, "again", f"resume={place / 'run'}"))
     found = again.checkpoints.find(place / "run")
@@ -100,11 +100,11 @@ def ill(place: Path) -> dict[str, Any]:
     """Checkpoints of which rank 1's part is not as it should be, each in another way."""
     seen: dict[str, Any] = {}
     job = made(place, "ill")
-    checkpoints = job.checkpoints
+    checkpoints = job.rollback.checkpoints
     assert isinstance(checkpoints, SharedCheckpoints)
     save = {"info": {}, "healthy": True, "val_loss": None}
 
-    tree = capture(job.state, job.parts)  # what only one rank has is unsound
+    tree = capture(job.state, job.rollback.parts)  # what only one rank has is unsound
     if current_ranks().rank == 1:
         next(t for t in tree["model"].values() if is_sharded(t)).to_local()[0] = torch.nan
     checkpoints.save(9, tree, **save)
@@ -112,7 +112,7 @@ def ill(place: Path) -> dict[str, Any]:
     assert found is not None
     seen |= {"unsound": [found.step, found.healthy]}
 
-    checkpoints.save(10, capture(job.state, job.parts), **save)
+    checkpoints.save(10, capture(job.state, job.rollback.parts), **save)
     leave_part, sharded.PATIENCE = sharded.RankShard.write, 1.0
     if current_ranks().rank == 1:  # it never comes
         sharded.RankShard.write = lambda *_: None

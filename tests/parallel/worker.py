@@ -69,7 +69,7 @@ def perform(place: Path, name: str, case: Mapping[str, Any]) -> dict[str, Any]:
 
 def watch(job: TrainingRun, seen: dict[str, Any], crash_at: int | None, poke: list[int] | None) -> None:
     """Writes every reading and verdict down, and the bits of the state between two steps."""
-    judge, get, forward = job.tools.guard.judge, job.batches.get, job.tools.parallel.forward
+    judge, get, forward = job.tools.guard.judge, job.data.batches.get, job.tools.parallel.forward
 
     def judging(reading: Any) -> Any:
         verdict = judge(reading)
@@ -95,7 +95,7 @@ def watch(job: TrainingRun, seen: dict[str, Any], crash_at: int | None, poke: li
         seen["gathered"].append(sum(not is_sharded(parameter) for parameter in model.parameters()))
         return logits
 
-    job.tools.guard.judge, job.batches.get, job.tools.parallel.forward = judging, getting, drawing
+    job.tools.guard.judge, job.data.batches.get, job.tools.parallel.forward = judging, getting, drawing
 
 
 def finish(job: TrainingRun, seen: dict[str, Any]) -> None:
@@ -103,13 +103,13 @@ def finish(job: TrainingRun, seen: dict[str, Any]) -> None:
     seen["states"][str(job.state.executed_steps)] = bits(job)
     seen["weights"] = digest(gather_shards(dict(job.state.model.state_dict()), keep=True))
     seen["skips"], seen["rollbacks"] = dict(job.tools.guard.skips), job.tools.guard.rollbacks
-    seen["parts"] = {name: str(part.state_dict()) for name, part in job.parts.items() if name != "history"}
+    seen["parts"] = {name: str(part.state_dict()) for name, part in job.rollback.parts.items() if name != "history"}
     seen["val"], seen["step"], seen["tick"] = job.history.val, job.state.step, job.state.executed_steps
 
 
 def bits(job: TrainingRun) -> str:
     """All that this rank holds of weights, buffers, moments and step counters, and of what has memory in a step."""
-    tree = capture(job.state, {name: job.parts[name] for name in PARTS})
+    tree = capture(job.state, {name: job.rollback.parts[name] for name in PARTS})
     return digest({"state": {**tree, "step": 0, "tick": 0}, "buffers": dict(job.state.model.named_buffers())})
 
 

@@ -66,8 +66,8 @@ def test_a_finite_step_is_replayed_to_the_bit_in_chunks(tmp_path, monkeypatch, p
     still = ["optimizer.lr=1e-30", "optimizer.weight_decay=0"]
     with composed(*TINY_GPT, *FEW, *still, "loss_chunk=5", f"precision={precision}") as cfg:
         job = build(cfg, tmp_path)
-    batch = job.batches.get(0)
-    job.batches.close()
+    batch = job.data.batches.get(0)
+    job.data.batches.close()
     computed, reading = one_step(job, batch)
     repro = scene_of(job, batch, computed, reading)
     taken, chunks = [], InChunks.chunks

@@ -51,14 +51,14 @@ def trained(folder, *overrides, wrecked=(), factor=1e4, crash_at_tick=None):
     with composed(*TINY_GPT, *QUICK, *overrides) as cfg:
         job = build(cfg, folder)
         wreck(job, wrecked, factor)
-        get = job.batches.get
+        get = job.data.batches.get
 
         def crashing(step):
             if job.state.executed_steps == crash_at_tick:
                 raise Crash
             return get(step)
 
-        job.batches.get = crashing
+        job.data.batches.get = crashing
         if crash_at_tick is None:
             train(job)
         else:
@@ -211,7 +211,7 @@ def test_checkpoints_of_the_rolled_back_stretch_are_gone_and_the_new_course_is_s
 
 def test_an_end_that_says_what_the_guard_did(tmp_path):
     job = trained(tmp_path, "steps=50", wrecked=[32])
-    said = job.closing()
+    said = job.output.closing()
     assert "guard    50 updates in 50 steps, 60 executed, 3 skipped (spike), 1 rollback, 10 steps" in said
     assert "batches passed over 25-36" in said
     assert job.history.lost_seconds > 0
@@ -285,7 +285,7 @@ def test_a_state_knows_the_evaluation_of_its_own_step(tmp_path):
     job = trained(tmp_path, "steps=30", "eval_every=25", "checkpoint.every=25", wrecked=[29], factor=1.0)
     evaluated = {line["step"]: line["val/loss"] for line in lines(tmp_path) if "val/loss" in line}
     assert find(tmp_path / "checkpoints" / "step-00000025").val_loss == evaluated[25]
-    assert job.snapshots.newest(25)["parts"]["history"]["val_step"] == 25
+    assert job.rollback.snapshots.newest(25)["parts"]["history"]["val_step"] == 25
 
 
 def test_the_checkpoint_of_a_rollback_claims_no_other_states_loss(tmp_path):
@@ -307,14 +307,14 @@ def test_no_state_is_put_by_in_trouble(tmp_path):
     with composed(*TINY_GPT, *QUICK, "guard.snapshot_every=1", "steps=120") as cfg:
         job = build(cfg, tmp_path)
     most = 0
-    keep = job.snapshots.retain
+    keep = job.rollback.snapshots.retain
 
     def counting(steps):
         nonlocal most
         keep(steps)
-        most = max(most, len(job.snapshots._trees))
+        most = max(most, len(job.rollback.snapshots._trees))
 
-    job.snapshots.retain = counting
+    job.rollback.snapshots.retain = counting
     parameter = list(job.state.model.parameters())[-1]
     odd = range(31, 90, 2)
     parameter.register_hook(lambda gradient: gradient * (math.nan if job.state.executed_steps in odd else 1))

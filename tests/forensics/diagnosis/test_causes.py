@@ -74,9 +74,13 @@ def test_an_update_longer_than_the_learning_rate_allows_is_the_learning_rates_fa
 
 
 def test_a_model_without_attention_is_never_told_to_normalise_queries():
-    evidence = replace(grown(), setting=replace(SETTING, has_attention=False, choices={"precision": "fp16", "zloss": "none"}))
+    evidence = replace(
+        grown(), setting=replace(SETTING, has_attention=False, choices={"precision": "fp16", "zloss": "none"})
+    )
     assert not any("qk" in fix for fix in diagnose(evidence).fix)
-    fp16 = nonfinite(origin(dtype="float16", in_fp32=7e4), fp32=FINE, choices={"precision": "fp16"}, has_attention=False)
+    fp16 = nonfinite(
+        origin(dtype="float16", in_fp32=7e4), fp32=FINE, choices={"precision": "fp16"}, has_attention=False
+    )
     assert not any(fix.startswith(("qknorm", "softcap")) for fix in diagnose(fp16).fix)
 
 
@@ -265,7 +269,9 @@ def test_attention_that_nobody_listens_to_is_judged_by_what_softmax_reads(now, b
     ],
 )
 def test_other_weights_are_those_that_the_model_can_take_and_has_not(attends, init, std, fix):
-    setting = replace(SETTING, has_attention=attends, choices={**SETTING.choices, "init": init}, values={"init.std": std})
+    setting = replace(
+        SETTING, has_attention=attends, choices={**SETTING.choices, "init": init}, values={"init.std": std}
+    )
     early = replace(nonfinite(origin()), reading=READING._replace(step=1, loss=math.nan), setting=setting)
     assert (diagnose(early).cause, diagnose(early).fix[0]) == ("bad_init", fix)
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from stabletrain.compare.pages.one_run import PageAtEnd
+from stabletrain.compare.pages.at_end import PageAtEnd
 from tests.compare.made_pages import made
 from tests.runs import ROOT, TINY_GPT, command
 
@@ -47,7 +47,7 @@ def test_it_can_be_switched_off_and_then_loads_nothing(tmp_path):
     assert not (tmp_path / "run" / "report.html").exists()
     assert not (tmp_path / "run" / "sample.txt").exists()
     loaded = "[m for m in ('pandas', 'orjson', 'numpy') if m in sys.modules]"
-    code = f"import sys, stabletrain.compare.pages.one_run; print({loaded})"
+    code = f"import sys, stabletrain.compare.pages.at_end; print({loaded})"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "[]\n"
 
 
