@@ -55,7 +55,7 @@ def test_a_benchmark_writes_what_it_promises(tmp_path):
 @pytest.mark.parametrize(
     ("owner", "name", "shows_in", "not_in"),
     [
-        (Rollback, "put_by", "snapshot", "checkpoint"),
+        (Rollback, "take_snapshot", "snapshot", "checkpoint"),
         (Checkpoints, "save", "checkpoint", "snapshot"),
         (Rollback, "_find", "rollback from disk", "snapshot"),
         (Checkpoints, "rewind", "rollback from memory", "checkpoint"),
