@@ -41,7 +41,7 @@ MAY_SEE = {
 
 ONLY = {
     "hydra": {"train", "config", "cli", "trainer/build"},
-    "omegaconf": {"train", "config", "cli", "trainer/build", "trainer/contract"},
+    "omegaconf": {"train", "config", "cli", "trainer/build", "trainer/contract", "trainer/tools"},
     "wandb": {"tracking/wandb", "tracking/wandb_setup", "tracking/wandb_report"},
     "wandb_workspaces": {"tracking/wandb_report"},
     "rich": {"tracking/progress", "compare/table", "compare/command"},

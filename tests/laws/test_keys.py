@@ -501,7 +501,7 @@ def test_every_top_level_key_is_alive(tmp_path, places, key, monkeypatch):
     base = observe(tmp_path / "base", chosen)
     if key == "report":  # the page is written beside the last words: tests/compare/pages/test_at_end.py
         with composed(*chosen, "report=false") as cfg:
-            assert type(build(cfg, tmp_path).page) is NoPage
+            assert type(build(cfg, tmp_path).output.page) is NoPage
         return
     if key == "resume":  # a finished run: nothing is trained again, and it says so
         again = observe(tmp_path / "base", [*chosen, "resume=auto"])

@@ -215,4 +215,4 @@ def test_an_alarm_that_was_raised_before_a_stop_is_not_raised_again(tmp_path):
         job.monitoring.monitors.load_state_dict({"raised": ["attention"], "starving": 0})
         train(job)
     resumed = trained(tmp_path, *chosen, "steps=4", "resume=auto")
-    assert resumed.monitors.state_dict()["raised"] == ["attention"]
+    assert resumed.monitoring.monitors.state_dict()["raised"] == ["attention"]

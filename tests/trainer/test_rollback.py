@@ -139,7 +139,7 @@ def test_a_run_that_was_killed_rolls_back_exactly_as_one_that_was_not(tmp_path, 
     assert same(weights(whole), weights(resumed))
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
     for name in ("guard", "recent", "clipping", "precision"):
-        assert str(whole.parts[name].state_dict()) == str(resumed.parts[name].state_dict()), name
+        assert str(whole.rollback.parts[name].state_dict()) == str(resumed.rollback.parts[name].state_dict()), name
     assert (whole.state.executed_steps, whole.state.skipped) == (resumed.state.executed_steps, resumed.state.skipped)
 
 
@@ -166,7 +166,7 @@ def test_a_state_that_is_computed_again_is_the_one_that_was_lost(tmp_path):
     assert same(weights(whole), weights(resumed))
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
     for name in ("guard", "recent", "clipping", "precision"):
-        assert str(whole.parts[name].state_dict()) == str(resumed.parts[name].state_dict()), name
+        assert str(whole.rollback.parts[name].state_dict()) == str(resumed.rollback.parts[name].state_dict()), name
     a, b = (find(tmp_path / run / "checkpoints" / "step-00000039").load() for run in ("whole", "cut"))
     assert str(a["parts"]["guard"]) == str(b["parts"]["guard"])
 

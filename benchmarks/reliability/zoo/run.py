@@ -159,7 +159,7 @@ def batch_of(model: str, overrides: Sequence[str], position: int) -> Batch:
         contextlib.redirect_stderr(io.StringIO()),
         composed(*MODELS[model], *QUICK, *overrides) as cfg,
     ):
-        return build(cfg, Path(folder)).load(position)
+        return build(cfg, Path(folder)).data.load(position)
 
 
 def is_override(fix: str) -> bool:
