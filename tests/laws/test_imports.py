@@ -40,8 +40,8 @@ MAY_SEE = {
 """Room -> rooms of the package it may import, besides its own. A new room is added here, deliberately."""
 
 ONLY = {
-    "hydra": {"train", "config", "cli", "trainer/build"},
-    "omegaconf": {"train", "config", "cli", "trainer/build", "trainer/contract", "trainer/tools"},
+    "hydra": {"train", "config", "cli", "trainer/build", "trainer/stages"},
+    "omegaconf": {"train", "config", "cli", "trainer/build", "trainer/contract", "trainer/stages", "trainer/tools"},
     "wandb": {"tracking/wandb", "tracking/wandb_setup", "tracking/wandb_report"},
     "wandb_workspaces": {"tracking/wandb_report"},
     "rich": {"tracking/progress", "compare/table", "compare/command"},

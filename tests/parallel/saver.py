@@ -69,7 +69,7 @@ def saved_and_read(place: Path) -> dict[str, Any]:
     job.rollback.checkpoints.save, gathered = counted(job.rollback.checkpoints.save)
     train(job)
     again, building = gathering(lambda: made(place, "again", f"resume={place / 'run'}"))
-    found = again.checkpoints.find(place / "run")
+    found = again.rollback.checkpoints.find(place / "run")
     assert found is not None
     tree, reading = gathering(lambda: found.load(sharded_tensors(again.state)))
     tensors = flatten({"model": tree["model"], "optimizer": tree["optimizer"]["state"]})[0]
