@@ -27,7 +27,7 @@ class Objective(Protocol):
 
     @property
     def plain(self) -> "Objective": ...
-    def logits(self, running: "Running", inputs: Tensor) -> Any: ...
+    def logits(self, forward: "ForwardPass", inputs: Tensor) -> Any: ...
     def __call__(self, logits: Any, targets: Tensor, n_valid: Tensor) -> LossTerms: ...
 
 
@@ -135,22 +135,22 @@ class Tools:
 
 
 @dataclass(frozen=True)
-class Running:
-    """The model as a step runs it: by way of the ranks, in the format of the precision."""
+class ForwardPass:
+    """The model as a step runs it: under autocast, and by way of the ranks."""
 
     model: nn.Module
     tools: Tools
 
     def __call__(self, inputs: Tensor, **how: Any) -> Tensor:
-        """Its forward pass; `how` are options of that."""
+        """`model(inputs, **how)`."""
         with self.tools.precision.autocast():
             return self.tools.parallel.forward(self.model, inputs, **how)
 
     def logits(self, features: Tensor) -> Tensor:
-        """Its head alone, of a model that has one apart."""
+        """The model's head alone; only for a model that can leave its head out."""
         with self.tools.precision.autocast():
             return self.model.logits(features)  # ty: ignore[not-callable]
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What of a loss is differentiated."""
+        """The loss to differentiate: times the loss scale, and scaled so that gradients averaged over ranks add up."""
         return self.tools.precision.scale(self.tools.parallel.scale_for_averaging(loss))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.monitors.gradients import buffer_norm, gradients, measure
-from stabletrain.protocols import Running, Tools
+from stabletrain.protocols import ForwardPass, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Reading, StepChecks, TrainState
 
 
@@ -75,36 +75,45 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
         batches: micro-batches on the model's device.
         tools: everything that acts.
     """
+    # Seed by the step's number, so that the step can be executed again, bit for bit.
     tools.determinism.seed_step(tools.seed, state.step)
     state.optimizer.zero_grad(set_to_none=True)
-    held = save_buffers(state.model)
-    targets_left = count_targets(batches)
-    n_valid = targets_left.clamp(min=1)
-    parts, bad, largest, classes = [], [targets_left == 0], [], None
-    running = Running(state.model, tools)
+    # Forward overwrites BatchNorm's statistics; a withheld step gets them back.
+    saved_buffers = save_buffers(state.model)
+    # Each micro-batch's loss is divided by the targets of the whole step, so the sum is the mean over the step.
+    targets_in_step = count_targets(batches)
+    n_valid = targets_in_step.clamp(min=1)
+    losses, bad, largest, classes = [], [targets_in_step == 0], [], None
+    forward = ForwardPass(state.model, tools)
     for number, batch in enumerate(batches, 1):
-        if batch.targets.numel() == 0:  # nothing to run on; a shape, so nothing is waited for
+        if batch.targets.numel() == 0:  # nothing to run; this is a shape, so the host does not wait
             continue
+        # An id out of range would crash a kernel and end the process: it is replaced, and the step marked as bad.
         inputs, magnitude, bad_inputs = tools.sanitizer.inputs(batch.inputs)
         with tools.parallel.gradient_sync(state.model, number == len(batches)):
-            logits = tools.objective.logits(running, inputs)
-            classes = shape[-1] if (shape := getattr(logits, "shape", ())) else 0  # the objective refuses it
+            # Forward: the model's logits, under autocast. With `loss_chunk` they are computed with the loss.
+            logits = tools.objective.logits(forward, inputs)
+            classes = shape[-1] if (shape := getattr(logits, "shape", ())) else 0  # the objective refuses no shape
             targets, bad_targets = tools.sanitizer.targets(batch.targets, classes)
-            part = tools.objective(logits, targets, n_valid)
-            running.scaled(part.total).backward()
-        parts.append(part.detach())
+            # Loss, in fp32.
+            loss = tools.objective(logits, targets, n_valid)
+            # Backward, at the loss scale.
+            forward.scaled(loss.total).backward()
+        losses.append(loss.detach())
         bad += [bad_inputs, bad_targets]
         largest.append(magnitude)
-    if not parts:
-        parts = [zero_gradients_(state.model)]
-        largest = [torch.zeros_like(parts[0].total)]
-    terms = sum(parts[1:], parts[0])
+    if not losses:
+        losses = [zero_gradients_(state.model)]
+        largest = [torch.zeros_like(losses[0].total)]
+    terms = sum(losses[1:], losses[0])
     tools.precision.unscale_(gradients(state.model))
-    tools.parallel.average_buffers_(state.model, held)
+    tools.parallel.average_buffers_(state.model, saved_buffers)
     tools.parallel.max_over_ranks_(tools.after_update.maxima(state.model))
+    # Measure before anything is clipped: `clip_grad_norm_` would turn every gradient into NaN for one that is.
     checks = StepChecks(torch.stack(bad).any(), torch.stack(largest).amax(), buffer_norm(state.model))
+    # From here on every rank has the numbers of the whole step, so all ranks judge alike.
     terms, norms, checks = tools.parallel.reduce_stats(terms, measure(state.model), checks)
-    return Computed(terms, norms, checks, held, classes)
+    return Computed(terms, norms, checks, saved_buffers, classes)
 
 
 def count_targets(batches: Sequence[Batch]) -> Tensor:
@@ -126,15 +135,19 @@ def zero_gradients_(model: nn.Module) -> LossTerms:
 def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     """Judges what `compute` found, clips, applies the update or leaves everything as it was, and counts the step."""
     terms, norms = computed.terms, computed.norms
+    # The gate stays on the device. It closes for NaN or Inf, for a spike, and for fp16's routine overflow.
     overflow = tools.precision.overflow(terms, norms)
     gate = tools.guard.gate(terms, norms, computed.checks) & ~overflow
+    # Clipping knows the gate: a withheld step must not enter its statistics.
     clipped = tools.clipping(state.model, norms, gate)
     loss_scale = tools.precision.loss_scale()
     lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.lr_multiplier(state.step))
+    # Update the weights if the gate is open; otherwise nothing changes, and the buffers go back.
     apply(state.optimizer, gate)
     tools.after_update(state.model, gate)
     restore_buffers(state.model, computed.saved_buffers, gate)
     tools.precision.update(overflow, gate)
+    # A withheld step counts as well: the next batch is next.
     state.step += 1
     state.executed_steps += 1
     measured = (

@@ -20,8 +20,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from stabletrain.errors import ConfigError
+from stabletrain.protocols import ForwardPass
 from stabletrain.records import LOGITS_AT_ONCE, LossTerms
-from stabletrain.stability.objective import Objective, Running
+from stabletrain.stability.objective import Objective
 
 
 @runtime_checkable
@@ -49,7 +50,7 @@ class Later:
 
     features: Tensor
     head: nn.Module
-    running: Running
+    forward: ForwardPass
     shape: torch.Size
 
 
@@ -67,17 +68,17 @@ class InChunks:
     tokens: int
     classes: int
 
-    def logits(self, running: Running, inputs: Tensor) -> Tensor | Later:
+    def logits(self, forward: ForwardPass, inputs: Tensor) -> Tensor | Later:
         """The logits, or what they can be made of later.
 
         They are made at once, too, where a hook waits for a gradient of the head's weights: it is to see the whole one.
         """
-        weights = running.model.classifier().parameters()  # ty: ignore[not-callable]
+        weights = forward.model.classifier().parameters()  # ty: ignore[not-callable]
         if inputs.numel() <= self.tokens or any(weight._backward_hooks for weight in weights):
-            return self.plain.logits(running, inputs)
-        features = running(inputs, head=False)
+            return self.plain.logits(forward, inputs)
+        features = forward(inputs, head=False)
         shape = torch.Size((*features.shape[:-1], self.classes))
-        return Later(features, running.model.classifier(), running, shape)  # ty: ignore[not-callable]
+        return Later(features, forward.model.classifier(), forward, shape)  # ty: ignore[not-callable]
 
     def __call__(
         self,
@@ -112,7 +113,7 @@ class _Loss(Function):
         features: Tensor,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.scaled = later.running.scaled
+        ctx.scaled = later.forward.scaled
         ctx.of_features = features.new_empty(features.shape) if features.requires_grad else None  # in one piece
         ctx.of_weights = [torch.zeros_like(weight) if weight.requires_grad else None for weight in weights]
         trained = [weight for weight in weights if weight.requires_grad]
@@ -121,8 +122,8 @@ class _Loss(Function):
         for rows, part, wanted in objective.chunks(later, features, targets):
             leaves = [leaf for leaf in (part, *trained) if leaf.requires_grad]
             with torch.enable_grad():
-                terms = objective.plain(later.running.logits(part), wanted, n_valid)
-                scaled = later.running.scaled(terms.total)
+                terms = objective.plain(later.forward.logits(part), wanted, n_valid)
+                scaled = later.forward.scaled(terms.total)
             gradients = [*torch.autograd.grad(scaled, leaves)] if leaves else []
             if ctx.of_features is not None:
                 ctx.of_features.flatten(0, -2)[rows] = gradients.pop(0)

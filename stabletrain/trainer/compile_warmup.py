@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stabletrain.errors import ConfigError
 from stabletrain.machine.compiling import prove
-from stabletrain.protocols import Running, Tools
+from stabletrain.protocols import ForwardPass, Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.step import count_targets
 
@@ -35,16 +35,18 @@ def compiled(
     """
     if not batch.targets.numel():
         return undone("the batch to try it on is empty", must)
-    model, running = state.model, Running(state.model, tools)
+    model, forward_pass = state.model, ForwardPass(state.model, tools)
 
     def forward() -> Tensor:
         inputs, _, _ = tools.sanitizer.inputs(batch.inputs)
-        logits = tools.objective.logits(running, inputs)  # gradients meet in the backward pass, as after the last part
+        logits = tools.objective.logits(
+            forward_pass, inputs
+        )  # gradients meet in the backward pass, as after the last part
         targets, _ = tools.sanitizer.targets(batch.targets, logits.shape[-1])
         return tools.objective(logits, targets, count_targets([batch]).clamp(min=1)).total
 
     def backward(loss: Tensor) -> None:
-        running.scaled(loss).backward()
+        forward_pass.scaled(loss).backward()
 
     seconds, why = prove(model, batch.inputs.shape, forward, backward, any_rank)
     if not why:

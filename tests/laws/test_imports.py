@@ -21,7 +21,7 @@ MAY_SEE = {
     "checkpoint": NOUNS,
     "tracking": NOUNS,
     "monitors": NOUNS | {"machine"},
-    "stability": NOUNS | {"monitors", "machine"},
+    "stability": NOUNS | {"monitors", "machine", "protocols"},
     "parallel": NOUNS | {"checkpoint"},
     "compare": NOUNS | {"tracking"},
     "faults": NOUNS | {"checkpoint"},

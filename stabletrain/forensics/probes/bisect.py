@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from stabletrain.forensics.replay import perform
 from stabletrain.forensics.repro import Repro
 from stabletrain.monitors.forward import isolated
-from stabletrain.protocols import Objective, Running, Tools
+from stabletrain.protocols import ForwardPass, Objective, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, LossTerms
 
 
@@ -69,9 +69,9 @@ class Divided:
     plain: Objective
     n_valid: Tensor
 
-    def logits(self, running: Running, inputs: Tensor) -> Tensor:
+    def logits(self, forward: ForwardPass, inputs: Tensor) -> Tensor:
         """The plain objective's."""
-        return self.plain.logits(running, inputs)
+        return self.plain.logits(forward, inputs)
 
     def __call__(self, logits: Tensor, targets: Tensor, n_valid: Tensor) -> LossTerms:
         """The plain objective's."""
