@@ -1,4 +1,6 @@
-"""Everything a step starts from, as one tree: model, optimizer by parameter name, step number, skipped data,
+"""Captures the whole state of a run as a tree, keeps snapshots of it in memory, and restores it.
+
+Everything a step starts from, as one tree: model, optimizer by parameter name, step number, skipped data,
 parts.
 
 PyTorch's `optimizer.state_dict()` knows parameters by their position, so that a reordered model silently gets

@@ -1,11 +1,13 @@
-"""One piece of work at a time on a thread of its own; what goes wrong in it is raised where it is waited for.
+"""Writes checkpoints in the background, at the configured cadence.
+
+One piece of work at a time on a thread of its own; what goes wrong in it is raised where it is waited for.
 
 When checkpoints are written, and what becomes of a run whose disk does not take them.
 
 The copy to the host is taken at once; hashing, writing and synchronising happen on a background thread, so training
 waits only if the write before has not ended. A write that fails costs that checkpoint, never the run: it is said once,
 the next one is tried in its turn, and once more it is said when that succeeds. Which checkpoints stay is in
-`retention.py`, which one a run continues from in `folder.py`.
+`folder.py`, and so does which one a run continues from.
 """
 
 import os
@@ -168,7 +170,7 @@ class Checkpoints(NoCheckpoints):
             tree: from `capture`; may share memory with the live state, which may change as soon as this
                 returns.
             info: plain JSON values kept with it.
-            healthy: the caller's judgement; weights or moments that are not sound (`health.py`) overrule it.
+            healthy: the caller's judgement; weights or moments that are not sound (`writer.py`) overrule it.
             val_loss: nats per target; None if not known.
             anchor: the newest checkpoint of a step up to this one stays, whatever its age.
             here: whether the run is at that step now; False for an older state, which leaves nothing behind.

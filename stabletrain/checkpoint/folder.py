@@ -1,4 +1,6 @@
-"""Notice of what happens to checkpoints: an event for the record, a line for people.
+"""The folder of checkpoints: which of them to continue from, and which to keep.
+
+Notice of what happens to checkpoints: an event for the record, a line for people.
 
 Retention: which checkpoints stay when another one has been written.
 

@@ -1,13 +1,15 @@
-"""A file of a checkpoint, which is what was written, or is refused with its name and the reason.
+"""Reads a checkpoint, or refuses it: every byte is verified, and nothing is unpickled.
+
+A file of a checkpoint, which is what was written, or is refused with its name and the reason.
 
 Which files of a checkpoint hold what, and its tensors taken out of them: whole, or as far as a rank needs them.
 
 Reading a checkpoint without trusting it: it is what was written, byte for byte, or it is none.
 
-A checkpoint is the folder that one process (`disk.py`) or several ranks (`assembly.py`) write; either is read whole, or
-by each of several ranks as far as it needs it. Whatever else goes by its name, cut short, with one bit turned, not
-readable, made by another program or by somebody who means harm, is refused with the file's name and the reason; and
-no file is ever unpickled.
+A checkpoint is the folder that one process (`writer.py`) or several ranks (`sharded.py`) write; either is read whole,
+or by each of several ranks as far as it needs it. Whatever else goes by its name, cut short, with one bit turned, not
+readable, made by another program or by somebody who means harm, is refused with the file's name and the reason; and no
+file is ever unpickled.
 """
 
 import hashlib
@@ -175,7 +177,7 @@ class Checkpoint:
     Attributes:
         path: its folder.
         step: steps done when it was taken.
-        healthy: whether the caller judged it so, and its weights and moments are sound (`health.py`).
+        healthy: whether the caller judged it so, and its weights and moments are sound (`writer.py`).
         val_loss: last validation loss known then, nats per target; None if there was none.
         info: what the caller wanted kept with it, plain JSON values.
     """

@@ -1,4 +1,6 @@
-"""A state tree is taken apart into named tensors and a JSON skeleton, and put together again exactly.
+"""A state as a tree of tensors and plain values, and the sharded tensors in it.
+
+A state tree is taken apart into named tensors and a JSON skeleton, and put together again exactly.
 
 A tree is made of dicts with str keys, lists, tuples, tensors, str, bool, int, float and None. The skeleton is
 the same tree with `{"$tensor": name}` in each tensor's place, so a checkpoint needs no pickle: tensors go to

@@ -1,4 +1,6 @@
-"""The safetensors format, piece by piece: a header, then each tensor's own memory, so that no second copy is
+"""Writes a checkpoint, complete or not at all.
+
+The safetensors format, piece by piece: a header, then each tensor's own memory, so that no second copy is
 made.
 
 Format: 8 bytes of length, a JSON header, the tensors' bytes (github.com/huggingface/safetensors, "Format").
@@ -12,8 +14,9 @@ Writing a checkpoint: a folder that is complete or absent at every instant, and 
 `step-00000500/` holds `model.safetensors` (the names of `model.state_dict()`, for any program), `training.safetensors`
 (all other tensors), `state.json` (the skeletons of `checkpoint/tree.py`) and `manifest.json` (sizes and SHA-256 of the
 other three, and of itself). It is written under a hidden temporary name, each file and the folder are synchronised to
-the disk, and one rename makes it appear. Reading (`trust.py`) checks every byte first. A state that is sharded is
-written by all ranks (`assembly.py`), into such a folder as well."""
+the disk, and one rename makes it appear. Reading (`reader.py`) checks every byte first. A state that is sharded is
+written by all ranks (`sharded.py`), into such a folder as well.
+"""
 
 import errno
 import hashlib

@@ -152,7 +152,7 @@ def losses(chosen: argparse.Namespace) -> None:
 
 def diagnose(chosen: argparse.Namespace) -> None:
     """Prints a run's incidents."""
-    from stabletrain.forensics.incident import block, incidents
+    from stabletrain.forensics.incident_list import block, incidents
 
     found = incidents(chosen.run)
     if chosen.json:

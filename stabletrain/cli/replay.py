@@ -1,4 +1,6 @@
-"""Overrides on a recorded configuration: a fix to try on one step, in the words of the command line.
+"""`stabletrain replay`: an incident's step run again from its folder alone, as it was or with a fix to try.
+
+Overrides on a recorded configuration: a fix to try on one step, in the words of the command line.
 
 Only what forward and backward depend on may be tried; what else a fix may change, a step cannot show.
 

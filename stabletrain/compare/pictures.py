@@ -1,4 +1,6 @@
-"""The curves behind a sensitivity table: final loss, and largest attention logit, against the learning rate.
+"""Pictures: curves of a learning-rate sensitivity, and training losses.
+
+The curves behind a sensitivity table: final loss, and largest attention logit, against the learning rate.
 
 Training losses of some runs against their steps, with what was rolled back drawn thin beside the run's course.
 """

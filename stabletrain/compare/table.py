@@ -1,4 +1,6 @@
-"""The columns that a comparison's table may have: their heads, their values in words, and which of them matter most.
+"""The comparison on a terminal: which columns it has, and how they are printed.
+
+The columns that a comparison's table may have: their heads, their values in words, and which of them matter most.
 
 The comparison on a terminal: a row a run, or a group of seeds, the best first; what is the same everywhere above it.
 

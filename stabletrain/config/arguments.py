@@ -1,4 +1,6 @@
-"""The command line as it was typed: options before overrides, and `resume` resolved to the folder it continues in.
+"""The command line: as typed, where `resume` continues, and what a user types to go on.
+
+The command line as it was typed: options before overrides, and `resume` resolved to the folder it continues in.
 
 A run's `run.json` keeps the arguments it was first started with; that record, and not Hydra's own, which each start
 rewrites, says which command a folder belongs to.

@@ -1,4 +1,6 @@
-"""Files: which files a path means, and a helpful answer where it means none. Needs no torch.
+"""Which files a path means, and the manifest of token shards. Needs no torch.
+
+Files: which files a path means, and a helpful answer where it means none. Needs no torch.
 
 The manifest of a folder of token shards: what `stabletrain prepare` writes and `data=tokens` reads. Needs no torch.
 

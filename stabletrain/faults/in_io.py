@@ -1,4 +1,6 @@
-"""Faults in the writing of a checkpoint: the disk is full, or the process is killed, with one file half-written.
+"""Faults outside of the step: a full disk, a kill during a write, W&B out of reach.
+
+Faults in the writing of a checkpoint: the disk is full, or the process is killed, with one file half-written.
 
 They happen at the checkpoint that is taken when `at` ticks are done: as long as nothing was rolled back, the one of
 that step. The checkpoints of other ticks are written by the very code that writes them with `faults=none`.

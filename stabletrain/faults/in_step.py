@@ -1,4 +1,6 @@
-"""Faults within a training step, by tick: how often a step has been executed before, those rolled back included.
+"""Faults within a training step: a bad activation, a bad gradient, a burst of the learning rate.
+
+Faults within a training step, by tick: how often a step has been executed before, those rolled back included.
 
 A tick never comes twice in a run, so such a fault does not come back after a rollback, and a run that is resumed meets
 it again where the first process met it.

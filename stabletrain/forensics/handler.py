@@ -1,4 +1,6 @@
-"""The desk: incidents come in, within a budget each is looked into and filed, and three lines go out to a person.
+"""The incident handler, and the one that several ranks share.
+
+The desk: incidents come in, within a budget each is looked into and filed, and three lines go out to a person.
 
 The desk of several ranks: each looks into its own part of the step, and the guilty one files what it found.
 

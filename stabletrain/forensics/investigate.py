@@ -1,4 +1,6 @@
-"""Scores: how large the numbers are that a model takes a softmax of, whoever wrote its attention.
+"""Investigates one incident: gathers the evidence on copies, within a time budget, and names the cause.
+
+Scores: how large the numbers are that a model takes a softmax of, whoever wrote its attention.
 
 Explain: one incident is looked into, on copies, within a time budget, and its cause is named.
 """

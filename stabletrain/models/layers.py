@@ -1,4 +1,6 @@
-"""The layers a GPT chooses by name: where a token stands, how a width is normalised, what an MLP computes.
+"""The layers of a GPT: attention, positions, norms, MLPs.
+
+The layers a GPT chooses by name: where a token stands, how a width is normalised, what an MLP computes.
 
 Each table, `POSITIONS`, `NORMS` and `MLPS`, maps the names of a config to classes with one signature, so that the model
 has no branch on a kind.

@@ -1,4 +1,6 @@
-"""Activations: how large each block's values are, and how far from fp16's end.
+"""What is measured in the forward pass: activations, attention and output logits, in an isolated pass of its own.
+
+Activations: how large each block's values are, and how far from fp16's end.
 
     headroom = log2(65504 / absmax)    bits; below 0 the value does not fit into fp16
 

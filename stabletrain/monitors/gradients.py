@@ -1,4 +1,6 @@
-"""Norms of gradients and buffers, each measured once a step in one pass, before anything judges or clips them.
+"""Norms of gradients, weights, updates and buffers.
+
+Norms of gradients and buffers, each measured once a step in one pass, before anything judges or clips them.
 
 Gradients, weights and updates: how large they are, tensor by tensor, and summed up by place.
 

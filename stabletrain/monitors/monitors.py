@@ -7,7 +7,7 @@
 | full | that, norms of every parameter, and the top Hessian eigenvalue |
 
 A look has two halves, before and after the update, around which the step stays as it is. What needs activations is a
-pass of its own (`aside.py`). Whatever fails inside is told once, as an alarm, and its metrics are left out: watching
+pass of its own (`forward.py`). Whatever fails inside is told once, as an alarm, and its metrics are left out: watching
 never ends a run.
 """
 

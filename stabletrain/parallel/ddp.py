@@ -31,7 +31,7 @@ class DDP(Distributed):
 
     Attributes:
         find_unused_parameters: for models of which a step may leave parameters without a gradient.
-        compare: whether the ranks compare their states before one is evaluated, put by or saved; see `replicas.py`.
+        compare: whether the ranks compare their states before one is evaluated or saved; see `replica_check.py`.
     """
 
     name = "ddp"
@@ -88,7 +88,7 @@ class DDP(Distributed):
                 )
 
     def find_divergence(self, state: TrainState) -> str:
-        """See `replicas.py`."""
+        """See `replica_check.py`."""
         return find_divergence(state) if self.compare else ""
 
     def of_gradients(self, norms: GradNorms) -> Tensor:

@@ -1,4 +1,6 @@
-"""What a person watching sees: one live line on a terminal, plain lines of the same content anywhere else.
+"""The progress of a run on the terminal, alone or as one of a sweep.
+
+What a person watching sees: one live line on a terminal, plain lines of the same content anywhere else.
 
     step  300/1500 ━━━━━━╸━━━━━━━━━ loss 2.31  grad 0.84  lr 2.9e-03  27.4k tok/s  skipped 0  1:32 left
 

@@ -1,4 +1,6 @@
-"""Whether Weights & Biases will let us in: is there a key, and does its server answer. Nobody is ever asked for one.
+"""How a run is filed in Weights & Biases, and whether its server can be reached.
+
+Whether Weights & Biases will let us in: is there a key, and does its server answer. Nobody is ever asked for one.
 
 Where a run is filed in Weights & Biases when nobody says: its group, its name, its job type, its tags.
 

@@ -1,4 +1,6 @@
-"""What a cluster calls things: partitions, cards, accounts, read from `slurm/cluster.conf`.
+"""What is asked of Slurm: the command line of `slurm/launch.sh`, and the cluster's own names.
+
+What a cluster calls things: partitions, cards, accounts, read from `slurm/cluster.conf`.
 
 The command line of `slurm/launch.sh`: what is asked of Slurm, and what is left for `train.py`.
 """

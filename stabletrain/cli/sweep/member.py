@@ -1,4 +1,6 @@
-"""Several runs of a sweep at once, in processes of their own: asked to stop, all of them save and no other begins.
+"""One run within its sweep, alone or beside others in processes of their own.
+
+Several runs of a sweep at once, in processes of their own: asked to stop, all of them save and no other begins.
 
 The processes know each other by the sweep's folder only, so the wish to stop is a file in it.
 

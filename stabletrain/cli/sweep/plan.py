@@ -1,4 +1,6 @@
-"""The runs that a command line with `-m` asks for, by Hydra's own parser and sweeper, before any of them is run.
+"""Plans a sweep: which runs a command asks for, which of them are over, and `sweep.json`.
+
+The runs that a command line with `-m` asks for, by Hydra's own parser and sweeper, before any of them is run.
 
 A sweep before its first run: expanded, checked, recorded, announced.
 

@@ -1,4 +1,6 @@
-"""The rows and columns of the page's table: what differs is a column, and what is the same everywhere is not.
+"""The page of a comparison: its table, and everything around it.
+
+The rows and columns of the page's table: what differs is a column, and what is the same everywhere is not.
 
 The page of a comparison, `report.html`: what came of which settings, on which card, in one file that opens offline.
 

@@ -1,4 +1,6 @@
-"""A page of HTML that needs nothing but itself: scripts, styles and numbers are in one file, and it may load nothing.
+"""The frame of a page of HTML, and the parts that all pages share.
+
+A page of HTML that needs nothing but itself: scripts, styles and numbers are in one file, and it may load nothing.
 
 A policy in its head lets only the scripts run that were put in here, by their SHA-256, and forbids every request.
 So a name or a text in the data that looks like a script stays text, whatever a library makes of it.

@@ -1,4 +1,6 @@
-"""What is kept of each metric of a run: its first, last, lowest and highest value, in four floats a name.
+"""One run, read and reduced to what a comparison needs.
+
+What is kept of each metric of a run: its first, last, lowest and highest value, in four floats a name.
 
 A run, finished or not, whole or damaged, reduced to what a comparison needs.
 

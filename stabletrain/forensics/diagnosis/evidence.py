@@ -1,4 +1,6 @@
-"""Evidence: everything that was found out about an incident, in numbers and words; what rules decide by.
+"""What was found out about an incident, the signs that rules look for in it, and the sentences that say so.
+
+Evidence: everything that was found out about an incident, in numbers and words; what rules decide by.
 
 Signs: what evidence shows that several rules ask for, each with the bound it is judged by.
 

@@ -42,8 +42,8 @@ class Origin:
         node: the autograd node, of a backward operation.
         dtype: of the output that is not finite.
         inputs, outputs: of the operation.
-        how: the kind of source, as `sources.py` lists them.
-        why: a key for rules: `overflow`, `log_of_zero`, ... (see `singular.py`); else the kind of source.
+        how: the kind of source, as `recorder.py` lists them.
+        why: a key for rules: `overflow`, `log_of_zero`, ... (see `nonfinite_rules.py`); else the kind of source.
         reason: the arithmetic in words.
         should_have_been: absmax of the exact result; not finite if there is none, None if nobody could compute it.
         in_fp32: absmax of the result in fp32.

@@ -1,8 +1,10 @@
-"""A trace: every operation of a forward and backward pass, and where non-finite numbers come from and end up.
+"""Records every operation of a forward and backward pass, and where non-finite numbers begin.
+
+A trace: every operation of a forward and backward pass, and where non-finite numbers come from and end up.
 
 Each operation is recorded in numbers only, with its module, its source line (of a backward operation: the forward
 operation's) and the size of what it read and wrote. Non-finite values are followed from tensor to tensor by the memory
-they lie in, so that of all places where some began (`sources.py`) those are known that reached the loss or a gradient.
+they lie in, so that of all places where some began (`recorder.py`) those are known that reached the loss or a gradient.
 
 Sources: where non-finite values begin, and whether that was an accident.
 

@@ -1,4 +1,6 @@
-"""AGC, adaptive gradient clipping: each output unit's gradient is bounded by a share of the unit's own weights.
+"""Clipping whose bound follows the weights (agc) or earlier gradient norms (adagc, zclip).
+
+AGC, adaptive gradient clipping: each output unit's gradient is bounded by a share of the unit's own weights.
 
     G_i <- G_i * min(1, clipping * max(|W_i|, eps) / |G_i|),      i: a unit
 

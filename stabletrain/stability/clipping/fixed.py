@@ -1,4 +1,6 @@
-"""No clipping: the object that stands where none is wanted.
+"""Clipping to a fixed bound: none, norm, value and per_module.
+
+No clipping: the object that stands where none is wanted.
 
 Global-norm clipping: the whole gradient is shortened, in its own direction, to a fixed norm.
 

@@ -1,4 +1,6 @@
-"""No guard: every update reaches the weights, as in a bare PyTorch loop; only fp16's loss scaling withholds some.
+"""Guards that keep no states: off, which withholds nothing but fp16's overflow, and skip.
+
+No guard: every update reaches the weights, as in a bare PyTorch loop; only fp16's loss scaling withholds some.
 
 Skip: a step that is not to be trusted changes nothing, and the next batch is next.
 """

@@ -1,4 +1,4 @@
-"""Optimizers: what turns gradients into updates, a file for each kind.
+"""Optimizers: what turns gradients into updates.
 
 Every one takes the guard's gate on the device (`found_inf`), so an update is withheld without the host ever asking:
 PyTorch's by their fused kernels, the others as `gated.py` does it.

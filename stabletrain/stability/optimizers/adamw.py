@@ -1,4 +1,6 @@
-"""AdamW: the default for transformers.
+"""AdamW and its variants for unstable training: StableAdamW and SPAM.
+
+AdamW: the default for transformers.
 
     m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2
     w <- w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)

@@ -12,9 +12,8 @@ for convolution, since PyTorch's defaults differ between the two.
 | bf16_params | bfloat16, matrices stored so | off | - | as named |
 | fp16 | float16 | off | dynamic | as named |
 
-`unscaled.py` is every mode but fp16, `scaled.py` fp16's loss scale, `islands.py` the modules kept in fp32, `narrow.py`
-the parameters kept in bf16, `modes.py` what the config group offers.
-"""
+`autocast.py` is every mode's autocast and fp16's loss scale, `fp32_modules.py` the modules kept in fp32,
+`bf16_weights.py` the parameters kept in bf16, `modes.py` what the config group offers."""
 
 from stabletrain.stability.precision.autocast import LossScaled, Unscaled
 from stabletrain.stability.precision.modes import auto, bf16, bf16_params, fp16, fp32, tf32

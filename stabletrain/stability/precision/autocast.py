@@ -53,7 +53,7 @@ class Unscaled:
         dtype: what autocast computes in; float32 means no autocast.
         tf32: whether fp32 matmuls and convolutions may round to TF32.
         why: one line for people, where the mode was chosen for them or is slow here.
-        fp32_modules: patterns of module names that compute in fp32; see `islands.py`.
+        fp32_modules: patterns of module names that compute in fp32; see `fp32_modules.py`.
     """
 
     name: str
