@@ -1,14 +1,13 @@
 """The incident handler, and the one that several ranks share.
 
-The desk: incidents come in, within a budget each is looked into and filed, and three lines go out to a person.
+`IncidentHandler` investigates the first incidents of a run, each within a budget of seconds, files them, and returns
+three lines to show. The same cause at the same operation is filed once.
 
-The desk of several ranks: each looks into its own part of the step, and the guilty one files what it found.
-
-A rank replays its part by itself, without the others, on a copy of the whole model; so a model that raises on one rank
-holds nobody up. Then every rank tells the others whether its own part fails. The first whose does writes the
-folder, with its number; all tell the same three lines. Where no part fails though the step did, nothing that can be run
-again explains it: the numbers were changed between the ranks, or by a machine that erred once.
-"""
+`DistributedIncidentHandler` does so on several ranks. Each rank replays its own part by itself, without the others, on
+a copy of the whole model, so a model that raises on one rank holds no other up. Then every rank tells the others
+whether its own part fails. The first whose part does writes the folder, with its number, and all ranks return the same
+lines. If no part fails though the step did, the numbers were changed between the ranks, or by a machine that erred
+once."""
 
 import math
 import time
@@ -121,7 +120,7 @@ class IncidentHandler(NoIncidentHandler):
         None once the budget is spent, for a mistake that is filed already, or where an alarm is not borne out.
 
         Args:
-            make: the scene, given its deadline (of `time.monotonic()`).
+            make: the repro, given its deadline (of `time.monotonic()`).
             kind: `nonfinite` or `spike`, of a step that was withheld; `loss_scale`, of an alarm that gradients vanish.
             classes: the last dimension of the logits; None if nobody knows.
             optimizer: the live one; only read.
@@ -147,7 +146,7 @@ class IncidentHandler(NoIncidentHandler):
         optimizer: Optimizer | None,
         limits: tuple[float, float],
     ) -> tuple[Repro, Findings] | None:
-        """The scene, and what came of looking into it; None where an alarm is not borne out."""
+        """The repro, and what came of looking into it; None where an alarm is not borne out."""
         self._looks += 1
         repro = make(time.monotonic() + self.max_seconds)
         if repro is None:
@@ -163,8 +162,8 @@ class IncidentHandler(NoIncidentHandler):
         """Writes the folder, and words what is said of it; None for a mistake that is filed already.
 
         Args:
-            scene, found: from `explained`.
-            rank: the guilty rank; None for one process.
+            repro, found: from `investigate`.
+            rank: the rank at fault; None for one process.
         """
         mistake = mistake_key(found)
         if mistake in self._filed:
@@ -200,7 +199,7 @@ class DistributedIncidentHandler(NoIncidentHandler):
     """What all ranks make of an incident together; every rank must call it.
 
     Args:
-        own: this rank's desk.
+        own: this rank's handler.
         ranks: this process among those of the run.
     """
 
@@ -208,7 +207,7 @@ class DistributedIncidentHandler(NoIncidentHandler):
         self._own, self._ranks = own, ranks
 
     def open(self, folder: Path, setting: RunSettings) -> None:
-        """Opens this rank's desk."""
+        """Opens this rank's handler."""
         self._own.open(folder, setting)
 
     def handle(
@@ -220,7 +219,7 @@ class DistributedIncidentHandler(NoIncidentHandler):
         optimizer: Optimizer | None,
         limits: tuple[float, float] = (math.inf, math.inf),
     ) -> IncidentSummary | None:
-        """As a desk's own; None on every rank or on none."""
+        """As the handler of one process; None on every rank or on none."""
         if not isinstance(self._own, IncidentHandler) or not broadcast_object(
             self._own.has_budget()
         ):  # rank 0 counts the folders

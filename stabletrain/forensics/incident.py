@@ -1,4 +1,4 @@
-"""The incident's folder: `diagnosis.json` for programs, `report.md` for people, and the scene to replay it from.
+"""The incident's folder: `diagnosis.json` for programs, `report.md` for people, and the repro to replay it from.
 
 incidents/step-00000123/    diagnosis.json  report.md  scene.json  batch.safetensors  state.safetensors
 """
@@ -32,9 +32,9 @@ def write(path: Path, repro: Repro, found: Findings, *, rank: int | None, keep_s
 
     Args:
         path: its folder, from `place_for`.
-        scene: the step.
+        repro: the step.
         found: what came of looking into it.
-        rank: the guilty rank; None for one process.
+        rank: the rank at fault; None for one process.
         keep_state: whether weights and batch are kept too, so that it can be replayed from the folder alone.
 
     Raises:

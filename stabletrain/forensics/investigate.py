@@ -97,7 +97,7 @@ def investigate(
     """Looks into a step. Never raises for what the model does, and changes nothing live.
 
     Args:
-        scene: the step.
+        repro: the step.
         kind: `nonfinite`, `spike` or `loss_scale`.
         classes: the last dimension of its logits; None if nobody knows.
         optimizer: the live one, whose moments are those the step started from; only read.

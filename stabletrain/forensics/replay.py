@@ -7,7 +7,7 @@
 | fresh_batch | another batch | finite: this batch is to blame |
 | older_state | weights and buffers from before | finite: what training has made of the state since is to blame |
 
-A replay is `step.compute` itself, on an understudy, compiled where the step was (all but `fp32`). Live weights,
+A replay is `step.compute` itself, on a copy of the model, compiled where the step was (all but `fp32`). Live weights,
 buffers, gradients, random generators, modes, hooks and kernel switches are afterwards what they were.
 """
 
@@ -65,7 +65,7 @@ class Take:
 
 
 class NotPossible(Exception):
-    """The scene has not what the variant needs."""
+    """The repro has not what the variant needs."""
 
 
 def same(repro: Repro) -> Take:
@@ -116,7 +116,7 @@ def replay(repro: Repro, variant: str) -> Outcome:
     """Runs the step again; never raises for what the model does.
 
     Args:
-        scene: the step.
+        repro: the step.
         variant: one of `VARIANTS`.
     """
     make, began = VARIANTS[variant], time.monotonic()
@@ -143,7 +143,7 @@ def replay(repro: Repro, variant: str) -> Outcome:
 
 
 def perform(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> tuple[float, float, float]:
-    """Forward and backward of a step on an understudy.
+    """Forward and backward of a step on a copy of the model.
 
     Returns:
         loss, gradient norm, and the share of gradient elements that are 0. The gradients are left in `.grad`.

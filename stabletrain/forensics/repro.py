@@ -1,8 +1,8 @@
-"""A scene: what running one step again needs, and a copy of the model to run it on.
+"""A repro: what running one step again needs, and a copy of the model to run it on.
 
 A step whose update was withheld left the weights as they were, so the live model is where the step started, but for its
 buffers: the step after it has run forward by the time anybody looks. `step.compute` holds the buffers from before, and
-they belong to the scene. Nothing of the scene is ever written: whoever runs it takes an `understudy`, which has its own
+they belong to the repro. Nothing of the repro is ever written: what runs it takes `copy_model()`, which has its own
 weights, buffers, gradients and attributes, and is not compiled until somebody does it.
 """
 
@@ -40,14 +40,14 @@ class Repro:
         loss_scale: the one that the step ran with, as in its reading.
         device: where the model lives.
         reading: what the step measured; None if that is not known.
-        compiled: whether it ran so, by the user's own doing, that an understudy computes other bits.
+        compiled: whether it ran so, by the user's own doing, that a copy of the model computes other bits.
         compiled_for: the shape of inputs that the model was compiled for (`machine/compiling.py`); None if it was not.
         applied: whether its update has reached the weights, so that they are those after it: a replay is then of the
             same batch, and not of the same step.
         older: gives a captured state (`checkpoint/capture.py`) from before the step, or None if none is left.
         fresh: gives another batch, of a data position that the run has neither read nor passed over.
         deadline: of `time.monotonic()`, in seconds; what has not begun by then is not run.
-        metadata: what else is to be kept with the scene, as a tree without tensors: the run's configuration.
+        metadata: what else is to be kept with the repro, as a tree without tensors: the run's configuration.
     """
 
     model: nn.Module
@@ -75,7 +75,7 @@ class Repro:
 
     @torch.no_grad()
     def reset_(self, model_copy: nn.Module) -> None:
-        """Puts the buffers of an understudy to where the step started, so that it can run once more."""
+        """Puts the buffers of such a copy to where the step started, so that it can run once more."""
         for buffer, before in zip(model_copy.buffers(), self.buffers, strict=True):
             buffer.copy_(before)
 
@@ -89,7 +89,7 @@ class Repro:
 
     @property
     def comparable(self) -> bool:
-        """Whether a replay on an understudy computes the very operations of the step, from where it started."""
+        """Whether a replay on a copy of the model computes the very operations of the step, from where it started."""
         several = type(self.tools.parallel) is not SingleProcess  # of one rank's part alone the step has no numbers
         return not (
             several or self.applied or self.compiled or any(is_compiled(module) for module in self.model.modules())

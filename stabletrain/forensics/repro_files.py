@@ -1,4 +1,4 @@
-"""A scene as files: `scene.json`, `batch.safetensors` and `state.safetensors`, all without pickle.
+"""A repro as files: `scene.json`, `batch.safetensors` and `state.safetensors`, all without pickle.
 
 A model built from the run's configuration and filled from them computes the same bits.
 """
@@ -26,7 +26,7 @@ SCENE, BATCH, STATE = "scene.json", "batch.safetensors", "state.safetensors"
 
 
 def save_repro(folder: Path, repro: Repro) -> None:
-    """Writes a scene into `folder`, which is made where it does not exist; `scene.json`, the last, makes it one.
+    """Writes a repro into `folder`, which is made where it does not exist; `scene.json`, the last, makes it one.
 
     `older` and `fresh` are not kept.
 
@@ -99,7 +99,7 @@ def read(folder: Path) -> Tree:
 
 
 def about(folder: Path) -> dict[str, Any]:
-    """What was to be kept with the scene: enough to build its model and tools again.
+    """What was to be kept with the repro: enough to build its model and tools again.
 
     Raises:
         ConfigError: as `load_scene`.
@@ -108,16 +108,16 @@ def about(folder: Path) -> dict[str, Any]:
 
 
 def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = True) -> Repro:
-    """The scene that `save_scene` wrote.
+    """The repro that `save_repro` wrote.
 
     Args:
         folder: the incident's.
-        model: built as the run built it, on the device to run on; the scene's weights are written into it.
+        model: built as the run built it, on the device to run on; the repro's weights are written into it.
         tools: built as the run built them, or others, to see what they would have made of the step.
-        strict: False leaves what the scene does not know of the model as it is, for a model with a part more.
+        strict: False leaves what the repro does not know of the model as it is, for a model with a part more.
 
     Raises:
-        ConfigError: a file is missing or damaged, or the model is not that of the scene.
+        ConfigError: a file is missing or damaged, or the model is not that of the repro.
     """
     found = read(folder)
     state, kept = tensors_of(folder, STATE, found), tensors_of(folder, BATCH, found)

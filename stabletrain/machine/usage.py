@@ -41,7 +41,7 @@ def peak_flops(card: str, precision: str) -> float | None:
 def flops_per_sample(model: nn.Module, inputs: Tensor) -> float | None:
     """What one sample costs in training: three times the products of its forward pass, as PyTorch counts them.
 
-    Nothing is computed: a twin of the model without memory of its own is run. None for a model that cannot be run so.
+    Nothing is computed: a copy of the model without memory of its own is run. None for a model that cannot be run so.
 
     Args:
         model: whole, and not compiled; it is not touched.

@@ -74,7 +74,7 @@ class Unscaled:
         set_kernels(self.tf32)
 
     def wrap_fp32_modules(self, model: nn.Module) -> list[str]:
-        """Makes the modules that `fp32_modules` names islands of fp32, in place; returns their names.
+        """Makes the modules that `fp32_modules` names fp32 modules, in place; returns their names.
 
         Call it once the model is on its device, and before it is compiled.
 
@@ -88,7 +88,7 @@ class Unscaled:
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Nothing: parameters are fp32, and the optimizer works on them as they are.
 
-        Call it once `islands` is done and the optimizer made, before anything is restored or compiled.
+        Call it once `wrap_fp32_modules` is done and the optimizer made, before anything is restored or compiled.
         """
         del model, optimizer
 

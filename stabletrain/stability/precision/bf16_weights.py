@@ -8,9 +8,8 @@ section 3; for bf16 weights with Adam, Zamirai et al., arXiv 2010.06192).
 
 Autocast would cast these weights to bf16 in the forward pass anyhow, so forward and backward are those of `bf16` to the
 bit, and gradients of these weights are bf16. What autocast does not cast, or whose small differences matter
-(embeddings, norms, biases, islands), stays fp32, and so do the optimizer's moments. A weight and its gradient take 2
-bytes each, where `bf16` takes 4; fp32 copies of both live only during the optimizer's step.
-"""
+(embeddings, norms, biases, fp32 modules), stays fp32, and so do the optimizer's moments. A weight and its gradient take
+2 bytes each, where `bf16` takes 4; fp32 copies of both live only during the optimizer's step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,8 +73,8 @@ def narrow_class(kind: type[nn.Module], device: str) -> type[nn.Module]:
 def narrow(model: nn.Module, device: str) -> list[nn.Parameter]:
     """Stores the weight of every linear layer and convolution of `model` in bf16, in place; returns these weights.
 
-    Layers in an island, of a subclass, or that share their weight with something else (a tied head) are left alone.
-    """
+    Layers in an fp32 module, of a subclass, or that share their weight with something else (a tied head) are left
+    alone."""
     wide = {id(module) for island in model.modules() if isinstance(island, Fp32Module) for module in island.modules()}
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     layers = [module for module in model.modules() if type(module) in kinds and id(module) not in wide]

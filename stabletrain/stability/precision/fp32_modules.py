@@ -1,13 +1,13 @@
-"""Islands of fp32: chosen modules compute in fp32 while the rest of the model runs in autocast's format.
+"""Modules in fp32: chosen modules compute in fp32 while the rest of the model runs in autocast's format.
 
 fp16 ends at 65504. Two places of a transformer pass that long before its training is in trouble: the logits of the
 head, and the scores of an attention that is written out. (PyTorch's fused attention keeps its scores in fp32 already.)
 On a card without bf16 these belong in fp32, as large sums do (Micikevicius et al., arXiv 1710.03740, section 3.3).
 
-An island's class is replaced by a subclass of the same name whose forward turns autocast off and widens the inputs. The
-module keeps its parameters, its hooks and its names, is copied and compiled as before, and is still an instance of what
-it was. (A forward set on the instance would not do: a copy's would compute with the original's weights.)
-"""
+An fp32 module's class is replaced by a subclass of the same name whose forward turns autocast off and widens the
+inputs. The module keeps its parameters, its hooks and its names, is copied and compiled as before, and is still an
+instance of what it was. (A forward set on the instance would not do: a copy's would compute with the original's
+weights.)"""
 
 import difflib
 from collections.abc import Sequence
@@ -51,13 +51,13 @@ def widen(value: Any) -> Any:
 
 @cache
 def fp32_class(kind: type[nn.Module], device: str) -> type[nn.Module]:
-    """The subclass of `kind` that is an island under the autocast of `device`; one for all modules of that kind."""
+    """The subclass of `kind` that is an fp32 module under the autocast of `device`; one for all modules of that kind."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (Fp32Module, kind), {**names, "_autocast_device": device})
 
 
 def wrap_fp32_modules(model: nn.Module, patterns: Sequence[str], device: str) -> list[str]:
-    """Makes every module whose name fits one of `patterns` an island, in place.
+    """Makes every module whose name fits one of `patterns` an fp32 module, in place.
 
     Args:
         model: its parameters must be fp32.
@@ -65,7 +65,7 @@ def wrap_fp32_modules(model: nn.Module, patterns: Sequence[str], device: str) ->
         device: the type of device whose autocast is turned off.
 
     Returns:
-        The names of the islands, in the model's order.
+        The names of these modules, in the model's order.
 
     Raises:
         ConfigError: a pattern fits no module that is called.
