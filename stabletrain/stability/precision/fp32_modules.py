@@ -51,7 +51,7 @@ def widen(value: Any) -> Any:
 
 @cache
 def fp32_class(kind: type[nn.Module], device: str) -> type[nn.Module]:
-    """The subclass of `kind` that is an fp32 module under the autocast of `device`; one for all modules of that kind."""
+    """The subclass of `kind` that computes in fp32 under the autocast of `device`; one for all modules of that kind."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (Fp32Module, kind), {**names, "_autocast_device": device})
 
