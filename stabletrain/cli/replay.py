@@ -11,7 +11,6 @@ batch are there. Of a model's nulls that the data filled, the saved shapes tell 
 """
 
 import contextlib
-import difflib
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from stabletrain.config.checks import CHOSEN_PARTS, check_keys
 from stabletrain.config.error_texts import explain
 from stabletrain.config.make import leaves, make, plain
 from stabletrain.config.moved import updated
-from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.errors import ConfigError, StabletrainError, did_you_mean
 from stabletrain.forensics import repro_files
 from stabletrain.forensics.replay import Outcome, replay
 from stabletrain.machine import hardware
@@ -87,8 +86,8 @@ def changed(
         if key not in before:
             group = f"{key.partition('.')[0]}."
             inside = [name for name in before if name.startswith(group) and not name.endswith("_")]
-            hint = difflib.get_close_matches(key, inside if "." in key else [*before, *choices], n=1)
-            raise ConfigError(f"{key}={value}: there is no such key{f'; did you mean {hint[0]}?' if hint else ''}")
+            hint = did_you_mean(key, inside if "." in key else [*before, *choices])
+            raise ConfigError(f"{key}={value}: there is no such key{hint}")
         OmegaConf.update(cfg, key, value, merge=False)
         part, _, rest = key.partition(".")
         if part in CHOSEN_PARTS and part in cfg.model:

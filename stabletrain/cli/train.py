@@ -32,7 +32,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from stabletrain.cli.sweep import lines
-from stabletrain.cli.sweep.member import Asked, Member
+from stabletrain.cli.sweep.member import Member, stopping_all
 from stabletrain.cli.sweep.plan import Sweep, over, start
 from stabletrain.config.arguments import Arguments, added, again, continued, take_apart
 from stabletrain.config.checks import check
@@ -72,7 +72,7 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         sys.argv[1:] = [*chain(*arguments)]
         if sweep is not None and ranks.is_main:
             print(lines.opening(sweep), flush=True)
-        with nullcontext() if sweep is None or sweep.launcher == "basic" else Asked(sweep.folder):
+        with nullcontext() if sweep is None or sweep.launcher == "basic" else stopping_all(sweep.folder):
             main()
     except StabletrainError as error:
         return refuse(str(error), ranks)

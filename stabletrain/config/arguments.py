@@ -175,11 +175,16 @@ def swept(folder: Path) -> Arguments | None:
     return None
 
 
-def newest_of_same(typed: Arguments) -> str | None:
-    """The newest run folder (or sweep folder) below the current one that was started with the same overrides."""
+def newest_of_same(typed: Arguments, part: str = ".") -> str | None:
+    """The newest run folder (or sweep folder) below the current one that was started with the same overrides.
+
+    Args:
+        typed: the command line.
+        part: a folder in the sweep's that records the command, where not the sweep's own does.
+    """
     if typed.sweeps:
         for folder in sorted(Path("multirun").glob("*/*/"), reverse=True):
-            if (first := swept(folder)) is not None and first.own() == typed.own():
+            if (first := swept(folder / part)) is not None and first.own() == typed.own():
                 return str(folder)
         return None
     for file in sorted(Path("outputs").glob("*/*/run.json"), reverse=True):

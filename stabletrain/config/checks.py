@@ -4,7 +4,6 @@ Values of a wrong type name the right one, and combinations that cannot work nam
 stand in that option's class.
 """
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.config.make import leaves, make
-from stabletrain.errors import ConfigError
+from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.parallel.ranks import Ranks, current_ranks
 from stabletrain.stability.schedule import LearningRate
 
@@ -114,8 +113,7 @@ def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Refuses keys that no option has (`+typo=1`), keys taken away, and values of another type than the default's."""
     for key, value in values.items():
         if key not in defaults:
-            near = difflib.get_close_matches(key, list(defaults), n=1, cutoff=0.75)
-            raise ConfigError(f"{key}={value}: there is no such key{f'; did you mean {near[0]}?' if near else ''}")
+            raise ConfigError(f"{key}={value}: there is no such key{did_you_mean(key, defaults, cutoff=0.75)}")
         if key in MIXED:
             may_be, words = MIXED[key]
             if not may_be(value):

@@ -3,7 +3,6 @@
 Needs no torch, so that a typing error is answered in a second.
 """
 
-import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +14,7 @@ from omegaconf import OmegaConf
 
 from stabletrain.config.arguments import Arguments, key_of
 from stabletrain.config.make import leaves
+from stabletrain.errors import closest
 
 EXTRAS = ("joblib", "optuna")
 """Hydra's plugins that come as extras of the same name."""
@@ -92,11 +92,11 @@ def has(file: Path, name: str) -> bool:
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean ...?` for the closest of `known`, or nothing."""
     known = list(known)
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    near = closest(word, known, cutoff=0.75)
     if not near and "." not in word:  # the right name without its group
         last = {key.rsplit(".", 1)[-1]: key for key in known}
-        near = [last[name] for name in difflib.get_close_matches(word, list(last), n=1, cutoff=0.8)]
-    return f"; did you mean {near[0]}?" if near else ""
+        near = last.get(closest(word, last, cutoff=0.8), "")
+    return f"; did you mean {near}?" if near else ""
 
 
 def own_folders(typed: Arguments) -> list[Path]:

@@ -8,13 +8,12 @@ meta.json     {"version", "tokenizer", "vocab_size", "dtype", "splits": {"train"
 *.bin         raw little-endian token ids of that dtype
 """
 
-import difflib
 import glob
 import json
 import os
 from pathlib import Path
 
-from stabletrain.errors import ConfigError
+from stabletrain.errors import ConfigError, closest
 
 MAGIC = frozenset("*?[")
 SNIFF = 8000  # bytes; git looks at as many to tell text from binary
@@ -37,8 +36,8 @@ def existing(path: str, name: str) -> Path:
     missing = found.name
     while not folder.is_dir() and folder != folder.parent:
         folder, missing = folder.parent, folder.name
-    close = difflib.get_close_matches(missing, sorted(os.listdir(folder)) if folder.is_dir() else [], n=1, cutoff=0.5)
-    hint = f"did you mean {folder / close[0]}?" if close else f"the nearest folder that exists is {folder.absolute()}"
+    near = closest(missing, sorted(os.listdir(folder)) if folder.is_dir() else [], cutoff=0.5)
+    hint = f"did you mean {folder / near}?" if near else f"the nearest folder that exists is {folder.absolute()}"
     raise ConfigError(f"{name}={path} does not exist: {hint}")
 
 

@@ -6,14 +6,13 @@ is the extra `report`.
 """
 
 import argparse
-import difflib
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.errors import ConfigError, StabletrainError, closest
 from stabletrain.tracking.wandb_setup import check_reach
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -166,8 +165,8 @@ def setting_key(by: str) -> str:
     if by in groups:
         return f"groups.{by}"
     if "." not in by and by not in keys:
-        near = difflib.get_close_matches(by, [*groups, *keys], 1) or [f"one of {', '.join(groups)}, or a key"]
-        raise ConfigError(f"--by {by}: there is no such group or key; did you mean {near[0]}?")
+        near = closest(by, [*groups, *keys]) or f"one of {', '.join(groups)}, or a key"
+        raise ConfigError(f"--by {by}: there is no such group or key; did you mean {near}?")
     return by
 
 

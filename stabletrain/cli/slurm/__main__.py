@@ -1,12 +1,10 @@
 """`slurm/launch.sh`: reads the request, makes the runs' folders, and submits a job for each kind of card."""
 
-import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from stabletrain.cli.slurm.request import Card, Request, read_cluster, read_request
 from stabletrain.cli.slurm.runs import Runs, expand
 from stabletrain.cli.slurm.script import Job, script
-from stabletrain.cli.sweep.plan import OVER
-from stabletrain.config.arguments import Arguments, before, newest_of_same, recorded, take_apart
+from stabletrain.cli.sweep.plan import OVER, status_of
+from stabletrain.config.arguments import Arguments, before, newest_of_same, recorded, swept
 from stabletrain.errors import ConfigError, StabletrainError
 
 
@@ -62,7 +60,7 @@ def planned(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     jobs = []
     for card in cards:
         where = runs.folder / card.name if len(cards) > 1 else runs.folder
-        tasks = [n for n in range(len(runs.overrides)) if not (same and over(where / str(n)))]
+        tasks = [n for n in range(len(runs.overrides)) if not (same and status_of(where / str(n)) in OVER)]
         jobs.append(Job(card, where, tasks if arguments.sweeps else None, runs.overrides, options, Path.cwd()))
     if not any(job.folders for job in jobs):
         raise ConfigError(f"every run in {runs.folder} is over: there is nothing to continue")
@@ -89,8 +87,9 @@ def continued(request: Request) -> tuple[Arguments, Path | None]:
         return typed, None
     key = "hydra.sweep.dir" if typed.sweeps else "hydra.run.dir"
     if resume == "auto":
-        named = typed.value(key)
-        found = Path(named) if named else newest(typed, request.cards)
+        part = request.cards[0] if len(request.cards) > 1 else "."  # each card's jobs have a folder of their own
+        named = typed.value(key) or newest_of_same(typed, part)
+        found = Path(named) if named else None
         if found is None:
             print("resume=auto: no earlier run of this command here; a new one starts", file=sys.stderr)
         return typed, found
@@ -99,32 +98,8 @@ def continued(request: Request) -> tuple[Arguments, Path | None]:
     for place in places:
         if not (place / mark).exists():
             raise ConfigError(f"resume={resume}: there is no {place / mark}: use auto, or a folder that was begun")
-    first = take_apart(swept(places[0] / mark)) if typed.sweeps else recorded(folder)
-    return before(first, typed), folder
-
-
-def over(folder: Path) -> bool:
-    """Whether the run in `folder` has its result: it finished, or was halted by the guard."""
-    try:
-        return json.loads((folder / "run.json").read_text(encoding="utf-8"))["status"] in OVER
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def swept(file: Path) -> list[str]:
-    """The overrides of the sweep that wrote this `multirun.yaml`."""
-    return [str(task) for task in OmegaConf.select(OmegaConf.load(file), "hydra.overrides.task") or []]
-
-
-def newest(arguments: Arguments, cards: Sequence[str]) -> Path | None:
-    """The newest folder that was started with the same overrides."""
-    if not arguments.sweeps or len(cards) == 1:
-        found = newest_of_same(arguments)
-        return Path(found) if found else None
-    for file in sorted(Path("multirun").glob(f"*/*/{cards[0]}/multirun.yaml"), reverse=True):
-        if take_apart(swept(file)).own() == arguments.own():
-            return file.parent.parent
-    return None
+    first = swept(places[0]) if typed.sweeps else recorded(folder)
+    return before(first or Arguments([], []), typed), folder
 
 
 def submit(job: Job, text: str, record: DictConfig | None, *, submitted: int) -> None:

@@ -7,7 +7,6 @@ The command line of `slurm/launch.sh`: what is asked of Slurm, and what is left 
 
 import argparse
 import configparser
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from stabletrain.config.arguments import Arguments, take_apart
-from stabletrain.errors import ConfigError
+from stabletrain.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,8 @@ def read_cluster(file: Path, name: str) -> Card:
         raise ConfigError(f"--gpu {name} is not in {file}, which has {', '.join(config.sections())}: add it there")
     for key, value in config[name].items():
         if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(KEYS)}"
-            raise ConfigError(f"{file}: [{name}] {key}: there is no such key; {hint}")
+            hint = did_you_mean(key, KEYS) or f"; there are {', '.join(KEYS)}"
+            raise ConfigError(f"{file}: [{name}] {key}: there is no such key{hint}")
         if value and key in COUNTS and (not value.isdecimal() or int(value) < COUNTS[key]):
             raise ConfigError(f"{file}: [{name}] {key} = {value} is not a whole number of at least {COUNTS[key]}")
     card = Card(name, **{key: value for key, value in config[name].items() if value})

@@ -2,7 +2,7 @@
 
 Several runs of a sweep at once, in processes of their own: asked to stop, all of them save and no other begins.
 
-The processes know each other by the sweep's folder only, so the wish to stop is a file in it.
+The processes know each other by the sweep's folder only, so the request to stop is a file in it.
 
 One run in its sweep: whether it is over already, what it shows, and its line at the end.
 """
@@ -13,90 +13,68 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.cli.sweep import lines, plan
+from stabletrain.machine.signals import handling
 from stabletrain.tracking.progress import InSweep
 from stabletrain.tracking.run_folder import RunFolder
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-
 LOOK = 0.5
-"""Seconds between two looks for the wish to stop."""
+"""Seconds between two looks for the request to stop."""
 
 
-class Asked:
-    """A context around a whole sweep, in the process that started it: a signal leaves the wish to stop.
+@contextmanager
+def stopping_all(folder: Path) -> Generator[None]:
+    """A context around a whole sweep, in the process that started it: a signal asks all its runs to stop.
 
     A second SIGINT interrupts at once, and ends the runs where they are.
-
-    Attributes:
-        name: the signal that came, such as `SIGTERM`; empty until then.
     """
+    stop, asked = stop_file(folder), []
 
-    def __init__(self, folder: Path) -> None:
-        self.name = ""
-        self._wish = stop_file(folder)
-        self._before: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> "Asked":
-        self._wish.unlink(missing_ok=True)
-        for each in SIGNALS:
-            self._before[each] = signal.signal(each, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for each, handler in self._before.items():
-            signal.signal(each, handler)  # ty: ignore[invalid-argument-type]
-        self._wish.unlink(missing_ok=True)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
         del frame
-        if self.name and number == signal.SIGINT:
+        if asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
-        self._wish.touch()
+        asked.append(number)
+        stop.touch()
+
+    stop.unlink(missing_ok=True)
+    try:
+        with handling(note):
+            yield
+    finally:
+        stop.unlink(missing_ok=True)
 
 
-class Listening:
-    """A context around one run, in its own process: the wish to stop becomes the signal that a run answers.
+@contextmanager
+def stopped_with_others(folder: Path) -> Generator[None]:
+    """A context around one run, in its own process: a request to stop all becomes the signal that a run answers.
 
-    Signals from outside are left to the process that started the sweep, until the run listens to them itself.
+    Signals from outside are left to the process that started the sweep, until the run handles them itself.
     """
+    stop, over = stop_file(folder), threading.Event()
 
-    def __init__(self, folder: Path) -> None:
-        self._wish = stop_file(folder)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._before: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> "Listening":
-        for each in SIGNALS:
-            self._before[each] = signal.signal(each, signal.SIG_IGN)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
-        self._thread.join()
-        for each, handler in self._before.items():
-            signal.signal(each, handler)  # ty: ignore[invalid-argument-type]
-
-    def _listen(self) -> None:
-        while not self._over.wait(LOOK):
-            if self._wish.exists():  # again and again, for the run may not yet have begun to listen
+    def watch() -> None:
+        while not over.wait(LOOK):
+            if stop.exists():  # again and again, because the run may not handle signals yet
                 os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    with handling(signal.SIG_IGN):
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
 
 def stop_file(folder: Path) -> Path:
@@ -143,7 +121,7 @@ class Member:
 
     def listening(self) -> AbstractContextManager[Any]:
         """A context in which it learns that the sweep is to stop."""
-        return nullcontext() if self.alone else Listening(self._above)
+        return nullcontext() if self.alone else stopped_with_others(self._above)
 
     @property
     def unwanted(self) -> bool:

@@ -191,6 +191,11 @@ def read(folder: Path) -> Sweep | None:
         return None
 
 
+def status_of(folder: Path) -> str | None:
+    """The status of the run in a folder; None where there is none."""
+    return RunFolder(folder).read().get("status")
+
+
 def over(folder: Path, overrides: Sequence[str], steps: int, statuses: Sequence[str] = OVER) -> dict[str, Any] | None:
     """The `run.json` of the run in a folder, where these very overrides were run there and it is over.
 
