@@ -54,7 +54,7 @@ def measured(kind: type[DDP] | type[FSDP], workload: str, device: torch.device, 
                 met = share(*numbers)
             return met
 
-        vars(parallel)["meet"] = reduce_stats
+        vars(parallel)["reduce_stats"] = reduce_stats
         dist.barrier()
         start = time.perf_counter()
         train_step(state, [batch], tools)

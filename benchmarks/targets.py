@@ -17,7 +17,7 @@ from measuring import head, row
 from stabletrain.machine import hardware
 
 
-def any_rank(device: torch.device) -> str:
+def anywhere(device: torch.device) -> str:
     """Measurable on every machine."""
     del device
     return ""
@@ -55,7 +55,7 @@ class Target:
     what: str
     bound: float
     at_most: bool
-    why_not: Callable[[torch.device], str] = any_rank
+    why_not: Callable[[torch.device], str] = anywhere
 
     def met(self, value: float) -> bool:
         """Whether `value` is good enough."""

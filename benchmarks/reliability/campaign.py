@@ -66,7 +66,7 @@ EVENTS = ("spike", "rollback", "alarm", "halt")
 
 
 @dataclass(frozen=True)
-class RunSettings:
+class Setting:
     """What is trained."""
 
     model: str
@@ -82,7 +82,7 @@ class RunSettings:
 
 
 SETTINGS = [
-    RunSettings(model, precision, fused, seed)
+    Setting(model, precision, fused, seed)
     for model in MODELS
     for precision in PRECISIONS
     for fused in (True, False)
@@ -107,7 +107,7 @@ class Outcome:
         false_alarms: what the guard did before the first fault.
     """
 
-    setting: RunSettings
+    setting: Setting
     faults: list[dict]
     status: str = ""
     reason: str | None = None
@@ -222,7 +222,7 @@ def killed(folder: Path, overrides: Sequence[str]) -> None:
 
 
 @cache
-def clean(setting: RunSettings) -> Clean:
+def clean(setting: Setting) -> Clean:
     """The same run without faults."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "clean"
@@ -250,7 +250,7 @@ def largest(tensor: torch.Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
-def one(setting: RunSettings, faults: list[dict], *, guarded: bool = True) -> Outcome:
+def one(setting: Setting, faults: list[dict], *, guarded: bool = True) -> Outcome:
     """A run with these faults, and what became of it; unguarded, it shows that the campaign can see damage."""
     outcome, began = Outcome(setting, faults), time.monotonic()
     with tempfile.TemporaryDirectory() as place:
@@ -328,7 +328,7 @@ def alarms(folder: Path) -> list[tuple[int, str]]:
 def campaign(
     runs: int,
     seed: int,
-    settings: Sequence[RunSettings] = SETTINGS,
+    settings: Sequence[Setting] = SETTINGS,
     kinds: Sequence[str] = tuple(FAULTS),
     say: bool = False,
 ) -> list[Outcome]:
@@ -346,7 +346,7 @@ def clean_runs(runs: int, seed: int) -> list[Outcome]:
     draw, found = random.Random(seed), []
     for number in range(runs):
         model, precision = list(MODELS)[number % 2], PRECISIONS[number // 2 % 3]
-        found.append(one(RunSettings(model, precision, draw.random() < 0.7, 100 + number), []))
+        found.append(one(Setting(model, precision, draw.random() < 0.7, 100 + number), []))
         if found[-1].bad:
             print(line(found[-1]), file=sys.stderr, flush=True)
     return found

@@ -203,8 +203,8 @@ def in_table(text: str) -> str:
         rows = [number - 1, *range(number + 1, last)]
         width = max(len(lines[row]) for row in rows)
         grid = [lines[row].ljust(width) for row in rows]
-        model_factory = "".join(" " if all(row[place] == " " for row in grid) else "x" for place in range(width))
-        spans = [match.span() for match in re.finditer(r"x+(?: {1,2}x+)*", model_factory)]
+        blank = "".join(" " if all(row[place] == " " for row in grid) else "x" for place in range(width))
+        spans = [match.span() for match in re.finditer(r"x+(?: {1,2}x+)*", blank)]
         heads = [grid[0][start:stop].strip() for start, stop in spans]
         for row, cells in zip(rows, grid, strict=True):
             words = [cells[start:stop].strip() for start, stop in spans]

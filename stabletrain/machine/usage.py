@@ -51,8 +51,8 @@ def flops_per_sample(model: nn.Module, inputs: Tensor) -> float | None:
 
     memo: dict[int, Tensor] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        model_factory = tensor.detach().to("meta")
-        memo[id(tensor)] = nn.Parameter(model_factory) if isinstance(tensor, nn.Parameter) else model_factory
+        empty = tensor.detach().to("meta")
+        memo[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
     try:
         model_copy = copy.deepcopy(model, memo).eval()
         with FlopCounterMode(display=False) as counter, torch.no_grad():

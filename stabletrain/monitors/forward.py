@@ -81,7 +81,7 @@ def recording_activations(blocks: dict[str, nn.Module]) -> Generator[Heard, None
     heard = Heard({}, {})
     handles = []
 
-    def note_stop(name: str, whole: bool, module: nn.Module, inputs: Any, output: Any) -> None:
+    def record(name: str, whole: bool, module: nn.Module, inputs: Any, output: Any) -> None:
         del module, inputs
         values = first_tensor(output)
         if values is None:
@@ -96,7 +96,7 @@ def recording_activations(blocks: dict[str, nn.Module]) -> Generator[Heard, None
     try:
         for name, block in blocks.items():
             for module in block.modules():
-                handles.append(module.register_forward_hook(partial(note_stop, name, module is block)))
+                handles.append(module.register_forward_hook(partial(record, name, module is block)))
         yield heard
     finally:
         for handle in handles:
@@ -184,7 +184,7 @@ def recording_attention(model: nn.Module) -> Generator[dict[str, Attended], None
     heard: dict[str, Attended] = {}
     handles = []
 
-    def note_stop(name: str, module: nn.Module, inputs: tuple, named: dict[str, Any]) -> None:
+    def record(name: str, module: nn.Module, inputs: tuple, named: dict[str, Any]) -> None:
         q, k, *_ = [*inputs, *(named[key] for key in "qkv" if key in named)]
         cap = getattr(getattr(module, "softcap", None), "attention_cap", None)
         heard[name] = attended(q, k, causal=getattr(module, "is_causal", True), cap=cap)
@@ -192,7 +192,7 @@ def recording_attention(model: nn.Module) -> Generator[dict[str, Attended], None
     try:
         for name, module in model.named_modules():
             if name.endswith("dot_product"):
-                handles.append(module.register_forward_pre_hook(partial(note_stop, name), with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(partial(record, name), with_kwargs=True))
         yield heard
     finally:
         for handle in handles:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from benchmarks.reliability.campaign import FAULTS, RunSettings, campaign, line, one, rendered, table
+from benchmarks.reliability.campaign import FAULTS, Setting, campaign, line, one, rendered, table
 
 QUICK = [
-    RunSettings("gpt", "fp32", False, 0),
-    RunSettings("gpt", "fp16", True, 0),
-    RunSettings("resnet", "bf16", True, 0),
+    Setting("gpt", "fp32", False, 0),
+    Setting("gpt", "fp16", True, 0),
+    Setting("resnet", "bf16", True, 0),
 ]
 IN_PROCESS = [kind for kind in FAULTS if kind != "kill"]
 """Kinds that a test can stand; kills are in test_faults.py and tests/laws/test_resume.py."""

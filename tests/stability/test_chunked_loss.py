@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
+from stabletrain.protocols import ForwardPass
 from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE
 from stabletrain.stability.chunked_loss import InChunks, in_chunks
 from stabletrain.stability.objective import NoZLoss, Objective, ZLoss
@@ -27,11 +28,11 @@ def gpt(tied_head=False, softcap=None, seed=0, **changed):
     return GPT(**{**asked, **kinds, **knobs, **changed})
 
 
-class Run:
+class Run(ForwardPass):
     """A model run as a step runs it, at a loss scale."""
 
     def __init__(self, model, autocast=nullcontext, scale=1.0):
-        self.model, self.autocast, self.scale = model, autocast, scale
+        vars(self).update(model=model, autocast=autocast, scale=scale)
 
     def __call__(self, inputs, **how):
         with self.autocast():
