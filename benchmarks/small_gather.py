@@ -25,7 +25,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
 from stabletrain.parallel.ddp import DDP
 from stabletrain.parallel.fsdp import FSDP
-from stabletrain.parallel.ranks import current_ranks, join, leave
+from stabletrain.parallel.ranks import current_ranks, join_process_group, leave_process_group
 from stabletrain.records import Batch, TrainState
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.optimizers import AdamW
@@ -81,7 +81,7 @@ def main() -> None:
     asked = parser.parse_args()
     if not current_ranks().launched:
         raise ConfigError("small_gather.py needs ranks: torchrun --nproc_per_node=2 benchmarks/small_gather.py")
-    join(current_ranks())
+    join_process_group(current_ranks())
     device = hardware.pick(asked.device)
     workload = next(iter(WORKLOADS[device.type]))
     results = {kind.name: measured(kind, workload, device, asked.rounds) for kind in (DDP, FSDP)}
@@ -103,7 +103,7 @@ def main() -> None:
         if asked.json:
             about = {"machine": platform.platform(), "torch": torch.__version__, "ranks": current_ranks().world_size}
             asked.json.write_text(json.dumps({**about, "workload": workload, "seconds": results}, indent=2) + "\n")
-    leave()
+    leave_process_group()
 
 
 if __name__ == "__main__":

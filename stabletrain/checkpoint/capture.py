@@ -146,7 +146,7 @@ def _restore_optimizer(tree: Tree, state: TrainState) -> None:
     names, optimizer = _names(state), state.optimizer
     for group, saved in zip(optimizer.param_groups, tree["param_groups"], strict=True):
         for key in saved.keys() - NOT_RESTORED - optimizer.defaults.keys():
-            group[key] = _put(group.get(key), saved[key], torch.device("cpu"))
+            group[key] = _copy_into(group.get(key), saved[key], torch.device("cpu"))
         for parameter in group["params"]:
             values = tree["state"].get(names[parameter])
             if values is None:
@@ -156,7 +156,7 @@ def _restore_optimizer(tree: Tree, state: TrainState) -> None:
             for key in live.keys() - values.keys():
                 del live[key]
             for key, value in values.items():
-                live[key] = _put(live.get(key), value, _home(key, parameter, group), parameter)
+                live[key] = _copy_into(live.get(key), value, _home(key, parameter, group), parameter)
 
 
 def _home(key: str, parameter: Tensor, group: dict[str, Any]) -> torch.device:
@@ -165,7 +165,7 @@ def _home(key: str, parameter: Tensor, group: dict[str, Any]) -> torch.device:
 
 
 @torch.no_grad()
-def _put(live: Any, saved: Any, device: torch.device, parameter: Tensor | None = None) -> Any:
+def _copy_into(live: Any, saved: Any, device: torch.device, parameter: Tensor | None = None) -> Any:
     """What to store in place of `live`: `live` itself, overwritten, where it is a tensor of that shape."""
     if isinstance(live, Tensor) and isinstance(saved, float | int):  # a learning rate that became a tensor
         return live.fill_(saved)

@@ -67,7 +67,7 @@ class Copies(DefaultSavePlanner):
         Raises:
             OSError: the disk is full or gone.
         """
-        files = Handed(write_file)
+        files = FileHandoff(write_file)
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         writer.fs, writer.sync_files, writer.per_thread_copy_ahead = files, False, 0  # `write_file` synchronises
         plan = writer.prepare_global_plan([self.plan] * count)[rank]
@@ -75,7 +75,7 @@ class Copies(DefaultSavePlanner):
         return files.entries
 
 
-class Handed(FileSystem):
+class FileHandoff(FileSystem):
     """Files whose content is handed to a function when it is complete.
 
     Attributes:
@@ -90,12 +90,12 @@ class Handed(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Generator[Any]:
         """A stream to write to; nothing is copied."""
         del mode
-        content = Content()
+        content = ByteStream()
         yield content
         self.entries[Path(path).name] = self._write_file(Path(path), content.pieces)
 
 
-class Content(io.RawIOBase):
+class ByteStream(io.RawIOBase):
     """A stream that keeps what is written to it, piece by piece."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Content(io.RawIOBase):
         return sum(map(len, self.pieces))
 
 
-class Listed(FileSystem):
+class ListedFiles(FileSystem):
     """A folder in which nothing is but `files`: what else somebody has laid there is not read."""
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -158,7 +158,7 @@ def opened(
 ) -> tuple[HuggingFaceStorageReader, dict[str, TensorStorageMetadata]]:
     """A reader of some files, and what they hold by name; takes and raises what `read` does."""
     reader = HuggingFaceStorageReader(str(files[0].parent))
-    reader.fs = Listed(files)
+    reader.fs = ListedFiles(files)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     known: dict[str, TensorStorageMetadata] = dict(metadata.state_dict_metadata)  # ty: ignore[invalid-assignment]

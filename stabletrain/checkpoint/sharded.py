@@ -61,7 +61,7 @@ def begin(folder: Path, step: int, serial: int) -> Path:
 
 
 class RankShard:
-    """One rank's part of a state, copied to the host, and its way to the writer.
+    """One rank's part of a state, copied to the host, and its way to the disk.
 
     Args:
         place: where it goes.

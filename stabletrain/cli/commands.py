@@ -165,9 +165,9 @@ def diagnose(chosen: argparse.Namespace) -> None:
 
 def replay(chosen: argparse.Namespace) -> None:
     """Runs an incident's step again, and prints what came of it."""
-    from stabletrain.cli.replay import again
+    from stabletrain.cli.replay import replay_incident
 
-    found = again(chosen.incident, chosen.overrides, chosen.config_dir)
+    found = replay_incident(chosen.incident, chosen.overrides, chosen.config_dir)
     print(json.dumps(found.as_json(), indent=2) if chosen.json else found)
 
 

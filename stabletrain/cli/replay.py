@@ -51,7 +51,7 @@ PRESETS = ("stability",)
 """Groups that only choose in others."""
 
 
-def changed(
+def with_overrides(
     recorded: DictConfig, choices: Mapping[str, str], overrides: Sequence[str], config_dir: Path | None
 ) -> DictConfig:
     """The recorded configuration with overrides.
@@ -74,7 +74,7 @@ def changed(
         if key_of(override) == "model":
             raise ConfigError(f"{override}: the incident's weights are of model={choices['model']}: change its keys")
     cfg = DictConfig(OmegaConf.to_container(recorded))
-    taken = taken_by(groups, config_dir) if groups else {}
+    taken = chosen_options(groups, config_dir) if groups else {}
     for group, node in taken.items():
         if group in CHOSEN_PARTS and group not in cfg.model and group != "qkclip":
             raise ConfigError(f"{group} does nothing with model={choices['model']}, which has no attention: leave it")
@@ -98,14 +98,14 @@ def changed(
     return cfg
 
 
-def taken_by(groups: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
+def chosen_options(groups: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
     """The options that overrides of groups choose, directly or as a preset, of the groups that act in a step."""
     if not CONF.is_dir():
         raise ConfigError(
             f"{CONF} is missing, where the groups' options are: install from a checkout, pip install -e ."
         )
     search = [] if config_dir is None else [f"hydra.searchpath=[file://{config_dir.resolve()}]"]
-    with worded(groups, config_dir), initialize_config_dir(str(CONF), version_base="1.3"):
+    with hydra_errors_explained(groups, config_dir), initialize_config_dir(str(CONF), version_base="1.3"):
         first, then = (compose("config", [*search, *more], return_hydra_config=True) for more in ([], groups))
         old, new = first.hydra.runtime.choices, then.hydra.runtime.choices
         typed = {key_of(override) for override in groups}
@@ -115,7 +115,7 @@ def taken_by(groups: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
 
 def parsed(values: Sequence[str], config_dir: Path | None) -> list[tuple[str, Any]]:
     """`key=value` as Hydra reads it."""
-    with worded(values, config_dir):
+    with hydra_errors_explained(values, config_dir):
         found = OverridesParser.create().parse_overrides([*values])
         for override in found:
             if override.is_sweep_override() or override.is_delete():
@@ -124,7 +124,7 @@ def parsed(values: Sequence[str], config_dir: Path | None) -> list[tuple[str, An
 
 
 @contextlib.contextmanager
-def worded(overrides: Sequence[str], config_dir: Path | None) -> Generator[None, None, None]:
+def hydra_errors_explained(overrides: Sequence[str], config_dir: Path | None) -> Generator[None, None, None]:
     """Hydra's complaints become messages; what it keeps for the process is put away."""
     GlobalHydra.instance().clear()
     options = [] if config_dir is None else ["--config-dir", str(config_dir)]
@@ -142,7 +142,7 @@ ODD = 7919
 
 
 @dataclass(frozen=True)
-class Again:
+class ReplayReport:
     """A step run again.
 
     Attributes:
@@ -205,7 +205,7 @@ class Again:
         )
 
 
-def again(folder: Path, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Again:
+def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Path | None = None) -> ReplayReport:
     """Runs an incident's step again, on the device that the overrides, or else the run, chose.
 
     Args:
@@ -230,9 +230,9 @@ def again(folder: Path, overrides: Sequence[str] = (), config_dir: Path | None =
         )
     torch.set_num_threads(repro_files.read(folder).get("threads") or torch.get_num_threads())  # sums are cut up by them
     recorded = DictConfig(updated(about["config"]))
-    cfg = changed(recorded, about["choices"], overrides, config_dir) if overrides else recorded
-    cfg.model = sized(cfg, folder)
-    model, tools = built(cfg)
+    cfg = with_overrides(recorded, about["choices"], overrides, config_dir) if overrides else recorded
+    cfg.model = fill_sizes(cfg, folder)
+    model, tools = model_and_tools(cfg)
     other = plain(cfg)["model"] != plain(recorded)["model"]
     repro = repro_files.load_repro(folder, model, tools, strict=not other)
     if cfg.grad_accum_steps != recorded.grad_accum_steps:
@@ -244,7 +244,7 @@ def again(folder: Path, overrides: Sequence[str] = (), config_dir: Path | None =
         raise StabletrainError(f"{folder}: the step cannot be run: {outcome.not_run}")
     known = repro_files.read(folder)[repro_files.STATE]["parameters"]
     fresh = [name for name, _ in model.named_parameters() if name not in known]
-    return Again(repro.reading, outcome, tuple(overrides), fresh, repro.applied)
+    return ReplayReport(repro.reading, outcome, tuple(overrides), fresh, repro.applied)
 
 
 def why_not(folder: Path) -> str:
@@ -254,7 +254,7 @@ def why_not(folder: Path) -> str:
     return "it holds no incident: name one of <run>/incidents/; `stabletrain diagnose <run>` lists them"
 
 
-def built(cfg: DictConfig) -> tuple[nn.Module, Tools]:
+def model_and_tools(cfg: DictConfig) -> tuple[nn.Module, Tools]:
     """The model on its device, with the weights it was made with, and what acts in a step."""
     determinism = make(cfg, "determinism")
     determinism.prepare()
@@ -279,7 +279,7 @@ def built(cfg: DictConfig) -> tuple[nn.Module, Tools]:
     return model, tools
 
 
-def sized(cfg: DictConfig, folder: Path) -> DictConfig:
+def fill_sizes(cfg: DictConfig, folder: Path) -> DictConfig:
     """The model's configuration, with what was left to the data filled in from the incident's shapes.
 
     Raises:

@@ -33,13 +33,20 @@ from omegaconf import DictConfig
 
 from stabletrain.cli.sweep import lines
 from stabletrain.cli.sweep.member import Member, stopping_all
-from stabletrain.cli.sweep.plan import Sweep, over, start
-from stabletrain.config.arguments import Arguments, added, again, continued, take_apart
+from stabletrain.cli.sweep.plan import Sweep, finished_run, start
+from stabletrain.config.arguments import Arguments, parse_arguments, resolve_resume, resume_command, with_overrides
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain
 from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted
 from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location
-from stabletrain.parallel.ranks import Ranks, current_ranks, end_together, join, leave, run_on_main
+from stabletrain.parallel.ranks import (
+    Ranks,
+    current_ranks,
+    exit_together,
+    join_process_group,
+    leave_process_group,
+    run_on_main,
+)
 
 ALIKE = 5.0
 """Seconds within which ranks that refuse the same configuration all have said so."""
@@ -65,10 +72,10 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come here, and are worded here
     setattr(ConfigStore, "__deepcopy__", lambda store, _: store)  # noqa: B010  there is one; --help copies it 160 times
-    typed, ranks = take_apart(sys.argv[1:]), current_ranks()
+    typed, ranks = parse_arguments(sys.argv[1:]), current_ranks()
     sweep: Sweep | None = None
     try:
-        sweep, arguments = agreed(typed, ranks, config_dir)
+        sweep, arguments = resolve_arguments(typed, ranks, config_dir)
         sys.argv[1:] = [*chain(*arguments)]
         if sweep is not None and ranks.is_main:
             print(lines.opening(sweep), flush=True)
@@ -95,32 +102,32 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         if sweep is not None and ranks.is_main and sweep.records():
             print(lines.closing(sweep), flush=True)
     if ranks.launched:
-        leave()
+        leave_process_group()
     return 0 if sweep is None else lines.code(sweep)
 
 
-def agreed(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple[Sweep | None, Arguments]:
+def resolve_arguments(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple[Sweep | None, Arguments]:
     """The command line with `resume` resolved and, for several ranks, with the one folder that rank 0 chose; and its
     sweep, if it is one.
 
     Ranks that torchrun has started anew, because one of them failed, continue what they had begun.
     """
     if not ranks.launched:
-        return start(continued(typed), config_dir)
-    join(ranks)
+        return start(resolve_resume(typed), config_dir)
+    join_process_group(ranks)
     publish_location(ranks)
     if ranks.restarts:
-        typed = added(typed, "resume=auto")
-    sweep, found = run_on_main(ranks, lambda: start(in_one_folder(continued(typed)), config_dir))
-    return sweep, found if ranks.is_main else added(found, "hydra.output_subdir=null")
+        typed = with_overrides(typed, "resume=auto")
+    sweep, found = run_on_main(ranks, lambda: start(with_folder(resolve_resume(typed)), config_dir))
+    return sweep, found if ranks.is_main else with_overrides(found, "hydra.output_subdir=null")
 
 
-def in_one_folder(arguments: Arguments) -> Arguments:
+def with_folder(arguments: Arguments) -> Arguments:
     """The arguments with the folder that Hydra would choose; it is named by the time, so ranks would choose several."""
     kind, root = ("sweep", "multirun") if arguments.sweeps else ("run", "outputs")
     if arguments.value(f"hydra.{kind}.dir"):
         return arguments
-    return added(arguments, f"hydra.{kind}.dir={time.strftime(f'{root}/%Y-%m-%d/%H-%M-%S')}")
+    return with_overrides(arguments, f"hydra.{kind}.dir={time.strftime(f'{root}/%Y-%m-%d/%H-%M-%S')}")
 
 
 def run_job(cfg: DictConfig) -> float | None:
@@ -138,19 +145,19 @@ def run_job(cfg: DictConfig) -> float | None:
         check(cfg)
         done = None
         if cfg.resume == "auto":
-            done = run_on_main(ranks, lambda: over(folder, overrides, cfg.steps, ("finished",)))
+            done = run_on_main(ranks, lambda: finished_run(folder, overrides, cfg.steps, ("finished",)))
         if done and not done.get("reason"):  # such as that its end could not be saved
             if ranks.is_main:
                 print(f"{folder} is finished already, {lines.result(done)}: nothing to do; raise steps to go on")
             return done["final"].get("val/loss")
-        return trained(cfg, folder)
+        return build_and_train(cfg, folder)
     except Exception as raised:
         error = as_rank_lost(raised, ranks) or raised
-        tell(error, ranks, folder)
+        report_error(error, ranks, folder)
         if ranks.is_main:
             record_failure(folder, error)
         if isinstance(error, Interrupted | TrainingHalted):
-            end_together(ranks)
+            exit_together(ranks)
         sys.exit(getattr(error, "exit_code", 1))
 
 
@@ -169,19 +176,19 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
             if ranks.is_main:
                 member.keep(cfg)
             with member.listening():
-                loss = trained(cfg, member.folder, member.progress(cfg.log_every))
+                loss = build_and_train(cfg, member.folder, member.progress(cfg.log_every))
     except TrainingHalted:
-        end_together(ranks)
+        exit_together(ranks)
     except Interrupted as error:
         if ranks.is_main:
             member.say({"status": "preempted", "reason": str(error)})
-        end_together(ranks)
+        exit_together(ranks)
         if member.alone:
             sys.exit(error.exit_code)
         return math.inf
     except Exception as raised:
         error = as_rank_lost(raised, ranks) or raised
-        tell(error, ranks, member.folder)
+        report_error(error, ranks, member.folder)
         if ranks.is_main:
             record_failure(member.folder, error)
             member.say({"status": "failed", "reason": str(error)})
@@ -195,7 +202,7 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
     return math.inf if loss is None or math.isnan(loss) else loss
 
 
-def trained(cfg: DictConfig, folder: Path, shown: Any = None) -> float | None:
+def build_and_train(cfg: DictConfig, folder: Path, shown: Any = None) -> float | None:
     """Builds a run and trains it; returns the last validation loss in nats.
 
     Args:
@@ -212,7 +219,7 @@ def trained(cfg: DictConfig, folder: Path, shown: Any = None) -> float | None:
     return loss
 
 
-def tell(error: Exception, ranks: Ranks, folder: Path) -> None:
+def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
     """Says why a run ended: what all ranks raise alike rank 0 says, and what one alone has met says that one.
 
     A refusal may be either. Rank 0's ends the other processes soon; one that is still there then has met it alone.
@@ -225,7 +232,7 @@ def tell(error: Exception, ranks: Ranks, folder: Path) -> None:
     if isinstance(error, RankLost):
         print(f"{where}stabletrain: {error}", file=sys.stderr, flush=True)
         if ranks.is_main:
-            print(f"continue  {again(ranks, folder)}", file=sys.stderr, flush=True)
+            print(f"continue  {resume_command(ranks, folder)}", file=sys.stderr, flush=True)
         time.sleep(LEFT)  # torchrun ends this process meanwhile, and names the rank that was the first to end
         return
     if isinstance(error, StabletrainError):
@@ -235,7 +242,7 @@ def tell(error: Exception, ranks: Ranks, folder: Path) -> None:
         print("".join(f"{where}{line}" for line in trace.splitlines(keepends=True)), file=sys.stderr)
     publish_failure(ranks, error)
     if isinstance(error, Interrupted) and error.saved:
-        print(f"continue  {again(ranks, folder)}", file=sys.stderr)
+        print(f"continue  {resume_command(ranks, folder)}", file=sys.stderr)
     if ranks.launched:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

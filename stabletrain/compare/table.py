@@ -47,7 +47,7 @@ def digits(places: int) -> Callable[[float], str]:
     return lambda value: f"{value:.{places}f}"
 
 
-def general(value: float) -> str:
+def three_digits(value: float) -> str:
     """Three digits that count."""
     return f"{value:.3g}"
 
@@ -62,7 +62,7 @@ def thousands(value: float | int) -> str:
     return f"{value / 1e6:.3g}M" if value >= 1e6 else f"{value / 1e3:.3g}k" if value >= 1e3 else f"{value:.3g}"
 
 
-def clock(value: float | int) -> str:
+def duration(value: float | int) -> str:
     """48 s, 12 min, 3.4 h."""
     return f"{value / 3600:.1f} h" if value >= 3600 else f"{value / 60:.0f} min" if value >= 600 else f"{value:.0f} s"
 
@@ -82,19 +82,21 @@ COLUMNS = (
     Column("spike_score", "spikes", percent),
     Column("units_per_s", "/s", thousands),
     Column("mfu", "MFU", percent),
-    Column("peak_memory_gb", "peak GB", general),
+    Column("peak_memory_gb", "peak GB", three_digits),
     Column("card", "card", plain, right=False),
     Column("precision", "precision", plain, right=False),
     Column("steps", "steps", plain),
     Column("parameters", "parameters", thousands),
-    Column("seconds", "time", clock),
+    Column("seconds", "time", duration),
     Column("sweep", "sweep", plain, right=False),
 )
 """Those that a table may have beside the run's name and its settings, the most important first."""
 
-MATTERS = ("card", "precision", "status", "val_loss", "cause", "range", "best_val_loss", "val_accuracy", "diverged",
-          "sensitivity", "spike_score", "units_per_s", "skips", "rollbacks", "incidents", "mfu", "peak_memory_gb",
-          "seconds", "steps", "sweep", "parameters")  # fmt: skip
+BY_IMPORTANCE = (
+    *("card", "precision", "status", "val_loss", "cause", "range", "best_val_loss", "val_accuracy", "diverged"),
+    *("sensitivity", "spike_score", "units_per_s", "skips", "rollbacks", "incidents", "mfu", "peak_memory_gb"),
+    *("seconds", "steps", "sweep", "parameters"),
+)
 """What is kept where not everything fits, the most important first: what differs in hardware, then how it ended."""
 
 CAN_BE_SHARED = ("status", "cause", "incidents", "skips", "rollbacks", "spike_score", "card", "precision", "steps",
@@ -102,7 +104,7 @@ CAN_BE_SHARED = ("status", "cause", "incidents", "skips", "rollbacks", "spike_sc
 """Columns that are said once, above the table, where they are the same in all rows."""
 
 
-def words_of(rows: pd.DataFrame) -> dict[str, list[str]]:
+def cell_text(rows: pd.DataFrame) -> dict[str, list[str]]:
     """Every column of the table in words, `""` for what is missing."""
     found = {"run": [short(str(name)) for name in rows["run"]]}
     for key in rows.attrs["telling"]:
@@ -195,11 +197,11 @@ def show(rows: pd.DataFrame, console: Console, most: int = 0) -> None:
         console: into whose width it is to fit.
         most: rows that are printed; 0 for all.
     """
-    cells = {name: words for name, words in words_of(rows).items() if any(words)}
+    cells = {name: words for name, words in cell_text(rows).items() if any(words)}
     same = {name: cells[name][0] for name in CAN_BE_SHARED if name in cells and len(set(cells[name])) == 1}
     if len(rows) == 1:
         same = {}
-    heads = heads_of(rows)
+    heads = headings(rows)
     settings = [name for name in cells if name.startswith("settings.") or name == "seed"]
     names = ["run", *settings, *(c.name for c in COLUMNS if c.name in cells and c.name not in same)]
     printed = len(rows) if most == 0 else min(most, len(rows))
@@ -208,7 +210,7 @@ def show(rows: pd.DataFrame, console: Console, most: int = 0) -> None:
     while True:
         table = build(names, heads, cells, marked, printed)
         needed = console.measure(table, options=console.options.update(width=ENDLESS)).maximum
-        least = next((name for name in expendable(names, cells)), None)
+        least = next((name for name in first_to_drop(names, cells)), None)
         if needed <= console.width or least is None:
             break
         names.remove(least)
@@ -221,7 +223,7 @@ def show(rows: pd.DataFrame, console: Console, most: int = 0) -> None:
         console.print(Text(f"left out, for want of width: {', '.join(reversed(dropped))}; --wide shows them"))
 
 
-def expendable(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> list[str]:
+def first_to_drop(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> list[str]:
     """The columns that can be left out, the first to go first.
 
     First come settings that follow from those before them, then what was measured, then what else differs.
@@ -232,11 +234,11 @@ def expendable(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> list
         rows = list(zip(*(cells[other] for other in kept), strict=True)) if kept else [()] * len(cells[name])
         values = set(zip(rows, cells[name], strict=True))
         (idle if len(values) == len(set(rows)) else kept).append(name)
-    measured = sorted((name for name in names if name in MATTERS and name not in ALWAYS), key=MATTERS.index)
+    measured = sorted((name for name in names if name in BY_IMPORTANCE and name not in ALWAYS), key=BY_IMPORTANCE.index)
     return [*reversed(idle), *reversed(measured), *reversed(kept)]
 
 
-def heads_of(rows: pd.DataFrame) -> dict[str, str]:
+def headings(rows: pd.DataFrame) -> dict[str, str]:
     """What stands above each column."""
     units = set(rows["unit"].dropna())
     return (

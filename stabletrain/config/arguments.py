@@ -68,7 +68,7 @@ class Arguments(NamedTuple):
         """The same without the overrides of `key`."""
         return Arguments(self.options, [o for o in self.overrides if key_of(o) != key])
 
-    def own(self) -> list[str]:
+    def identity(self) -> list[str]:
         """What makes a command the same command: its overrides, sorted, but for `resume` and Hydra's own."""
         return sorted(o for o in self.overrides if key_of(o) != "resume" and not key_of(o).startswith("hydra"))
 
@@ -78,7 +78,7 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def take_apart(typed: list[str]) -> Arguments:
+def parse_arguments(typed: list[str]) -> Arguments:
     """Options wherever they stand, which Hydra wants first, and overrides."""
     options: list[str] = []
     overrides: dict[str, str] = {}
@@ -94,7 +94,7 @@ def take_apart(typed: list[str]) -> Arguments:
     return Arguments(options, list(overrides.values()))
 
 
-def continued(typed: Arguments) -> Arguments:
+def resolve_resume(typed: Arguments) -> Arguments:
     """The command line with `resume` resolved; one without it as it is.
 
     `resume=auto` looks for the newest run (or, with `-m`, sweep) of the same overrides, and continues in its folder.
@@ -106,7 +106,7 @@ def continued(typed: Arguments) -> Arguments:
         ConfigError: `resume` names nothing that could be continued.
     """
     resume = typed.value("resume")
-    if resume is None and typed.sweeps and swept(Path(typed.value("hydra.sweep.dir") or "/")) is not None:
+    if resume is None and typed.sweeps and sweep_arguments(Path(typed.value("hydra.sweep.dir") or "/")) is not None:
         resume = "auto"
     if resume is None or resume == "none":
         return typed
@@ -118,58 +118,58 @@ def continued(typed: Arguments) -> Arguments:
         folder = typed.value(key) or newest_of_same(typed)
         if folder is None:
             print("resume=auto: no earlier run of this command here; a new one starts", file=sys.stderr)
-            return added(typed, "resume=none")
-        return within(added(typed, "resume=auto"), key, Path(folder))
+            return with_overrides(typed, "resume=none")
+        return in_folder(with_overrides(typed, "resume=auto"), key, Path(folder))
     path = Path(resume)
-    if (first := swept(path)) is not None:
-        typed = before(Arguments(["-m", *first.options], first.overrides), typed)
-        return within(added(typed, "resume=auto"), "hydra.sweep.dir", path)
+    if (first := sweep_arguments(path)) is not None:
+        typed = merged(Arguments(["-m", *first.options], first.overrides), typed)
+        return in_folder(with_overrides(typed, "resume=auto"), "hydra.sweep.dir", path)
     path = path.parent if path.name == "checkpoints" else path
     if (path / "manifest.json").exists():
-        return added(before(recorded(path.parent.parent), typed), f"resume='{path}'")
+        return with_overrides(merged(recorded_arguments(path.parent.parent), typed), f"resume='{path}'")
     if (path / "checkpoints").is_dir():
-        return within(added(before(recorded(path), typed), "resume=auto"), "hydra.run.dir", path)
+        return in_folder(with_overrides(merged(recorded_arguments(path), typed), "resume=auto"), "hydra.run.dir", path)
     raise ConfigError(
         f"resume={resume} is neither a run folder nor a checkpoint: use auto, none, or outputs/<date>/<time>"
     )
 
 
-def added(arguments: Arguments, *overrides: str) -> Arguments:
+def with_overrides(arguments: Arguments, *overrides: str) -> Arguments:
     """The arguments with more overrides, which win over those before."""
-    return take_apart([*arguments.options, *arguments.overrides, *overrides])
+    return parse_arguments([*arguments.options, *arguments.overrides, *overrides])
 
 
-def before(first: Arguments, then: Arguments) -> Arguments:
+def merged(first: Arguments, then: Arguments) -> Arguments:
     """Recorded arguments, and those typed now, which win."""
     options = then.options if set(first.options) <= set(then.options) else [*first.options, *then.options]
-    return take_apart([*options, *first.overrides, *then.overrides])
+    return parse_arguments([*options, *first.overrides, *then.overrides])
 
 
-def within(arguments: Arguments, key: str, folder: Path) -> Arguments:
+def in_folder(arguments: Arguments, key: str, folder: Path) -> Arguments:
     """The arguments with the folder to continue in; Hydra leaves its record of the first start there alone."""
     kept = ["hydra.output_subdir=null"] if (folder / "run.json").exists() else []
-    return added(arguments, f"{key}='{folder}'", *kept)
+    return with_overrides(arguments, f"{key}='{folder}'", *kept)
 
 
-def recorded(folder: Path) -> Arguments:
+def recorded_arguments(folder: Path) -> Arguments:
     """The arguments that the run in `folder` was first started with; none where they are not recorded."""
     try:
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        return take_apart([*record.get("options", []), *record.get("overrides", [])]).without("resume")
+        return parse_arguments([*record.get("options", []), *record.get("overrides", [])]).without("resume")
     except (OSError, ValueError, AttributeError, TypeError):
         return Arguments([], [])
 
 
-def swept(folder: Path) -> Arguments | None:
+def sweep_arguments(folder: Path) -> Arguments | None:
     """The arguments that the sweep in `folder` was started with; None where there is none."""
     try:
         if (folder / "sweep.json").exists():
             record = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
             options = [option for option in record["options"] if option not in SWEEP]
-            return take_apart([*options, *record["overrides"]])
+            return parse_arguments([*options, *record["overrides"]])
         if (folder / "multirun.yaml").exists():  # of a job array
             tasks = OmegaConf.select(OmegaConf.load(folder / "multirun.yaml"), "hydra.overrides.task") or []
-            return take_apart([str(task) for task in tasks]).without("resume")
+            return parse_arguments([str(task) for task in tasks]).without("resume")
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return None
@@ -184,11 +184,11 @@ def newest_of_same(typed: Arguments, part: str = ".") -> str | None:
     """
     if typed.sweeps:
         for folder in sorted(Path("multirun").glob("*/*/"), reverse=True):
-            if (first := swept(folder / part)) is not None and first.own() == typed.own():
+            if (first := sweep_arguments(folder / part)) is not None and first.identity() == typed.identity():
                 return str(folder)
         return None
     for file in sorted(Path("outputs").glob("*/*/run.json"), reverse=True):
-        if recorded(file.parent).own() == typed.own() and (file.parent / "checkpoints").is_dir():
+        if recorded_arguments(file.parent).identity() == typed.identity() and (file.parent / "checkpoints").is_dir():
             return str(file.parent)
     return None
 
@@ -210,7 +210,7 @@ def program(ranks: Ranks) -> list[str]:
     return ["torchrun", *rendezvous, f"--nproc_per_node={each}", sys.argv[0]]
 
 
-def again(ranks: Ranks, folder: Path) -> str:
+def resume_command(ranks: Ranks, folder: Path) -> str:
     """How to go on with a run that was interrupted: what was typed, with `resume=auto`.
 
     Args:

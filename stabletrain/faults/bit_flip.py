@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
-from stabletrain.faults.in_step import OfStep, Removable, chosen_parameter
+from stabletrain.faults.in_step import Removable, StepFault, chosen_parameter
 from stabletrain.faults.planned import check_at_least, own, place, say
 from stabletrain.records import TrainState
 
@@ -23,7 +23,7 @@ WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class BitFlip(OfStep):
+class BitFlip(StepFault):
     """One flipped bit in one element.
 
     Attributes:
@@ -50,7 +50,7 @@ class BitFlip(OfStep):
         dtype = parameter.dtype if self.where == "weight" else torch.float32
         self._check_bit(name, dtype)
 
-    def strike(self, state: TrainState, precision: Any) -> list[Removable]:
+    def inject(self, state: TrainState, precision: Any) -> list[Removable]:
         name, parameter = chosen_parameter(state.model, self.parameter)
         kind, tensor = self._find(state, parameter)
         if tensor is None:

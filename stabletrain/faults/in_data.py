@@ -15,7 +15,7 @@ from stabletrain.faults.planned import OnRank, check_at_least, check_number, dra
 from stabletrain.records import IGNORE_INDEX, Batch
 
 
-class Spoilt:
+class CorruptedData:
     """A data set of which some training batches are spoilt; all else it is asked for is the data's own.
 
     Args:
@@ -23,7 +23,7 @@ class Spoilt:
         fault: what spoils it.
     """
 
-    def __init__(self, data: Any, fault: "OfData") -> None:
+    def __init__(self, data: Any, fault: "DataFault") -> None:
         self._data, self._fault = data, fault
 
     def __getattr__(self, name: str) -> Any:
@@ -37,24 +37,24 @@ class Spoilt:
         if split != "train" or not self._fault.hits(step) or not isinstance(batch, Batch):
             return batch
         say(f"{type(self._fault).__name__.lower()} at data position {step}")
-        return self._fault.spoil(batch, step, self._data)
+        return self._fault.corrupt(batch, step, self._data)
 
 
 @dataclass(frozen=True)
-class OfData(OnRank):
+class DataFault(OnRank):
     """A fault of the training data; `at` counts data positions."""
 
     def data(self, data: Any) -> Any:
         """The data with its planned batches spoilt."""
-        return Spoilt(data, self)
+        return CorruptedData(data, self)
 
-    def spoil(self, batch: Batch, position: int, data: Any) -> Batch:
+    def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
         """The spoilt batch; must copy what it changes."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Input(OfData):
+class Input(DataFault):
     """One bad element in the inputs of one sample.
 
     Attributes:
@@ -70,12 +70,12 @@ class Input(OfData):
         super().__post_init__()
         check_number("value", self.value)
 
-    def spoil(self, batch: Batch, position: int, data: Any) -> Batch:
+    def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
         return replace(batch, inputs=written(batch.inputs, self.value, self.seed, position))
 
 
 @dataclass(frozen=True)
-class Label(OfData):
+class Label(DataFault):
     """One target that is no class.
 
     Attributes:
@@ -93,30 +93,30 @@ class Label(OfData):
                 f"faults.value={IGNORE_INDEX} is a target that is not counted: use faults=ignored, or faults.value=-1"
             )
 
-    def spoil(self, batch: Batch, position: int, data: Any) -> Batch:
+    def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
         return replace(batch, targets=written(batch.targets, self.value, self.seed, position))
 
 
 @dataclass(frozen=True)
-class Ignored(OfData):
+class Ignored(DataFault):
     """A batch of which no target counts, as of padding alone."""
 
-    def spoil(self, batch: Batch, position: int, data: Any) -> Batch:
+    def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
         return replace(batch, targets=torch.full_like(batch.targets, IGNORE_INDEX))
 
 
 @dataclass(frozen=True)
-class Empty(OfData):
+class Empty(DataFault):
     """A batch without samples."""
 
-    def spoil(self, batch: Batch, position: int, data: Any) -> Batch:
+    def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
         ids = None if batch.ids is None else batch.ids[:0]
         sources = None if batch.sources is None else batch.sources[:0]
         return Batch(batch.inputs[:0], batch.targets[:0], ids, sources)
 
 
 @dataclass(frozen=True)
-class Poison(OfData):
+class Poison(DataFault):
     """Batches that are finite and of valid labels, and wrong: every target another class, images too bright.
 
     Attributes:
@@ -137,7 +137,7 @@ class Poison(OfData):
     def hits(self, number: int) -> bool:
         return self.on_this_rank() and any(start <= number < start + self.length for start in self.at)
 
-    def spoil(self, batch: Batch, position: int, data: Any) -> Batch:
+    def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
         classes = count_classes(data, batch.targets)
         generator = torch.Generator().manual_seed(drawn(self.seed, position, 2**32))
         away = torch.randint(1, max(classes, 2), batch.targets.shape, generator=generator).to(batch.targets.device)

@@ -24,7 +24,7 @@ Content = Iterable[bytes | memoryview]
 
 
 @dataclass(frozen=True)
-class OfDisk(OnRank):
+class DiskFault(OnRank):
     """A fault within the writing of a checkpoint; `at` counts ticks done.
 
     Attributes:
@@ -62,7 +62,7 @@ class OfDisk(OnRank):
 
 
 @dataclass(frozen=True)
-class DiskFull(OfDisk):
+class DiskFull(DiskFault):
     """No space is left when a checkpoint is half-written."""
 
     def happen(self, path: Path, step: int) -> None:
@@ -71,7 +71,7 @@ class DiskFull(OfDisk):
 
 
 @dataclass(frozen=True)
-class Kill(OfDisk):
+class Kill(DiskFault):
     """The process is killed (SIGKILL) when a checkpoint is half-written.
 
     A process that finds a checkpoint half-written follows one that was killed there, and is spared: so `resume=auto`

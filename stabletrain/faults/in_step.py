@@ -42,7 +42,7 @@ class Removable(Protocol):
 
 
 @dataclass(frozen=True)
-class OfStep(OnRank):
+class StepFault(OnRank):
     """A fault within a step; `at` counts ticks."""
 
     def state(self, state: TrainState, precision: Any) -> None:
@@ -58,7 +58,7 @@ class OfStep(OnRank):
             while waiting:  # what the step before did not come to: it was withheld, or had nothing to run on
                 waiting.pop().remove()
             if self.hits(state.executed_steps):
-                waiting.extend(self.strike(state, precision))
+                waiting.extend(self.inject(state, precision))
 
         before_each_step(state.optimizer, begin)
 
@@ -66,7 +66,7 @@ class OfStep(OnRank):
         """Refuses, before the first step, a state that the fault cannot hit."""
         del state
 
-    def strike(self, state: TrainState, precision: Any) -> list[Removable]:
+    def inject(self, state: TrainState, precision: Any) -> list[Removable]:
         """Harms the state now, or prepares the step for it; what it returns is removed when the next step begins."""
         raise NotImplementedError
 
@@ -106,7 +106,7 @@ def overwrite_(tensor: torch.Tensor, where: tuple[int, ...], value: float) -> No
 
 
 @dataclass(frozen=True)
-class Activation(OfStep):
+class Activation(StepFault):
     """One bad element in what a module returns, in the first micro-batch of the step.
 
     Attributes:
@@ -126,7 +126,7 @@ class Activation(OfStep):
     def check(self, state: TrainState) -> None:
         chosen_module(state.model, self.module)
 
-    def strike(self, state: TrainState, precision: Any) -> list[Removable]:
+    def inject(self, state: TrainState, precision: Any) -> list[Removable]:
         name, module = chosen_module(state.model, self.module)
         plain = Plain(state.model)
         hook = module.register_forward_hook(partial(self._spoil, name, state.executed_steps, []))
@@ -176,7 +176,7 @@ def chosen_module(model: nn.Module, name: str | None) -> tuple[str, nn.Module]:
 
 
 @dataclass(frozen=True)
-class Gradient(OfStep):
+class Gradient(StepFault):
     """One bad element in one gradient, written when the first micro-batch of the step has made it.
 
     Attributes:
@@ -196,7 +196,7 @@ class Gradient(OfStep):
     def check(self, state: TrainState) -> None:
         chosen_parameter(state.model, self.parameter)
 
-    def strike(self, state: TrainState, precision: Any) -> list[Removable]:
+    def inject(self, state: TrainState, precision: Any) -> list[Removable]:
         name, parameter = chosen_parameter(state.model, self.parameter)
         scale = float(precision.loss_scale()) if math.isfinite(self.value) else 1.0
         return [
@@ -217,7 +217,7 @@ class Gradient(OfStep):
 
 
 @dataclass(frozen=True)
-class LearningRate(OfStep):
+class LearningRate(StepFault):
     """A multiple of the learning rate for some ticks.
 
     Attributes:
@@ -238,7 +238,7 @@ class LearningRate(OfStep):
     def hits(self, number: int) -> bool:
         return self.on_this_rank() and any(start <= number < start + self.length for start in self.at)
 
-    def strike(self, state: TrainState, precision: Any) -> list[Removable]:
+    def inject(self, state: TrainState, precision: Any) -> list[Removable]:
         tick, planned = state.executed_steps, []
 
         def raise_rates(optimizer: Optimizer, *_: Any) -> None:

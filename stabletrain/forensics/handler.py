@@ -26,10 +26,10 @@ from stabletrain.forensics.investigate import Findings, investigate
 from stabletrain.forensics.repro import Repro
 from stabletrain.parallel.ranks import Ranks, all_gather_object, broadcast_object
 
-EACH_ANEW = ("poison_input", "bad_label", "bad_batch", "corrupt_state", "hardware_fault")
+NEVER_REPEATED = ("poison_input", "bad_label", "bad_batch", "corrupt_state", "hardware_fault")
 """Causes of which each incident is another accident; one of any other is the same mistake until somebody mends it."""
 
-LOOKS = 3
+ATTEMPTS = 3
 """Times `max_incidents` that a run looks into incidents at most: those it finds filed already cost time as well."""
 
 
@@ -133,7 +133,7 @@ class IncidentHandler(NoIncidentHandler):
 
     def has_budget(self) -> bool:
         """Whether there is budget left for another incident."""
-        if self._folder is None or self._looks >= LOOKS * self.max_incidents:
+        if self._folder is None or self._looks >= ATTEMPTS * self.max_incidents:
             return False
         return len(list(self._folder.glob("incidents/step-*"))) < self.max_incidents
 
@@ -178,7 +178,7 @@ class IncidentHandler(NoIncidentHandler):
             path, where = None, f"its folder could not be written ({error.strerror or error})"
         else:
             where = str(path)
-            self._filed |= set() if mistake[0] in EACH_ANEW else {mistake}
+            self._filed |= set() if mistake[0] in NEVER_REPEATED else {mistake}
         about = found.diagnosis
         of_rank = "" if rank is None else f", rank {rank}"
         lines = [

@@ -152,7 +152,7 @@ def investigate(
         found = replace(found, overlong=attempt("the moments", lambda: overlong(optimizer), float("nan")))
     stale = float("nan")
     if kind == "spike" and optimizer is not None:
-        stale = attempt("the second moments", lambda: stale_by(repro, optimizer), stale)
+        stale = attempt("the second moments", lambda: gradient_staleness(repro, optimizer), stale)
     found = replace(found, sizes=sizes, before=before, staleness=stale)
     diagnosis = diagnose(found)
     if diagnosis.cause == "loss_scale_collapse":  # which shows as gradients that are not finite
@@ -173,10 +173,10 @@ def trace(repro: Repro, variant: str = "same") -> tuple[Origin | None, list[str]
     origin = find_origin(tracing)
     if origin is None:
         return None, []
-    return origin, divisor(tracing.records, origin.index)
+    return origin, divisor_history(tracing.records, origin.index)
 
 
-def divisor(records: Sequence[OpRecord], index: int) -> list[str]:
+def divisor_history(records: Sequence[OpRecord], index: int) -> list[str]:
     """The operations that made what a record divides by, or takes the root of: its last input, and whence that came.
 
     Only what carries a number on is walked through, up to the first operation that sums many values up, and the one
@@ -227,7 +227,7 @@ def largest_input(repro: Repro) -> LargestInput | None:
     return LargestInput(sample, float(sizes[index]), float(repro.fresh().inputs.abs().amax()))
 
 
-def stale_by(repro: Repro, optimizer: Optimizer) -> float:
+def gradient_staleness(repro: Repro, optimizer: Optimizer) -> float:
     """How far this step's gradients are from the optimizer's second moments."""
     model = repro.copy_model()
     perform(model, repro.to_micro_batches(repro.batch), repro.replay_tools(), repro.step)

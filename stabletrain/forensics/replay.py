@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from stabletrain.forensics.repro import Repro
-from stabletrain.machine.compiling import compile_, plainly, shape_of
-from stabletrain.machine.determinism import borrowed
+from stabletrain.machine.compiling import compile_, compiled_shape, uncompiled
+from stabletrain.machine.determinism import rng_restored
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.stability.precision.autocast import Unscaled
@@ -149,8 +149,8 @@ def perform(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> 
         loss, gradient norm, and the share of gradient elements that are 0. The gradients are left in `.grad`.
     """
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.0), step)
-    plain = plainly() if shape_of(model) is None else contextlib.nullcontext()
-    with borrowed(model), plain, torch.enable_grad():
+    plain = uncompiled() if compiled_shape(model) is None else contextlib.nullcontext()
+    with rng_restored(model), plain, torch.enable_grad():
         computed = compute(state, batches, tools)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     zeros = sum(int((gradient == 0).sum()) for gradient in gradients)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stabletrain.checkpoint.capture import Stateful
 from stabletrain.checkpoint.tree import Tree, map_tensors
-from stabletrain.machine.compiling import shape_of
+from stabletrain.machine.compiling import compiled_shape
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Precision, Tools
 from stabletrain.records import Batch, Reading
@@ -140,7 +140,7 @@ def shared(model: nn.Module, copied: Mapping[int, Any]) -> dict[int, Any]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module runs compiled, in place or wrapped, otherwise than by `machine/compiling.py`."""
     code = getattr(module, "_compiled_call_impl", None)
-    return (code is not None and shape_of(module) is None) or hasattr(module, "_orig_mod")
+    return (code is not None and compiled_shape(module) is None) or hasattr(module, "_orig_mod")
 
 
 def at_scale(precision: Precision, loss_scale: float) -> Precision:

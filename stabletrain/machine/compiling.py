@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.errors import StabletrainError
-from stabletrain.machine.determinism import borrowed
+from stabletrain.machine.determinism import rng_restored
 
 VARIANTS = 64
 """Forms of one function that PyTorch may compile before it gives up, in silence; a model copied for a replay is one."""
@@ -77,19 +77,19 @@ def compile_(model: nn.Module, shape: Sequence[int]) -> None:
     model._compiled_call_impl = Compiled(model, shape)
 
 
-def plain_(model: nn.Module) -> None:
+def undo_compile_(model: nn.Module) -> None:
     """Undoes `compile_`."""
     model._compiled_call_impl = None
 
 
-def shape_of(model: nn.Module) -> tuple[int, ...] | None:
+def compiled_shape(model: nn.Module) -> tuple[int, ...] | None:
     """What a model was compiled for by `compile_`; None if it was not."""
     code = getattr(model, "_compiled_call_impl", None)
     return code.shape if isinstance(code, Compiled) else None
 
 
 @contextmanager
-def plainly() -> Generator[None, None, None]:
+def uncompiled() -> Generator[None, None, None]:
     """Within it all that is compiled, by whomever, runs as plain Python."""
     if "torch._dynamo" not in sys.modules:  # nothing is, and loading it takes seconds
         yield
@@ -98,7 +98,7 @@ def plainly() -> Generator[None, None, None]:
         yield
 
 
-def prove(
+def try_compiled(
     model: nn.Module,
     shape: Sequence[int],
     forward: Callable[[], Tensor],
@@ -130,7 +130,7 @@ def prove(
     for parameter in model.parameters():
         parameter.grad = None  # a backward pass would add to it in place
     loss, why = None, ""
-    with borrowed(model), torch.enable_grad():
+    with rng_restored(model), torch.enable_grad():
         torch.compiler.reset()  # loading the compiler draws random numbers too
         compile_(model, shape)
         try:
@@ -138,7 +138,7 @@ def prove(
             if loss is not None:
                 _, why = attempt(lambda: backward(loss), any_rank)
             if why:
-                plain_(model)
+                undo_compile_(model)
                 if loss is None:
                     forward()  # a mistake in the model itself is told as such
         finally:

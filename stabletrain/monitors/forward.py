@@ -37,8 +37,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from stabletrain.machine.compiling import plainly
-from stabletrain.machine.determinism import borrowed
+from stabletrain.machine.compiling import uncompiled
+from stabletrain.machine.determinism import rng_restored
 from stabletrain.monitors.module_groups import place
 from stabletrain.records import IGNORE_INDEX
 
@@ -46,7 +46,7 @@ from stabletrain.records import IGNORE_INDEX
 @contextlib.contextmanager
 def isolated(model: nn.Module) -> Generator[None, None, None]:
     """Within it passes are plain Python and random numbers are borrowed: afterwards every generator is as before."""
-    with borrowed(model), plainly():
+    with rng_restored(model), uncompiled():
         yield
 
 
@@ -59,7 +59,7 @@ def isolated_forward(model: nn.Module, inputs: Any, parameters: dict[str, Tensor
 FP16_MAX = 65504.0
 
 
-class Heard(NamedTuple):
+class ActivationStats(NamedTuple):
     """0-d fp32 tensors on their device, by block, in the order in which blocks finish.
 
     Attributes:
@@ -72,13 +72,13 @@ class Heard(NamedTuple):
 
 
 @contextmanager
-def recording_activations(blocks: dict[str, nn.Module]) -> Generator[Heard, None, None]:
+def recording_activations(blocks: dict[str, nn.Module]) -> Generator[ActivationStats, None, None]:
     """Hears every forward pass within it; the hooks are gone afterwards, whatever happened.
 
     Yields:
         what was heard, filled during the pass. A block that is called more than once leaves its last RMS.
     """
-    heard = Heard({}, {})
+    heard = ActivationStats({}, {})
     handles = []
 
     def record(name: str, whole: bool, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -125,7 +125,7 @@ SCORES = 2**24
 """Most attention logits held at once, unless one sample has more: 64 MiB in fp32."""
 
 
-class Attended(NamedTuple):
+class AttentionStats(NamedTuple):
     """What one attention was like; fp32, one value a head. Entropy in nats, mean over samples and queries."""
 
     bound: Tensor
@@ -134,13 +134,13 @@ class Attended(NamedTuple):
 
 
 @torch.no_grad()
-def attended(
+def attention_stats(
     q: Float[Tensor, "batch head query dim"],
     k: Float[Tensor, "batch kv_head key dim"],
     *,
     causal: bool,
     cap: float | None = None,
-) -> Attended:
+) -> AttentionStats:
     """Bound, largest logit (before the cap) and entropy (after it) of each head, in fp32.
 
     Keys may have fewer heads, each shared by as many queries' heads as it takes.
@@ -171,23 +171,23 @@ def attended(
             if causal:
                 scores.masked_fill_(hidden, 0.0)
             entropy.append((z.log() - weights.mul_(scores).sum(dim=-1) / z).mean(dim=-1).sum(dim=0))
-        return Attended(bound, torch.stack(largest).amax(dim=0), torch.stack(entropy).sum(dim=0) / len(q))
+        return AttentionStats(bound, torch.stack(largest).amax(dim=0), torch.stack(entropy).sum(dim=0) / len(q))
 
 
 @contextmanager
-def recording_attention(model: nn.Module) -> Generator[dict[str, Attended], None, None]:
+def recording_attention(model: nn.Module) -> Generator[dict[str, AttentionStats], None, None]:
     """Hears every attention within it; the hooks are gone afterwards, whatever happened.
 
     Yields:
         what each attention was like, by the name of its module, filled during the pass.
     """
-    heard: dict[str, Attended] = {}
+    heard: dict[str, AttentionStats] = {}
     handles = []
 
     def record(name: str, module: nn.Module, inputs: tuple, named: dict[str, Any]) -> None:
         q, k, *_ = [*inputs, *(named[key] for key in "qkv" if key in named)]
         cap = getattr(getattr(module, "softcap", None), "attention_cap", None)
-        heard[name] = attended(q, k, causal=getattr(module, "is_causal", True), cap=cap)
+        heard[name] = attention_stats(q, k, causal=getattr(module, "is_causal", True), cap=cap)
 
     try:
         for name, module in model.named_modules():

@@ -36,7 +36,7 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
-    local: int = 0
+    local_rank: int = 0
     launched: bool = False
     restarts: int = 0
 
@@ -61,7 +61,7 @@ def current_ranks() -> Ranks:
     return Ranks(rank, count, local, True, restarts)
 
 
-def join(ranks: Ranks) -> None:
+def join_process_group(ranks: Ranks) -> None:
     """Meets the other ranks: gloo between CPUs, NCCL between cards. Does nothing the second time."""
     import torch
     import torch.distributed as dist
@@ -70,12 +70,12 @@ def join(ranks: Ranks) -> None:
         return
     backend = "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(ranks.local % torch.cuda.device_count())
+        torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=TIMEOUT)
 
 
-def leave() -> None:
+def leave_process_group() -> None:
     """Parts from the other ranks, at the end of the process."""
     import torch.distributed as dist
 
@@ -83,7 +83,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def end(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Ends this process with a code.
 
     One of several ranks ends without the taking apart of Python's interpreter, in which a thread of gloo's that still
@@ -100,7 +100,7 @@ def end(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def end_together(ranks: Ranks) -> None:
+def exit_together(ranks: Ranks) -> None:
     """Waits until all ranks are about to end with a code of their own, and then lets none be ended from outside.
 
     torchrun ends all when one has ended: it must not do so while rank 0 still writes down how the run went.

@@ -30,7 +30,7 @@ def find_divergence(state: TrainState) -> str:
     """
     mine = checksums(state)
     hashes = all_gather_object(hashlib.sha256(repr(mine).encode()).hexdigest())
-    return words(hashes, all_gather_object(mine)) if len(set(hashes)) > 1 else ""
+    return describe(hashes, all_gather_object(mine)) if len(set(hashes)) > 1 else ""
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def tensors_of(state: TrainState) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
 
 
-def words(hashes: Sequence[str], everyones: Sequence[Mapping[str, int]]) -> str:
+def describe(hashes: Sequence[str], everyones: Sequence[Mapping[str, int]]) -> str:
     """The sentence for states of which not all are the same.
 
     Args:

@@ -38,7 +38,7 @@ class WithHead(Protocol):
 
 
 @dataclass(frozen=True)
-class Later:
+class ChunkedLogits:
     """Logits that are not made yet.
 
     Attributes:
@@ -55,7 +55,7 @@ class Later:
 
 
 @dataclass(frozen=True)
-class InChunks:
+class ChunkedLoss:
     """The objective, chunk by chunk; of a micro-batch that is no larger than a chunk, the plain one to the bit.
 
     Attributes:
@@ -68,7 +68,7 @@ class InChunks:
     tokens: int
     classes: int
 
-    def logits(self, forward: ForwardPass, inputs: Tensor) -> Tensor | Later:
+    def logits(self, forward: ForwardPass, inputs: Tensor) -> Tensor | ChunkedLogits:
         """The logits, or what they can be made of later.
 
         They are made at once, too, where a hook waits for a gradient of the head's weights: it is to see the whole one.
@@ -78,11 +78,11 @@ class InChunks:
             return self.plain.logits(forward, inputs)
         features = forward(inputs, head=False)
         shape = torch.Size((*features.shape[:-1], self.classes))
-        return Later(features, forward.model.classifier(), forward, shape)  # ty: ignore[not-callable]
+        return ChunkedLogits(features, forward.model.classifier(), forward, shape)  # ty: ignore[not-callable]
 
     def __call__(
         self,
-        logits: Float[Tensor, "batch *time classes"] | Later,
+        logits: Float[Tensor, "batch *time classes"] | ChunkedLogits,
         targets: Int[Tensor, "batch *time"],
         n_valid: Int[Tensor, ""] | Float[Tensor, ""],
     ) -> LossTerms:
@@ -92,7 +92,7 @@ class InChunks:
         weights = tuple(logits.head.parameters())
         return LossTerms(*_Loss.apply(self, logits, targets, n_valid, logits.features, *weights))
 
-    def chunks(self, later: Later, features: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def chunks(self, later: ChunkedLogits, features: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Rows, features (leaves of a graph of their own, where a gradient is wanted) and targets of each chunk."""
         wanted, rows, classes = later.features.requires_grad, features.flatten(0, -2), targets.flatten()
         for start in range(0, len(rows), self.tokens):
@@ -106,8 +106,8 @@ class _Loss(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        objective: InChunks,
-        later: Later,
+        objective: ChunkedLoss,
+        later: ChunkedLogits,
         targets: Tensor,
         n_valid: Tensor,
         features: Tensor,
@@ -142,7 +142,7 @@ class _Loss(Function):
         return None, None, None, None, *gradients
 
 
-def in_chunks(objective: Objective, wanted: str | int, model: nn.Module, able: bool) -> Objective | InChunks:
+def with_loss_chunk(objective: Objective, wanted: str | int, model: nn.Module, able: bool) -> Objective | ChunkedLoss:
     """The objective for `loss_chunk`.
 
     Args:
@@ -159,7 +159,7 @@ def in_chunks(objective: Objective, wanted: str | int, model: nn.Module, able: b
     number = isinstance(wanted, int)
     if able and isinstance(model, WithHead) and "head" in signature(model.forward).parameters:
         classes = model.classifier().weight.shape[0]
-        return InChunks(objective, wanted if number else max(1, LOGITS_AT_ONCE // classes), classes)
+        return ChunkedLoss(objective, wanted if number else max(1, LOGITS_AT_ONCE // classes), classes)
     if number:
         why = (
             f"{type(model).__name__} makes its logits in its forward pass"

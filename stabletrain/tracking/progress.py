@@ -126,15 +126,15 @@ def parts(
     """The words of the line by name, in order; what is not known is left out."""
     words = {"step": f"step {step:>{len(str(total))}}/{total}"}
     if "train/loss" in metrics:
-        words["loss"] = f"loss {short(metrics['train/loss'])}"
+        words["loss"] = f"loss {short_number(metrics['train/loss'])}"
     if "grad/norm" in metrics:
-        words["grad"] = f"grad {short(metrics['grad/norm'])}"
+        words["grad"] = f"grad {short_number(metrics['grad/norm'])}"
     if "lr" in metrics:
         words["lr"] = f"lr {metrics['lr']:.1e}"
     words["rate"] = f"{thousands(rate)} {unit}/s"
     words["skipped" if skipped else "quiet"] = f"skipped {skipped}"
     if left is not None:
-        words["left"] = f"{clock(left)} left"
+        words["left"] = f"{elapsed(left)} left"
     return words
 
 
@@ -156,7 +156,7 @@ def bar_of(share: float, columns: int) -> tuple[str, str]:
     return done, "━" * (columns - len(done))
 
 
-def short(value: float) -> str:
+def short_number(value: float) -> str:
     """Three digits or so: 2.31, 0.0042, 1234, 1.2e+05, nan."""
     size = abs(value)
     return f"{value:.2f}" if 0.1 <= size < 1000 else f"{value:.0f}" if 1000 <= size < 1e5 else f"{value:.2g}"
@@ -170,7 +170,7 @@ def thousands(value: float) -> str:
     return f"{value:.0f}"
 
 
-def clock(seconds: float) -> str:
+def elapsed(seconds: float) -> str:
     """1:32, 2:05:00."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)

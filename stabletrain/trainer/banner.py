@@ -41,20 +41,20 @@ def opening(
         settings.append(f"in fp32 {', '.join(config['precision']['fp32_modules'])}")
     resolved = {"warmup": {"steps": tools.learning_rate.warmup.length(tools.learning_rate.total)}}
     settings += [
-        named(group, choices[group], {**config[group], **resolved.get(group, {})})
+        option_text(group, choices[group], {**config[group], **resolved.get(group, {})})
         for group in SHOWN
         if choices[group] != "none"
     ]
     return "\n".join(
         [
-            f"stabletrain · {choices['model']}, {millions(size)} parameters · {about} · {machine}",
+            f"stabletrain · {choices['model']}, {parameter_count(size)} parameters · {about} · {machine}",
             " · ".join(settings),
-            f"run {near(folder)}",
+            f"run {relative_path(folder)}",
         ]
     )
 
 
-def near(folder: str) -> str:
+def relative_path(folder: str) -> str:
     """A folder as one would type it: relative, if it lies below the current one."""
     path = Path(folder)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else folder
@@ -67,7 +67,7 @@ FIRST_VALUE = ("lr", "max_norm", "clip_value", "clipping", "steps", "coefficient
 """The value shown beside an option, where it has one of these."""
 
 
-def named(group: str, option: str, values: Mapping[str, Any]) -> str:
+def option_text(group: str, option: str, values: Mapping[str, Any]) -> str:
     """`clipping norm 1.0`: a group, its option and the value that matters most."""
     shown = [
         f"{key} {values[key]:g}" if key == "lr" else f"{values[key]:g}"
@@ -77,7 +77,7 @@ def named(group: str, option: str, values: Mapping[str, Any]) -> str:
     return " ".join([group, option, *shown[:1]])
 
 
-def millions(count: int) -> str:
+def parameter_count(count: int) -> str:
     """0.85 M, 124 M, 1.2 B."""
     for size, letter in ((1e9, "B"), (1e6, "M")):
         if count >= 0.1 * size:
@@ -118,16 +118,16 @@ def closing(
     best = f"best at step {history.best_step:,}"
     lines = [
         f"{result} after {state.step:,} steps in {history.seconds:.0f} s, {best}",
-        f"guard    {deeds(state, history, guard)}",
+        f"guard    {guard_summary(state, history, guard)}",
         f"pace     {history.units / max(history.seconds, 1e-9):,.0f} {unit}/s",
     ]
     if sample and sample.strip():
         first, *rest = sample.strip("\n").splitlines()
         lines += [f"sample   {first}", *(f"         {line}" for line in rest)]
-    return "\n".join([*lines, f"run      {near(folder)}", f"next     {again}"])
+    return "\n".join([*lines, f"run      {relative_path(folder)}", f"next     {again}"])
 
 
-def deeds(state: Any, history: Any, guard: Any) -> str:
+def guard_summary(state: Any, history: Any, guard: Any) -> str:
     """What the guard did: updates, skips by kind, rollbacks, data passed over, time lost."""
     again = f", {state.executed_steps:,} executed" if state.executed_steps != state.step else ""
     words = [f"{history.updates:,} updates in {state.step:,} steps{again}"]

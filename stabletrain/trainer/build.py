@@ -23,7 +23,7 @@ from stabletrain.checkpoint.capture import Stateful
 from stabletrain.checkpoint.checkpoints import NoCheckpoints
 from stabletrain.checkpoint.folder import run_of
 from stabletrain.compare.pages.at_end import NoPage, PageAtEnd
-from stabletrain.config.arguments import SWEEP, key_of, take_apart
+from stabletrain.config.arguments import SWEEP, key_of, parse_arguments
 from stabletrain.config.make import leaves, make, plain
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.errors import ConfigError
@@ -41,7 +41,7 @@ from stabletrain.tracking.run_folder import NoRunFolder, RunFolder, versions
 from stabletrain.tracking.tracker import NoTracker, Tracker
 from stabletrain.tracking.wandb import NoWandb
 from stabletrain.trainer.banner import closing, opening, sample_text, suggestion
-from stabletrain.trainer.compile_warmup import compiled
+from stabletrain.trainer.compile_warmup import warm_up_compiled
 from stabletrain.trainer.contract import make_model, validation
 from stabletrain.trainer.history import UNITS, History
 from stabletrain.trainer.rollback import Rollback
@@ -152,7 +152,7 @@ def start_run_folder(cfg: DictConfig, folder: Path, process: Process, source: So
         ConfigError: the folder already holds a run, or cannot be written.
     """
     run_folder = RunFolder(folder) if process.ranks.is_main else NoRunFolder(folder)
-    typed, data = take_apart([*sys.argv[1:]]), source.data
+    typed, data = parse_arguments([*sys.argv[1:]]), source.data
     fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else {"name": process.choices["data"]}
     resuming = cfg.resume == "auto"
     start = partial(
@@ -234,7 +234,7 @@ def compile_model(
         ConfigError: `compile=true`, and the model cannot be compiled.
     """
     batch = load(cfg.steps - 1).to(process.device).split(cfg.grad_accum_steps)[0]  # of full length by then
-    facts, told = compiled(state, batch, tools, must=cfg.compile is True, any_rank=process.parallel.any_rank)
+    facts, told = warm_up_compiled(state, batch, tools, must=cfg.compile is True, any_rank=process.parallel.any_rank)
     opened.run_folder.learn(facts)
     opened.tracker.note(told)
 
@@ -318,7 +318,7 @@ def start_forensics(
         return copy
 
     handler = for_all_ranks(make(cfg, "forensics"), process.ranks)
-    uncompiled_cpu = process.device.type == "cpu" and compiling.shape_of(model) is None
+    uncompiled_cpu = process.device.type == "cpu" and compiling.compiled_shape(model) is None
     settings = RunSettings(
         choices=choices,
         values=dict(leaves(config)),
@@ -342,5 +342,5 @@ def closing_lines(cfg: DictConfig, run: TrainingRun, source: Source, folder: Pat
         per=source.per,
         folder=str(folder),
         sample=sample,
-        again=suggestion(take_apart([*sys.argv[1:]]), "qknorm" in cfg.model, source.per),
+        again=suggestion(parse_arguments([*sys.argv[1:]]), "qknorm" in cfg.model, source.per),
     )

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from stabletrain.errors import ConfigError
-from stabletrain.machine.compiling import prove
+from stabletrain.machine.compiling import try_compiled
 from stabletrain.protocols import ForwardPass, Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.step import count_targets
 
 
-def compiled(
+def warm_up_compiled(
     state: TrainState, batch: Batch, tools: Tools, *, must: bool, any_rank: Callable[[bool], bool]
 ) -> tuple[Mapping[str, Any], str]:
     """Compiles the model for micro-batches like this one, if it can be.
@@ -34,7 +34,7 @@ def compiled(
         ConfigError: it must, and cannot be.
     """
     if not batch.targets.numel():
-        return undone("the batch to try it on is empty", must)
+        return left_uncompiled("the batch to try it on is empty", must)
     model, forward_pass = state.model, ForwardPass(state.model, tools)
 
     def forward() -> Tensor:
@@ -48,13 +48,13 @@ def compiled(
     def backward(loss: Tensor) -> None:
         forward_pass.scaled(loss).backward()
 
-    seconds, why = prove(model, batch.inputs.shape, forward, backward, any_rank)
+    seconds, why = try_compiled(model, batch.inputs.shape, forward, backward, any_rank)
     if not why:
         return {"compiled": True, "compile_seconds": round(seconds, 1)}, f"compile  on, in {seconds:.0f} s"
-    return undone(why, must)
+    return left_uncompiled(why, must)
 
 
-def undone(why: str, must: bool) -> tuple[Mapping[str, Any], str]:
+def left_uncompiled(why: str, must: bool) -> tuple[Mapping[str, Any], str]:
     """What is recorded and said of a model that is left uncompiled.
 
     Raises:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stabletrain.forensics.probes.samples import MOST, bad_samples, describe
 from stabletrain.forensics.repro import Repro, is_scaled
-from stabletrain.machine.compiling import shape_of
+from stabletrain.machine.compiling import compiled_shape
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Batch, Reading, Verdict
 from stabletrain.step import InFlight
@@ -128,7 +128,7 @@ def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading, deadl
         loss_scale=reading.loss_scale,
         device=run.device,
         reading=reading,
-        compiled_for=shape_of(model),
+        compiled_for=compiled_shape(model),
         applied=reading.applied,
         older=lambda: older,
         fresh=lambda: run.data.load(FAR * (reading.step + 1)),

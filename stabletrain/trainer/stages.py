@@ -15,7 +15,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import mix
 from stabletrain.machine.usage import Usage, forget_peak, peak_flops
-from stabletrain.parallel.ranks import Ranks, current_ranks, join
+from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.trainer.contract import checked, cost, make_model, units, vocabulary
@@ -85,7 +85,7 @@ def start_process(cfg: DictConfig) -> Process:
     """Joins the other ranks, and prepares the device and how it computes."""
     ranks = current_ranks()
     if ranks.launched:
-        join(ranks)
+        join_process_group(ranks)
     parallel = make(cfg, "parallel")
     choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra" not in group}
     parallel.check(choices)

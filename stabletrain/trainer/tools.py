@@ -10,7 +10,7 @@ from stabletrain.machine.determinism import Seeded
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Clipping, Guard, LearningRate, Parallel, Precision, Sanitizer, Seeding, Tools
 from stabletrain.stability import sanitize
-from stabletrain.stability.chunked_loss import in_chunks
+from stabletrain.stability.chunked_loss import with_loss_chunk
 from stabletrain.stability.clipping import NormClip
 from stabletrain.stability.guard import SkipGuard
 from stabletrain.stability.objective import NoZLoss, Objective
@@ -85,7 +85,7 @@ def tools_from_config(
     return build_tools(
         precision,
         sanitizer=sanitize.Sanitizer(vocab_size),
-        objective=in_chunks(objective, cfg.get("loss_chunk", "none"), model, head_apart),
+        objective=with_loss_chunk(objective, cfg.get("loss_chunk", "none"), model, head_apart),
         clipping=clipping,
         after_update=make(cfg, "qkclip"),
         guard=guard,

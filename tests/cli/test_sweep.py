@@ -16,7 +16,7 @@ import yaml
 
 from stabletrain.cli.sweep import lines
 from stabletrain.cli.sweep.plan import Sweep, grid, hydra
-from stabletrain.config.arguments import Arguments, continued, take_apart
+from stabletrain.config.arguments import Arguments, parse_arguments, resolve_resume
 from stabletrain.config.checks import check
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
@@ -130,10 +130,10 @@ def test_resume_auto_finds_the_newest_sweep_of_the_same_command(tmp_path, monkey
         (tmp_path / "multirun" / "2026-01-01" / clock).mkdir(parents=True)
         record = json.dumps({"options": ["-m"], "overrides": overrides})
         (tmp_path / "multirun" / "2026-01-01" / clock / "sweep.json").write_text(record)
-    found = continued(take_apart(["-m", "seed=0,1", "hydra/launcher=joblib", "resume=auto"]))
+    found = resolve_resume(parse_arguments(["-m", "seed=0,1", "hydra/launcher=joblib", "resume=auto"]))
     assert found.value("hydra.sweep.dir") == "multirun/2026-01-01/11-00-00"
     assert found.value("resume") == "auto"
-    named = continued(take_apart(["resume=multirun/2026-01-01/12-00-00"]))
+    named = resolve_resume(parse_arguments(["resume=multirun/2026-01-01/12-00-00"]))
     assert named.sweeps
     assert named.value("seed") == "2,3"
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stabletrain.monitors import forward
-from stabletrain.monitors.forward import attended
+from stabletrain.monitors.forward import attention_stats
 from stabletrain.stability.softcap import Gemma2Softcap, NoSoftcap
 from tests.monitors.watched import tiny_gpt, tokens
 
@@ -39,31 +39,31 @@ def reference(q, k, causal, cap=None):
 def test_against_float64(monkeypatch, queries, keys, causal, cap, samples_at_once):
     monkeypatch.setattr(forward, "SCORES", samples_at_once * 3 * queries * keys)
     q, k = random_qk(scale=2.0, queries=queries, keys=keys)
-    for ours, exact in zip(attended(q, k, causal=causal, cap=cap), reference(q, k, causal, cap), strict=True):
+    for ours, exact in zip(attention_stats(q, k, causal=causal, cap=cap), reference(q, k, causal, cap), strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
 
 
 def test_entropy_of_uniform_attention():
     q, k = random_qk()
-    found = attended(torch.zeros_like(q), k, causal=True)
+    found = attention_stats(torch.zeros_like(q), k, causal=True)
     expected = sum(math.log(t + 1) for t in range(7)) / 7
     torch.testing.assert_close(found.entropy, torch.full((3,), expected))
-    torch.testing.assert_close(attended(q * 0, k, causal=False).entropy, torch.full((3,), math.log(7)))
+    torch.testing.assert_close(attention_stats(q * 0, k, causal=False).entropy, torch.full((3,), math.log(7)))
 
 
 def test_huge_logits_have_no_entropy_and_no_nan():
     q = torch.eye(4)[None, None] * 1e4
-    found = attended(q, q, causal=True)
+    found = attention_stats(q, q, causal=True)
     assert found.largest.item() == pytest.approx(1e8 / 2)
     assert 0 <= found.entropy.item() < 1e-6
 
 
 def test_the_bound_is_met_by_parallel_vectors_and_by_no_others():
     q, k = torch.tensor([[[[3.0, 4.0]]]]), torch.tensor([[[[0.6, 0.8]]]])
-    found = attended(q, k, causal=True)
+    found = attention_stats(q, k, causal=True)
     assert found.bound.item() == pytest.approx(5 / math.sqrt(2))
     assert found.largest.item() == pytest.approx(5 / math.sqrt(2))
-    turned = attended(q, torch.tensor([[[[-0.8, 0.6]]]]), causal=True)
+    turned = attention_stats(q, torch.tensor([[[[-0.8, 0.6]]]]), causal=True)
     assert turned.bound.item() == pytest.approx(5 / math.sqrt(2))
     assert turned.largest.item() == pytest.approx(0.0, abs=1e-6)
 
@@ -72,14 +72,14 @@ def test_the_future_is_not_seen():
     q = torch.ones(1, 1, 2, 1)
     k = torch.tensor([1.0, 100.0]).view(1, 1, 2, 1)
     q[0, 0, 1] = 0.0
-    assert attended(q, k, causal=True).largest.item() == 1.0
-    assert attended(q, k, causal=False).largest.item() == 100.0
+    assert attention_stats(q, k, causal=True).largest.item() == 1.0
+    assert attention_stats(q, k, causal=False).largest.item() == 100.0
 
 
 def test_shared_keys():
     q, k = random_qk(heads=4)
     k = k[:, :2]
-    shared, repeated = attended(q, k, causal=True), attended(q, k[:, [0, 0, 1, 1]], causal=True)
+    shared, repeated = attention_stats(q, k, causal=True), attention_stats(q, k[:, [0, 0, 1, 1]], causal=True)
     assert all(torch.equal(a, b) for a, b in zip(shared, repeated, strict=True))
 
 

@@ -20,7 +20,7 @@ from stabletrain.checkpoint import sharded
 from stabletrain.checkpoint.capture import capture, sharded_tensors
 from stabletrain.checkpoint.tree import flatten, is_sharded
 from stabletrain.parallel.checkpoints import SharedCheckpoints
-from stabletrain.parallel.ranks import all_gather_object, current_ranks, end, leave
+from stabletrain.parallel.ranks import all_gather_object, current_ranks, exit_process, leave_process_group
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from stabletrain.trainer.run import TrainingRun
@@ -167,9 +167,9 @@ def main(place: Path) -> int:
         seen[case.__name__] = case(place)
         print(f"{case.__name__}: {time.monotonic() - since:.1f} s", flush=True)
     (place / f"rank{current_ranks().rank}.json").write_text(json.dumps(seen))
-    leave()
+    leave_process_group()
     return 0
 
 
 if __name__ == "__main__":
-    end(main(Path(sys.argv[1])))
+    exit_process(main(Path(sys.argv[1])))

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from stabletrain.parallel.replica_check import checksums, words
+from stabletrain.parallel.replica_check import checksums, describe
 from stabletrain.records import TrainState
 from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel.launches import performed
@@ -130,12 +130,12 @@ def test_every_bit_of_every_tensor_counts():
 
 def test_the_rank_that_differs_from_most_is_named():
     right, wrong = {"a": 1, "b": 2}, {"a": 1, "b": 3}
-    assert words("xxyx", [right, right, wrong, right]) == (
+    assert describe("xxyx", [right, right, wrong, right]) == (
         "rank 2 no longer has the state of the other ranks: 'b' differs"
     )
-    assert words("yxxxz", [wrong, right, right, right, {"a": 0, "b": 0}]) == (
+    assert describe("yxxxz", [wrong, right, right, right, {"a": 0, "b": 0}]) == (
         "ranks 0, 4 no longer have the state of the other ranks: 'a' and 1 more of its tensors differ"
     )
-    assert words("xy", [right, wrong]) == (
+    assert describe("xy", [right, wrong]) == (
         "the ranks no longer have the same state: 'b' differs, and no majority of them says which is right"
     )

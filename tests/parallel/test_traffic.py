@@ -231,7 +231,7 @@ if __name__ == "__main__":
     results = {name: train(case + SMALL, where / str(number)) for number, (name, case) in enumerate(CASES.items())}
     if os.environ["RANK"] == "0":
         (where / "found.json").write_text(json.dumps(results))
-    from stabletrain.parallel.ranks import end, leave
+    from stabletrain.parallel.ranks import exit_process, leave_process_group
 
-    leave()
-    end(0)
+    leave_process_group()
+    exit_process(0)

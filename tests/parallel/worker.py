@@ -19,7 +19,7 @@ import torch
 from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import flatten, gather_shards, is_sharded
 from stabletrain.errors import StabletrainError
-from stabletrain.parallel.ranks import current_ranks, end, leave
+from stabletrain.parallel.ranks import current_ranks, exit_process, leave_process_group
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from stabletrain.trainer.run import TrainingRun
@@ -146,7 +146,7 @@ def main(place: Path) -> int:
         print(f"case {name}", flush=True)
         seen[name] = perform(place, name, case)
     (place / f"rank{current_ranks().rank}.json").write_text(json.dumps(seen))
-    leave()
+    leave_process_group()
     return 0
 
 
@@ -156,4 +156,4 @@ def numbers(seen: Mapping[str, Any], field: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    end(main(Path(sys.argv[1])))
+    exit_process(main(Path(sys.argv[1])))

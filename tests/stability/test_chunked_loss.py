@@ -11,7 +11,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
 from stabletrain.protocols import ForwardPass
 from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE
-from stabletrain.stability.chunked_loss import InChunks, in_chunks
+from stabletrain.stability.chunked_loss import ChunkedLoss, with_loss_chunk
 from stabletrain.stability.objective import NoZLoss, Objective, ZLoss
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
@@ -69,7 +69,7 @@ def test_values_and_gradients_equal_a_float64_reference_of_whole_logits(tied, so
     plain = Objective(ZLoss(1e-2), 0.1)
     model = gpt(tied, softcap)
     wide = copy.deepcopy(model).double()
-    terms, found = gradients(Run(model), InChunks(plain, tokens, VOCAB))
+    terms, found = gradients(Run(model), ChunkedLoss(plain, tokens, VOCAB))
     model_64, targets = wide, example()[1]
     log_p = torch.log_softmax(model_64(example()[0]).flatten(0, 1), -1)
     keep = (targets != IGNORE_INDEX).flatten()
@@ -88,7 +88,7 @@ def test_a_batch_no_larger_than_a_chunk_has_the_bits_of_the_plain_form():
     plain = Objective(ZLoss(1e-4))
     size = TOKENS[0] * TOKENS[1]
     whole, wanted = gradients(Run(gpt()), plain)
-    chunked, found = gradients(Run(gpt()), InChunks(plain, size, VOCAB))
+    chunked, found = gradients(Run(gpt()), ChunkedLoss(plain, size, VOCAB))
     assert torch.equal(chunked.total, whole.total)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -96,7 +96,7 @@ def test_a_batch_no_larger_than_a_chunk_has_the_bits_of_the_plain_form():
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
 def test_a_hook_on_the_heads_weights_sees_their_whole_gradient_once(tied):
     plain, found = Objective(ZLoss(1e-4)), []
-    for objective in (plain, InChunks(plain, 4, VOCAB)):
+    for objective in (plain, ChunkedLoss(plain, 4, VOCAB)):
         model, seen = gpt(tied_head=tied), []
         model.classifier().weight.register_hook(lambda given, seen=seen: (seen.append(given.clone()), given / 2)[1])
         _, of = gradients(Run(model), objective)
@@ -118,7 +118,7 @@ def test_in_half_precision_gradients_are_as_near_as_those_of_whole_logits(dtype,
     for seed in seeds:
         _, exact = gradients(Run(gpt(seed=seed)), plain)
         _, whole = gradients(Run(gpt(seed=seed), autocast, scale), plain, times)
-        _, found = gradients(Run(gpt(seed=seed), autocast, scale), InChunks(plain, 4, VOCAB), times)
+        _, found = gradients(Run(gpt(seed=seed), autocast, scale), ChunkedLoss(plain, 4, VOCAB), times)
         off += [
             [(each[name] / scale / times - right).norm() / right.norm() for each in (whole, found)]
             for name, right in exact.items()
@@ -129,7 +129,7 @@ def test_in_half_precision_gradients_are_as_near_as_those_of_whole_logits(dtype,
 
 def test_a_loss_scale_too_large_for_fp16_shows_in_the_gradients():
     run = Run(gpt(), lambda: torch.autocast("cpu", torch.float16), 2.0**24)
-    terms, found = gradients(run, InChunks(Objective(NoZLoss()), 4, VOCAB))
+    terms, found = gradients(run, ChunkedLoss(Objective(NoZLoss()), 4, VOCAB))
     assert torch.isfinite(terms.total)
     assert not torch.isfinite(found["head.weight"]).all()
 
@@ -138,7 +138,7 @@ def test_a_nan_in_one_chunk_reaches_loss_and_gradients():
     model = gpt()
     with torch.no_grad():
         model.head.weight[5, 2] = float("nan")
-    terms, found = gradients(Run(model), InChunks(Objective(NoZLoss()), 4, VOCAB))
+    terms, found = gradients(Run(model), ChunkedLoss(Objective(NoZLoss()), 4, VOCAB))
     assert torch.isnan(terms.total)
     assert not torch.isfinite(found["embedding.weight"]).all()
 
@@ -148,7 +148,7 @@ def test_frozen_parts_get_no_gradient_and_the_others_theirs(part):
     plain, model = Objective(NoZLoss()), gpt()
     getattr(model, part).requires_grad_(False)
     _, wanted = gradients(Run(copy.deepcopy(model)), plain)
-    _, found = gradients(Run(model), InChunks(plain, 4, VOCAB))
+    _, found = gradients(Run(model), ChunkedLoss(plain, 4, VOCAB))
     for name, gradient in wanted.items():
         assert (gradient is None) == (found[name] is None) == name.startswith(part)
         if gradient is not None:
@@ -160,7 +160,7 @@ def test_with_all_but_the_head_frozen_the_head_learns():
     model.requires_grad_(False)
     model.head.requires_grad_(True)
     _, wanted = gradients(Run(copy.deepcopy(model)), plain)
-    _, found = gradients(Run(model), InChunks(plain, 4, VOCAB))
+    _, found = gradients(Run(model), ChunkedLoss(plain, 4, VOCAB))
     torch.testing.assert_close(found["head.weight"], wanted["head.weight"], rtol=1e-5, atol=1e-7)
 
 
@@ -178,7 +178,10 @@ class Largest(TorchDispatchMode):
 
 def test_no_more_logits_than_a_chunk_exist_at_once():
     seen = {}
-    for name, objective in (("plain", Objective(ZLoss(1e-4))), ("chunks", InChunks(Objective(ZLoss(1e-4)), 4, VOCAB))):
+    for name, objective in (
+        ("plain", Objective(ZLoss(1e-4))),
+        ("chunks", ChunkedLoss(Objective(ZLoss(1e-4)), 4, VOCAB)),
+    ):
         model = gpt(n_embd=2, n_head=1)  # so that no weight has more rows than a chunk
         with Largest() as largest:
             gradients(Run(model), objective)
@@ -188,12 +191,12 @@ def test_no_more_logits_than_a_chunk_exist_at_once():
 
 def test_auto_takes_as_many_tokens_as_fit_and_leaves_other_models_alone():
     plain = Objective(NoZLoss())
-    chosen = in_chunks(plain, "auto", gpt(), able=True)
-    assert isinstance(chosen, InChunks)
+    chosen = with_loss_chunk(plain, "auto", gpt(), able=True)
+    assert isinstance(chosen, ChunkedLoss)
     assert (chosen.tokens, chosen.classes) == (LOGITS_AT_ONCE // VOCAB, VOCAB)
-    assert in_chunks(plain, "none", gpt(), able=True) is plain
-    assert in_chunks(plain, "auto", gpt(), able=False) is plain
-    assert in_chunks(plain, "auto", torch.nn.Linear(2, 2), able=True) is plain
+    assert with_loss_chunk(plain, "none", gpt(), able=True) is plain
+    assert with_loss_chunk(plain, "auto", gpt(), able=False) is plain
+    assert with_loss_chunk(plain, "auto", torch.nn.Linear(2, 2), able=True) is plain
 
 
 @pytest.mark.parametrize(
@@ -205,4 +208,4 @@ def test_auto_takes_as_many_tokens_as_fit_and_leaves_other_models_alone():
 )
 def test_what_cannot_be_is_refused(wanted, model, able, said):
     with pytest.raises(ConfigError, match=said):
-        in_chunks(Objective(NoZLoss()), wanted, model(), able)
+        with_loss_chunk(Objective(NoZLoss()), wanted, model(), able)

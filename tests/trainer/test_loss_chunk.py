@@ -10,7 +10,7 @@ import torch
 
 from stabletrain.errors import TrainingHalted
 from stabletrain.forensics.replay import replay
-from stabletrain.stability.chunked_loss import InChunks
+from stabletrain.stability.chunked_loss import ChunkedLoss
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
@@ -70,8 +70,8 @@ def test_a_finite_step_is_replayed_to_the_bit_in_chunks(tmp_path, monkeypatch, p
     job.data.batches.close()
     computed, reading = one_step(job, batch)
     repro = scene_of(job, batch, computed, reading)
-    taken, chunks = [], InChunks.chunks
-    monkeypatch.setattr(InChunks, "chunks", lambda self, *given: taken.append(1) or chunks(self, *given))
+    taken, chunks = [], ChunkedLoss.chunks
+    monkeypatch.setattr(ChunkedLoss, "chunks", lambda self, *given: taken.append(1) or chunks(self, *given))
     outcome = replay(repro, "same")
     assert outcome.bitwise_equal_to_reading is True
     assert taken, "the replay, too, ran in chunks"

@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from stabletrain.cli.slurm.request import Card, Request, read_cluster, read_request
 from stabletrain.cli.slurm.runs import Runs, expand
 from stabletrain.cli.slurm.script import Job, script
-from stabletrain.cli.sweep.plan import OVER, status_of
-from stabletrain.config.arguments import Arguments, before, newest_of_same, recorded, swept
+from stabletrain.cli.sweep.plan import FINISHED, status_of
+from stabletrain.config.arguments import Arguments, merged, newest_of_same, recorded_arguments, sweep_arguments
 from stabletrain.errors import ConfigError, StabletrainError
 
 
@@ -23,7 +23,7 @@ def main() -> int:
     try:
         request = read_request(sys.argv[1:])
         cards = [read_cluster(request.cluster, name) for name in request.cards]
-        jobs, runs = planned(request, cards)
+        jobs, runs = plan_jobs(request, cards)
         scripts = [script(job, request) for job in jobs]
         for note in runs.notes:
             print(note, file=sys.stderr)
@@ -43,7 +43,7 @@ def main() -> int:
     return 0
 
 
-def planned(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
+def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     """A job for each card: alone in the sweep's folder, or each in the folder of its name below it.
 
     `resume=auto` leaves out the runs of a sweep that are over.
@@ -51,7 +51,7 @@ def planned(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     Raises:
         ConfigError: a run cannot work, or its folder is taken.
     """
-    arguments, folder = continued(request)
+    arguments, folder = resolve_resume(request)
     same = folder is not None and request.arguments.value("resume") == "auto"
     runs = expand(arguments, {card.name: request.nodes * request.processes(card.gpus_per_node) for card in cards})
     if folder is not None:
@@ -60,7 +60,7 @@ def planned(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     jobs = []
     for card in cards:
         where = runs.folder / card.name if len(cards) > 1 else runs.folder
-        tasks = [n for n in range(len(runs.overrides)) if not (same and status_of(where / str(n)) in OVER)]
+        tasks = [n for n in range(len(runs.overrides)) if not (same and status_of(where / str(n)) in FINISHED)]
         jobs.append(Job(card, where, tasks if arguments.sweeps else None, runs.overrides, options, Path.cwd()))
     if not any(job.folders for job in jobs):
         raise ConfigError(f"every run in {runs.folder} is over: there is nothing to continue")
@@ -72,7 +72,7 @@ def planned(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     return jobs, runs
 
 
-def continued(request: Request) -> tuple[Arguments, Path | None]:
+def resolve_resume(request: Request) -> tuple[Arguments, Path | None]:
     """The arguments without `resume`, and the folder that it continues in; None where a new one begins.
 
     `resume=auto` finds the newest folder of the same command, and `resume=<folder>` takes the recorded command of that
@@ -98,8 +98,8 @@ def continued(request: Request) -> tuple[Arguments, Path | None]:
     for place in places:
         if not (place / mark).exists():
             raise ConfigError(f"resume={resume}: there is no {place / mark}: use auto, or a folder that was begun")
-    first = swept(places[0]) if typed.sweeps else recorded(folder)
-    return before(first or Arguments([], []), typed), folder
+    first = sweep_arguments(places[0]) if typed.sweeps else recorded_arguments(folder)
+    return merged(first or Arguments([], []), typed), folder
 
 
 def submit(job: Job, text: str, record: DictConfig | None, *, submitted: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NoReturn
 
-from stabletrain.config.arguments import Arguments, take_apart
+from stabletrain.config.arguments import Arguments, parse_arguments
 from stabletrain.errors import ConfigError, did_you_mean
 
 
@@ -259,5 +259,5 @@ def read_request(typed: Sequence[str]) -> Request:
         max_requeues=found.max_requeues,
         dry_run=found.dry_run,
         cluster=found.cluster,
-        arguments=take_apart([*options, *found.overrides]),
+        arguments=parse_arguments([*options, *found.overrides]),
     )

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stabletrain.cli.sweep.plan import OVER, Sweep
+from stabletrain.cli.sweep.plan import FINISHED, Sweep
 from stabletrain.errors import TrainingHalted
-from stabletrain.tracking.progress import clock
+from stabletrain.tracking.progress import elapsed
 
 STOPPED = 75
 """Exit code of a sweep that was interrupted: try again later."""
@@ -23,7 +23,7 @@ WIDEST = 60
 
 def opening(sweep: Sweep) -> str:
     """How many runs, where, and how many of them are over already."""
-    over = sum(record.get("status") in OVER for _, record in sweep.records())
+    over = sum(record.get("status") in FINISHED for _, record in sweep.records())
     count = "" if sweep.count is None else f"{sweep.count} runs "
     return f"sweep    {count}in {sweep.folder}{f', {over} of them over already' if over else ''}"
 
@@ -53,11 +53,11 @@ def ending(
     words = [label(sweep, number, overrides), f"{record.get('status', 'failed'):<9}", result(record)]
     if seconds is None:
         return "  ".join([*words, "(before)"])
-    words.append(f"{clock(seconds) if seconds >= 60 else f'{seconds:.0f} s'}")
+    words.append(f"{elapsed(seconds) if seconds >= 60 else f'{seconds:.0f} s'}")
     if record.get("status") != "finished":
         words.append(" ".join(str(record.get("reason")).split())[:100])
     elif sweep is not None and (left := seconds_left(sweep)) is not None:
-        words.append(f"{clock(left)} left")
+        words.append(f"{elapsed(left)} left")
     return "  ".join(words)
 
 
@@ -78,7 +78,7 @@ def seconds_left(sweep: Sweep) -> float | None:
     """Until all runs are over, at the pace of this start; None while it is not known."""
     over = [file for file in sweep.folder.rglob("run.json") if file.stat().st_mtime >= sweep.began]
     records = [record for _, record in sweep.records()]
-    left = (sweep.count or 0) - sum(record.get("status") in (*OVER, "failed") for record in records)
+    left = (sweep.count or 0) - sum(record.get("status") in (*FINISHED, "failed") for record in records)
     done = len(over) - sum(record.get("status") == "running" for record in records)
     return (time.time() - sweep.began) / done * left if done > 0 and left > 0 else None
 

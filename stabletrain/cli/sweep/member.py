@@ -117,7 +117,7 @@ class Member:
             ConfigError: its folder holds a run of other overrides.
         """
         plan.refuse_another(self.folder, self.overrides)
-        return plan.over(self.folder, self.overrides, steps)
+        return plan.finished_run(self.folder, self.overrides, steps)
 
     def listening(self) -> AbstractContextManager[Any]:
         """A context in which it learns that the sweep is to stop."""

@@ -29,7 +29,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 
-from stabletrain.config.arguments import Arguments, added, key_of, recorded, take_apart
+from stabletrain.config.arguments import Arguments, key_of, parse_arguments, recorded_arguments, with_overrides
 from stabletrain.config.error_texts import own_folders
 from stabletrain.errors import ConfigError
 from stabletrain.tracking.metrics import replace
@@ -92,7 +92,7 @@ def grid(name: str, overrides: Sequence[str]) -> Grid:
     return Grid(cfg, sweeper, runs, varies, len(runs))
 
 
-OVER = ("finished", "halted")
+FINISHED = ("finished", "halted")
 """Statuses of a run that has a result."""
 
 NAME = "sweep.json"
@@ -173,8 +173,8 @@ def belongs(sweep: Sweep, name: str, record: Mapping[str, Any]) -> None:
     """
     if sweep.runs is None or not record.get("overrides"):
         return
-    its = take_apart([str(override) for override in record["overrides"]]).own()
-    planned = [take_apart(run).own() for run in sweep.runs]
+    its = parse_arguments([str(override) for override in record["overrides"]]).identity()
+    planned = [parse_arguments(run).identity() for run in sweep.runs]
     if (its not in planned) if not name.isdecimal() else (planned[int(name) : int(name) + 1] != [its]):
         raise ConfigError(
             f"hydra.sweep.dir={sweep.folder} holds another sweep: its run {name} is {' '.join(its) or 'the default'}, "
@@ -196,7 +196,9 @@ def status_of(folder: Path) -> str | None:
     return RunFolder(folder).read().get("status")
 
 
-def over(folder: Path, overrides: Sequence[str], steps: int, statuses: Sequence[str] = OVER) -> dict[str, Any] | None:
+def finished_run(
+    folder: Path, overrides: Sequence[str], steps: int, statuses: Sequence[str] = FINISHED
+) -> dict[str, Any] | None:
     """The `run.json` of the run in a folder, where these very overrides were run there and it is over.
 
     Args:
@@ -208,7 +210,7 @@ def over(folder: Path, overrides: Sequence[str], steps: int, statuses: Sequence[
     record = RunFolder(folder).read()
     if record.get("status") not in statuses or not record.get("id"):
         return None
-    if recorded(folder).own() != take_apart([*overrides]).own():
+    if recorded_arguments(folder).identity() != parse_arguments([*overrides]).identity():
         return None
     if record["status"] == "finished" and record.get("final", {}).get("steps", 0) < steps:
         return None
@@ -222,7 +224,7 @@ def refuse_another(folder: Path, overrides: Sequence[str]) -> None:
         ConfigError: says what lies there.
     """
     record = RunFolder(folder).read()
-    its, this = recorded(folder).own(), take_apart([*overrides]).own()
+    its, this = recorded_arguments(folder).identity(), parse_arguments([*overrides]).identity()
     if record.get("id") and its != this:
         there, here = ([o for o in one if o not in other] for one, other in ((its, this), (this, its)))
         raise ConfigError(
@@ -258,7 +260,7 @@ def start(typed: Arguments, config_dir: Path) -> tuple[Sweep | None, Arguments]:
         folder = Path(str(found.cfg.hydra.sweep.dir))
         check_jobs(found)
     sweep = begin(folder, typed, found)
-    return sweep, added(typed, f"hydra.sweep.dir='{folder}'", "hydra.output_subdir=null")
+    return sweep, with_overrides(typed, f"hydra.sweep.dir='{folder}'", "hydra.output_subdir=null")
 
 
 def check_jobs(found: Grid) -> None:

@@ -76,7 +76,7 @@ def panels(runs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def drawn(run: Run, points: int) -> dict[str, Any]:
+def chart_data(run: Run, points: int) -> dict[str, Any]:
     """A run's curves and marks: `curves` by name, `abandoned` stretches of the loss, `skips`, `rollbacks`.
 
     Args:
@@ -91,7 +91,7 @@ def drawn(run: Run, points: int) -> dict[str, Any]:
     if run.skips and LOSS in curves:
         applied, withheld = split(run)
         curves[LOSS] = as_lists(applied, points)
-        skips = crosses(run, withheld, stretches)
+        skips = skip_marks(run, withheld, stretches)
     return {
         "curves": curves,
         "abandoned": [[listed["x"], listed["y"]] for listed in (as_lists(each, points) for each in stretches)],
@@ -108,7 +108,7 @@ def split(run: Run) -> tuple[Curve, Curve]:
     return (steps[~gone], losses[~gone]), (steps[gone], losses[gone])
 
 
-def crosses(run: Run, withheld: Curve, stretches: list[Curve]) -> list[list[float | None]]:
+def skip_marks(run: Run, withheld: Curve, stretches: list[Curve]) -> list[list[float | None]]:
     """Step and loss of the skips; None for a loss that was not logged, or was no number."""
     known: dict[int, float] = {}
     for steps, losses in (*stretches, withheld):
@@ -135,7 +135,7 @@ def rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
-def told(run: Run, above: Path) -> list[dict[str, Any]]:
+def incident_rows(run: Run, above: Path) -> list[dict[str, Any]]:
     """A run's incidents, each with a link to its own page where there is one.
 
     Args:

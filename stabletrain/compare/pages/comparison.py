@@ -188,7 +188,7 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path) -> str:
     swept = [arm for arm in sensitivity.arms(runs) if sum(bool(arm.at(rate)) for rate in arm.grid) > 1]
     arms = [arm_of(arm) for arm in swept]
     points = max(40, min(400, NUMBERS // (2 * 8 * max(len(chosen), 1))))
-    curves = {i: charts.drawn(runs[i], points) for i in chosen}
+    curves = {i: charts.chart_data(runs[i], points) for i in chosen}
     curves = {i: each for i, each in curves.items() if each["curves"]}
     above = file.parent
     about = {i: about_run(runs[i], table[i], names[i], above, i in curves) for i in range(len(runs))}
@@ -241,7 +241,7 @@ def about_run(run: Run, row: Row, name: str, above: Path, whole: bool) -> dict[s
         "page": charts.link(run.folder / "report.html", above),
         "sample": charts.sample(run, 1000) if whole else None,
     }
-    return {key: value for key, value in about.items() if value} | {"incidents": charts.told(run, above)}
+    return {key: value for key, value in about.items() if value} | {"incidents": charts.incident_rows(run, above)}
 
 
 def arm_of(arm: sensitivity.Arm) -> dict[str, Any]:
@@ -282,7 +282,7 @@ def table_part(runs: Sequence[Run], same: dict[str, Any], keys: Sequence[str]) -
         '<button type="button" id="none">draw none</button></div>'
         '<div id="table"></div>'
         '<p class="soft" style="margin-top:8px">Click a heading to sort; type under it to filter, also &gt; 1 or 2..3. '
-        "Filters and ticks choose what is charts. Shaded: the settings that differ.</p>"
+        "Filters and ticks choose what is drawn. Shaded: the settings that differ.</p>"
         + shell.folded(f"The same in all runs: {len(common)} settings and figures", shell.facts(common))
         + shell.folded(
             f"Differs only because of the above: {len(others)} settings",

@@ -34,8 +34,8 @@ def write_run_page(folder: Path) -> None:
 
 def run_page(run: Run) -> str:
     """The page as text."""
-    lines = charts.drawn(run, POINTS)
-    told = charts.told(run, run.folder)
+    lines = charts.chart_data(run, POINTS)
+    told = charts.incident_rows(run, run.folder)
     data = {"panels": charts.panels([lines]), "run": {**lines, "name": run.name, "incidents": told}}
     sample = charts.sample(run)
     title = f"{run.sweep}/{run.name}"

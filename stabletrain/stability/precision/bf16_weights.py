@@ -36,7 +36,7 @@ class Bf16Parameters(Unscaled):
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Narrows the weights of `model` in place, and has every step of `optimizer` round them stochastically."""
-        weights = narrow(model, self.device.type)
+        weights = store_in_bf16(model, self.device.type)
         if not weights:
             raise ConfigError(
                 f"precision=bf16_params: {type(model).__name__} has no linear layer or convolution outside of "
@@ -45,7 +45,7 @@ class Bf16Parameters(Unscaled):
         Rounding(weights).around(optimizer)
 
 
-class Narrow(nn.Module):
+class Bf16Module(nn.Module):
     """What is mixed into the class of a layer with a bf16 weight: outside of autocast it computes in fp32."""
 
     _autocast_device: str
@@ -64,13 +64,13 @@ class Narrow(nn.Module):
 
 
 @cache
-def narrow_class(kind: type[nn.Module], device: str) -> type[nn.Module]:
+def bf16_class(kind: type[nn.Module], device: str) -> type[nn.Module]:
     """The subclass of `kind` that is narrow; one for all layers of that kind."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (Narrow, kind), {**names, "_autocast_device": device})
+    return type(kind.__name__, (Bf16Module, kind), {**names, "_autocast_device": device})
 
 
-def narrow(model: nn.Module, device: str) -> list[nn.Parameter]:
+def store_in_bf16(model: nn.Module, device: str) -> list[nn.Parameter]:
     """Stores the weight of every linear layer and convolution of `model` in bf16, in place; returns these weights.
 
     Layers in an fp32 module, of a subclass, or that share their weight with something else (a tied head) are left
@@ -84,7 +84,7 @@ def narrow(model: nn.Module, device: str) -> list[nn.Parameter]:
     for layer in layers:
         if isinstance(weight := layer.weight, nn.Parameter) and weight not in others:
             weight.data = weight.data.bfloat16()
-            layer.__class__ = narrow_class(type(layer), device)
+            layer.__class__ = bf16_class(type(layer), device)
             weights[weight] = None
     return [*weights]
 

@@ -69,7 +69,7 @@ def test_words_and_data_cannot_end_their_element():
 
 def test_what_is_no_number_is_a_gap_with_a_mark(tmp_path):
     made(tmp_path / "run", nan_at=20)
-    lines = drawn.drawn(read_run(tmp_path / "run"), 500)
+    lines = drawn.chart_data(read_run(tmp_path / "run"), 500)
     loss, norm = lines["curves"]["train/loss"], lines["curves"]["grad/norm"]
     assert 20 not in loss["x"]  # a withheld step's loss is no part of the run's course
     assert lines["skips"] == [[20, None]]
@@ -79,7 +79,7 @@ def test_what_is_no_number_is_a_gap_with_a_mark(tmp_path):
 
 def test_a_stretch_that_was_rolled_back_stands_apart(tmp_path):
     made(tmp_path / "run", rolled_back=(24, 30))
-    lines = drawn.drawn(read_run(tmp_path / "run"), 500)
+    lines = drawn.chart_data(read_run(tmp_path / "run"), 500)
     assert lines["curves"]["train/loss"]["x"] == list(range(1, 41))
     ((steps, losses),) = lines["abandoned"]
     assert steps == list(range(24, 31))
@@ -89,7 +89,7 @@ def test_a_stretch_that_was_rolled_back_stands_apart(tmp_path):
 
 def test_numbers_have_six_figures_and_curves_at_most_the_points_asked_for(tmp_path):
     made(tmp_path / "run", steps=400)
-    curve = drawn.drawn(read_run(tmp_path / "run"), 50)["curves"]["grad/norm"]
+    curve = drawn.chart_data(read_run(tmp_path / "run"), 50)["curves"]["grad/norm"]
     assert 20 < len(curve["x"]) <= 50
     assert all(len(repr(value).replace(".", "").lstrip("0")) <= 6 for value in curve["y"])
 

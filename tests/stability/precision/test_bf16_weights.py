@@ -17,7 +17,7 @@ from stabletrain.monitors.gradients import measure
 from stabletrain.records import TrainState
 from stabletrain.stability import precision
 from stabletrain.stability.optimizers import SGD, AdamW
-from stabletrain.stability.precision.bf16_weights import Narrow, round_stochastically
+from stabletrain.stability.precision.bf16_weights import Bf16Module, round_stochastically
 from stabletrain.step import apply
 
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ def test_islands_and_shared_weights_stay_wide():
     model.head.weight = model.embedding.weight
     precision.bf16_params(CPU).attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert model.head.weight.dtype == torch.float32
-    assert not isinstance(model.head, Narrow)
+    assert not isinstance(model.head, Bf16Module)
     assert model.up.weight.dtype == torch.bfloat16
 
 
