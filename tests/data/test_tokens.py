@@ -162,9 +162,9 @@ def test_a_hugging_face_data_set_is_streamed(tmp_path):
         (lambda folder: (folder / "val-00000.bin").unlink(), "is missing, the manifest says"),
     ],
 )
-def test_a_broken_folder_is_refused_with_what_is_wrong(tmp_path, text, corrupt, message):
+def test_a_broken_folder_is_refused_with_what_is_wrong(tmp_path, text, spoil, message):
     prepare(str(text), str(tmp_path / "out"), val_fraction=0.2)
-    corrupt(tmp_path / "out")
+    spoil(tmp_path / "out")
     with pytest.raises(ConfigError, match=message):
         Tokens(str(tmp_path / "out"), block_size=16, seed=0)
 
