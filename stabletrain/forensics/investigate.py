@@ -105,59 +105,88 @@ def investigate(
     """
     began = time.monotonic()
     assert repro.reading is not None
-    failures: list[str] = []
-
-    def attempt(what: str, look: Callable[[], T], otherwise: T) -> T:
-        """What `look` finds; `otherwise`, if there is no time left, or it cannot be done."""
-        if time.monotonic() >= repro.deadline:
-            failures.append(f"{what}: no time was left")
-            return otherwise
-        try:
-            return look()
-        except Exception as error:  # a model may be anything, and explaining must not end a run
-            failures.append(f"{what}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}")
-            return otherwise
-
+    attempt = Attempts(repro.deadline)
     found = Evidence(kind, repro.reading, setting=setting)
     samples = attempt("samples", lambda: bad_samples(repro.batch, repro.tools.sanitizer.vocab_size, classes), [])
     found = replace(found, samples=samples)
-    if samples:
-        return Findings(found, diagnose(found), time.monotonic() - began, failures)
-    if kind == "loss_scale":
+    if not samples and kind == "loss_scale":
         found = replace(found, underflow=attempt("small gradients", lambda: underflow(repro), None))
-        if found.underflow is None or not found.underflow.real:
-            return Findings(found, diagnose(found), time.monotonic() - began, failures)
-    older = attempt("an older state", lambda: None if repro.older is None else repro.older(), None)
+    refuted = kind == "loss_scale" and (found.underflow is None or not found.underflow.real)
+    if not samples and not refuted:  # otherwise the cause is known, or the alarm was a false one
+        older = attempt("an older state", lambda: None if repro.older is None else repro.older(), None)
+        found = run_again(repro, found, optimizer, older, attempt)
+        found = measure_sizes(repro, found, optimizer, older, classes, attempt)
+    diagnosis = diagnose(found)
+    if diagnosis.cause == "loss_scale_collapse":  # which shows as gradients that are not finite
+        found = replace(found, kind="loss_scale")
+    return Findings(found, diagnosis, time.monotonic() - began, attempt.failures)
+
+
+class Attempts:
+    """Gathers evidence until a deadline; what fails is noted, and never ends the run.
+
+    Attributes:
+        failures: what could not be gathered, and why.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self.failures: list[str] = []
+
+    def __call__(self, what: str, look: Callable[[], T], otherwise: T) -> T:
+        """What `look` finds; `otherwise` if there is no time left, or it cannot be done."""
+        if time.monotonic() >= self._deadline:
+            self.failures.append(f"{what}: no time was left")
+            return otherwise
+        try:
+            return look()
+        except Exception as error:  # a model may be anything
+            self.failures.append(f"{what}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}")
+            return otherwise
+
+
+def run_again(
+    repro: Repro, found: Evidence, optimizer: Optimizer | None, older: Mapping[str, Any] | None, attempt: Attempts
+) -> Evidence:
+    """Adds what running the step again shows: damage before it, the operation to blame, culprit samples."""
     damage = attempt("the state", lambda: damaged(repro.model, repro.buffers, optimizer, older), [])
     origin, makers = (None, [])
-    if kind == "nonfinite":
+    if found.kind == "nonfinite":
         origin, makers = attempt("the operations", lambda: trace(repro), (None, []))
     outcomes = replays(repro)
     if origin is not None and origin.dtype == "float16" and outcomes["fp32"].finite is False:
         deeper, made_of = attempt("the operations in fp32", lambda: trace(repro, "fp32"), (None, []))
-        if deeper is not None and deeper.dtype != "float16":  # fp16 has only broken first of what breaks in any format
+        if deeper is not None and deeper.dtype != "float16":  # fp16 is only the first to break of all formats
             origin, makers = deeper, made_of
     found = replace(found, damage=damage, origin=origin, makers=makers, outcomes=outcomes)
     if outcomes["same"].bitwise_equal_to_reading is False:
         found = replace(found, repeats=attempt("the same once more", lambda: repeats(repro, outcomes["same"]), None))
     if older:
-        done = repro.step
-        found = replace(found, drift=attempt("the way since", lambda: drift(repro.model, optimizer, older, done), None))
-    if kind == "nonfinite":
+        way = attempt("the way since", lambda: drift(repro.model, optimizer, older, repro.step), None)
+        found = replace(found, drift=way)
+    if found.kind == "nonfinite":
         found = replace(found, culprits=attempt("single samples", lambda: find_culprits(repro), None))
+    return found
+
+
+def measure_sizes(
+    repro: Repro,
+    found: Evidence,
+    optimizer: Optimizer | None,
+    older: Mapping[str, Any] | None,
+    classes: int | None,
+    attempt: Attempts,
+) -> Evidence:
+    """Adds how large activations, logits, inputs and moments are, and were on an older state."""
     sizes = attempt("activations and logits", lambda: sizes_of(repro, None, classes), {})
     before = attempt("the older state's activations", lambda: sizes_of(repro, older, classes), {}) if older else {}
     found = replace(found, largest_input=attempt("the inputs", lambda: largest_input(repro), None))
     if optimizer is not None:
-        found = replace(found, overlong=attempt("the moments", lambda: overlong(optimizer), float("nan")))
-    stale = float("nan")
-    if kind == "spike" and optimizer is not None:
-        stale = attempt("the second moments", lambda: gradient_staleness(repro, optimizer), stale)
-    found = replace(found, sizes=sizes, before=before, staleness=stale)
-    diagnosis = diagnose(found)
-    if diagnosis.cause == "loss_scale_collapse":  # which shows as gradients that are not finite
-        found = replace(found, kind="loss_scale")
-    return Findings(found, diagnosis, time.monotonic() - began, failures)
+        found = replace(found, overlong=attempt("the moments", lambda: overlong(optimizer), math.nan))
+    stale = math.nan
+    if found.kind == "spike" and optimizer is not None:
+        stale = attempt("the second moments", lambda: gradient_staleness(repro, optimizer), math.nan)
+    return replace(found, sizes=sizes, before=before, staleness=stale)
 
 
 def trace(repro: Repro, variant: str = "same") -> tuple[Origin | None, list[str]]:
