@@ -13,10 +13,10 @@ HEAVY = {"torch", "torchvision", "numpy", "sklearn", "pandas", "wandb", "rich", 
 
 PLAIN = """
 import sys
-from stabletrain.machine.compiling import plainly
+from stabletrain.machine.compiling import uncompiled
 from stabletrain.machine.determinism import Seeded
 Seeded().prepare()
-with plainly():
+with uncompiled():
     pass
 print(sorted({"torch._dynamo", "torch._inductor"} & set(sys.modules)))
 """

@@ -491,7 +491,7 @@ def test_every_top_level_key_is_alive(tmp_path, places, key, monkeypatch):
     ):  # jaxtyping's checks cannot be traced: that it trains is tests/trainer/test_compile_warmup.py's
         tried = []
         monkeypatch.setattr(
-            "stabletrain.trainer.build.compiled", lambda *_, **how: tried.append(how["must"]) or ({}, "tried")
+            "stabletrain.trainer.build.warm_up_compiled", lambda *_, **how: tried.append(how["must"]) or ({}, "tried")
         )
         for number, choice in enumerate(("auto", "false", "true")):
             with composed(*chosen, f"compile={choice}") as cfg:

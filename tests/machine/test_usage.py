@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import stabletrain.trainer.build
+import stabletrain.trainer.stages
 from stabletrain.config.make import make
 from stabletrain.machine.usage import Usage, flops_per_sample, peak_flops
 from stabletrain.tracking.metrics import read_jsonl
@@ -114,7 +114,7 @@ assert len(again)
 
 def trained(folder, monkeypatch=None, peak=None):
     if peak is not None:
-        monkeypatch.setattr(stabletrain.trainer.build, "peak_flops", lambda card, precision: peak)
+        monkeypatch.setattr(stabletrain.trainer.stages, "peak_flops", lambda card, precision: peak)
     with composed(*TINY_GPT, "steps=4", "log_every=2", "checkpoint=off", "guard=off") as cfg:
         train(build(cfg, folder))
     return json.loads((folder / "run.json").read_text()), read_jsonl(folder / "metrics.jsonl")
