@@ -33,7 +33,7 @@ from stabletrain.machine import compiling, hardware
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.checkpoints import for_all_ranks as checkpoints_for_all_ranks
 from stabletrain.parallel.ranks import Ranks, run_on_main
-from stabletrain.protocols import Tools
+from stabletrain.protocols import Guard, Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.tracking.metrics import Metrics
 from stabletrain.tracking.progress import Progress
@@ -280,7 +280,9 @@ def assemble(
 ) -> TrainingRun:
     """The run, of parts that are ready."""
     page = PageAtEnd(opened.folder) if cfg.report and process.ranks.is_main else NoPage()
-    run = TrainingRun(
+    closing_text = partial(closing_lines, cfg, source, trained.state, history, tools.guard, page, opened.folder)
+    opened.tracker.start(cfg.steps, trained.state.step)
+    return TrainingRun(
         plan=Plan(cfg.steps, cfg.grad_accum_steps, cfg.eval_every, cfg.log_every),
         state=trained.state,
         tools=tools,
@@ -289,13 +291,10 @@ def assemble(
         data=data,
         monitoring=monitoring,
         forensics=start_forensics(cfg, opened.folder, process, source, trained.state.model, tools),
-        output=Output(opened.tracker, opened.run_folder, page, closing=str),
+        output=Output(opened.tracker, opened.run_folder, page, closing_text),
         rollback=rollback,
         history=history,
     )
-    run.output.closing = partial(closing_lines, cfg, run, source, opened.folder)
-    opened.tracker.start(cfg.steps, trained.state.step)
-    return run
 
 
 def opening_lines(
@@ -330,14 +329,16 @@ def start_forensics(
     return Forensics(handler, model_factory, metadata={"config": config, "choices": choices})
 
 
-def closing_lines(cfg: DictConfig, run: TrainingRun, source: Source, folder: Path) -> str:
+def closing_lines(
+    cfg: DictConfig, source: Source, state: TrainState, history: History, guard: Guard, page: NoPage, folder: Path
+) -> str:
     """The last lines on the terminal; writes the run's page too. All ranks must call it: the model may be sharded."""
-    sample = sample_text(run.state.model, source.data, run.device)
-    run.output.page.write(sample)
+    sample = sample_text(state.model, source.data, next(state.model.parameters()).device)
+    page.write(sample)
     return closing(
-        state=run.state,
-        history=run.history,
-        guard=run.tools.guard,
+        state=state,
+        history=history,
+        guard=guard,
         unit=source.unit,
         per=source.per,
         folder=str(folder),
