@@ -4,7 +4,8 @@ What a person watching sees: one live line on a terminal, plain lines of the sam
 
     step  300/1500 ━━━━━━╸━━━━━━━━━ loss 2.31  grad 0.84  lr 2.9e-03  27.4k tok/s  skipped 0  1:32 left
 
-Where the line does not fit, its least important parts go first: skipped (while it is 0), lr, rate, grad.
+Where the line does not fit, its least important parts go first: skipped (while it is 0), lr, rate, grad. The columns of
+`rich.progress` cannot do that, they wrap or cut off what stands last; so only rich's `Live` is used.
 
 What a run of a sweep shows: all that it would say by itself goes into `output.txt` of its folder, one live line to
 the terminal.

@@ -46,5 +46,5 @@ def test_a_rank_ends_with_its_code_whatever_its_threads_do(tmp_path, code):
 
 
 def test_pythons_own_end_does_not_survive_such_threads(tmp_path):
-    """What the test above guards against: a race, so five tries. If none aborts, Python is mended: drop `exit_process`."""
+    """What the test above guards against: a race, so five tries. If none aborts, drop `exit_process`."""
     assert any("exitcode  : -6 " in ended(tmp_path, "sys.exit(0)").stderr for _ in range(5))
