@@ -8,8 +8,8 @@ Columns that do not fit are left out, the least important first, and named. In a
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 from rich import box
@@ -19,89 +19,7 @@ from rich.text import Text
 
 from stabletrain.compare.reading.settings import shown
 from stabletrain.errors import ConfigError
-
-
-class Column(NamedTuple):
-    """A column of the table.
-
-    Attributes:
-        name: of the frame.
-        head: what stands above it.
-        word: a value in words.
-        right: whether numbers are aligned at their right end.
-    """
-
-    name: str
-    head: str
-    word: Callable[[Any], str]
-    right: bool = True
-
-
-def plain(value: Any) -> str:
-    """A name, or a whole number."""
-    return str(value)
-
-
-def digits(places: int) -> Callable[[float], str]:
-    """So many digits after the point."""
-    return lambda value: f"{value:.{places}f}"
-
-
-def three_digits(value: float) -> str:
-    """Three digits that count."""
-    return f"{value:.3g}"
-
-
-def percent(value: float) -> str:
-    """A share."""
-    return f"{100 * value:.1f} %" if value >= 1e-3 or value == 0 else f"{100 * value:.2g} %"
-
-
-def thousands(value: float | int) -> str:
-    """950, 14.6k, 1.2M."""
-    return f"{value / 1e6:.3g}M" if value >= 1e6 else f"{value / 1e3:.3g}k" if value >= 1e3 else f"{value:.3g}"
-
-
-def duration(value: float | int) -> str:
-    """48 s, 12 min, 3.4 h."""
-    return f"{value / 3600:.1f} h" if value >= 3600 else f"{value / 60:.0f} min" if value >= 600 else f"{value:.0f} s"
-
-
-COLUMNS = (
-    Column("val_loss", "val loss", digits(4)),
-    Column("range", "lowest-highest", plain),
-    Column("best_val_loss", "best", digits(4)),
-    Column("val_accuracy", "accuracy", percent),
-    Column("sensitivity", "sensitivity", digits(3)),
-    Column("diverged", "diverged", plain),
-    Column("status", "status", plain, right=False),
-    Column("cause", "first cause", plain, right=False),
-    Column("incidents", "incidents", plain),
-    Column("skips", "skips", plain),
-    Column("rollbacks", "rollbacks", plain),
-    Column("spike_score", "spikes", percent),
-    Column("units_per_s", "/s", thousands),
-    Column("mfu", "MFU", percent),
-    Column("peak_memory_gb", "peak GB", three_digits),
-    Column("card", "card", plain, right=False),
-    Column("precision", "precision", plain, right=False),
-    Column("steps", "steps", plain),
-    Column("parameters", "parameters", thousands),
-    Column("seconds", "time", duration),
-    Column("sweep", "sweep", plain, right=False),
-)
-"""Those that a table may have beside the run's name and its settings, the most important first."""
-
-BY_IMPORTANCE = (
-    *("card", "precision", "status", "val_loss", "cause", "range", "best_val_loss", "val_accuracy", "diverged"),
-    *("sensitivity", "spike_score", "units_per_s", "skips", "rollbacks", "incidents", "mfu", "peak_memory_gb"),
-    *("seconds", "steps", "sweep", "parameters"),
-)
-"""What is kept where not everything fits, the most important first: what differs in hardware, then how it ended."""
-
-CAN_BE_SHARED = ("status", "cause", "incidents", "skips", "rollbacks", "spike_score", "card", "precision", "steps",
-                 "parameters", "sweep", "diverged")  # fmt: skip
-"""Columns that are said once, above the table, where they are the same in all rows."""
+from stabletrain.tracking.columns import BY_IMPORTANCE, COLUMNS, IN_TABLE
 
 
 def cell_text(rows: pd.DataFrame) -> dict[str, list[str]]:
@@ -112,9 +30,10 @@ def cell_text(rows: pd.DataFrame) -> dict[str, list[str]]:
             found[f"settings.{key}"] = [setting(value) for value in rows[f"settings.{key}"]]
     if "n" not in rows and rows["seed"].nunique() > 1:
         found["seed"] = ["" if missing(seed) else str(seed) for seed in rows["seed"]]
-    for column in COLUMNS:
-        if column.name in rows:
-            found[column.name] = ["" if missing(value) else column.word(value) for value in values(rows[column.name])]
+    for name in IN_TABLE:
+        if name in rows:
+            text = COLUMNS[name].text
+            found[name] = ["" if missing(value) else text(value) for value in values(rows[name])]
     found["diverged"] = ["" if not count else str(int(count)) if "n" in rows else "yes" for count in rows["diverged"]]
     if "settings.precision" in found:  # what it ran in says more than what was asked for, such as auto
         found["settings.precision"] = found.pop("precision")
@@ -148,8 +67,14 @@ def short(names: str, most: int = 12) -> str:
 ENDLESS = 10**5
 """Columns of a terminal that is never full."""
 
-HIGHER_IS_BETTER = ("val_accuracy", "units_per_s", "mfu")
+SHARED = (
+    *("status", "cause", "incidents", "skips", "rollbacks", "spike_score", "card", "precision", "steps"),
+    *("parameters", "sweep", "diverged"),
+)
+"""Columns that are said once, above the table, if they are the same in all rows; in the order in which they are."""
 
+LEFT = ("status", "cause", "card", "precision", "sweep")
+"""Columns of text, which is aligned at its left end."""
 
 ALWAYS = ("run", "val_loss")
 """Columns that are never left out; nor are the settings."""
@@ -177,7 +102,9 @@ def ranked(rows: pd.DataFrame, by: str | None) -> pd.DataFrame:
     if name not in rows.columns:
         raise ConfigError(f"--sort {by}: there is no such column: use one of {', '.join(rows.columns)}")
     key = None if pd.api.types.is_numeric_dtype(rows[name]) else lambda column: column.map(str, na_action="ignore")
-    return rows.sort_values(name, ascending=name not in HIGHER_IS_BETTER, kind="stable", key=key)
+    return rows.sort_values(
+        name, ascending=not (name in COLUMNS and COLUMNS[name].higher_is_better), kind="stable", key=key
+    )
 
 
 def rank(status: str, diverged: int | bool) -> int:
@@ -198,12 +125,13 @@ def show(rows: pd.DataFrame, console: Console, most: int = 0) -> None:
         most: rows that are printed; 0 for all.
     """
     cells = {name: words for name, words in cell_text(rows).items() if any(words)}
-    same = {name: cells[name][0] for name in CAN_BE_SHARED if name in cells and len(set(cells[name])) == 1}
+    shareable = [name for name in SHARED if name in cells]
+    same = {name: cells[name][0] for name in shareable if len(set(cells[name])) == 1}
     if len(rows) == 1:
         same = {}
     heads = headings(rows)
     settings = [name for name in cells if name.startswith("settings.") or name == "seed"]
-    names = ["run", *settings, *(c.name for c in COLUMNS if c.name in cells and c.name not in same)]
+    names = ["run", *settings, *(name for name in IN_TABLE if name in cells and name not in same)]
     printed = len(rows) if most == 0 else min(most, len(rows))
     marked = {name: best_row(rows, name) for name in names if name in BEST}
     dropped: list[str] = []
@@ -242,7 +170,7 @@ def headings(rows: pd.DataFrame) -> dict[str, str]:
     """What stands above each column."""
     units = set(rows["unit"].dropna())
     return (
-        {column.name: column.head for column in COLUMNS}
+        {name: COLUMNS[name].head for name in IN_TABLE}
         | {name: name.removeprefix("settings.") for name in rows.columns if name.startswith("settings.")}
         | {"seed": "seed", "run": "runs" if "n" in rows and rows["n"].max() > 1 else "run"}
         | {"units_per_s": f"{units.pop() if len(units) == 1 else 'units'}/s"}
@@ -258,9 +186,10 @@ def build(
 ) -> Table:
     """The table with these columns; the best value of each that has one is bold, and has a star."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    aligned = {column.name: column.right for column in COLUMNS}
     for name in names:
-        table.add_column(heads[name], justify="right" if aligned.get(name) else "left", overflow="fold")
+        table.add_column(
+            heads[name], justify="right" if name in IN_TABLE and name not in LEFT else "left", overflow="fold"
+        )
     for row in range(printed):
         table.add_row(*(cell(cells[name][row], name in marked, marked.get(name) == row) for name in names))
     return table

@@ -24,34 +24,7 @@ from stabletrain.compare.pages.shell import page, words, write
 from stabletrain.compare.reading.run import Run
 from stabletrain.compare.reading.settings import Value, scalar, shared, telling, value_of, varied
 from stabletrain.errors import ConfigError
-
-COLUMNS: list[tuple[str, str, dict[str, Any]]] = [
-    ("status", "status", {"status": True}),
-    ("val_loss", "val loss", {"about": "at the end, nats"}),
-    ("best_val_loss", "best val loss", {}),
-    ("best_step", "at step", {"about": "step of the best validation loss"}),
-    ("val_accuracy", "val accuracy", {"high": True}),
-    ("diverged", "diverged", {"high": True}),
-    ("sensitivity", "sensitivity", {"about": "to the learning rate, of the runs that differ from it in that only"}),
-    ("spike_score", "spike score", {"about": "share of steps whose loss was a spike", "high": True}),
-    ("skips", "skips", {"about": "steps whose update was withheld", "high": True}),
-    ("rollbacks", "rollbacks", {"high": True}),
-    ("incidents", "incidents", {"high": True}),
-    ("cause", "first cause", {}),
-    ("units_per_s", "units/s", {"about": "tokens, images or samples a second", "high": True}),
-    ("unit", "unit", {}),
-    ("mfu", "MFU", {"about": "model FLOP/s as a share of the card's peak", "high": True}),
-    ("peak_memory_gb", "memory, GB", {"about": "at its peak", "high": True}),
-    ("card", "card", {}),
-    ("precision", "precision", {}),
-    ("steps", "steps", {"high": True}),
-    ("seconds", "seconds", {"high": True}),
-    ("parameters", "parameters", {"high": True}),
-    ("loss_at_init", "loss at init", {}),
-    ("problem", "what is to know", {}),
-    ("sweep", "sweep", {}),
-]
-"""Columns of the frame in the order in which they are read: name there, heading here, and what the table is told."""
+from stabletrain.tracking.columns import COLUMNS, ON_PAGE
 
 ALWAYS = ("status", "val_loss", "incidents")
 """Columns that are shown even where every run has the same value."""
@@ -91,7 +64,9 @@ def columns_of(
     if len(keys) <= FEW:
         columns += [{"title": key, "kind": kind(values), "setting": True} for key, values in settings]
         cells += [values for _, values in settings]
-    for name, heading, more in COLUMNS:
+    for column in (COLUMNS[name] for name in ON_PAGE):
+        name, heading = column.name, column.page_head
+        more = ({"about": column.about} if column.about else {}) | dict.fromkeys(column.page, True)
         values = [row.get(name) for row in table]
         distinct = {*values}
         if distinct <= {None} or (distinct <= {None, 0} and name not in ALWAYS):
