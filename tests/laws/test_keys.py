@@ -479,7 +479,7 @@ NOT_HERE = {
     ("faults", "wandb", "at"): "[]",
 }
 """Values that must be refused, of keys whose effect would end this process, or has nothing to act on here:
-tests/faults/test_faults.py shows them alive."""
+tests/faults/test_in_io.py and test_planned.py show them alive."""
 
 
 @pytest.mark.parametrize("key", TOP)
