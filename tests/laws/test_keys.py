@@ -408,7 +408,7 @@ def test_every_key_of_every_option_is_alive(tmp_path, places, unchanged, group, 
 
 
 SEEN_ELSEWHERE = {
-    "data.cache_mb": "tests/data/test_images.py",
+    "data.cache_mb": "tests/data/test_imagefolder.py",
     "parallel.find_unused_parameters": "tests/parallel/test_distributed.py",
     "parallel.compare": "tests/parallel/test_replica_check.py",
     "parallel.reshard_after_forward": "tests/parallel/test_distributed.py",
