@@ -408,7 +408,7 @@ def test_every_key_of_every_option_is_alive(tmp_path, places, unchanged, group, 
 
 
 SEEN_ELSEWHERE = {
-    "data.cache_mb": "tests/data/test_images.py",
+    "data.cache_mb": "tests/data/test_imagefolder.py",
     "parallel.find_unused_parameters": "tests/parallel/test_distributed.py",
     "parallel.compare": "tests/parallel/test_replica_check.py",
     "parallel.reshard_after_forward": "tests/parallel/test_distributed.py",
@@ -479,7 +479,7 @@ NOT_HERE = {
     ("faults", "wandb", "at"): "[]",
 }
 """Values that must be refused, of keys whose effect would end this process, or has nothing to act on here:
-tests/faults/test_faults.py shows them alive."""
+tests/faults/test_in_io.py and test_planned.py show them alive."""
 
 
 @pytest.mark.parametrize("key", TOP)

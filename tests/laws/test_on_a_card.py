@@ -15,7 +15,7 @@ import torch
 from stabletrain.step import commit, compute
 from stabletrain.trainer.build import build
 from tests.devices import CARD, skip_unless_it_has
-from tests.forensics import test_replay
+from tests.forensics import given as replays
 from tests.laws import test_resume, test_skipped
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 from tests.test_no_waiting import Questions
@@ -49,11 +49,11 @@ def test_a_skipped_step_of_an_optimizer_that_asks_the_host_changes_nothing(tmp_p
 
 @ON_A_CARD
 @pytest.mark.parametrize("precision", [*PRECISIONS, "bf16_params"])
-@pytest.mark.parametrize("model", test_replay.MODELS)
+@pytest.mark.parametrize("model", replays.MODELS)
 def test_a_recorded_step_replays_bit_for_bit(tmp_path, device, precision, model):
     skip_unless_it_has(device, precision)
-    chosen = [*test_replay.MODELS[model], f"device={device}", "determinism=strict", "compile=false"]
-    test_replay.assert_recorded_steps_replay(tmp_path, *chosen, *test_replay.precision_of(precision))
+    chosen = [*replays.MODELS[model], f"device={device}", "determinism=strict", "compile=false"]
+    replays.assert_recorded_steps_replay(tmp_path, *chosen, *replays.precision_of(precision))
 
 
 @EVERYWHERE

@@ -14,7 +14,7 @@ from stabletrain.stability.chunked_loss import ChunkedLoss
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
-from tests.forensics.test_replay import one_step, scene_of
+from tests.forensics.given import one_step, scene_of
 from tests.runs import ROOT, TINY_GPT, composed
 
 FEW = ["steps=6", "eval_every=3", "log_every=1", "checkpoint=off", "report=false", "warmup.steps=2"]
