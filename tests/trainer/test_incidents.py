@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from stabletrain.monitors.rolling import Alarm
-from stabletrain.records import Verdict
 from stabletrain.stability import precision as precisions
 from stabletrain.stability.guard import NoGuard, SkipGuard
 from stabletrain.trainer.incidents import (

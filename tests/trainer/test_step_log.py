@@ -74,7 +74,8 @@ def test_a_replayed_step_is_not_logged_again():
     run.rollback.replaying = PendingReplay(30, 40, 45, [], {})
     log_step(run, reading(10), Throughput(run.history), NOTHING)
     log_alarms(run, 10, [Alarm("skips", "many")])
-    assert not (run.output.tracker.lines or run.output.tracker.shown or run.output.tracker.events)
+    tracker = run.output.tracker
+    assert (tracker.lines, tracker.shown, tracker.events) == ([], [], [])
 
 
 def test_each_alarm_is_recorded_shown_and_sent():
