@@ -79,10 +79,10 @@ def option_text(group: str, option: str, values: Mapping[str, Any]) -> str:
 
 def parameter_count(count: int) -> str:
     """0.85 M, 124 M, 1.2 B."""
-    for size, letter in ((1e9, "B"), (1e6, "M")):
-        if count >= 0.1 * size:
+    for least, size, letter in ((1e9, 1e9, "B"), (1e5, 1e6, "M")):
+        if count >= least:
             value = count / size
-            return f"{value:.0f} {letter}" if value >= 100 else f"{value:.2g} {letter}"
+            return f"{value:.0f} {letter}" if value >= 10 else f"{value:.2g} {letter}"
     return f"{count:,}"
 
 

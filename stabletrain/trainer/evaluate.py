@@ -17,7 +17,7 @@ def evaluate(
     """Mean cross-entropy over all valid targets, in nats, without label smoothing or z-loss.
 
     Args:
-        model: put into evaluation mode for the pass, and back into the mode it was in.
+        model: put into evaluation mode for the pass; afterwards each module is back in the mode it was in.
         batches: on the model's device; sizes may differ.
         precision: its autocast is used.
         sanitizer: finds bad data; a label out of range is not counted, nor is a batch with bad inputs.
@@ -27,7 +27,7 @@ def evaluate(
         `val/loss`, and for `[batch, classes]` logits `val/accuracy`, in [0, 1]. NaN where no target is valid. Where a
         batch held bad data, `val/bad_batches` says how many did.
     """
-    training, device = model.training, next(model.parameters()).device
+    modes, device = [(module, module.training) for module in model.modules()], next(model.parameters()).device
     model.eval()
     loss = count = correct = spoilt = 0
     classifies = False
@@ -48,7 +48,9 @@ def evaluate(
                 if classifies:
                     correct = correct + ((rows.argmax(dim=-1) == wanted) & valid).sum()
     finally:
-        model.train(training)
+        model.train(modes[0][1])
+        for module, training in modes:  # a model may keep some of its modules in evaluation mode always
+            module.training = training
     mine = [torch.as_tensor(each, dtype=torch.float64, device=device) for each in (loss, count, correct, spoilt)]
     loss, total, correct, spoilt = parallel.all_reduce_sum(torch.stack(mine)).tolist()
     metrics = {"val/loss": loss / total if total else float("nan")}
