@@ -163,7 +163,7 @@ class Reading(NamedTuple):
         grad_norm: L2 norm over all parameters, before clipping.
         clip_coef: gradient norm after clipping over before; 1 where clipping was not active.
         clip_active: share, in [0, 1], of what the clipping clips one by one that it did clip.
-        inputs, buffers: largest magnitude of the inputs, and norm of the buffers; see `Vitals`.
+        inputs, buffers: largest magnitude of the inputs, and norm of the buffers; see `StepChecks`.
         loss_scale: fp16's loss scale the step ran with; 1 in other precisions.
         applied: whether the gate was open, so that the update reached the weights.
         bad_data: whether the batch held what no model can learn from; see `stability/sanitize.py`.

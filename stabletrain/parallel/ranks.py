@@ -28,8 +28,8 @@ class Ranks:
 
     Attributes:
         rank: its number, from 0; rank 0 writes files and speaks.
-        count: how many there are.
-        local: its number on its own machine, which is the number of its card.
+        world_size: how many there are.
+        local_rank: its number on its own machine, which is the number of its card.
         launched: whether torchrun started it.
         restarts: how often torchrun has started the ranks anew, after one of them failed.
     """

@@ -92,7 +92,7 @@ class SingleProcess:
 
         Args:
             model: that is trained.
-            blank: makes another one, whose weights are anything.
+            model_factory: makes another one, whose weights are anything.
         """
         del model_factory
         return model
