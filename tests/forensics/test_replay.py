@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import threading
 import time
 from dataclasses import replace
 
@@ -18,7 +17,7 @@ from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.probes.bisect import find_culprits
 from stabletrain.forensics.replay import VARIANTS, replay, replays
-from stabletrain.forensics.repro import Repro, copy_of_model
+from stabletrain.forensics.repro import Repro
 from stabletrain.forensics.repro_files import about, load_repro, save_repro
 from stabletrain.records import Batch
 from stabletrain.step import commit, compute
@@ -541,45 +540,6 @@ def test_a_scene_of_another_model_is_refused_unless_it_only_lacks_a_part(tmp_pat
     repro = load_repro(tmp_path / "scene", normed.state.model, normed.tools, strict=False)
     assert torch.equal(normed.state.model.head.weight, job.state.model.head.weight)
     assert replay(repro, "same").finite
-
-
-class Hoarder(nn.Module):
-    """A user's module with things in its attributes that are no parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.lock, self.kept, self.calls, self.list = threading.Lock(), None, 0, []
-        self.layer.weight.register_hook(lambda gradient: 2 * gradient)
-
-    def forward(self, x):
-        self.calls += 1
-        self.kept = self.layer(x)
-        self.list.append(self.kept)
-        return self.kept
-
-
-@pytest.mark.parametrize("locked", [True, False], ids=["locked", "plain"])
-def test_a_copy_is_its_own_whatever_the_attributes_hold(locked):
-    model = Hoarder()
-    if not locked:
-        del model.lock
-    model(torch.ones(2, 3)).sum().backward()
-    gradient = model.layer.weight.grad.clone()
-    model.compile(backend="eager")
-    model_copy = copy_of_model(model)
-    assert model_copy._compiled_call_impl is None
-    assert model._compiled_call_impl is not None
-    assert model_copy.layer.weight.grad is None
-    with torch.no_grad():
-        model_copy.layer.weight.zero_()
-    model_copy(torch.ones(2, 3)).sum().backward()
-    assert (model.calls, len(model.list), model_copy.calls) == (1, 1, 2)
-    assert torch.equal(model.layer.weight.grad, gradient)
-    assert bool((model.layer.weight != 0).all())
-    assert torch.equal(model_copy.layer.weight.grad, gradient), "the hook doubles it here too"
-    if locked:
-        assert model_copy.lock is model.lock
 
 
 def test_a_compiled_step_is_not_compared_bit_for_bit(tmp_path):
