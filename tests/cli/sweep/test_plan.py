@@ -68,6 +68,20 @@ def test_the_users_own_config_folder_is_searched(conf, tmp_path):
     assert sweep.runs == [["optimizer=mine"], ["optimizer=sgd"]]
 
 
+OTHERS = [["--config-name", "other"], ["--config-name=other"], ["-cn=other"], ["--config-path=elsewhere"]]
+OTHERS += [["-cp", "elsewhere"]]
+"""Each spelling of the options that choose another configuration."""
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=" ".join)
+def test_another_configuration_is_taken_in_every_spelling(conf, tmp_path, options):
+    (tmp_path / "elsewhere").mkdir()
+    for file in (conf / "other.yaml", tmp_path / "elsewhere" / "config.yaml"):
+        file.write_text("seed: 0\nhydra:\n  sweep:\n    dir: from_other\n")
+    sweep, _ = started(conf, "-m", *options, "seed=0,1")
+    assert str(sweep.folder) == "from_other"
+
+
 @pytest.mark.parametrize("typed", [["seed=0,1"], ["-m", "seed=0,1", "--cfg", "job"], ["-m", "--help"]])
 def test_a_command_that_runs_no_sweep_is_left_alone(conf, tmp_path, typed):
     assert started(conf, *typed) == (None, parse_arguments(typed))
