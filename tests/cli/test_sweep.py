@@ -14,9 +14,8 @@ from importlib.util import find_spec
 import pytest
 import yaml
 
-from stabletrain.cli.sweep import lines
-from stabletrain.cli.sweep.plan import Sweep, grid, hydra
-from stabletrain.config.arguments import Arguments, parse_arguments, resolve_resume
+from stabletrain.cli.sweep.plan import grid, hydra
+from stabletrain.config.arguments import Arguments
 from stabletrain.config.checks import check
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
@@ -122,20 +121,6 @@ def test_another_sweep_in_its_folder_is_refused_and_a_longer_one_goes_on(tmp_pat
     assert before == contents(tmp_path / "sweep")
     more = command(*few, "optimizer.lr=1e-3,1e-2,3e-3", cwd=tmp_path)
     assert (more.returncode, more.stdout.count("(before)")) == (0, 2)
-
-
-def test_resume_auto_finds_the_newest_sweep_of_the_same_command(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for clock, overrides in (("10-00-00", ["seed=0,1"]), ("11-00-00", ["seed=0,1"]), ("12-00-00", ["seed=2,3"])):
-        (tmp_path / "multirun" / "2026-01-01" / clock).mkdir(parents=True)
-        record = json.dumps({"options": ["-m"], "overrides": overrides})
-        (tmp_path / "multirun" / "2026-01-01" / clock / "sweep.json").write_text(record)
-    found = resolve_resume(parse_arguments(["-m", "seed=0,1", "hydra/launcher=joblib", "resume=auto"]))
-    assert found.value("hydra.sweep.dir") == "multirun/2026-01-01/11-00-00"
-    assert found.value("resume") == "auto"
-    named = resolve_resume(parse_arguments(["resume=multirun/2026-01-01/12-00-00"]))
-    assert named.sweeps
-    assert named.value("seed") == "2,3"
 
 
 @pytest.mark.slow
@@ -290,20 +275,3 @@ def test_a_plugin_that_is_not_installed_names_its_extra(tmp_path, group, extra):
     done = command(*typed, cwd=tmp_path, PYTHONPATH=f"{tmp_path / 'shadow'}:{ROOT}")
     assert done.returncode == 2
     assert done.stderr == f'stabletrain: hydra/{group}={extra} is not installed: pip install "stabletrain[{extra}]"\n'
-
-
-def test_what_is_left_of_a_sweep_is_told_by_its_pace(tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "time", lambda: 1000.0)
-    runs = [[f"seed={number}"] for number in range(8)]
-    for number, status in enumerate(["finished", "finished", "failed", "halted", "running"]):
-        (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "run.json").write_text(json.dumps({"status": status, "overrides": runs[number]}))
-        os.utime(tmp_path / str(number) / "run.json", (800, 800) if number else (100, 100))
-    sweep = Sweep(tmp_path, "train.py", runs, ["seed"], 8, "basic", 700.0)
-    assert lines.seconds_left(sweep) == 300 / 3 * 4, "three in 300 s, four to go"
-    assert lines.code(sweep) == 1
-    assert lines.label(sweep, 2, ["steps=5", "seed=2"]) == "3/8  seed=2"
-    drawn = sweep._replace(varies=["optimizer.lr", "data.path"])
-    assert drawn.varied(["optimizer.lr=0.004430375245", "data.path=a.long.name"]) == (
-        "optimizer.lr=0.00443 data.path=a.long.name"
-    )

@@ -58,7 +58,9 @@ class Grid(NamedTuple):
 def hydra(arguments: Arguments, config_dir: Path) -> Generator[str, None, None]:
     """Hydra, started as `train.py` starts it, for this context; gives the configuration's name."""
     values = dict(zip(arguments.options, arguments.options[1:], strict=False))
-    search = create_config_search_path(str(Path(values.get("--config-path", config_dir)).resolve()))
+    values |= {name: value for name, equals, value in (o.partition("=") for o in arguments.options) if equals}
+    config_path = values.get("--config-path") or values.get("-cp") or config_dir
+    search = create_config_search_path(str(Path(config_path).resolve()))
     for folder in own_folders(arguments):
         search.prepend("command-line", f"file://{folder.resolve()}", SearchPathQuery(provider="schema"))
     GlobalHydra.instance().clear()
