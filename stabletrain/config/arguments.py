@@ -170,8 +170,8 @@ def sweep_arguments(folder: Path) -> Arguments | None:
         if (folder / "multirun.yaml").exists():  # of a job array
             tasks = OmegaConf.select(OmegaConf.load(folder / "multirun.yaml"), "hydra.overrides.task") or []
             return parse_arguments([str(task) for task in tasks]).without("resume")
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    except Exception:  # whatever a parser of JSON or YAML raises: a damaged record is none
+        return None
     return None
 
 

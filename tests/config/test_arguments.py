@@ -220,3 +220,8 @@ def test_several_ranks_are_continued_by_torchrun(typed):
 def test_a_slurm_job_is_continued_by_its_launcher(typed):
     typed.setenv(LAUNCH, "slurm/launch.sh 'my cluster'")
     assert resume_command(Ranks(), Path("run")).endswith("else slurm/launch.sh 'my cluster' resume=run")
+
+
+def test_a_damaged_record_of_a_sweep_is_none(tmp_path):
+    (tmp_path / "multirun.yaml").write_text("hydra: [unclosed")
+    assert sweep_arguments(tmp_path) is None
