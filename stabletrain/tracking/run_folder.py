@@ -121,20 +121,12 @@ class RunFolder(NoRunFolder):
                 f"hydra.run.dir={self.path} already holds run {earlier.get('id')} ({earlier.get('status')}): continue "
                 "it with resume=auto, or choose another hydra.run.dir"
             )
-        time = now()
         self.id = (
             earlier.get("id")
             or run_id
             or "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
         )
-        self._record = {
-            "id": self.id,
-            "status": "running",
-            "reason": None,
-            "started": earlier.get("started") or time,
-            "resumed": [*(earlier.get("resumed") or []), time] if earlier.get("id") else [],
-            "ended": None,
-            "git": git(Path(__file__).parents[2]),
+        self._record = first_record(self.id, earlier) | {
             "choices": dict(choices),
             "hardware": dict(hardware),
             "versions": versions(),
@@ -224,6 +216,20 @@ class RunFolder(NoRunFolder):
     def _write(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         replace(self.path / "run.json", json.dumps(plain(self._record), allow_nan=False, indent=2) + "\n")
+
+
+def first_record(run_id: str, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """The first keys of `run.json`: which run this is, and when it began; `earlier` is the record it continues."""
+    time = now()
+    return {
+        "id": run_id,
+        "status": "running",
+        "reason": None,
+        "started": earlier.get("started") or time,
+        "resumed": [*(earlier.get("resumed") or []), time] if earlier.get("id") else [],
+        "ended": None,
+        "git": git(Path(__file__).parents[2]),
+    }
 
 
 def git(checkout: Path) -> dict[str, Any] | None:

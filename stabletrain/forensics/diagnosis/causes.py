@@ -19,7 +19,7 @@
 | lr_too_high | every batch fails on this state, and the same batch on an older one does not |
 | unknown | none of these |
 
-Each rule looks at the evidence only, never at the name of anything. The first that holds is the cause.
+Each rule looks at the evidence only. The first that holds is the cause.
 """
 
 import math
