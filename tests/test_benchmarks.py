@@ -111,14 +111,14 @@ def test_rounds_do_what_the_loop_does(benchmark, tiny):
     jobs = benchmark("jobs")
     often = ("monitors=default", "monitors.every=3", "guard.snapshot_every=4", "log_every=2")
     looped, taken = tiny(*often), jobs.Rounds(tiny(*often))
-    get = looped.batches.get
+    get = looped.data.batches.get
 
     def get_nine(step):
         if step == 9:
             raise EOFError
         return get(step)
 
-    looped.batches.get = get_nine
+    looped.data.batches.get = get_nine
     with pytest.raises(EOFError):
         training_loop(looped)
     for _ in range(9):
