@@ -5,8 +5,8 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from stabletrain.launch import launch, run_job
-from stabletrain.ranks import end
+from stabletrain.cli.train import launch, run_job
+from stabletrain.parallel.ranks import exit_process
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -16,4 +16,4 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    end(launch(main, Path(__file__).parent / "conf"))
+    exit_process(launch(main, Path(__file__).parent / "conf"))

@@ -20,9 +20,9 @@ from workloads import WORKLOADS
 
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import Seeded, Strict
+from stabletrain.monitors.gradients import measure
 from stabletrain.stability import precision
 from stabletrain.stability.objective import NoZLoss, Objective
-from stabletrain.watch.gradients import measure
 
 
 def measured(

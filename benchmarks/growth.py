@@ -115,7 +115,7 @@ def grown(
             run = begun(folder / str(size), chosen)
         memory.append(bytes_used)
         runs[str(size)] = run
-        one = run.job.load(0)
+        one = run.job.data.load(0)
         flops.append(len(one) * (flops_per_sample(run.job.state.model, one.inputs[:1]) or 0.0))
     taken = in_turns({name: partial(lambda run, _: clock.seconds(run), run) for name, run in runs.items()}, rounds, 1)
     for run in runs.values():

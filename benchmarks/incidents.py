@@ -35,7 +35,7 @@ def diagnoses(folder: Path, overrides: Sequence[str], clock: Clock) -> dict[str,
         f"faults.faults=[{activation},{burst}]",
     )
     job = built(folder, (*overrides, *freely))
-    device, marked = job.device, job.load(AT["sample"]).inputs[:1].to(job.device)
+    device, marked = job.device, job.data.load(AT["sample"]).inputs[:1].to(job.device)
     first = next(module for module in job.state.model.modules() if not [*module.children()])
     first.register_forward_hook(lambda *given: break_down(marked, *given))
     run, steps, heights, found = Rounds(job), [], [0], {}

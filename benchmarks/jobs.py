@@ -6,13 +6,14 @@ from pathlib import Path
 import torch
 from runs import composed
 
-from stabletrain.build import build
-from stabletrain.job import Job
-from stabletrain.loop import settle
 from stabletrain.records import Batch
-from stabletrain.recovery import Recovery
-from stabletrain.report import NOTHING, Launched, Pace, watch
 from stabletrain.step import Computed, commit, compute
+from stabletrain.trainer.build import build
+from stabletrain.trainer.history import Throughput
+from stabletrain.trainer.incidents import ExecutedStep
+from stabletrain.trainer.loop import settle, watch
+from stabletrain.trainer.run import TrainingRun
+from stabletrain.trainer.step_log import NOTHING
 
 HERE = Path(__file__).parent
 
@@ -79,7 +80,7 @@ class RandomImages:
         return Batch(self._images[places], self._labels[places])
 
 
-def built(folder: Path, overrides: Sequence[str]) -> Job:
+def built(folder: Path, overrides: Sequence[str]) -> TrainingRun:
     """The run that `train.py` would make of `overrides`."""
     search = f"hydra.searchpath=[file://{HERE / 'conf'}]"
     with composed(search, *NOTHING_ELSE, *overrides) as cfg:
@@ -97,12 +98,12 @@ class Rounds:
         done: how often what is not in every round was done: `looks`, `snapshots`.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingRun) -> None:
         self.job, self.done = job, {"looks": 0, "snapshots": 0}
-        self._pace, self._recovery = Pace(job.history), Recovery(job)
+        self._throughput = Throughput(job.history)
         self._computed: tuple[Batch, list[Batch], Computed] | None = None
-        self._launched: Launched | None = None
-        self._recovery.put_by()
+        self._executed: ExecutedStep | None = None
+        self.job.rollback.take_snapshot()
 
     def __call__(self) -> None:
         """One round: a step is computed, the one before it settled, its own update applied, and what is due is done."""
@@ -119,13 +120,13 @@ class Rounds:
 
     def fetch(self) -> tuple[Batch, list[Batch]]:
         """The next batch, and its micro-batches on the device."""
-        batch = self.job.batches.get(self.job.state.step)
+        batch = self.job.data.batches.get(self.job.state.step)
         return batch, batch.to(self.job.device).split(self.job.plan.grad_accum_steps)
 
     def settle(self, seen: Mapping[str, float] = NOTHING) -> bool:
         """Draws the consequences of the step before; returns whether the run goes on from the state as it is."""
-        launched, self._launched = self._launched, None
-        if launched is None or settle(self.job, launched, self._pace, self._recovery, seen):
+        executed, self._executed = self._executed, None
+        if executed is None or settle(self.job, executed, self._throughput, seen):
             return True
         self._computed = None
         return False
@@ -135,22 +136,22 @@ class Rounds:
         if self._computed is not None:
             batch, _, computed = self._computed
             in_flight = commit(self.job.state, computed, self.job.tools)
-            self._launched = Launched(in_flight, batch, computed.classes, computed.held)
-            self._pace.count(batch)
+            self._executed = ExecutedStep(in_flight, batch, computed.classes, computed.saved_buffers)
+            self._throughput.count(batch)
 
     def close(self) -> None:
         """Ends the run where it is."""
-        self.job.batches.close()
-        self.job.tracker.close(0)
+        self.job.data.batches.close()
+        self.job.output.tracker.close(0)
 
     def look(self) -> bool:
         """The first half of the monitors' look, if one is due; returns whether it is."""
         job = self.job
-        if self._computed is None or not job.monitors.due(job.state.step + 1, job.plan.steps):
+        if self._computed is None or not job.monitoring.monitors.due(job.state.step + 1, job.plan.steps):
             return False
         _, micro_batches, computed = self._computed
-        seen_batch = job.tools.intake.safe(micro_batches[0], computed.classes)
-        job.monitors.before(job.state.model, job.state.optimizer, seen_batch, job.tools.precision)
+        seen_batch = job.tools.sanitizer.safe(micro_batches[0], computed.classes)
+        job.monitoring.monitors.before(job.state.model, job.state.optimizer, seen_batch, job.tools.precision)
         self.done["looks"] += 1
         return True
 
@@ -158,9 +159,9 @@ class Rounds:
         """The second half of the look, and a snapshot if one is due; both settle the step before the next begins."""
         if self._computed is None:
             return
-        putting_by = self._recovery.due(self.job.state.step)
+        putting_by = self.job.rollback.snapshot_due(self.job.state.step)
         if watching or putting_by:
-            seen = watch(self.job, self._launched) if watching else NOTHING
+            seen = watch(self.job, self._executed) if watching else NOTHING
             if self.settle(seen) and putting_by:
-                self._recovery.put_by()
+                self.job.rollback.take_snapshot()
                 self.done["snapshots"] += 1

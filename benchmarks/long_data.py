@@ -15,7 +15,7 @@ from jobs import Rounds, built
 from measuring import Clock, in_turns, ratios, silence
 from quantities import quantity
 
-from stabletrain.data.manifest import VERSION
+from stabletrain.data.files import VERSION
 from stabletrain.data.tokens import Tokens
 
 SIZES = {"10^6 tokens": 10**6, "10^9 tokens": 10**9}

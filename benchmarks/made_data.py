@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from stabletrain.data.files import VERSION
 from stabletrain.data.images import Held, Images
-from stabletrain.data.manifest import VERSION
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 """CIFAR-10's."""

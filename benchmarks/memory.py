@@ -23,7 +23,7 @@ from workloads import gpt, plain_tools
 
 from stabletrain.machine import hardware
 from stabletrain.records import LOGITS_AT_ONCE, Batch, TrainState
-from stabletrain.stability.chunks import InChunks
+from stabletrain.stability.chunked_loss import ChunkedLoss
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.objective import NoZLoss, Objective, ZLoss
 from stabletrain.step import compute
@@ -67,7 +67,7 @@ class Counted(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
 
 
-def peak(objective: Objective | InChunks, mode: str, device: torch.device, samples: int) -> int:
+def peak(objective: Objective | ChunkedLoss, mode: str, device: torch.device, samples: int) -> int:
     """Most bytes that one step's forward and backward hold."""
     card = device.type == "cuda"
     with contextlib.nullcontext() if card else FakeTensorMode(), device:
@@ -99,7 +99,7 @@ def main() -> None:
         for name in asked.zloss.split(","):
             plain = Objective(ZLOSSES[name])
             whole = peak(plain, mode, device, asked.samples)
-            chunks = peak(InChunks(plain, LOGITS_AT_ONCE // VOCAB, VOCAB), mode, device, asked.samples)
+            chunks = peak(ChunkedLoss(plain, LOGITS_AT_ONCE // VOCAB, VOCAB), mode, device, asked.samples)
             print(row(mode, name, f"{whole / 1e9:.1f}", f"{chunks / 1e9:.1f}", f"{whole / chunks:.2f}"), flush=True)
             if (mode, name, asked.samples) == ("bf16", "palm", 32):
                 targets["memory/chunks"] = whole / chunks

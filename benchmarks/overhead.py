@@ -110,7 +110,7 @@ def started(folder: Path, overrides: Sequence[str], names: Collection[str] = OUR
 def bare_of(run: Rounds, kind: str, *, bf16: bool) -> BareLoop:
     """A bare loop over a twin of the run's model as it now is, and the first of its batches."""
     make, lr = OPTIMIZERS[kind]
-    batches: list[Batch] = [run.job.load(step).to(run.job.device) for step in range(READY)]
+    batches: list[Batch] = [run.job.data.load(step).to(run.job.device) for step in range(READY)]
     model = copy.deepcopy(run.job.state.model)
     return BareLoop(model, batches, make(model, lr), bf16=bf16)
 
@@ -162,7 +162,7 @@ def fits(folder: Path, overrides: Sequence[str], rounds: int, turn: int, clock: 
     bare = bare_of(run, kind, bf16=bf16)
     others = Others(
         run.job.state.model,
-        [run.job.load(step).to(run.job.device) for step in range(READY)],
+        [run.job.data.load(step).to(run.job.device) for step in range(READY)],
         lambda model: make(model, lr),
         bf16=bf16,
         steps=turn,

@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 from jobs import Rounds
 
-from stabletrain.job import Job
 from stabletrain.records import Batch
-from stabletrain.report import NOTHING
+from stabletrain.trainer.run import TrainingRun
+from stabletrain.trainer.step_log import NOTHING
 
 PARTS = ("data", "forward", "backward", "optimizer", "guard", "tracking")
 
@@ -27,7 +27,7 @@ PARTS = ("data", "forward", "backward", "optimizer", "guard", "tracking")
 class Parted(Rounds):
     """Rounds that note, while `noted` is on, when each part of them begins."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingRun) -> None:
         self._marks: list[tuple[str, Any]] | None = None
         super().__init__(job)
         model, optimizer = job.state.model, job.state.optimizer

@@ -29,7 +29,6 @@ from quantities import COLUMNS, quantity, reached, show
 from targets import judged
 
 from stabletrain.machine import hardware
-from stabletrain.recovery import Recovery
 
 LARGE = ("model=gpt2", "data=random_tokens", "data.vocab_size=50257")
 SMALL = {
@@ -75,7 +74,7 @@ class Turn:
     def __init__(self, folder: Path, overrides: Sequence[str], clock: Clock) -> None:
         self.run = Rounds(built(folder, (*overrides, *KEPT)))
         self.job, self._clock = self.run.job, clock
-        self.recovery = Recovery(self.job)
+        self.recovery = self.job.rollback
 
     def step(self) -> float:
         """Seconds of one step, after which nothing is under way."""
@@ -91,30 +90,30 @@ class Turn:
 
         def work() -> None:
             self.run.compute()
-            self.recovery.go_back(job.state.step)
-            job.batches.get(job.state.step)
+            self.recovery.roll_back(job.state.step)
+            job.data.batches.get(job.state.step)
 
         taken = self._clock.seconds(work)
-        job.checkpoints.wait()
+        job.rollback.checkpoints.wait()
         return taken
 
     def __call__(self) -> dict[str, float]:
         """One turn: seconds of each quantity, and of a step."""
         job, found = self.job, {}
         steps = [self.step() for _ in range(PLAIN_STEPS)]
-        found["snapshot"] = self.seconds(self.recovery.put_by)
+        found["snapshot"] = self.seconds(self.recovery.take_snapshot)
         put_by = job.state.step
         steps.append(self.step())  # it is healthy now
         found["checkpoint"] = self.seconds(lambda: self.recovery.save(None))
         beside = [self.step() for _ in range(2)]
-        while not job.checkpoints.saved(put_by + 1) and len(beside) < 1000:
+        while not job.rollback.checkpoints.saved(put_by + 1) and len(beside) < 1000:
             beside.append(self.step())
-        job.checkpoints.wait()
+        job.rollback.checkpoints.wait()
         assert job.tools.guard.target == put_by, f"healthy is {job.tools.guard.target}, not {put_by}"
         found["rollback from memory"] = self.rollback()
         assert job.state.step == put_by
         steps += [self.step() for _ in range(PLAIN_STEPS)]
-        job.snapshots.keep([])
+        job.rollback.snapshots.retain([])
         found["rollback from disk"] = self.rollback()
         assert job.state.step == put_by
         found["step"] = statistics.median(steps)
@@ -126,7 +125,7 @@ def stalls(folder: Path, overrides: Sequence[str], clock: Clock, rounds: int) ->
     """The turns of one run, the first of which warms up."""
     turn = Turn(folder, overrides, clock)
     turn.step()
-    first = turn.seconds(turn.recovery.put_by)
+    first = turn.seconds(turn.recovery.take_snapshot)
     turn()
     found = [turn() for _ in range(rounds)]
     turn.run.close()

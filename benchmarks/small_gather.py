@@ -2,12 +2,11 @@
 
     torchrun --nproc_per_node=2 benchmarks/small_gather.py --json small_gather.json
 
-A round is a step that shares its numbers (`parallel/shared.py`), one that shares them `TIMES` times, and one that keeps
-them, in turns first; before each the ranks meet, so that none pays for another's lateness. Printed is the median of the
-differences to the step that keeps them, divided by how often the numbers were shared, with the quartiles. On a busy
-machine the single difference drowns in that of any two steps; the one that is divided does not, but of waiting for the
-other rank it holds a part only.
-"""
+A round is a step that shares its numbers (`parallel/distributed.py`), one that shares them `TIMES` times, and one that
+keeps them, in turns first; before each the ranks meet, so that none pays for another's lateness. Printed is the median
+of the differences to the step that keeps them, divided by how often the numbers were shared, with the quartiles. On a
+busy machine the single difference drowns in that of any two steps; the one that is divided does not, but of waiting for
+the other rank it holds a part only."""
 
 import argparse
 import json
@@ -24,8 +23,9 @@ from workloads import WORKLOADS, plain_tools
 
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
-from stabletrain.parallel import DDP, FSDP
-from stabletrain.ranks import here, join, leave
+from stabletrain.parallel.ddp import DDP
+from stabletrain.parallel.fsdp import FSDP
+from stabletrain.parallel.ranks import current_ranks, join_process_group, leave_process_group
 from stabletrain.records import Batch, TrainState
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.optimizers import AdamW
@@ -38,23 +38,23 @@ def measured(kind: type[DDP] | type[FSDP], workload: str, device: torch.device, 
     """Seconds of the steps of each round, by how often the numbers were shared."""
     torch.manual_seed(0)
     model, inputs, targets = WORKLOADS[device.type][workload]()
-    model, parallel = model.to(device), kind(here())
+    model, parallel = model.to(device), kind(current_ranks())
     parallel.shard(model)
     state = TrainState(model, AdamW(1e-4, [0.9, 0.95], 1e-8, 0.1)(model))
     parallel.wrap(model)
     tools = replace(plain_tools("fp32", device, NoGuard()), parallel=parallel)
-    mine = slice(here().rank, None, here().count)
+    mine = slice(current_ranks().rank, None, current_ranks().world_size)
     batch = Batch(inputs[mine].to(device), targets[mine].to(device)).counting(targets.numel())
-    share = parallel.meet
+    share = parallel.reduce_stats
 
     def seconds(times: int) -> float:
-        def meet(*numbers: Any) -> tuple[Any, ...]:
+        def reduce_stats(*numbers: Any) -> tuple[Any, ...]:
             met = numbers
             for _ in range(times):
                 met = share(*numbers)
             return met
 
-        vars(parallel)["meet"] = meet
+        vars(parallel)["reduce_stats"] = reduce_stats
         dist.barrier()
         start = time.perf_counter()
         train_step(state, [batch], tools)
@@ -79,14 +79,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path, help="file for the results")
     asked = parser.parse_args()
-    if not here().launched:
+    if not current_ranks().launched:
         raise ConfigError("small_gather.py needs ranks: torchrun --nproc_per_node=2 benchmarks/small_gather.py")
-    join(here())
+    join_process_group(current_ranks())
     device = hardware.pick(asked.device)
     workload = next(iter(WORKLOADS[device.type]))
     results = {kind.name: measured(kind, workload, device, asked.rounds) for kind in (DDP, FSDP)}
-    if here().first:
-        print(f"{hardware.name(device)}, {hardware.threads()} a rank, {here().count} ranks, torch {torch.__version__}")
+    if current_ranks().is_main:
+        print(
+            f"{hardware.name(device)}, {hardware.threads()} a rank, {current_ranks().world_size} ranks, "
+            f"torch {torch.__version__}"
+        )
         print(f"{workload}, fp32, {asked.rounds} rounds\n")
         print("| parallel | step without, ms | shared | cost each time, ms | quartiles | in steps |")
         print("|---|---|---|---|---|---|")
@@ -98,9 +101,9 @@ def main() -> None:
                 cost = f"{middle:+.2f} | {low:+.2f} to {high:+.2f} | {middle / 1e3 / without:+.1%}"
                 print(f"| {name} | {1e3 * without:.1f} | {times} | {cost} |")
         if asked.json:
-            about = {"machine": platform.platform(), "torch": torch.__version__, "ranks": here().count}
+            about = {"machine": platform.platform(), "torch": torch.__version__, "ranks": current_ranks().world_size}
             asked.json.write_text(json.dumps({**about, "workload": workload, "seconds": results}, indent=2) + "\n")
-    leave()
+    leave_process_group()
 
 
 if __name__ == "__main__":

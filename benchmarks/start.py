@@ -31,7 +31,7 @@ REFUSED = 2
 
 def commands(folder: Path, device: str) -> dict[str, tuple[str, Callable[[int], Taken]]]:
     """What is timed, by its name: the target it is held to, and what runs it for a round."""
-    program = (sys.executable, "-m", "stabletrain.cli")
+    program = (sys.executable, "-m", "stabletrain.cli.commands")
     uncompiled = (f"device={device}", "compile=false")
 
     def first_step(kind: str, *overrides: str) -> Callable[[int], Taken]:

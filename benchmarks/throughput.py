@@ -49,8 +49,8 @@ from recipe import Recipe
 from sizes import SIZES, USUAL, overrides_of
 from targets import judged
 
-from stabletrain.job import UNITS
 from stabletrain.machine import hardware
+from stabletrain.trainer.history import UNITS
 
 WARM_UP = 3
 READY = 4
@@ -107,7 +107,7 @@ class Bench:
         """The bare loop on a twin of the model."""
         job = self.runs["stabletrain"].job
         model = copy.deepcopy(job.state.model)
-        batches = [job.load(step).to(self.device) for step in range(READY)]
+        batches = [job.data.load(step).to(self.device) for step in range(READY)]
         optimizer = adamw(model, 1e-3) if self.size.vocab_size else sgd(model, 0.1)
         return BareLoop(model, batches, optimizer, bf16=bf16)
 
@@ -129,7 +129,7 @@ class Bench:
     def measure(self, rounds: int) -> list[Measured]:
         """Turns, and what follows from them."""
         job = self.runs["stabletrain"].job
-        units = job.load(0).targets.numel()
+        units = job.data.load(0).targets.numel()
         taken = in_turns(self.kinds, rounds, warm_up=1)
         for what, seconds in taken.items():
             found = self.found.setdefault(what, Measured(what))
@@ -138,10 +138,10 @@ class Bench:
             found.speed = ratios(taken["plain fp32"], seconds)
             if what in self.runs:
                 run = self.runs[what]
-                found.mfu = job.usage.metrics(found.rate).get("throughput/mfu")
+                found.mfu = job.monitoring.usage.metrics(found.rate).get("throughput/mfu")
                 found.shares = run.shares(max(rounds // 2, 3))
                 number = job.state.step + 1000
-                found.making = self.clock.seconds(partial(job.load, number)) / middle
+                found.making = self.clock.seconds(partial(job.data.load, number)) / middle
                 if "compiled" in what:
                     plainly = self.found["stabletrain"]
                     found.compile = found.built + found.first - plainly.built - plainly.first

@@ -5,8 +5,8 @@
     ddp    gradients, an all-reduce a bucket, once a step
     fsdp   weights, an all-gather a block for each forward and each backward pass; gradients, a reduce-scatter a block,
            once a step
-    both   one small all-gather of a row of numbers (`stabletrain/parallel/shared.py`), and BatchNorm's statistics, one
-           all-reduce
+    both   one small all-gather of a row of numbers (`stabletrain/parallel/distributed.py`), and BatchNorm's
+           statistics, one all-reduce
 
 All of it is fp32, as weights are, but with `precision=bf16_params`. A collective goes round a ring, as NCCL's and
 gloo's do: of B bytes over W ranks each rank sends B (W-1)/W to all-gather or to reduce-scatter and twice that to
@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from stabletrain.parallel.distributed import HEAD
 from stabletrain.parallel.fsdp import blocks
-from stabletrain.parallel.shared import HEAD
 
 FP32 = 4
 """Bytes of a number."""

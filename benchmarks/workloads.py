@@ -8,16 +8,16 @@ from torch import Tensor, nn
 from stabletrain.machine.determinism import Seeded
 from stabletrain.models.gpt import GPT
 from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
-from stabletrain.parallel import Alone
+from stabletrain.parallel.single import SingleProcess
+from stabletrain.protocols import Guard, Tools
 from stabletrain.stability import precision
 from stabletrain.stability.clipping import NormClip
-from stabletrain.stability.intake import Intake
 from stabletrain.stability.objective import NoZLoss, Objective
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
+from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
 from stabletrain.stability.softcap import NoSoftcap
-from stabletrain.tools import Guard, Tools
 
 
 def gpt(n_layer: int, n_embd: int, block_size: int, batch: int, vocab: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -68,7 +68,7 @@ def plain_tools(mode: str, device: torch.device, guard: Guard) -> Tools:
     acting = getattr(precision, mode)(device)
     acting.prepare()
     return Tools(
-        intake=Intake(),
+        sanitizer=Sanitizer(),
         precision=acting,
         objective=Objective(NoZLoss()),
         clipping=NormClip(1.0),
@@ -77,5 +77,5 @@ def plain_tools(mode: str, device: torch.device, guard: Guard) -> Tools:
         learning_rate=LearningRate(NoWarmup(), Constant(), 10**6),
         determinism=Seeded(),
         seed=0,
-        parallel=Alone(),
+        parallel=SingleProcess(),
     )

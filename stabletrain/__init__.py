@@ -4,7 +4,7 @@ Imports nothing but the table of moved modules, so that `python train.py --help`
 loading torch.
 """
 
-from stabletrain.moved import install
+from stabletrain.config.moved import install
 
 __version__ = "0.1.0"
 

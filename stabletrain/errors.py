@@ -4,6 +4,26 @@ Each error carries one message for people: name, value, bound, fix. `train.py` p
 the codes are part of the command line's contract.
 """
 
+import difflib
+from collections.abc import Iterable
+
+
+def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The name that `word` was probably meant to be; empty if none is close.
+
+    Args:
+        word: as typed.
+        known: all names there are.
+        cutoff: how similar it must be, in [0, 1]; see `difflib.get_close_matches`.
+    """
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """`; did you mean ...?` for the closest of `known`; empty if none is close."""
+    found = closest(word, known, cutoff)
+    return f"; did you mean {found}?" if found else ""
+
 
 class StabletrainError(Exception):
     """Base of the errors that are printed as one message, without a traceback."""

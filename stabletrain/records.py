@@ -136,11 +136,11 @@ class Clipped:
 
 
 @dataclass(frozen=True)
-class Vitals:
+class StepChecks:
     """What can go wrong in a step that loss and gradients do not show; 0-d tensors on the device.
 
     Attributes:
-        bad_data: bool, whether the batch held what no model can learn from; see `stability/intake.py`.
+        bad_data: bool, whether the batch held what no model can learn from; see `stability/sanitize.py`.
         inputs: fp32, the largest magnitude of the inputs; 0 where they are whole numbers.
         buffers: fp32, L2 norm of the model's floating-point buffers after the forward pass (BatchNorm's statistics).
         stop: bool, whether a rank has been asked to stop; None for one process.
@@ -163,10 +163,10 @@ class Reading(NamedTuple):
         grad_norm: L2 norm over all parameters, before clipping.
         clip_coef: gradient norm after clipping over before; 1 where clipping was not active.
         clip_active: share, in [0, 1], of what the clipping clips one by one that it did clip.
-        inputs, buffers: largest magnitude of the inputs, and norm of the buffers; see `Vitals`.
+        inputs, buffers: largest magnitude of the inputs, and norm of the buffers; see `StepChecks`.
         loss_scale: fp16's loss scale the step ran with; 1 in other precisions.
         applied: whether the gate was open, so that the update reached the weights.
-        bad_data: whether the batch held what no model can learn from; see `stability/intake.py`.
+        bad_data: whether the batch held what no model can learn from; see `stability/sanitize.py`.
         overflow: whether it was withheld by fp16's routine overflow, which calibrates the loss scale.
         lr: learning rate of the first parameter group.
         stop: whether one of several ranks has been asked to stop.
@@ -226,11 +226,11 @@ class TrainState:
         optimizer: its moments and step counters.
         step: steps done, which is also the number, counted from 0, under which the next one looks up its batch.
         skipped: ranges `[start, stop)` of data positions that are never read; see `data/order.py`.
-        tick: steps executed in the whole run, those that were rolled back included: it never goes back.
+        executed_steps: steps executed in the whole run, those that were rolled back included: it never goes back.
     """
 
     model: nn.Module
     optimizer: Optimizer
     step: int = 0
     skipped: list[tuple[int, int]] = field(default_factory=list)
-    tick: int = 0
+    executed_steps: int = 0

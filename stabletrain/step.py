@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Reading, TrainState, Vitals
-from stabletrain.tools import Running, Tools
-from stabletrain.watch.gradients import buffer_norm, gradients, measure
+from stabletrain.monitors.gradients import buffer_norm, gradients, measure
+from stabletrain.protocols import ForwardPass, Tools
+from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Reading, StepChecks, TrainState
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class Computed:
 
     Attributes:
         terms, norms: losses and gradient norms, on the device.
-        vitals: what else the guard looks at.
-        held: the model's buffers as they were before.
+        checks: what else the guard looks at.
+        saved_buffers: the model's buffers as they were before.
         classes: the last dimension of the logits; None if nothing could be run.
     """
 
     terms: LossTerms
     norms: GradNorms
-    vitals: Vitals
-    held: list[Tensor]
+    checks: StepChecks
+    saved_buffers: list[Tensor]
     classes: int | None
 
 
@@ -75,46 +75,55 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
         batches: micro-batches on the model's device.
         tools: everything that acts.
     """
+    # Seed by the step's number, so that the step can be executed again, bit for bit.
     tools.determinism.seed_step(tools.seed, state.step)
     state.optimizer.zero_grad(set_to_none=True)
-    held = hold(state.model)
-    targets_left = counted(batches)
-    n_valid = targets_left.clamp(min=1)
-    parts, bad, largest, classes = [], [targets_left == 0], [], None
-    running = Running(state.model, tools)
+    # Forward overwrites BatchNorm's statistics; a withheld step gets them back.
+    saved_buffers = save_buffers(state.model)
+    # Each micro-batch's loss is divided by the targets of the whole step, so the sum is the mean over the step.
+    targets_in_step = count_targets(batches)
+    n_valid = targets_in_step.clamp(min=1)
+    losses, bad, largest, classes = [], [targets_in_step == 0], [], None
+    forward = ForwardPass(state.model, tools)
     for number, batch in enumerate(batches, 1):
-        if batch.targets.numel() == 0:  # nothing to run on; a shape, so nothing is waited for
+        if batch.targets.numel() == 0:  # nothing to run; this is a shape, so the host does not wait
             continue
-        inputs, magnitude, bad_inputs = tools.intake.inputs(batch.inputs)
-        with tools.parallel.meeting(state.model, number == len(batches)):
-            logits = tools.objective.logits(running, inputs)
-            classes = shape[-1] if (shape := getattr(logits, "shape", ())) else 0  # the objective refuses it
-            targets, bad_targets = tools.intake.targets(batch.targets, classes)
-            part = tools.objective(logits, targets, n_valid)
-            running.scaled(part.total).backward()
-        parts.append(part.detach())
+        # An id out of range would crash a kernel and end the process: it is replaced, and the step marked as bad.
+        inputs, magnitude, bad_inputs = tools.sanitizer.inputs(batch.inputs)
+        with tools.parallel.gradient_sync(state.model, number == len(batches)):
+            # Forward: the model's logits, under autocast. With `loss_chunk` they are computed with the loss.
+            logits = tools.objective.logits(forward, inputs)
+            classes = shape[-1] if (shape := getattr(logits, "shape", ())) else 0  # the objective refuses no shape
+            targets, bad_targets = tools.sanitizer.targets(batch.targets, classes)
+            # Loss, in fp32.
+            loss = tools.objective(logits, targets, n_valid)
+            # Backward, at the loss scale.
+            forward.scaled(loss.total).backward()
+        losses.append(loss.detach())
         bad += [bad_inputs, bad_targets]
         largest.append(magnitude)
-    if not parts:
-        parts = [nothing_(state.model)]
-        largest = [torch.zeros_like(parts[0].total)]
-    terms = sum(parts[1:], parts[0])
+    if not losses:
+        losses = [zero_gradients_(state.model)]
+        largest = [torch.zeros_like(losses[0].total)]
+    terms = sum(losses[1:], losses[0])
     tools.precision.unscale_(gradients(state.model))
-    tools.parallel.average_(state.model, held)
-    tools.parallel.largest_(tools.after_update.maxima(state.model))
-    vitals = Vitals(torch.stack(bad).any(), torch.stack(largest).amax(), buffer_norm(state.model))
-    terms, norms, vitals = tools.parallel.meet(terms, measure(state.model), vitals)
-    return Computed(terms, norms, vitals, held, classes)
+    tools.parallel.average_buffers_(state.model, saved_buffers)
+    tools.parallel.max_over_ranks_(tools.after_update.maxima(state.model))
+    # Measure before anything is clipped: `clip_grad_norm_` would turn every gradient into NaN for one that is.
+    checks = StepChecks(torch.stack(bad).any(), torch.stack(largest).amax(), buffer_norm(state.model))
+    # From here on every rank has the numbers of the whole step, so all ranks judge alike.
+    terms, norms, checks = tools.parallel.reduce_stats(terms, measure(state.model), checks)
+    return Computed(terms, norms, checks, saved_buffers, classes)
 
 
-def counted(batches: Sequence[Batch]) -> Tensor:
+def count_targets(batches: Sequence[Batch]) -> Tensor:
     """How many targets of the whole step count, those of other ranks included; 0-d int64."""
     if (known := batches[0].counted) is not None:
         return torch.full((), known, device=batches[0].targets.device)
     return torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches]).sum()
 
 
-def nothing_(model: nn.Module) -> LossTerms:
+def zero_gradients_(model: nn.Module) -> LossTerms:
     """The loss of no sample at all: 0, and every gradient is 0."""
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -126,22 +135,26 @@ def nothing_(model: nn.Module) -> LossTerms:
 def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     """Judges what `compute` found, clips, applies the update or leaves everything as it was, and counts the step."""
     terms, norms = computed.terms, computed.norms
+    # The gate stays on the device. It closes for NaN or Inf, for a spike, and for fp16's routine overflow.
     overflow = tools.precision.overflow(terms, norms)
-    gate = tools.guard.gate(terms, norms, computed.vitals) & ~overflow
+    gate = tools.guard.gate(terms, norms, computed.checks) & ~overflow
+    # Clipping knows the gate: a withheld step must not enter its statistics.
     clipped = tools.clipping(state.model, norms, gate)
     loss_scale = tools.precision.loss_scale()
-    lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.slowdown(state.step))
+    lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.lr_multiplier(state.step))
+    # Update the weights if the gate is open; otherwise nothing changes, and the buffers go back.
     apply(state.optimizer, gate)
     tools.after_update(state.model, gate)
-    restore(state.model, computed.held, gate)
+    restore_buffers(state.model, computed.saved_buffers, gate)
     tools.precision.update(overflow, gate)
+    # A withheld step counts as well: the next batch is next.
     state.step += 1
-    state.tick += 1
+    state.executed_steps += 1
     measured = (
         *(terms.total, terms.ce, terms.zloss, norms.total, clipped.coef, clipped.active),
-        *(computed.vitals.inputs, computed.vitals.buffers),
-        *(loss_scale, gate, computed.vitals.bad_data, overflow),
-        *(value for value in (computed.vitals.stop, computed.vitals.rank) if value is not None),
+        *(computed.checks.inputs, computed.checks.buffers),
+        *(loss_scale, gate, computed.checks.bad_data, overflow),
+        *(value for value in (computed.checks.stop, computed.checks.rank) if value is not None),
     )
     return InFlight(state.step, lr, torch.stack([value.float() for value in measured]))
 
@@ -172,31 +185,31 @@ def apply(optimizer: Optimizer, gate: Tensor) -> None:
         optimizer.step()
 
 
-def hold(model: nn.Module) -> list[Tensor]:
+def save_buffers(model: nn.Module) -> list[Tensor]:
     """Copies of the model's buffers, in order; those of one dtype lie in one piece of memory, so few kernels run."""
     buffers = [*model.buffers()]
     copies: dict[int, Tensor] = {}
     for alike in by_dtype(buffers):
-        copies |= zip(map(id, alike), cut(flat(alike), alike), strict=True)
+        copies |= zip(map(id, alike), split_like(flatten_all(alike), alike), strict=True)
     return [copies[id(buffer)] for buffer in buffers]
 
 
 @torch.no_grad()
-def restore(model: nn.Module, held: list[Tensor], gate: Tensor) -> None:
+def restore_buffers(model: nn.Module, held: list[Tensor], gate: Tensor) -> None:
     """Puts back the buffers that the forward pass of a withheld step has written (BatchNorm's statistics)."""
     buffers = [*model.buffers()]
     before = dict(zip(map(id, buffers), held, strict=True))
     for alike in by_dtype(buffers):
         then = [before[id(buffer)] for buffer in alike]
-        torch._foreach_copy_(alike, cut(torch.where(gate, flat(alike), flat(then)), alike))
+        torch._foreach_copy_(alike, split_like(torch.where(gate, flatten_all(alike), flatten_all(then)), alike))
 
 
-def flat(tensors: list[Tensor]) -> Tensor:
+def flatten_all(tensors: list[Tensor]) -> Tensor:
     """Copies of tensors of one dtype, one after the other in one vector."""
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-def cut(vector: Tensor, alike: list[Tensor]) -> list[Tensor]:
+def split_like(vector: Tensor, alike: list[Tensor]) -> list[Tensor]:
     """The parts of such a vector, in the tensors' shapes."""
     parts = vector.split([tensor.numel() for tensor in alike])
     return [part.view(tensor.shape) for part, tensor in zip(parts, alike, strict=True)]

@@ -33,17 +33,17 @@ ROOT = Path(__file__).parent.parent
 
 PRELOADED = {
     "command line": (
-        "stabletrain.launch",
-        "stabletrain.ranks",
+        "stabletrain.cli.train",
+        "stabletrain.parallel.ranks",
         "hydra._internal.hydra",
         "hydra.core.override_parser.overrides_parser",
     )
 }
 PRELOADED["program"] = (
     *PRELOADED["command line"],
-    "stabletrain.build",
-    "stabletrain.cli",
-    "stabletrain.loop",
+    "stabletrain.trainer.build",
+    "stabletrain.cli.commands",
+    "stabletrain.trainer.loop",
     "torch.distributed",
     "sklearn.datasets",
 )

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.loop import train
 from stabletrain.stability.guard import RollbackGuard
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.loop import training_loop
 from tests.clocks import ToldClock
 from tests.runs import ROOT
 
@@ -52,7 +52,7 @@ def tiny(benchmark, tmp_path):
 
     yield make
     for job in opened:
-        job.batches.close()
+        job.data.batches.close()
 
 
 def TINY(jobs):
@@ -111,20 +111,20 @@ def test_rounds_do_what_the_loop_does(benchmark, tiny):
     jobs = benchmark("jobs")
     often = ("monitors=default", "monitors.every=3", "guard.snapshot_every=4", "log_every=2")
     looped, taken = tiny(*often), jobs.Rounds(tiny(*often))
-    get = looped.batches.get
+    get = looped.data.batches.get
 
     def get_nine(step):
         if step == 9:
             raise EOFError
         return get(step)
 
-    looped.batches.get = get_nine
+    looped.data.batches.get = get_nine
     with pytest.raises(EOFError):
-        train(looped)
+        training_loop(looped)
     for _ in range(9):
         taken()
     assert taken.done == {"looks": 4, "snapshots": 2}
-    lines = [[*map(lasting, read_jsonl(job.folder.path / "metrics.jsonl"))] for job in (looped, taken.job)]
+    lines = [[*map(lasting, read_jsonl(job.output.folder.path / "metrics.jsonl"))] for job in (looped, taken.job)]
     assert lines[0] == lines[1]
     assert [line["step"] for line in lines[0]] == [1, 2, 3, 4, 6, 8, 9]
     assert taken.job.tools.guard.state_dict() == looped.tools.guard.state_dict()
@@ -149,7 +149,7 @@ def test_what_takes_long_shows_in_its_part(benchmark, tiny, part, monkeypatch):
         return clock.slow(call, 0.1)  # a millisecond passes from mark to mark
 
     if part == "data":
-        job.batches.get = slowly(job.batches.get)
+        job.data.batches.get = slowly(job.data.batches.get)
     elif part == "forward":
         job.state.model.register_forward_pre_hook(slowly())
     elif part == "backward":
@@ -159,7 +159,7 @@ def test_what_takes_long_shows_in_its_part(benchmark, tiny, part, monkeypatch):
     elif part == "guard":
         monkeypatch.setattr(type(job.tools.clipping), "__call__", slowly(type(job.tools.clipping).__call__))
     else:
-        job.tracker.log = slowly(job.tracker.log)
+        job.output.tracker.log = slowly(job.output.tracker.log)
     shares = run.shares(3)
     assert sum(shares.values()) == pytest.approx(1)
     assert shares[part] > 0.8, shares

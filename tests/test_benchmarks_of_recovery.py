@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from stabletrain.recovery import Recovery
-from stabletrain.state.checkpoint import Checkpoints
+from stabletrain.checkpoint.checkpoints import Checkpoints
+from stabletrain.trainer.rollback import Rollback
 from tests.clocks import ToldClock
 from tests.runs import ROOT
 
@@ -55,9 +55,9 @@ def test_a_benchmark_writes_what_it_promises(tmp_path):
 @pytest.mark.parametrize(
     ("owner", "name", "shows_in", "not_in"),
     [
-        (Recovery, "put_by", "snapshot", "checkpoint"),
+        (Rollback, "take_snapshot", "snapshot", "checkpoint"),
         (Checkpoints, "save", "checkpoint", "snapshot"),
-        (Recovery, "_find", "rollback from disk", "snapshot"),
+        (Rollback, "_find", "rollback from disk", "snapshot"),
         (Checkpoints, "rewind", "rollback from memory", "checkpoint"),
     ],
 )

@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from stabletrain import moved
-from stabletrain.cli import main as stabletrain
+from stabletrain.cli.commands import main as stabletrain
+from stabletrain.config import moved
 from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel import launches
 from tests.runs import ROOT
@@ -185,15 +185,3 @@ def test_a_module_is_the_same_object_under_its_old_path(old_paths):
         here = importlib.import_module(f"stabletrain.{new}")
         assert importlib.import_module(f"stabletrain.{old}") is here
         assert here.__name__ == here.__spec__.name == moved.now(f"stabletrain.{new}")
-
-
-def test_only_whole_names_are_mapped(monkeypatch):
-    monkeypatch.setitem(moved.MOVED, "stabletrain.data", "stabletrain.sets")
-    assert moved.now("stabletrain.data.text.Text") == "stabletrain.sets.text.Text"
-    assert moved.now("stabletrain.database") == "stabletrain.database"
-    assert moved.updated(
-        {"_target_": "stabletrain.data.A", "b": [{"_target_": "mine.A", "path": "stabletrain.data"}]}
-    ) == {
-        "_target_": "stabletrain.sets.A",
-        "b": [{"_target_": "mine.A", "path": "stabletrain.data"}],
-    }

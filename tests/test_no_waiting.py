@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stabletrain.build import build
 from stabletrain.step import commit, compute
+from stabletrain.trainer.build import build
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "_unique2", "masked_select"}
@@ -35,8 +35,8 @@ class Questions(TorchDispatchMode):
 def test_a_step_asks_nothing_of_the_host(tmp_path, tiny, guard, precision):
     with composed(*tiny, f"guard={guard}", f"precision={precision}", "checkpoint=off", "zloss=palm") as cfg:
         job = build(cfg, tmp_path)
-    batches = [job.batches.get(step) for step in range(3)]
-    job.batches.close()
+    batches = [job.data.batches.get(step) for step in range(3)]
+    job.data.batches.close()
     for batch in batches:
         with Questions() as questions:
             in_flight = commit(job.state, compute(job.state, batch.split(2), job.tools), job.tools)

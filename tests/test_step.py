@@ -7,18 +7,18 @@ import torch
 from torch import nn
 
 from stabletrain.machine.determinism import Seeded
-from stabletrain.parallel import Alone
+from stabletrain.parallel.single import SingleProcess
+from stabletrain.protocols import Tools
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.stability import precision
 from stabletrain.stability.clipping import NoClip, NormClip
 from stabletrain.stability.guard import NoGuard, SkipGuard
-from stabletrain.stability.intake import Intake
 from stabletrain.stability.objective import NoZLoss, Objective
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
 from stabletrain.stability.qkclip import NoQKClip
+from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
-from stabletrain.step import compute, hold, restore, train_step
-from stabletrain.tools import Tools
+from stabletrain.step import compute, restore_buffers, save_buffers, train_step
 
 CPU = torch.device("cpu")
 PRECISIONS = {
@@ -52,7 +52,7 @@ class Tiny(nn.Module):
 
 def tools(kind="fp32", clipping=None, guard=None):
     return Tools(
-        intake=Intake(),
+        sanitizer=Sanitizer(),
         precision=PRECISIONS[kind](),
         objective=Objective(NoZLoss()),
         clipping=clipping or NormClip(1.0),
@@ -61,7 +61,7 @@ def tools(kind="fp32", clipping=None, guard=None):
         learning_rate=LearningRate(NoWarmup(), Constant(), 100),
         determinism=Seeded(),
         seed=0,
-        parallel=Alone(),
+        parallel=SingleProcess(),
     )
 
 
@@ -212,10 +212,10 @@ def test_buffers_of_every_shape_and_dtype_are_put_back_where_the_gate_is_closed(
     for name, value in kinds.items():
         model.register_buffer(name, value)
     before = {name: value.clone() for name, value in model.named_buffers()}
-    held = hold(model)
+    held = save_buffers(model)
     for value in model.buffers():
         value.add_(1)
-    restore(model, held, torch.tensor(open_))
+    restore_buffers(model, held, torch.tensor(open_))
     for name, value in model.named_buffers():
         assert torch.equal(value, before[name] + int(open_)), name
         assert value is kinds[name]

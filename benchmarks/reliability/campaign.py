@@ -26,14 +26,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.runs import TINY_GPT, TINY_RESNET, command, composed
-from stabletrain.build import build
-from stabletrain.config import check
+from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint, verify
+from stabletrain.config.checks import check
 from stabletrain.errors import TrainingHalted
 from stabletrain.faults.plan import KINDS
-from stabletrain.loop import run
 from stabletrain.records import TrainState
-from stabletrain.state.trust import Checkpoint, UnusableCheckpoint, verify
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
 
 STEPS = 100
 BOUND = 0.5
@@ -208,7 +208,7 @@ def trained(folder: Path, overrides: Sequence[str]) -> TrainState:
         check(cfg)
         job = build(cfg, folder)
         with contextlib.suppress(TrainingHalted):
-            run(job)
+            train(job)
     return job.state
 
 

@@ -120,6 +120,10 @@ def masked(file: Path, drawn: list[str]) -> str:
     if file.name.endswith(".torchrun.err"):  # lines of several processes, in any order, and then torchrun's report
         said = text.partition("Traceback (most recent call last):\n")[0].splitlines()
         text = "\n".join(sorted(line for line in said if not re.match(rf"[IWE]{re.escape(MASK)} ", line)))
+    elif file.suffix == ".err":  # faults in data are told by the thread that prefetches, sooner or later
+        lines = text.splitlines()
+        injected = [line for line in lines if "fault injected" in line]
+        text = "\n".join([*(line for line in lines if line not in injected), *sorted(injected)])
     return text
 
 

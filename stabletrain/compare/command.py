@@ -7,13 +7,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from stabletrain.compare.curves import draw_losses
 from stabletrain.compare.frames import by_seed, frame_of
 from stabletrain.compare.pages.comparison import write_page
-from stabletrain.compare.picture import check_name, draw
+from stabletrain.compare.pictures import check_name, draw, draw_losses
 from stabletrain.compare.reading.run import Run
 from stabletrain.compare.reading.runs import read_runs
-from stabletrain.compare.sensitivity import arms, markdown
+from stabletrain.compare.sensitivity import Arm, arms, markdown
 from stabletrain.compare.table import ENDLESS, ranked, show
 from stabletrain.errors import ConfigError
 
@@ -47,25 +46,13 @@ def compare(
     Raises:
         ConfigError: a folder holds no run, there is no such column, or a file cannot be written.
     """
-    if rows < 0:
-        raise ConfigError(f"--rows {rows} is below 0: give the number of rows, or 0 for all")
-    if picture is not None:
-        check_name(picture)
-    for file in (csv, html):
-        if file is not None and not file.parent.is_dir():
-            raise ConfigError(f"{file}: there is no folder {file.parent}: make it first")
+    check_arguments(rows, csv, picture, html)
     runs = read_runs(folders)
     found = frame_of(runs)
-    table = ranked(found if each else by_seed(found), sort)
-    show(table, terminal(wide), rows)
+    show(ranked(found if each else by_seed(found), sort), terminal(wide), rows)
     swept = arms(runs)
     if swept:
-        print(f"\n{markdown(swept)}")
-        missing = [line for arm in swept for line in arm.missing]
-        for line in missing[:MISSING_SHOWN]:
-            print(f"not there  {line}")
-        if len(missing) > MISSING_SHOWN:
-            print(f"not there  and {len(missing) - MISSING_SHOWN} more")
+        print_sensitivity(swept)
     if csv is not None:
         ranked(found, sort).to_csv(csv)
         print(f"table    {csv}", file=sys.stderr)
@@ -81,9 +68,34 @@ def compare(
     except ConfigError as error:
         if html is not None:
             raise
-        print(f"no page  {error}", file=sys.stderr)  # nobody asked for it: somebody else's runs can be compared
+        print(f"no page  {error}", file=sys.stderr)  # it was not asked for, and the folder may be another user's
     else:
         print(f"page     {page}", file=sys.stderr)
+
+
+def check_arguments(rows: int, csv: Path | None, picture: Path | None, html: Path | None) -> None:
+    """Refuses what cannot be printed or written, before any run is read.
+
+    Raises:
+        ConfigError: see there.
+    """
+    if rows < 0:
+        raise ConfigError(f"--rows {rows} is below 0: give the number of rows, or 0 for all")
+    if picture is not None:
+        check_name(picture)
+    for file in (csv, html):
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{file}: there is no folder {file.parent}: make it first")
+
+
+def print_sensitivity(swept: Sequence[Arm]) -> None:
+    """Prints the table of learning-rate sensitivity, and the runs that it lacks."""
+    print(f"\n{markdown(swept)}")
+    missing = [line for arm in swept for line in arm.missing]
+    for line in missing[:MISSING_SHOWN]:
+        print(f"not there  {line}")
+    if len(missing) > MISSING_SHOWN:
+        print(f"not there  and {len(missing) - MISSING_SHOWN} more")
 
 
 def page_beside(folder: Path, first: Run) -> Path:

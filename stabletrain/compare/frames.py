@@ -19,38 +19,12 @@ from stabletrain.compare.reading.run import Run
 from stabletrain.compare.reading.runs import read_runs
 from stabletrain.compare.reading.settings import shared, telling, typed_keys, value_of, varied
 from stabletrain.compare.sensitivity import SEED, Arm, arms, grouped
+from stabletrain.tracking.columns import COLUMNS, IN_FRAME
 
 UNITS = ("tokens", "images", "samples")
 """What a run's pace can be counted in."""
 
-DTYPES = {
-    "run": "object",
-    "sweep": "object",
-    "status": "object",
-    "problem": "object",
-    "steps": "Int64",
-    "val_loss": "float64",
-    "best_val_loss": "float64",
-    "best_step": "Int64",
-    "val_accuracy": "float64",
-    "loss_at_init": "float64",
-    "diverged": "bool",
-    "sensitivity": "float64",
-    "spike_score": "float64",
-    "skips": "Int64",
-    "rollbacks": "Int64",
-    "incidents": "Int64",
-    "cause": "object",
-    "units_per_s": "float64",
-    "unit": "object",
-    "mfu": "float64",
-    "peak_memory_gb": "float64",
-    "card": "object",
-    "precision": "object",
-    "seed": "Int64",
-    "parameters": "Int64",
-    "seconds": "float64",
-}
+DTYPES = {name: COLUMNS[name].dtype for name in IN_FRAME}
 """The columns that are always there, in their order, and their types."""
 
 

@@ -1,9 +1,15 @@
-"""The comparison on a terminal: a row a run, or a group of seeds, the best first; what is the same everywhere above it.
+"""The comparison on a terminal: which columns it has, and how they are printed.
+
+The columns that a comparison's table may have: their heads, their values in words, and which of them matter most.
+
+The comparison on a terminal: a row a run, or a group of seeds, the best first; what is the same everywhere above it.
 
 Columns that do not fit are left out, the least important first, and named. In a pipe there is no width to fit.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 from rich import box
@@ -11,15 +17,64 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stabletrain.compare.cells import CAN_BE_SHARED, COLUMNS, MATTERS, missing, words_of
 from stabletrain.compare.reading.settings import shown
 from stabletrain.errors import ConfigError
+from stabletrain.tracking.columns import BY_IMPORTANCE, COLUMNS, IN_TABLE
+
+
+def cell_text(rows: pd.DataFrame) -> dict[str, list[str]]:
+    """Every column of the table in words, `""` for what is missing."""
+    found = {"run": [short(str(name)) for name in rows["run"]]}
+    for key in rows.attrs["telling"]:
+        if f"settings.{key}" in rows:
+            found[f"settings.{key}"] = [setting(value) for value in rows[f"settings.{key}"]]
+    if "n" not in rows and rows["seed"].nunique() > 1:
+        found["seed"] = ["" if missing(seed) else str(seed) for seed in rows["seed"]]
+    for name in IN_TABLE:
+        if name in rows:
+            text = COLUMNS[name].text
+            found[name] = ["" if missing(value) else text(value) for value in values(rows[name])]
+    found["diverged"] = ["" if not count else str(int(count)) if "n" in rows else "yes" for count in rows["diverged"]]
+    if "settings.precision" in found:  # what it ran in says more than what was asked for, such as auto
+        found["settings.precision"] = found.pop("precision")
+    if "n" in rows and rows["n"].max() > 1:
+        pairs = zip(rows["val_loss_min"], rows["val_loss_max"], rows["finished"], strict=True)
+        found["range"] = ["" if n < 2 or missing(low) else f"{low:.4f}-{high:.4f}" for low, high, n in pairs]
+    return found
+
+
+def values(column: pd.Series) -> list[Any]:
+    """A column's values as Python's own."""
+    return [value.item() if hasattr(value, "item") else value for value in column.tolist()]
+
+
+def missing(value: Any) -> bool:
+    """Whether a cell holds nothing."""
+    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
+
+
+def setting(value: Any) -> str:
+    """A setting in a cell."""
+    return shown(None if missing(value) else value)
+
+
+def short(names: str, most: int = 12) -> str:
+    """The names of a group's runs: all, or the first and how many more."""
+    first, _, rest = names.partition(", ")
+    return names if len(names) <= most or not rest else f"{first} +{rest.count(', ') + 1}"
+
 
 ENDLESS = 10**5
 """Columns of a terminal that is never full."""
 
-HIGHER_IS_BETTER = ("val_accuracy", "units_per_s", "mfu")
+SHARED = (
+    *("status", "cause", "incidents", "skips", "rollbacks", "spike_score", "card", "precision", "steps"),
+    *("parameters", "sweep", "diverged"),
+)
+"""Columns that are said once, above the table, if they are the same in all rows; in the order in which they are."""
 
+LEFT = ("status", "cause", "card", "precision", "sweep")
+"""Columns of text, which is aligned at its left end."""
 
 ALWAYS = ("run", "val_loss")
 """Columns that are never left out; nor are the settings."""
@@ -47,7 +102,9 @@ def ranked(rows: pd.DataFrame, by: str | None) -> pd.DataFrame:
     if name not in rows.columns:
         raise ConfigError(f"--sort {by}: there is no such column: use one of {', '.join(rows.columns)}")
     key = None if pd.api.types.is_numeric_dtype(rows[name]) else lambda column: column.map(str, na_action="ignore")
-    return rows.sort_values(name, ascending=name not in HIGHER_IS_BETTER, kind="stable", key=key)
+    return rows.sort_values(
+        name, ascending=not (name in COLUMNS and COLUMNS[name].higher_is_better), kind="stable", key=key
+    )
 
 
 def rank(status: str, diverged: int | bool) -> int:
@@ -67,20 +124,21 @@ def show(rows: pd.DataFrame, console: Console, most: int = 0) -> None:
         console: into whose width it is to fit.
         most: rows that are printed; 0 for all.
     """
-    cells = {name: words for name, words in words_of(rows).items() if any(words)}
-    same = {name: cells[name][0] for name in CAN_BE_SHARED if name in cells and len(set(cells[name])) == 1}
+    cells = {name: words for name, words in cell_text(rows).items() if any(words)}
+    shareable = [name for name in SHARED if name in cells]
+    same = {name: cells[name][0] for name in shareable if len(set(cells[name])) == 1}
     if len(rows) == 1:
         same = {}
-    heads = heads_of(rows)
+    heads = headings(rows)
     settings = [name for name in cells if name.startswith("settings.") or name == "seed"]
-    names = ["run", *settings, *(c.name for c in COLUMNS if c.name in cells and c.name not in same)]
+    names = ["run", *settings, *(name for name in IN_TABLE if name in cells and name not in same)]
     printed = len(rows) if most == 0 else min(most, len(rows))
     marked = {name: best_row(rows, name) for name in names if name in BEST}
     dropped: list[str] = []
     while True:
         table = build(names, heads, cells, marked, printed)
         needed = console.measure(table, options=console.options.update(width=ENDLESS)).maximum
-        least = next((name for name in expendable(names, cells)), None)
+        least = next((name for name in first_to_drop(names, cells)), None)
         if needed <= console.width or least is None:
             break
         names.remove(least)
@@ -93,7 +151,7 @@ def show(rows: pd.DataFrame, console: Console, most: int = 0) -> None:
         console.print(Text(f"left out, for want of width: {', '.join(reversed(dropped))}; --wide shows them"))
 
 
-def expendable(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> list[str]:
+def first_to_drop(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> list[str]:
     """The columns that can be left out, the first to go first.
 
     First come settings that follow from those before them, then what was measured, then what else differs.
@@ -104,15 +162,15 @@ def expendable(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> list
         rows = list(zip(*(cells[other] for other in kept), strict=True)) if kept else [()] * len(cells[name])
         values = set(zip(rows, cells[name], strict=True))
         (idle if len(values) == len(set(rows)) else kept).append(name)
-    measured = sorted((name for name in names if name in MATTERS and name not in ALWAYS), key=MATTERS.index)
+    measured = sorted((name for name in names if name in BY_IMPORTANCE and name not in ALWAYS), key=BY_IMPORTANCE.index)
     return [*reversed(idle), *reversed(measured), *reversed(kept)]
 
 
-def heads_of(rows: pd.DataFrame) -> dict[str, str]:
+def headings(rows: pd.DataFrame) -> dict[str, str]:
     """What stands above each column."""
     units = set(rows["unit"].dropna())
     return (
-        {column.name: column.head for column in COLUMNS}
+        {name: COLUMNS[name].head for name in IN_TABLE}
         | {name: name.removeprefix("settings.") for name in rows.columns if name.startswith("settings.")}
         | {"seed": "seed", "run": "runs" if "n" in rows and rows["n"].max() > 1 else "run"}
         | {"units_per_s": f"{units.pop() if len(units) == 1 else 'units'}/s"}
@@ -128,9 +186,10 @@ def build(
 ) -> Table:
     """The table with these columns; the best value of each that has one is bold, and has a star."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    aligned = {column.name: column.right for column in COLUMNS}
     for name in names:
-        table.add_column(heads[name], justify="right" if aligned.get(name) else "left", overflow="fold")
+        table.add_column(
+            heads[name], justify="right" if name in IN_TABLE and name not in LEFT else "left", overflow="fold"
+        )
     for row in range(printed):
         table.add_row(*(cell(cells[name][row], name in marked, marked.get(name) == row) for name in names))
     return table

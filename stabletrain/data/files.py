@@ -1,11 +1,19 @@
-"""Files: which files a path means, and a helpful answer where it means none. Needs no torch."""
+"""Which files a path means, and the manifest of token shards. Needs no torch.
 
-import difflib
+Files: which files a path means, and a helpful answer where it means none. Needs no torch.
+
+The manifest of a folder of token shards: what `stabletrain prepare` writes and `data=tokens` reads. Needs no torch.
+
+meta.json     {"version", "tokenizer", "vocab_size", "dtype", "splits": {"train": [{"file", "tokens"}], "val": ...}}
+*.bin         raw little-endian token ids of that dtype
+"""
+
 import glob
+import json
 import os
 from pathlib import Path
 
-from stabletrain.errors import ConfigError
+from stabletrain.errors import ConfigError, closest
 
 MAGIC = frozenset("*?[")
 SNIFF = 8000  # bytes; git looks at as many to tell text from binary
@@ -28,8 +36,8 @@ def existing(path: str, name: str) -> Path:
     missing = found.name
     while not folder.is_dir() and folder != folder.parent:
         folder, missing = folder.parent, folder.name
-    close = difflib.get_close_matches(missing, sorted(os.listdir(folder)) if folder.is_dir() else [], n=1, cutoff=0.5)
-    hint = f"did you mean {folder / close[0]}?" if close else f"the nearest folder that exists is {folder.absolute()}"
+    near = closest(missing, sorted(os.listdir(folder)) if folder.is_dir() else [], cutoff=0.5)
+    hint = f"did you mean {folder / near}?" if near else f"the nearest folder that exists is {folder.absolute()}"
     raise ConfigError(f"{name}={path} does not exist: {hint}")
 
 
@@ -89,3 +97,36 @@ def _walk(root: Path):
     for folder, below, names in os.walk(root):
         below[:] = [n for n in below if not n.startswith(".") and n != "__pycache__"]
         yield from (Path(folder, n) for n in names if not n.startswith(".") and Path(folder, n).is_file())
+
+
+VERSION = 1
+DTYPES = ("uint8", "uint16", "uint32")
+
+
+def read_meta(folder: Path) -> dict:
+    """The manifest of a folder of shards.
+
+    Raises:
+        ConfigError: it is missing, is no such manifest, or is of another version.
+    """
+    file = folder / "meta.json"
+    try:
+        meta = json.loads(file.read_text(encoding="utf-8"))
+        shards = [shard for split in ("train", "val") for shard in meta["splits"][split]]
+        whole = all(isinstance(s["file"], str) and isinstance(s["tokens"], int) for s in shards)
+        whole = whole and isinstance(meta["vocab_size"], int) and isinstance(meta["tokenizer"], str)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(
+            f"data.path={folder} has no meta.json: write the folder with `stabletrain prepare <text> {folder}`, "
+            "or use data=text for plain text"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"data.path: {file} is no manifest of token shards ({error!r}): prepare the data again"
+        ) from None
+    if not whole or meta.get("version") != VERSION or meta.get("dtype") not in DTYPES:
+        raise ConfigError(
+            f"data.path: {file} is of version {meta.get('version')} with dtype {meta.get('dtype')}, "
+            f"this program reads version {VERSION} with {', '.join(DTYPES)}: prepare the data again"
+        )
+    return meta

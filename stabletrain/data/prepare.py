@@ -14,10 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from stabletrain.data.files import find_text
-from stabletrain.data.manifest import VERSION
+from stabletrain.data.files import VERSION, find_text
 from stabletrain.data.order import place
-from stabletrain.data.tokenizers import load_tokenizer
+from stabletrain.data.tokenizers import Tokenizer, load_tokenizer
 from stabletrain.errors import ConfigError
 
 FEW = 20
@@ -96,34 +95,19 @@ def prepare(
     coder = load_tokenizer(tokenizer)
     few, documents = huggingface(source, hf_config, hf_split, column) if hf else texts(source)
     dtype = np.dtype("uint8" if coder.vocab_size <= 2**8 else "uint16" if coder.vocab_size <= 2**16 else "uint32")
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")  # renamed when it is complete
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     splits = {split: Writer(partial, split, dtype.newbyteorder("<"), shard_tokens) for split in ("train", "val")}
     try:
-        said = 0
-        for name, text in documents:
-            for split, piece in divided(name, text, val_fraction, few):
-                for part in parts(piece):
-                    splits[split].add(coder.encode(part))
-                splits[split].add([coder.separator])
-            if (done := sum(writer.tokens for writer in splits.values())) >= said + EVERY:
-                said = done
-                print(f"{done:,} tokens", flush=True)
+        write_tokens(documents, few, val_fraction, coder, splits)
         for split, writer in splits.items():
             writer.close()
             if not writer.tokens:
-                raise ConfigError(
-                    f"{source} leaves nothing to {'train' if split == 'train' else 'validate'} on: give more text"
-                )
-        meta = {
-            "version": VERSION,
-            "tokenizer": coder.name,
-            "vocab_size": coder.vocab_size,
-            "dtype": dtype.name,
-            "source": source,
-            "splits": {split: writer.shards for split, writer in splits.items()},
-        }
+                to = "train" if split == "train" else "validate"
+                raise ConfigError(f"{source} leaves nothing to {to} on: give more text")
+        meta = {"version": VERSION, "tokenizer": coder.name, "vocab_size": coder.vocab_size, "dtype": dtype.name}
+        meta |= {"source": source, "splits": {split: writer.shards for split, writer in splits.items()}}
         (partial / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         if target.exists():
             target.rmdir()
@@ -134,6 +118,21 @@ def prepare(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return meta
+
+
+def write_tokens(
+    documents: Iterator[tuple[str, str]], few: bool, val_fraction: float, coder: Tokenizer, splits: dict[str, Writer]
+) -> None:
+    """Writes the tokens of all documents, each to its split, and says now and then how many there are."""
+    said = 0
+    for name, text in documents:
+        for split, piece in divided(name, text, val_fraction, few):
+            for part in parts(piece):
+                splits[split].add(coder.encode(part))
+            splits[split].add([coder.separator])
+        if (done := sum(writer.tokens for writer in splits.values())) >= said + EVERY:
+            said = done
+            print(f"{done:,} tokens", flush=True)
 
 
 def texts(source: str) -> tuple[bool, Iterator[tuple[str, str]]]:

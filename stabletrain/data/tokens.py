@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stabletrain.data.files import existing
-from stabletrain.data.manifest import read_meta
+from stabletrain.data.files import existing, read_meta
 from stabletrain.data.tokenizers import load_tokenizer
 from stabletrain.data.windows import LengthWarmup, Windows
 from stabletrain.errors import ConfigError

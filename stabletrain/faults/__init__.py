@@ -13,15 +13,12 @@ begin with a preparation; with `none` there is nothing of all this in a run, and
 code it runs with `none`. Everything here is a function of the planned numbers; nothing is remembered.
 """
 
-from stabletrain.faults.activation import Activation
 from stabletrain.faults.bit_flip import BitFlip
-from stabletrain.faults.data import Empty, Ignored, Input, Label, Poison
-from stabletrain.faults.disk import DiskFull, Kill
-from stabletrain.faults.gradient import Gradient
-from stabletrain.faults.learning_rate import LearningRate
-from stabletrain.faults.none import NoFaults
+from stabletrain.faults.in_data import Empty, Ignored, Input, Label, Poison
+from stabletrain.faults.in_io import DiskFull, Kill, LostWandb
+from stabletrain.faults.in_step import Activation, Gradient, LearningRate
 from stabletrain.faults.plan import Plan
-from stabletrain.faults.wandb import LostWandb
+from stabletrain.faults.planned import NoFaults
 
 __all__ = [
     "Activation",

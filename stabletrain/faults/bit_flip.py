@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
+from stabletrain.faults.in_step import Removable, StepFault, chosen_parameter
 from stabletrain.faults.planned import check_at_least, own, place, say
-from stabletrain.faults.step import OfStep, Removable, chosen_parameter
 from stabletrain.records import TrainState
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -23,7 +23,7 @@ WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class BitFlip(OfStep):
+class BitFlip(StepFault):
     """One flipped bit in one element.
 
     Attributes:
@@ -50,22 +50,22 @@ class BitFlip(OfStep):
         dtype = parameter.dtype if self.where == "weight" else torch.float32
         self._check_bit(name, dtype)
 
-    def strike(self, state: TrainState, precision: Any) -> list[Removable]:
+    def inject(self, state: TrainState, precision: Any) -> list[Removable]:
         name, parameter = chosen_parameter(state.model, self.parameter)
         kind, tensor = self._find(state, parameter)
         if tensor is None:
-            say(f"none: the optimizer has no {kind} of {name} yet at tick {state.tick}")
+            say(f"none: the optimizer has no {kind} of {name} yet at tick {state.executed_steps}")
             return []
         self._check_bit(name, tensor.dtype)
         tensor = own(tensor)
         if not tensor.numel():  # another rank has all of it
             return []
-        where = place(tensor, self.seed, state.tick)
+        where = place(tensor, self.seed, state.executed_steps)
         before = float(tensor[where])
         flip_(tensor, where, self.bit)
         say(
             f"bit {self.bit} of the {kind} of {name} {list(where)}, {before:g}, now {float(tensor[where]):g}, "
-            f"at tick {state.tick}"
+            f"at tick {state.executed_steps}"
         )
         return []
 

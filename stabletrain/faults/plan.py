@@ -1,20 +1,15 @@
 """Several faults in one run: a list of them, each with its kind and its kind's own keys."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
-from stabletrain.errors import ConfigError
-from stabletrain.faults.activation import Activation
+from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.faults.bit_flip import BitFlip
-from stabletrain.faults.data import Empty, Ignored, Input, Label, Poison
-from stabletrain.faults.disk import DiskFull, Kill
-from stabletrain.faults.gradient import Gradient
-from stabletrain.faults.learning_rate import LearningRate
-from stabletrain.faults.none import NoFaults
-from stabletrain.faults.planned import Planned
-from stabletrain.faults.wandb import LostWandb
+from stabletrain.faults.in_data import Empty, Ignored, Input, Label, Poison
+from stabletrain.faults.in_io import DiskFull, Kill, LostWandb
+from stabletrain.faults.in_step import Activation, Gradient, LearningRate
+from stabletrain.faults.planned import NoFaults, Planned
 from stabletrain.records import TrainState
 
 KINDS: dict[str, type[Planned]] = {
@@ -79,11 +74,13 @@ def planned(number: int, entry: Any) -> Planned:
         raise ConfigError(f"{place}={entry} has no kind: write {{kind: gradient, at: [30], value: nan}}")
     kind, keys = entry["kind"], {key: as_number(value) for key, value in entry.items() if key != "kind"}
     if kind not in KINDS:
-        raise ConfigError(f"{place}: kind={kind} is no kind of fault{near(str(kind), KINDS)}: {', '.join(KINDS)}")
+        raise ConfigError(
+            f"{place}: kind={kind} is no kind of fault{did_you_mean(str(kind), KINDS)}: {', '.join(KINDS)}"
+        )
     known = {field.name: field for field in fields(KINDS[kind])}
     for key in keys:
         if key not in known:
-            raise ConfigError(f"{place}: {kind} has no key {key}{near(str(key), known)}: {', '.join(known)}")
+            raise ConfigError(f"{place}: {kind} has no key {key}{did_you_mean(str(key), known)}: {', '.join(known)}")
     for name, field in known.items():
         if name not in keys and field.default is MISSING:
             raise ConfigError(f"{place}: {kind} has no {name}: write {{kind: {kind}, {name}: [30]}}")
@@ -96,9 +93,3 @@ def planned(number: int, entry: Any) -> Planned:
 def as_number(value: Any) -> Any:
     """The numbers that YAML takes for words, as numbers; anything else as it is."""
     return float(value) if value in ("nan", "inf", "-inf") else value
-
-
-def near(name: str, known: Any) -> str:
-    """The nearest of the known names, as a question."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {found[0]}?" if found else ""

@@ -2,6 +2,8 @@
 
 Nothing is remembered of what has happened. Whether a fault happens, and to which element, is a function of the number,
 the rank and the option's values; so a run that is resumed, or that goes back, meets the faults it would have met.
+
+No faults: every object stays the one that was built.
 """
 
 import math
@@ -15,9 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stabletrain.checkpoint.tree import is_sharded
 from stabletrain.errors import ConfigError
-from stabletrain.faults.none import NoFaults
-from stabletrain.state.shards import is_sharded
+from stabletrain.records import TrainState
+
+
+class NoFaults:
+    """Nothing is injected: what is given comes back, identically, and the state is left alone."""
+
+    def data(self, data: Any) -> Any:
+        """The data set a run reads: an object with `batch(step, size, split)`."""
+        return data
+
+    def checkpoints(self, checkpoints: Any) -> Any:
+        """The run's checkpoints; see `checkpoint/checkpoints.py`."""
+        return checkpoints
+
+    def wandb(self, wandb: Any) -> Any:
+        """The run's W&B; see `tracking/wandb.py`."""
+        return wandb
+
+    def state(self, state: TrainState, precision: Any) -> None:
+        """The state a run trains and the precision it trains in, once both are on their device."""
+        del state, precision
 
 
 @dataclass(frozen=True)
@@ -59,9 +81,9 @@ class OnRank(Planned):
 
     def hits(self, number: int) -> bool:
         """Whether it happens at `number` in this process (whose rank is RANK in the environment, 0 without)."""
-        return number in self.at and self.here()
+        return number in self.at and self.on_this_rank()
 
-    def here(self) -> bool:
+    def on_this_rank(self) -> bool:
         """Whether this process is to meet it."""
         return self.rank is None or self.rank == int(os.environ.get("RANK", "0"))
 

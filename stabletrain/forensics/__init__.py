@@ -1,21 +1,18 @@
 """What explains an incident, once there is one; nothing here runs before.
 
-Nothing is imported here: whoever reads incidents back (`found`) needs no torch.
+Nothing is imported here, so that `stabletrain diagnose` needs no torch.
 
 | file | |
 |---|---|
-| desk | incidents come in, are looked into within a budget, and filed |
-| council | the desks of several ranks: the guilty one files |
-| explain | one incident: evidence is gathered, on copies |
-| evidence | what was found |
-| signs, causes, fixes, words | from evidence to cause, to what to do, and to sentences |
-| incident, page | the folder: diagnosis.json, and report.md for people |
-| found | the incidents of a run, read back from their folders |
-| samples, state | what is wrong with the batch, and with weights and moments |
-| scene, saved | what running a step again needs, in memory and as files |
-| replay, guilty | the step again, with one thing changed; which samples are to blame |
-| trace, sources, callers, values | every operation of a step, and where non-finite numbers began |
-| origin, arithmetic, singular | the operation to blame, and why it had no finite result |
-| scores | how large the numbers are that a model takes a softmax of |
-| underflow | which gradients fp16 has made 0 |
+| handler | investigates incidents within a budget and files them; on several ranks, the one at fault files |
+| investigate | gathers the evidence of one incident, on copies |
+| repro, repro_files | what running a step again needs, in memory and as files |
+| replay | runs the step again, with one thing changed |
+| probes/samples, state | what is wrong with the batch, and with weights and moments |
+| probes/bisect, underflow | which samples are to blame, and which gradients fp16 has made 0 |
+| trace/recorder, values, callers | every operation of a step, and where non-finite numbers began |
+| trace/origin, arithmetic, nonfinite_rules | the operation to blame, and why its result was not finite |
+| diagnosis/ | evidence, the rules from evidence to cause, and the fixes |
+| incident, report | the incident's folder: diagnosis.json, and report.md for people |
+| incident_list | a run's incidents, read back from their folders |
 """

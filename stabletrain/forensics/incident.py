@@ -1,4 +1,4 @@
-"""The incident's folder: `diagnosis.json` for programs, `report.md` for people, and the scene to replay it from.
+"""The incident's folder: `diagnosis.json` for programs, `report.md` for people, and the repro to replay it from.
 
 incidents/step-00000123/    diagnosis.json  report.md  scene.json  batch.safetensors  state.safetensors
 """
@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stabletrain.forensics.explain import Explained
-from stabletrain.forensics.page import report
+from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.replay import VARIANTS, Outcome
-from stabletrain.forensics.saved import BATCH, SCENE, STATE, save_scene
-from stabletrain.forensics.scene import Scene
+from stabletrain.forensics.report import report
+from stabletrain.forensics.repro import Repro
+from stabletrain.forensics.repro_files import BATCH, SCENE, STATE, save_repro
 from stabletrain.tracking.metrics import now, plain, replace
 
 UNNEEDED = Outcome(not_run="what was found before explains it")
@@ -27,38 +27,38 @@ def place_for(folder: Path, step: int) -> Path:
     return path
 
 
-def write(path: Path, scene: Scene, found: Explained, *, rank: int | None, keep_state: bool) -> None:
+def write(path: Path, repro: Repro, found: Findings, *, rank: int | None, keep_state: bool) -> None:
     """Writes an incident.
 
     Args:
         path: its folder, from `place_for`.
-        scene: the step.
+        repro: the step.
         found: what came of looking into it.
-        rank: the guilty rank; None for one process.
+        rank: the rank at fault; None for one process.
         keep_state: whether weights and batch are kept too, so that it can be replayed from the folder alone.
 
     Raises:
         OSError: the disk is full or gone.
     """
     path.mkdir(parents=True, exist_ok=True)
-    record = as_json(scene, found, rank)
+    record = as_json(repro, found, rank)
     (path / "report.md").write_text(report(record, found, path), encoding="utf-8")
     replace(path / "diagnosis.json", json.dumps(plain(record), allow_nan=False, indent=2) + "\n")
     if keep_state:  # the largest, so the last: on a disk that is nearly full the cause is written
         try:
-            save_scene(path, scene)
+            save_repro(path, repro)
         except OSError:
             for file in (SCENE, BATCH, STATE):
                 (path / file).unlink(missing_ok=True)
             raise
 
 
-def as_json(scene: Scene, found: Explained, rank: int | None) -> dict[str, Any]:
+def as_json(repro: Repro, found: Findings, rank: int | None) -> dict[str, Any]:
     """The incident as a mapping; the keys are a contract."""
     evidence, diagnosis = found.evidence, found.diagnosis
-    guilty = evidence.guilty
-    places = guilty.samples if guilty and not guilty.others_too else []
-    batch = scene.batch
+    culprits = evidence.culprits
+    places = culprits.samples if culprits and not culprits.others_too else []
+    batch = repro.batch
     samples = [dict(sample) for sample in evidence.samples] or [
         {
             "index": index,

@@ -7,7 +7,7 @@
 | fresh_batch | another batch | finite: this batch is to blame |
 | older_state | weights and buffers from before | finite: what training has made of the state since is to blame |
 
-A replay is `step.compute` itself, on an understudy, compiled where the step was (all but `fp32`). Live weights,
+A replay is `step.compute` itself, on a copy of the model, compiled where the step was (all but `fp32`). Live weights,
 buffers, gradients, random generators, modes, hooks and kernel switches are afterwards what they were.
 """
 
@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from stabletrain.forensics.scene import Scene
-from stabletrain.machine.compiling import compile_, plainly, shape_of
-from stabletrain.machine.determinism import borrowed
+from stabletrain.forensics.repro import Repro
+from stabletrain.machine.compiling import compile_, compiled_shape, uncompiled
+from stabletrain.machine.determinism import rng_restored
+from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
-from stabletrain.stability.precision.unscaled import Unscaled
+from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.step import compute
-from stabletrain.tools import Tools
 
 
 @dataclass(frozen=True)
@@ -65,40 +65,40 @@ class Take:
 
 
 class NotPossible(Exception):
-    """The scene has not what the variant needs."""
+    """The repro has not what the variant needs."""
 
 
-def same(scene: Scene) -> Take:
+def same(repro: Repro) -> Take:
     """The step as it was."""
-    return Take(scene.understudy(), scene.cut(scene.batch), scene.acting())
+    return Take(repro.copy_model(), repro.to_micro_batches(repro.batch), repro.replay_tools())
 
 
-def fp32(scene: Scene) -> Take:
+def fp32(repro: Repro) -> Take:
     """The step in true fp32; run it within `ieee_kernels`."""
-    model = scene.understudy()
+    model = repro.copy_model()
     widen_(model)
-    tools = replace(scene.acting(), precision=Unscaled("fp32", scene.device, torch.float32))
-    return Take(model, scene.cut(scene.batch), tools)
+    tools = replace(repro.replay_tools(), precision=Unscaled("fp32", repro.device, torch.float32))
+    return Take(model, repro.to_micro_batches(repro.batch), tools)
 
 
-def fresh_batch(scene: Scene) -> Take:
+def fresh_batch(repro: Repro) -> Take:
     """Another batch on the same state."""
-    if scene.fresh is None:
+    if repro.fresh is None:
         raise NotPossible("there is no other batch")
-    return Take(scene.understudy(), scene.cut(scene.fresh()), scene.acting())
+    return Take(repro.copy_model(), repro.to_micro_batches(repro.fresh()), repro.replay_tools())
 
 
-def older_state(scene: Scene) -> Take:
+def older_state(repro: Repro) -> Take:
     """The same batch on an older state."""
-    tree = None if scene.older is None else scene.older()
+    tree = None if repro.older is None else repro.older()
     if tree is None:
         raise NotPossible("there is no older state")
-    model = scene.understudy()
+    model = repro.copy_model()
     model.load_state_dict(tree["model"])
-    return Take(model, scene.cut(scene.batch), scene.acting())
+    return Take(model, repro.to_micro_batches(repro.batch), repro.replay_tools())
 
 
-VARIANTS: dict[str, Callable[[Scene], Take]] = {
+VARIANTS: dict[str, Callable[[Repro], Take]] = {
     "same": same,
     "fp32": fp32,
     "fresh_batch": fresh_batch,
@@ -107,50 +107,50 @@ VARIANTS: dict[str, Callable[[Scene], Take]] = {
 """The variants by name, in the order in which time is spent on them."""
 
 
-def replays(scene: Scene, variants: Iterable[str] = VARIANTS) -> dict[str, Outcome]:
+def replays(repro: Repro, variants: Iterable[str] = VARIANTS) -> dict[str, Outcome]:
     """The outcome of each variant, in order; those that the deadline cuts off are marked as not run."""
-    return {variant: replay(scene, variant) for variant in variants}
+    return {variant: replay(repro, variant) for variant in variants}
 
 
-def replay(scene: Scene, variant: str) -> Outcome:
+def replay(repro: Repro, variant: str) -> Outcome:
     """Runs the step again; never raises for what the model does.
 
     Args:
-        scene: the step.
+        repro: the step.
         variant: one of `VARIANTS`.
     """
     make, began = VARIANTS[variant], time.monotonic()
-    if began >= scene.deadline:
+    if began >= repro.deadline:
         return Outcome(not_run="no time was left")
-    compiled = variant != "fp32" and scene.compiled_for is not None and scene.comparable
+    compiled = variant != "fp32" and repro.compiled_for is not None and repro.comparable
     try:
-        take = make(scene)
+        take = make(repro)
         if compiled:
-            compile_(take.model, scene.compiled_for)
+            compile_(take.model, repro.compiled_for)
         with ieee_kernels() if variant == "fp32" else contextlib.nullcontext():
-            loss, norm, zeros = perform(take.model, take.batches, take.tools, scene.step)
+            loss, norm, zeros = perform(take.model, take.batches, take.tools, repro.step)
     except NotPossible as error:
         return Outcome(not_run=str(error))
     except Exception as error:  # whatever it is: a model may be anything, and explaining must not end a run
         if compiled:  # here nothing can be compiled
-            return replay(replace(scene, compiled=True, compiled_for=None), variant)
+            return replay(replace(repro, compiled=True, compiled_for=None), variant)
         return Outcome(not_run=" ".join(f"{type(error).__name__}: {error}".split())[:200])
     equal = None
-    if variant == "same" and scene.reading is not None and scene.comparable:
-        equal = same_bits(loss, scene.reading.loss) and same_bits(norm, scene.reading.grad_norm)
+    if variant == "same" and repro.reading is not None and repro.comparable:
+        equal = same_bits(loss, repro.reading.loss) and same_bits(norm, repro.reading.grad_norm)
     finite = math.isfinite(loss) and math.isfinite(norm)
     return Outcome(finite, loss, norm, equal, zeros, time.monotonic() - began)
 
 
 def perform(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> tuple[float, float, float]:
-    """Forward and backward of a step on an understudy.
+    """Forward and backward of a step on a copy of the model.
 
     Returns:
         loss, gradient norm, and the share of gradient elements that are 0. The gradients are left in `.grad`.
     """
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.0), step)
-    plain = plainly() if shape_of(model) is None else contextlib.nullcontext()
-    with borrowed(model), plain, torch.enable_grad():
+    plain = uncompiled() if compiled_shape(model) is None else contextlib.nullcontext()
+    with rng_restored(model), plain, torch.enable_grad():
         computed = compute(state, batches, tools)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     zeros = sum(int((gradient == 0).sum()) for gradient in gradients)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.errors import StabletrainError
-from stabletrain.machine.determinism import borrowed
+from stabletrain.machine.determinism import rng_restored
 
 VARIANTS = 64
 """Forms of one function that PyTorch may compile before it gives up, in silence; a model copied for a replay is one."""
@@ -77,19 +77,19 @@ def compile_(model: nn.Module, shape: Sequence[int]) -> None:
     model._compiled_call_impl = Compiled(model, shape)
 
 
-def plain_(model: nn.Module) -> None:
+def undo_compile_(model: nn.Module) -> None:
     """Undoes `compile_`."""
     model._compiled_call_impl = None
 
 
-def shape_of(model: nn.Module) -> tuple[int, ...] | None:
+def compiled_shape(model: nn.Module) -> tuple[int, ...] | None:
     """What a model was compiled for by `compile_`; None if it was not."""
     code = getattr(model, "_compiled_call_impl", None)
     return code.shape if isinstance(code, Compiled) else None
 
 
 @contextmanager
-def plainly() -> Generator[None, None, None]:
+def uncompiled() -> Generator[None, None, None]:
     """Within it all that is compiled, by whomever, runs as plain Python."""
     if "torch._dynamo" not in sys.modules:  # nothing is, and loading it takes seconds
         yield
@@ -98,12 +98,12 @@ def plainly() -> Generator[None, None, None]:
         yield
 
 
-def prove(
+def try_compiled(
     model: nn.Module,
     shape: Sequence[int],
     forward: Callable[[], Tensor],
     backward: Callable[[Tensor], None],
-    anywhere: Callable[[bool], bool] = bool,
+    any_rank: Callable[[bool], bool] = bool,
 ) -> tuple[float, str]:
     """Compiles a model in place and tries it: one pass forward and backward, that leaves no trace.
 
@@ -116,7 +116,7 @@ def prove(
         shape: of a micro-batch's inputs.
         forward: runs the model on such inputs, as a step does; returns the loss.
         backward: differentiates it.
-        anywhere: whether something is so on any rank.
+        any_rank: whether something is so on any rank.
 
     Returns:
         the seconds it took, and why it failed; empty where it did not.
@@ -130,15 +130,15 @@ def prove(
     for parameter in model.parameters():
         parameter.grad = None  # a backward pass would add to it in place
     loss, why = None, ""
-    with borrowed(model), torch.enable_grad():
+    with rng_restored(model), torch.enable_grad():
         torch.compiler.reset()  # loading the compiler draws random numbers too
         compile_(model, shape)
         try:
-            loss, why = attempt(forward, anywhere)
+            loss, why = attempt(forward, any_rank)
             if loss is not None:
-                _, why = attempt(lambda: backward(loss), anywhere)
+                _, why = attempt(lambda: backward(loss), any_rank)
             if why:
-                plain_(model)
+                undo_compile_(model)
                 if loss is None:
                     forward()  # a mistake in the model itself is told as such
         finally:
@@ -150,7 +150,7 @@ def prove(
     return time.perf_counter() - began, why
 
 
-def attempt(act: Callable[[], Any], anywhere: Callable[[bool], bool]) -> tuple[Any, str]:
+def attempt(act: Callable[[], Any], any_rank: Callable[[bool], bool]) -> tuple[Any, str]:
     """What `act` returns, and an empty reason; None and the reason, where it fails on any rank."""
     found, why = None, ""
     try:
@@ -159,6 +159,6 @@ def attempt(act: Callable[[], Any], anywhere: Callable[[bool], bool]) -> tuple[A
         raise
     except Exception as error:  # whatever a compiler raises
         why = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-    if anywhere(bool(why)):
+    if any_rank(bool(why)):
         return None, why or "it failed on another rank"
     return found, ""

@@ -37,7 +37,7 @@ def mix(seed: int, step: int) -> int:
 
 
 @contextmanager
-def borrowed(model: nn.Module) -> Generator[None, None, None]:
+def rng_restored(model: nn.Module) -> Generator[None, None, None]:
     """Within it random numbers are borrowed: afterwards every generator is as before.
 
     PyTorch's generators of the CPU and of the model's cards, NumPy's and Python's.

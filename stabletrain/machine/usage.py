@@ -41,7 +41,7 @@ def peak_flops(card: str, precision: str) -> float | None:
 def flops_per_sample(model: nn.Module, inputs: Tensor) -> float | None:
     """What one sample costs in training: three times the products of its forward pass, as PyTorch counts them.
 
-    Nothing is computed: a twin of the model without memory of its own is run. None for a model that cannot be run so.
+    Nothing is computed: a copy of the model without memory of its own is run. None for a model that cannot be run so.
 
     Args:
         model: whole, and not compiled; it is not touched.
@@ -51,12 +51,12 @@ def flops_per_sample(model: nn.Module, inputs: Tensor) -> float | None:
 
     memo: dict[int, Tensor] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        blank = tensor.detach().to("meta")
-        memo[id(tensor)] = nn.Parameter(blank) if isinstance(tensor, nn.Parameter) else blank
+        empty = tensor.detach().to("meta")
+        memo[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
     try:
-        twin = copy.deepcopy(model, memo).eval()
+        model_copy = copy.deepcopy(model, memo).eval()
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            twin(inputs.to("meta"))
+            model_copy(inputs.to("meta"))
     except Exception:  # anybody's model: one that asks for values it has not got, or cannot be copied
         return None
     return 3.0 * counter.get_total_flops() or None

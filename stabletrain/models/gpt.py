@@ -16,8 +16,20 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
-from stabletrain.models.attention import Attention, KVCache, QKClip, QKNorm, Softcap
-from stabletrain.models.layers import GELUMLP, MLPS, NORMS, POSITIONS, LearnedPosition, Rotary, SwiGLUMLP
+from stabletrain.models.layers import (
+    GELUMLP,
+    MLPS,
+    NORMS,
+    POSITIONS,
+    Attention,
+    KVCache,
+    LearnedPosition,
+    QKClip,
+    QKNorm,
+    Rotary,
+    Softcap,
+    SwiGLUMLP,
+)
 
 
 class TiedHead(nn.Module):

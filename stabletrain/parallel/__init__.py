@@ -2,18 +2,13 @@
 
 | file | |
 |---|---|
-| alone | one process: nothing is shared |
-| shared | what every kind of several ranks has: parts of the batch, one small reduction a step, one verdict |
+| ranks | which process this is, and what the processes tell each other; loads torch only when there are several |
+| single | one process: nothing is shared |
+| distributed | what every kind of several ranks has: parts of the batch, one small reduction a step, one verdict |
 | ddp | every rank has the whole model; gradients are averaged |
 | fsdp | every rank has a part of every weight, gradient and moment |
-| replicas | whether ranks that have the whole model still have the same one |
+| options | the options of the config group |
+| replica_check | whether ranks that have the whole model still have the same one |
 | checkpoints | one writer, and answers that are the same on every rank |
+| failure_report | why a rank ended, for the others to report |
 """
-
-from stabletrain.parallel.alone import Alone
-from stabletrain.parallel.checkpoints import SharedCheckpoints
-from stabletrain.parallel.ddp import DDP
-from stabletrain.parallel.fsdp import FSDP
-from stabletrain.parallel.options import auto, ddp, fsdp
-
-__all__ = ["DDP", "FSDP", "Alone", "SharedCheckpoints", "auto", "ddp", "fsdp"]

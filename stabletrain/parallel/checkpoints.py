@@ -1,8 +1,8 @@
 """Checkpoints of several ranks: what rank 0 knows of the disk is what every rank acts by.
 
 What all ranks have whole (ddp), rank 0 writes. Of what is sharded (fsdp) every rank writes its part, which rank 0 makes
-one checkpoint of (`state/assembly.py`). Reading a checkpoint through before it is used is shared: each rank reads some
-of its files, and only if no rank finds fault is it used.
+one checkpoint of (`checkpoint/sharded.py`). Reading a checkpoint through before it is used is shared: each rank reads
+some of its files, and only if no rank finds fault is it used.
 
 A disk that is full for one rank and not for the other, or a write that one has seen and the other has not, would lead
 the ranks to different decisions. So whatever is asked of the disk is asked on rank 0 and told to all. All ranks must
@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stabletrain.ranks import Ranks, first_does, from_all, told
-from stabletrain.state.checkpoint import NoCheckpoints
-from stabletrain.state.notice import Report
-from stabletrain.state.shards import Place, is_sharded
-from stabletrain.state.tree import Tree, flatten
-from stabletrain.state.trust import Checkpoint, UnusableCheckpoint, peek, verify
+from stabletrain.checkpoint.checkpoints import NoCheckpoints
+from stabletrain.checkpoint.folder import OnEvent
+from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint, peek, verify
+from stabletrain.checkpoint.tree import ShardTarget, Tree, flatten, is_sharded
+from stabletrain.parallel.ranks import Ranks, all_gather_object, broadcast_object, run_on_main
 
 
 class SharedCheckpoints(NoCheckpoints):
@@ -40,10 +39,10 @@ class SharedCheckpoints(NoCheckpoints):
         """Writes that failed, as this rank knows."""
         return self._own.failed
 
-    def open(self, folder: Path, on_event: Report, run: str | None = None) -> None:
+    def open(self, folder: Path, on_event: OnEvent, run: str | None = None) -> None:
         """Opens rank 0's; all are refused if it is."""
 
-        first_does(self._ranks, lambda: self._own.open(folder, on_event, run))
+        run_on_main(self._ranks, lambda: self._own.open(folder, on_event, run))
 
     def due(self, step: int) -> bool:
         """As the cadence says, which is the same on every rank."""
@@ -59,7 +58,7 @@ class SharedCheckpoints(NoCheckpoints):
         val_loss: float | None,
         anchor: int | None = None,
         here: bool = True,
-        place: Place | None = None,
+        place: ShardTarget | None = None,
     ) -> None:
         """Has rank 0 write a state that is whole on every rank, and every rank its part of one that is sharded."""
         del place
@@ -67,13 +66,13 @@ class SharedCheckpoints(NoCheckpoints):
             return
         about: dict[str, Any] = {"info": info, "healthy": healthy, "val_loss": val_loss, "anchor": anchor, "here": here}
         if not any(map(is_sharded, flatten(tree)[0].values())):
-            if self._ranks.first:
+            if self._ranks.is_main:
                 self._own.save(step, tree, **about)
             return
         self.wait()
         temporary = self._ask(lambda: self._own.begin(step))
         if temporary is not None:
-            self._own.save(step, tree, **about, place=Place(temporary, self._ranks.rank, self._ranks.count))
+            self._own.save(step, tree, **about, place=ShardTarget(temporary, self._ranks.rank, self._ranks.world_size))
 
     def wait(self) -> None:
         """Returns when the last write has ended, on every rank; raises what one of them has raised on all."""
@@ -84,13 +83,13 @@ class SharedCheckpoints(NoCheckpoints):
             self._own.wait()
         except Exception as error:
             raised = error
-        for error in from_all(raised):
+        for error in all_gather_object(raised):
             if error is not None:
                 raise error
 
-    def settle(self) -> None:
+    def finish_quietly(self) -> None:
         """This rank's last write ends; the others may be gone by then."""
-        self._own.settle()
+        self._own.finish_quietly()
 
     def saved(self, step: int) -> bool:
         """As rank 0 says."""
@@ -140,18 +139,18 @@ class SharedCheckpoints(NoCheckpoints):
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """Rank 0's answer, or its refusal, on every rank; meanwhile the others read what it asks them to read."""
-        if self._ranks.first:
+        if self._ranks.is_main:
             answer, raised = None, None
             try:
                 answer = question()
             except Exception as error:  # told to all: where one rank raises, so must the others
                 raised = error
-            told((None, answer, raised))
+            broadcast_object((None, answer, raised))
         else:
-            path, answer, raised = told(None)
+            path, answer, raised = broadcast_object(None)
             while path is not None:
-                from_all(self._fault(path))
-                path, answer, raised = told(None)
+                all_gather_object(self._fault(path))
+                path, answer, raised = broadcast_object(None)
         if raised is not None:
             raise raised
         return answer
@@ -163,15 +162,20 @@ class SharedCheckpoints(NoCheckpoints):
             UnusableCheckpoint: one of them finds fault with it.
         """
         found = peek(path)
-        told((path, None, None))
-        for fault in from_all(self._fault(path)):
+        broadcast_object((path, None, None))
+        for fault in all_gather_object(self._fault(path)):
             if fault:
                 raise UnusableCheckpoint(fault)
         return found
 
     def _fault(self, path: Path) -> str:
         try:
-            verify(path, self._ranks.rank, self._ranks.count)
+            verify(path, self._ranks.rank, self._ranks.world_size)
         except UnusableCheckpoint as error:
             return str(error)
         return ""
+
+
+def for_all_ranks(checkpoints: NoCheckpoints, ranks: Ranks) -> NoCheckpoints:
+    """The checkpoints that several ranks share; of one process its own."""
+    return SharedCheckpoints(checkpoints, ranks) if ranks.distributed else checkpoints

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stabletrain.errors import ConfigError
-from stabletrain.parallel.replicas import difference
-from stabletrain.parallel.shared import Shared
-from stabletrain.ranks import Ranks
+from stabletrain.parallel.distributed import Distributed
+from stabletrain.parallel.ranks import Ranks
+from stabletrain.parallel.replica_check import find_divergence
 from stabletrain.records import GradNorms, TrainState
 
 SYNC_BUFFERS = next(
@@ -26,12 +26,12 @@ SYNC_BUFFERS = next(
 """The argument by which every forward pass would take rank 0's buffers; an older PyTorch has another name for it."""
 
 
-class DDP(Shared):
+class DDP(Distributed):
     """Whole models whose gradients meet.
 
     Attributes:
         find_unused_parameters: for models of which a step may leave parameters without a gradient.
-        compare: whether the ranks compare their states before one is evaluated, put by or saved; see `replicas.py`.
+        compare: whether the ranks compare their states before one is evaluated or saved; see `replica_check.py`.
     """
 
     name = "ddp"
@@ -65,7 +65,7 @@ class DDP(Shared):
         assert self._wrapped is not None, "wrap(model) comes first"
         return self._wrapped(inputs, **how)
 
-    def meeting(self, model: nn.Module, last: bool) -> AbstractContextManager:
+    def gradient_sync(self, model: nn.Module, last: bool) -> AbstractContextManager:
         """Gradients of all micro-batches but the last stay on their rank."""
         assert self._wrapped is not None, "wrap(model) comes first"
         return self._all_meet(model) if last else self._wrapped.no_sync()
@@ -87,9 +87,9 @@ class DDP(Shared):
                     "would wait for its gradient; set parallel.find_unused_parameters=true, or take it out of the model"
                 )
 
-    def difference(self, state: TrainState) -> str:
-        """See `replicas.py`."""
-        return difference(state) if self.compare else ""
+    def find_divergence(self, state: TrainState) -> str:
+        """See `replica_check.py`."""
+        return find_divergence(state) if self.compare else ""
 
     def of_gradients(self, norms: GradNorms) -> Tensor:
         """The norm, which is the same everywhere unless a reduction went wrong."""

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from stabletrain.checkpoint.tree import Tree, gather_shards
 from stabletrain.errors import ConfigError
-from stabletrain.parallel.shared import Shared, forked
-from stabletrain.ranks import Ranks
+from stabletrain.parallel.distributed import Distributed, forked
+from stabletrain.parallel.ranks import Ranks
 from stabletrain.records import GradNorms
-from stabletrain.state.shards import whole
-from stabletrain.state.tree import Tree
 
 ABLE: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("adamw", "sgd"),
@@ -33,7 +32,7 @@ COPIES = 5
 """Times its weights that a model needs of a card to be run again: itself, a copy, gradients, and room to compute."""
 
 
-class FSDP(Shared):
+class FSDP(Distributed):
     """Parts of tensors.
 
     Attributes:
@@ -62,7 +61,7 @@ class FSDP(Shared):
                     f"parallel=ddp, or {group}={' or '.join(able)}"
                 )
 
-    def of_optimizer(self, choice: str) -> Mapping[str, Any]:
+    def optimizer_overrides(self, choice: str) -> Mapping[str, Any]:
         """SGD without its fused kernel, which PyTorch has not taught to work on parts."""
         return {"fused": False} if choice == "sgd" else {}
 
@@ -71,35 +70,35 @@ class FSDP(Shared):
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()  # kernels may lie with their channels last, which has no rows
         device = next(model.parameters()).device.type
-        mesh = init_device_mesh(device, (self.ranks.count,))
+        mesh = init_device_mesh(device, (self.ranks.world_size,))
         for block in blocks(model):
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
 
-    def meeting(self, model: nn.Module, last: bool) -> AbstractContextManager:
+    def gradient_sync(self, model: nn.Module, last: bool) -> AbstractContextManager:
         """Gradients of all micro-batches but the last stay whole on their rank."""
-        return self._meeting(model, last)
+        return self._gradient_sync(model, last)
 
     @contextmanager
-    def _meeting(self, model: nn.Module, last: bool) -> Generator[None]:
+    def _gradient_sync(self, model: nn.Module, last: bool) -> Generator[None]:
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(last)
         yield
 
-    def whole_model(self, model: nn.Module, blank: Callable[[], nn.Module]) -> nn.Module | None:
+    def full_model(self, model: nn.Module, model_factory: Callable[[], nn.Module]) -> nn.Module | None:
         """Gathers the weights on every rank, if every rank has room for them, a copy and two gradients."""
         size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         cuda = next(model.parameters()).device.type == "cuda"
-        if self.anywhere(cuda and torch.cuda.mem_get_info()[0] < COPIES * size):
+        if self.any_rank(cuda and torch.cuda.mem_get_info()[0] < COPIES * size):
             return None
         with forked():
-            twin = blank()
-        twin.load_state_dict(whole(dict(model.state_dict()), keep=True))
-        return twin
+            model_copy = model_factory()
+        model_copy.load_state_dict(gather_shards(dict(model.state_dict()), keep=True))
+        return model_copy
 
-    def whole_tree(self, tree: Tree | None) -> Tree | None:
+    def full_state(self, tree: Tree | None) -> Tree | None:
         """Gathers it on every rank."""
-        return None if tree is None else whole(tree, keep=True)
+        return None if tree is None else gather_shards(tree, keep=True)
 
     def of_gradients(self, norms: GradNorms) -> Tensor:
         """The squares of this rank's part of every tensor."""

@@ -1,24 +1,24 @@
 """The options of the group `parallel`: what each makes of the ranks that torchrun has started."""
 
 from stabletrain.errors import ConfigError
-from stabletrain.parallel.alone import Alone
 from stabletrain.parallel.ddp import DDP
 from stabletrain.parallel.fsdp import FSDP
-from stabletrain.ranks import Ranks, here
+from stabletrain.parallel.ranks import Ranks, current_ranks
+from stabletrain.parallel.single import SingleProcess
 
 
-def auto(find_unused_parameters: bool, compare: bool) -> Alone:
+def auto(find_unused_parameters: bool, compare: bool) -> SingleProcess:
     """DDP where there are several ranks; nothing where there is one process."""
-    ranks = here()
-    return Alone(ranks) if ranks.alone else DDP(ranks, find_unused_parameters, compare)
+    ranks = current_ranks()
+    return SingleProcess(ranks) if not ranks.distributed else DDP(ranks, find_unused_parameters, compare)
 
 
-def ddp(find_unused_parameters: bool, compare: bool) -> Alone:
+def ddp(find_unused_parameters: bool, compare: bool) -> SingleProcess:
     """DDP."""
     return DDP(started("ddp"), find_unused_parameters, compare)
 
 
-def fsdp(reshard_after_forward: bool) -> Alone:
+def fsdp(reshard_after_forward: bool) -> SingleProcess:
     """FSDP2."""
     return FSDP(started("fsdp"), reshard_after_forward)
 
@@ -29,7 +29,7 @@ def started(name: str) -> Ranks:
     Raises:
         ConfigError: it has not.
     """
-    ranks = here()
+    ranks = current_ranks()
     if not ranks.launched:
         raise ConfigError(
             f"parallel={name} needs torchrun: torchrun --nproc_per_node=<processes> train.py parallel={name} ...; "

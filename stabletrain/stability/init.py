@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from stabletrain.errors import ConfigError
-from stabletrain.stability.roles import classifier
+from stabletrain.stability.parameter_roles import classifier
 
 GPT2_STD = 0.02
 """Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training", section 4.1."""

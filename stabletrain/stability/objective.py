@@ -9,14 +9,15 @@ micro-batches with unequal numbers of valid targets add up to the exact mean.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from stabletrain.errors import ConfigError
+from stabletrain.protocols import ForwardPass
 from stabletrain.records import IGNORE_INDEX, LossTerms
 
 
@@ -65,17 +66,6 @@ class ZLoss:
         return z_loss(logits, self.coefficient).masked_fill(~valid, 0.0).sum()
 
 
-@runtime_checkable
-class Running(Protocol):
-    """The model as a step runs it; see `tools.Running`."""
-
-    @property
-    def model(self) -> nn.Module: ...
-    def __call__(self, inputs: Tensor, **how: Any) -> Tensor: ...
-    def logits(self, features: Tensor) -> Tensor: ...
-    def scaled(self, loss: Tensor) -> Tensor: ...
-
-
 def count_valid(targets: Int[Tensor, "*shape"]) -> Int[Tensor, ""]:
     """How many targets count, on their device: no host read."""
     return (targets != IGNORE_INDEX).sum()
@@ -102,9 +92,9 @@ class Objective:
         """The same, of whole logits: itself."""
         return self
 
-    def logits(self, running: Running, inputs: Tensor) -> Tensor:
+    def logits(self, forward: ForwardPass, inputs: Tensor) -> Tensor:
         """What the loss is taken of: all the logits."""
-        return running(inputs)
+        return forward(inputs)
 
     def __call__(
         self,

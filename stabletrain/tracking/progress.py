@@ -1,8 +1,14 @@
-"""What a person watching sees: one live line on a terminal, plain lines of the same content anywhere else.
+"""The progress of a run on the terminal, alone or as one of a sweep.
+
+What a person watching sees: one live line on a terminal, plain lines of the same content anywhere else.
 
     step  300/1500 ━━━━━━╸━━━━━━━━━ loss 2.31  grad 0.84  lr 2.9e-03  27.4k tok/s  skipped 0  1:32 left
 
-Where the line does not fit, its least important parts go first: skipped (while it is 0), lr, rate, grad.
+Where the line does not fit, its least important parts go first: skipped (while it is 0), lr, rate, grad. The columns of
+`rich.progress` cannot do that, they wrap or cut off what stands last; so only rich's `Live` is used.
+
+What a run of a sweep shows: all that it would say by itself goes into `output.txt` of its folder, one live line to
+the terminal.
 """
 
 import os
@@ -10,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 LEAST_BAR, MOST_BAR = 8, 40
@@ -120,15 +127,15 @@ def parts(
     """The words of the line by name, in order; what is not known is left out."""
     words = {"step": f"step {step:>{len(str(total))}}/{total}"}
     if "train/loss" in metrics:
-        words["loss"] = f"loss {short(metrics['train/loss'])}"
+        words["loss"] = f"loss {short_number(metrics['train/loss'])}"
     if "grad/norm" in metrics:
-        words["grad"] = f"grad {short(metrics['grad/norm'])}"
+        words["grad"] = f"grad {short_number(metrics['grad/norm'])}"
     if "lr" in metrics:
         words["lr"] = f"lr {metrics['lr']:.1e}"
     words["rate"] = f"{thousands(rate)} {unit}/s"
     words["skipped" if skipped else "quiet"] = f"skipped {skipped}"
     if left is not None:
-        words["left"] = f"{clock(left)} left"
+        words["left"] = f"{elapsed(left)} left"
     return words
 
 
@@ -150,7 +157,7 @@ def bar_of(share: float, columns: int) -> tuple[str, str]:
     return done, "━" * (columns - len(done))
 
 
-def short(value: float) -> str:
+def short_number(value: float) -> str:
     """Three digits or so: 2.31, 0.0042, 1234, 1.2e+05, nan."""
     size = abs(value)
     return f"{value:.2f}" if 0.1 <= size < 1000 else f"{value:.0f}" if 1000 <= size < 1e5 else f"{value:.2g}"
@@ -164,8 +171,59 @@ def thousands(value: float) -> str:
     return f"{value:.0f}"
 
 
-def clock(seconds: float) -> str:
+def elapsed(seconds: float) -> str:
     """1:32, 2:05:00."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+class InSweep(Progress):
+    """A run's progress within a sweep."""
+
+    def __init__(self, log_every: int, folder: Path, label: str, live: bool) -> None:
+        """Nothing is opened before `start`.
+
+        Args:
+            log_every: steps between two plain lines in the file.
+            folder: the run's.
+            label: which run it is, before the live line.
+            live: whether this run alone may use the terminal.
+        """
+        super().__init__(log_every, Page(folder / "output.txt"))
+        shown = Progress(log_every, label=label)
+        self._shown = shown if live and shown.moves else None
+
+    def start(self, total: int, first: int) -> None:
+        super().start(total, first)
+        if self._shown is not None:
+            self._shown.start(total, first)
+
+    def update(self, step: int, metrics: Any, rate: float, unit: str, skipped: int) -> None:
+        super().update(step, metrics, rate, unit, skipped)
+        if self._shown is not None:
+            self._shown.update(step, metrics, rate, unit, skipped)
+
+    def close(self) -> None:
+        super().close()
+        if self._shown is not None:
+            self._shown.close()
+
+
+class Page:
+    """A text file as a stream that is open only while it is written to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, text: str) -> int:
+        """Adds text at the end."""
+        with open(self._path, "a", encoding="utf-8") as file:
+            return file.write(text)
+
+    def flush(self) -> None:
+        """Everything is written already."""
+
+    def isatty(self) -> bool:
+        """No terminal."""
+        return False

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError
-from stabletrain.tracking.account import has_key
-from stabletrain.tracking.filing import card_of, name_of, sweep_of, tags_of
 from stabletrain.tracking.metrics import plain, read_jsonl
+from stabletrain.tracking.wandb_setup import card_of, has_key, name_of, sweep_of, tags_of
 
 FINISH_TIMEOUT = 120.0
 """Seconds that the end of an online run waits for its upload; what is left stays on the disk for `wandb sync`."""

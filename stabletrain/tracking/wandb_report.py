@@ -6,15 +6,15 @@ is the extra `report`.
 """
 
 import argparse
-import difflib
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stabletrain.errors import ConfigError, StabletrainError
-from stabletrain.tracking.account import check_reach
+from stabletrain.errors import ConfigError, StabletrainError, closest
+from stabletrain.tracking.columns import COLUMNS, IN_WANDB
+from stabletrain.tracking.wandb_setup import check_reach
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -47,24 +47,6 @@ TROUBLE = {
 }
 """What tells how badly a run went."""
 
-COLUMNS = (
-    "run:displayName",
-    "run:state",
-    "summary:card",
-    "summary:val/loss",
-    "summary:best/val_loss",
-    "summary:val/accuracy",
-    "summary:spike/score",
-    "summary:guard/skipped",
-    "summary:guard/rollbacks",
-    "summary:incident/cause",
-    "summary:tokens_per_s",
-    "summary:images_per_s",
-    "summary:throughput/mfu",
-    "summary:memory/peak_gb",
-)
-"""Columns of the table of runs."""
-
 RATE, LOSS = "optimizer.lr", "val/loss"
 
 WIDE, HALF, ROW = 24, 12, 8
@@ -95,7 +77,9 @@ def specification(entity: str, project: str, sweeps: Sequence[str] = (), by: str
 
     def runs(name: str) -> Any:
         filters = f"Metric('Group') in {json.dumps([*sweeps])}" if sweeps else ""
-        columns = [*COLUMNS[:2], f"config:{backend(setting.name)}", f"config:{backend(RATE)}", *COLUMNS[2:]]
+        measured = [f"summary:{key}" for name in IN_WANDB for key in COLUMNS[name].summary]
+        settings = [f"config:{backend(setting.name)}", f"config:{backend(RATE)}"]
+        columns = ["run:displayName", "run:state", *settings, *measured]
         order = [wr.OrderBy(loss, ascending=True)]
         return wr.Runset(name=name, filters=filters, order=order, pinned_columns=columns[:1], visible_columns=columns)
 
@@ -166,8 +150,8 @@ def setting_key(by: str) -> str:
     if by in groups:
         return f"groups.{by}"
     if "." not in by and by not in keys:
-        near = difflib.get_close_matches(by, [*groups, *keys], 1) or [f"one of {', '.join(groups)}, or a key"]
-        raise ConfigError(f"--by {by}: there is no such group or key; did you mean {near[0]}?")
+        near = closest(by, [*groups, *keys]) or f"one of {', '.join(groups)}, or a key"
+        raise ConfigError(f"--by {by}: there is no such group or key; did you mean {near}?")
     return by
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stabletrain.errors import ConfigError, StabletrainError
-from stabletrain.tracking.account import check_reach
+from stabletrain.tracking.wandb_setup import check_reach
 
 TOGETHER = 50
 """Runs that one call of the library uploads: it starts anew for each, and their folders are its command line."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from stabletrain.compare import frame_of
 from stabletrain.compare.pages.comparison import write_page
 from stabletrain.compare.reading.runs import read_runs
-from tests.compare.pages import sweep
+from tests.compare.made_pages import sweep
 
 
 def main(folder: Path, file: Path) -> None:

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from stabletrain.cli import main
+from stabletrain.cli.commands import main
 from stabletrain.compare.reading.runs import read_runs
 from stabletrain.compare.sensitivity import arms, sensitivity
 from tests.compare.written import AT_INIT, write

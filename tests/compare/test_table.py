@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from stabletrain.cli import main
+from stabletrain.cli.commands import main
 from tests.compare.written import write
 
 RUNS = [

@@ -4,9 +4,13 @@ import pytest
 
 from benchmarks.reliability.campaign import FAULTS, Setting, campaign, line, one, rendered, table
 
-QUICK = [Setting("gpt", "fp32", False, 0), Setting("gpt", "fp16", True, 0), Setting("resnet", "bf16", True, 0)]
+QUICK = [
+    Setting("gpt", "fp32", False, 0),
+    Setting("gpt", "fp16", True, 0),
+    Setting("resnet", "bf16", True, 0),
+]
 IN_PROCESS = [kind for kind in FAULTS if kind != "kill"]
-"""Kinds that a test can stand; kills are in test_faults.py and tests/laws/test_resume.py."""
+"""Kinds that a test can stand; kills are in test_in_io.py and tests/laws/test_resume.py."""
 
 
 @pytest.mark.slow

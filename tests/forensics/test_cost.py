@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from stabletrain import forensics
-from stabletrain.build import build
-from stabletrain.loop import run
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 ROOM = str(Path(forensics.__file__).parent)
@@ -27,7 +27,7 @@ def called(folder, *overrides):
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        run(job)
+        train(job)
     finally:
         sys.setprofile(before)
     return found
@@ -36,4 +36,4 @@ def called(folder, *overrides):
 @pytest.mark.parametrize("model", MODELS)
 def test_nothing_of_forensics_runs_before_an_update_is_withheld(tmp_path, model):
     assert called(tmp_path / "clean", *MODELS[model]) == set()
-    assert "desk.look_into" in called(tmp_path / "faulty", *MODELS[model], "faults=activation", "faults.at=[3]")
+    assert "handler.handle" in called(tmp_path / "faulty", *MODELS[model], "faults=activation", "faults.at=[3]")

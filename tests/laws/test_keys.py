@@ -9,12 +9,13 @@ import pytest
 import yaml
 from PIL import Image
 
-from stabletrain.build import build
 from stabletrain.compare.pages.at_end import NoPage
-from stabletrain.config import check, leaves
+from stabletrain.config.checks import check
+from stabletrain.config.make import leaves
 from stabletrain.errors import ConfigError
-from stabletrain.loop import run
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
 from tests.runs import CONF, composed
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
@@ -228,7 +229,7 @@ def places(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     (root / "text.txt").write_text("".join(f"line {i} of some text, {i * i}\n" for i in range(400)))
     (root / "other.txt").write_text("quite another text. " * 300)
-    from stabletrain.cli import main
+    from stabletrain.cli.commands import main
 
     assert main(["prepare", str(root / "text.txt"), str(root / "shards"), "--val-fraction", "0.2"]) == 0
     assert main(["prepare", str(root / "other.txt"), str(root / "other_shards"), "--val-fraction", "0.2"]) == 0
@@ -279,7 +280,7 @@ def observe(folder, overrides):
     with composed(*overrides) as cfg:
         check(cfg)
         job = build(cfg, folder)
-        run(job)
+        train(job)
         filed = cfg.wandb if "mode" in cfg.wandb else {}
         filed = {key: str(value) for key, value in filed.items()}
     weights = hashlib.sha256()
@@ -292,7 +293,7 @@ def observe(folder, overrides):
         "kept": sorted(path.name for path in (folder / "checkpoints").glob("*")),
         "incidents": sorted(f"{path.parent.name}/{path.name}" for path in folder.glob("incidents/*/*")),
         "how": [job.state.optimizer.defaults.get("fused"), job.state.model._compiled_call_impl is not None],
-        "background": getattr(job.checkpoints, "asynchronous", None),
+        "background": getattr(job.rollback.checkpoints, "asynchronous", None),
         "wandb": filed,
         "data": json.loads((folder / "run.json").read_text())["data"],
     }
@@ -395,7 +396,7 @@ def test_every_key_of_every_option_is_alive(tmp_path, places, unchanged, group, 
         pytest.skip(f"refused as a whole here; {SEEN_ELSEWHERE.get(name, 'seen on another machine')}")
     extra = needed_for(group, option, key, places)
     if extra is None:
-        pytest.skip(SEEN_ELSEWHERE.get(name, "alive only on another machine: tests/stability/test_precision.py"))
+        pytest.skip(SEEN_ELSEWHERE.get(name, "alive only on another machine: tests/stability/precision/test_modes.py"))
     base = unchanged(*chosen, *extra)
     value = NOT_HERE.get((group, option, key)) or changed(name, chosen)
     if value == "OTHER":
@@ -407,10 +408,10 @@ def test_every_key_of_every_option_is_alive(tmp_path, places, unchanged, group, 
 
 
 SEEN_ELSEWHERE = {
-    "data.cache_mb": "tests/data/test_images.py",
-    "parallel.find_unused_parameters": "tests/parallel/test_agreement.py",
-    "parallel.compare": "tests/parallel/test_replicas.py",
-    "parallel.reshard_after_forward": "tests/parallel/test_agreement.py",
+    "data.cache_mb": "tests/data/test_imagefolder.py",
+    "parallel.find_unused_parameters": "tests/parallel/test_distributed.py",
+    "parallel.compare": "tests/parallel/test_replica_check.py",
+    "parallel.reshard_after_forward": "tests/parallel/test_distributed.py",
 }
 """Keys that change no result of one process, only its cost or that of several, and where they are shown alive."""
 
@@ -478,25 +479,29 @@ NOT_HERE = {
     ("faults", "wandb", "at"): "[]",
 }
 """Values that must be refused, of keys whose effect would end this process, or has nothing to act on here:
-tests/faults/test_faults.py shows them alive."""
+tests/faults/test_in_io.py and test_planned.py show them alive."""
 
 
 @pytest.mark.parametrize("key", TOP)
 def test_every_top_level_key_is_alive(tmp_path, places, key, monkeypatch):
     assert key in CHANGED, f"{key} is new: give CHANGED a value that must change a run"
     chosen = filled(["wandb=disabled", *SMALL, *SMALL_GPT], places)
-    if key == "compile":  # jaxtyping's checks cannot be traced: that it trains is tests/test_compile.py's
+    if (
+        key == "compile"
+    ):  # jaxtyping's checks cannot be traced: that it trains is tests/trainer/test_compile_warmup.py's
         tried = []
-        monkeypatch.setattr("stabletrain.build.compiled", lambda *_, **how: tried.append(how["must"]) or ({}, "tried"))
+        monkeypatch.setattr(
+            "stabletrain.trainer.build.warm_up_compiled", lambda *_, **how: tried.append(how["must"]) or ({}, "tried")
+        )
         for number, choice in enumerate(("auto", "false", "true")):
             with composed(*chosen, f"compile={choice}") as cfg:
                 build(cfg, tmp_path / str(number))
         assert tried == [True], "on a CPU only true compiles, and then it must"
         return
     base = observe(tmp_path / "base", chosen)
-    if key == "report":  # the page is written beside the last words: tests/compare/test_at_end.py
+    if key == "report":  # the page is written beside the last words: tests/compare/pages/test_at_end.py
         with composed(*chosen, "report=false") as cfg:
-            assert type(build(cfg, tmp_path).page) is NoPage
+            assert type(build(cfg, tmp_path).output.page) is NoPage
         return
     if key == "resume":  # a finished run: nothing is trained again, and it says so
         again = observe(tmp_path / "base", [*chosen, "resume=auto"])

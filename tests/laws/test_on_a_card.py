@@ -3,7 +3,7 @@ waits for nothing.
 
 Each body also runs on the CPU: here in one small case, or, for laws 3 and 5, in the files it is taken from. The same
 bits twice are `determinism=strict`'s promise on a card, so that is chosen where two runs are compared. Nothing is
-compiled: the tests' shape checks cannot be traced (tests/test_compile.py has compiled runs).
+compiled: the tests' shape checks cannot be traced (tests/trainer/test_compile_warmup.py has compiled runs).
 """
 
 import contextlib
@@ -12,10 +12,10 @@ import math
 import pytest
 import torch
 
-from stabletrain.build import build
 from stabletrain.step import commit, compute
+from stabletrain.trainer.build import build
 from tests.devices import CARD, skip_unless_it_has
-from tests.forensics import test_replay
+from tests.forensics import given as replays
 from tests.laws import test_resume, test_skipped
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 from tests.test_no_waiting import Questions
@@ -49,11 +49,11 @@ def test_a_skipped_step_of_an_optimizer_that_asks_the_host_changes_nothing(tmp_p
 
 @ON_A_CARD
 @pytest.mark.parametrize("precision", [*PRECISIONS, "bf16_params"])
-@pytest.mark.parametrize("model", test_replay.MODELS)
+@pytest.mark.parametrize("model", replays.MODELS)
 def test_a_recorded_step_replays_bit_for_bit(tmp_path, device, precision, model):
     skip_unless_it_has(device, precision)
-    chosen = [*test_replay.MODELS[model], f"device={device}", "determinism=strict", "compile=false"]
-    test_replay.assert_recorded_steps_replay(tmp_path, *chosen, *test_replay.precision_of(precision))
+    chosen = [*replays.MODELS[model], f"device={device}", "determinism=strict", "compile=false"]
+    replays.assert_recorded_steps_replay(tmp_path, *chosen, *replays.precision_of(precision))
 
 
 @EVERYWHERE
@@ -92,8 +92,8 @@ def steady(folder, device, *overrides):
     """A run past its first steps, and the batch of the next, not yet on the device."""
     with composed(*overrides, f"device={device}", "checkpoint=off", "zloss=palm", "compile=false") as cfg:
         job = build(cfg, folder)
-    batches = [job.batches.get(step) for step in range(4)]
-    job.batches.close()
+    batches = [job.data.batches.get(step) for step in range(4)]
+    job.data.batches.close()
     for batch in batches[:3]:
         step(job, batch)
     return job, batches[3]

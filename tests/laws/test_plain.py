@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stabletrain.build import build
-from stabletrain.loop import run
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
 from tests.runs import OFF, TINY_GPT, TINY_RESNET, composed
 
 STEPS = 12
@@ -41,9 +41,9 @@ def hand_written(model, batches, kind, lr):
 def test_with_every_group_off_the_weights_are_those_of_a_plain_loop(tmp_path, tiny, kind, lr):
     with composed(*tiny, *OFF, f"optimizer={kind}", f"steps={STEPS}", "log_every=1") as cfg:
         job = build(cfg, tmp_path)
-        batches = [job.batches.get(step) for step in range(STEPS)]
+        batches = [job.data.batches.get(step) for step in range(STEPS)]
         plain = copy.deepcopy(job.state.model)
-        run(job)
+        train(job)
     losses = hand_written(plain, batches, kind, lr)
     ours = job.state.model.state_dict()
     for name, value in plain.state_dict().items():

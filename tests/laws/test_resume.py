@@ -10,10 +10,10 @@ import torch
 
 from benchmarks.reliability import kills
 from benchmarks.reliability.ends import everything, metrics
-from stabletrain.build import build
 from stabletrain.errors import ConfigError, Interrupted
-from stabletrain.loop import run
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 STEPS = 12
@@ -26,19 +26,19 @@ class Crash(Exception):
 def trained(folder, *overrides, crash_at=None):
     with composed(*overrides) as cfg:
         job = build(cfg, folder)
-        get = job.batches.get
+        get = job.data.batches.get
 
         def crashing(step):
             if step == crash_at:
                 raise Crash
             return get(step)
 
-        job.batches.get = crashing
+        job.data.batches.get = crashing
         if crash_at is None:
-            run(job)
+            train(job)
         else:
             with pytest.raises(Crash):
-                run(job)
+                train(job)
     return job
 
 
@@ -53,16 +53,16 @@ def test_a_stop_at_a_step_that_is_evaluated_loses_neither_the_state_nor_the_eval
     trained(tmp_path / "whole", *chosen)
     with composed(*chosen) as cfg:
         job = build(cfg, tmp_path / "cut")
-        get = job.batches.get
+        get = job.data.batches.get
 
         def signalling(step):
             if step == stop_after - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             return get(step)
 
-        job.batches.get = signalling
+        job.data.batches.get = signalling
         with pytest.raises(Interrupted):
-            run(job)
+            train(job)
     trained(tmp_path / "cut", *chosen, "resume=auto")
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
     assert newest(tmp_path / "cut").keys() == newest(tmp_path / "whole").keys()
@@ -197,7 +197,7 @@ def test_a_run_that_is_alive_is_not_joined(tmp_path):
         pytest.raises(ConfigError, match=rf"is in use by process {os.getpid()} on "),
     ):
         build(cfg, tmp_path)
-    run(alive)
+    train(alive)
 
 
 def test_checkpoints_that_are_gone_are_not_passed_over_in_silence(tmp_path, capsys):
@@ -212,7 +212,7 @@ def test_an_alarm_that_was_raised_before_a_stop_is_not_raised_again(tmp_path):
     chosen = [*TINY_GPT, "checkpoint.every=2", "monitors.every=1"]
     with composed(*chosen, "steps=2") as cfg:
         job = build(cfg, tmp_path)
-        job.monitors.load_state_dict({"raised": ["attention"], "starving": 0})
-        run(job)
+        job.monitoring.monitors.load_state_dict({"raised": ["attention"], "starving": 0})
+        train(job)
     resumed = trained(tmp_path, *chosen, "steps=4", "resume=auto")
-    assert resumed.monitors.state_dict()["raised"] == ["attention"]
+    assert resumed.monitoring.monitors.state_dict()["raised"] == ["attention"]

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stabletrain.build import build
-from stabletrain.state.capture import capture
-from stabletrain.state.tree import flatten, to_host
+from stabletrain.checkpoint.capture import capture
+from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.step import train_step
+from stabletrain.trainer.build import build
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 MODELS = {"gpt": [*TINY_GPT, "clipping=zclip"], "resnet": [*TINY_RESNET, "model.depth=8", "batch_size=4"]}
@@ -92,7 +92,9 @@ SPOILT = {
 
 def everything(job):
     """All of the state but what a step must count: its number, and the skips."""
-    tensors, skeleton = flatten(to_host(capture(job.state, {k: job.parts[k] for k in ("clipping", "precision")})))
+    tensors, skeleton = flatten(
+        to_host(capture(job.state, {k: job.rollback.parts[k] for k in ("clipping", "precision")}))
+    )
     guard = job.tools.guard.limits.state_dict()
     skeleton = {key: value for key, value in skeleton.items() if key not in ("step", "tick")}
     return tensors, str(skeleton), str(guard)
@@ -104,8 +106,8 @@ def assert_nothing_changes(folder, what, value, *overrides):
         overrides += ("precision.init_scale=1", "precision.min_scale=1")
     with composed(*overrides, "guard=skip", "steps=9", "warmup=none", "schedule=constant", "checkpoint=off") as cfg:
         job = build(cfg, folder)
-    batches = [job.batches.get(step).to(job.device) for step in range(5)]
-    job.batches.close()
+    batches = [job.data.batches.get(step).to(job.device) for step in range(5)]
+    job.data.batches.close()
     for batch in batches[:3]:
         assert job.tools.guard.judge(train_step(job.state, [batch], job.tools)).value == "apply"
     before = everything(job)
@@ -119,7 +121,7 @@ def assert_nothing_changes(folder, what, value, *overrides):
     assert after[0].keys() == before[0].keys()
     for name, tensor in before[0].items():
         assert torch.equal(after[0][name], tensor), name
-    assert (job.state.step, job.state.tick) == (4, 4), "the step happened"
+    assert (job.state.step, job.state.executed_steps) == (4, 4), "the step happened"
 
 
 @pytest.mark.slow(unless=lambda value, fused: fused and math.isnan(value))
@@ -138,8 +140,8 @@ def test_the_comparison_sees_a_step_that_is_applied(tmp_path, model):
     with composed(*MODELS[model], "guard=skip", "steps=9", "checkpoint=off") as cfg:
         job = build(cfg, tmp_path)
     before = everything(job)
-    job.tools.guard.judge(train_step(job.state, [job.batches.get(0)], job.tools))
-    job.batches.close()
+    job.tools.guard.judge(train_step(job.state, [job.data.batches.get(0)], job.tools))
+    job.data.batches.close()
     after = everything(job)
     assert after[2] != before[2], "the guard's windows"
     changed = {name for name, tensor in before[0].items() if not torch.equal(after[0][name], tensor)}
@@ -152,8 +154,8 @@ def test_an_empty_batch_is_a_skip(tmp_path, model):
     chosen = ["guard=skip", "steps=9", "checkpoint=off", "grad_accum_steps=2", "warmup=none", "schedule=constant"]
     with composed(*MODELS[model], *chosen) as cfg:
         job = build(cfg, tmp_path)
-    batch = job.batches.get(0)
-    job.batches.close()
+    batch = job.data.batches.get(0)
+    job.data.batches.close()
     train_step(job.state, batch.split(2), job.tools)
     before = everything(job)
     empty = replace(batch, inputs=batch.inputs[:0], targets=batch.targets[:0], ids=None, sources=None)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from stabletrain.build import build
-from stabletrain.loop import run
-from stabletrain.state.capture import capture
-from stabletrain.state.tree import flatten
+from stabletrain.checkpoint.capture import capture
+from stabletrain.checkpoint.tree import flatten
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 ALWAYS = [
@@ -22,8 +22,10 @@ def trained(folder, *overrides):
         torch.manual_seed(7)  # for determinism=off, which seeds nothing itself
         job = build(cfg, folder)
         torch.manual_seed(8)
-        run(job)
-    return flatten(capture(job.state, {"precision": job.parts["precision"], "guard": job.parts["guard"]}))
+        train(job)
+    return flatten(
+        capture(job.state, {"precision": job.rollback.parts["precision"], "guard": job.rollback.parts["guard"]})
+    )
 
 
 @pytest.mark.slow(unless=lambda determinism: determinism == "seeded")

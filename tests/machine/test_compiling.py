@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.build import build
-from stabletrain.config import check
+from stabletrain.config.checks import check
 from stabletrain.errors import ConfigError
 from stabletrain.machine import compiling
-from stabletrain.machine.compiling import plainly, prove, shape_of, wanted
-from stabletrain.trial import compiled as tried
+from stabletrain.machine.compiling import compiled_shape, try_compiled, uncompiled, wanted
+from stabletrain.trainer.build import build
+from stabletrain.trainer.compile_warmup import warm_up_compiled as tried
 from tests.runs import TINY_GPT, composed
 
 
@@ -38,7 +38,7 @@ class Scattering(nn.Module):
 
 
 def proved(model, inputs):
-    return prove(model, inputs.shape, lambda: model(inputs).square().sum(), lambda loss: loss.backward())
+    return try_compiled(model, inputs.shape, lambda: model(inputs).square().sum(), lambda loss: loss.backward())
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_the_trial_leaves_no_trace(compiled):
     model.linear.weight.grad = torch.ones(8, 8)
     before = state_of(model)
     seconds, why = proved(model, inputs)
-    assert (why, shape_of(model), len(compiled)) == ("", (4, 8), 1)
+    assert (why, compiled_shape(model), len(compiled)) == ("", (4, 8), 1)
     assert seconds > 0
     after = state_of(model)
     assert [name for name in before if after[name] != before[name]] == []
@@ -87,7 +87,7 @@ def test_only_training_passes_of_the_shape_are_compiled(compiled):
     model.train()
     with torch.no_grad():
         model(inputs)
-    with plainly():
+    with uncompiled():
         model(inputs)
     assert len(compiled) == 1
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -132,7 +132,9 @@ def test_what_cannot_be_compiled_is_plain_again_and_says_why(compiled, monkeypat
 
 def test_a_rank_goes_by_what_another_has_met(compiled):
     model, inputs = Worn(), torch.randn(4, 8)
-    _, why = prove(model, inputs.shape, lambda: model(inputs).sum(), lambda loss: loss.backward(), lambda here: True)
+    _, why = try_compiled(
+        model, inputs.shape, lambda: model(inputs).sum(), lambda loss: loss.backward(), lambda here: True
+    )
     assert why == "it failed on another rank"
     assert model._compiled_call_impl is None
 
@@ -166,10 +168,10 @@ def test_anything_else_is_refused(key, value):
 def test_an_empty_batch_cannot_be_tried_and_that_is_said(tmp_path):
     with composed(*TINY_GPT, "checkpoint=off", "report=false") as cfg:
         job = build(cfg, tmp_path)
-    job.batches.close()
-    empty = job.load(0).rows(slice(0))
-    facts, told = tried(job.state, empty, job.tools, must=False, anywhere=bool)
+    job.data.batches.close()
+    empty = job.data.load(0).rows(slice(0))
+    facts, told = tried(job.state, empty, job.tools, must=False, any_rank=bool)
     assert facts == {"compiled": False}
     assert "the batch to try it on is empty; training goes on uncompiled" in told
     with pytest.raises(ConfigError, match=r"compile=true: .*the batch to try it on is empty"):
-        tried(job.state, empty, job.tools, must=True, anywhere=bool)
+        tried(job.state, empty, job.tools, must=True, any_rank=bool)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from stabletrain.build import build
-from stabletrain.config import check
+from stabletrain.config.checks import check
 from stabletrain.errors import ConfigError
-from stabletrain.loop import run
 from stabletrain.machine.determinism import Off, Seeded, Strict, mix
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
 from tests.runs import TINY_GPT, TINY_RESNET, command, composed
 
 
@@ -126,7 +126,7 @@ def trained(folder, *overrides):
     with composed(*overrides, *SMALL) as cfg:
         check(cfg)
         job = build(cfg, folder)
-        run(job)
+        train(job)
     weights = b"".join(v.cpu().contiguous().numpy().tobytes() for v in job.state.model.state_dict().values())
     clock = {"time", "tokens_per_s", "memory/peak_gb", "images_per_s"}
     return weights, [{k: v for k, v in m.items() if k not in clock} for m in read_jsonl(folder / "metrics.jsonl")]

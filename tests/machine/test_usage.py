@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-import stabletrain.build
-from stabletrain.agreement import cost, make_model
-from stabletrain.build import build
-from stabletrain.config import make
-from stabletrain.loop import run
+import stabletrain.trainer.stages
+from stabletrain.config.make import make
 from stabletrain.machine.usage import Usage, flops_per_sample, peak_flops
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.build import build
+from stabletrain.trainer.contract import cost, make_model
+from stabletrain.trainer.loop import train
 from tests.runs import ROOT, TINY_GPT, composed
 
 GPT = ["model.n_layer=3", "model.n_embd=32", "model.n_head=4", "data.block_size=24", "device=cpu"]
@@ -114,9 +114,9 @@ assert len(again)
 
 def trained(folder, monkeypatch=None, peak=None):
     if peak is not None:
-        monkeypatch.setattr(stabletrain.build, "peak_flops", lambda card, precision: peak)
+        monkeypatch.setattr(stabletrain.trainer.stages, "peak_flops", lambda card, precision: peak)
     with composed(*TINY_GPT, "steps=4", "log_every=2", "checkpoint=off", "guard=off") as cfg:
-        run(build(cfg, folder))
+        train(build(cfg, folder))
     return json.loads((folder / "run.json").read_text()), read_jsonl(folder / "metrics.jsonl")
 
 

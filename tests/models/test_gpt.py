@@ -12,11 +12,10 @@ from torch import nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
-from stabletrain.models.layers import RMSNorm, Rotary, SwiGLUMLP
 from stabletrain.stability.init import GPT2Init
-from stabletrain.stability.qkclip import NoQKClip
-from stabletrain.stability.qknorm import LayerNormQK, NoQKNorm, RMSNormQK
+from stabletrain.stability.qknorm import LayerNormQK, RMSNormQK
 from stabletrain.stability.softcap import Gemma2Softcap, NoSoftcap
+from tests.models.given import meta, small
 
 SOFTCAPS = [NoSoftcap(), Gemma2Softcap(attention_cap=2.0, final_cap=3.0)]
 GPT2_SMALL = {
@@ -32,44 +31,12 @@ GPT2_SMALL = {
 }
 
 
-def small(**changes: Any) -> GPT:
-    """A GPT of 2 layers x 32 with weights large enough for attention to be far from uniform, in evaluation mode."""
-    torch.manual_seed(0)
-    values: dict[str, Any] = {
-        "vocab_size": 29,
-        "block_size": 16,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_embd": 32,
-        "position": "rope",
-        "norm": "layernorm",
-        "mlp": "gelu",
-        "bias": False,
-        "tied_head": False,
-        "dropout": 0.0,
-        "qknorm": NoQKNorm(),
-        "softcap": NoSoftcap(),
-        "qkclip": NoQKClip(),
-    }
-    model = GPT(**(values | changes))
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.mul_(3.0)
-    return model.eval()
-
-
 def tokens(*shape: int, vocab: int = 29) -> torch.Tensor:
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(1))
 
 
 def count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-def meta(**changes: Any) -> GPT:
-    with torch.device("meta"):
-        return small(**changes)
 
 
 def test_gpt2_small_has_its_published_size() -> None:
@@ -81,17 +48,6 @@ def test_gpt2_small_has_its_published_size() -> None:
 
 def test_an_untied_head_adds_one_matrix_and_no_bias() -> None:
     assert count(meta(**GPT2_SMALL | {"tied_head": False})) == 124_439_808 + 50257 * 768
-
-
-@pytest.mark.parametrize(("n_embd", "hidden"), [(24, 64), (128, 384), (384, 1024), (768, 2048), (1000, 2688)])
-def test_swiglu_is_eight_thirds_wide_rounded_up_to_64(n_embd: int, hidden: int) -> None:
-    model = meta(n_embd=n_embd, mlp="swiglu")
-    assert hidden == 64 * math.ceil(8 * n_embd / 3 / 64)
-    assert [model.get_parameter(f"blocks.0.mlp.{name}.weight").shape for name in ("gate", "up", "down")] == [
-        (hidden, n_embd),
-        (hidden, n_embd),
-        (n_embd, hidden),
-    ]
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -165,57 +121,6 @@ def test_the_final_cap_is_applied_to_the_logits_and_the_attention_cap_is_not() -
         capped = small(tied_head=tied_head, softcap=Gemma2Softcap(1e6, 3.0))(tokens(2, 8))
         assert plain.abs().max() > 3
         torch.testing.assert_close(capped, 3 * torch.tanh(plain / 3), rtol=1e-4, atol=1e-4)
-
-
-def test_swiglu_is_its_formula() -> None:
-    mlp = SwiGLUMLP(32, bias=True).double()
-    p = dict(mlp.named_parameters())
-    x = torch.randn(2, 3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    gate, up = (x @ p[f"{name}.weight"].T + p[f"{name}.bias"] for name in ("gate", "up"))
-    hidden = gate / (1 + torch.exp(-gate)) * up
-    torch.testing.assert_close(mlp(x), hidden @ p["down.weight"].T + p["down.bias"])
-
-
-def test_rope_turns_each_pair_by_its_angle() -> None:
-    rotary = Rotary(block_size=40, n_embd=0, head_dim=8)
-    x = torch.randn(2, 3, 10, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    angle = torch.outer(
-        torch.arange(30, 40, dtype=torch.float64), 10000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
-    )
-    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
-    torch.testing.assert_close(
-        rotary.rotate(x, start=30), torch.cat([turned.real, turned.imag], -1), rtol=1e-6, atol=1e-6
-    )
-
-
-def test_rope_depends_on_the_distance_alone() -> None:
-    rotary = Rotary(block_size=1024, n_embd=0, head_dim=16)
-    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    score = torch.stack([(rotary.rotate(q, start=s + 7) * rotary.rotate(k, start=s)).sum() for s in (0, 1, 50, 1016)])
-    torch.testing.assert_close(score, score[:1].expand(4), rtol=1e-5, atol=1e-6)
-    other = (rotary.rotate(q, start=8) * rotary.rotate(k, start=0)).sum()
-    assert abs(other - score[0]) > 1e-2  # and it does depend on the distance
-
-
-def test_rope_in_bf16_is_exact_up_to_one_rounding() -> None:
-    rotary = Rotary(block_size=1024, n_embd=0, head_dim=16)
-    x = torch.randn(1, 1, 24, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    turned = rotary.rotate(x, start=1000)
-    assert turned.dtype == torch.bfloat16
-    torch.testing.assert_close(turned.double(), rotary.rotate(x.double(), start=1000), rtol=2**-8, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rmsnorm_is_exact_under_autocast_whatever_it_is_given(dtype: torch.dtype) -> None:
-    norm = RMSNorm(64, eps=1e-6, bias=False)
-    nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(0))
-    x = (100 * torch.randn(5, 64, generator=torch.Generator().manual_seed(1))).to(dtype)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = norm(x)
-    wide = x.double()
-    reference = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
-    assert y.dtype == dtype
-    torch.testing.assert_close(y.double(), reference, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])

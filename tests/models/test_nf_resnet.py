@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.models.nf_resnet import NFBlock, NFResNet, StandardisedConv2d, activate
+from tests.monitors.watched import PRECISIONS
 from tests.runs import composed
-from tests.watch.watched import PRECISIONS
 
 
 def model(**changes: Any) -> NFResNet:

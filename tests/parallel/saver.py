@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from stabletrain.build import build
-from stabletrain.job import Job
-from stabletrain.loop import run
-from stabletrain.parallel import SharedCheckpoints
-from stabletrain.ranks import end, from_all, here, leave
-from stabletrain.state import assembly
-from stabletrain.state.capture import capture, sharded
-from stabletrain.state.shards import is_sharded
-from stabletrain.state.tree import flatten
+from stabletrain.checkpoint import sharded
+from stabletrain.checkpoint.capture import capture, sharded_tensors
+from stabletrain.checkpoint.tree import flatten, is_sharded
+from stabletrain.parallel.checkpoints import SharedCheckpoints
+from stabletrain.parallel.ranks import all_gather_object, current_ranks, exit_process, leave_process_group
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
+from stabletrain.trainer.run import TrainingRun
 from tests.parallel.worker import PATIENCE, tensors_of
 from tests.runs import TINY_GPT, composed
 
@@ -32,16 +31,16 @@ RUN = [*TINY_GPT, "forensics=off", "monitors=none", "precision=fp32", "steps=8",
 RUN += ["parallel=fsdp", "checkpoint.keep=5", "guard=skip"]
 
 
-def made(place: Path, name: str, *overrides: str) -> Job:
+def made(place: Path, name: str, *overrides: str) -> TrainingRun:
     """A run that is built and has not begun."""
     with composed(*RUN, *overrides) as cfg:
         return build(cfg, place / name)
 
 
-def trained(place: Path, name: str, *overrides: str) -> Job:
+def trained(place: Path, name: str, *overrides: str) -> TrainingRun:
     """A run that has ended."""
     job = made(place, name, *overrides)
-    run(job)
+    train(job)
     return job
 
 
@@ -67,12 +66,12 @@ def gathering(work: Callable[[], Any]) -> tuple[Any, int]:
 def saved_and_read(place: Path) -> dict[str, Any]:
     """A run that saves; what each rank then reads of its last checkpoint."""
     job = made(place, "run")
-    job.checkpoints.save, gathered = counted(job.checkpoints.save)
-    run(job)
+    job.rollback.checkpoints.save, gathered = counted(job.rollback.checkpoints.save)
+    train(job)
     again, building = gathering(lambda: made(place, "again", f"resume={place / 'run'}"))
-    found = again.checkpoints.find(place / "run")
+    found = again.rollback.checkpoints.find(place / "run")
     assert found is not None
-    tree, reading = gathering(lambda: found.load(sharded(again.state)))
+    tree, reading = gathering(lambda: found.load(sharded_tensors(again.state)))
     tensors = flatten({"model": tree["model"], "optimizer": tree["optimizer"]["state"]})[0]
     read = {name: tensor.to_local().numel() / tensor.numel() for name, tensor in tensors.items() if is_sharded(tensor)}
     whole = [name for name, tensor in tensors.items() if not is_sharded(tensor) and tensor.numel() > 1]
@@ -101,32 +100,32 @@ def ill(place: Path) -> dict[str, Any]:
     """Checkpoints of which rank 1's part is not as it should be, each in another way."""
     seen: dict[str, Any] = {}
     job = made(place, "ill")
-    checkpoints = job.checkpoints
+    checkpoints = job.rollback.checkpoints
     assert isinstance(checkpoints, SharedCheckpoints)
     save = {"info": {}, "healthy": True, "val_loss": None}
 
-    tree = capture(job.state, job.parts)  # what only one rank has is unsound
-    if here().rank == 1:
+    tree = capture(job.state, job.rollback.parts)  # what only one rank has is unsound
+    if current_ranks().rank == 1:
         next(t for t in tree["model"].values() if is_sharded(t)).to_local()[0] = torch.nan
     checkpoints.save(9, tree, **save)
     found = checkpoints.newest()
     assert found is not None
     seen |= {"unsound": [found.step, found.healthy]}
 
-    checkpoints.save(10, capture(job.state, job.parts), **save)
-    leave_part, assembly.PATIENCE = assembly.Part.leave, 1.0
-    if here().rank == 1:  # it never comes
-        assembly.Part.leave = lambda *_: None
+    checkpoints.save(10, capture(job.state, job.rollback.parts), **save)
+    leave_part, sharded.PATIENCE = sharded.RankShard.write, 1.0
+    if current_ranks().rank == 1:  # it never comes
+        sharded.RankShard.write = lambda *_: None
     checkpoints.save(11, tree, **save)
     checkpoints.wait()
-    assembly.Part.leave, assembly.PATIENCE = leave_part, 600.0
+    sharded.RankShard.write, sharded.PATIENCE = leave_part, 600.0
     seen |= {"left": left(place / "ill")}
 
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("rank 1's")
 
-    if here().rank == 1:  # an error of the program, on one rank, is raised on all
-        assembly.Part._unsound = broken
+    if current_ranks().rank == 1:  # an error of the program, on one rank, is raised on all
+        sharded.RankShard._unsound = broken
     try:
         checkpoints.save(12, tree, **save)
         checkpoints.wait()
@@ -143,7 +142,7 @@ def left(folder: Path) -> list[str]:
 def damaged(place: Path) -> dict[str, Any]:
     """A run that goes on after one bit of rank 1's part of its newest checkpoint has turned."""
     trained(place, "bad")
-    if here().rank == 0:
+    if current_ranks().rank == 0:
         file = (
             place
             / "bad"
@@ -155,7 +154,7 @@ def damaged(place: Path) -> dict[str, Any]:
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
-    from_all(None)
+    all_gather_object(None)
     return {"resumed_at": made(place, "bad", "resume=auto").state.step}
 
 
@@ -167,10 +166,10 @@ def main(place: Path) -> int:
     for case in (saved_and_read, damaged, failing, ill):
         seen[case.__name__] = case(place)
         print(f"{case.__name__}: {time.monotonic() - since:.1f} s", flush=True)
-    (place / f"rank{here().rank}.json").write_text(json.dumps(seen))
-    leave()
+    (place / f"rank{current_ranks().rank}.json").write_text(json.dumps(seen))
+    leave_process_group()
     return 0
 
 
 if __name__ == "__main__":
-    end(main(Path(sys.argv[1])))
+    exit_process(main(Path(sys.argv[1])))

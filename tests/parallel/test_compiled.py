@@ -3,7 +3,7 @@
 import pytest
 
 from tests.parallel.launches import performed
-from tests.parallel.test_agreement import GPT
+from tests.parallel.test_distributed import GPT
 from tests.parallel.worker import numbers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

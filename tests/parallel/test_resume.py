@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from benchmarks.reliability.ends import everything
-from stabletrain.state.folder import find
-from stabletrain.state.tree import flatten
+from stabletrain.checkpoint.folder import find
+from stabletrain.checkpoint.tree import flatten
 from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel.launches import alone, performed
 from tests.parallel.worker import of_tensor, perform

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import traffic
-from stabletrain.agreement import make_model
-from stabletrain.config import make
+from stabletrain.checkpoint.capture import capture
+from stabletrain.checkpoint.tree import Piece, detach_shards, is_sharded
+from stabletrain.config.make import make
 from stabletrain.records import TrainState
-from stabletrain.state.capture import capture
-from stabletrain.state.shards import Piece, apart, is_sharded
+from stabletrain.trainer.contract import make_model
 from tests.parallel.launches import forked
 from tests.runs import CONF, ROOT, TINY_GPT, TINY_RESNET, composed
 
@@ -72,8 +72,8 @@ class Seen(TorchDispatchMode):
 
 def train(overrides: list[str], folder: Path) -> dict[str, Any]:
     """What one step of the run sends, and what the rank holds when that step is over."""
-    from stabletrain import loop
-    from stabletrain.build import build
+    from stabletrain.trainer import loop
+    from stabletrain.trainer.build import build
 
     found: dict[str, Any] = {}
     sys.argv[1:] = overrides
@@ -92,7 +92,7 @@ def train(overrides: list[str], folder: Path) -> dict[str, Any]:
     vars(loop)["compute"] = counted
     try:
         with seen:
-            loop.run(job)
+            loop.train(job)
     finally:
         vars(loop)["compute"] = compute
     return found
@@ -100,7 +100,7 @@ def train(overrides: list[str], folder: Path) -> dict[str, Any]:
 
 def held(state: TrainState) -> dict[str, int]:
     """Bytes of each kind, as `traffic.Memory` names them."""
-    tree = apart(capture(state, {}))
+    tree = detach_shards(capture(state, {}))
     kept = [*tree["model"].values(), *moments(tree["optimizer"]["state"])]
     parameters = list(state.model.parameters())
     return {
@@ -231,7 +231,7 @@ if __name__ == "__main__":
     results = {name: train(case + SMALL, where / str(number)) for number, (name, case) in enumerate(CASES.items())}
     if os.environ["RANK"] == "0":
         (where / "found.json").write_text(json.dumps(results))
-    from stabletrain.ranks import end, leave
+    from stabletrain.parallel.ranks import exit_process, leave_process_group
 
-    leave()
-    end(0)
+    leave_process_group()
+    exit_process(0)

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from stabletrain.build import build
+from stabletrain.checkpoint.capture import capture
+from stabletrain.checkpoint.tree import flatten, gather_shards, is_sharded
 from stabletrain.errors import StabletrainError
-from stabletrain.job import Job
-from stabletrain.loop import run
-from stabletrain.ranks import end, here, leave
-from stabletrain.state.capture import capture
-from stabletrain.state.shards import is_sharded, whole
-from stabletrain.state.tree import flatten
+from stabletrain.parallel.ranks import current_ranks, exit_process, leave_process_group
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
+from stabletrain.trainer.run import TrainingRun
 from tests.runs import composed
 
 PARTS = ("clipping", "precision")
@@ -59,7 +58,7 @@ def perform(place: Path, name: str, case: Mapping[str, Any]) -> dict[str, Any]:
             if case.get("tensors"):
                 seen["tensors_before"] = tensors_of(job)
             watch(job, seen, case.get("crash_at"), case.get("poke"))
-            run(job)
+            train(job)
             finish(job, seen)
             if case.get("tensors"):
                 seen["tensors_after"] = tensors_of(job)
@@ -68,9 +67,9 @@ def perform(place: Path, name: str, case: Mapping[str, Any]) -> dict[str, Any]:
     return seen
 
 
-def watch(job: Job, seen: dict[str, Any], crash_at: int | None, poke: list[int] | None) -> None:
+def watch(job: TrainingRun, seen: dict[str, Any], crash_at: int | None, poke: list[int] | None) -> None:
     """Writes every reading and verdict down, and the bits of the state between two steps."""
-    judge, get, forward = job.tools.guard.judge, job.batches.get, job.tools.parallel.forward
+    judge, get, forward = job.tools.guard.judge, job.data.batches.get, job.tools.parallel.forward
 
     def judging(reading: Any) -> Any:
         verdict = judge(reading)
@@ -79,11 +78,11 @@ def watch(job: Job, seen: dict[str, Any], crash_at: int | None, poke: list[int] 
         return verdict
 
     def getting(step: int) -> Any:
-        if job.state.tick == crash_at:
+        if job.state.executed_steps == crash_at:
             raise Crash
-        if [job.state.tick, job.parallel.ranks.rank] == poke:
+        if [job.state.executed_steps, job.parallel.ranks.rank] == poke:
             next(job.state.model.buffers()).fill_(math.nan)
-        seen["states"][str(job.state.tick)] = bits(job)
+        seen["states"][str(job.state.executed_steps)] = bits(job)
         batch = get(step)
         seen["ids"].append([step, [] if batch.ids is None else batch.ids.tolist()])
         return batch
@@ -96,21 +95,21 @@ def watch(job: Job, seen: dict[str, Any], crash_at: int | None, poke: list[int] 
         seen["gathered"].append(sum(not is_sharded(parameter) for parameter in model.parameters()))
         return logits
 
-    job.tools.guard.judge, job.batches.get, job.tools.parallel.forward = judging, getting, drawing
+    job.tools.guard.judge, job.data.batches.get, job.tools.parallel.forward = judging, getting, drawing
 
 
-def finish(job: Job, seen: dict[str, Any]) -> None:
+def finish(job: TrainingRun, seen: dict[str, Any]) -> None:
     """Writes down how the run ended."""
-    seen["states"][str(job.state.tick)] = bits(job)
-    seen["weights"] = digest(whole(dict(job.state.model.state_dict()), keep=True))
+    seen["states"][str(job.state.executed_steps)] = bits(job)
+    seen["weights"] = digest(gather_shards(dict(job.state.model.state_dict()), keep=True))
     seen["skips"], seen["rollbacks"] = dict(job.tools.guard.skips), job.tools.guard.rollbacks
-    seen["parts"] = {name: str(part.state_dict()) for name, part in job.parts.items() if name != "history"}
-    seen["val"], seen["step"], seen["tick"] = job.history.val, job.state.step, job.state.tick
+    seen["parts"] = {name: str(part.state_dict()) for name, part in job.rollback.parts.items() if name != "history"}
+    seen["val"], seen["step"], seen["tick"] = job.history.val, job.state.step, job.state.executed_steps
 
 
-def bits(job: Job) -> str:
+def bits(job: TrainingRun) -> str:
     """All that this rank holds of weights, buffers, moments and step counters, and of what has memory in a step."""
-    tree = capture(job.state, {name: job.parts[name] for name in PARTS})
+    tree = capture(job.state, {name: job.rollback.parts[name] for name in PARTS})
     return digest({"state": {**tree, "step": 0, "tick": 0}, "buffers": dict(job.state.model.named_buffers())})
 
 
@@ -130,9 +129,9 @@ def of_tensor(tensor: Any) -> str:
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
-def tensors_of(job: Job) -> dict[str, str]:
+def tensors_of(job: TrainingRun) -> dict[str, str]:
     """A hash of every whole tensor of weights and moments, by name."""
-    tree = whole(capture(job.state, {}), keep=True)
+    tree = gather_shards(capture(job.state, {}), keep=True)
     tensors, _ = flatten({"model": tree["model"], "optimizer": tree["optimizer"]["state"]})
     return {name: of_tensor(tensor) for name, tensor in tensors.items()}
 
@@ -146,8 +145,8 @@ def main(place: Path) -> int:
     for name, case in cases.items():
         print(f"case {name}", flush=True)
         seen[name] = perform(place, name, case)
-    (place / f"rank{here().rank}.json").write_text(json.dumps(seen))
-    leave()
+    (place / f"rank{current_ranks().rank}.json").write_text(json.dumps(seen))
+    leave_process_group()
     return 0
 
 
@@ -157,4 +156,4 @@ def numbers(seen: Mapping[str, Any], field: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    end(main(Path(sys.argv[1])))
+    exit_process(main(Path(sys.argv[1])))

@@ -14,7 +14,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 from stabletrain.models.nf_resnet import NFBlock, NFResNet
 from stabletrain.models.resnet import CifarBlock, CifarResNet, TorchvisionResNet
 from stabletrain.stability.init import FanInInit, GPT2Init, NormalInit, SmallInit, TorchInit, ZeroResidualInit
-from tests.watch.watched import tiny_gpt, tokens
+from tests.monitors.watched import tiny_gpt, tokens
 
 BLOCKS = (CifarBlock, NFBlock, BasicBlock, Bottleneck)
 EVERY = {

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from stabletrain.build import build
 from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
 from stabletrain.stability.qkclip import LogitMeter, NoQKClip, QKClip
 from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.softcap import NoSoftcap
 from stabletrain.step import compute, train_step
+from stabletrain.trainer.build import build
 from tests.runs import TINY_GPT, composed
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 11, "block_size": 6}
@@ -121,15 +121,15 @@ def test_in_a_run_the_bound_holds_after_each_step_whatever_the_precision_and_acc
     chosen = [*TINY_GPT, "qkclip=kimi", "qkclip.max_logit=0.01", "checkpoint=off", f"precision={precision}"]
     with composed(*chosen, "init.std=0.5", "grad_accum_steps=2", "optimizer.lr=1e-5") as cfg:
         job = build(cfg, tmp_path)
-    batch = job.batches.get(0).split(2)
+    batch = job.data.batches.get(0).split(2)
     for _ in range(2):
         reading = train_step(job.state, batch, job.tools)
         assert reading.applied
     compute(job.state, batch, job.tools)  # the same batch on the clipped weights
-    job.batches.close()
+    job.data.batches.close()
     for block in job.state.model.blocks:
         assert block.attention.meter.max_logit.max() < 0.012
-    job.tracker.close(0)
+    job.output.tracker.close(0)
 
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, 1e-50, float("inf"), float("nan")])

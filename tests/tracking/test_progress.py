@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stabletrain.tracking.progress import Progress, bar_of, clock, fit, parts, short, thousands
+from stabletrain.tracking.progress import Progress, bar_of, elapsed, fit, parts, short_number, thousands
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,11 +59,11 @@ def test_the_bar_is_as_long_as_the_share_done():
 
 
 def test_numbers_are_short_and_nan_is_said():
-    assert [short(v) for v in (2.3123, 0.00421, 1234.0, 123456.0, 0.0, math.nan, math.inf)] == [
+    assert [short_number(v) for v in (2.3123, 0.00421, 1234.0, 123456.0, 0.0, math.nan, math.inf)] == [
         "2.31", "0.0042", "1234", "1.2e+05", "0", "nan", "inf"
     ]  # fmt: skip
     assert [thousands(v) for v in (950.4, 27_412.0, 1.2e6)] == ["950", "27.4k", "1.2M"]
-    assert [clock(v) for v in (0.4, 92.0, 7500.0)] == ["0:00", "1:32", "2:05:00"]
+    assert [elapsed(v) for v in (0.4, 92.0, 7500.0)] == ["0:00", "1:32", "2:05:00"]
 
 
 def test_piped_it_is_plain_lines_every_so_many_steps_and_at_the_end():

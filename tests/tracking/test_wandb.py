@@ -142,7 +142,7 @@ def test_online_without_a_key_warns_once_and_goes_on_offline(tmp_path):
 def test_a_key_that_wandb_login_has_filed_is_found(tmp_path, monkeypatch, netrc, found):
     import wandb
 
-    from stabletrain.tracking.account import has_key
+    from stabletrain.tracking.wandb_setup import has_key
 
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)

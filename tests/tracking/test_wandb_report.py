@@ -8,14 +8,14 @@ import sys
 import pytest
 import torch
 
-from stabletrain.build import build
-from stabletrain.cli import main
-from stabletrain.config import leaves
+from stabletrain.cli.commands import main
+from stabletrain.config.make import leaves
 from stabletrain.errors import ConfigError
-from stabletrain.loop import run
 from stabletrain.machine.usage import Usage
 from stabletrain.tracking.wandb import INCIDENT
 from stabletrain.tracking.wandb_report import CURVES, PACE, spec, specification
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
 from tests.runs import ROOT, TINY_GPT, TINY_RESNET, composed
 from tests.tracking.wandb_file import read, table
 from tests.tracking.wandb_server import KEY, serving
@@ -36,7 +36,7 @@ def logged(tmp_path_factory):
         for overrides in (faulty, [*TINY_RESNET, "wandb=offline", "steps=1"]):
             folder = tmp_path_factory.mktemp("run")
             with composed(*overrides) as cfg:
-                run(build(cfg, folder))
+                train(build(cfg, folder))
             held = read(folder)
             found["history"] |= {name for point in held["history"] for name in point}
             found["summary"] |= held["summary"].keys()
@@ -156,7 +156,7 @@ def test_it_is_saved_by_the_library_and_never_to_a_project_that_is_not_there(tmp
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     with serving() as server:
         env = clean | {"HOME": str(tmp_path), "WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
-        words = [sys.executable, "-c", "import sys; from stabletrain.cli import main; "]
+        words = [sys.executable, "-c", "import sys; from stabletrain.cli.commands import main; "]
         words[2] += "print([main(['wandb-report', each]) for each in sys.argv[1:]])"
         done = subprocess.run(
             [*words, "me/proof", "me/profo"],

@@ -7,12 +7,12 @@ from contextlib import nullcontext
 
 import pytest
 
-from stabletrain.build import build
-from stabletrain.config import leaves
+from stabletrain.config.make import leaves
 from stabletrain.errors import TrainingHalted
-from stabletrain.loop import run
-from stabletrain.tracking.filing import LONGEST_TAG
 from stabletrain.tracking.metrics import plain, read_jsonl
+from stabletrain.tracking.wandb_setup import LONGEST_TAG
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
 from tests.runs import TINY_GPT, TINY_RESNET, command, composed
 from tests.tracking.wandb_file import read, table
 
@@ -111,7 +111,7 @@ def test_plots_are_drawn_against_the_step_and_only_what_one_wants_to_see(sweep):
 def ended(folder, *overrides, ends=None):
     """What W&B holds of a run of this process that ends by raising `ends`."""
     with composed(*overrides) as cfg, pytest.raises(ends) if ends else nullcontext():
-        run(build(cfg, folder))
+        train(build(cfg, folder))
     return read(folder)
 
 

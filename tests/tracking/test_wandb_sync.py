@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stabletrain.cli import main
+from stabletrain.cli.commands import main
 from stabletrain.tracking.wandb_sync import batches, is_running, pieces
 from tests import forkserver
 from tests.runs import ROOT
@@ -67,7 +67,7 @@ def runs(kept, tmp_path):
 
 
 def sync(home, *typed, url, key=KEY, **more):
-    words = ["-m", "stabletrain.cli", "sync", *map(str, typed)]
+    words = ["-m", "stabletrain.cli.commands", "sync", *map(str, typed)]
     return forkserver.run(words, home, environment(home, url, key) | more, timeout=240)
 
 
@@ -121,7 +121,7 @@ def test_without_a_network_it_says_so_at_once(runs, tmp_path):
 
 
 def test_without_a_key_it_says_so_at_once(runs, capsys, monkeypatch):
-    monkeypatch.setattr("stabletrain.tracking.account.has_key", lambda _: False)
+    monkeypatch.setattr("stabletrain.tracking.wandb_setup.has_key", lambda _: False)
     assert main(["sync", str(runs)]) == 2
     assert capsys.readouterr().err.startswith("stabletrain: no API key was found: log in once with `wandb login`")
 

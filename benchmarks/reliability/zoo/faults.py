@@ -23,7 +23,7 @@ from benchmarks.reliability.zoo.install import (
     spoil_once,
 )
 from benchmarks.runs import TINY_GPT
-from stabletrain.job import Job
+from stabletrain.trainer.run import TrainingRun
 
 GPT = [*TINY_GPT]
 RESNET = [
@@ -52,7 +52,7 @@ class Fault:
     model: str
     cause: str
     overrides: Sequence[str] = ()
-    install: Callable[[Job, bool], None] | None = None
+    install: Callable[[TrainingRun, bool], None] | None = None
     module: str | None = None
     op: str | None = None
     direction: str | None = None

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from benchmarks.reliability.zoo.parts import Part
-from stabletrain.job import Job
+from stabletrain.trainer.run import TrainingRun
 
 
-def behind(place: str, part: type[Part], at: int, job: Job, mended: bool) -> None:
+def behind(place: str, part: type[Part], at: int, job: TrainingRun, mended: bool) -> None:
     """Gives a module of the model a part that its output goes through, as `<place>.extra`."""
     module = job.state.model.get_submodule(place)
     module.add_module("extra", part(at, mended))
     module.register_forward_hook(through_extra)
 
 
-def learnt_behind(place: str, part: type[Part], at: int, lr: float, job: Job, mended: bool) -> None:
+def learnt_behind(place: str, part: type[Part], at: int, lr: float, job: TrainingRun, mended: bool) -> None:
     """The same with a part whose weights are trained, at a learning rate of their own."""
     behind(place, part, at, job, mended)
     extra, optimizer = job.state.model.get_submodule(f"{place}.extra"), job.state.optimizer
@@ -28,7 +28,7 @@ def learnt_behind(place: str, part: type[Part], at: int, lr: float, job: Job, me
     optimizer.add_param_group({**given, "params": [*extra.parameters()], "lr": lr, "weight_decay": 0.0})
 
 
-def behind_frozen(place: str, part: type[Part], at: int, job: Job, mended: bool) -> None:
+def behind_frozen(place: str, part: type[Part], at: int, job: TrainingRun, mended: bool) -> None:
     """The same where the first layer is not trained, which harms nobody."""
     behind(place, part, at, job, mended)
     first = next(job.state.model.parameters())
@@ -40,7 +40,7 @@ def through_extra(module: nn.Module, inputs: Any, output: Any) -> Any:
     return module.extra(output)
 
 
-def every_step(act: Callable[[Job], None], job: Job, mended: bool) -> None:
+def every_step(act: Callable[[TrainingRun], None], job: TrainingRun, mended: bool) -> None:
     """Acts after every update that reaches the weights."""
     step = job.state.optimizer.step
 
@@ -55,21 +55,21 @@ def every_step(act: Callable[[Job], None], job: Job, mended: bool) -> None:
     job.state.optimizer.step = stepped
 
 
-def grow(names: Sequence[str], factor: float, start: int, stop: int, job: Job) -> None:
+def grow(names: Sequence[str], factor: float, start: int, stop: int, job: TrainingRun) -> None:
     """Lets weights grow, a little each step."""
-    if start <= job.state.tick < stop:
+    if start <= job.state.executed_steps < stop:
         for name, parameter in job.state.model.named_parameters():
             if any(part in name for part in names):
                 parameter.mul_(factor)
 
 
-def spoil_once(tick: int, act: Callable[[Job], None], job: Job) -> None:
+def spoil_once(tick: int, act: Callable[[TrainingRun], None], job: TrainingRun) -> None:
     """Does something at one tick."""
-    if job.state.tick == tick:
+    if job.state.executed_steps == tick:
         act(job)
 
 
-def poison_moment(value: float, job: Job) -> None:
+def poison_moment(value: float, job: TrainingRun) -> None:
     """A moment of the optimizer gets a value that it never has."""
     for state in job.state.optimizer.state.values():
         for name in ("exp_avg_sq", "momentum_buffer"):

@@ -5,10 +5,10 @@ from functools import partial
 from benchmarks.reliability.zoo import outsiders_parts as parts
 from benchmarks.reliability.zoo.faults import BF16, FLOOR, FP16, Fault, part
 from benchmarks.reliability.zoo.install import behind, every_step, grow, spoil_once
-from stabletrain.job import Job
+from stabletrain.trainer.run import TrainingRun
 
 
-def age_moments(job: Job) -> None:
+def age_moments(job: TrainingRun) -> None:
     """Adam's second moment becomes that of gradients a thousand times smaller."""
     for state in job.state.optimizer.state.values():
         state["exp_avg_sq"].mul_(1e-8)

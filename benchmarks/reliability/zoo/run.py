@@ -21,10 +21,10 @@ from typing import Any
 from benchmarks.reliability.zoo.faults import CLEAN, GPT, RESNET, Fault
 from benchmarks.reliability.zoo.table import ALL
 from benchmarks.runs import composed
-from stabletrain.build import build
 from stabletrain.errors import ConfigError, TrainingHalted
-from stabletrain.loop import run
 from stabletrain.records import Batch
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
 
 MODELS = {"gpt": GPT, "resnet": RESNET}
 
@@ -79,7 +79,7 @@ def trained(
         if install is not None:
             install(job, mended)
         try:
-            run(job)
+            train(job)
             ended = "trouble" if job.tools.guard.trouble_at_end() else "well"
         except TrainingHalted:
             ended = "halted"
@@ -159,7 +159,7 @@ def batch_of(model: str, overrides: Sequence[str], position: int) -> Batch:
         contextlib.redirect_stderr(io.StringIO()),
         composed(*MODELS[model], *QUICK, *overrides) as cfg,
     ):
-        return build(cfg, Path(folder)).load(position)
+        return build(cfg, Path(folder)).data.load(position)
 
 
 def is_override(fix: str) -> bool:

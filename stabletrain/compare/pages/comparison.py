@@ -1,23 +1,121 @@
-"""The page of a comparison, `report.html`: what came of which settings, on which card, in one file that opens offline.
+"""The page of a comparison: its table, and everything around it.
+
+The rows and columns of the page's table: what differs is a column, and what is the same everywhere is not.
+
+The page of a comparison, `report.html`: what came of which settings, on which card, in one file that opens offline.
 
 First the answer in words, then the table of all runs, then pictures of some of them, which the table chooses. With ten
 thousand runs all are in the table and the curves of the best, the worst and those with incidents are in the page.
 """
 
 import math
+import numbers
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stabletrain.compare import sensitivity
-from stabletrain.compare.pages import drawn, parts
-from stabletrain.compare.pages.headline import Row, headline, name_of, plural, throughput
-from stabletrain.compare.pages.rows import columns_of, plain, rank, unique
+from stabletrain.compare.pages import charts, shell
+from stabletrain.compare.pages.charts import rounded
+from stabletrain.compare.pages.headline import FEW, Row, headline, name_of, number, plural, throughput
 from stabletrain.compare.pages.shell import page, words, write
 from stabletrain.compare.reading.run import Run
-from stabletrain.compare.reading.settings import shared, telling, varied
+from stabletrain.compare.reading.settings import Value, scalar, shared, telling, value_of, varied
 from stabletrain.errors import ConfigError
+from stabletrain.tracking.columns import COLUMNS, ON_PAGE
+
+ALWAYS = ("status", "val_loss", "incidents")
+"""Columns that are shown even where every run has the same value."""
+
+
+def rank(row: Row) -> tuple[int, float]:
+    """Finished runs by their loss, then those that are going on, then those that failed or diverged, then the rest."""
+    order = {"finished": 0, "running": 1, "preempted": 1, "halted": 2, "failed": 3}
+    place = 2 if row.get("diverged") else order.get(str(row.get("status")), 4)
+    loss = row.get("val_loss")
+    return (place if place or loss is not None else 2, math.inf if loss is None else float(loss))
+
+
+def unique(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
+    """The names, with the folder's beside one that several runs have."""
+    known = Counter(names)
+    return [
+        f"{name} ({run.name})" if known[name] > 1 and name != run.name else name
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def folders(runs: Sequence[Run]) -> list[str]:
+    """The runs by their folders, with the sweep's where there are several sweeps."""
+    several = len({run.sweep for run in runs}) > 1
+    return [f"{run.sweep}/{run.name}" if several else run.name for run in runs]
+
+
+def columns_of(
+    runs: Sequence[Run], table: Sequence[Row], keys: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[list[Any]], dict[str, Any]]:
+    """The table's columns, its rows, and what is the same in every row and therefore no column."""
+    columns: list[dict[str, Any]] = [{"title": "run", "kind": "text", "name": True}]
+    cells: list[Sequence[Any]] = [folders(runs)]
+    settings = [(key, alike([setting(value_of(run, key)) for run in runs])) for key in keys]
+    same = {}
+    if len(keys) <= FEW:
+        columns += [{"title": key, "kind": kind(values), "setting": True} for key, values in settings]
+        cells += [values for _, values in settings]
+    for column in (COLUMNS[name] for name in ON_PAGE):
+        name, heading = column.name, column.page_head
+        more = ({"about": column.about} if column.about else {}) | dict.fromkeys(column.page, True)
+        values = [row.get(name) for row in table]
+        distinct = {*values}
+        if distinct <= {None} or (distinct <= {None, 0} and name not in ALWAYS):
+            continue
+        if len(distinct) == 1 and len(runs) > 1 and name not in ALWAYS:
+            same[heading] = values[0]
+            continue
+        columns.append({"title": heading, "kind": kind(values), **more})
+        cells.append(values)
+    if len(keys) > FEW:  # what came of the runs must not be far to the right
+        columns += [{"title": key, "kind": kind(values), "setting": True} for key, values in settings]
+        cells += [values for _, values in settings]
+    return columns, [list(row) for row in zip(*cells, strict=True)], same
+
+
+def setting(value: Value) -> Any:
+    """A setting's value for the table: a number, or text."""
+    value = scalar(value) if isinstance(value, str) else value
+    return (
+        value if number(value) else None if value is None else str(value).lower() if value in (True, False) else value
+    )
+
+
+def alike(values: Sequence[Any]) -> list[Any]:
+    """The values, as text where not all of them are numbers."""
+    if all(value is None or number(value) for value in values):
+        return list(values)
+    return [None if value is None else f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+
+
+def kind(values: Sequence[Any]) -> str:
+    """`number` or `text`."""
+    return "number" if all(value is None or number(value) for value in values) else "text"
+
+
+def plain(value: Any) -> Any:
+    """A cell of the frame as JSON knows it; None for what is missing."""
+    if type(value) is float:
+        return rounded(value)
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return rounded(float(value))
+    if hasattr(value, "item"):
+        return plain(value.item())
+    return None if type(value).__name__ in ("NAType", "NaTType") else str(value)
+
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -65,7 +163,7 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path) -> str:
     swept = [arm for arm in sensitivity.arms(runs) if sum(bool(arm.at(rate)) for rate in arm.grid) > 1]
     arms = [arm_of(arm) for arm in swept]
     points = max(40, min(400, NUMBERS // (2 * 8 * max(len(chosen), 1))))
-    curves = {i: drawn.drawn(runs[i], points) for i in chosen}
+    curves = {i: charts.chart_data(runs[i], points) for i in chosen}
     curves = {i: each for i, each in curves.items() if each["curves"]}
     above = file.parent
     about = {i: about_run(runs[i], table[i], names[i], above, i in curves) for i in range(len(runs))}
@@ -75,19 +173,19 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path) -> str:
         "best": 0 if table and rank(table[0])[0] == 0 else -1,
         "about": about,
         "curves": curves,
-        "panels": drawn.panels(curves.values()),
+        "panels": charts.panels(curves.values()),
         "sensitivity": {"arms": arms} if arms else None,
     }
     body = "".join(
         [
             f"<h1>{words(title(runs))}</h1>",
-            parts.sentences(headline(runs, table, arms, keys)),
-            parts.section("Runs", table_part(runs, same, keys)),
-            parts.section("Sensitivity to the learning rate", grid_part(swept)),
-            parts.section("Over the steps", parts.pictures(coloring(columns))) if curves else "",
-            parts.section("Throughput by card and precision", parts.throughputs(throughput(table))),
-            parts.section(
-                "Incidents", parts.incidents([(names[i], one) for i in about for one in about[i]["incidents"]])
+            shell.sentences(headline(runs, table, arms, keys)),
+            shell.section("Runs", table_part(runs, same, keys)),
+            shell.section("Sensitivity to the learning rate", grid_part(swept)),
+            shell.section("Over the steps", shell.pictures(coloring(columns))) if curves else "",
+            shell.section("Throughput by card and precision", shell.throughputs(throughput(table))),
+            shell.section(
+                "Incidents", shell.incidents([(names[i], one) for i in about for one in about[i]["incidents"]])
             ),
         ]
     )
@@ -115,10 +213,10 @@ def about_run(run: Run, row: Row, name: str, above: Path, whole: bool) -> dict[s
     about = {
         "name": name,
         "reason": reason,
-        "page": drawn.link(run.folder / "report.html", above),
-        "sample": drawn.sample(run, 1000) if whole else None,
+        "page": charts.link(run.folder / "report.html", above),
+        "sample": charts.sample(run, 1000) if whole else None,
     }
-    return {key: value for key, value in about.items() if value} | {"incidents": drawn.told(run, above)}
+    return {key: value for key, value in about.items() if value} | {"incidents": charts.incident_rows(run, above)}
 
 
 def arm_of(arm: sensitivity.Arm) -> dict[str, Any]:
@@ -134,11 +232,11 @@ def arm_of(arm: sensitivity.Arm) -> dict[str, Any]:
     return {
         "name": arm.name,
         "rates": rates,
-        "loss": [drawn.rounded(statistics.fmean(each)) for each in losses],
-        "loss_range": [[drawn.rounded(pick(each)) for each in losses] for pick in (min, max)],
-        "logit": [drawn.rounded(max(each, default=math.nan)) for each in logits],
+        "loss": [charts.rounded(statistics.fmean(each)) for each in losses],
+        "loss_range": [[charts.rounded(pick(each)) for each in losses] for pick in (min, max)],
+        "logit": [charts.rounded(max(each, default=math.nan)) for each in logits],
         "diverged": [
-            [rate, drawn.rounded(point.loss), f"learning rate {rate:g}: diverged, counts as its loss at init"]
+            [rate, charts.rounded(point.loss), f"learning rate {rate:g}: diverged, counts as its loss at init"]
             for rate in rates
             for point in arm.at(rate)
             if point.diverged
@@ -160,8 +258,8 @@ def table_part(runs: Sequence[Run], same: dict[str, Any], keys: Sequence[str]) -
         '<div id="table"></div>'
         '<p class="soft" style="margin-top:8px">Click a heading to sort; type under it to filter, also &gt; 1 or 2..3. '
         "Filters and ticks choose what is drawn. Shaded: the settings that differ.</p>"
-        + parts.folded(f"The same in all runs: {len(common)} settings and figures", parts.facts(common))
-        + parts.folded(
+        + shell.folded(f"The same in all runs: {len(common)} settings and figures", shell.facts(common))
+        + shell.folded(
             f"Differs only because of the above: {len(others)} settings",
             f'<p class="code">{words(", ".join(others))}</p>' if others else "",
         )
@@ -173,13 +271,13 @@ def grid_part(arms: Sequence[sensitivity.Arm]) -> str:
     if not arms:
         return ""
     lacking = [line for arm in arms for line in arm.missing]
-    lines = "".join(f"<li>{words(line)}</li>" for line in lacking[: parts.MOST])
+    lines = "".join(f"<li>{words(line)}</li>" for line in lacking[: shell.MOST])
     return (
         "<p>How much the final loss minds the learning rate: the mean over the grid of its distance to the best, in "
         "nats (arXiv 2309.14322). 0 is best; but a model that is stuck at every rate scores 0 too, so look at the "
         "curves.</p>"
         '<div id="sensitivity"></div>'
-        + parts.folded(f"{plural(len(lacking), 'run')} missing", f'<ul class="words">{lines}</ul>' if lines else "")
+        + shell.folded(f"{plural(len(lacking), 'run')} missing", f'<ul class="words">{lines}</ul>' if lines else "")
     )
 
 

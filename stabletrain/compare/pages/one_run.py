@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stabletrain.compare.pages import drawn, parts
+from stabletrain.compare.pages import charts, shell
 from stabletrain.compare.pages.headline import number, plural
 from stabletrain.compare.pages.shell import page, words, write
 from stabletrain.compare.reading.run import Run
@@ -34,21 +34,21 @@ def write_run_page(folder: Path) -> None:
 
 def run_page(run: Run) -> str:
     """The page as text."""
-    lines = drawn.drawn(run, POINTS)
-    told = drawn.told(run, run.folder)
-    data = {"panels": drawn.panels([lines]), "run": {**lines, "name": run.name, "incidents": told}}
-    sample = drawn.sample(run)
+    lines = charts.chart_data(run, POINTS)
+    told = charts.incident_rows(run, run.folder)
+    data = {"panels": charts.panels([lines]), "run": {**lines, "name": run.name, "incidents": told}}
+    sample = charts.sample(run)
     title = f"{run.sweep}/{run.name}"
     body = "".join(
         [
             f"<h1>{words(f'stabletrain · {title}')}</h1>",
-            parts.sentences(outcome(run)),
-            parts.figures(figures(run)),
-            parts.section("Incidents", parts.incidents([(None, one) for one in told])),
-            parts.section("Over the steps", parts.pictures()) if lines["curves"] else "",
-            parts.section("Sample", f'<pre class="sample" tabindex="0">{words(sample)}</pre>' if sample else ""),
-            parts.section("Settings", settings(run)),
-            parts.section("Machine and versions", parts.facts(machine(run.record))),
+            shell.sentences(outcome(run)),
+            shell.figures(figures(run)),
+            shell.section("Incidents", shell.incidents([(None, one) for one in told])),
+            shell.section("Over the steps", shell.pictures()) if lines["curves"] else "",
+            shell.section("Sample", f'<pre class="sample" tabindex="0">{words(sample)}</pre>' if sample else ""),
+            shell.section("Settings", settings(run)),
+            shell.section("Machine and versions", shell.facts(machine(run.record))),
         ]
     )
     return page(f"{title} · stabletrain", body, data, scripts=SCRIPTS, styles=STYLES)
@@ -117,8 +117,8 @@ def settings(run: Run) -> str:
     command = run.record.get("command")
     return (
         (f'<p class="code">{words(command)}</p>' if command else "")
-        + (parts.facts(typed) if typed else '<p class="soft">Nothing was typed: every setting has its default.</p>')
-        + parts.folded(f"{len(others)} more, at their defaults or chosen by a preset", parts.facts(others))
+        + (shell.facts(typed) if typed else '<p class="soft">Nothing was typed: every setting has its default.</p>')
+        + shell.folded(f"{len(others)} more, at their defaults or chosen by a preset", shell.facts(others))
     )
 
 

@@ -18,15 +18,11 @@ stays whole.
 A norm that is not finite decides nothing: what it belongs to stays as it is, so a NaN never spreads from one tensor to
 the others. Nor does it enter a statistic; neither does the norm of a step whose gate is closed.
 
-`factors.py` is what the kinds share; every other file is one kind.
+`fixed.py` holds the kinds with a fixed bound, `adaptive.py` those whose bound follows weights or earlier norms, and
+`factors.py` what they share.
 """
 
-from stabletrain.stability.clipping.adagc import AdaGC
-from stabletrain.stability.clipping.agc import AGC
-from stabletrain.stability.clipping.none import NoClip
-from stabletrain.stability.clipping.norm import NormClip
-from stabletrain.stability.clipping.per_module import PerModuleClip
-from stabletrain.stability.clipping.value import ValueClip
-from stabletrain.stability.clipping.zclip import ZClip
+from stabletrain.stability.clipping.adaptive import AGC, AdaGC, ZClip
+from stabletrain.stability.clipping.fixed import NoClip, NormClip, PerModuleClip, ValueClip
 
 __all__ = ["AGC", "AdaGC", "NoClip", "NormClip", "PerModuleClip", "ValueClip", "ZClip"]

@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Bool, Float, Float32
 from torch import Tensor, nn
 
+from stabletrain.monitors.gradients import gradients
 from stabletrain.records import Clipped, GradNorms
-from stabletrain.watch.gradients import gradients
 
 
 class Stateless:

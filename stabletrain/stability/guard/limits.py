@@ -2,7 +2,7 @@
 
     limit = max(mean + sigma std, ratio mean, share first)       over the last `window` applied steps
 
-`mean + sigma std` is the package's one definition of a spike (`watch/spikes.py`). The two other terms are what keeps
+`mean + sigma std` is the package's one definition of a spike (`monitors/spikes.py`). The two other terms are what keeps
 clean runs clean: a window of nearly equal values makes nothing of a wobble (`ratio`), and a model that has learnt its
 data by heart has losses near 0, beside which a single hard sample is a giant (`share` of the first step's value).
 Gradient norms are heavy-tailed by nature, and clipping bounds what they do; so their terms are wide. Inputs are limited
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from stabletrain.errors import ConfigError
+from stabletrain.monitors.spikes import MINIMUM, Spikes
 from stabletrain.records import Reading
-from stabletrain.watch.spikes import MINIMUM, Spikes
 
 LARGEST = 3.4e38
 """Below fp32's largest number: a comparison with it is false for NaN and for Inf."""

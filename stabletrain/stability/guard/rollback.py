@@ -9,7 +9,7 @@ A step that is skipped changes nothing. So to read the same batches again from t
 weights again, bit for bit; that is why everything read since that state is passed over, as PaLM did (arXiv 2204.02311,
 section 5.1: restart about 100 steps before the spike, skip 200 to 500 batches, among them those seen before it).
 
-The guard knows states by their step number only. The loop keeps them (`state/snapshots.py`), and where one is lost,
+The guard knows states by their step number only. The loop keeps them (`checkpoint/capture.py`), and where one is lost,
 because the process was killed, it is computed again from an older checkpoint: a step is a pure function.
 """
 
@@ -125,17 +125,17 @@ class RollbackGuard(SkipGuard):
         self.reason = f"{why}, nor have guard.max_rollbacks={self.max_rollbacks} rollbacks helped"
         return Verdict.HALT
 
-    def due(self, step: int) -> bool:
+    def snapshot_due(self, step: int) -> bool:
         """Whether the state after `step` steps is to be kept in memory: every so many, and the very first."""
         return not self.known or step % self.snapshot_every == 0
 
-    def take(self, step: int) -> None:
+    def retain(self, step: int) -> None:
         """Remembers that it is kept, unless the run is in trouble.
 
         The first state of all is taken for healthy; another waits until `healthy_after` steps have followed it and the
         run is out of trouble.
         """
-        if step not in self.held and (self.healthy or not self.known):
+        if step not in self.retained_steps and (self.healthy or not self.known):
             (self.waiting if self.known else self.known).append(step)
 
     def forget(self) -> None:
@@ -143,7 +143,7 @@ class RollbackGuard(SkipGuard):
         self.waiting, self.known = [], []
 
     @property
-    def held(self) -> list[int]:
+    def retained_steps(self) -> list[int]:
         """Steps of the states that may be asked for again."""
         return self.known + self.waiting
 
@@ -152,7 +152,7 @@ class RollbackGuard(SkipGuard):
         """Step of the state to go back to: the newest healthy one."""
         return self.known[-1] if self.known else None
 
-    def go_back(self, step: int, target: int, same_data: bool = False) -> Detour:
+    def begin_rollback(self, step: int, target: int, same_data: bool = False) -> Detour:
         """Counts a rollback from `step` to `target`; slower from there on, unless the same data are read again."""
         self.rollbacks += 1
         self.in_vain += 1
@@ -162,16 +162,16 @@ class RollbackGuard(SkipGuard):
         self.slow = (target, target + self.lr_steps, self.lr_factor**self.in_vain)
         return Detour(self.rollbacks, self.skip_batches, self.slow[2], self.slow[1])
 
-    def slowdown(self, step: int) -> float:
+    def lr_multiplier(self, step: int) -> float:
         """The factor of the learning rate at step number `step`: below 1 for some time after a rollback."""
         start, stop, factor = self.slow
         return factor if start <= step < stop else 1.0
 
-    def lasting(self) -> dict[str, Any]:
+    def cumulative_state(self) -> dict[str, Any]:
         """What a rollback does not undo: counts and budgets."""
         return {name: getattr(self, name) for name in LASTING} | {"skips": dict(self.skips), "slow": list(self.slow)}
 
-    def keep(self, lasting: dict[str, Any]) -> None:
+    def load_cumulative_state(self, lasting: dict[str, Any]) -> None:
         """Puts that back over a restored state."""
         for name, value in lasting.items():
             setattr(self, name, tuple(value) if name == "slow" else value)
@@ -179,13 +179,13 @@ class RollbackGuard(SkipGuard):
     def state_dict(self) -> dict:
         """Counts, windows, budgets and which states are held, for the checkpoint."""
         memory = {"waiting": list(self.waiting), "known": list(self.known)}
-        return {**super().state_dict(), **self.lasting(), **memory}
+        return {**super().state_dict(), **self.cumulative_state(), **memory}
 
     def load_state_dict(self, state: dict) -> None:
         """Puts them back; what another guard wrote lacks them, and they start afresh."""
         super().load_state_dict(state)
         self.waiting, self.known = list(state.get("waiting", [])), list(state.get("known", []))
-        self.keep({name: state[name] for name in LASTING[1:] if name in state})
+        self.load_cumulative_state({name: state[name] for name in LASTING[1:] if name in state})
 
     def _promote(self, step: int) -> None:
         if not self.healthy:

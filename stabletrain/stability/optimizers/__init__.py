@@ -1,14 +1,12 @@
-"""Optimizers: what turns gradients into updates, a file for each kind.
+"""Optimizers: what turns gradients into updates.
 
 Every one takes the guard's gate on the device (`found_inf`), so an update is withheld without the host ever asking:
 PyTorch's by their fused kernels, the others as `gated.py` does it.
 """
 
-from stabletrain.stability.optimizers.adamw import AdamW
+from stabletrain.stability.optimizers.adamw import SPAM, AdamW, StableAdamW
 from stabletrain.stability.optimizers.groups import decayed
 from stabletrain.stability.optimizers.muon import Muon
 from stabletrain.stability.optimizers.sgd import SGD
-from stabletrain.stability.optimizers.spam import SPAM
-from stabletrain.stability.optimizers.stable_adamw import StableAdamW
 
 __all__ = ["SGD", "SPAM", "AdamW", "Muon", "StableAdamW", "decayed"]

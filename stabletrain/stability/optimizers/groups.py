@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
-from stabletrain.stability.roles import embeddings
+from stabletrain.stability.parameter_roles import embeddings
 
 SMALLEST_EPS = torch.finfo(torch.float32).tiny
 """The smallest normal fp32: a smaller eps is 0, or nearly so, to the moments, and 0 / 0 would follow."""

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from stabletrain.errors import ConfigError
 from stabletrain.stability.optimizers.gated import copies, gate, write_
 from stabletrain.stability.optimizers.groups import check_moments, check_rates, decay_per_rate, decayed
-from stabletrain.stability.roles import classifier, embeddings
+from stabletrain.stability.parameter_roles import classifier, embeddings
 
 
 @dataclass(frozen=True)

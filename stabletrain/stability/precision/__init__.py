@@ -1,10 +1,10 @@
 """Precision: in which format the forward and backward pass compute, and what fp16 needs so as to survive it.
 
 Parameters, gradients and optimizer state are fp32 in every mode but bf16_params; only autocast's list of operations
-runs lower, and not in the modules that are named islands of fp32. TF32 is set explicitly in every mode, for matmul and
+runs lower, and not in the modules that are named fp32 modules. TF32 is set explicitly in every mode, for matmul and
 for convolution, since PyTorch's defaults differ between the two.
 
-| mode | autocast | TF32 | loss scaling | islands |
+| mode | autocast | TF32 | loss scaling | fp32 modules |
 |---|---|---|---|---|
 | fp32 | - | off | - | - |
 | tf32 | - | on | - | - |
@@ -12,12 +12,10 @@ for convolution, since PyTorch's defaults differ between the two.
 | bf16_params | bfloat16, matrices stored so | off | - | as named |
 | fp16 | float16 | off | dynamic | as named |
 
-`unscaled.py` is every mode but fp16, `scaled.py` fp16's loss scale, `islands.py` the modules kept in fp32, `narrow.py`
-the parameters kept in bf16, `modes.py` what the config group offers.
-"""
+`autocast.py` is every mode's autocast and fp16's loss scale, `fp32_modules.py` the modules kept in fp32,
+`bf16_weights.py` the parameters kept in bf16, `modes.py` what the config group offers."""
 
+from stabletrain.stability.precision.autocast import LossScaled, Unscaled
 from stabletrain.stability.precision.modes import auto, bf16, bf16_params, fp16, fp32, tf32
-from stabletrain.stability.precision.scaled import LossScaled
-from stabletrain.stability.precision.unscaled import Unscaled
 
 __all__ = ["LossScaled", "Unscaled", "auto", "bf16", "bf16_params", "fp16", "fp32", "tf32"]

@@ -10,9 +10,8 @@ import torch
 
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
-from stabletrain.stability.precision.narrow import Bf16Parameters
-from stabletrain.stability.precision.scaled import LossScaled
-from stabletrain.stability.precision.unscaled import Unscaled
+from stabletrain.stability.precision.autocast import LossScaled, Unscaled
+from stabletrain.stability.precision.bf16_weights import Bf16Parameters
 
 
 def fp32(device: torch.device, fp32_modules: Sequence[str] = ()) -> Unscaled:

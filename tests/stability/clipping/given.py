@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from stabletrain.monitors.gradients import measure
 from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
-from stabletrain.watch.gradients import measure
 
 OPEN, CLOSED = torch.tensor(True), torch.tensor(False)
 

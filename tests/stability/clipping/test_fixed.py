@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from stabletrain.errors import ConfigError
+from stabletrain.monitors.gradients import measure
 from stabletrain.stability.clipping import NoClip, NormClip, PerModuleClip, ValueClip
-from stabletrain.watch.gradients import measure
 from tests.stability.clipping.given import KINDS, clip, flat, give, grads, small
 
 

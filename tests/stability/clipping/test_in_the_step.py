@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from benchmarks.reliability.ends import metrics
+from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.machine.determinism import Seeded
-from stabletrain.parallel import Alone
+from stabletrain.parallel.single import SingleProcess
+from stabletrain.protocols import Tools
 from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
 from stabletrain.stability.guard import SkipGuard
-from stabletrain.stability.intake import Intake
 from stabletrain.stability.objective import NoZLoss, Objective
 from stabletrain.stability.qkclip import NoQKClip
+from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
-from stabletrain.state.capture import capture, restore
 from stabletrain.step import train_step
-from stabletrain.tools import Tools
 from tests.laws.test_resume import newest, trained
 from tests.runs import TINY_GPT, TINY_RESNET
 from tests.stability.clipping.given import equal_trees
@@ -38,7 +38,7 @@ WITH_MEMORY = ["zclip", "adagc"]
 
 def tools(precision="fp32", *, clipping):
     return Tools(
-        intake=Intake(),
+        sanitizer=Sanitizer(),
         precision=PRECISIONS[precision](),
         objective=Objective(NoZLoss()),
         clipping=clipping,
@@ -47,7 +47,7 @@ def tools(precision="fp32", *, clipping):
         learning_rate=LearningRate(NoWarmup(), Constant(), 100),
         determinism=Seeded(),
         seed=0,
-        parallel=Alone(),
+        parallel=SingleProcess(),
     )
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stabletrain.monitors.gradients import measure
 from stabletrain.records import GradNorms
-from stabletrain.watch.gradients import measure
 from tests.stability.clipping.given import CLOSED, KINDS, OPEN, clip, equal_trees, flat, give, grads, small, tensors
 
 NAN, INF = float("nan"), float("inf")

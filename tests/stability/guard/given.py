@@ -2,7 +2,7 @@
 
 import torch
 
-from stabletrain.records import GradNorms, LossTerms, Reading, Vitals
+from stabletrain.records import GradNorms, LossTerms, Reading, StepChecks
 
 
 def reading(
@@ -14,8 +14,8 @@ def reading(
 def gate(guard, loss, norm, bad_data=False, inputs=1.0, buffers=1.0):
     value = torch.tensor(loss)
     terms = LossTerms(value, value, torch.zeros(()))
-    vitals = Vitals(torch.tensor(bad_data), torch.tensor(inputs), torch.tensor(buffers))
-    return bool(guard.gate(terms, GradNorms(torch.tensor(norm), torch.tensor([norm])), vitals))
+    checks = StepChecks(torch.tensor(bad_data), torch.tensor(inputs), torch.tensor(buffers))
+    return bool(guard.gate(terms, GradNorms(torch.tensor(norm), torch.tensor([norm])), checks))
 
 
 def feed(guard, losses, norms=None, first_step=1):

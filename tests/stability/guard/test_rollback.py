@@ -17,15 +17,15 @@ def calm(guard, steps, first_step=1):
     """Feeds clean steps, and takes the states that are due, as the loop does."""
     for step in range(first_step, first_step + steps):
         guard.judge(reading(CALM[step % 40], step=step))
-        if guard.due(step):
-            guard.take(step)
+        if guard.snapshot_due(step):
+            guard.retain(step)
     return guard
 
 
 def started(**changed):
     guard = RollbackGuard(**(QUICK | changed))
-    assert guard.due(0)
-    guard.take(0)
+    assert guard.snapshot_due(0)
+    guard.retain(0)
     return guard
 
 
@@ -57,7 +57,7 @@ def test_states_are_known_as_healthy_after_clean_steps_and_only_the_newest_are_h
     calm(guard, 1, first_step=14)
     assert (guard.known, guard.waiting, guard.target) == ([0, 10], [], 10)
     calm(guard, 10, first_step=15)
-    assert (guard.known, guard.held) == ([10, 20], [10, 20]), "snapshots=2"
+    assert (guard.known, guard.retained_steps) == ([10, 20], [10, 20]), "snapshots=2"
 
 
 def test_no_state_becomes_healthy_while_the_run_is_in_trouble():
@@ -73,11 +73,11 @@ def test_no_state_becomes_healthy_while_the_run_is_in_trouble():
 def gone_back(guard, step):
     """What the loop does with the guard's memory: the state of `target` is put back, and what lasts is kept."""
     target = guard.target
-    detour = guard.go_back(step, target)
-    lasting = guard.lasting()
+    detour = guard.begin_rollback(step, target)
+    cumulative = guard.cumulative_state()
     restored = calm(started(), target)
     vars(guard).update({name: getattr(restored, name) for name in ("known", "waiting", "trouble")})
-    guard.keep(lasting)
+    guard.load_cumulative_state(cumulative)
     return detour
 
 
@@ -90,7 +90,7 @@ def test_the_learning_rate_is_lowered_again_with_each_rollback_in_vain():
     assert [detour.lr_factor for detour in detours] == [0.5, 0.25, 0.125]
     assert [detour.number for detour in detours] == [1, 2, 3]
     start = detours[-1].until - 5
-    assert [guard.slowdown(step) for step in range(start - 1, start + 6)] == [1.0, *[0.125] * 5, 1.0]
+    assert [guard.lr_multiplier(step) for step in range(start - 1, start + 6)] == [1.0, *[0.125] * 5, 1.0]
 
 
 def test_rollbacks_in_vain_end_the_run_and_say_what_to_do():
@@ -121,8 +121,8 @@ def test_counts_and_budgets_go_through_a_checkpoint():
     other = RollbackGuard(**QUICK)
     other.load_state_dict(guard.state_dict())
     assert other.state_dict() == guard.state_dict()
-    assert (other.rollbacks, other.in_vain, other.skips["spike"], other.slowdown(25)) == (1, 1, 3, 0.5)
-    assert not other.due(5), "its states are known: none is taken between"
+    assert (other.rollbacks, other.in_vain, other.skips["spike"], other.lr_multiplier(25)) == (1, 1, 3, 0.5)
+    assert not other.snapshot_due(5), "its states are known: none is taken between"
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from stabletrain.checkpoint.capture import capture, restore
+from stabletrain.checkpoint.tree import map_tensors
 from stabletrain.records import TrainState
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
-from stabletrain.state.capture import capture, restore
-from stabletrain.state.tree import map_tensors
 from stabletrain.step import apply, set_lr
 
 ADAM = {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}

@@ -1,0 +1,247 @@
+"""Captures the whole state of a run as a tree, keeps snapshots of it in memory, and restores it.
+
+Everything a step starts from, as one tree: model, optimizer by parameter name, step number, skipped data,
+parts.
+
+PyTorch's `optimizer.state_dict()` knows parameters by their position, so that a reordered model silently gets
+the wrong moments; here they are known by the name they have in the model.
+
+Snapshots: whole states in the host's memory, to go back to without reading the disk.
+
+Of a sharded model each rank puts its own part by. On CUDA the copy goes to page-locked memory and nobody waits for it;
+the weights' next change is queued behind it. Which states are kept, and which of them are healthy, the guard knows by
+their step numbers.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from stabletrain.checkpoint.tree import Tree, attach_shards, detach_shards, is_sharded, map_tensors, to_host
+from stabletrain.errors import ConfigError
+from stabletrain.records import TrainState
+
+NOT_RESTORED = frozenset({"params", "peak_lr"})
+"""Keys of a parameter group that stay as the running program chose, beside the optimizer's own arguments: a learning
+rate that was changed for the resumed run is meant."""
+
+FIX = "resume with the options the run began with, or start a new run in another folder"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object with memory: a guard's window, a loss scale, a clipping's running mean."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state as a tree of `checkpoint/tree.py`."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Puts such a tree back; lists may stand where tuples were."""
+        ...
+
+
+def capture(state: TrainState, parts: Mapping[str, Stateful]) -> Tree:
+    """The whole state as a tree that still shares memory with it: `to_host` makes it a snapshot.
+
+    Args:
+        state: model (its `state_dict()`: parameters and persistent buffers, under their own names),
+            optimizer, counters. A model compiled in place (`model.compile()`) keeps its names;
+            `torch.compile(model)` does not.
+        parts: what else has memory, by a name of the caller's.
+
+    Returns:
+        `{"model", "optimizer", "step", "skipped", "tick", "parts"}`.
+
+    Raises:
+        ConfigError: the optimizer holds a parameter that the model does not, or state that belongs to no
+            parameter.
+    """
+    return {
+        "model": dict(state.model.state_dict()),
+        "optimizer": _capture_optimizer(state),
+        "step": state.step,
+        "skipped": [list(span) for span in state.skipped],
+        "tick": state.executed_steps,
+        "parts": {name: part.state_dict() for name, part in parts.items()},
+    }
+
+
+def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> None:
+    """Puts a captured state back, bit for bit, into the memory that is there; the tree stays untouched and
+    its own.
+
+    Values are copied into the existing tensors, on their device and in their dtype. Optimizer state that does
+    not exist yet is made on the parameter's device in the saved dtype; `step` counters go to the CPU unless
+    the group is fused or capturable, which is PyTorch's own rule. Parts that are in the tree and not in
+    `parts` are left out.
+
+    Raises:
+        ConfigError: the tree does not fit; names the first difference and the fix. Model, optimizer and
+            counters are then unchanged.
+    """
+    _check_model(tree["model"], state)
+    _check_optimizer(tree["optimizer"], state)
+    for name, part in parts.items():
+        if name not in tree["parts"]:
+            raise ConfigError(
+                f"the checkpoint has no state of '{name}': another version of stabletrain wrote it; go on with that "
+                "version, or start a new run in another folder"
+            )
+        try:
+            part.load_state_dict(map_tensors(torch.clone, tree["parts"][name]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"the checkpoint's state of '{name}' does not fit ({error!r}): {FIX}") from error
+    live = state.model.state_dict()
+    whole = {name: _like(live[name], v) if isinstance(v, Tensor) else v for name, v in tree["model"].items()}
+    state.model.load_state_dict(whole)
+    _restore_optimizer(tree["optimizer"], state)
+    state.step = tree["step"]
+    state.skipped = [(start, stop) for start, stop in tree["skipped"]]
+    state.executed_steps = tree.get("tick", tree["step"])  # before there were rollbacks, both were one
+
+
+def sharded_tensors(state: TrainState) -> dict[str, Tensor]:
+    """The sharded tensors of the model by name: by them every rank reads its own part of a checkpoint."""
+    return {name: tensor for name, tensor in state.model.state_dict().items() if is_sharded(tensor)}
+
+
+def _names(state: TrainState) -> dict[Tensor, str]:
+    """Each parameter's name; a shared one has the first of its names."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
+    for group in state.optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ConfigError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model "
+                    "does not have: build it from model.parameters()"
+                )
+    return names
+
+
+def _capture_optimizer(state: TrainState) -> Tree:
+    names = _names(state)
+    packed = state.optimizer.state_dict()
+    by_index = [names[p] for group in state.optimizer.param_groups for p in group["params"]]
+    stray = [repr(key) for key in packed if key not in ("state", "param_groups")]
+    stray += [f"state[{key!r}]" for key in packed["state"] if not isinstance(key, int)]
+    if stray:
+        raise ConfigError(
+            f"optimizer {type(state.optimizer).__name__} keeps {stray[0]}, which belongs to no parameter and "
+            "no group: keep it in optimizer.state[parameter] or in a parameter group"
+        )
+    return {
+        "kind": type(state.optimizer).__name__,
+        "state": {by_index[index]: dict(values) for index, values in packed["state"].items()},
+        "param_groups": [
+            {**group, "params": [by_index[index] for index in group["params"]]} for group in packed["param_groups"]
+        ],
+    }
+
+
+def _restore_optimizer(tree: Tree, state: TrainState) -> None:
+    names, optimizer = _names(state), state.optimizer
+    for group, saved in zip(optimizer.param_groups, tree["param_groups"], strict=True):
+        for key in saved.keys() - NOT_RESTORED - optimizer.defaults.keys():
+            group[key] = _copy_into(group.get(key), saved[key], torch.device("cpu"))
+        for parameter in group["params"]:
+            values = tree["state"].get(names[parameter])
+            if values is None:
+                optimizer.state.pop(parameter, None)
+                continue
+            live = optimizer.state[parameter]
+            for key in live.keys() - values.keys():
+                del live[key]
+            for key, value in values.items():
+                live[key] = _copy_into(live.get(key), value, _home(key, parameter, group), parameter)
+
+
+def _home(key: str, parameter: Tensor, group: dict[str, Any]) -> torch.device:
+    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return torch.device("cpu") if on_host else parameter.device
+
+
+@torch.no_grad()
+def _copy_into(live: Any, saved: Any, device: torch.device, parameter: Tensor | None = None) -> Any:
+    """What to store in place of `live`: `live` itself, overwritten, where it is a tensor of that shape."""
+    if isinstance(live, Tensor) and isinstance(saved, float | int):  # a learning rate that became a tensor
+        return live.fill_(saved)
+    if not isinstance(saved, Tensor):
+        return tuple(saved) if isinstance(live, tuple) else copy.deepcopy(saved)
+    if isinstance(live, Tensor) and live.shape == saved.shape:
+        return live.copy_(_like(live, saved))
+    if parameter is not None and parameter.shape == saved.shape and device == parameter.device:
+        return torch.empty_like(parameter, dtype=saved.dtype).copy_(_like(parameter, saved))  # its memory format too
+    return saved.to(device, copy=True)
+
+
+def _like(live: Tensor, saved: Tensor) -> Tensor:
+    """`saved` cut up as `live` is, where `live` is a DTensor; elsewhere as it stands."""
+    if not hasattr(live, "full_tensor") or hasattr(saved, "full_tensor"):
+        return saved
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(live, DTensor)
+    return distribute_tensor(saved.to(live.device), live.device_mesh, live.placements)
+
+
+def _check_model(saved: Mapping[str, Any], state: TrainState) -> None:
+    live = state.model.state_dict()
+    for name in [*saved, *live]:
+        if name not in live or name not in saved:
+            has, lacks = ("checkpoint", "model") if name in saved else ("model", "checkpoint")
+            raise ConfigError(
+                f"the checkpoint does not fit the model: '{name}' is in the {has}, not in the {lacks}: {FIX}"
+            )
+        if isinstance(saved[name], Tensor) and saved[name].shape != live[name].shape:
+            raise ConfigError(
+                f"the checkpoint does not fit the model: '{name}' is {list(saved[name].shape)} in the "
+                f"checkpoint and {list(live[name].shape)} in the model: {FIX}"
+            )
+
+
+def _check_optimizer(tree: Tree, state: TrainState) -> None:
+    names, optimizer = _names(state), state.optimizer
+    kind, saved, live = type(optimizer).__name__, tree["param_groups"], optimizer.param_groups
+    if tree["kind"] != kind:
+        raise ConfigError(f"the checkpoint does not fit optimizer {kind}: it holds the state of {tree['kind']}: {FIX}")
+    if len(saved) != len(live):
+        raise ConfigError(
+            f"the checkpoint does not fit optimizer {kind}: it has {len(saved)} parameter groups, "
+            f"the optimizer {len(live)}: {FIX}"
+        )
+    for i, (then, now) in enumerate(zip(saved, live, strict=True)):
+        differ = set(then["params"]) ^ {names[p] for p in now["params"]}
+        if differ:
+            raise ConfigError(
+                f"the checkpoint does not fit optimizer {kind}: '{min(differ)}' is in parameter group {i} of "
+                f"only one of them: {FIX}"
+            )
+
+
+class Snapshots:
+    """States by step."""
+
+    def __init__(self) -> None:
+        self._trees: dict[int, Tree] = {}
+
+    def take(self, step: int, tree: Tree) -> None:
+        """Copies a state, from `capture`, that is the one after `step` steps."""
+        self._trees[step] = to_host(detach_shards(tree), wait=False)
+
+    def retain(self, steps: Iterable[int]) -> None:
+        """Drops all states but those of `steps`."""
+        wanted = set(steps)
+        self._trees = {step: tree for step, tree in self._trees.items() if step in wanted}
+
+    def newest(self, at_most: int) -> Tree | None:
+        """The newest state of a step up to `at_most`, with its copy complete; None if there is none."""
+        steps = [step for step in self._trees if step <= at_most]
+        if not steps:
+            return None
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return attach_shards(self._trees[max(steps)])

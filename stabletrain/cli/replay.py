@@ -1,0 +1,314 @@
+"""`stabletrain replay`: an incident's step run again from its folder alone, as it was or with a fix to try.
+
+Overrides on a recorded configuration: a fix to try on one step, in the words of the command line.
+
+Only what forward and backward depend on may be tried; what else a fix may change, a step cannot show.
+
+An incident's step run again from its folder alone, as it was or with a fix to try.
+
+The model and what acts in a step are built from the configuration that the folder keeps, without data: weights and
+batch are there. Of a model's nulls that the data filled, the saved shapes tell the size.
+"""
+
+import contextlib
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import nn
+
+from stabletrain.config.arguments import Arguments, key_of
+from stabletrain.config.checks import CHOSEN_PARTS, check_keys
+from stabletrain.config.error_texts import explain
+from stabletrain.config.make import leaves, make, plain
+from stabletrain.config.moved import updated
+from stabletrain.errors import ConfigError, StabletrainError, did_you_mean
+from stabletrain.forensics import repro_files
+from stabletrain.forensics.replay import Outcome, replay
+from stabletrain.machine import hardware
+from stabletrain.parallel.single import SingleProcess
+from stabletrain.protocols import Tools
+from stabletrain.records import Reading, TrainState
+from stabletrain.stability.guard import NoGuard
+from stabletrain.tracking import metrics
+from stabletrain.trainer.contract import FROM_DATA, vocabulary
+from stabletrain.trainer.tools import tools_from_config
+
+CONF = Path(__file__).parents[2] / "conf"
+
+ACTING = ("model", "precision", "zloss", "qknorm", "softcap", "determinism", "label_smoothing", "grad_accum_steps")
+"""What forward and backward depend on, besides weights and batch; these may be overridden."""
+
+PRESETS = ("stability",)
+"""Groups that only choose in others."""
+
+
+def with_overrides(
+    recorded: DictConfig, choices: Mapping[str, str], overrides: Sequence[str], config_dir: Path | None
+) -> DictConfig:
+    """The recorded configuration with overrides.
+
+    A group's option is taken from the configuration folders; all that is not overridden stays as it was recorded, so
+    that a run is replayed whatever has become of its own YAML.
+
+    Raises:
+        ConfigError: one cannot be read, is unknown, or has no part in a step's forward and backward.
+    """
+    everything = parsed(overrides, config_dir)
+    groups = [override for override in overrides if key_of(override) in choices]
+    for override in overrides:
+        root = key_of(override).partition(".")[0]
+        if root not in (*ACTING, *PRESETS, "device") and root in [*choices, *recorded]:
+            raise ConfigError(
+                f"{override}: it has no part in one step's forward and backward, so a replay cannot try it; train with "
+                f"it, or try one of {', '.join((*ACTING, *PRESETS))}"
+            )
+        if key_of(override) == "model":
+            raise ConfigError(f"{override}: the incident's weights are of model={choices['model']}: change its keys")
+    cfg = DictConfig(OmegaConf.to_container(recorded))
+    taken = chosen_options(groups, config_dir) if groups else {}
+    for group, node in taken.items():
+        if group in CHOSEN_PARTS and group not in cfg.model and group != "qkclip":
+            raise ConfigError(f"{group} does nothing with model={choices['model']}, which has no attention: leave it")
+        cfg[group] = node
+        if group in CHOSEN_PARTS and group in cfg.model:
+            cfg.model[group] = node
+    before = dict(leaves(plain(cfg)))
+    for key, value in ((key, value) for key, value in everything if key not in choices):
+        if key not in before:
+            group = f"{key.partition('.')[0]}."
+            inside = [name for name in before if name.startswith(group) and not name.endswith("_")]
+            hint = did_you_mean(key, inside if "." in key else [*before, *choices])
+            raise ConfigError(f"{key}={value}: there is no such key{hint}")
+        OmegaConf.update(cfg, key, value, merge=False)
+        part, _, rest = key.partition(".")
+        if part in CHOSEN_PARTS and part in cfg.model:
+            OmegaConf.update(cfg.model, f"{part}.{rest}", value, merge=False)
+    check_keys(dict(leaves(plain(cfg))), before)
+    if plain(cfg) == plain(recorded):
+        raise ConfigError(f"{' '.join(overrides)}: the run was set to that already, so it changes nothing")
+    return cfg
+
+
+def chosen_options(groups: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
+    """The options that overrides of groups choose, directly or as a preset, of the groups that act in a step."""
+    if not CONF.is_dir():
+        raise ConfigError(
+            f"{CONF} is missing, where the groups' options are: install from a checkout, pip install -e ."
+        )
+    search = [] if config_dir is None else [f"hydra.searchpath=[file://{config_dir.resolve()}]"]
+    with hydra_errors_explained(groups, config_dir), initialize_config_dir(str(CONF), version_base="1.3"):
+        first, then = (compose("config", [*search, *more], return_hydra_config=True) for more in ([], groups))
+        old, new = first.hydra.runtime.choices, then.hydra.runtime.choices
+        typed = {key_of(override) for override in groups}
+        chosen = [group for group in ACTING if group in new and (group in typed or new[group] != old.get(group))]
+        return {group: OmegaConf.to_container(then[group], resolve=False) for group in chosen}
+
+
+def parsed(values: Sequence[str], config_dir: Path | None) -> list[tuple[str, Any]]:
+    """`key=value` as Hydra reads it."""
+    with hydra_errors_explained(values, config_dir):
+        found = OverridesParser.create().parse_overrides([*values])
+        for override in found:
+            if override.is_sweep_override() or override.is_delete():
+                raise ConfigError(f"{override.input_line}: a replay tries one value: write key=value")
+        return [(override.key_or_group, override.value()) for override in found]
+
+
+@contextlib.contextmanager
+def hydra_errors_explained(overrides: Sequence[str], config_dir: Path | None) -> Generator[None, None, None]:
+    """Hydra's complaints become messages; what it keeps for the process is put away."""
+    GlobalHydra.instance().clear()
+    options = [] if config_dir is None else ["--config-dir", str(config_dir)]
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        message = explain(error, CONF, Arguments(options, list(overrides)))
+        raise ConfigError(message or str(error)) from error
+    finally:
+        GlobalHydra.instance().clear()
+
+
+ODD = 7919
+"""A size that nobody chooses: where it turns up in a model's shapes, there stands what was left to the data."""
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """A step run again.
+
+    Attributes:
+        then: what the step measured; None if that is not known.
+        now: what came of it.
+        overrides: that were tried.
+        fresh: parameters of the tried model that the incident knows nothing of, and that are as initialised.
+        applied: whether the step's update is in the weights already, so that it is not the same step.
+    """
+
+    then: Reading | None
+    now: Outcome
+    overrides: Sequence[str]
+    fresh: Sequence[str]
+    applied: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for programs; a number that is not finite is a word."""
+        then = None if self.then is None else {"loss": self.then.loss, "grad_norm": self.then.grad_norm}
+        now = {"loss": self.now.loss, "grad_norm": self.now.grad_norm}
+        return metrics.plain(
+            {
+                "same_bits": None if self.overrides else self.now.bitwise_equal_to_reading,
+                "finite": self.now.finite,
+                "then": then,
+                "now": now,
+                "zero_gradients": self.now.zero_gradients,
+                "overrides": self.overrides,
+                "fresh_parameters": self.fresh,
+            }
+        )
+
+    def __str__(self) -> str:
+        """A table and a sentence."""
+        lines = [f"{'':<6}{'loss':>14}{'gradient norm':>16}"]
+        for name, one in (("then", self.then), ("now", self.now)):
+            if one is not None:
+                lines.append(f"{name:<6}{one.loss:>14.8g}{one.grad_norm:>16.8g}")
+        if self.fresh:
+            lines.append(f"new    {', '.join(self.fresh[:3])}: untrained, the incident's weights have no such part")
+        return "\n".join([*lines, self.verdict()])
+
+    def verdict(self) -> str:
+        """One sentence: the same bits, or what the overrides did."""
+        finite = "finite" if self.now.finite else "not finite"
+        if self.applied and self.now.finite and self.now.zero_gradients is not None:
+            finite += f", and {self.now.zero_gradients:.1%} of its gradients are 0"
+        if self.overrides:
+            return f"with {' '.join(self.overrides)} the step is {finite}"
+        if self.applied:
+            return f"run again, on the weights that it has made, the step is {finite}"
+        if self.now.bitwise_equal_to_reading is None:
+            why = "is not known" if self.then is None else "was computed by a compiled model, whose bits differ"
+            return f"run again the step is {finite}; what it was the first time {why}"
+        if self.now.bitwise_equal_to_reading:
+            return f"the same bits: the step is {finite}, as it was"
+        return (
+            f"other bits: run again the step is {finite}. Another machine or software computes others; on the same "
+            "one, it was the machine, or a fault put in on purpose"
+        )
+
+
+def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Path | None = None) -> ReplayReport:
+    """Runs an incident's step again, on the device that the overrides, or else the run, chose.
+
+    Args:
+        folder: the incident's.
+        overrides: `group=option` and `key=value`, as `train.py` takes them.
+        config_dir: the user's own groups, if an override names one of their options.
+
+    Raises:
+        ConfigError: the folder is no incident that can be replayed, or an override cannot be tried.
+        StabletrainError: the step could not be run.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is no folder: name one of <run>/incidents/; `stabletrain diagnose <run>` lists them"
+        )
+    if not (folder / repro_files.SCENE).exists():
+        raise ConfigError(f"{folder}: {why_not(folder)}")
+    about = repro_files.about(folder)
+    if not {"config", "choices"} <= set(about):
+        raise ConfigError(
+            f"{folder / repro_files.SCENE} holds no configuration: replay an incident of a run of train.py"
+        )
+    torch.set_num_threads(repro_files.read(folder).get("threads") or torch.get_num_threads())  # sums are cut up by them
+    recorded = DictConfig(updated(about["config"]))
+    cfg = with_overrides(recorded, about["choices"], overrides, config_dir) if overrides else recorded
+    cfg.model = fill_sizes(cfg, folder)
+    model, tools = model_and_tools(cfg)
+    other = plain(cfg)["model"] != plain(recorded)["model"]
+    repro = repro_files.load_repro(folder, model, tools, strict=not other)
+    if cfg.grad_accum_steps != recorded.grad_accum_steps:
+        repro = replace(repro, micro_batches=cfg.grad_accum_steps)
+    if cfg.precision.get("init_scale") != recorded.precision.get("init_scale"):  # else the scale is the step's own
+        repro = replace(repro, loss_scale=float(tools.precision.loss_scale()))
+    outcome = replay(repro, "same")
+    if outcome.not_run:
+        raise StabletrainError(f"{folder}: the step cannot be run: {outcome.not_run}")
+    known = repro_files.read(folder)[repro_files.STATE]["parameters"]
+    fresh = [name for name, _ in model.named_parameters() if name not in known]
+    return ReplayReport(repro.reading, outcome, tuple(overrides), fresh, repro.applied)
+
+
+def why_not(folder: Path) -> str:
+    """Why a folder cannot be replayed."""
+    if (folder / "diagnosis.json").exists():
+        return "weights and batch were not kept, so it cannot be replayed: train with forensics.keep_state=true"
+    return "it holds no incident: name one of <run>/incidents/; `stabletrain diagnose <run>` lists them"
+
+
+def model_and_tools(cfg: DictConfig) -> tuple[nn.Module, Tools]:
+    """The model on its device, with the weights it was made with, and what acts in a step."""
+    determinism = make(cfg, "determinism")
+    determinism.prepare()
+    device = hardware.pick(cfg.device)
+    precision = make(cfg, "precision", device=device)
+    precision.prepare()
+    determinism.seed_run(cfg.seed)
+    model = make(cfg, "model").to(device)
+    precision.wrap_fp32_modules(model)
+    precision.attach(model, TrainState(model, torch.optim.SGD(model.parameters(), lr=0.0)).optimizer)
+    tools = tools_from_config(
+        cfg,
+        model,
+        vocab_size=vocabulary(model, cfg.model),
+        precision=precision,
+        clipping=make(cfg, "clipping"),
+        guard=NoGuard(),
+        determinism=determinism,
+        seed=cfg.seed,
+        parallel=SingleProcess(),
+    )
+    return model, tools
+
+
+def fill_sizes(cfg: DictConfig, folder: Path) -> DictConfig:
+    """The model's configuration, with what was left to the data filled in from the incident's shapes.
+
+    Raises:
+        ConfigError: the shapes do not say it.
+    """
+    open_ones = [key for key in FROM_DATA if key in cfg.model and cfg.model[key] is None]
+    if not open_ones:
+        return cfg.model
+    probe = DictConfig(plain(cfg))
+    for number, key in enumerate(open_ones):
+        probe.model[key] = ODD + 2 * number
+    with torch.device("meta"):
+        model = make(probe, "model")
+    found = repro_files.read(folder)
+    state = repro_files.tensors_of(folder, repro_files.STATE, found)
+    then = {name: tensor.shape for part in ("parameters", "buffers") for name, tensor in state[part].items()}
+    length = repro_files.tensors_of(folder, repro_files.BATCH, found)["inputs"].shape[-1]
+    filled = DictConfig(plain(cfg)["model"])
+    for number, key in enumerate(open_ones):
+        odd = ODD + 2 * number
+        here = [
+            then[name][dim]
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+            for dim, size in enumerate(tensor.shape)
+            if size == odd and name in then and len(then[name]) == tensor.ndim
+        ]
+        if key == "block_size" and not here:
+            here = [length]  # nothing is as long as a sample but the samples
+        if not here:
+            raise ConfigError(f"{folder}: model.{key} came from the data, and no shape tells it: add model.{key}=...")
+        filled[key] = here[0]
+    return filled

@@ -1,0 +1,129 @@
+"""`slurm/launch.sh`: reads the request, makes the runs' folders, and submits a job for each kind of card."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from stabletrain.cli.slurm.request import Card, Request, read_cluster, read_request
+from stabletrain.cli.slurm.runs import Runs, expand
+from stabletrain.cli.slurm.script import Job, script
+from stabletrain.cli.sweep.plan import FINISHED, status_of
+from stabletrain.config.arguments import Arguments, merged, newest_of_same, recorded_arguments, sweep_arguments
+from stabletrain.errors import ConfigError, StabletrainError
+
+
+def main() -> int:
+    """Submits, or with `--dry-run` prints; returns the exit code, 2 where nothing could be submitted."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    try:
+        request = read_request(sys.argv[1:])
+        cards = [read_cluster(request.cluster, name) for name in request.cards]
+        jobs, runs = plan_jobs(request, cards)
+        scripts = [script(job, request) for job in jobs]
+        for note in runs.notes:
+            print(note, file=sys.stderr)
+        if request.dry_run:
+            print("\n".join(scripts), end="")
+            return 0
+        if shutil.which("sbatch") is None:
+            raise ConfigError("there is no sbatch here: run this on a login node of the cluster, or add --dry-run")
+        for number, (job, text) in enumerate(zip(jobs, scripts, strict=True)):
+            submit(job, text, runs.record, submitted=number)
+    except StabletrainError as error:
+        print(f"slurm/launch.sh: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"runs     {runs.folder}")
+    if len(runs.overrides) * len(cards) > 1:
+        print(f"then     stabletrain compare {shlex.quote(str(runs.folder))}")
+    return 0
+
+
+def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
+    """A job for each card: alone in the sweep's folder, or each in the folder of its name below it.
+
+    `resume=auto` leaves out the runs of a sweep that are over.
+
+    Raises:
+        ConfigError: a run cannot work, or its folder is taken.
+    """
+    arguments, folder = resolve_resume(request)
+    same = folder is not None and request.arguments.value("resume") == "auto"
+    runs = expand(arguments, {card.name: request.nodes * request.processes(card.gpus_per_node) for card in cards})
+    if folder is not None:
+        runs = runs._replace(folder=folder)
+    options = [option for option in arguments.options if option != "-m"]
+    jobs = []
+    for card in cards:
+        where = runs.folder / card.name if len(cards) > 1 else runs.folder
+        tasks = [n for n in range(len(runs.overrides)) if not (same and status_of(where / str(n)) in FINISHED)]
+        jobs.append(Job(card, where, tasks if arguments.sweeps else None, runs.overrides, options, Path.cwd()))
+    if not any(job.folders for job in jobs):
+        raise ConfigError(f"every run in {runs.folder} is over: there is nothing to continue")
+    jobs = [job for job in jobs if job.folders]
+    key = "hydra.sweep.dir" if arguments.sweeps else "hydra.run.dir"
+    for each in (each for job in jobs for each in job.folders):
+        if folder is None and ((each / "slurm.log").exists() or (each / "run.json").exists()):
+            raise ConfigError(f"{each} already holds a run: continue it with resume=auto, or choose another {key}")
+    return jobs, runs
+
+
+def resolve_resume(request: Request) -> tuple[Arguments, Path | None]:
+    """The arguments without `resume`, and the folder that it continues in; None where a new one begins.
+
+    `resume=auto` finds the newest folder of the same command, and `resume=<folder>` takes the recorded command of that
+    one, with what is typed now after it.
+
+    Raises:
+        ConfigError: it names no run or sweep.
+    """
+    typed = request.arguments.without("resume")
+    resume = request.arguments.value("resume")
+    if resume in (None, "none"):
+        return typed, None
+    key = "hydra.sweep.dir" if typed.sweeps else "hydra.run.dir"
+    if resume == "auto":
+        part = request.cards[0] if len(request.cards) > 1 else "."  # each card's jobs have a folder of their own
+        named = typed.value(key) or newest_of_same(typed, part)
+        found = Path(named) if named else None
+        if found is None:
+            print("resume=auto: no earlier run of this command here; a new one starts", file=sys.stderr)
+        return typed, found
+    folder, mark = Path(resume), "multirun.yaml" if typed.sweeps else "run.json"
+    places = [folder / card for card in request.cards] if len(request.cards) > 1 else [folder]
+    for place in places:
+        if not (place / mark).exists():
+            raise ConfigError(f"resume={resume}: there is no {place / mark}: use auto, or a folder that was begun")
+    first = sweep_arguments(places[0]) if typed.sweeps else recorded_arguments(folder)
+    return merged(first or Arguments([], []), typed), folder
+
+
+def submit(job: Job, text: str, record: DictConfig | None, *, submitted: int) -> None:
+    """Makes the folders that Slurm needs for the logs, keeps the script beside them, and submits it.
+
+    Raises:
+        StabletrainError: Slurm refuses it.
+    """
+    for folder in job.folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    if record is not None:
+        OmegaConf.save(record, job.folder / "multirun.yaml")
+    file = job.folder / "slurm.sh"
+    file.write_text(text, encoding="utf-8")
+    done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True)
+    if done.returncode:
+        reason = " ".join(done.stderr.split()).removeprefix("sbatch: error: ")
+        before = f" ({submitted} of the sweep's jobs are submitted already)" if submitted else ""
+        raise StabletrainError(f"sbatch refused the job on {job.card.name}: {reason}{before}; its script is {file}")
+    number = done.stdout.strip().partition(";")[0]
+    tasks = f", {len(job.tasks)} tasks" if job.tasks else ""
+    log = job.folder / "<n>" / "slurm.log" if job.tasks else job.folder / "slurm.log"
+    print(f"job      {number} on {job.card.name}{tasks}, log {log}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""What is asked of Slurm: the command line of `slurm/launch.sh`, and the cluster's own names.
+
+What a cluster calls things: partitions, cards, accounts, read from `slurm/cluster.conf`.
+
+The command line of `slurm/launch.sh`: what is asked of Slurm, and what is left for `train.py`.
+"""
+
+import argparse
+import configparser
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NoReturn
+
+from stabletrain.config.arguments import Arguments, parse_arguments
+from stabletrain.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Card:
+    """How to ask for one kind of card; an empty string asks for nothing.
+
+    Attributes:
+        name: the section's.
+        partition, account, qos, constraint, memory: as `sbatch` takes them.
+        gres: the cards of a node, `{gpus}` standing for their number; empty on nodes without cards.
+        gpus_per_node: where `--gpus-per-node` does not say it.
+        cpus_per_gpu: cores for each card's process.
+        time: where `--time` does not say it.
+        notice: seconds before the time limit at which a job is told to save.
+        modules: to be loaded.
+        environment: shell lines that make the environment, run on the first node of each job.
+        python: the interpreter on the nodes; empty: the one that submits.
+        sbatch: more options of `sbatch`, one a line.
+    """
+
+    name: str
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    memory: str = ""
+    gres: str = ""
+    gpus_per_node: str = "1"
+    cpus_per_gpu: str = ""
+    time: str = ""
+    notice: str = "120"
+    modules: str = ""
+    environment: str = ""
+    python: str = ""
+    sbatch: str = ""
+
+
+KEYS = [field.name for field in fields(Card) if field.name != "name"]
+
+COUNTS = {"gpus_per_node": 1, "cpus_per_gpu": 1, "notice": 30}
+"""Keys that are whole numbers, and their lowest value: Slurm looks at time limits every 30 seconds."""
+
+
+def read_cluster(file: Path, name: str) -> Card:
+    """One card's section, with what [DEFAULT] says for every card.
+
+    Raises:
+        ConfigError: there is no such file or section, or a key or value in it that cannot be.
+    """
+    config = configparser.ConfigParser(interpolation=None, delimiters=("=",), comment_prefixes=("#",))
+    try:
+        with file.open(encoding="utf-8") as lines:
+            config.read_file(lines)
+    except OSError as error:
+        raise ConfigError(f"--cluster {file} cannot be read ({error.strerror}): see slurm/README.md") from error
+    except (configparser.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
+    if name not in config:
+        raise ConfigError(f"--gpu {name} is not in {file}, which has {', '.join(config.sections())}: add it there")
+    for key, value in config[name].items():
+        if key not in KEYS:
+            hint = did_you_mean(key, KEYS) or f"; there are {', '.join(KEYS)}"
+            raise ConfigError(f"{file}: [{name}] {key}: there is no such key{hint}")
+        if value and key in COUNTS and (not value.isdecimal() or int(value) < COUNTS[key]):
+            raise ConfigError(f"{file}: [{name}] {key} = {value} is not a whole number of at least {COUNTS[key]}")
+    card = Card(name, **{key: value for key, value in config[name].items() if value})
+    if card.time:
+        seconds(card.time)
+    return card
+
+
+CLUSTER = Path(__file__).parents[3] / "slurm" / "cluster.conf"
+
+TIME = re.compile(
+    r"(?:(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?|(?P<short>\d+(?::\d+){0,2}))"
+)
+"""Slurm's forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, and so on."""
+
+HYDRAS = {"--config-dir": "-cd", "--config-name": "-cn", "--config-path": "-cp"}
+"""Options that go on to `train.py`."""
+
+EXAMPLES = """\
+one job           slurm/launch.sh --gpu a100 --time 8:00:00 precision=bf16 stability=zloss_qknorm
+two nodes of four slurm/launch.sh --gpu h100 --nodes 2 --gpus-per-node 4 model=gpt2 batch_size=512
+a sweep           slurm/launch.sh --gpu a100,v100 --parallel-jobs 8 -m seed=0,1,2 optimizer.lr=1e-3,1e-2
+look first        slurm/launch.sh --dry-run ...
+continue          slurm/launch.sh resume=auto ...
+
+A job that is pre-empted, or whose time runs out, saves and queues again. `scancel <job>` ends it for good,
+`scancel --signal=USR2 <job>` makes it save and queue again now. The names of the cluster are in slurm/cluster.conf."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    Attributes:
+        cards: sections of cluster.conf; several only with a sweep.
+        nodes: of each run.
+        gpus: on each node; None leaves it to cluster.conf.
+        time, partition, account: as Slurm takes them; None leaves them to cluster.conf.
+        name: of the jobs.
+        parallel_jobs: runs of a card's array that may run at once; None is Slurm's own limit.
+        max_requeues: how often a job may queue again.
+        dry_run: print the scripts and submit nothing.
+        cluster: the file with the cluster's names.
+        arguments: what goes on to `train.py`.
+    """
+
+    cards: Sequence[str]
+    nodes: int
+    gpus: int | None
+    time: str | None
+    partition: str | None
+    account: str | None
+    name: str
+    parallel_jobs: int | None
+    max_requeues: int
+    dry_run: bool
+    cluster: Path
+    arguments: Arguments
+
+    def processes(self, customary: str) -> int:
+        """How many a node has, one for each card; `customary` is cluster.conf's number."""
+        return self.gpus or int(customary)
+
+    def options(self, card: str) -> list[str]:
+        """The options that ask for one run on this card, as they would be typed again."""
+        asked: dict[str, object] = {"--gpu": card, "--nodes": self.nodes if self.nodes > 1 else None}
+        asked |= {"--gpus-per-node": self.gpus}
+        asked |= {"--time": self.time, "--partition": self.partition, "--account": self.account}
+        asked |= {"--cluster": None if self.cluster == CLUSTER else self.cluster.resolve()}
+        return [word for name, value in asked.items() if value is not None for word in (name, str(value))]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises what `argparse` would print below its usage."""
+        raise ConfigError(f"{message}: slurm/launch.sh --help lists the options")
+
+
+def at_least(lowest: int):
+    """A whole number with a lower bound, for `argparse`."""
+
+    def number(typed: str) -> int:
+        if not typed.isdecimal() or int(typed) < lowest:
+            raise argparse.ArgumentTypeError(f"{typed!r} is not a whole number of at least {lowest}")
+        return int(typed)
+
+    return number
+
+
+def seconds(time: str) -> int | None:
+    """A time limit in seconds; None where there is none.
+
+    Raises:
+        ConfigError: it is none of Slurm's forms.
+    """
+    if time.lower() in ("infinite", "unlimited"):
+        return None
+    found = TIME.fullmatch(time)
+    if not found:
+        raise ConfigError(f"--time {time} is not a time: use minutes, hours:minutes:seconds or days-hours:minutes")
+    if short := found["short"]:
+        parts = [int(part) for part in short.split(":")]
+        total = {1: lambda m: 60 * m, 2: lambda m, s: 60 * m + s, 3: lambda h, m, s: 3600 * h + 60 * m + s}
+        limit = total[len(parts)](*parts)
+    else:
+        days, hours, minutes, rest = (int(found[name] or 0) for name in ("days", "hours", "minutes", "seconds"))
+        limit = 86400 * days + 3600 * hours + 60 * minutes + rest
+    if not limit:
+        raise ConfigError(f"--time {time} is no time at all: leave --time out for the partition's limit")
+    return limit
+
+
+def time_of(typed: str) -> str:
+    """A time limit as it was typed, known to be one."""
+    seconds(typed)
+    return typed
+
+
+def parser() -> Parser:
+    """The options; each has its meaning in one line."""
+    made = Parser(
+        prog="slurm/launch.sh",
+        usage="slurm/launch.sh [options] [-m] [group=option | key=value ...]",
+        description="Trains on a Slurm cluster: one job, or with -m a job array with one run a task.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    one, some = at_least(1), at_least(0)
+    made.add_argument("--gpu", default="any", metavar="CARD[,CARD]", help="a section of cluster.conf; several with -m")
+    made.add_argument("--nodes", type=one, default=1, metavar="N", help="nodes of a run (1)")
+    made.add_argument("--gpus-per-node", type=one, metavar="G", help="cards on each (cluster.conf)")
+    made.add_argument("--time", type=time_of, metavar="LIMIT", help="of one stretch, as Slurm takes it (cluster.conf)")
+    made.add_argument("--partition", metavar="NAME", help="(cluster.conf)")
+    made.add_argument("--account", metavar="NAME", help="(cluster.conf)")
+    made.add_argument("--name", default="stabletrain", metavar="NAME", help="of the jobs (stabletrain)")
+    made.add_argument("--parallel-jobs", type=one, metavar="N", help="with -m: runs at once on each kind of card")
+    made.add_argument("--max-requeues", type=some, default=100, metavar="N", help="how often a job queues again (100)")
+    made.add_argument("--cluster", type=Path, default=CLUSTER, metavar="FILE", help="(slurm/cluster.conf)")
+    made.add_argument("--dry-run", action="store_true", help="print the scripts, submit nothing")
+    made.add_argument("-m", "--multirun", action="store_true", help="every combination of comma-separated values")
+    for long, short in HYDRAS.items():
+        made.add_argument(short, long, action="append", help=argparse.SUPPRESS)
+    made.add_argument("overrides", nargs="*", help="what train.py takes: precision=bf16, optimizer.lr=1e-3")
+    return made
+
+
+def read_request(typed: Sequence[str]) -> Request:
+    """The request that a command line makes.
+
+    Raises:
+        ConfigError: an option that there is not, or a value that it cannot have.
+    """
+    found = parser().parse_intermixed_args(typed)
+    cards = found.gpu.split(",")
+    if "" in cards or len(set(cards)) < len(cards):
+        raise ConfigError(f"--gpu {found.gpu}: name each card once, with commas between them, such as a100,v100")
+    if len(cards) > 1 and not found.multirun:
+        raise ConfigError(f"--gpu {found.gpu}: several cards are a sweep over them: add -m")
+    if found.parallel_jobs and not found.multirun:
+        raise ConfigError(
+            f"--parallel-jobs {found.parallel_jobs}: without -m there is one job: leave it out, or add -m"
+        )
+    options = ["-m"] if found.multirun else []
+    for long in HYDRAS:
+        for value in getattr(found, long[2:].replace("-", "_")) or []:
+            options += [long, value]
+    return Request(
+        cards=cards,
+        nodes=found.nodes,
+        gpus=found.gpus_per_node,
+        time=found.time,
+        partition=found.partition,
+        account=found.account,
+        name=found.name,
+        parallel_jobs=found.parallel_jobs,
+        max_requeues=found.max_requeues,
+        dry_run=found.dry_run,
+        cluster=found.cluster,
+        arguments=parse_arguments([*options, *found.overrides]),
+    )

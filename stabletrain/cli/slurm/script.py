@@ -1,0 +1,139 @@
+"""The batch script of one job or job array: Slurm's options, the environment, and which run a task is."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from stabletrain.cli.slurm.request import Card, Request, seconds
+from stabletrain.config.arguments import LAUNCH
+from stabletrain.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+
+
+class Job(NamedTuple):
+    """What one `sbatch` submits.
+
+    Attributes:
+        card: on what.
+        folder: of the run; of a sweep, the one above its runs.
+        tasks: of a sweep, the numbers of the runs to be run, each in the folder of its number; None without one.
+        overrides: of each run, those that are not to be run included.
+        options: Hydra's, for all of them.
+        home: the folder it is submitted from, where its relative paths begin.
+    """
+
+    card: Card
+    folder: Path
+    tasks: list[int] | None
+    overrides: list[list[str]]
+    options: list[str]
+    home: Path
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folder of each run."""
+        return [self.folder] if self.tasks is None else [self.folder / str(number) for number in self.tasks]
+
+
+def script(job: Job, request: Request) -> str:
+    """The text of the batch script.
+
+    Raises:
+        ConfigError: a limit of time shorter than the notice, or a folder whose name cannot be passed on.
+    """
+    card = job.card
+    gpus = request.processes(card.gpus_per_node)
+    if bad := set("'\"\\\n") & set(str(job.folder)):
+        raise ConfigError(f"the run folder {job.folder} has {sorted(bad)[0]!r} in its name: choose one without")
+    lines = ["#!/usr/bin/env bash", f"# {title(job, request, gpus)}; written by slurm/launch.sh."]
+    lines += [f"#SBATCH {option}" for option in asked(job, request, gpus)]
+    lines += ["set -e"]
+    lines += [f"module load {shlex.join(card.modules.split())}"] if card.modules else []
+    lines += [line.strip() for line in card.environment.splitlines() if line.strip()]
+    folder = shlex.quote(str(job.folder))
+    if job.tasks:
+        lines.append('case "$SLURM_ARRAY_TASK_ID" in')
+        lines += [f"  {number}) overrides=({shlex.join(job.overrides[number])}) ;;" for number in job.tasks]
+        lines += ["esac", f'folder={folder}/"$SLURM_ARRAY_TASK_ID"']
+    else:
+        lines += [f"overrides=({shlex.join(job.overrides[0])})", f"folder={folder}"]
+    again = shlex.join([str(ROOT / "slurm" / "launch.sh"), *request.options(card.name)])
+    lines.append(f"export {LAUNCH}={shlex.quote(again)}")
+    python = card.python or sys.executable
+    command = shlex.join([python, str(ROOT / "train.py"), *job.options])
+    lines += [
+        "# shellcheck source=/dev/null",
+        f"source {shlex.quote(str(ROOT / 'slurm' / 'job.sh'))} \\",
+        f'  "$folder" {gpus} {request.max_requeues} {card.notice} \\',
+        f'  {command} "${{overrides[@]}}"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def title(job: Job, request: Request, gpus: int) -> str:
+    """What the job is, in words."""
+    runs = f"{len(job.tasks)} runs" if job.tasks else "One run"
+    return f"{runs} on {job.card.name}, {request.nodes} x {gpus} processes each"
+
+
+def asked(job: Job, request: Request, gpus: int) -> list[str]:
+    """The options of `sbatch`.
+
+    Raises:
+        ConfigError: the time limit is shorter than the notice.
+    """
+    card = job.card
+    time = request.time or card.time
+    if time and (limit := seconds(time)) is not None and limit <= int(card.notice):
+        raise ConfigError(
+            f"--time {time} is {limit} s, no longer than the notice of {card.notice} s at which a job saves and queues "
+            "again: raise --time, or lower notice in cluster.conf"
+        )
+    log = "%a/slurm.log" if job.tasks else "slurm.log"
+    values = {
+        "job-name": request.name,
+        "partition": request.partition or card.partition,
+        "account": request.account or card.account,
+        "qos": card.qos,
+        "constraint": card.constraint,
+        "nodes": str(request.nodes),
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(int(card.cpus_per_gpu) * gpus) if card.cpus_per_gpu else "",
+        "mem": card.memory,
+        "gres": card.gres.replace("{gpus}", str(gpus)),
+        "time": time,
+        "chdir": str(job.home),
+        "output": str(job.home / job.folder).replace("%", "%%") + f"/{log}",
+        "open-mode": "append",
+        "signal": f"B:USR2@{card.notice}",
+    }
+    if job.tasks:
+        values["array"] = ranges(job.tasks) + (f"%{request.parallel_jobs}" if request.parallel_jobs else "")
+    lines = [f"--{name}={quoted(value)}" for name, value in values.items() if value]
+    return [*lines, "--requeue", *(line.strip() for line in card.sbatch.splitlines() if line.strip())]
+
+
+def ranges(numbers: list[int]) -> str:
+    """Rising numbers as Slurm writes them: `0-3,5,7-8`."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ",".join("-".join(map(str, ends)) for ends in found)
+
+
+def quoted(value: str) -> str:
+    """A value as an `#SBATCH` line takes it.
+
+    Raises:
+        ConfigError: a line cannot hold it.
+    """
+    if "\n" in value:
+        raise ConfigError(f"{value!r} has a line break in it, which Slurm cannot take: leave it out")
+    if all(letter.isalnum() or letter in "-_./:,=@%+" for letter in value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

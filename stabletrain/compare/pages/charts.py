@@ -1,0 +1,169 @@
+"""What of a run is drawn: its curves as short lists of numbers, and the marks on them.
+
+Numbers have six figures; what is no number is null in the list and has a mark of its own: a NaN is never hidden.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from stabletrain.compare.reading.columns import Curve, thin
+from stabletrain.compare.reading.run import Run
+
+PANELS: list[dict[str, Any]] = [
+    {
+        "title": "Training loss (nats)",
+        "note": "Cross: update withheld. Triangle: incident. Faint: rolled back.",
+        "names": ["train/loss"],
+        "cap": True,
+        "smooth": True,
+        "marks": True,
+    },
+    {"title": "Validation loss (nats)", "names": ["val/loss"], "cap": True, "dots": True},
+    {"title": "Validation accuracy", "names": ["val/accuracy"], "dots": True},
+    {"title": "Gradient norm", "names": ["grad/norm"], "log": True, "smooth": True},
+    {
+        "title": "Spike score",
+        "note": "Share of the steps so far whose loss was a spike, or whose gradient norm was.",
+        "names": ["spike/score", "spike/grad_norm_score"],
+        "floor": 0,
+    },
+    {
+        "title": "Attention logits: their bound, max|q| max|k| / √d",
+        "names": ["monitors/attn_logit_bound", "monitors/attn_logit_max"],
+        "log": True,
+        "lines": [{"y": 1e4, "text": "10,000: runs beyond it diverged in arXiv 2309.14322"}],
+    },
+    {
+        "title": "fp16 headroom (bits)",
+        "note": "How often the largest activation could still double before it is too large for fp16.",
+        "names": ["monitors/headroom_min"],
+        "lines": [{"y": 0, "text": "0: too large for fp16"}],
+    },
+    {"title": "Loss scale", "names": ["precision/loss_scale"], "log": True},
+    {"title": "Share of steps that were clipped", "names": ["clip/fraction"], "floor": 0},
+    {"title": "Learning rate", "names": ["lr"], "log": True},
+    {
+        "title": "Throughput (units a second)",
+        "names": ["tokens_per_s", "images_per_s", "samples_per_s"],
+        "floor": 0,
+        "smooth": True,
+    },
+]
+"""The pictures over steps: which metrics, on which axis, and what a reader has to know."""
+
+LOSS = "train/loss"
+
+NAMES = [name for panel in PANELS for name in panel["names"]]
+
+MOST_SKIPS = 200
+"""Crosses of a run at most; beyond them they would only hide its line."""
+
+
+def panels(runs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The pictures for which at least one of these drawn runs has a curve, with the names that there are."""
+    there = {name for run in runs for name in run["curves"]}
+    found = []
+    for panel in PANELS:
+        names = [name for name in panel["names"] if name in there]
+        if names:
+            found.append({**panel, "names": names})
+    return found
+
+
+def chart_data(run: Run, points: int) -> dict[str, Any]:
+    """A run's curves and marks: `curves` by name, `abandoned` stretches of the loss, `skips`, `rollbacks`.
+
+    Args:
+        points: of each curve, at most.
+    """
+    curves = {name: as_lists(run.curve(name), points) for name in NAMES if len(run.curve(name)[0])}
+    for name in ("precision/loss_scale", "clip/fraction"):  # of most runs one number for ever, which is no picture
+        if name in curves and len({*curves[name]["y"]}) == 1:
+            del curves[name]
+    stretches = run.abandoned(LOSS)
+    skips: list[list[float | None]] = []
+    if run.skips and LOSS in curves:
+        applied, withheld = split(run)
+        curves[LOSS] = as_lists(applied, points)
+        skips = skip_marks(run, withheld, stretches)
+    return {
+        "curves": curves,
+        "abandoned": [[listed["x"], listed["y"]] for listed in (as_lists(each, points) for each in stretches)],
+        "skips": skips,
+        "rollbacks": [int(steps[-1]) for steps, _ in stretches if len(steps)],
+    }
+
+
+def split(run: Run) -> tuple[Curve, Curve]:
+    """The losses of the steps whose update was applied, and of those whose update was withheld."""
+    steps, losses = run.curve(LOSS, -1)
+    at, flags = run.curve("guard/applied", -1)
+    gone = np.isin(steps, at[flags == 0])
+    return (steps[~gone], losses[~gone]), (steps[gone], losses[gone])
+
+
+def skip_marks(run: Run, withheld: Curve, stretches: list[Curve]) -> list[list[float | None]]:
+    """Step and loss of the skips; None for a loss that was not logged, or was no number."""
+    known: dict[int, float] = {}
+    for steps, losses in (*stretches, withheld):
+        known.update(zip(steps.tolist(), losses.tolist(), strict=True))
+    places = run.skips if len(run.skips) <= MOST_SKIPS else run.skips[:: -(-len(run.skips) // MOST_SKIPS)]
+    return [[step, rounded(known.get(step))] for step in places]
+
+
+def as_lists(curve: Curve, points: int) -> dict[str, Any]:
+    """`x` and `y`, and `bad`: step and word of what is no number."""
+    steps, values = thin(curve, max(points, 8))
+    words = [(int(step), word(value)) for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
+    listed: dict[str, Any] = {"x": steps.tolist(), "y": [rounded(value) for value in values.tolist()]}
+    return listed | ({"bad": words[:50]} if words else {})
+
+
+def word(value: float) -> str:
+    """NaN, Infinity or -Infinity."""
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def rounded(value: float | None) -> float | None:
+    """Six figures; None for what is no number."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def incident_rows(run: Run, above: Path) -> list[dict[str, Any]]:
+    """A run's incidents, each with a link to its own page where there is one.
+
+    Args:
+        above: the folder that the page is in.
+    """
+    return [
+        {
+            **{name: one.get(name) for name in ("step", "kind", "cause", "verdict")},
+            "fix": [str(fix) for fix in one.get("fix") or []],
+            "link": link(run.folder / one["path"] / "report.md", above) if one.get("path") else None,
+        }
+        for one in run.incidents
+    ]
+
+
+def link(file: Path, above: Path) -> str | None:
+    """How a page in the folder `above` names a file; None where there is none."""
+    if not file.is_file():
+        return None
+    return quote(os.path.relpath(file.absolute(), above.absolute()).encode("utf-8", "surrogateescape"))
+
+
+def sample(run: Run, most: int = 4000) -> str | None:
+    """The text that the finished run wrote, at most so many characters; None where there is none."""
+    if run.status != "finished":
+        return None
+    try:
+        text = (run.folder / "sample.txt").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return text[:most] or None

@@ -1,0 +1,138 @@
+"""Pictures: curves of a learning-rate sensitivity, and training losses.
+
+The curves behind a sensitivity table: final loss, and largest attention logit, against the learning rate.
+
+Training losses of some runs against their steps, with what was rolled back drawn thin beside the run's course.
+"""
+
+import math
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stabletrain.compare.reading.columns import Curve
+from stabletrain.compare.reading.run import Run
+from stabletrain.compare.reading.settings import shown, telling, value_of
+from stabletrain.compare.sensitivity import Arm
+from stabletrain.errors import ConfigError
+
+FORMATS = (".svg", ".png", ".pdf")
+
+
+def draw(found: Sequence[Arm], file: Path) -> None:
+    """Writes the picture; its ending, such as .svg or .png, decides the format.
+
+    Each line is the mean over the seeds, its band the lowest to the highest; a cross marks each run that diverged.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or does not know the format.
+    """
+    check_name(file)
+    seen = any(not math.isnan(point.logit) for arm in found for curve in arm.curves.values() for point in curve)
+    panels = [("final loss (or that at init), nats", "loss"), ("largest attention logit", "logit")][: 2 if seen else 1]
+    with canvas(file, width=9 if seen else 5, panels=len(panels)) as axes:
+        for axis, (label, field) in zip(axes, panels, strict=True):
+            for arm in found:
+                rates = [rate for rate in arm.grid if arm.at(rate)]
+                values = [[getattr(point, field) for point in arm.at(rate)] for rate in rates]
+                (line,) = axis.plot(rates, [sum(each) / len(each) for each in values], marker="o", ms=3, label=arm.name)
+                lowest, highest = list(map(min, values)), list(map(max, values))
+                axis.fill_between(rates, lowest, highest, alpha=0.2, color=line.get_color())
+                for rate in rates:
+                    lost = [getattr(point, field) for point in arm.at(rate) if point.diverged]
+                    axis.plot([rate] * len(lost), lost, "x", ms=5, color=line.get_color())
+            axis.set(xscale="log", xlabel="peak learning rate", ylabel=label)
+            axis.grid(alpha=0.3)
+        if seen:
+            axes[1].set_yscale("log")
+            axes[1].axhline(1e4, color="grey", lw=0.8, ls="--")
+        axes[0].legend(fontsize=8)
+
+
+@contextmanager
+def canvas(file: Path, *, width: float, panels: int = 1) -> Generator[list[Any], None, None]:
+    """Axes side by side to draw on; what is drawn within is written to `file`, the same bytes for the same drawing.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise ConfigError('a picture needs matplotlib: pip install "stabletrain[picture]"') from None
+    mpl.use("agg")
+    mpl.rcParams["svg.hashsalt"] = "stabletrain"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, panels, figsize=(width, 3.6), squeeze=False)
+    yield list(axes[0])
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+def check_name(file: Path) -> None:
+    """Refuses a file that could not be written."""
+    if file.suffix not in FORMATS:
+        raise ConfigError(f"{file}: the ending says the format: use {', '.join(FORMATS)}")
+    if not file.parent.is_dir():
+        raise ConfigError(f"{file}: there is no folder {file.parent}: make it first")
+
+
+SMOOTHING = 0.9
+"""Weight of the past in the mean that is drawn."""
+
+MOST = 30
+"""Runs in one picture; of more, those with the lowest and highest losses."""
+
+
+def draw_losses(runs: Sequence[Run], file: Path) -> None:
+    """Writes the picture; its ending, such as .svg or .png, decides the format.
+
+    Lines are running means (`SMOOTHING`), and losses of skipped steps are left out of them; a cross marks each skip.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or does not know the format.
+    """
+    check_name(file)
+    drawn = ends([run for run in runs if run.steps], MOST)
+    keys = telling(runs, but=())
+    with canvas(file, width=7.0) as (axis,):
+        for run in drawn:
+            name = ", ".join(f"{key}={shown(value_of(run, key))}" for key in keys) or run.name
+            (steps, losses), (skipped, lost) = course(run)
+            (line,) = axis.plot(steps, smooth(losses), label=name, lw=1.2)
+            axis.plot(skipped, lost, "x", ms=3, color=line.get_color())
+            for steps, losses in run.abandoned("train/loss"):
+                axis.plot(steps, losses, color=line.get_color(), lw=0.5, alpha=0.5)
+        axis.set(xlabel="step", ylabel="training loss, nats")
+        axis.grid(alpha=0.3)
+        if drawn:
+            axis.legend(fontsize=8 if len(drawn) < 10 else 5)
+
+
+def ends(runs: Sequence[Run], most: int) -> list[Run]:
+    """At most so many of the runs, in their order: half with the lowest losses, half with the highest."""
+    ranked = sorted(runs, key=lambda run: np.nan_to_num(run.last("train/loss"), nan=np.inf))
+    chosen = ranked if len(ranked) <= most else ranked[: most // 2] + ranked[-(most // 2) :]
+    return [run for run in runs if any(run is each for each in chosen)]
+
+
+def course(run: Run) -> tuple[Curve, Curve]:
+    """Steps and losses of the applied steps, and of those that were skipped."""
+    steps, losses = run.curve("train/loss", points=-1)
+    gates, applied = run.curve("guard/applied", points=-1)
+    skipped = np.isin(steps, gates[applied == 0])
+    return (steps[~skipped], losses[~skipped]), (steps[skipped], losses[skipped])
+
+
+def smooth(values: Sequence[float] | np.ndarray) -> list[float]:
+    """Running means that give the past `SMOOTHING`, without a bias towards the first value."""
+    means, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = SMOOTHING * total + value, SMOOTHING * weight + 1.0
+        means.append(total / weight)
+    return means

@@ -1,0 +1,206 @@
+"""Checks of a configuration that need no torch.
+
+Values of a wrong type name the right one, and combinations that cannot work name both sides. Bounds of a single option
+stand in that option's class.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from stabletrain.config.make import leaves, make
+from stabletrain.errors import ConfigError, did_you_mean
+from stabletrain.parallel.ranks import Ranks, current_ranks
+from stabletrain.stability.schedule import LearningRate
+
+LOWEST = {
+    "steps": 1,
+    "batch_size": 1,
+    "grad_accum_steps": 1,
+    "eval_every": 1,
+    "eval_batches": 1,
+    "log_every": 1,
+    "data.length_warmup": 0,
+}
+"""Top-level numbers and their lowest value."""
+
+NULLS = {
+    "eval_batches": 1,
+    "warmup.steps": 1,
+    "model.vocab_size": 1,
+    "model.block_size": 1,
+    "model.num_classes": 1,
+    "model.in_channels": 1,
+    "data.path": "",
+    "faults.rank": 0,
+    "faults.module": "",
+    "faults.parameter": "",
+}
+"""Keys whose default is null, and a value of the type that they take otherwise."""
+
+MIXED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "compile": (lambda value: value == "auto" or isinstance(value, bool), "auto, true or false"),
+    "loss_chunk": (
+        lambda value: value in ("auto", "none") or (type(value) is int and value >= 1),
+        "auto, none, or a number of tokens of at least 1",
+    ),
+}
+"""Keys whose values are not all of one type: what they may be, and the same in words."""
+
+CHOSEN_PARTS = ("qknorm", "softcap", "qkclip")
+"""Groups that a model must take up by naming them in its own YAML (`qknorm: ${qknorm}`)."""
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuses a configuration that cannot work, before anything is built or torch is imported.
+
+    Must be called inside a Hydra job.
+
+    Raises:
+        ConfigError: naming the key, its value, the bound and the fix.
+    """
+    choices = HydraConfig.get().runtime.choices
+    values = dict(leaves(OmegaConf.to_container(cfg, resolve=True)))
+    check_keys(values, reference())
+    for key, lowest in LOWEST.items():
+        if (value := values.get(key)) is not None and value < lowest:
+            raise ConfigError(f"{key}={value} is below {lowest}")
+    if not 0 <= cfg.seed < 2**63:
+        raise ConfigError(f"seed={cfg.seed} is outside [0, 2^63)")
+    if cfg.batch_size % cfg.grad_accum_steps:
+        raise ConfigError(
+            f"batch_size={cfg.batch_size} does not divide into grad_accum_steps={cfg.grad_accum_steps} micro-batches: "
+            f"the nearest batch_size is {max(1, cfg.batch_size // cfg.grad_accum_steps) * cfg.grad_accum_steps}"
+        )
+    if (growing := values.get("data.length_warmup")) and growing >= cfg.steps:
+        raise ConfigError(
+            f"data.length_warmup={growing} >= steps={cfg.steps}: samples would never have their full length; lower "
+            "data.length_warmup or raise steps"
+        )
+    check_ranks(cfg, current_ranks())
+    check_parts(cfg, choices)
+    LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps)  # its bounds need no torch
+
+
+def check_ranks(cfg: DictConfig, ranks: Ranks) -> None:
+    """Refuses a batch that does not divide among the ranks and their micro-batches.
+
+    Raises:
+        ConfigError: names the sizes that do.
+    """
+    parts = ranks.world_size * cfg.grad_accum_steps
+    if cfg.batch_size % parts:
+        below = cfg.batch_size // parts * parts
+        sizes = f"{below} or {below + parts}" if below else f"{parts}"
+        raise ConfigError(
+            f"batch_size={cfg.batch_size} does not divide among {ranks.world_size} ranks x grad_accum_steps="
+            f"{cfg.grad_accum_steps}: use batch_size={sizes}, or another number of ranks"
+        )
+
+
+def reference() -> dict[str, Any]:
+    """The leaves of the same choice of options without any value of the user's: what types are measured by."""
+    hydra = HydraConfig.get()
+    chosen = [o for o in hydra.overrides.task if o.lstrip("+").partition("=")[0] in hydra.runtime.choices]
+    name = hydra.job.config_name
+    return dict(leaves(OmegaConf.to_container(compose(name, chosen), resolve=True)))
+
+
+def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Refuses keys that no option has (`+typo=1`), keys taken away, and values of another type than the default's."""
+    for key, value in values.items():
+        if key not in defaults:
+            raise ConfigError(f"{key}={value}: there is no such key{did_you_mean(key, defaults, cutoff=0.75)}")
+        if key in MIXED:
+            may_be, words = MIXED[key]
+            if not may_be(value):
+                raise ConfigError(f"{key}={show(value)} is not {words}: the default is {defaults[key]}")
+            continue
+        default = defaults[key] if defaults[key] is not None else NULLS.get(key)
+        if default is None or (value is None and defaults[key] is None) or fits(value, default):
+            continue
+        hint = f"the default is {show(defaults[key])}"
+        if whole(value):
+            hint = f"write {key}={int(value)}"
+        elif default == [] and not isinstance(value, list):
+            hint = f"write {key}=[{show(value)}]"
+        raise ConfigError(f"{key}={show(value)} is not {kind_of(default)}: {hint}")
+    if missing := sorted(set(defaults) - set(values)):
+        raise ConfigError(
+            f"{missing[0]} was taken away: every group has an option that does nothing, such as none or off"
+        )
+
+
+def fits(value: Any, default: Any) -> bool:
+    """Whether `value` has the type that `default` shows; an int serves as a float, a bool never as a number."""
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, float):
+        return isinstance(value, int | float)
+    if isinstance(default, list) and isinstance(value, list):
+        return not default or all(fits(each, default[0]) for each in value)
+    return isinstance(value, type(default))
+
+
+def whole(value: Any) -> bool:
+    """Whether `value` is a float that could be written as an int, such as 1e3."""
+    return isinstance(value, float) and value.is_integer()
+
+
+def kind_of(default: Any) -> str:
+    """The type of a default in words."""
+    if isinstance(default, list):
+        return f"a list of {'names' if not default or isinstance(default[0], str) else 'numbers'}"
+    words = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "a name",
+    }
+    return words.get(type(default), f"of type {type(default).__name__}")
+
+
+def show(value: Any) -> str:
+    """A value as one would type it."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
+def check_parts(cfg: DictConfig, choices: Mapping[str, str]) -> None:
+    """Refuses parts that the chosen model cannot take, and data that it cannot read."""
+    model, data = choices["model"], choices["data"]
+    typed = {override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task}
+
+    def named(group: str) -> str:
+        """`qknorm=layernorm`, and which preset chose it where nobody typed it."""
+        preset = "" if group in typed or choices["stability"] == "none" else f"stability={choices['stability']} sets "
+        return f"{preset}{group}={choices[group]}, which" if preset else f"{group}={choices[group]}"
+
+    for group in CHOSEN_PARTS:
+        if choices[group] != "none" and group not in cfg.model:
+            raise ConfigError(
+                f"{named(group)} does nothing with model={model}, which has no attention to apply it to: "
+                f"use {group}=none, or a model whose YAML names `{group}: ${{{group}}}`"
+            )
+    if choices["qkclip"] != "none" and choices["qknorm"] != "none":
+        raise ConfigError(
+            f"{named('qknorm')} takes out the scale of the projections that qkclip={choices['qkclip']} clips, so both "
+            "together do nothing more: use qkclip=none, or qknorm=none"
+        )
+    reads = cfg.model.get("modality")
+    for group in ("data", "init"):
+        gives = cfg[group].get("modality")
+        if reads and gives and reads != gives:
+            fix = {
+                ("data", "tokens"): "data=stdlib or data=text",
+                ("data", "images"): "data=digits or data=cifar10",
+                ("init", "images"): "init=torch",
+                ("init", "tokens"): "init=gpt2",
+            }.get((group, reads), f"another {group}")
+            chosen = data if group == "data" else choices["init"]
+            raise ConfigError(
+                f"{group}={chosen} is for {gives}, model={model} reads {reads}: use {fix}, "
+                f"or a model for {gives} such as model={'gpt_nano' if gives == 'tokens' else 'resnet20'}"
+            )

@@ -1,0 +1,125 @@
+"""The words for a mistake on the command line: what was meant, what there is, and where to look.
+
+Needs no torch, so that a typing error is answered in a second.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from stabletrain.config.arguments import Arguments, key_of
+from stabletrain.config.make import leaves
+from stabletrain.errors import closest
+
+EXTRAS = ("joblib", "optuna")
+"""Hydra's plugins that come as extras of the same name."""
+
+
+def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
+    """Hydra's complaint about a command line as one message; None where the error is about something else.
+
+    Args:
+        error: what Hydra raised while it composed.
+        config_dir: the project's `conf/`, where the real names are looked up.
+        typed: the command line.
+    """
+    origin = {raised_in(error), type(error).__module__.split(".")[0]}
+    text = str(error)
+    folders = [config_dir, *own_folders(typed)]
+    for folder in folders[1:]:
+        if not folder.is_dir():
+            return f"--config-dir {folder} does not exist: name the folder that holds your groups, such as my_conf"
+    if "yaml" in origin:
+        return f"a YAML file cannot be read: {' '.join(text.split())}"
+    if isinstance(error, OSError) and type(error).__module__ == "builtins":
+        return f"the run folder cannot be made ({error}): choose another hydra.run.dir"
+    if not {"hydra", "omegaconf", "antlr4"} & origin:
+        return None
+    options: dict[str, list[str]] = {}
+    for file in (file for folder in folders for file in folder.glob("*/*.yaml")):
+        options.setdefault(file.parent.name, []).append(file.stem)
+    if match := re.search(r"Could not override '([^']+)'", text):
+        return no_such_key(match[1], typed, folders, options)
+    if (match := re.search(r"Could not find 'hydra/(\w+)/(\w+)'", text)) and match[2] in EXTRAS:
+        extra = f'pip install "stabletrain[{match[2]}]"'
+        return f"hydra/{match[1]}={match[2]} is not installed: {extra}"
+    if match := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
+        group, option = match.groups()
+        available = sorted(options.get(group, []))
+        hint = nearest(option, available)
+        return f"{group}={option}: there is no such option{hint}\noptions of {group}: {', '.join(available)}"
+    for override in typed.overrides:
+        if override.partition("=")[2] == "" and not override.startswith("~"):
+            return f"{override}: a value is missing: write {key_of(override)}=<value>"
+        if key_of(override) in options and override.partition("=")[2] == "null":
+            return f"{override}: every group has an option that does nothing, such as none or off"
+    if "Ambiguous value" in text:
+        several = next((o for o in typed.overrides if "," in o.partition("=")[2]), typed.overrides[0])
+        return f"{several}: these are several values: add -m to run one after the other, python train.py -m ..."
+    lines = text.strip().splitlines() or [type(error).__name__]
+    if "antlr4" in origin or "override_grammar" in text:
+        quoting = "quote values with special characters: \"data.path='a=b, c.txt'\""
+        return f"the command line cannot be read: {lines[0]}\n{quoting}"
+    return f"the command line cannot be read: {' '.join(lines[:2])}"
+
+
+def no_such_key(key: str, typed: Arguments, folders: list[Path], options: dict[str, list[str]]) -> str:
+    """The message for a key that is not there: the options that have it, or the nearest key that is."""
+    group, _, name = key.partition(".")
+    having = [file.stem for folder in folders for file in sorted(folder.glob(f"{group}/*.yaml")) if has(file, name)]
+    if name and having:
+        return f"{key}: the chosen {group} has no such key; {', '.join(f'{group}={option}' for option in having)} would"
+    known = [name for name in (*options, *known_keys(folders[0], typed, options)) if name != key]
+    mine = [name for name in known if name.startswith(f"{group}.") and "_target_" not in name]
+    own = sorted(name.removeprefix(f"{group}.") for name in mine)
+    hint = nearest(key, [f"{group}.{name}" for name in own] if group in options and group != key else known)
+    if not hint and group in options and group != key:
+        keys = f"has the keys {', '.join(own)}" if own else "has no keys"
+        hint = f"; the chosen {group} {keys}; options of {group}: {', '.join(sorted(options[group]))}"
+    return f"{key}: there is no such key{hint or '; python train.py --help lists them'}"
+
+
+def has(file: Path, name: str) -> bool:
+    """Whether an option's YAML has a key of that name."""
+    return any(line.partition(":")[0] == name for line in file.read_text(encoding="utf-8").splitlines())
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` for the closest of `known`, or nothing."""
+    known = list(known)
+    near = closest(word, known, cutoff=0.75)
+    if not near and "." not in word:  # the right name without its group
+        last = {key.rsplit(".", 1)[-1]: key for key in known}
+        near = last.get(closest(word, last, cutoff=0.8), "")
+    return f"; did you mean {near}?" if near else ""
+
+
+def own_folders(typed: Arguments) -> list[Path]:
+    """The user's config folders, as `--config-dir` names them."""
+    found = [b for a, b in zip(typed.options, typed.options[1:], strict=False) if a in ("--config-dir", "-cd")]
+    found += [option.partition("=")[2] for option in typed.options if option.startswith(("--config-dir=", "-cd="))]
+    return [Path(name) for name in found]
+
+
+def raised_in(error: Exception) -> str:
+    """The package whose code raised `error`: Hydra's parser answers some typing errors with a bare ValueError."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else trace.tb_frame.f_globals.get("__name__", "").split(".")[0]
+
+
+def known_keys(config_dir: Path, typed: Arguments, options: dict[str, list[str]]) -> list[str]:
+    """Every dotted key of the configuration that the typed group choices compose; of a sweep, its first."""
+    chosen = [f"{key_of(o)}={o.partition('=')[2].split(',')[0]}" for o in typed.overrides if key_of(o) in options]
+    chosen = [o for o in chosen if o.partition("=")[2] in options[key_of(o)]]
+    search = [f"hydra.searchpath=[{','.join(f'file://{folder.resolve()}' for folder in own_folders(typed))}]"]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(config_dir.resolve()), version_base="1.3"):
+        cfg: Any = compose("config", [*chosen, *(search if own_folders(typed) else [])])
+        return [key for key, _ in leaves(OmegaConf.to_container(cfg))]

@@ -1,0 +1,53 @@
+"""Makes the object of a config group's option, by Hydra, from its `_target_`."""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from stabletrain.config.moved import updated
+from stabletrain.errors import ConfigError, StabletrainError
+
+
+def make(cfg: DictConfig, group: str, **given: Any) -> Any:
+    """The object of a group's option, with plain Python values.
+
+    Raises:
+        ConfigError: a key the option does not have, or a bound passed.
+    """
+    node = updated(plain(cfg[group]))
+    node.pop("modality", None)
+    option = HydraConfig.get().runtime.choices.get(group, group) if HydraConfig.initialized() else group
+    if "_target_" not in node:
+        raise ConfigError(f"{group}={option}: its YAML has no _target_, so there is nothing to build")
+    try:
+        return instantiate(node, **given, _convert_="all")
+    except InstantiationException as error:
+        cause = innermost(error)
+        if isinstance(cause, StabletrainError):
+            raise cause from None
+        raise ConfigError(f"{group}={option} cannot be built from {node['_target_']}: {cause}") from error
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """A configuration as plain Python values, interpolations resolved."""
+    return cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
+
+
+def innermost(error: BaseException) -> BaseException:
+    """The error that started a chain of them."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every `(dotted key, value)` below `tree`; lists are values."""
+    if isinstance(tree, dict) and (tree or not prefix):
+        for key, value in tree.items():
+            yield from leaves(value, f"{prefix}{key}.")
+    else:
+        yield prefix.removesuffix("."), tree

@@ -1,0 +1,96 @@
+"""The table of import paths that have moved, so that stored files and users' code with the old paths keep working.
+
+Run folders and incidents store the `_target_` of every option. Users' YAML files have `_target_`s too, and users' code
+imports modules such as `stabletrain.records`. When a module or a class moves, its old path is added to `MOVED`.
+"""
+
+import sys
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+MOVED: dict[str, str] = {
+    "stabletrain.forensics.desk": "stabletrain.forensics.handler",
+    "stabletrain.forensics.desk.Forensics": "stabletrain.forensics.handler.IncidentHandler",
+    "stabletrain.forensics.desk.NoForensics": "stabletrain.forensics.handler.NoIncidentHandler",
+    "stabletrain.parallel.auto": "stabletrain.parallel.options.auto",
+    "stabletrain.parallel.ddp": "stabletrain.parallel.options.ddp",
+    "stabletrain.parallel.fsdp": "stabletrain.parallel.options.fsdp",
+    "stabletrain.stability.clipping.adagc": "stabletrain.stability.clipping.adaptive",
+    "stabletrain.stability.clipping.agc": "stabletrain.stability.clipping.adaptive",
+    "stabletrain.stability.clipping.none": "stabletrain.stability.clipping.fixed",
+    "stabletrain.stability.clipping.norm": "stabletrain.stability.clipping.fixed",
+    "stabletrain.stability.clipping.per_module": "stabletrain.stability.clipping.fixed",
+    "stabletrain.stability.clipping.value": "stabletrain.stability.clipping.fixed",
+    "stabletrain.stability.clipping.zclip": "stabletrain.stability.clipping.adaptive",
+    "stabletrain.stability.optimizers.spam": "stabletrain.stability.optimizers.adamw",
+    "stabletrain.stability.optimizers.stable_adamw": "stabletrain.stability.optimizers.adamw",
+    "stabletrain.state.checkpoint": "stabletrain.checkpoint.checkpoints",
+    "stabletrain.tools": "stabletrain.protocols",
+    "stabletrain.watch.monitors": "stabletrain.monitors.monitors",
+}
+"""Old dotted path -> new one, of a package (with everything below it), a module, or a class.
+
+A class maps in `_target_`s only. If users import a class that has a new name, its module keeps the old name as well.
+"""
+
+
+def now(path: str) -> str:
+    """The path under which something is found today: the longest beginning of `path` that moved is replaced."""
+    head, tail = path, ""
+    while head:
+        if head in MOVED:
+            return MOVED[head] + tail
+        head, dot, last = head.rpartition(".")
+        tail = dot + last + tail
+    return path
+
+
+def updated(tree: Any) -> Any:
+    """A configuration, as plain values, whose `_target_`s are those of today."""
+    if isinstance(tree, dict):
+        return {
+            key: now(value) if key == "_target_" and isinstance(value, str) else updated(value)
+            for key, value in tree.items()
+        }
+    return [updated(each) for each in tree] if isinstance(tree, list) else tree
+
+
+class Finder(MetaPathFinder):
+    """Finds a module by its old path."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The spec of a module that moved, and of a package that is gone because its modules did; else None."""
+        new = now(fullname)
+        if (
+            new != fullname and PathFinder.find_spec(fullname, path) is None
+        ):  # `parallel.ddp`: a module, and once an option
+            return ModuleSpec(fullname, Moved(new))
+        if any(old.startswith(f"{fullname}.") for old in MOVED) and PathFinder.find_spec(fullname, path) is None:
+            return ModuleSpec(fullname, None, is_package=True)
+        return None
+
+
+class Moved(Loader):
+    """Gives the module of another path: the same object, so that its classes are the same under both."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module of the new path."""
+        module = import_module(self.path)
+        self.spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is run again; the module keeps what it says of itself, which the import has just replaced."""
+        module.__spec__ = self.spec
+
+
+def install() -> None:
+    """Has every later import consult the table first."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())

@@ -1,0 +1,263 @@
+"""Investigates one incident: gathers the evidence on copies, within a time budget, and names the cause.
+
+Scores: how large the numbers are that a model takes a softmax of, whoever wrote its attention.
+
+Explain: one incident is looked into, on copies, within a time budget, and its cause is named.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stabletrain.forensics.diagnosis.causes import Diagnosis, diagnose
+from stabletrain.forensics.diagnosis.evidence import Evidence, LargestInput, RunSettings
+from stabletrain.forensics.probes.bisect import find_culprits
+from stabletrain.forensics.probes.samples import bad_samples, named
+from stabletrain.forensics.probes.state import damaged, drift, overlong, staleness
+from stabletrain.forensics.probes.underflow import underflow
+from stabletrain.forensics.replay import VARIANTS, Outcome, ieee_kernels, perform, replay, replays, same_bits
+from stabletrain.forensics.repro import Repro
+from stabletrain.forensics.trace.origin import Origin, find_origin
+from stabletrain.forensics.trace.recorder import OpRecord, Trace
+from stabletrain.forensics.trace.values import is_float, tensors
+from stabletrain.monitors.probe import Probe
+
+SOFTMAXES = ("aten._softmax", "aten._safe_softmax")
+"""Not the log-softmax of a loss, whose inputs are the model's logits."""
+
+
+class Scores(TorchDispatchMode):
+    """Keeps the largest finite entry that a softmax reads within it; what a mask has made very small is none.
+
+    Attributes:
+        largest: that entry; NaN if there was no softmax.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = math.nan
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Runs the operation as it is."""
+        if str(getattr(func, "overloadpacket", func)) in SOFTMAXES:
+            scores = next(iter(tensors(args)))
+            if is_float(scores) and scores.numel():
+                top = float(torch.where(torch.isfinite(scores), scores, -math.inf).max())
+                self.largest = top if math.isnan(self.largest) else max(self.largest, top)
+        return func(*args, **(kwargs or {}))
+
+
+T = TypeVar("T")
+
+NEAR = 12
+"""Operations before the origin that are looked at for what it was made of."""
+
+SUMS = ("var", "std", "var_mean", "std_mean", "linalg_vector_norm", "norm", "mean", "sum")
+"""Operations that make one number of many."""
+
+CARRIERS = (
+    *("sqrt", "rsqrt", "reciprocal", "add", "sub", "mul", "div", "pow", "clamp", "clamp_min", "maximum", "clone"),
+    *("expand", "view", "_unsafe_view", "unsqueeze", "squeeze", "transpose", "t", "permute", "_to_copy", "detach"),
+    *("alias", "slice", "select", "reshape", "copy"),
+)
+"""Operations whose result is 0 where, and because, what they read was."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """An incident with its cause.
+
+    Attributes:
+        evidence, diagnosis: what was found, and what follows from it.
+        seconds: that it took.
+        failures: what could not be looked at, and why.
+    """
+
+    evidence: Evidence
+    diagnosis: Diagnosis
+    seconds: float
+    failures: list[str]
+
+
+def investigate(
+    repro: Repro,
+    kind: str,
+    *,
+    classes: int | None,
+    optimizer: Optimizer | None,
+    setting: RunSettings,
+) -> Findings:
+    """Looks into a step. Never raises for what the model does, and changes nothing live.
+
+    Args:
+        repro: the step.
+        kind: `nonfinite`, `spike` or `loss_scale`.
+        classes: the last dimension of its logits; None if nobody knows.
+        optimizer: the live one, whose moments are those the step started from; only read.
+        setting: of the run.
+    """
+    began = time.monotonic()
+    assert repro.reading is not None
+    attempt = Attempts(repro.deadline)
+    found = Evidence(kind, repro.reading, setting=setting)
+    samples = attempt("samples", lambda: bad_samples(repro.batch, repro.tools.sanitizer.vocab_size, classes), [])
+    found = replace(found, samples=samples)
+    if not samples and kind == "loss_scale":
+        found = replace(found, underflow=attempt("small gradients", lambda: underflow(repro), None))
+    refuted = kind == "loss_scale" and (found.underflow is None or not found.underflow.real)
+    if not samples and not refuted:  # otherwise the cause is known, or the alarm was a false one
+        older = attempt("an older state", lambda: None if repro.older is None else repro.older(), None)
+        found = run_again(repro, found, optimizer, older, attempt)
+        found = measure_sizes(repro, found, optimizer, older, classes, attempt)
+    diagnosis = diagnose(found)
+    if diagnosis.cause == "loss_scale_collapse":  # which shows as gradients that are not finite
+        found = replace(found, kind="loss_scale")
+    return Findings(found, diagnosis, time.monotonic() - began, attempt.failures)
+
+
+class Attempts:
+    """Gathers evidence until a deadline; what fails is noted, and never ends the run.
+
+    Attributes:
+        failures: what could not be gathered, and why.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self.failures: list[str] = []
+
+    def __call__(self, what: str, look: Callable[[], T], otherwise: T) -> T:
+        """What `look` finds; `otherwise` if there is no time left, or it cannot be done."""
+        if time.monotonic() >= self._deadline:
+            self.failures.append(f"{what}: no time was left")
+            return otherwise
+        try:
+            return look()
+        except Exception as error:  # a model may be anything
+            self.failures.append(f"{what}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}")
+            return otherwise
+
+
+def run_again(
+    repro: Repro, found: Evidence, optimizer: Optimizer | None, older: Mapping[str, Any] | None, attempt: Attempts
+) -> Evidence:
+    """Adds what running the step again shows: damage before it, the operation to blame, culprit samples."""
+    damage = attempt("the state", lambda: damaged(repro.model, repro.buffers, optimizer, older), [])
+    origin, makers = (None, [])
+    if found.kind == "nonfinite":
+        origin, makers = attempt("the operations", lambda: trace(repro), (None, []))
+    outcomes = replays(repro)
+    if origin is not None and origin.dtype == "float16" and outcomes["fp32"].finite is False:
+        deeper, made_of = attempt("the operations in fp32", lambda: trace(repro, "fp32"), (None, []))
+        if deeper is not None and deeper.dtype != "float16":  # fp16 is only the first to break of all formats
+            origin, makers = deeper, made_of
+    found = replace(found, damage=damage, origin=origin, makers=makers, outcomes=outcomes)
+    if outcomes["same"].bitwise_equal_to_reading is False:
+        found = replace(found, repeats=attempt("the same once more", lambda: repeats(repro, outcomes["same"]), None))
+    if older:
+        way = attempt("the way since", lambda: drift(repro.model, optimizer, older, repro.step), None)
+        found = replace(found, drift=way)
+    if found.kind == "nonfinite":
+        found = replace(found, culprits=attempt("single samples", lambda: find_culprits(repro), None))
+    return found
+
+
+def measure_sizes(
+    repro: Repro,
+    found: Evidence,
+    optimizer: Optimizer | None,
+    older: Mapping[str, Any] | None,
+    classes: int | None,
+    attempt: Attempts,
+) -> Evidence:
+    """Adds how large activations, logits, inputs and moments are, and were on an older state."""
+    sizes = attempt("activations and logits", lambda: sizes_of(repro, None, classes), {})
+    before = attempt("the older state's activations", lambda: sizes_of(repro, older, classes), {}) if older else {}
+    found = replace(found, largest_input=attempt("the inputs", lambda: largest_input(repro), None))
+    if optimizer is not None:
+        found = replace(found, overlong=attempt("the moments", lambda: overlong(optimizer), math.nan))
+    stale = math.nan
+    if found.kind == "spike" and optimizer is not None:
+        stale = attempt("the second moments", lambda: gradient_staleness(repro, optimizer), math.nan)
+    return replace(found, sizes=sizes, before=before, staleness=stale)
+
+
+def trace(repro: Repro, variant: str = "same") -> tuple[Origin | None, list[str]]:
+    """The operation to blame in a replay, and the operations of its own module that its inputs came from.
+
+    The loss is taken of whole logits, whatever the step did: a trace tells forward from backward by their order.
+    """
+    take = VARIANTS[variant](repro)
+    tools = replace(take.tools, objective=take.tools.objective.plain)
+    tracing = Trace(take.model)
+    with tracing, ieee_kernels() if variant == "fp32" else contextlib.nullcontext():
+        perform(take.model, take.batches, tools, repro.step)
+    origin = find_origin(tracing)
+    if origin is None:
+        return None, []
+    return origin, divisor_history(tracing.records, origin.index)
+
+
+def divisor_history(records: Sequence[OpRecord], index: int) -> list[str]:
+    """The operations that made what a record divides by, or takes the root of: its last input, and whence that came.
+
+    Only what carries a number on is walked through, up to the first operation that sums many values up, and the one
+    before that: of sqrt(mean(x^2)) they are sqrt, mean and pow.
+    """
+    found: list[str] = []
+    waiting = [writer for writer in records[index].writers[-1:] if writer is not None]
+    while waiting and len(found) < NEAR:
+        record = records[waiting.pop(0)]
+        name = record.op.removeprefix("aten.").rstrip("_")
+        found.append(record.op)
+        if name in SUMS:
+            found += [records[writer].op for writer in record.writers[:1] if writer is not None]
+            break
+        if name in CARRIERS:
+            waiting += [writer for writer in record.writers if writer is not None and writer < index]
+    return found
+
+
+def repeats(repro: Repro, first: Outcome) -> bool | None:
+    """Whether the step, run again once more, gives the bits that it gave when it was first run again."""
+    second = replay(repro, "same")
+    if first.loss is None or first.grad_norm is None or second.loss is None or second.grad_norm is None:
+        return None
+    return same_bits(first.loss, second.loss) and same_bits(first.grad_norm, second.grad_norm)
+
+
+def sizes_of(repro: Repro, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
+    """The monitors' look at the first micro-batch, on the step's weights or on an older state's."""
+    model, look = repro.copy_model(), Probe()
+    if older is not None:
+        model.load_state_dict(older["model"])
+    batch = repro.to_micro_batches(repro.batch)[0]
+    batch = repro.tools.sanitizer.safe(batch, classes or torch.iinfo(torch.int64).max)
+    with Scores() as scores, contextlib.suppress(RuntimeError):
+        return look.forward(model, batch, repro.tools.precision) | {"monitors/softmax_max": scores.largest}
+    return {}
+
+
+def largest_input(repro: Repro) -> LargestInput | None:
+    """The sample of the batch with the largest input, beside the largest of another batch."""
+    inputs = repro.batch.inputs
+    if repro.fresh is None or not inputs.is_floating_point() or not inputs.numel():
+        return None
+    sizes = inputs.abs().flatten(1).amax(1) if inputs.ndim > 1 else inputs.abs()
+    index = int(sizes.argmax())
+    sample = {"index": index, **named(repro.batch, index)}
+    return LargestInput(sample, float(sizes[index]), float(repro.fresh().inputs.abs().amax()))
+
+
+def gradient_staleness(repro: Repro, optimizer: Optimizer) -> float:
+    """How far this step's gradients are from the optimizer's second moments."""
+    model = repro.copy_model()
+    perform(model, repro.to_micro_batches(repro.batch), repro.replay_tools(), repro.step)
+    return staleness(repro.model, [parameter.grad for parameter in model.parameters()], optimizer)

@@ -1,0 +1,153 @@
+"""What was wrong with the state before a step ran: weights, buffers and moments, one by one."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stabletrain.forensics.diagnosis.evidence import Damage, Drift
+
+BEYOND = 1e3
+"""Times the largest element of the older state from which on an element of a weight or moment is out of place."""
+
+FEW = 1e-2
+"""Share of a tensor's elements up to which no update can have done it: an update moves them all."""
+
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
+"""Moments that are means of squares."""
+
+
+BORNE = 100.0
+"""Times the root of the mean of squares that a mean of gradients may be: 1 / sqrt(1 - beta2) at most, 32 of 0.999."""
+
+
+@torch.no_grad()
+def damaged(
+    model: nn.Module, buffers: Sequence[Tensor], optimizer: Optimizer | None, older: Mapping[str, Any] | None
+) -> list[Damage]:
+    """What is not finite, negative where it must not be, or beyond all measure in a few elements.
+
+    Args:
+        model: with the weights that the step started from.
+        buffers: as they were before the step, in the order of `model.buffers()`.
+        optimizer: with the moments that the step started from; None where they are not known.
+        older: a captured state from before, to compare with; None if there is none.
+    """
+    before = {} if older is None else dict(older["model"])
+    found = []
+    for name, tensor in model.named_parameters():
+        found += of("parameter", name, tensor, before.get(name))
+    for (name, _), tensor in zip(model.named_buffers(), buffers, strict=True):
+        found += of("buffer", name, tensor, None)
+    if optimizer is not None:
+        moments = {} if older is None else older["optimizer"]["state"]
+        for name, parameter in model.named_parameters():
+            for moment, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.ndim:
+                    before_it = moments.get(name, {}).get(moment)
+                    found += of(moment, name, value, before_it, optimizer.state[parameter].get("exp_avg_sq"))
+    return found
+
+
+def of(what: str, name: str, tensor: Tensor, before: Tensor | None, squares: Tensor | None = None) -> Iterable[Damage]:
+    """What is wrong with one tensor; a large mean of gradients is right where that of `squares` bears it out."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    bad = int((~torch.isfinite(tensor)).sum())
+    if bad:
+        yield Damage(what, name, f"{bad} of {tensor.numel()} values are not finite", few=few(bad, tensor))
+        return
+    if what in SQUARES and (negative := int((tensor < 0).sum())):
+        yield Damage(what, name, f"{negative} of {tensor.numel()} values are negative, and they are means of squares")
+    if before is None:
+        return
+    largest = float(before.abs().max())
+    usual = max(largest, float(tensor.abs().median()))  # where gradients have grown, all of a moment has
+    bound = BEYOND ** (2 if what in SQUARES else 1) * usual if largest > 0 else math.inf
+    out = tensor.abs() > bound
+    if what == "exp_avg" and squares is not None and squares.shape == tensor.shape:
+        out &= tensor.abs() > BORNE * squares.abs().sqrt()
+    beyond = int(out.sum())
+    if beyond and few(beyond, tensor):
+        words = f"{beyond} of {tensor.numel()} values are up to {float(tensor.abs().max()):.4g}; before, {largest:.4g}"
+        yield Damage(what, name, words, few=True, large=True)
+
+
+def few(count: int, tensor: Tensor) -> bool:
+    """Whether that is too small a part of a tensor for an update to have done it."""
+    return count <= max(1, FEW * tensor.numel())
+
+
+@torch.no_grad()
+def drift(model: nn.Module, optimizer: Optimizer | None, older: Mapping[str, Any], step: int) -> Drift | None:
+    """How far the weights have moved since an older state; None if nothing can be compared.
+
+    Args:
+        model: with the weights that the step started from.
+        optimizer: the run's.
+        older: a captured state from before.
+        step: how many steps were done when this one began.
+    """
+    before, steps = dict(older["model"]), max(step - int(older["step"]), 1)
+    moved, share, grown = [], [], []
+    for name, parameter in model.named_parameters():
+        if name not in before or not parameter.requires_grad or not parameter.numel():
+            continue
+        now, then = parameter.double(), before[name].to(parameter.device).double()
+        size, change = rms(then), rms(now - then)
+        moved.append(change)
+        if size > 0:
+            share.append(change / size / steps)
+            grown.append(rms(now) / size)
+    if not share:
+        return None
+    adaptive = optimizer is not None and any("exp_avg_sq" in state for state in optimizer.state.values())
+    return Drift(steps, median(moved), median(share), median(grown), adaptive)
+
+
+def rms(tensor: Tensor) -> float:
+    """Root of the mean square of the elements."""
+    return float(tensor.square().mean().sqrt())
+
+
+@torch.no_grad()
+def staleness(model: nn.Module, gradients: Sequence[Tensor | None], optimizer: Optimizer) -> float:
+    """Largest RMS(g / sqrt(v)) over the parameters, v corrected for its bias; NaN where there is no second moment.
+
+    Source: StableAdamW, arXiv 2304.13013: near 1 as long as v follows the gradients.
+    """
+    largest = math.nan
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        state = optimizer.state.get(parameter, {})
+        if gradient is None or "exp_avg_sq" not in state or not float(state.get("step", 0)):
+            continue
+        betas = next((g["betas"] for g in optimizer.param_groups if any(p is parameter for p in g["params"])), (0, 0))
+        second = state["exp_avg_sq"].float() / (1 - betas[1] ** float(state["step"]))
+        rms = float((gradient.float().square() / second.clamp(min=1e-16)).mean().sqrt())
+        largest = rms if math.isnan(largest) else max(largest, rms)
+    return largest
+
+
+@torch.no_grad()
+def overlong(optimizer: Optimizer) -> float:
+    """Largest RMS(m / sqrt(v)) over the parameters, both corrected for their bias; NaN where there are no such moments.
+
+    The moments are those that the last update was made of, so this is how many learning rates it was long.
+    """
+    largest = math.nan
+    for group in optimizer.param_groups:
+        betas = group.get("betas", (0.0, 0.0))
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            done = float(state.get("step", 0))
+            if "exp_avg" not in state or "exp_avg_sq" not in state or not done:
+                continue
+            first = state["exp_avg"].float() / (1 - betas[0] ** done)
+            second = state["exp_avg_sq"].float() / (1 - betas[1] ** done)
+            ways = rms(first / (second.sqrt() + group.get("eps", 1e-8)))
+            largest = ways if math.isnan(largest) else max(largest, ways)
+    return largest

@@ -1,0 +1,145 @@
+"""The arithmetic of an accident: why one operation made NaN or Inf, and what the result should have been.
+
+The operation is computed again in fp64, and in fp32, on the very values that it read. A result that is finite there
+overflowed its format (fp16 ends at 65504, bf16 at 3.39e38, fp32 at 3.40e38); one that is not finite in any format is no
+matter of precision: log(0), x / 0, 0 * inf ... which the values say.
+"""
+
+import contextlib
+import math
+import re
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stabletrain.forensics.trace import nonfinite_rules
+from stabletrain.forensics.trace.values import is_float, leaves, measure, tensors
+
+NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Why an operation made what is not finite.
+
+    Attributes:
+        why: `overflow`, or a key of `nonfinite_rules.py` (`log_of_zero`, `division_by_zero`, ...); `unknown` if nothing
+            fits.
+        reason: the same in words, with the numbers.
+        should_have_been: absmax of the result in fp64; Inf or NaN if it is not finite there either; None if the
+            operation cannot be computed in fp64.
+        in_fp32: the same in fp32.
+    """
+
+    why: str
+    reason: str
+    should_have_been: float | None
+    in_fp32: float | None
+
+
+def explain_nonfinite(func: Any, args: tuple, kwargs: dict, place: int, output: Tensor, node: str) -> Finding:
+    """Why `func(*args, **kwargs)` gave `output`, its result number `place`.
+
+    Args:
+        func: the aten operation.
+        args, kwargs: as they were before it ran.
+        place: which of its results, counted over tensors.
+        output: that result.
+        node: the autograd node it ran in; empty in forward.
+    """
+    in_fp64 = again(func, args, kwargs, place, torch.float64)
+    in_fp32 = again(func, args, kwargs, place, torch.float32)
+    name = str(getattr(func, "overloadpacket", func)).rpartition(".")[2].rstrip("_")
+    found = None
+    if in_fp64 is not None and math.isfinite(in_fp64):
+        found = overflow(name, args, output, in_fp64)
+    else:
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):  # arguments no rule has thought of
+            found = nonfinite_rules.why(func, name, args, kwargs, output, node)
+    if found is None:
+        found = ("unknown", f"{made(output)} of {sizes(args)}{verdict(in_fp64)}")
+    why, words = found
+    behind = f", in the backward of {behind_node(node)}" if node else ""
+    return Finding(why, words + behind, in_fp64, in_fp32)
+
+
+def again(func: Any, args: tuple, kwargs: dict, place: int, dtype: torch.dtype) -> float | None:
+    """Absmax of result number `place`, computed in `dtype`; None if there is no such kernel or memory.
+
+    Random numbers are borrowed: a dropout draws others, from the same generator put back afterwards.
+    """
+    cards = sorted({t.device.index for t in tensors((args, kwargs)) if t.device.type == "cuda"})
+    random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    try:
+        with (
+            warnings.catch_warnings(),
+            torch.random.fork_rng(cards) if random else contextlib.nullcontext(),
+        ):
+            warnings.simplefilter("ignore")  # the operation has said so already
+            names = [argument.name for argument in func._schema.arguments]
+            wide = [widened(value, name, dtype) for value, name in zip(args, names, strict=False)]
+            out = func(*wide, **{name: widened(value, name, dtype) for name, value in kwargs.items()})
+        return measure(list(tensors(out))[place]).absmax
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AttributeError):
+        return None
+
+
+def widened(value: Any, name: str, dtype: torch.dtype) -> Any:
+    """An argument with its floating-point tensors, and dtypes, in `dtype`; tensors are copies."""
+    if isinstance(value, Tensor):
+        kind = torch.complex128 if value.is_complex() else dtype if value.is_floating_point() else value.dtype
+        return value.detach().to(kind, copy=True)
+    if isinstance(value, torch.dtype):
+        return dtype if value.is_floating_point else value
+    if isinstance(value, list | tuple):
+        return [widened(each, name, dtype) for each in value]
+    return False if name == "half_to_float" else value
+
+
+def overflow(name: str, args: tuple, output: Tensor, exact: float) -> tuple[str, str]:
+    """The exact result is finite: by how much it, or what led to it, passes the format's end."""
+    dtype = str(output.dtype).removeprefix("torch.")
+    kind, largest = NAMES.get(dtype, dtype), torch.finfo(output.dtype).max
+    if exact > largest * (1 - torch.finfo(output.dtype).eps):
+        what = {"exp": "exp overflows", "exp2": "exp2 overflows", "expm1": "expm1 overflows"}.get(name, "overflow of")
+        why = "exp_overflow" if name in ("exp", "exp2", "expm1") else "overflow"
+        return why, (
+            f"{what} {kind}: {sizes(args)} give {exact:.4g}, {exact / largest:.3g} times the largest {kind} number "
+            f"({largest:.6g})"
+        )
+    return "overflow", (
+        f"overflow of {kind} inside {name}: {sizes(args)} give {exact:.4g}, which {kind} can hold, but a number on the "
+        "way cannot be held"
+    )
+
+
+def sizes(args: Any) -> str:
+    """The absmax of what went in: `inputs up to 3 and 0.5`."""
+    found = [abs(leaf) if isinstance(leaf, float) else measure(leaf).absmax for leaf in leaves(args) if sized(leaf)]
+    return f"inputs up to {' and '.join(f'{absmax:.4g}' for absmax in found if absmax is not None)}"
+
+
+def sized(leaf: Any) -> bool:
+    """Whether an argument is a number or tensor whose size matters: no index, no dimension."""
+    return isinstance(leaf, float) or (isinstance(leaf, Tensor) and is_float(leaf))
+
+
+def made(output: Tensor) -> str:
+    """`NaN came` or `Inf came`, whichever is the worse."""
+    return "NaN came" if bool(torch.isnan(output).any()) else "Inf came"
+
+
+def verdict(in_fp64: float | None) -> str:
+    """What fp64 says."""
+    return "; fp64 gives no finite result either" if in_fp64 is not None else "; it has no fp64 kernel to compare with"
+
+
+def behind_node(node: str) -> str:
+    """The forward function of an autograd node: `sqrt` of `SqrtBackward0`, `Mine` of `MineBackward`."""
+    name, _, number = node.rpartition("::")[2].partition("Backward")
+    if not number:  # a class of the user's
+        return name
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

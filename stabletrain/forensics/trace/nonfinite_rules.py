@@ -1,0 +1,286 @@
+"""Where arithmetic has no finite result in any format: a rule for every operation that has such places.
+
+Each rule looks at the values that the operation read, and says which place they hit, as `(key, words)`. Keys:
+
+    log_of_zero, log_of_negative, root_of_negative, division_by_zero, zero_over_zero, zero_to_negative_power,
+    exp_overflow, overflow, outside_domain, zero_variance, variance_of_one, mean_of_nothing, masked_row,
+    singular_matrix, inf_minus_inf, inf_over_inf, zero_times_inf
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stabletrain.forensics.trace.values import is_float, tensors
+
+Found = tuple[str, str] | None
+
+
+def why(func: Any, name: str, args: tuple, kwargs: dict, output: Tensor, node: str) -> Found:
+    """The place that the operation `name` (`log`, not `aten.log_`) hit; None if no rule knows it."""
+    names = [argument.name for argument in getattr(getattr(func, "_schema", None), "arguments", [])]
+    named = dict(zip(names, args, strict=False)) | kwargs
+    rule = RULES.get(name)
+    found = rule(args, named) if rule is not None and args else None
+    if found is None:
+        found = infinite(list(tensors((args, kwargs))), output)
+    if found and node and found[0] in ("division_by_zero", "zero_over_zero", "zero_to_negative_power"):
+        return found[0], f"{found[1]}: the derivative has no finite value there"
+    return found
+
+
+def count(hits: Tensor) -> str:
+    """`3 of 12 values`."""
+    return f"{int(hits.sum())} of {hits.numel()} values"
+
+
+def log(args: tuple, named: dict) -> Found:
+    """log at 0, and below."""
+    x = args[0]
+    if bool((x < 0).any()):
+        return "log_of_negative", f"log of a negative number ({count(x < 0)}, the least {float(x.min()):.4g})"
+    return ("log_of_zero", f"log of 0 ({count(x == 0)})") if bool((x == 0).any()) else None
+
+
+def log1p(args: tuple, named: dict) -> Found:
+    """log(1 + x) at -1, and below."""
+    return log((args[0] + 1,), named)
+
+
+def xlogy(args: tuple, named: dict) -> Found:
+    """x log(y)."""
+    return log((args[1],), named) if isinstance(args[1], Tensor) else None
+
+
+def logit(args: tuple, named: dict) -> Found:
+    """log(x / (1 - x)) at 0 and 1."""
+    x = args[0]
+    return log((torch.minimum(x, 1 - x),), named)
+
+
+def sqrt(args: tuple, named: dict) -> Found:
+    """A root of a negative number."""
+    x = args[0]
+    return ("root_of_negative", f"root of a negative number ({count(x < 0)})") if bool((x < 0).any()) else None
+
+
+def rsqrt(args: tuple, named: dict) -> Found:
+    """1 / sqrt(x)."""
+    x = args[0]
+    if found := sqrt(args, named):
+        return found
+    return ("division_by_zero", f"1 / sqrt(0) ({count(x == 0)})") if bool((x == 0).any()) else None
+
+
+def reciprocal(args: tuple, named: dict) -> Found:
+    """1 / x."""
+    x = args[0]
+    return ("division_by_zero", f"1 / 0 ({count(x == 0)})") if bool((x == 0).any()) else None
+
+
+def div(args: tuple, named: dict) -> Found:
+    """x / y, either of which may be a number."""
+    x, y = (torch.as_tensor(value) for value in args[:2])
+    if x.device != y.device:
+        x, y = (value.cpu() if value.dim() == 0 else value for value in (x, y))
+    zero = torch.broadcast_tensors(x, y == 0)[1]
+    if not bool(zero.any()):
+        return inf_over_inf(x, y)
+    both = (x == 0) & zero
+    if bool(both.any()):
+        return "zero_over_zero", f"0 / 0 ({count(both)})"
+    return "division_by_zero", f"division by 0 ({count(zero)})"
+
+
+def inf_over_inf(x: Tensor, y: Tensor) -> Found:
+    """inf / inf."""
+    both = torch.isinf(x) & torch.isinf(y)
+    return ("inf_over_inf", f"inf / inf ({count(both)})") if bool(both.any()) else None
+
+
+def remainder(args: tuple, named: dict) -> Found:
+    """The remainder of a division by 0."""
+    x, y = (torch.as_tensor(value) for value in args[:2])
+    zero = torch.broadcast_tensors(x, y == 0)[1]
+    return ("division_by_zero", f"the remainder of a division by 0 ({count(zero)})") if bool(zero.any()) else None
+
+
+def polygamma(args: tuple, named: dict) -> Found:
+    """The n-th derivative of digamma, whose number comes first."""
+    return RULES["digamma"]((args[1],), named)
+
+
+def weight_norm(args: tuple, named: dict) -> Found:
+    """g v / |v| where v is 0."""
+    v, over = args[0], named.get("dim", 0)
+    length = v.movedim(over, 0).flatten(1).norm(dim=1)
+    hits = length == 0
+    return (
+        ("zero_over_zero", f"a weight of length 0, divided by its length ({count(hits)})") if bool(hits.any()) else None
+    )
+
+
+def power(args: tuple, named: dict) -> Found:
+    """x ** y, either of which may be a number."""
+    x, y = (torch.as_tensor(value) for value in args[:2])
+    zero, negative = (x == 0) & (y < 0), (x < 0) & (y != y.floor() if is_float(y) else y != y)
+    if bool(zero.any()):
+        return "zero_to_negative_power", f"0 to a negative power ({count(zero)})"
+    if bool(negative.any()):
+        return "root_of_negative", f"a negative number to a fractional power ({count(negative)})"
+    if not bool(torch.isfinite(x).all() and torch.isfinite(y).all()):
+        return None
+    return "overflow", f"a power beyond fp64's range, of numbers up to {float(x.abs().max()):.4g}"
+
+
+def exp(args: tuple, named: dict) -> Found:
+    """exp beyond fp64's range, above 709."""
+    return "exp_overflow", f"exp of {float(args[0].max()):.4g} overflows every format"
+
+
+def outside(hit: Callable[[Tensor], Tensor], words: str) -> Callable[[tuple, dict], Found]:
+    """The rule of a function that has no finite value where `hit` says so."""
+
+    def rule(args: tuple, named: dict) -> Found:
+        hits = hit(args[0])
+        return ("outside_domain", f"{words} ({count(hits)})") if bool(hits.any()) else None
+
+    return rule
+
+
+def softmax(args: tuple, named: dict) -> Found:
+    """A row without a finite entry, or with an infinite one."""
+    x, over = args[0], named.get("dim", -1)
+    dims = over if isinstance(over, list | tuple) else [over]
+    if x.dim() == 0:
+        return None
+    if bool(torch.isposinf(x).any()):
+        return "inf_minus_inf", f"softmax subtracts the largest entry, which is Inf: inf - inf ({count(x == math.inf)})"
+    masked = torch.isneginf(x).all(dim=dims[0])
+    if bool(masked.any()):
+        return "masked_row", f"every entry of a row is -Inf ({int(masked.sum())} of {masked.numel()} rows): inf - inf"
+    return None
+
+
+def variance(args: tuple, named: dict) -> Found:
+    """The variance of no more values than are corrected for."""
+    x, over = args[0], named.get("dim")
+    dims = range(x.dim()) if not over and over != 0 else over if isinstance(over, list | tuple) else [over]
+    number = math.prod(x.shape[dim] for dim in dims)
+    correction = named.get("correction", 1 if named.get("unbiased", True) else 0)
+    if number <= (1 if correction is None else correction):
+        return "variance_of_one", f"variance of {number} value{'s' * (number != 1)}: 0 / 0"
+    return None
+
+
+def mean(args: tuple, named: dict) -> Found:
+    """The mean of nothing."""
+    return (
+        ("mean_of_nothing", f"mean of no value at all, of shape {list(args[0].shape)}: 0 / 0")
+        if 0 in args[0].shape
+        else None
+    )
+
+
+def nll(args: tuple, named: dict) -> Found:
+    """The mean over targets that are all ignored."""
+    ignored = args[1] == named.get("ignore_index", -100)
+    if bool(ignored.all()):
+        return "mean_of_nothing", f"mean over no target: all {ignored.numel()} are ignored: 0 / 0"
+    return None
+
+
+def norm(args: tuple, named: dict) -> Found:
+    """Equal values, and nothing added to their variance."""
+    eps = named.get("eps", named.get("epsilon"))
+    if eps is None or eps > 1e-30:
+        return None
+    return "zero_variance", f"the variance is 0, and eps={eps:.3g} is added to it: 1 / sqrt(0)"
+
+
+def inverse(args: tuple, named: dict) -> Found:
+    """A matrix without an inverse."""
+    x = args[0].double()
+    hits = torch.linalg.matrix_rank(x) < x.shape[-1]
+    return (
+        ("singular_matrix", f"a matrix without an inverse ({int(hits.sum())} of {hits.numel()})")
+        if bool(hits.any())
+        else None
+    )
+
+
+def infinite(read: list[Tensor], output: Tensor) -> Found:
+    """What an Inf among the inputs became."""
+    read = [x for x in read if is_float(x)]
+    if not any(bool(torch.isinf(x).any()) for x in read) or not bool(torch.isnan(output).any()):
+        return None
+    both = any(bool(torch.isposinf(x).any()) for x in read) and any(bool(torch.isneginf(x).any()) for x in read)
+    return ("inf_minus_inf", "inf - inf") if both else None
+
+
+def times(args: tuple, named: dict) -> Found:
+    """0 * inf, either of which may be a number."""
+    x, y = (torch.as_tensor(value) for value in args[:2])
+    some = bool((x == 0).any() and torch.isinf(y).any()) or bool((y == 0).any() and torch.isinf(x).any())
+    return ("zero_times_inf", "0 * inf") if some else None
+
+
+def minus(args: tuple, named: dict) -> Found:
+    """inf - inf."""
+    x, y = (torch.as_tensor(value) for value in args[:2])
+    return ("inf_minus_inf", "inf - inf") if bool(torch.isinf(x).any() and torch.isinf(y).any()) else None
+
+
+def product(args: tuple, named: dict) -> Found:
+    """A matrix product with an Inf in it: 0 * inf, or inf - inf in the sum."""
+    read = [x for x in tensors(args) if is_float(x)]
+    if not any(bool(torch.isinf(x).any()) for x in read):
+        return None
+    zeros = any(bool((x == 0).any()) for x in read)
+    return (
+        ("zero_times_inf", "0 * inf in a sum of products")
+        if zeros
+        else ("inf_minus_inf", "inf - inf in a sum of products")
+    )
+
+
+RULES: dict[str, Callable[[tuple, dict], Found]] = {
+    **dict.fromkeys(("log", "log2", "log10"), log),
+    **dict.fromkeys(("xlogy", "special_xlog1py"), xlogy),
+    "log1p": log1p,
+    "logit": logit,
+    "sqrt": sqrt,
+    "rsqrt": rsqrt,
+    "reciprocal": reciprocal,
+    "div": div,
+    **dict.fromkeys(("remainder", "fmod"), remainder),
+    "polygamma": polygamma,
+    "_weight_norm_interface": weight_norm,
+    "pow": power,
+    **dict.fromkeys(("exp", "expm1", "exp2", "sinh", "cosh"), exp),
+    **dict.fromkeys(("acos", "asin"), outside(lambda x: x.abs() > 1, "an argument outside of [-1, 1]")),
+    **dict.fromkeys(("atanh", "erfinv"), outside(lambda x: x.abs() >= 1, "an argument at or beyond -1 or 1")),
+    "acosh": outside(lambda x: x < 1, "an argument below 1"),
+    **dict.fromkeys(
+        ("lgamma", "digamma"), outside(lambda x: (x <= 0) & (x == x.floor()), "a pole at 0 or a negative whole number")
+    ),
+    **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax", "logsumexp"), softmax),
+    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), variance),
+    "mean": mean,
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nll),
+    **dict.fromkeys(
+        (
+            *("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit"),
+            *("_batch_norm_with_update", "cudnn_batch_norm", "miopen_batch_norm", "_fused_rms_norm", "batch_norm"),
+        ),
+        norm,
+    ),
+    **dict.fromkeys(("linalg_inv_ex", "_linalg_slogdet", "_linalg_solve_ex"), inverse),
+    "mul": times,
+    **dict.fromkeys(("add", "sub", "rsub", "sum", "cumsum"), minus),
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "matmul", "convolution", "dot", "mv"), product),
+}
+"""Operation -> its rule."""

@@ -1,0 +1,300 @@
+"""Records every operation of a forward and backward pass, and where non-finite numbers begin.
+
+A trace: every operation of a forward and backward pass, and where non-finite numbers come from and end up.
+
+Each operation is recorded in numbers only, with its module, its source line (of a backward operation: the forward
+operation's) and the size of what it read and wrote. Non-finite values are followed from tensor to tensor by the memory
+they lie in, so that of all places where some began (`recorder.py`) those are known that reached the loss or a gradient.
+
+Sources: where non-finite values begin, and whether that was an accident.
+
+    producer   it read finite values, and wrote others
+    revealed   it read an Inf that was no accident (a mask's, say) and made NaN of it: inf - inf, 0 * inf
+    written    it was handed Inf or NaN as a constant: masked_fill(..., -inf), full, where, padding
+    unwritten  it made memory that nothing has written to: empty
+    given      it was the first to read what was not finite before the trace began: data, weights, a mask kept as buffer
+
+The last three do no harm by themselves. Comparisons and isfinite have no floating-point output, so they are none; a
+cast, a copy or a view of Inf has read it, so it is none either.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stabletrain.forensics.trace.arithmetic import Finding, explain_nonfinite
+from stabletrain.forensics.trace.callers import Callers
+from stabletrain.forensics.trace.values import (
+    Values,
+    copy,
+    is_float,
+    leaves,
+    measure,
+    storage,
+    tensors,
+    unmeasured,
+    whole,
+)
+
+UNWRITTEN = {
+    f"aten.{name}"
+    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
+}
+"""They make memory and write nothing: what stands in it is no result."""
+
+OVERWRITES = {"aten.copy_", "aten.fill_", "aten.zero_"}
+"""They read nothing of their first argument, whatever stands in it."""
+
+ACCIDENTS = ("producer", "revealed")
+
+
+class Source(NamedTuple):
+    """Where non-finite values began: the number of a record, and how."""
+
+    record: int
+    how: str
+
+
+class Call(NamedTuple):
+    """An operation as it was called.
+
+    Attributes:
+        func, op: the operation, and its name.
+        grad: whether autograd was listening.
+        args, kwargs: as they were before it ran.
+    """
+
+    func: Any
+    op: str
+    grad: bool
+    args: tuple
+    kwargs: dict
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether it writes into what it is given."""
+        schema = getattr(self.func, "_schema", None)
+        return schema is not None and schema.is_mutable
+
+
+def beginning(call: Call, place: int, inputs: Sequence[Values], output: Values, sources: frozenset[Source]) -> str:
+    """How non-finite values begin in output number `place`, as the module's docstring lists it; empty if they do not.
+
+    Of attention only the result counts: the logsumexp beside it is -Inf for a row that is masked whole, and padding.
+    """
+    if "_attention" in call.op and "backward" not in call.op and place > 0:
+        return "" if sources else "written"
+    numbers = [value for value in leaves((call.args, call.kwargs)) if isinstance(value, float)]
+    constants = [number for number in numbers if not math.isfinite(number)]
+    nan_read = any(values.nan for values in inputs) or any(map(math.isnan, constants))
+    if output.nan and not nan_read and all(source.how not in ACCIDENTS for source in sources):
+        return "revealed" if sources or constants else "producer"
+    if sources:
+        return ""
+    return "written" if constants else "producer"
+
+
+def kept(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments as they are before the operation: what it writes in place is copied."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return args, kwargs
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    names = [argument.name for argument in schema.arguments]
+    copied = tuple(copy(value) if write else value for value, write in zip(args, written, strict=False))
+    by_name = dict(zip(names, written, strict=True))
+    return copied, {name: copy(value) if by_name.get(name) else value for name, value in kwargs.items()}
+
+
+EXPLAINED = 64
+"""Sources whose arithmetic is looked into; a step with more of them has long named its first."""
+
+
+class End(NamedTuple):
+    """A loss, or else a gradient, that is not finite: its micro-batch, and where its values began."""
+
+    part: int
+    loss: bool
+    sources: frozenset[Source]
+
+
+@dataclass(frozen=True, slots=True)
+class OpRecord:
+    """One operation.
+
+    Attributes:
+        index: its number in the trace.
+        module: dotted path in the model, empty for the model itself, `objective` outside of it.
+        direction: `forward` or `backward`; checkpointing's second forward is forward.
+        op: its name without overload, `aten.exp`.
+        node: the autograd node that runs it, `SqrtBackward0`; empty in forward.
+        source: `file:line` of the code that called it, or that called the forward operation whose backward it is.
+        inputs, outputs: tensors read and written, in order.
+        writers: for each input the record that wrote it last; None for what was there before.
+        how: the kind of source it is; empty if it is none.
+        sources: where the non-finite values that it read began.
+        finding: the arithmetic of an accident; None otherwise.
+        part: number of the micro-batch, from 0.
+        recomputed: whether it belongs to checkpointing's second forward.
+    """
+
+    index: int
+    module: str
+    direction: str
+    op: str
+    node: str
+    source: str
+    inputs: tuple[Values, ...]
+    outputs: tuple[Values, ...]
+    writers: tuple[int | None, ...]
+    how: str
+    sources: frozenset[Source]
+    finding: Finding | None
+    part: int
+    recomputed: bool
+
+
+class Trace(TorchDispatchMode):
+    """Records what runs within `with trace:`, which is forward, objective and `backward()`, for one or more parts.
+
+    The trace writes nothing; whoever calls hands in a copy of the model if the pass itself may not touch it. Gradients
+    must come by `backward()`, whose leaves are where the trace sees them arrive.
+
+    Attributes:
+        model: names the modules.
+        records: the operations, in order.
+        ends: every loss and gradient that is not finite, in the order in which they were computed.
+        last: the same of the last floating-point output, which is the end where no backward pass follows.
+        saw_leaves: whether a gradient arrived at a parameter.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.records: list[OpRecord] = []
+        self.ends: list[End] = []
+        self.last = frozenset[Source]()
+        self.saw_leaves = False
+        self._callers = Callers(model)
+        self._places: dict[int, StorageWeakRef] = {}  # storages met: while these live, no other takes such a number
+        self._from: dict[int, frozenset[Source]] = {}  # storage -> where the non-finite values in it began
+        self._writers: dict[int, int] = {}  # storage -> record that wrote to it last
+        self._part, self._in_backward, self._explained = 0, False, 0
+
+    @property
+    def accidents(self) -> list[OpRecord]:
+        """Producers, and what was revealed, whether it did harm or not."""
+        return [record for record in self.records if record.how in ACCIDENTS]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Runs the operation as it is, and records it."""
+        kwargs, grad = kwargs or {}, torch.is_grad_enabled()
+        op = str(getattr(func, "overloadpacket", func))
+        with torch.no_grad():
+            reads = list(tensors((args[1:] if op in OVERWRITES else args, kwargs)))
+            inputs = tuple(measure(tensor) for tensor in reads)
+            touched = {self._place(tensor) for tensor in tensors((args, kwargs))}
+            before = kept(func, args, kwargs)
+        out = func(*args, **kwargs)
+        with torch.no_grad():
+            self._record(Call(func, op, grad, *before), reads, inputs, touched, list(tensors(out)))
+        return out
+
+    def _record(
+        self, call: Call, reads: list[Tensor], inputs: tuple[Values, ...], touched: set[int], writes: list[Tensor]
+    ) -> None:
+        node, index = torch._C._current_autograd_node(), len(self.records)
+        makes = call.grad and any(tensor.requires_grad for tensor in reads) and any(map(is_float, writes))
+        caller = self._callers.of(node, reads, makes)
+        if self._in_backward and node is None:
+            self._part += 1
+        self._in_backward = node is not None
+        keys = [self._place(tensor) for tensor in reads]
+        writers = tuple(self._writers.get(key) for key in keys)
+        sources = self._sources(call.op, index, keys, inputs)
+        outputs = unmeasured(writes) if call.op in UNWRITTEN else tuple(measure(tensor) for tensor in writes)
+        hows, finding = [source.how for source in sources if source.record == index], None
+        for place, (tensor, values) in enumerate(zip(writes, outputs, strict=True)):
+            how = self._follow(call, place, tensor, values, inputs, sources, touched)
+            hows.append(how)
+            if how in ACCIDENTS and finding is None and self._explained < EXPLAINED:
+                self._explained += 1
+                finding = explain_nonfinite(call.func, call.args, call.kwargs, place, tensor, name(node))
+        if outputs and outputs[-1].absmax is not None:
+            self.last = frozenset() if outputs[-1].finite else self._from[self._place(writes[-1])]
+        self.saw_leaves |= caller.leaf
+        if (caller.leaf or caller.seed) and sources:
+            self.ends.append(End(self._part, caller.seed, sources))
+        self.records.append(
+            OpRecord(
+                index=index,
+                module=caller.module,
+                direction="backward" if caller.backward else "forward",
+                op=call.op,
+                node=name(node) if caller.backward else "",
+                source=caller.source,
+                inputs=inputs,
+                outputs=outputs,
+                writers=writers,
+                how=next((how for how in reversed(hows) if how in ACCIDENTS), next(filter(None, reversed(hows)), "")),
+                sources=sources,
+                finding=finding,
+                part=self._part,
+                recomputed=caller.recomputed,
+            )
+        )
+
+    def _place(self, tensor: Tensor) -> int:
+        """The number of the memory that a tensor lies in, which stays its own when it is given back."""
+        key = storage(tensor)._cdata
+        if key not in self._places:
+            self._places[key] = StorageWeakRef(storage(tensor))
+        return key
+
+    def _sources(self, op: str, index: int, keys: list[int], inputs: tuple[Values, ...]) -> frozenset[Source]:
+        """Where the non-finite values that an operation reads began; with itself if nobody has written them."""
+        how = "written" if op == "aten.lift_fresh" else "given"  # the former makes torch.tensor(inf) a tensor
+        found = frozenset[Source]()
+        for key, values in zip(keys, inputs, strict=True):
+            if not values.finite:
+                found |= self._from.setdefault(key, frozenset({Source(index, how)}))
+        return found
+
+    def _follow(
+        self,
+        call: Call,
+        place: int,
+        tensor: Tensor,
+        values: Values,
+        inputs: tuple[Values, ...],
+        sources: frozenset[Source],
+        touched: set[int],
+    ) -> str:
+        """Notes what stands in an output's memory from now on; says how non-finite values began in it."""
+        key, index = self._place(tensor), len(self.records)
+        if key in touched and not call.writes_in_place:  # a view
+            return ""
+        self._writers[key] = index
+        partly = key in touched and not whole(tensor)
+        if call.op in UNWRITTEN:
+            self._from[key] = frozenset({Source(index, "unwritten")})
+            return "unwritten"
+        if values.finite:
+            if not partly:
+                self._from.pop(key, None)
+            return ""
+        how = beginning(call, place, inputs, values, sources)
+        there = self._from.get(key, frozenset()) if partly else frozenset()
+        self._from[key] = there | (frozenset({Source(index, how)}) if how else sources)
+        return how
+
+
+def name(node: Any) -> str:
+    """The name of an autograd node; empty without one."""
+    return "" if node is None else node.name()

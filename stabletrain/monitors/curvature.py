@@ -1,0 +1,62 @@
+"""Curvature: the largest eigenvalue of the loss's Hessian, by power iteration with exact Hessian-vector products.
+
+    v <- H v / |H v|,   lambda = v . H v,      H v = d/dw (dL/dw . v)       (Pearlmutter 1994)
+
+Gradient descent is stable only up to lambda = 2 / lr, and long runs settle there (arXiv 2103.00065); a warmup lowers
+lambda before the learning rate is high (arXiv 2110.04369). The largest by absolute value is found, with its sign, and
+from below: after few iterations it is an underestimate.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from stabletrain.monitors.forward import isolated_forward
+from stabletrain.records import IGNORE_INDEX, Batch
+
+
+def top_eigenvalue(
+    loss: Float[Tensor, ""], parameters: Sequence[Tensor], iterations: int, generator: torch.Generator
+) -> Float[Tensor, ""]:
+    """The Hessian's eigenvalue of largest absolute value, in the dtype of the parameters; 0 of a linear loss.
+
+    Args:
+        loss: with a graph to `parameters`, all of whose operations can be differentiated twice; the graph is used up.
+        parameters: leaves that require a gradient.
+        iterations: Hessian-vector products, at least 1; each costs about two backward passes.
+        generator: of the parameters' device, for the first vector.
+    """
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
+    curved = [gradient for gradient in gradients if gradient.requires_grad]
+    if not curved:
+        return torch.zeros_like(loss).detach()
+    vector = [torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype) for p in parameters]
+    value = torch.zeros_like(loss).detach()
+    for _ in range(iterations):
+        length = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(vector)))
+        vector = [part / length.clamp(min=torch.finfo(length.dtype).tiny) for part in vector]
+        along = [part for part, gradient in zip(vector, gradients, strict=True) if gradient.requires_grad]
+        product = torch.autograd.grad(curved, parameters, along, retain_graph=True, materialize_grads=True)
+        value = torch.stack([(v * hv).sum() for v, hv in zip(vector, product, strict=True)]).sum()
+        vector = [part.detach() for part in product]
+    return value.detach()
+
+
+def of_cross_entropy(model: nn.Module, batch: Batch, iterations: int, samples: int) -> Float[Tensor, ""]:
+    """The top eigenvalue for the mean cross-entropy of the first `samples` of `batch`, in fp32, in training mode.
+
+    Call it within `aside`. Weights are read through aliases, so that no gradient reaches the model's own. Dropout draws
+    one mask for all iterations. The first vector is the same every time.
+    """
+    leaves = {name: p.detach().float().requires_grad_() for name, p in model.named_parameters() if p.requires_grad}
+    generator = torch.Generator(batch.targets.device).manual_seed(0)
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
+        logits = isolated_forward(model, batch.inputs[:samples], leaves)
+        targets = batch.targets[:samples].flatten()
+        total = F.cross_entropy(logits.float().flatten(0, -2), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        loss = total / (targets != IGNORE_INDEX).sum().clamp(min=1)
+        return top_eigenvalue(loss, list(leaves.values()), iterations, generator)

@@ -1,0 +1,209 @@
+"""A look at one step from inside: its parts, each of which may fail alone, and what they say together.
+
+Each part computes on the device, reads its numbers with one wait, and returns metrics by name.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stabletrain.monitors import curvature, growth
+from stabletrain.monitors.forward import (
+    block_names,
+    headroom,
+    isolated,
+    isolated_forward,
+    log_z,
+    recording_activations,
+    recording_attention,
+)
+from stabletrain.monitors.gradients import Adaptive, norms, zero_shares
+from stabletrain.monitors.module_groups import blocks, by_place, trained
+from stabletrain.records import Batch
+
+Metrics = dict[str, float]
+"""Metrics by their full name."""
+
+Sizes = dict[str, dict[str, float]]
+"""Numbers by what they are, then by place, in the order of the forward pass."""
+
+
+@runtime_checkable
+class Forward(Protocol):
+    """In which format the forward pass computes; see `stability/precision.py`."""
+
+    def autocast(self) -> AbstractContextManager: ...
+
+
+class Probe:
+    """One look at one step.
+
+    Attributes:
+        metrics: found so far, by name.
+        failure: why some are missing, in one line; None if none is.
+    """
+
+    def __init__(self) -> None:
+        self.metrics: Metrics = {}
+        self.failure: str | None = None
+        self._fp16 = False
+        self._sizes: Sizes = {}
+        self._blocks: list[str] = []
+        self._held: list[Tensor] = []
+        self._gradient_norms: dict[str, float] = {}
+        self._weight_norms: dict[str, float] = {}
+
+    def attempt(self, what: str, part: Callable[[], Metrics]) -> None:
+        """Adds the metrics of `part`; if it fails, remembers why."""
+        try:
+            self.metrics |= part()
+        except Exception as error:  # whatever it is: a model may be anything, and watching must not end a run
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self.failure = self.failure or (
+                f"the monitors could not look at {what} ({reason}); training goes on without these metrics"
+            )
+
+    @torch.no_grad()
+    def forward(self, model: nn.Module, batch: Batch, precision: Forward) -> Metrics:
+        """Activations, attention and log Z of one micro-batch, from a pass aside."""
+        watched, device = blocks(model), batch.targets.device.type
+        with isolated(model), recording_activations(watched) as heard, recording_attention(model) as heads:
+            with precision.autocast():
+                self._fp16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+                output = isolated_forward(model, batch.inputs)
+            z = log_z(output, batch.targets)
+        name_of = block_names(heads, watched)
+        values = {("activation_rms", name): value for name, value in heard.rms.items()}
+        values |= {("activation_absmax", name): value for name, value in heard.absmax.items()}
+        for name, head in heads.items():
+            values[("attn_logit_bound", name_of[name])] = head.bound.amax()
+            values[("attn_logit_max", name_of[name])] = head.largest.amax()
+            values[("attn_entropy", name_of[name])] = head.entropy.mean()
+            values[("attn_entropy_min", name_of[name])] = head.entropy.amin()
+        *sizes, z_mean, z_max = torch.stack([*values.values(), *z]).tolist()
+        found: Sizes = {}
+        for (what, name), size in zip(values, sizes, strict=True):
+            found.setdefault(what, {})[name] = size
+        found["headroom"] = {name: headroom(size) for name, size in found.get("activation_absmax", {}).items()}
+        self._sizes |= found
+        self._blocks = [*found.get("activation_rms", {})]
+        return {
+            **spread(found),
+            **over_all("activation_rms_max", np.max, found.get("activation_rms", {})),
+            **over_all("headroom_min", np.min, found["headroom"]),
+            **over_all("attn_logit_bound", np.max, found.get("attn_logit_bound", {})),
+            **over_all("attn_logit_max", np.max, found.get("attn_logit_max", {})),
+            "monitors/log_z_mean": z_mean,
+            "monitors/log_z_max": z_max,
+        }
+
+    @torch.no_grad()
+    def gradients(self, model: nn.Module) -> Metrics:
+        """Norms of raw gradients and weights, and zero gradients; keeps a copy of the weights for `updates`."""
+        parameters, watched = trained(model), blocks(model)
+        self._blocks = self._blocks or [*watched]
+        values, count = [*parameters.values()], len(parameters)
+        gradients = [p.grad for p in values if p.grad is not None]
+        read = torch.cat([norms(gradients), zero_shares(gradients), norms(values)]).tolist()
+        self._gradient_norms = dict(zip(parameters, read[:count], strict=True))
+        self._weight_norms = dict(zip(parameters, read[2 * count :], strict=True))
+        zeros = dict(zip(parameters, read[count : 2 * count], strict=True))
+        self._held = [p.clone() for p in values]
+        found: Sizes = {"grad_norm": {}, "zero_grads": {}}
+        grad_rms = self._sizes["grad_rms"] = {}
+        for where, names in by_place(parameters, watched).items():
+            sizes = {name: parameters[name].numel() for name in names}
+            found["grad_norm"][where] = whole = root_sum(self._gradient_norms[name] for name in names)
+            found["zero_grads"][where] = sum(zeros[n] * size for n, size in sizes.items()) / sum(sizes.values())
+            grad_rms[where] = whole / sum(sizes.values()) ** 0.5
+        self._sizes |= found
+        everywhere = sum(zeros[name] * p.numel() for name, p in parameters.items()) / sum(p.numel() for p in values)
+        return spread(found) | {"monitors/zero_grads": everywhere}
+
+    @torch.no_grad()
+    def updates(self, model: nn.Module, optimizer: Optimizer) -> Metrics:
+        """Updates over weights, and gradients over what Adam divides them by; needs `gradients` before the update."""
+        parameters, watched = trained(model), blocks(model)
+        moved = torch._foreach_sub([*parameters.values()], self._held)
+        adaptive = Adaptive(optimizer, parameters)
+        parts = [norms([*moved])]
+        if adaptive.names:
+            parts += [norms(adaptive.gradients), adaptive.g_over_sqrt_v()]
+        read = torch.cat(parts).tolist()
+        count, adapted = len(parameters), len(adaptive.names)
+        lengths = dict(zip(parameters, read[:count], strict=True))
+        clipped = dict(zip(adaptive.names, read[count : count + adapted], strict=True))
+        stale = dict(zip(adaptive.names, read[count + adapted :], strict=True))
+        eps = dict(zip(adaptive.names, adaptive.eps, strict=True))
+        numel = {name: p.numel() for name, p in parameters.items()}
+
+        ratio = {}
+        for where, names in by_place(parameters, watched).items():
+            weights = root_sum(self._weight_norms[name] for name in names)
+            if weights:  # zero-initialised and alone in its place: no ratio yet
+                ratio[where] = root_sum(lengths[name] for name in names) / weights
+        found: Sizes = {"update_ratio": ratio, "g_over_sqrt_v": {}}
+        over_eps = self._sizes["grad_over_eps"] = {}
+        for where, names in by_place(adaptive.names, watched).items():
+            size = sum(numel[name] for name in names)
+            squares = sum(numel[name] * stale[name] ** 2 for name in names)
+            found["g_over_sqrt_v"][where] = (squares / size) ** 0.5
+            over_eps[where] = root_sum(clipped[name] / eps[name] for name in names) / size**0.5
+        return {
+            **spread(found),
+            **over_all("update_ratio_max", np.max, ratio),
+            **over_all("g_over_sqrt_v_max", np.max, stale),
+            **over_all("grad_over_eps_min", np.min, {n: clipped[n] / eps[n] / numel[n] ** 0.5 for n in clipped}),
+        }
+
+    def layers(self) -> Metrics:
+        """Norms of the gradient and of the weight of every parameter; needs `gradients`."""
+        found: Sizes = {"layer_grad_norm": self._gradient_norms, "layer_weight_norm": self._weight_norms}
+        return spread(found)
+
+    def hessian(self, model: nn.Module, batch: Batch, iterations: int, samples: int) -> Metrics:
+        """The top eigenvalue of the Hessian, from a pass aside."""
+        with isolated(model):
+            top = curvature.of_cross_entropy(model, batch, iterations, samples)
+        return {"monitors/hessian_top": top.item()}
+
+    def signs(self, applied: bool) -> dict[str, str | None]:
+        """What is wrong, in one line, by kind of alarm; `starving` must last to be one.
+
+        Gradients are judged only where the update was applied: those of a withheld step may be anything.
+        """
+        activation_rms = self._of_blocks("activation_rms")
+        grad_rms = self._of_blocks("grad_rms") if applied else {}
+        zeros = self._of_blocks("zero_grads") if applied else {}
+        return {
+            "monitors": self.failure,
+            "explosion": growth.explosion(activation_rms, grad_rms),
+            "vanishing": growth.vanishing(activation_rms, grad_rms),
+            "attention": growth.attention(self._sizes.get("attn_logit_max", {})),
+            "starving": growth.starving(self._of_blocks("grad_over_eps"), zeros, fp16=self._fp16),
+        }
+
+    def _of_blocks(self, what: str) -> dict[str, float]:
+        """Sizes of the blocks only, in the order of the forward pass."""
+        sizes = self._sizes.get(what, {})
+        return {name: sizes[name] for name in self._blocks if name in sizes}
+
+
+def spread(sizes: Sizes) -> Metrics:
+    """Sizes under the names of `metrics.jsonl`."""
+    return {f"monitors/{what}/{name}": size for what, found in sizes.items() for name, size in found.items()}
+
+
+def over_all(name: str, pick: Callable[[list[float]], np.floating], sizes: dict[str, float]) -> Metrics:
+    """One metric over all places, NaN if one of them is; none where there are no places."""
+    return {f"monitors/{name}": float(pick([*sizes.values()]))} if sizes else {}
+
+
+def root_sum(values: Iterable[float]) -> float:
+    """Norm of a whole from the norms of its parts."""
+    return sum(value * value for value in values) ** 0.5

@@ -1,0 +1,156 @@
+"""What acts in a step, by role: each is an object that a config group has chosen, and the step knows no kind of it."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from stabletrain.records import Batch, Clipped, Detour, GradNorms, LossTerms, Reading, StepChecks, Verdict
+
+
+@runtime_checkable
+class Precision(Protocol):
+    """In which format forward and backward compute; see `stability/precision/`."""
+
+    def autocast(self) -> AbstractContextManager: ...
+    def scale(self, loss: Tensor) -> Tensor: ...
+    def unscale_(self, gradients: list[Tensor]) -> None: ...
+    def loss_scale(self) -> Tensor: ...
+    def overflow(self, terms: LossTerms, norms: GradNorms) -> Tensor: ...
+    def update(self, overflow: Tensor, applied: Tensor) -> None: ...
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """What is minimised, of which logits; see `stability/objective.py` and `stability/chunked_loss.py`."""
+
+    @property
+    def plain(self) -> "Objective": ...
+    def logits(self, forward: "ForwardPass", inputs: Tensor) -> Any: ...
+    def __call__(self, logits: Any, targets: Tensor, n_valid: Tensor) -> LossTerms: ...
+
+
+@runtime_checkable
+class Clipping(Protocol):
+    """What shortens gradients; see `stability/clipping/`. Only a step whose gate is open may enter its statistics."""
+
+    def __call__(self, model: nn.Module, norms: GradNorms, gate: Tensor) -> Clipped: ...
+    def state_dict(self) -> dict: ...
+    def load_state_dict(self, state: dict, /) -> None: ...
+
+
+@runtime_checkable
+class AfterUpdate(Protocol):
+    """What bounds the weights once the update has reached them; see `stability/qkclip.py`."""
+
+    def maxima(self, model: nn.Module) -> list[Tensor]: ...
+    def __call__(self, model: nn.Module, gate: Tensor) -> None: ...
+
+
+@runtime_checkable
+class Guard(Protocol):
+    """Which updates may reach the weights; see `stability/guard/`."""
+
+    skips: dict[str, int]
+    kind: str
+    reason: str
+    consecutive: int
+    rollbacks: int
+
+    @property
+    def bounds(self) -> tuple[float, float]: ...
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def retained_steps(self) -> list[int]: ...
+    @property
+    def target(self) -> int | None: ...
+    def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Tensor: ...
+    def judge(self, reading: Reading) -> Verdict: ...
+    def at_end(self, verdict: Verdict) -> Verdict: ...
+    def distrust(self, why: str) -> Verdict: ...
+    def trouble_at_end(self) -> str | None: ...
+    def lr_multiplier(self, step: int) -> float: ...
+    def snapshot_due(self, step: int) -> bool: ...
+    def retain(self, step: int) -> None: ...
+    def forget(self) -> None: ...
+    def begin_rollback(self, step: int, target: int, same_data: bool = False) -> Detour: ...
+
+
+@runtime_checkable
+class Sanitizer(Protocol):
+    """What is made of data that no model can learn from; see `stability/sanitize.py`."""
+
+    @property
+    def vocab_size(self) -> int | None: ...
+    def safe(self, batch: Batch, classes: int) -> Batch: ...
+    def inputs(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+    def targets(self, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]: ...
+
+
+@runtime_checkable
+class Parallel(Protocol):
+    """The ranks that train together, or one process; see `parallel/`."""
+
+    def forward(self, model: nn.Module, inputs: Tensor, **how: Any) -> Tensor: ...
+    def gradient_sync(self, model: nn.Module, last: bool) -> AbstractContextManager: ...
+    def scale_for_averaging(self, loss: Tensor) -> Tensor: ...
+    def average_buffers_(self, model: nn.Module, held: list[Tensor]) -> None: ...
+    def max_over_ranks_(self, values: list[Tensor]) -> None: ...
+    def reduce_stats(
+        self, terms: LossTerms, norms: GradNorms, checks: StepChecks
+    ) -> tuple[LossTerms, GradNorms, StepChecks]: ...
+    def all_reduce_sum(self, values: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class Seeding(Protocol):
+    """Where a step's randomness comes from; see `machine/determinism.py`."""
+
+    def seed_step(self, seed: int, step: int) -> None: ...
+
+
+@runtime_checkable
+class LearningRate(Protocol):
+    """The factor of the peak learning rate by step number; see `stability/schedule.py`."""
+
+    def __call__(self, step: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Everything that acts in a step, each chosen by a config group."""
+
+    sanitizer: Sanitizer
+    precision: Precision
+    objective: Objective
+    clipping: Clipping
+    after_update: AfterUpdate
+    guard: Guard
+    learning_rate: LearningRate
+    determinism: Seeding
+    seed: int
+    parallel: Parallel
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """The model as a step runs it: under autocast, and by way of the ranks."""
+
+    model: nn.Module
+    tools: Tools
+
+    def __call__(self, inputs: Tensor, **how: Any) -> Tensor:
+        """`model(inputs, **how)`."""
+        with self.tools.precision.autocast():
+            return self.tools.parallel.forward(self.model, inputs, **how)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """The model's head alone; only for a model that can leave its head out."""
+        with self.tools.precision.autocast():
+            return self.model.logits(features)  # ty: ignore[not-callable]
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate: times the loss scale, and scaled so that gradients averaged over ranks add up."""
+        return self.tools.precision.scale(self.tools.parallel.scale_for_averaging(loss))

@@ -1,0 +1,149 @@
+"""Clipping to a fixed bound: none, norm, value and per_module.
+
+No clipping: the object that stands where none is wanted.
+
+Global-norm clipping: the whole gradient is shortened, in its own direction, to a fixed norm.
+
+    g <- g * min(1, max_norm / (|g| + 1e-6)),      |g| over all parameters
+
+Source: Pascanu et al., arXiv 1211.5063, section 3.2; the 1e-6 is PyTorch's.
+
+Value clipping: every value of every gradient is cut to an interval, which changes the gradient's direction.
+
+    g_i <- max(-clip_value, min(clip_value, g_i))
+
+As `torch.nn.utils.clip_grad_value_`. After Graves, arXiv 1308.0850, who so cut the derivatives that enter an LSTM.
+
+Per-module clipping: each module's gradient is shortened by itself, so that one outlier does not throttle all.
+
+    g_m <- g_m * min(1, max_norm / |g_m|),      |g_m| over the parameters that module m owns itself
+
+Global clipping divides every gradient by what may be one embedding's burst: a batch of rare tokens then costs the whole
+model a step. A module is whatever `nn.Module` holds parameters of its own (a linear layer with its bias, a norm, an
+embedding); a parameter that several share belongs to the first. Layers were so clipped by McMahan et al., arXiv
+1710.06963, there for privacy.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from stabletrain.errors import ConfigError
+from stabletrain.records import Clipped, GradNorms
+from stabletrain.stability.clipping.factors import Stateless, gradients, in_parts, multiply_, shortening, whole
+
+
+@dataclass(frozen=True)
+class NoClip(Stateless):
+    """Gradients stay as they are."""
+
+    def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
+        """Nothing clipped."""
+        del model, gate
+        return whole(torch.ones_like(norms.total))
+
+
+@dataclass(frozen=True)
+class NormClip(Stateless):
+    """Global-norm clipping.
+
+    Attributes:
+        max_norm: largest L2 norm over all parameters; 0.5 to 1.0 is customary for transformers.
+    """
+
+    max_norm: float
+
+    def __post_init__(self) -> None:
+        if not self.max_norm > 0:
+            raise ConfigError(
+                f"clipping.max_norm={self.max_norm} is not above 0: no gradient would be left; "
+                "use clipping=none to switch clipping off"
+            )
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
+        """Scales every `.grad` in place by `coef`; bit for bit what `torch.nn.utils.clip_grad_norm_` does."""
+        del gate
+        factor = (self.max_norm / (norms.total + 1e-6)).clamp(max=1.0)
+        factor = torch.where(torch.isfinite(norms.total), factor, 1.0)
+        multiply_(model, factor)
+        return whole(factor)
+
+
+@dataclass(frozen=True)
+class ValueClip(Stateless):
+    """Value clipping.
+
+    Attributes:
+        clip_value: largest magnitude of a gradient's value.
+    """
+
+    clip_value: float
+
+    def __post_init__(self) -> None:
+        if not self.clip_value > 0:
+            raise ConfigError(
+                f"clipping.clip_value={self.clip_value} is not above 0: no gradient would be left; "
+                "use clipping=none to switch clipping off"
+            )
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
+        """Clamps every `.grad` in place, also Inf to a finite value; `active` is the share of values cut."""
+        del gate
+        values = gradients(model)
+        if not values:
+            return whole(torch.ones_like(norms.total))
+        cut = torch.stack([(value.abs() > self.clip_value).sum() for value in values]).sum()
+        torch._foreach_clamp_min_(values, -self.clip_value)
+        torch._foreach_clamp_max_(values, self.clip_value)
+        after = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values, 2, dtype=torch.float32)))
+        ratio = torch.nan_to_num(after / norms.total, nan=1.0).clamp(max=1.0)
+        return Clipped(coef=ratio, active=cut.float() / sum(value.numel() for value in values))
+
+
+def by_module(model: nn.Module) -> list[list[Tensor]]:
+    """The gradients of each module that owns some, in the order of `model.parameters()`."""
+    seen: set[nn.Parameter] = set()
+    groups = []
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p not in seen]
+        seen.update(own)
+        if group := [p.grad for p in own if p.grad is not None]:
+            groups.append(group)
+    return groups
+
+
+@dataclass(frozen=True)
+class PerModuleClip(Stateless):
+    """Per-module clipping.
+
+    Attributes:
+        max_norm: largest L2 norm of one module's gradient; m modules may reach sqrt(m) times that together.
+    """
+
+    max_norm: float
+
+    def __post_init__(self) -> None:
+        if not self.max_norm > 0:
+            raise ConfigError(
+                f"clipping.max_norm={self.max_norm} is not above 0: no gradient would be left; "
+                "use clipping=none to switch clipping off"
+            )
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
+        """Scales every `.grad` in place by its module's factor; `active` is the share of modules clipped."""
+        del gate
+        groups = by_module(model)
+        if not groups:
+            return whole(torch.ones_like(norms.total))
+        # `model.parameters()` goes module by module, so a module's norms lie side by side
+        sides = norms.each.split([len(group) for group in groups])
+        before = torch.stack(torch._foreach_norm(list(sides), 2))
+        factors = shortening(before, self.max_norm)
+        for group, factor in zip(groups, factors.unbind(), strict=True):
+            torch._foreach_mul_(group, factor)
+        return in_parts(norms, before * factors, factors)

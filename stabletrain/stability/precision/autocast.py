@@ -1,0 +1,197 @@
+"""Every mode but fp16: forward and backward in one format, the loss differentiated as it is.
+
+TF32 keeps fp32's range and rounds the factors of a product to 10 bits. It is set both ways here, because PyTorch leaves
+it off for matmul and on for convolution, and because a sweep prepares several modes in one process.
+
+fp16's loss scale: the loss is multiplied before the backward pass, so that small gradients survive the format.
+
+    scale <- 2 scale after growth_interval applied steps in a row;   scale <- scale / 2 on overflow, down to min_scale
+
+Source: Micikevicius et al., arXiv 1710.03740; the numbers are `torch.amp.GradScaler`'s. The rule is written out here,
+and not taken from GradScaler, because the guard's gate and the scale must agree on the device about one overflow.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stabletrain.errors import ConfigError
+from stabletrain.records import GradNorms, LossTerms
+from stabletrain.stability.precision.fp32_modules import check_patterns, wrap_fp32_modules
+
+
+def set_kernels(tf32: bool) -> None:
+    """Sets the format of every fp32 matmul, convolution and RNN of the process, on CUDA and in oneDNN.
+
+    fp16's partial sums stay fp32 in every mode: added up in fp16, which PyTorch permits cuBLAS, they overflow where
+    the product itself would not.
+    """
+    from torch.backends import cuda, cudnn, mkldnn
+
+    on_card: list[Any] = [cuda.matmul, cudnn.conv, cudnn.rnn]  # ty: ignore[missing-attribute]
+    for operation in on_card:
+        operation.fp32_precision = "tf32" if tf32 else "ieee"
+    in_onednn: list[Any] = [mkldnn.matmul, mkldnn.conv, mkldnn.rnn]  # ty: ignore[missing-attribute]
+    for operation in in_onednn:
+        operation.fp32_precision = "ieee"  # what oneDNN calls tf32 is not the cards' format
+    cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+@dataclass
+class Unscaled:
+    """Every mode but fp16.
+
+    Attributes:
+        name: the mode.
+        device: where the model lives.
+        dtype: what autocast computes in; float32 means no autocast.
+        tf32: whether fp32 matmuls and convolutions may round to TF32.
+        why: one line for people, where the mode was chosen for them or is slow here.
+        fp32_modules: patterns of module names that compute in fp32; see `fp32_modules.py`.
+    """
+
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+    tf32: bool = False
+    why: str = ""
+    fp32_modules: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_patterns(self.fp32_modules)
+        if self.fp32_modules and self.dtype == torch.float32:
+            idle = "precision.fp32_modules does nothing: every module is fp32"
+            self.why = f"{self.why}; {idle}" if self.why else idle
+
+    def prepare(self) -> None:
+        """Sets the process's switches; call before the first step."""
+        set_kernels(self.tf32)
+
+    def wrap_fp32_modules(self, model: nn.Module) -> list[str]:
+        """Makes the modules that `fp32_modules` names fp32 modules, in place; returns their names.
+
+        Call it once the model is on its device, and before it is compiled.
+
+        Raises:
+            ConfigError: a pattern names no module, or one that is never called.
+        """
+        if self.dtype == torch.float32:
+            return []
+        return wrap_fp32_modules(model, self.fp32_modules, self.device.type)
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Nothing: parameters are fp32, and the optimizer works on them as they are.
+
+        Call it once `wrap_fp32_modules` is done and the optimizer made, before anything is restored or compiled.
+        """
+        del model, optimizer
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """The context of forward pass and nothing else."""
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def scale(self, loss: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """The loss itself."""
+        return loss
+
+    def unscale_(self, gradients: list[Tensor]) -> None:
+        """Gradients stay as they are."""
+        del gradients
+
+    def loss_scale(self) -> Float[Tensor, ""]:
+        """1."""
+        return torch.ones((), device=self.device)
+
+    def overflow(self, terms: LossTerms, norms: GradNorms) -> Bool[Tensor, ""]:
+        """Never: these formats have fp32's range, so a non-finite gradient is no routine."""
+        del terms
+        return torch.zeros_like(norms.total, dtype=torch.bool)
+
+    def update(self, overflow: Bool[Tensor, ""], applied: Bool[Tensor, ""]) -> None:
+        """Nothing to calibrate."""
+        del overflow, applied
+
+    def state_dict(self) -> dict:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Nothing."""
+        del state
+
+
+LARGEST_SCALE = 2.0**100
+"""Where the scale stops to grow: an infinite one could never be halved again."""
+
+
+@dataclass
+class LossScaled(Unscaled):
+    """fp16: autocast to float16 and a dynamic loss scale.
+
+    Attributes:
+        init_scale: loss scale at the start.
+        growth_interval: applied steps in a row before it doubles.
+        min_scale: floor; an overflow at the floor is a fault, not calibration.
+    """
+
+    init_scale: float = 65536.0
+    growth_interval: int = 2000
+    min_scale: float = 1.0
+    _scale: Tensor = field(init=False, repr=False)
+    _clean: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.min_scale <= self.init_scale:
+            raise ConfigError(
+                f"precision.init_scale={self.init_scale:g} and precision.min_scale={self.min_scale:g} do not satisfy "
+                "0 < min_scale <= init_scale: 65536 and 1 are customary"
+            )
+        if self.growth_interval < 1:
+            raise ConfigError(f"precision.growth_interval={self.growth_interval} is below 1: 2000 is customary")
+        self._scale = torch.tensor(float(self.init_scale), device=self.device)
+        self._clean = torch.zeros((), dtype=torch.int64, device=self.device)
+
+    def scale(self, loss: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """The loss times the loss scale, in fp32."""
+        return loss * self._scale
+
+    def unscale_(self, gradients: list[Tensor]) -> None:
+        """Divides every gradient by the loss scale, in place; exact where the scale is a power of two."""
+        torch._foreach_div_(gradients, self._scale)
+
+    def loss_scale(self) -> Float[Tensor, ""]:
+        """The scale of the current step."""
+        return self._scale
+
+    def overflow(self, terms: LossTerms, norms: GradNorms) -> Bool[Tensor, ""]:
+        """Loss finite, gradients not, and the scale can still fall: withhold the update, and calibrate."""
+        finite_loss, finite_norm = torch.isfinite(terms.total), torch.isfinite(norms.total)
+        return finite_loss & ~finite_norm & (self._scale > self.min_scale)
+
+    def update(self, overflow: Bool[Tensor, ""], applied: Bool[Tensor, ""]) -> None:
+        """Calibrates the scale after a step; a step withheld for another reason than overflow changes nothing."""
+        clean = self._clean + applied
+        grow = clean >= self.growth_interval
+        grown = torch.where(grow, (self._scale * 2.0).clamp(max=LARGEST_SCALE), self._scale)
+        halved = (self._scale * 0.5).clamp(min=self.min_scale)
+        self._scale = torch.where(overflow, halved, grown)
+        self._clean = torch.where(overflow | grow, 0, clean)
+
+    def state_dict(self) -> dict:
+        """Scale and clean steps, for the checkpoint."""
+        return {"scale": self._scale, "clean": self._clean}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Scale and clean steps, from a checkpoint (one of another precision has none: they start afresh)."""
+        if state:
+            self._scale = state["scale"].to(self._scale)
+            self._clean = state["clean"].to(self._clean)

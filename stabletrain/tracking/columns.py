@@ -1,0 +1,199 @@
+"""The columns that a run has in a comparison: in the data frame and its CSV, the table, the page and the W&B report.
+
+One entry a column says all that any of these outputs needs of it. Each output has an order of its own.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+def as_text(value: Any) -> str:
+    """A name, or a whole number."""
+    return str(value)
+
+
+def digits(places: int) -> Callable[[float], str]:
+    """So many digits after the point."""
+    return lambda value: f"{value:.{places}f}"
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits."""
+    return f"{value:.3g}"
+
+
+def percent(value: float) -> str:
+    """A share."""
+    return f"{100 * value:.1f} %" if value >= 1e-3 or value == 0 else f"{100 * value:.2g} %"
+
+
+def thousands(value: float | int) -> str:
+    """950, 14.6k, 1.2M."""
+    return f"{value / 1e6:.3g}M" if value >= 1e6 else f"{value / 1e3:.3g}k" if value >= 1e3 else f"{value:.3g}"
+
+
+def duration(value: float | int) -> str:
+    """48 s, 12 min, 3.4 h."""
+    return f"{value / 3600:.1f} h" if value >= 3600 else f"{value / 60:.0f} min" if value >= 600 else f"{value:.0f} s"
+
+
+class Column(NamedTuple):
+    """A column.
+
+    Attributes:
+        name: in the data frame.
+        dtype: pandas' type there.
+        text: a value as the table prints it.
+        head: its heading in the table; empty if the table does not have it.
+        page_head: its heading on the page; empty if the page does not have it.
+        about: what the page explains of it.
+        page: more that the page's table is told.
+        summary: its keys in the summary of a W&B run.
+        higher_is_better: how a table sorts by it.
+    """
+
+    name: str
+    dtype: str
+    text: Callable[[Any], str] = as_text
+    head: str = ""
+    page_head: str = ""
+    about: str = ""
+    page: tuple[str, ...] = ()
+    summary: tuple[str, ...] = ()
+    higher_is_better: bool = False
+
+
+HIGH = ("high",)
+
+COLUMNS = {
+    column.name: column
+    for column in (
+        Column("run", "object"),
+        Column("sweep", "object", head="sweep", page_head="sweep"),
+        Column("status", "object", head="status", page_head="status", page=("status",)),
+        Column("problem", "object", page_head="what is to know"),
+        Column("steps", "Int64", head="steps", page_head="steps", page=HIGH),
+        Column("val_loss", "float64", digits(4), "val loss", "val loss", "at the end, nats", summary=("val/loss",)),
+        Column("best_val_loss", "float64", digits(4), "best", "best val loss", summary=("best/val_loss",)),
+        Column("best_step", "Int64", page_head="at step", about="step of the best validation loss"),
+        Column(
+            "val_accuracy",
+            "float64",
+            percent,
+            "accuracy",
+            "val accuracy",
+            page=HIGH,
+            summary=("val/accuracy",),
+            higher_is_better=True,
+        ),
+        Column("loss_at_init", "float64", page_head="loss at init"),
+        Column("diverged", "bool", head="diverged", page_head="diverged", page=HIGH),
+        Column(
+            "sensitivity",
+            "float64",
+            digits(3),
+            "sensitivity",
+            "sensitivity",
+            "to the learning rate, of the runs that differ from it in that only",
+        ),
+        Column(
+            "spike_score",
+            "float64",
+            percent,
+            "spikes",
+            "spike score",
+            "share of steps whose loss was a spike",
+            HIGH,
+            ("spike/score",),
+        ),
+        Column(
+            "skips",
+            "Int64",
+            as_text,
+            "skips",
+            "skips",
+            "steps whose update was withheld",
+            HIGH,
+            ("guard/skipped",),
+        ),
+        Column(
+            "rollbacks",
+            "Int64",
+            head="rollbacks",
+            page_head="rollbacks",
+            page=HIGH,
+            summary=("guard/rollbacks",),
+        ),
+        Column("incidents", "Int64", head="incidents", page_head="incidents", page=HIGH),
+        Column("cause", "object", head="first cause", page_head="first cause", summary=("incident/cause",)),
+        Column(
+            "units_per_s",
+            "float64",
+            thousands,
+            "/s",
+            "units/s",
+            "tokens, images or samples a second",
+            HIGH,
+            ("tokens_per_s", "images_per_s"),
+            higher_is_better=True,
+        ),
+        Column("unit", "object", page_head="unit"),
+        Column(
+            "mfu",
+            "float64",
+            percent,
+            "MFU",
+            "MFU",
+            "model FLOP/s as a share of the card's peak",
+            HIGH,
+            ("throughput/mfu",),
+            higher_is_better=True,
+        ),
+        Column(
+            "peak_memory_gb",
+            "float64",
+            three_digits,
+            "peak GB",
+            "memory, GB",
+            "at its peak",
+            HIGH,
+            ("memory/peak_gb",),
+        ),
+        Column("card", "object", head="card", page_head="card", summary=("card",)),
+        Column("precision", "object", head="precision", page_head="precision"),
+        Column("seed", "Int64"),
+        Column("parameters", "Int64", thousands, "parameters", "parameters", page=HIGH),
+        Column("seconds", "float64", duration, "time", "seconds", page=HIGH),
+        Column("range", "object", head="lowest-highest"),
+    )
+}
+"""The columns by name; in the order of the data frame, which has all but `range`."""
+
+IN_FRAME = tuple(name for name in COLUMNS if name != "range")
+
+IN_TABLE = (
+    *("val_loss", "range", "best_val_loss", "val_accuracy", "sensitivity", "diverged", "status", "cause", "incidents"),
+    *("skips", "rollbacks", "spike_score", "units_per_s", "mfu", "peak_memory_gb", "card", "precision", "steps"),
+    *("parameters", "seconds", "sweep"),
+)
+"""Columns of the table beside the run's name and its settings, from left to right."""
+
+BY_IMPORTANCE = (
+    *("card", "precision", "status", "val_loss", "cause", "range", "best_val_loss", "val_accuracy", "diverged"),
+    *("sensitivity", "spike_score", "units_per_s", "skips", "rollbacks", "incidents", "mfu", "peak_memory_gb"),
+    *("seconds", "steps", "sweep", "parameters"),
+)
+"""Which of them a narrow table keeps, the most important first: what differs in hardware, then how the run ended."""
+
+ON_PAGE = (
+    *("status", "val_loss", "best_val_loss", "best_step", "val_accuracy", "diverged", "sensitivity", "spike_score"),
+    *("skips", "rollbacks", "incidents", "cause", "units_per_s", "unit", "mfu", "peak_memory_gb", "card", "precision"),
+    *("steps", "seconds", "parameters", "loss_at_init", "problem", "sweep"),
+)
+"""Columns of the page, from left to right."""
+
+IN_WANDB = (
+    *("card", "val_loss", "best_val_loss", "val_accuracy", "spike_score", "skips", "rollbacks", "cause"),
+    *("units_per_s", "mfu", "peak_memory_gb"),
+)
+"""Columns of the W&B report's table of runs, from left to right."""

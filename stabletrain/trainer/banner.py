@@ -1,0 +1,171 @@
+"""What a person reads first and last of a run: what was chosen and why, what came of it, and what to try next."""
+
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stabletrain.config.arguments import SWEEP, Arguments, key_of, program
+from stabletrain.models.sampling import generate
+from stabletrain.parallel.ranks import current_ranks
+
+
+def opening(
+    choices: Mapping[str, str],
+    config: Mapping[str, Any],
+    model: nn.Module,
+    data: Any,
+    tools: Any,
+    machine: str,
+    folder: str,
+) -> str:
+    """Three lines: what is trained on what, with which settings, and where the run is kept.
+
+    Args:
+        choices: option by group.
+        config: the composed configuration, plain values.
+        model, data: the objects.
+        tools: the step's `Tools`.
+        machine: the device and its threads.
+        folder: the run folder.
+    """
+    size = sum(p.numel() for p in model.parameters())
+    about = getattr(data, "summary", choices["data"])
+    precision = tools.precision
+    settings = [f"precision {precision.name}{f' ({precision.why})' if precision.why else ''}"]
+    if config["precision"].get("fp32_modules"):
+        settings.append(f"in fp32 {', '.join(config['precision']['fp32_modules'])}")
+    resolved = {"warmup": {"steps": tools.learning_rate.warmup.length(tools.learning_rate.total)}}
+    settings += [
+        option_text(group, choices[group], {**config[group], **resolved.get(group, {})})
+        for group in SHOWN
+        if choices[group] != "none"
+    ]
+    return "\n".join(
+        [
+            f"stabletrain · {choices['model']}, {parameter_count(size)} parameters · {about} · {machine}",
+            " · ".join(settings),
+            f"run {relative_path(folder)}",
+        ]
+    )
+
+
+def relative_path(folder: str) -> str:
+    """A folder as one would type it: relative, if it lies below the current one."""
+    path = Path(folder)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else folder
+
+
+SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", "qknorm", "softcap", "qkclip", "faults")
+"""Groups of the opening's second line."""
+
+FIRST_VALUE = ("lr", "max_norm", "clip_value", "clipping", "steps", "coefficient", "attention_cap", "max_logit")
+"""The value shown beside an option, where it has one of these."""
+
+
+def option_text(group: str, option: str, values: Mapping[str, Any]) -> str:
+    """`clipping norm 1.0`: a group, its option and the value that matters most."""
+    shown = [
+        f"{key} {values[key]:g}" if key == "lr" else f"{values[key]:g}"
+        for key in FIRST_VALUE
+        if values.get(key) is not None
+    ]
+    return " ".join([group, option, *shown[:1]])
+
+
+def parameter_count(count: int) -> str:
+    """0.85 M, 124 M, 1.2 B."""
+    for least, size, letter in ((1e9, 1e9, "B"), (1e5, 1e6, "M")):
+        if count >= least:
+            value = count / size
+            return f"{value:.0f} {letter}" if value >= 10 else f"{value:.2g} {letter}"
+    return f"{count:,}"
+
+
+def closing(
+    *,
+    state: Any,
+    history: Any,
+    guard: Any,
+    unit: str,
+    per: str,
+    folder: str,
+    sample: str | None,
+    again: str,
+) -> str:
+    """The result, a sample of generated text, the pace, the run folder, and a command to try next.
+
+    Args:
+        state: the run's `TrainState` at its end.
+        history: its `History`.
+        guard: its guard.
+        unit: what the pace counts, `tok` or `img`.
+        per: what a loss is per, such as `byte`.
+        folder: the run folder.
+        sample: generated text, or None.
+        again: a command to try next.
+    """
+    loss = history.val.get("val/loss", math.nan)
+    result = f"val loss {loss:.3f} nats/{per} ({loss / math.log(2):.2f} bits)"
+    if not history.val or math.isnan(loss):
+        result = "val loss nan: the weights are not finite, or nothing was evaluated"
+    if "val/accuracy" in history.val:
+        result = f"val accuracy {100 * history.val['val/accuracy']:.2f} %, loss {loss:.3f} nats"
+    best = f"best at step {history.best_step:,}"
+    lines = [
+        f"{result} after {state.step:,} steps in {history.seconds:.0f} s, {best}",
+        f"guard    {guard_summary(state, history, guard)}",
+        f"pace     {history.units / max(history.seconds, 1e-9):,.0f} {unit}/s",
+    ]
+    if sample and sample.strip():
+        first, *rest = sample.strip("\n").splitlines()
+        lines += [f"sample   {first}", *(f"         {line}" for line in rest)]
+    return "\n".join([*lines, f"run      {relative_path(folder)}", f"next     {again}"])
+
+
+def guard_summary(state: Any, history: Any, guard: Any) -> str:
+    """What the guard did: updates, skips by kind, rollbacks, data passed over, time lost."""
+    again = f", {state.executed_steps:,} executed" if state.executed_steps != state.step else ""
+    words = [f"{history.updates:,} updates in {state.step:,} steps{again}"]
+    words += [f"{count} skipped ({kind.replace('_', ' ')})" for kind, count in guard.skips.items() if count]
+    if guard.rollbacks:
+        words.append(f"{guard.rollbacks} rollback{'s' if guard.rollbacks > 1 else ''}")
+        words.append(f"{history.lost_steps} steps ({history.lost_seconds:.0f} s) lost")
+        if state.skipped:
+            words.append("batches passed over " + " ".join(f"{start}-{stop - 1}" for start, stop in state.skipped))
+    return ", ".join(words) if len(words) > 1 else f"{words[0]}, nothing withheld"
+
+
+def suggestion(typed: Arguments, has_attention: bool, per: str) -> str:
+    """A sweep to try next, over what was just run.
+
+    Args:
+        typed: its command line.
+        has_attention: whether the model takes QK-norm, so that every preset fits it.
+        per: what its loss is per.
+    """
+    sweep = ["clipping=none,norm", "optimizer.lr=0.03,3"]
+    if has_attention:
+        sweep = ["stability=none,zloss_qknorm", "optimizer.lr=1e-3,1e-1"]
+    elif per != "image":
+        sweep = ["clipping=none,norm", "optimizer.lr=1e-3,1e-1"]
+    swept = {key_of(each) for each in sweep} | {"resume", "zloss", "qknorm", "qkclip", "stability"}
+    kept = [o for o in typed.overrides if key_of(o) not in swept and not key_of(o).startswith(("hydra", "faults"))]
+    options = [option for option in typed.options if option not in SWEEP]
+    return shlex.join([*program(current_ranks()), "-m", *options, *kept, *sweep])
+
+
+def sample_text(model: nn.Module, data: Any, device: torch.device, tokens: int = 200) -> str | None:
+    """Text that the model continues from the data's prompt; None for data that is no text. Leaves no trace."""
+    if not all(hasattr(data, name) for name in ("encode", "decode", "prompt")):
+        return None
+    prompt = torch.tensor([data.encode(data.prompt)], device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    try:
+        return data.decode(generate(model, prompt, tokens, 0.8, 50, generator)[0].tolist())
+    except Exception as error:  # the run is over and saved: a sample is no reason to call it failed
+        return f"(none: {error})"

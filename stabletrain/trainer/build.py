@@ -1,0 +1,347 @@
+"""From a configuration to a run, in stages; what cannot work is refused here, before a step is taken.
+
+    process -> data -> model and optimizer -> tools -> output -> restored state -> the run
+
+Every group's option is one object, made by Hydra from its `_target_`. The groups meet in three ways only, all visible
+in the YAML or below: a model takes `${qknorm}` and `${softcap}` into its own YAML; a model's nulls are filled from the
+data (`vocab_size`, `block_size`, `num_classes`, `in_channels`); and a precision is told the device.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from torch import nn
+
+from stabletrain.checkpoint.capture import Stateful
+from stabletrain.checkpoint.checkpoints import NoCheckpoints
+from stabletrain.checkpoint.folder import run_of
+from stabletrain.compare.pages.at_end import NoPage, PageAtEnd
+from stabletrain.config.arguments import SWEEP, key_of, parse_arguments
+from stabletrain.config.make import leaves, make, plain
+from stabletrain.data.prefetch import Prefetch
+from stabletrain.errors import ConfigError
+from stabletrain.forensics.diagnosis.evidence import RunSettings
+from stabletrain.forensics.handler import for_all_ranks
+from stabletrain.machine import compiling, hardware
+from stabletrain.monitors.rolling import RollingStats
+from stabletrain.parallel.checkpoints import for_all_ranks as checkpoints_for_all_ranks
+from stabletrain.parallel.ranks import Ranks, run_on_main
+from stabletrain.protocols import Guard, Tools
+from stabletrain.records import Batch, TrainState
+from stabletrain.tracking.metrics import Metrics
+from stabletrain.tracking.progress import Progress
+from stabletrain.tracking.run_folder import NoRunFolder, RunFolder, versions
+from stabletrain.tracking.tracker import NoTracker, Tracker
+from stabletrain.tracking.wandb import NoWandb
+from stabletrain.trainer.banner import closing, opening, sample_text, suggestion
+from stabletrain.trainer.compile_warmup import warm_up_compiled
+from stabletrain.trainer.contract import make_model, validation
+from stabletrain.trainer.history import UNITS, History
+from stabletrain.trainer.rollback import Rollback
+from stabletrain.trainer.run import Forensics, Monitoring, Output, Plan, TrainingData, TrainingRun
+from stabletrain.trainer.stages import (
+    Process,
+    Source,
+    Trained,
+    batch_loader,
+    build_model,
+    load_data,
+    make_tools,
+    start_process,
+)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Where the run's results go.
+
+    Attributes:
+        folder: the run folder.
+        run_folder: keeps its `run.json`, which is written.
+        tracker: takes metrics, events and messages.
+        wandb: the W&B run, not started yet.
+        checkpoints: not opened yet.
+    """
+
+    folder: Path
+    run_folder: NoRunFolder
+    tracker: NoTracker
+    wandb: NoWandb
+    checkpoints: NoCheckpoints
+
+    def open_checkpoints(self) -> None:
+        """Opens the folder of checkpoints; what happens to them becomes an event."""
+        tracker = self.tracker
+        self.checkpoints.open(
+            self.folder, lambda kind, step, fields: tracker.event(kind, step, **fields), self.run_folder.id
+        )
+
+
+def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> TrainingRun:
+    """The run that `cfg` describes, resumed if it asks for that, ready for `loop.train`.
+
+    Args:
+        cfg: checked by `config.checks.check`. Call this inside a Hydra job, which knows the choice of options.
+        folder: the run folder.
+        shown: how progress is shown; None for the terminal.
+
+    Raises:
+        ConfigError: a bound is passed, a combination cannot work, or the folder already holds a run.
+    """
+    process = start_process(cfg)
+    guard, clipping, monitors, faults = (make(cfg, group) for group in ("guard", "clipping", "monitors", "faults"))
+    source = load_data(cfg, process, faults)
+    trained = build_model(cfg, process, source, faults)
+    tools = make_tools(cfg, process, source, trained.state.model, clipping, guard)
+    load = batch_loader(cfg, process, source, trained.state)
+    opened = open_output(cfg, folder, process, source, trained, faults, shown)
+    data = TrainingData(
+        batches=Prefetch(load, pin=process.device.type == "cuda"),
+        validation=lambda: validation(source.data, cfg.batch_size, cfg.eval_batches, process.ranks),
+        load=load,
+        unit=source.unit,
+    )
+    monitoring, history = Monitoring(monitors, RollingStats(), trained.usage), History()
+    rollback = saved_states(trained.state, tools, monitoring, history, data, opened)
+    try:
+        start_wandb(cfg, process, trained, opened)
+        opened.open_checkpoints()
+        restore_state(cfg, rollback, guard, opened.tracker)
+        opened.tracker.note(opening_lines(cfg, process, source, trained, tools, folder))
+        if compiling.wanted(cfg.compile, process.device):
+            compile_model(cfg, process, trained.state, tools, load, opened)
+    except BaseException as error:
+        opened.tracker.close(1)
+        opened.run_folder.abandon(str(error))
+        raise
+    return assemble(cfg, process, source, trained, tools, data, monitoring, history, rollback, opened)
+
+
+# ---- output
+
+
+def open_output(
+    cfg: DictConfig,
+    folder: Path,
+    process: Process,
+    source: Source,
+    trained: Trained,
+    faults: Any,
+    shown: Progress | None,
+) -> Opened:
+    """Claims the run folder and opens what writes to it."""
+    ranks = process.ranks
+    checkpoints = checkpoints_for_all_ranks(faults.checkpoints(make(cfg, "checkpoint")), ranks)
+    wandb = faults.wandb(make(cfg, "wandb")) if ranks.is_main else NoWandb()
+    run_folder = start_run_folder(cfg, folder, process, source, trained)
+    tracker = start_tracker(cfg, folder, ranks, wandb, run_folder, shown)
+    return Opened(folder, run_folder, tracker, wandb, checkpoints)
+
+
+def start_run_folder(cfg: DictConfig, folder: Path, process: Process, source: Source, trained: Trained) -> NoRunFolder:
+    """Claims the run folder, and writes `run.json`; the main process only.
+
+    Raises:
+        ConfigError: the folder already holds a run, or cannot be written.
+    """
+    run_folder = RunFolder(folder) if process.ranks.is_main else NoRunFolder(folder)
+    typed, data = parse_arguments([*sys.argv[1:]]), source.data
+    fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else {"name": process.choices["data"]}
+    resuming = cfg.resume == "auto"
+    start = partial(
+        run_folder.start,
+        resuming=resuming,
+        choices=process.choices,
+        hardware=machine_record(process, trained),
+        data=fingerprint,
+        model={"parameters": trained.parameters, **trained.usage.facts(UNITS[source.unit])},
+        run_id=run_of(folder) if resuming else None,
+        options=[option for option in typed.options if option not in SWEEP],
+        overrides=[each for each in HydraConfig.get().overrides.task if key_of(each) != "resume"],
+    )
+    run_folder.id = run_on_main(process.ranks, start)
+    return run_folder
+
+
+def machine_record(process: Process, trained: Trained) -> dict[str, Any]:
+    """The machine, and how it computes, for `run.json` and W&B."""
+    return hardware.describe(process.device) | {
+        "precision": process.precision.name,
+        "fp32_modules": trained.fp32_modules,
+        "determinism": process.switches,
+    }
+
+
+def start_tracker(
+    cfg: DictConfig, folder: Path, ranks: Ranks, wandb: NoWandb, run_folder: NoRunFolder, shown: Progress | None
+) -> NoTracker:
+    """Opens metrics, events and the progress line; the main process only."""
+    try:
+        return run_on_main(ranks, lambda: Tracker(Metrics(folder), wandb, shown or Progress(cfg.log_every)), NoTracker)
+    except ConfigError as error:
+        run_folder.abandon(str(error))
+        raise
+
+
+def start_wandb(cfg: DictConfig, process: Process, trained: Trained, opened: Opened) -> None:
+    """Starts the W&B run, with the configuration and the machine."""
+    hydra = HydraConfig.get()
+    about = {
+        **plain(cfg),
+        "groups": process.choices,
+        "hardware": machine_record(process, trained),
+        "versions": versions(),
+    }
+    sweeping = hydra.mode == RunMode.MULTIRUN
+    opened.wandb.start(opened.folder, opened.run_folder.id, about, hydra.overrides.task, sweeping=sweeping)
+
+
+# ---- restored state
+
+
+def restore_state(cfg: DictConfig, rollback: Rollback, guard: Any, tracker: NoTracker) -> None:
+    """Restores the checkpoint that `resume` asks for.
+
+    Raises:
+        ConfigError: the run has passed `steps` already.
+    """
+    rollback.resume(cfg.resume)
+    if cfg.resume != "auto":
+        guard.forget()  # the states it knows are in another folder
+    if rollback.state.step > cfg.steps:
+        raise ConfigError(f"steps={cfg.steps} is below the {rollback.state.step} steps that are done: raise steps")
+    tracker.rewind(rollback.state.executed_steps)
+
+
+def compile_model(
+    cfg: DictConfig,
+    process: Process,
+    state: TrainState,
+    tools: Tools,
+    load: Callable[[int], Batch],
+    opened: Opened,
+) -> None:
+    """Compiles the model in place and tries it on one micro-batch.
+
+    Raises:
+        ConfigError: `compile=true`, and the model cannot be compiled.
+    """
+    batch = load(cfg.steps - 1).to(process.device).split(cfg.grad_accum_steps)[0]  # of full length by then
+    facts, told = warm_up_compiled(state, batch, tools, must=cfg.compile is True, any_rank=process.parallel.any_rank)
+    opened.run_folder.learn(facts)
+    opened.tracker.note(told)
+
+
+# ---- the run
+
+
+def saved_states(
+    state: TrainState, tools: Tools, monitoring: Monitoring, history: History, data: TrainingData, opened: Opened
+) -> Rollback:
+    """The saved states of the run, none yet."""
+    parts = {  # what is stateful beside model and optimizer, under its name in checkpoints
+        "guard": tools.guard,
+        "precision": tools.precision,
+        "clipping": tools.clipping,
+        "history": history,
+        "recent": monitoring.rolling,
+        "monitors": monitoring.monitors,
+    }
+    return Rollback(
+        state,
+        cast("dict[str, Stateful]", parts),
+        history=history,
+        guard=tools.guard,
+        checkpoints=opened.checkpoints,
+        batches=data.batches,
+        tracker=opened.tracker,
+        run_id=opened.run_folder.id,
+    )
+
+
+def assemble(
+    cfg: DictConfig,
+    process: Process,
+    source: Source,
+    trained: Trained,
+    tools: Tools,
+    data: TrainingData,
+    monitoring: Monitoring,
+    history: History,
+    rollback: Rollback,
+    opened: Opened,
+) -> TrainingRun:
+    """The run, of parts that are ready."""
+    page = PageAtEnd(opened.folder) if cfg.report and process.ranks.is_main else NoPage()
+    closing_text = partial(closing_lines, cfg, source, trained.state, history, tools.guard, page, opened.folder)
+    opened.tracker.start(cfg.steps, trained.state.step)
+    return TrainingRun(
+        plan=Plan(cfg.steps, cfg.grad_accum_steps, cfg.eval_every, cfg.log_every),
+        state=trained.state,
+        tools=tools,
+        device=process.device,
+        parallel=process.parallel,
+        data=data,
+        monitoring=monitoring,
+        forensics=start_forensics(cfg, opened.folder, process, source, trained.state.model, tools),
+        output=Output(opened.tracker, opened.run_folder, page, closing_text),
+        rollback=rollback,
+        history=history,
+    )
+
+
+def opening_lines(
+    cfg: DictConfig, process: Process, source: Source, trained: Trained, tools: Tools, folder: Path
+) -> str:
+    """The first lines on the terminal."""
+    machine = f"{hardware.name(process.device)}, {hardware.threads()}"
+    return opening(process.choices, plain(cfg), trained.state.model, source.data, tools, machine, str(folder))
+
+
+def start_forensics(
+    cfg: DictConfig, folder: Path, process: Process, source: Source, model: nn.Module, tools: Any
+) -> Forensics:
+    """The incident handler, with what it must know of the run."""
+    config, choices = plain(cfg), process.choices
+
+    def model_factory() -> nn.Module:
+        copy = make_model(cfg, source.data).to(process.device)
+        process.precision.wrap_fp32_modules(copy)
+        return copy
+
+    handler = for_all_ranks(make(cfg, "forensics"), process.ranks)
+    uncompiled_cpu = process.device.type == "cpu" and compiling.compiled_shape(model) is None
+    settings = RunSettings(
+        choices=choices,
+        values=dict(leaves(config)),
+        has_attention="qknorm" in cfg.model,
+        warmup=tools.learning_rate.warmup.length(cfg.steps),
+        deterministic=choices["determinism"] == "strict" or uncompiled_cpu,
+    )
+    handler.open(folder, settings)
+    return Forensics(handler, model_factory, metadata={"config": config, "choices": choices})
+
+
+def closing_lines(
+    cfg: DictConfig, source: Source, state: TrainState, history: History, guard: Guard, page: NoPage, folder: Path
+) -> str:
+    """The last lines on the terminal; writes the run's page too. All ranks must call it: the model may be sharded."""
+    sample = sample_text(state.model, source.data, next(state.model.parameters()).device)
+    page.write(sample)
+    return closing(
+        state=state,
+        history=history,
+        guard=guard,
+        unit=source.unit,
+        per=source.per,
+        folder=str(folder),
+        sample=sample,
+        again=suggestion(parse_arguments([*sys.argv[1:]]), "qknorm" in cfg.model, source.per),
+    )

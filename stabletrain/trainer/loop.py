@@ -1,0 +1,281 @@
+"""The loop around the step: cadence, verdicts, evaluation, checkpoints, signals. It decides when and computes nothing.
+
+Each round launches the next step's `compute`, then reads what the step before it measured, and only then lets `commit`
+change the weights. So a withheld step can be investigated while the weights are still those it started from. A step is
+read at once if something is due after it that needs its numbers, and so is the first step of a run.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stabletrain.errors import Interrupted, TrainingHalted
+from stabletrain.machine.signals import StopRequest
+from stabletrain.parallel.failure_report import as_rank_lost
+from stabletrain.records import Verdict
+from stabletrain.step import commit, compute
+from stabletrain.trainer.evaluate import evaluate
+from stabletrain.trainer.history import UNITS, History, Throughput
+from stabletrain.trainer.incidents import ExecutedStep, investigate_alarm, investigate_skip
+from stabletrain.trainer.run import TrainingRun
+from stabletrain.trainer.step_log import NOTHING, log_alarms, log_step
+
+
+def train(run: TrainingRun) -> History:
+    """Trains until `plan.steps` steps are done, and records how the run ended.
+
+    Raises:
+        Interrupted: a signal came; the state is saved.
+        TrainingHalted: the guard gave up; no unhealthy state was saved.
+        RankLost: another rank has ended.
+    """
+    tracker, checkpoints = run.output.tracker, run.rollback.checkpoints
+    try:
+        training_loop(run)
+        checkpoints.wait()
+    except BaseException as raised:
+        error = as_rank_lost(raised, run.parallel.ranks) or raised
+        checkpoints.finish_quietly()
+        numbers = final_metrics(run)
+        tracker.summary(numbers | {"status": status_of(error)})
+        tracker.close(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1))
+        run.output.folder.finish(status_of(error), str(error) or type(error).__name__, numbers)
+        run.output.page.write()
+        if error is raised:
+            raise
+        raise error from raised
+    finally:
+        run.data.batches.close()
+    numbers = final_metrics(run)
+    tracker.summary(numbers | {"status": "finished"})
+    tracker.close(0)
+    reasons = [reason for reason in (run.tools.guard.trouble_at_end(), checkpoints.unsaved()) if reason]
+    run.output.folder.finish("finished", "; ".join(reasons) or None, numbers)
+    for reason in reasons:
+        tracker.note(f"note     {reason}")
+    return run.history
+
+
+def training_loop(run: TrainingRun) -> None:
+    """The loop itself."""
+    plan, state, rollback = run.plan, run.state, run.rollback
+    throughput = Throughput(run.history, run.parallel.ranks.world_size)
+    executed: ExecutedStep | None = None
+    first = state.step + 1
+    if rollback.snapshot_due(state.step):
+        rollback.take_snapshot()
+    with StopRequest() as signals:
+        while state.step < plan.steps:
+            batch = run.data.batches.get(state.step)
+            micro_batches = batch.to(run.device).split(plan.grad_accum_steps)
+            run.parallel.request_stop(signals.name)
+            # Launch this step's forward and backward before reading the last step's numbers: the device never waits.
+            computed = compute(state, micro_batches, run.tools)
+            if executed is not None and not settle(run, executed, throughput):
+                executed = None  # an older state is back, and what was just computed came from the one that is gone
+                continue
+            watching = run.monitoring.monitors.due(state.step + 1, plan.steps) and computed.classes is not None
+            if watching:
+                safe_batch = run.tools.sanitizer.safe(micro_batches[0], computed.classes)
+                run.monitoring.monitors.before(state.model, state.optimizer, safe_batch, run.tools.precision)
+            in_flight = commit(state, computed, run.tools)
+            executed = ExecutedStep(in_flight, batch, computed.classes, computed.saved_buffers)
+            throughput.count(batch)
+            due = due_after_step(run, watching, signals.name, first)
+            if not due.reading:
+                continue
+            seen = watch(run, executed) if watching else NOTHING
+            settled, executed = settle(run, executed, throughput, seen), None
+            if settled and (not due.state_is_used or replicas_agree(run, throughput)):
+                use_state(run, due, throughput)
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is due after a step.
+
+    Attributes:
+        evaluate, save, snapshot: the state is evaluated, written to disk, kept in memory.
+        stop: the signal for which all ranks stop now; empty for none.
+        reading: whether the step's numbers are needed before the next step is launched.
+    """
+
+    evaluate: bool
+    save: bool
+    snapshot: bool
+    stop: str
+    reading: bool
+
+    @property
+    def state_is_used(self) -> bool:
+        """Whether the state is evaluated or kept, so every rank must still have the same one."""
+        return self.evaluate or self.save or self.snapshot
+
+
+def due_after_step(run: TrainingRun, watching: bool, signal: str, first: int) -> Due:
+    """What is due after the step that was just committed.
+
+    Args:
+        run: of which `state.step` steps are done.
+        watching: whether the monitors inspect this step.
+        signal: the name of the signal that asks this rank to stop; empty for none.
+        first: the first step of this process, whose line a user waits for.
+    """
+    step, rollback = run.state.step, run.rollback
+    last, stop = step == run.plan.steps, run.parallel.stopping(signal)
+    evaluate_now = last or step % run.plan.eval_every == 0
+    save = last or bool(stop) or rollback.checkpoints.due(step)
+    snapshot = rollback.snapshot_due(step)
+    reading = watching or evaluate_now or save or snapshot or bool(rollback.replaying) or step == first
+    return Due(evaluate_now, save, snapshot, stop, reading)
+
+
+def watch(run: TrainingRun, executed: ExecutedStep) -> dict[str, float]:
+    """What the monitors saw of the step that was just executed; investigates it if gradients vanish in fp16."""
+    reading = executed.reading()
+    metrics, alarms = run.monitoring.monitors.after(run.state.model, run.state.optimizer, reading.applied)
+    log_alarms(run, reading.step, alarms)
+    investigate_alarm(run, executed, reading, alarms)
+    return metrics
+
+
+def settle(
+    run: TrainingRun, executed: ExecutedStep, throughput: Throughput, seen: Mapping[str, float] = NOTHING
+) -> bool:
+    """Judges an executed step, logs it, and draws the consequences.
+
+    Returns:
+        Whether the run continues from the present state; if not, an older state was restored.
+
+    Raises:
+        TrainingHalted: the guard gave up.
+    """
+    reading, guard = executed.reading(), run.tools.guard
+    verdict = guard.judge(reading)
+    log_alarms(run, reading.step, run.monitoring.rolling.add(reading))
+    if not reading.applied:
+        investigate_skip(run, executed, reading, verdict)
+    log_step(run, reading, throughput, seen)
+    run.parallel.note_stop(reading.stop)
+    if run.state.step == run.plan.steps:
+        verdict = guard.at_end(verdict)
+    if verdict is Verdict.APPLY:
+        run.history.updates += 1
+    return follow(run, verdict, throughput)
+
+
+def follow(run: TrainingRun, verdict: Verdict, throughput: Throughput, *, same_data: bool = False) -> bool:
+    """Restores an older state, or halts, if the verdict says so; returns whether the present state stays.
+
+    Raises:
+        TrainingHalted: the guard gave up.
+    """
+    step = run.state.step
+    if verdict is Verdict.ROLLBACK:
+        throughput.measure()
+        run.rollback.roll_back(step, same_data)
+        throughput.resume()
+    if verdict is Verdict.HALT:
+        run.rollback.save_last_healthy()
+        run.rollback.checkpoints.wait()
+        run.rollback.tracker.event("halt", step, reason=run.tools.guard.reason)
+        raise TrainingHalted(f"step {step}: {run.tools.guard.reason}")
+    return verdict is not Verdict.ROLLBACK
+
+
+def replicas_agree(run: TrainingRun, throughput: Throughput) -> bool:
+    """Whether the run continues from the present state, because every rank still has the same one.
+
+    Raises:
+        TrainingHalted: the ranks differ, and there is nothing to go back to.
+    """
+    divergence = run.parallel.find_divergence(run.state)
+    if not divergence:
+        return True
+    verdict, tracker = run.tools.guard.distrust(divergence), run.rollback.tracker
+    tracker.event("divergence", run.state.step, reason=divergence, tick=run.state.executed_steps)
+    if verdict is Verdict.APPLY:
+        tracker.note(f"step {run.state.step}: {divergence}; guard=off lets that be")
+    return follow(run, verdict, throughput, same_data=True)
+
+
+def use_state(run: TrainingRun, due: Due, throughput: Throughput) -> None:
+    """Evaluates and saves a settled state, as far as that is due; stops the run if a signal asked for it.
+
+    Raises:
+        Interrupted: the run was asked to stop, and its state is saved.
+    """
+    state, rollback, last = run.state, run.rollback, run.state.step == run.plan.steps
+    improved, val_loss, replaying = False, None, rollback.replaying
+    if due.evaluate or due.save:
+        throughput.measure()
+    if due.evaluate:
+        if due.stop:  # save first: the evaluation may take longer than the time that is left
+            rollback.save(None)
+            rollback.checkpoints.wait()
+        best, val_loss = run.history.best_loss, validate(run)
+        improved = val_loss < best
+    if due.snapshot:  # after the evaluation, whose result is part of the state
+        rollback.take_snapshot()
+    if replaying and state.step == replaying.step:
+        rollback.finish_replay()
+    elif due.save or improved:
+        rollback.save(val_loss)
+    if due.evaluate or due.save:
+        throughput.resume()
+    if due.stop and not last:
+        rollback.abort_replay()
+        rollback.checkpoints.wait()
+        rollback.tracker.event("preempt", state.step, signal=due.stop)
+        where = f"{due.stop}: stopped after step {state.step} of {run.plan.steps}"
+        saved = rollback.checkpoints.unsaved() or "the state is saved"
+        if not rollback.checkpoints.keeps:
+            saved = "checkpoint=off: nothing is saved"
+        raise Interrupted(f"{where}, {saved}", saved=rollback.checkpoints.keeps)
+
+
+def validate(run: TrainingRun) -> float:
+    """Evaluates, logs, and remembers the best; returns the validation loss."""
+    state, history, tracker = run.state, run.history, run.rollback.tracker
+    batches = (batch.to(run.device) for batch in run.data.validation())
+    metrics = evaluate(state.model, batches, run.tools.precision, run.tools.sanitizer, run.parallel)
+    if spoilt := metrics.get("val/bad_batches"):
+        text = f"evaluation: {spoilt} batches hold bad data; what is bad in them is not counted"
+        if not history.val.get("val/bad_batches"):
+            tracker.note(f"step {state.step}: {text}")
+        tracker.event("bad_validation", state.step, batches=spoilt)
+    history.val, history.val_step = metrics, state.step
+    if metrics["val/loss"] < history.best_loss:
+        history.best_loss, history.best_step = metrics["val/loss"], state.step
+        tracker.summary({"best/val_loss": metrics["val/loss"], "best/step": state.step})
+    tracker.log(state.step, {"tick": state.executed_steps, **metrics})
+    return metrics["val/loss"]
+
+
+def final_metrics(run: TrainingRun) -> dict[str, Any]:
+    """The run's last numbers, for `run.json` and W&B's summary."""
+    history, guard, monitoring = run.history, run.tools.guard, run.monitoring
+    rate = history.units / max(history.seconds, 1e-9)
+    return history.val | {
+        "steps": run.state.step,
+        "best/val_loss": history.best_loss,
+        "best/step": history.best_step,
+        "seconds": history.seconds,
+        f"{UNITS[run.data.unit]}_per_s": rate,
+        **monitoring.usage.metrics(rate),
+        "ticks": run.state.executed_steps,
+        "guard/updates": history.updates,
+        "guard/rollbacks": guard.rollbacks,
+        "guard/lost_steps": history.lost_steps,
+        "guard/lost_seconds": history.lost_seconds,
+        "guard/skipped": sum(guard.skips.values()),
+        "spike/score": monitoring.rolling.metrics()["spike/score"],
+        **{f"guard/skipped_{kind}": count for kind, count in guard.skips.items()},
+    }
+
+
+def status_of(error: BaseException) -> str:
+    """The status in `run.json` of a run that ended with `error`."""
+    if isinstance(error, TrainingHalted):
+        return "halted"
+    return "preempted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"

@@ -1,0 +1,51 @@
+"""What is logged of an executed step: a line of metrics, the progress line, alarms."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from stabletrain.monitors.rolling import Alarm
+from stabletrain.records import Reading
+from stabletrain.trainer.history import UNITS, Throughput
+from stabletrain.trainer.run import TrainingRun
+
+NOTHING: Mapping[str, float] = MappingProxyType({})
+
+
+def log_step(run: TrainingRun, reading: Reading, throughput: Throughput, seen: Mapping[str, float]) -> None:
+    """Logs a step's metrics if a line is due, together with what the monitors have `seen`; moves the progress line."""
+    guard, tracker, plan = run.tools.guard, run.rollback.tracker, run.plan
+    skipped = sum(guard.skips.values())
+    metrics = reading_metrics(reading, skipped) | run.monitoring.rolling.metrics()
+    metrics |= {
+        "tick": run.state.executed_steps,
+        "guard/applied": int(reading.applied),
+        "guard/rollbacks": guard.rollbacks,
+    }
+    if seen or reading.step % plan.log_every == 0 or reading.step in (1, plan.steps):
+        throughput.measure()
+        used = {f"{UNITS[run.data.unit]}_per_s": throughput.rate, **run.monitoring.usage.metrics(throughput.rate)}
+        tracker.log(reading.step, {**metrics, **used, **seen})
+    tracker.progress(reading.step, metrics, throughput.rate, run.data.unit, skipped)
+
+
+def log_alarms(run: TrainingRun, step: int, alarms: Sequence[Alarm]) -> None:
+    """Records each alarm, shows it, and sends it as a W&B alert."""
+    tracker = run.rollback.tracker
+    for alarm in alarms:
+        tracker.event("alarm", step, kind=alarm.kind, text=alarm.text)
+        tracker.note(f"step {step}: {alarm.text}")
+        tracker.alert(alarm.kind, f"step {step}: {alarm.text}")
+
+
+def reading_metrics(reading: Reading, skipped: int) -> dict[str, float]:
+    """A reading under the names of `metrics.jsonl`."""
+    return {
+        "train/loss": reading.loss,
+        "train/ce": reading.ce,
+        "train/zloss": reading.zloss,
+        "grad/norm": reading.grad_norm,
+        "clip/coef": reading.clip_coef,
+        "lr": reading.lr,
+        "precision/loss_scale": reading.loss_scale,
+        "guard/skipped": skipped,
+    }

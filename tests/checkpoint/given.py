@@ -1,0 +1,74 @@
+"""A run's checkpoints, as the tests of what is on the disk need them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stabletrain.checkpoint import reader
+from stabletrain.checkpoint.checkpoints import Checkpoints
+from stabletrain.checkpoint.reader import Checkpoint
+
+FILES = ["model.safetensors", "training.safetensors", "state.json", "manifest.json"]
+"""In the order in which they are written."""
+
+
+def tree(step: int) -> dict:
+    """A state that can be told from that of any other step."""
+    return {"model": {"w": torch.full((64, 8), float(step))}, "optimizer": {"state": {}}, "step": step}
+
+
+class Run:
+    """Checkpoints of a run folder, and what they reported."""
+
+    def __init__(self, folder: Path, run: str | None = None, **options) -> None:
+        self.events: list[tuple[str, int, dict]] = []
+        policy: dict[str, Any] = {"every": 10, "keep": 2, "keep_best": True, "asynchronous": False}
+        self.checkpoints = Checkpoints(**(policy | options))
+        self.checkpoints.open(folder, lambda *event: self.events.append(event), run)
+        self.folder = folder / "checkpoints"
+        self.info = {} if run is None else {"run": run}
+
+    def save(self, step, healthy=True, val_loss=None, **kwargs):
+        state = kwargs.get("tree", tree(step))
+        self.checkpoints.save(step, state, info=self.info, healthy=healthy, val_loss=val_loss)
+
+    def newest(self, **options) -> Checkpoint:
+        found = self.checkpoints.newest(**options)
+        assert found is not None
+        return found
+
+    def preferred(self) -> Checkpoint:
+        found = self.checkpoints.preferred()
+        assert found is not None
+        return found
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def steps(self):
+        return sorted(int(path.name[5:]) for path in self.folder.iterdir())
+
+
+def flip(path: Path, byte: int | None = None, bit: int = 0) -> None:
+    """Turns one bit of a file, in the middle where no byte is named."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if byte is None else byte] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def rewrite_manifest(checkpoint: Path, **changes) -> None:
+    """As somebody would who means harm: with a checksum that is right."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text()) | changes
+    del manifest["sha256"]
+    (checkpoint / "manifest.json").write_bytes(reader.render(manifest))
+
+
+def forge(checkpoint: Path, contents: dict[str, bytes]) -> None:
+    """Replaces files by others, with a manifest that is right."""
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    for name, content in contents.items():
+        (checkpoint / name).write_bytes(content)
+        files[name] = {"bytes": len(content), "sha256": reader.hashlib.sha256(content).hexdigest()}
+    rewrite_manifest(checkpoint, files=files)

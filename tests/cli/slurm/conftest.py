@@ -1,0 +1,63 @@
+"""What the tests of this folder share: a cluster, and `slurm/launch.sh` without one."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from stabletrain.cli.slurm.__main__ import main
+from tests.cli.slurm.cluster import Cluster, missing
+
+CLUSTER = """\
+[DEFAULT]
+time = 8:00:00
+[any]
+[a100]
+partition = big
+account = lab
+qos = long
+constraint = "nvlink&ib"
+gres = gpu:a100:{gpus}
+gpus_per_node = 4
+cpus_per_gpu = 8
+memory = 64G
+notice = 300
+modules = cuda/12.8 gcc
+environment =
+    source ~/venv/bin/activate
+    export A="b c"
+sbatch =
+    --mail-type=FAIL
+    --exclude=n[7-9]
+[h100]
+[v100]
+"""
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch, capsys):
+    """A command line's exit code, and what it printed on both streams; run in an empty folder of its own."""
+    (tmp_path / "cluster.conf").write_text(CLUSTER)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(home)
+
+    def launch(*typed):
+        monkeypatch.setattr(sys, "argv", ["launch", "--cluster", "../cluster.conf", *typed])
+        code = main()
+        return code, *capsys.readouterr()
+
+    return launch
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes; skips, saying why, where there can be none."""
+    if reason := missing():
+        pytest.skip(reason)
+    made = Cluster()
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()

@@ -1,0 +1,149 @@
+"""`slurm/job.sh` and `ranks.py`, with stand-ins for Slurm: which end of a run queues it again."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.cli.slurm.stand_ins import stand_in
+from tests.runs import ROOT
+
+LIMIT = 200
+"""Seconds after which something hangs."""
+
+SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
+
+
+def job(place, body, requeues=3, notice=30, **environment):
+    """A job whose rank is `body`, started; what it asks of Slurm is written to `asked`, what it says to `said`."""
+    stand_in(place, "srun", 'while [[ $1 == -* ]]; do shift; done; exec "$@"')
+    stand_in(place, "rank", body)
+    for name in ("scontrol", "scancel"):
+        stand_in(place, name, f'echo {name} "$@" >> {place}/asked; exit 1')
+    (place / "run" / "checkpoints").mkdir(parents=True)
+    (place / "run" / "checkpoints" / "step-00000010").mkdir()
+    path = f"{place}:{os.environ['PATH']}"
+    words = ["bash", str(ROOT / "slurm" / "job.sh"), "run", "1", str(requeues), str(notice), "rank"]
+    environment = {**os.environ, **SLURM, "PATH": path, **environment}
+    with (place / "said").open("w") as said:
+        return subprocess.Popen(words, cwd=place, env=environment, stdout=said)
+
+
+def asked(place):
+    """What was asked of Slurm, each thing once."""
+    file = place / "asked"
+    return list(dict.fromkeys(file.read_text().splitlines())) if file.exists() else []
+
+
+ENDS = {
+    "finished": ("exit 0", 0, []),
+    "failed": ("exit 1", 1, []),
+    "refused": ("exit 2", 2, []),
+    "halted": ("exit 3", 3, []),
+    "saved": ("exit 75", 75, ["scontrol requeue 9"]),
+    "killed": ("kill -9 $$", 137, []),
+    "killed_later": ("mkdir run/checkpoints/step-00000020; kill -9 $$", 75, ["scontrol requeue 9"]),
+    "ended": ("kill -TERM $$", 75, ["scontrol requeue 9"]),
+    "failed_later": ("mkdir run/checkpoints/step-00000020; exit 1", 1, []),
+}
+
+
+@pytest.mark.slow(unless=lambda end: end in ("failed", "saved"))
+@pytest.mark.parametrize("end", ENDS)
+def test_only_an_end_that_is_none_queues_again(tmp_path, end):
+    body, code, wanted = ENDS[end]
+    assert job(tmp_path, body).wait(LIMIT) == code
+    assert asked(tmp_path) == wanted
+
+
+def test_a_task_of_an_array_queues_itself_again_and_not_the_array(tmp_path):
+    job(tmp_path, "exit 75", SLURM_ARRAY_JOB_ID="9", SLURM_ARRAY_TASK_ID="4").wait(LIMIT)
+    assert asked(tmp_path) == ["scontrol requeue 9_4"]
+
+
+@pytest.mark.slow(unless=lambda restarts: restarts == "3")
+@pytest.mark.parametrize(("restarts", "wanted"), [("2", ["scontrol requeue 9"]), ("3", [])])
+def test_max_requeues_is_kept(tmp_path, restarts, wanted):
+    run = job(tmp_path, "exit 75", SLURM_RESTART_COUNT=restarts)
+    assert run.wait(LIMIT) == 75
+    assert asked(tmp_path) == wanted
+    assert ("--max-requeues is 3" in (tmp_path / "said").read_text()) == (not wanted)
+
+
+def test_a_job_that_slurm_queued_too_often_does_not_train(tmp_path):
+    assert job(tmp_path, "touch trained", SLURM_RESTART_COUNT="4").wait(LIMIT) == 75
+    assert "not continued" in (tmp_path / "said").read_text()
+    assert not (tmp_path / "trained").exists()
+
+
+WAITING = "trap 'exit 75' TERM; echo $$ > up; for _ in {1..6000}; do sleep 0.1; done"
+TOLD_TWICE = "echo $$ > up; for _ in {1..1000}; do (($(grep -c scancel asked) >= 2)) && exit 75; sleep 0.1; done"
+
+
+def up(place):
+    end = time.monotonic() + LIMIT
+    while not ((place / "up").exists() and (place / "up").read_text().endswith("\n")):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_the_notice_is_passed_on_until_the_ranks_have_stopped(tmp_path):
+    run = job(tmp_path, TOLD_TWICE, notice=10_000)
+    up(tmp_path)
+    run.send_signal(signal.SIGUSR2)
+    assert run.wait(LIMIT) == 75
+    assert asked(tmp_path) == ["scancel --quiet --signal=USR2 9", "scontrol requeue 9"]
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_stop_in_time_are_left_behind_and_the_job_queues_again(tmp_path):
+    run = job(tmp_path, WAITING, notice=22)
+    up(tmp_path)
+    run.send_signal(signal.SIGUSR2)
+    assert run.wait(LIMIT) == 75
+    assert asked(tmp_path)[-1] == "scontrol requeue 9"
+    assert "the ranks did not stop within" in (tmp_path / "said").read_text()
+    os.kill(int((tmp_path / "up").read_text()), signal.SIGTERM)
+
+
+def test_a_cancelled_job_does_not_queue_again_though_its_ranks_saved(tmp_path):
+    run = job(tmp_path, WAITING)
+    up(tmp_path)
+    run.send_signal(signal.SIGTERM)
+    os.kill(int((tmp_path / "up").read_text()), signal.SIGTERM)
+    assert run.wait(LIMIT) == 75
+    assert asked(tmp_path) == []
+
+
+def test_a_rank_that_does_not_listen_yet_survives_the_notice(tmp_path):
+    run = job(tmp_path, "kill -USR2 $$; exit 0")
+    assert run.wait(LIMIT) == 0
+
+
+RANK = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+{body}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("sys.exit(75)", 75),
+        ("sys.exit(2)", 2),
+        ("sys.exit(0)", 0),
+        ("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(600)", 137),
+        ("sys.exit(3) if rank else time.sleep(600)", 3),
+    ],
+    ids=["saved", "refused", "finished", "killed", "halted"],
+)
+def test_several_ranks_end_with_the_code_of_the_first_that_failed(tmp_path, body, code):
+    (tmp_path / "rank.py").write_text(RANK.format(body=body))
+    words = [sys.executable, str(ROOT / "slurm" / "ranks.py"), "--standalone", "--nproc-per-node=2", "rank.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == code, done.stderr

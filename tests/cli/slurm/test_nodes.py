@@ -1,0 +1,75 @@
+"""A job over two nodes of a real Slurm: its ranks meet, stop together, end together, and go on bit for bit."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cli.slurm.test_cluster import again, log, record, step, weights
+from tests.parallel.launches import performed
+from tests.runs import TINY_GPT
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(560)]
+
+CHOSEN = [
+    *[*TINY_GPT, "model.dropout=0.1", "steps=240", "checkpoint.every=40", "log_every=5", "eval_every=120"],
+    *("forensics=off", "monitors=none"),
+]
+KINDS = ("ddp", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The weights of undisturbed runs of two ranks on one machine, without Slurm, by the kind."""
+    place = tmp_path_factory.mktemp("whole_of_two")
+    performed(place, 2, {kind: {"overrides": [*CHOSEN, f"parallel={kind}"]} for kind in KINDS})
+    return {kind: weights(place / kind) for kind in KINDS}
+
+
+def process(job, rank):
+    """The process of a rank of this job."""
+    wanted = {f"SLURM_JOB_ID={job}".encode(), f"RANK={rank}".encode()}
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if wanted <= set(file.read_bytes().split(b"\0")):
+                return int(file.parent.name)
+        except OSError:
+            continue
+    raise AssertionError(f"job {job} has no rank {rank}")
+
+
+def begun(cluster, job, run):
+    """Waits until a job is well beyond its first checkpoint, and its ranks are on two nodes."""
+    cluster.wait(lambda: step(run) > 60, 240)
+    assert re.search(r"start 1 on n\[1-2\]", log(run))
+    assert record(run)["choices"]["parallel"] in KINDS
+
+
+def test_ranks_of_two_nodes_stop_together_queue_again_and_end_as_if_nothing_had_been(cluster, whole, tmp_path):
+    run = tmp_path / "run"
+    job = cluster.launch("--nodes", "2", *CHOSEN, "parallel=ddp", "hydra.run.dir=run", cwd=tmp_path)
+    begun(cluster, job, run)
+    cluster.run("scancel", "--batch", "--signal=USR2", job)
+    again(cluster, job)
+    assert "saved; queued again" in log(run)
+    launch = f"slurm/launch.sh --gpu any --nodes 2 --cluster {cluster.place}/cluster.conf resume={run}"
+    assert f"/{launch}" in log(run)
+    assert cluster.ended(job, 400) == "COMPLETED"
+    assert weights(run) == whole["ddp"]
+    assert record(run)["status"] == "finished"
+    assert len(record(run)["resumed"]) == 1
+
+
+def test_a_rank_killed_on_one_node_ends_both_and_the_sharded_run_goes_on_from_its_checkpoint(cluster, whole, tmp_path):
+    run = tmp_path / "run"
+    job = cluster.launch("--nodes", "2", *CHOSEN, "parallel=fsdp", "hydra.run.dir=run", cwd=tmp_path)
+    begun(cluster, job, run)
+    ranks = [process(job, rank) for rank in (0, 1)]
+    os.kill(ranks[1], signal.SIGKILL)
+    again(cluster, job)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
+    assert "killed (code 137) after step-" in log(run)
+    assert cluster.ended(job, 400) == "COMPLETED"
+    assert weights(run) == whole["fsdp"]

@@ -1,0 +1,67 @@
+"""Arguments with spaces, quotes, commas and brackets reach Hydra as they were typed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from tests.cli.slurm.stand_ins import stand_in
+from tests.runs import ROOT
+
+pytestmark = pytest.mark.slow
+
+NASTY = [
+    "data.path='a b/c'",
+    "data.path='it\\'s, \"here\"'",
+    'data.path="x=[1,2]{3}"',
+    "data.path='$HOME `id` \\\\ !1 * ? #'",
+    "precision.fp32_modules=[head,'blocks.*.attention, x']",
+    "data.path='ends in a line\nand goes on'",
+    "data.path=''",
+    "data.path='über → ∞'",
+    "data.path=';exit 3 & ('",
+]
+
+
+@pytest.mark.parametrize("number", range(len(NASTY)))
+def test_an_argument_reaches_hydra_as_it_was_typed(tmp_path, number):
+    [got] = arguments(tmp_path, [NASTY[number], "data=text", "steps=9"])
+    assert got[:3] == [NASTY[number], "data=text", "steps=9"]
+
+
+def test_swept_arguments_reach_hydra_with_their_values(tmp_path):
+    values = ["a b", "c,d", "[e]", "f\"g'h", "$HOME", "{i: j}", "k\\l"]
+    quoted = ",".join("'" + value.replace("'", "\\'") + "'" for value in values)
+    all_got = arguments(tmp_path, ["-m", f"data.path={quoted}", "data=text"], tasks=len(values))
+    for got, value in zip(all_got, values, strict=True):
+        assert OverridesParser.create().parse_overrides(got[:1])[0].value() == value
+        assert got[1] == "data=text"
+
+
+def arguments(place, typed, tasks=0):
+    """What `train.py` would be started with, by running the script that a dry run prints, with stand-ins for Slurm."""
+    stand_in(place, "python", f'shift; {sys.executable} -c "import json, sys; print(json.dumps(sys.argv[1:]))" "$@"')
+    stand_in(place, "srun", 'while [[ $1 == -* ]]; do shift; done; exec "$@"')
+    (place / "cluster.conf").write_text(f"[any]\npython = {place}/python\n")
+    words = [str(ROOT / "slurm" / "launch.sh"), "--cluster", str(place / "cluster.conf"), "--dry-run", *typed]
+    environment = {**os.environ, "PYTHON": sys.executable, "PATH": f"{place}:{os.environ['PATH']}"}
+    shown = subprocess.run(words, cwd=place, env=environment, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
+    gots = []
+    for task in range(tasks or 1):
+        if tasks:
+            environment |= {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": str(task)}
+        done = subprocess.run(
+            ["bash"], input=shown.stdout, cwd=place, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        [line] = [line for line in done.stdout.splitlines() if line.startswith("[")]
+        got = json.loads(line)
+        assert got[-1] == "resume=auto"
+        assert got[-2].startswith("hydra.run.dir='")
+        gots.append(got)
+    return gots

@@ -1,0 +1,168 @@
+"""One run within its sweep: whether it is over, how it stops with the others, and what it leaves and says."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from stabletrain.cli.sweep import member, plan
+from stabletrain.cli.sweep.member import Member, stop_file, stopped_with_others, stopping_all
+from stabletrain.config.arguments import parse_arguments
+from stabletrain.errors import ConfigError
+from stabletrain.machine.signals import STOPS, StopRequest
+from tests.cli.sweep.given import RUNS, grid_of, ran
+
+
+@pytest.fixture(autouse=True)
+def _handlers():
+    """Handlers as they were before each test, also if it fails."""
+    before = {number: signal.getsignal(number) for number in STOPS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """Makes the member that Hydra's job number 1 is, by its launcher and sweeper."""
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "-m", "seed=0,1"])
+
+    def job(launcher="basic", sweeper="basic", overrides=RUNS[1]):
+        hydra = {
+            "runtime": {
+                "output_dir": str(tmp_path / "1"),
+                "choices": {"hydra/launcher": launcher, "hydra/sweeper": sweeper},
+            },
+            "sweep": {"dir": str(tmp_path)},
+            "job": {"num": 1},
+            "overrides": {"task": list(overrides)},
+        }
+        monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": hydra}))
+        return Member()
+
+    return job
+
+
+@pytest.fixture
+def sweep(job, tmp_path):
+    """The record of the sweep, which the process that started it has written."""
+    return plan.begin(tmp_path, parse_arguments(["-m", "seed=0,1,2,3"]), grid_of(RUNS))
+
+
+# ---- the run
+
+
+def test_it_knows_its_place(job, sweep, tmp_path):
+    found = job()
+    assert (found.folder, found.number, found.overrides) == (tmp_path / "1", 1, RUNS[1])
+    assert found.alone
+    assert not found.searching
+    assert found.sweep == sweep
+    assert not job("joblib").alone
+    assert job(sweeper="optuna").searching
+
+
+def test_beside_others_the_command_is_the_one_that_was_typed(job, sweep, monkeypatch):
+    worker = ["python", "-m", "joblib.externals.loky"]
+    monkeypatch.setattr(sys, "orig_argv", list(worker))
+    job()
+    assert sys.orig_argv == worker
+    job("joblib")
+    assert sys.orig_argv == ["python", "train.py", "-m", "seed=0,1"]
+
+
+def test_without_a_record_it_belongs_to_no_sweep(job):
+    assert job().sweep is None
+    assert job("joblib").sweep is None
+
+
+def test_it_is_over_if_it_has_its_result(job, tmp_path):
+    assert job().over(5) is None
+    assert job().record() == {}
+    record = ran(tmp_path / "1", RUNS[1])
+    assert job().over(5) == record == job().record()
+    assert job().over(6) is None
+    with pytest.raises(ConfigError, match="holds another sweep: its run 1 is seed=1, here it would be seed=2"):
+        job(overrides=RUNS[2]).over(5)
+
+
+def test_its_configuration_is_kept_at_the_first_start_only(job, tmp_path):
+    job().keep(OmegaConf.create({"steps": 5}))
+    kept = {path.name: path.read_text() for path in (tmp_path / "1" / ".hydra").iterdir()}
+    assert set(kept) == {"config.yaml", "hydra.yaml", "overrides.yaml"}
+    assert kept["config.yaml"] == "steps: 5\n"
+    assert OmegaConf.create(kept["overrides.yaml"]) == RUNS[1]
+    (tmp_path / "1" / "run.json").write_text("{}")
+    job().keep(OmegaConf.create({"steps": 6}))
+    assert (tmp_path / "1" / ".hydra" / "config.yaml").read_text() == "steps: 5\n"
+
+
+def test_it_says_how_it_ended(job, sweep, tmp_path, capsys, monkeypatch):
+    record = ran(tmp_path / "1", RUNS[1])
+    job().say(record, before=True)
+    assert capsys.readouterr().out == "2/4  seed=1  finished   val loss 2.000  (before)\n"
+    job().say(record)
+    assert capsys.readouterr().out.startswith("2/4  seed=1  finished   val loss 2.000  0 s")
+
+    def gone(*words, **how):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", gone)
+    job().say(record)  # a reader who is gone does not end the run
+
+
+# ---- stopping
+
+
+def test_a_signal_asks_all_runs_to_stop_and_a_second_ctrl_c_interrupts(tmp_path):
+    before = [signal.getsignal(number) for number in STOPS]
+    stop_file(tmp_path).touch()  # of an earlier start
+    with stopping_all(tmp_path):
+        assert not stop_file(tmp_path).exists()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop_file(tmp_path).exists()
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert not stop_file(tmp_path).exists()
+    assert [signal.getsignal(number) for number in STOPS] == before
+
+
+def test_a_run_beside_others_stops_with_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(member, "LOOK", 0.001)
+    before, threads = [signal.getsignal(number) for number in STOPS], threading.active_count()
+    with stopped_with_others(tmp_path), StopRequest() as stop:
+        stop_file(tmp_path).touch()
+        deadline = time.monotonic() + 60
+        while not stop.name and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert stop.name == "SIGTERM"
+    assert [signal.getsignal(number) for number in STOPS] == before
+    assert threading.active_count() == threads, "nothing watches any more"
+
+
+def test_until_it_handles_signals_it_leaves_them_to_the_sweep(tmp_path):
+    with stopped_with_others(tmp_path):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_that_has_not_begun_when_the_sweep_stops_is_not_wanted(job, tmp_path):
+    assert not job("joblib").unwanted
+    stop_file(tmp_path).touch()
+    assert job("joblib").unwanted
+    assert not job().unwanted, "alone, the signal itself reaches it"
+
+
+def test_only_beside_others_it_watches_for_the_request(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(member, "LOOK", 0.001)
+    before = signal.getsignal(signal.SIGTERM)
+    with job().listening():
+        assert signal.getsignal(signal.SIGTERM) == before
+    with job("joblib").listening():
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN

@@ -1,0 +1,324 @@
+"""The command line as a user meets it: mistakes, signals, sweeps, and what is left in the folders."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from stabletrain.tracking.metrics import read_jsonl
+from tests.runs import ROOT, TINY_GPT, command, python
+from tests.tracking.wandb_file import read
+
+QUICK = [*TINY_GPT, "steps=6", "eval_every=3", "log_every=2", "hydra.run.dir=run"]
+
+
+@pytest.fixture
+def no_torch(tmp_path):
+    """A folder that shadows torch with a module that cannot be imported."""
+    (tmp_path / "shadow").mkdir()
+    (tmp_path / "shadow" / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    return str(tmp_path / "shadow")
+
+
+MISTAKES = {
+    "optimizer.lrr=1": "optimizer.lrr: there is no such key; did you mean optimizer.lr?",
+    "presision=bf16": "presision: there is no such key; did you mean precision?",
+    "max_norm=1": "max_norm: there is no such key; did you mean clipping.max_norm?",
+    "clipping=norn": "clipping=norn: there is no such option; did you mean norm?\n"
+    "options of clipping: adagc, agc, none, norm, per_module, value, zclip",
+    "steps=abc": "steps=abc is not a whole number: the default is 1000",
+    "steps=1e3": "steps=1000.0 is not a whole number: write steps=1000",
+    "steps=0": "steps=0 is below 1",
+    "warmup.steps=nan": "warmup.steps=nan is not a whole number: the default is null",
+    "warmup.steps=2.5": "warmup.steps=2.5 is not a whole number: the default is null",
+    "eval_batches=abc": "eval_batches=abc is not a whole number: the default is null",
+    "optimizer.betas=[0.9,abc]": "optimizer.betas=[0.9, 'abc'] is not a list of numbers: the default is [0.9, 0.95]",
+    "precision.fp32_modules=head": "precision.fp32_modules=head is not a list of names: "
+    "write precision.fp32_modules=[head]",
+    "optimizer.lr=1e-3,1e-1": "optimizer.lr=1e-3,1e-1: these are several values: "
+    "add -m to run one after the other, python train.py -m ...",
+    "optimizer=muon,spam": "optimizer=muon,spam: these are several values: "
+    "add -m to run one after the other, python train.py -m ...",
+    "data.length_warmup=2000": "data.length_warmup=2000 >= steps=1000: samples would never have their full length; "
+    "lower data.length_warmup or raise steps",
+    "model=resnet20 data=digits stability=full": "stability=full sets qknorm=layernorm, which does nothing with "
+    "model=resnet20, which has no attention to apply it to: use qknorm=none, or a model whose YAML names "
+    "`qknorm: ${qknorm}`",
+    "qkclip=kimi stability=v100": "stability=v100 sets qknorm=layernorm, which takes out the scale of the projections "
+    "that qkclip=kimi clips, so both together do nothing more: use qkclip=none, or qknorm=none",
+    "qkclip=kimi qknorm=rmsnorm": "qknorm=rmsnorm takes out the scale of the projections that qkclip=kimi clips, so "
+    "both together do nothing more: use qkclip=none, or qknorm=none",
+    "steps=true": "steps=true is not a whole number: the default is 1000",
+    "optimizer.fused=1": "optimizer.fused=1 is not true or false: the default is true",
+    "optimizer.lr=null": "optimizer.lr=null is not a number: the default is 0.003",
+    "optimizer.betas=0.9": "optimizer.betas=0.9 is not a list of numbers: the default is [0.9, 0.95]",
+    "+foo=1": "foo=1: there is no such key",
+    "~guard": "guard._target_ was taken away: every group has an option that does nothing, such as none or off",
+    "init=null": "init=null: every group has an option that does nothing, such as none or off",
+    "steps=[": "the command line cannot be read: no viable alternative at input '['\n"
+    "quote values with special characters: \"data.path='a=b, c.txt'\"",
+    "steps": "steps: a value is missing: write steps=<value>",
+    "seed=-1": "seed=-1 is outside [0, 2^63)",
+    "resume=": "resume= has no value: use auto, none, a run folder or a checkpoint",
+    "model.num_classes=2": "model.num_classes: the chosen model has no such key; "
+    "model=nf_resnet20, model=resnet18, model=resnet20, model=resnet50 would",
+    "zloss.coefficient=1": "zloss.coefficient: the chosen zloss has no such key; zloss=olmo, zloss=palm would",
+    "data.path=x": "data.path: the chosen data has no such key; data=imagefolder, data=text, data=tokens would",
+    "zloss.strength=1": "zloss.strength: there is no such key; the chosen zloss has no keys; "
+    "options of zloss: none, olmo, palm",
+    "warmup.steps=2000": "warmup.steps=2000 >= steps=1000: the peak learning rate is never reached; "
+    "lower warmup.steps or raise steps",
+    "warmup.steps=0": "warmup.steps=0 is below 1: use warmup=none for no warmup",
+    "grad_accum_steps=3": "batch_size=16 does not divide into grad_accum_steps=3 micro-batches: "
+    "the nearest batch_size is 15",
+    "model=resnet20": "data=stdlib is for tokens, model=resnet20 reads images: use data=digits or data=cifar10, "
+    "or a model for tokens such as model=gpt_nano",
+    "resume=nowhere": "resume=nowhere is neither a run folder nor a checkpoint: "
+    "use auto, none, or outputs/<date>/<time>",
+}
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_a_mistake_is_one_message_without_loading_torch(tmp_path, no_torch, typed):
+    done = command(*typed.split(), cwd=tmp_path, torch=False, PYTHONPATH=no_torch)
+    assert done.stderr == f"stabletrain: {MISTAKES[typed]}\n"
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_resnet_cannot_take_qknorm_even_through_a_preset(tmp_path, no_torch):
+    done = command("experiment=resnet_digits", "stability=zloss_qknorm", cwd=tmp_path, torch=False, PYTHONPATH=no_torch)
+    assert done.returncode == 2
+    assert "stability=zloss_qknorm sets qknorm=layernorm, which does nothing with model=resnet20" in done.stderr
+
+
+def test_help_lists_every_group_without_loading_torch(tmp_path, no_torch):
+    done = command("--help", cwd=tmp_path, torch=False, PYTHONPATH=no_torch)
+    assert done.returncode == 0
+    for group in (folder for folder in (ROOT / "conf").iterdir() if folder.is_dir()):
+        options = sorted(file.stem for file in group.glob("*.yaml"))
+        assert f"{group.name}: {', '.join(options)}" in done.stdout
+
+
+def test_a_bound_that_needs_torch_is_one_message_too(tmp_path):
+    done = command(*QUICK, "optimizer.lr=-1", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "stabletrain: optimizer.lr=-1 is not a finite number above 0: adamw's default is 3e-3\n",
+    )
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "failed"
+    assert "optimizer.lr=-1" in record["reason"]
+
+
+def test_what_the_user_types_beats_the_preset_and_the_experiment(tmp_path):
+    done = command(
+        "stability=zloss_qknorm", "zloss=olmo", "experiment=resnet_digits", "steps=7", "--cfg", "job", cwd=tmp_path
+    )
+    text = done.stdout
+    assert "coefficient: 1.0e-05" in text
+    assert "steps: 7" in text
+    assert "_target_: stabletrain.stability.init.TorchInit" in text, "the GPTs' init does not leak into a ResNet"
+
+
+def test_a_run_says_what_it_did_where_it_is_and_what_is_next(tmp_path):
+    done = command(*QUICK, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    out = done.stdout.splitlines()
+    assert out[0].startswith("stabletrain · gpt_nano, 14,416 parameters · stdlib, ")
+    assert out[1].startswith("precision ")
+    assert [line.split()[1] for line in out if line.startswith("step")] == ["2/6", "4/6", "6/6"]
+    assert any(line.startswith("val loss ") and "nats/byte" in line for line in out)
+    assert any(line.startswith("sample ") for line in out)
+    assert out[-1].startswith("next     python ")
+    assert out[-1].endswith("stability=none,zloss_qknorm optimizer.lr=1e-3,1e-1")
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "finished"
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "val/loss" in line] == [3, 6]
+    assert record["final"]["val/loss"] == lines[-1]["val/loss"]
+    kept = {
+        "train/loss",
+        "train/ce",
+        "train/zloss",
+        "grad/norm",
+        "clip/coef",
+        "clip/fraction",
+        "lr",
+        "precision/loss_scale",
+        "guard/skipped",
+        "guard/skip_rate",
+        "spike/score",
+        "spike/grad_norm_score",
+        "tick",
+        "guard/applied",
+        "guard/rollbacks",
+    }
+    looks = [{name for name in line if name.startswith("monitors/")} for line in lines]
+    assert kept | {"step", "time", "tokens_per_s", "memory/peak_gb"} == set(lines[0]) - looks[0]
+    assert looks[0] >= {"monitors/attn_logit_max", "monitors/update_ratio/blocks.0", "monitors/log_z_mean"}
+    steps = {line["step"] for line, look in zip(lines, looks, strict=True) if look}
+    assert steps == {1, 6}, "the first and the last; monitors.every is 100"
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
+    assert command(*QUICK, cwd=tmp_path).returncode == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes(), (tmp_path / "run" / "run.json").read_bytes()
+    again = command(*QUICK, cwd=tmp_path)
+    assert again.returncode == 2
+    assert "already holds run" in again.stderr
+    assert "resume=auto" in again.stderr
+    assert before == ((tmp_path / "run" / "metrics.jsonl").read_bytes(), (tmp_path / "run" / "run.json").read_bytes())
+
+
+def begin(cwd, *overrides):
+    """A run in the background, once it has logged its first step."""
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *TINY_GPT, "steps=100000", "log_every=1", *overrides],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        if [f for f in cwd.glob("outputs/*/*/metrics.jsonl") if f.read_bytes().count(b"\n") > 3]:
+            return process
+        time.sleep(0.05)
+    raise AssertionError(process.communicate())
+
+
+@pytest.mark.slow(unless=lambda number: number == signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_says_how_to_continue_and_the_same_command_continues(tmp_path, number):
+    process = begin(tmp_path)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 75
+    assert f"{number.name}: stopped after step" in errors
+    assert "continue  python" in errors
+    assert "resume=auto" in errors
+    (folder,) = tmp_path.glob("outputs/*/*")
+    record = json.loads((folder / "run.json").read_text())
+    assert record["status"] == "preempted"
+    stopped = read_jsonl(folder / "metrics.jsonl")[-1]["step"]
+    assert (folder / "checkpoints" / f"step-{stopped:08}").is_dir()
+
+    again = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *TINY_GPT, "steps=100000", "log_every=1", "resume=auto"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 240
+    while read_jsonl(folder / "metrics.jsonl")[-1]["step"] <= stopped and time.monotonic() < deadline:
+        assert again.poll() is None, again.stderr.read()
+        time.sleep(0.05)
+    again.send_signal(number)
+    again.communicate(timeout=240)
+    assert again.returncode == 75
+    steps = [line["step"] for line in read_jsonl(folder / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1)), "nothing is missing and nothing is twice"
+    assert len(list(tmp_path.glob("outputs/*/*"))) == 1, "it continued in the folder of the run"
+
+
+def test_resume_names_a_run_folder_and_takes_its_overrides_along(tmp_path):
+    assert command(*QUICK, cwd=tmp_path).returncode == 0
+    more = command("resume=run", "steps=9", cwd=tmp_path)
+    assert more.returncode == 0, more.stderr
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "lr" in line] == [1, 2, 4, 6, 8, 9]
+    fork = command("resume=run/checkpoints/step-00000009", "steps=12", "hydra.run.dir=fork", cwd=tmp_path)
+    assert fork.returncode == 0, fork.stderr
+    forked = [line["step"] for line in read_jsonl(tmp_path / "fork" / "metrics.jsonl") if "lr" in line]
+    assert forked == [10, 12]
+    ids = {json.loads((tmp_path / name / "run.json").read_text())["id"] for name in ("run", "fork")}
+    assert len(ids) == 2
+
+
+@pytest.mark.slow
+def test_in_a_sweep_every_run_has_its_own_folder_wandb_run_and_exit_status(tmp_path):
+    chosen = [o for o in QUICK if not o.startswith(("hydra.run", "wandb"))]
+    done = command(*chosen, "-m", "optimizer.lr=1e-3,-1,3e-3", "hydra.sweep.dir=sweep", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "optimizer.lr=-1 is not a finite number above 0" in done.stderr
+    records = [json.loads((tmp_path / "sweep" / str(i) / "run.json").read_text()) for i in range(3)]
+    assert [record["status"] for record in records] == ["finished", "failed", "finished"]
+    assert "optimizer.lr=-1" in records[1]["reason"]
+    runs = [read(tmp_path / "sweep" / str(i)) for i in (0, 2)]
+    assert [run["id"] for run in runs] == [records[0]["id"], records[2]["id"]]
+    assert [run["exit_code"] for run in runs] == [0, 0]
+    assert "sweep    3 runs, 2 finished" in done.stdout
+    assert [line.split()[2] for line in done.stdout.splitlines()[1:4]] == ["finished", "failed", "finished"]
+    assert [line.split()[0] for line in done.stdout.splitlines()[4:]] == ["sweep", "best", "failed", "then", "next"]
+    assert [run["config"]["optimizer"]["lr"] for run in runs] == [1e-3, 3e-3]
+    assert [run["config"]["groups"]["guard"] for run in runs] == ["rollback", "rollback"]
+
+
+@pytest.mark.slow
+def test_a_refused_resume_does_the_run_no_harm(tmp_path):
+    assert command(*QUICK, cwd=tmp_path).returncode == 0
+    before = {
+        f: f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file() and f.suffix in (".json", ".yaml")
+    }
+    assert command("resume=run", "optimizer.lr=-1", cwd=tmp_path).returncode == 2
+    assert command("resume=run", "steps=9", "model.n_layer=3", cwd=tmp_path).returncode == 2
+    assert before == {f: f.read_bytes() for f in before}
+    more = command("resume=run/checkpoints", "steps=9", cwd=tmp_path)
+    assert more.returncode == 0, more.stderr
+
+
+@pytest.mark.slow
+def test_without_checkpoints_a_signal_does_not_claim_that_anything_was_saved(tmp_path):
+    process = begin(tmp_path, "checkpoint=off")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 130
+    assert "checkpoint=off: nothing is saved" in errors
+    assert "continue" not in errors
+
+
+def test_options_may_stand_anywhere_and_a_folder_that_is_not_there_is_named(tmp_path):
+    done = command("steps=5", "--cfg", "job", "zloss=olmo", cwd=tmp_path)
+    assert "coefficient: 1.0e-05" in done.stdout
+    missing = command("steps=5", "--config-dir", "nowhere", cwd=tmp_path)
+    assert missing.returncode == 2
+    assert missing.stderr.startswith("stabletrain: --config-dir nowhere does not exist")
+
+
+def test_a_halt_has_its_own_code_and_says_why(tmp_path):
+    chosen = [*QUICK, "optimizer.lr=1e30", "clipping=none", "warmup=none", "guard=skip", "precision=fp32"]
+    chosen += ["guard.max_consecutive=2"]
+    done = command(*chosen, cwd=tmp_path)
+    assert done.returncode == 3, (done.stdout, done.stderr)
+    assert "guard.max_consecutive=2" in done.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "halted"
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *QUICK], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(timeout=120), errors) == (0, b"")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+
+
+def test_sampling_from_a_finished_run(tmp_path):
+    assert command(*QUICK, cwd=tmp_path).returncode == 0
+    write = ["-m", "stabletrain.cli.commands", "sample", "run", "--prompt", "import ", "--tokens", "20"]
+    first, second = (python(*write, cwd=tmp_path) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("import ")
+    assert first.stdout == second.stdout
+    missing = python(*write[:3], "nowhere", cwd=tmp_path)
+    assert missing.returncode == 2
+    assert missing.stderr.startswith("stabletrain: nowhere holds no usable checkpoint")

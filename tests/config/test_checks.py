@@ -1,0 +1,134 @@
+"""Checks of a configuration: types, bounds and combinations, each refused with its value and a fix."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from stabletrain.config.checks import check, check_keys, check_ranks, fits, kind_of, show
+from stabletrain.errors import ConfigError
+from stabletrain.parallel.ranks import Ranks
+from tests.runs import composed
+
+DEFAULTS = {
+    "steps": 1000,
+    "optimizer.lr": 3e-3,
+    "optimizer.betas": [0.9, 0.95],
+    "optimizer.fused": True,
+    "precision.fp32_modules": [],
+    "device": "auto",
+    "warmup.steps": None,
+    "mine.anything": None,
+    "compile": "auto",
+    "loss_chunk": "auto",
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer.lr", 1),
+        ("optimizer.betas", [1, 0.5]),
+        ("precision.fp32_modules", ["head"]),
+        ("warmup.steps", None),
+        ("warmup.steps", 5),
+        ("mine.anything", "any type"),
+        ("compile", False),
+        ("loss_chunk", 4096),
+        ("loss_chunk", "none"),
+    ],
+)
+def test_a_value_of_the_defaults_type_is_taken(key, value):
+    check_keys(DEFAULTS | {key: value}, DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("steps", "abc", "steps=abc is not a whole number: the default is 1000"),
+        ("steps", 1e3, "steps=1000.0 is not a whole number: write steps=1000"),
+        ("steps", True, "steps=true is not a whole number: the default is 1000"),
+        ("steps", None, "steps=null is not a whole number: the default is 1000"),
+        ("optimizer.lr", "fast", "optimizer.lr=fast is not a number: the default is 0.003"),
+        ("optimizer.fused", 1, "optimizer.fused=1 is not true or false: the default is true"),
+        ("optimizer.betas", [0.9, "x"], "is not a list of numbers: the default is [0.9, 0.95]"),
+        ("precision.fp32_modules", "head", "is not a list of names: write precision.fp32_modules=[head]"),
+        ("warmup.steps", 2.5, "warmup.steps=2.5 is not a whole number: the default is null"),
+        ("compile", "yes", "compile=yes is not auto, true or false: the default is auto"),
+        ("loss_chunk", 0, "loss_chunk=0 is not auto, none, or a number of tokens of at least 1"),
+        ("loss_chunk", True, "loss_chunk=true is not auto, none, or a number of tokens of at least 1"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_the_right_one(key, value, message):
+    with pytest.raises(ConfigError) as refusal:
+        check_keys(DEFAULTS | {key: value}, DEFAULTS)
+    assert message in str(refusal.value)
+
+
+def test_keys_that_are_new_or_taken_away_are_refused():
+    with pytest.raises(ConfigError, match=r"stepz=1: there is no such key; did you mean steps\?"):
+        check_keys({**DEFAULTS, "stepz": 1}, DEFAULTS)
+    with pytest.raises(ConfigError, match=r"foo=1: there is no such key$"):
+        check_keys({**DEFAULTS, "foo": 1}, DEFAULTS)
+    with pytest.raises(ConfigError, match="steps was taken away"):
+        check_keys({key: value for key, value in DEFAULTS.items() if key != "steps"}, DEFAULTS)
+
+
+def test_an_int_serves_as_a_float_and_a_bool_never_as_a_number():
+    assert fits(1, 0.5)
+    assert not fits(0.5, 1)
+    assert not fits(True, 0.5)
+    assert not fits(True, 1)
+    assert not fits(1, True)
+    assert fits([], [0.5])
+    assert fits(["a", 1], []), "an empty default says nothing of its elements"
+    assert not fits([0.5, "a"], [0.5])
+
+
+def test_types_and_values_in_words():
+    assert [kind_of(each) for each in (True, 1, 1.0, "a", [], ["a"], [1])] == [
+        "true or false",
+        "a whole number",
+        "a number",
+        "a name",
+        "a list of names",
+        "a list of names",
+        "a list of numbers",
+    ]
+    assert kind_of({}) == "of type dict"
+    assert [show(each) for each in (None, True, 3, "x")] == ["null", "true", "3", "x"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "parts", "count", "sizes"), [(16, 1, 3, "15 or 18"), (12, 2, 4, "8 or 16"), (2, 1, 4, "4")]
+)
+def test_a_batch_that_does_not_divide_among_the_ranks_names_sizes_that_do(batch, parts, count, sizes):
+    cfg = OmegaConf.create({"batch_size": batch, "grad_accum_steps": parts})
+    with pytest.raises(ConfigError, match=f"use batch_size={sizes}, or another number of ranks"):
+        check_ranks(cfg, Ranks(world_size=count, launched=True))
+    for size in sizes.split(" or "):
+        check_ranks(OmegaConf.create({"batch_size": int(size), "grad_accum_steps": parts}), Ranks(world_size=count))
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (["steps=0"], "steps=0 is below 1"),
+        (["warmup.steps=2000"], "the peak learning rate is never reached"),
+        (["model=resnet20"], "data=stdlib is for tokens, model=resnet20 reads images"),
+        (["model=resnet20", "data=digits", "init=gpt2"], "init=gpt2 is for tokens"),
+        (["qkclip=kimi", "stability=v100"], "stability=v100 sets qknorm=layernorm, which takes out the scale"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_a_whole_configuration_is_checked(typed, message):
+    with composed(*typed) as cfg, pytest.raises(ConfigError) as refusal:
+        check(cfg)
+    assert message in str(refusal.value)
+
+
+def test_a_configuration_that_works_passes_and_ranks_are_counted(monkeypatch):
+    with composed("steps=500", "seed=9223372036854775807") as cfg:
+        check(cfg)
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        with pytest.raises(ConfigError, match="does not divide among 3 ranks"):
+            check(cfg)

@@ -1,0 +1,116 @@
+"""The words for a mistyped command line: what was meant, what there is, and nothing for an error of another kind."""
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from stabletrain.config.arguments import parse_arguments
+from stabletrain.config.error_texts import explain, has, nearest, own_folders
+
+FILES = {
+    "config.yaml": "defaults:\n  - _self_\n  - optimizer: adamw\n  - zloss: none\nsteps: 5\n",
+    "optimizer/adamw.yaml": "_target_: torch.optim.AdamW\nlr: 0.1\nfused: true\n",
+    "optimizer/sgd.yaml": "_target_: torch.optim.SGD\nlr: 0.1\nmomentum: 0.9\n",
+    "zloss/none.yaml": "_target_: builtins.dict\n",
+    "zloss/palm.yaml": "_target_: builtins.dict\ncoefficient: 0.1\n",
+}
+"""A small project's configuration."""
+
+
+@pytest.fixture
+def conf(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def explained(conf, *typed):
+    """What a user reads after a command line that Hydra cannot compose."""
+    arguments = parse_arguments(list(typed))
+    with initialize_config_dir(str(conf), version_base="1.3"), pytest.raises(Exception) as raised:  # noqa: PT011
+        compose("config", arguments.overrides)
+    return explain(raised.value, conf, arguments)
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    {
+        "optimiser=sgd": "optimiser: there is no such key; did you mean optimizer?",
+        "optimizer.lrr=1": "optimizer.lrr: there is no such key; did you mean optimizer.lr?",
+        "lr=1": "lr: there is no such key; did you mean optimizer.lr?",
+        "fusd=1": "fusd: there is no such key; did you mean optimizer.fused?",
+        "stepz=3": "stepz: there is no such key; did you mean steps?",
+        "banana=3": "banana: there is no such key; python train.py --help lists them",
+        "optimizer.momentum=1": "optimizer.momentum: the chosen optimizer has no such key; optimizer=sgd would",
+        "optimizer.banana=1": "optimizer.banana: there is no such key; the chosen optimizer has the keys fused, lr; "
+        "options of optimizer: adamw, sgd",
+        "zloss.banana=1": "zloss.banana: there is no such key; the chosen zloss has no keys; "
+        "options of zloss: none, palm",
+        "optimizer=adamv": "optimizer=adamv: there is no such option; did you mean adamw?\n"
+        "options of optimizer: adamw, sgd",
+        "optimizer=banana": "optimizer=banana: there is no such option\noptions of optimizer: adamw, sgd",
+        "optimizer=null": "optimizer=null: every group has an option that does nothing, such as none or off",
+        "steps": "steps: a value is missing: write steps=<value>",
+        "steps=1,2": "steps=1,2: these are several values: add -m to run one after the other, python train.py -m ...",
+    }.items(),
+)
+def test_a_mistake_is_told_with_what_was_meant(conf, typed, message):
+    assert explained(conf, typed) == message
+
+
+def test_what_cannot_be_parsed_shows_how_to_quote(conf):
+    told = explained(conf, "steps=[")
+    assert told.startswith("the command line cannot be read: ")
+    assert told.endswith("quote values with special characters: \"data.path='a=b, c.txt'\"")
+
+
+def test_a_key_of_another_chosen_option_is_known(conf):
+    told = explained(conf, "optimizer=sgd", "optimizer.momentun=1")
+    assert told == "optimizer.momentun: there is no such key; did you mean optimizer.momentum?"
+
+
+def test_the_users_own_options_are_named_too(conf, tmp_path):
+    (tmp_path / "own" / "optimizer").mkdir(parents=True)
+    (tmp_path / "own" / "optimizer" / "mine.yaml").write_text("_target_: mine.Mine\nspecial: 1\n")
+    own = ["--config-dir", str(tmp_path / "own")]
+    assert explained(conf, *own, "optimizer=banana").endswith("options of optimizer: adamw, mine, sgd")
+    assert explained(conf, *own, "optimizer.special=1").endswith("optimizer=mine would")
+
+
+def test_a_config_folder_that_is_not_there_is_named(conf):
+    arguments = parse_arguments(["--config-dir=nowhere"])
+    assert explain(RuntimeError(), conf, arguments).startswith("--config-dir nowhere does not exist")
+
+
+def test_yaml_that_cannot_be_read_is_told_in_one_line(conf):
+    (conf / "optimizer" / "adamw.yaml").write_text("lr: [1\n")
+    told = explained(conf, "steps=5")
+    assert told.startswith("a YAML file cannot be read: ")
+    assert "\n" not in told
+    assert "adamw.yaml" in told
+
+
+def test_a_run_folder_that_cannot_be_made_is_told(conf):
+    told = explain(PermissionError("denied"), conf, parse_arguments([]))
+    assert told == "the run folder cannot be made (denied): choose another hydra.run.dir"
+
+
+def test_an_error_of_another_kind_is_left_alone(conf):
+    with pytest.raises(ZeroDivisionError) as raised:
+        _ = 1 / 0
+    assert explain(raised.value, conf, parse_arguments([])) is None
+
+
+def test_own_folders_are_found_in_each_spelling():
+    options = ["--config-dir", "a", "-cd", "b", "--config-dir=c", "-cd=d", "-m"]
+    assert [str(folder) for folder in own_folders(parse_arguments(options))] == ["a", "b", "c", "d"]
+
+
+def test_only_whole_keys_of_a_yaml_count(conf):
+    assert has(conf / "optimizer" / "sgd.yaml", "momentum")
+    assert not has(conf / "optimizer" / "sgd.yaml", "moment")
+
+
+def test_nothing_is_proposed_that_is_not_close():
+    assert nearest("steps", ["seed", "device"]) == ""
+    assert nearest("clipping.lr", ["optimizer.lr"]) == "", "a name with its group is not looked for elsewhere"

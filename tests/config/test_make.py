@@ -1,0 +1,103 @@
+"""Objects of config groups: plain values in, and a refusal in the option's own words out."""
+
+import pytest
+from hydra.errors import InstantiationException
+from omegaconf import OmegaConf
+
+from stabletrain.config import moved
+from stabletrain.config.make import innermost, leaves, make, plain
+from stabletrain.errors import ConfigError, TrainingHalted
+from tests.runs import composed
+
+HERE = "tests.config.test_make"
+
+
+class Option:
+    """Keeps what it is given; refuses a size below 1."""
+
+    def __init__(self, size=1, names=(), **given):
+        if size < 1:
+            raise ConfigError(f"mine.size={size} is below 1")
+        if size == 13:
+            raise TrainingHalted("an unlucky number")
+        if size == 99:
+            raise OverflowError("too large")
+        self.size, self.names, self.given = size, names, given
+
+
+def option(**keys):
+    """A configuration whose group `mine` builds an `Option`."""
+    return OmegaConf.create({"base": 3, "mine": {"_target_": f"{HERE}.Option", **keys}})
+
+
+def test_it_builds_the_target_with_plain_values_and_what_is_given():
+    made = make(option(size="${base}", names=["a", "b"]), "mine", device="cpu")
+    assert isinstance(made, Option)
+    assert (made.size, made.names, made.given) == (3, ["a", "b"], {"device": "cpu"})
+    assert type(made.names) is list
+
+
+def test_the_modality_is_not_handed_to_the_object():
+    assert make(option(modality="tokens"), "mine").given == {}
+
+
+def test_the_configuration_stays_as_it_was():
+    cfg = option(modality="tokens")
+    make(cfg, "mine")
+    assert cfg.mine.modality == "tokens"
+
+
+def test_a_refusal_of_the_option_itself_comes_through_alone():
+    with pytest.raises(ConfigError, match=r"^mine.size=0 is below 1$") as refusal:
+        make(option(size=0), "mine")
+    assert refusal.value.__cause__ is None
+    assert refusal.value.__suppress_context__, "Hydra's own error is not shown"
+    with pytest.raises(TrainingHalted, match="unlucky"):
+        make(option(size=13), "mine")
+
+
+def test_any_other_error_names_group_target_and_the_innermost_cause():
+    with pytest.raises(ConfigError, match=rf"^mine=mine cannot be built from {HERE}.Option: too large$") as refusal:
+        make(option(size=99), "mine")
+    assert isinstance(refusal.value.__cause__, InstantiationException)
+
+
+def test_a_key_that_the_option_does_not_have_is_refused():
+    cfg = OmegaConf.create({"mine": {"_target_": "datetime.timedelta", "banana": 1}})
+    with pytest.raises(ConfigError, match=r"^mine=mine cannot be built from datetime.timedelta: .*banana"):
+        make(cfg, "mine")
+
+
+def test_a_group_without_a_target_is_refused():
+    with pytest.raises(ConfigError, match="mine=mine: its YAML has no _target_"):
+        make(OmegaConf.create({"mine": {"size": 1}}), "mine")
+
+
+def test_within_a_job_the_message_names_the_chosen_option():
+    with (
+        composed("clipping=norm", "+clipping.banana=1") as cfg,
+        pytest.raises(ConfigError, match=r"^clipping=norm cannot be built from .*banana"),
+    ):
+        make(cfg, "clipping")
+
+
+def test_a_target_that_moved_is_built_from_its_new_place(monkeypatch):
+    monkeypatch.setitem(moved.MOVED, "ancient.Thing", f"{HERE}.Option")
+    assert type(make(OmegaConf.create({"mine": {"_target_": "ancient.Thing", "size": 2}}), "mine")) is Option
+
+
+def test_the_innermost_error_started_the_chain():
+    first, second, third = ValueError("first"), RuntimeError("second"), KeyError("third")
+    third.__cause__, second.__cause__ = second, first
+    assert innermost(third) is first
+    assert innermost(first) is first
+
+
+def test_leaves_have_dotted_keys_and_lists_are_values():
+    tree = {"a": 1, "b": {"c": [1, 2], "d": {}}, "e": None}
+    assert dict(leaves(tree)) == {"a": 1, "b.c": [1, 2], "b.d": {}, "e": None}
+    assert list(leaves({})) == []
+
+
+def test_plain_values_have_their_interpolations_resolved():
+    assert plain(OmegaConf.create({"a": 1, "b": {"c": "${a}"}})) == {"a": 1, "b": {"c": 1}}

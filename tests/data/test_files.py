@@ -1,0 +1,39 @@
+"""Which files a path means, and the manifest of token shards."""
+
+import json
+
+import pytest
+
+from stabletrain.data.prepare import prepare
+from stabletrain.data.text import Text
+from stabletrain.data.tokens import Tokens
+from stabletrain.errors import ConfigError
+from tests.data.given import texts
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (None, r"data\.path is not set: data=text needs data\.path=<file, folder or glob>"),
+        ("texst", "data.path=texst does not exist: did you mean texts"),
+        ("texts/*.md", "holds no text files"),
+    ],
+)
+def test_a_path_that_is_not_there_is_one_message(tmp_path, monkeypatch, path, message):
+    texts(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        Text(path, 16, 0.1, 0)
+
+
+def test_a_glob_reads_what_it_matches(tmp_path):
+    texts(tmp_path, files=3)
+    assert Text(str(tmp_path / "texts" / "00[01].txt"), 16, 0.1, 0).fingerprint()["files"] == 2
+
+
+def test_a_manifest_of_another_version_is_refused(tmp_path, text):
+    prepare(str(text), str(tmp_path / "out"), val_fraction=0.2)
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    (tmp_path / "out" / "meta.json").write_text(json.dumps(meta | {"version": 99}))
+    with pytest.raises(ConfigError, match="is of version 99"):
+        Tokens(str(tmp_path / "out"), block_size=16, seed=0)

@@ -1,0 +1,106 @@
+"""Folders of class folders: labels, sources and pixels stay together, and the cache changes no batch."""
+
+import pytest
+import torch
+from PIL import Image
+
+from stabletrain.data.imagefolder import ImageFolder
+from stabletrain.errors import ConfigError
+from tests.data.given import FOLDER, picture
+
+
+def red(batch):
+    return (batch.inputs[:, 0, 0, 0] * 255).round().int().tolist()
+
+
+def test_a_folder_keeps_labels_sources_and_pixels_together(folder):
+    data = ImageFolder(str(folder), **FOLDER)
+    assert data.classes == ["class0", "class1"]
+    seen = []
+    for split in ("train", "val"):
+        for step in range(data.batches(1, split)):
+            batch = data.batch(step, 1, split)
+            name = batch.sources[0]
+            seen.append(name)
+            number = int(name.rsplit("/", 1)[1][:-4])
+            assert red(batch) == [100 * int(batch.targets[0]) + number]
+            assert f"class{int(batch.targets[0])}/" in name
+            assert batch.inputs[0, 2].eq(1).all(), "blue is 255, so 1"
+    assert len(seen) == len(set(seen)) == 20, "one pass over both splits sees every picture once"
+
+
+def test_train_and_test_folders_are_the_splits(tmp_path):
+    for split, count in (("train", 6), ("test", 4)):
+        for label in range(2):
+            for i in range(count):
+                picture(tmp_path / split / f"class{label}" / f"{i}.png", i)
+    data = ImageFolder(str(tmp_path), **FOLDER)
+    assert data.batches(1, "train") == 12
+    assert data.batches(1, "val") == 8
+    assert "/test/" in data.batch(0, 1, "val").sources[0]
+
+
+@pytest.mark.parametrize("cache_mb", [0, 100])
+@pytest.mark.parametrize("augment", ["none", "crop_flip", "resized_crop"])
+def test_a_batch_is_a_pure_function_of_its_number_cached_or_not(folder, augment, cache_mb):
+    chosen = FOLDER | {"augment": augment}
+    data, other = ImageFolder(str(folder), **chosen), ImageFolder(str(folder), **(chosen | {"cache_mb": cache_mb}))
+    torch.manual_seed(1)
+    first = data.batch(3, 8, "train")
+    other.batch(9, 8, "train")
+    torch.rand(5)
+    second = other.batch(3, 8, "train")
+    assert torch.equal(first.inputs, second.inputs)
+    assert torch.equal(first.targets, second.targets)
+
+
+@pytest.mark.parametrize(("cache_mb", "again"), [(100, False), (0.0, True)])
+def test_small_pictures_are_decoded_once_if_they_fit_the_cache(folder, cache_mb, again):
+    data = ImageFolder(str(folder), **(FOLDER | {"cache_mb": cache_mb}))
+    before = data.batch(0, 4, "val").inputs
+    for file in folder.rglob("*.png"):
+        Image.new("RGB", (8, 8), (9, 9, 9)).save(file)
+    assert torch.equal(data.batch(0, 4, "val").inputs, before) != again
+
+
+def test_a_train_folder_alone_is_split(tmp_path, folder):
+    folder.rename(tmp_path / "train")
+    data = ImageFolder(str(tmp_path), **FOLDER)
+    assert data.batches(1, "train") + data.batches(1, "val") == 20
+
+
+def test_a_broken_picture_is_named(folder):
+    (folder / "class0" / "3.png").write_bytes(b"no picture")
+    data = ImageFolder(str(folder), **FOLDER)
+    with pytest.raises(ConfigError, match=r"class0/3\.png cannot be read as a picture"):
+        [data.batch(0, data.batches(1, split), split) for split in ("train", "val")]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"path": None}, r"data\.path is not set"),
+        ({"path": "nowhere"}, r"data\.path=nowhere does not exist"),
+        ({"image_size": 0}, r"data\.image_size=0"),
+        ({"augment": "mixup"}, r"data\.augment=mixup is none of none, crop, crop_flip, resized_crop"),
+        ({"val_fraction": 1.0}, r"data\.val_fraction=1\.0"),
+        ({"mean": [0.5, 0.5]}, r"data\.mean=\[0\.5, 0\.5\]"),
+        ({"std": [1.0, 0.0, 1.0]}, r"data\.std="),
+        ({"std": [1.0]}, r"data\.mean has 3 numbers and data\.std 1"),
+    ],
+)
+def test_bounds_are_named(folder, values, message):
+    with pytest.raises(ConfigError, match=message):
+        ImageFolder(**({"path": str(folder)} | FOLDER | values))
+
+
+def test_one_class_folder_is_refused(tmp_path):
+    picture(tmp_path / "only" / "0.png", 1)
+    with pytest.raises(ConfigError, match="has 1 class folders"):
+        ImageFolder(str(tmp_path), **FOLDER)
+
+
+def test_grey_pictures_have_one_channel(folder):
+    data = ImageFolder(str(folder), **(FOLDER | {"mean": [0.0], "std": [1.0]}))
+    assert data.batch(0, 2, "train").inputs.shape == (2, 1, 8, 8)
+    assert data.in_channels == 1

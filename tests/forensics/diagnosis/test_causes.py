@@ -1,0 +1,322 @@
+"""Causes: each rule decides by its evidence alone, and a fix is one that this run can take."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from stabletrain.forensics.diagnosis.causes import diagnose
+from stabletrain.forensics.diagnosis.evidence import Damage, Drift, Evidence, LargestInput, RunSettings
+from stabletrain.forensics.replay import Outcome
+from stabletrain.forensics.trace.origin import Origin
+from stabletrain.forensics.trace.values import Values
+from stabletrain.records import Reading
+
+READING = Reading(50, 9.0, 9.0, 0.0, 80.0, 1.0, 0.0, 0.0, 0.0, 1.0, False, False, False, 3e-3)
+SETTING = RunSettings(
+    choices={"precision": "fp32", "qknorm": "none", "qkclip": "none", "zloss": "none", "softcap": "none"},
+    values={"optimizer.lr": 3e-3},
+    has_attention=True,
+    loss_limit=6.0,
+    norm_limit=20.0,
+)
+FINE, BAD, NAN = Outcome(True, 4.0, 1.0), Outcome(True, 9.0, 80.0), Outcome(False, math.nan, math.nan)
+CALM = Drift(steps=10, moved=1e-3, share=1e-3, grown=1.0, adaptive=True)
+SPIKE = Evidence(
+    "spike",
+    READING,
+    outcomes={
+        "same": replace(BAD, bitwise_equal_to_reading=True),
+        "fp32": BAD,
+        "fresh_batch": BAD,
+        "older_state": FINE,
+    },
+    drift=CALM,
+    setting=SETTING,
+)
+
+
+def origin(op="aten.div", why="overflow", dtype="float32", in_fp32=math.inf, module="part", direction="forward"):
+    return Origin(
+        module, op, direction, "model.py:7", "", dtype, (), (), "producer", why, "words", in_fp32, in_fp32, (), 3
+    )
+
+
+def nonfinite(found, makers=(), fp32=NAN, **setting):
+    chosen = replace(SETTING, choices={**SETTING.choices, **setting.pop("choices", {})}, **setting)
+    outcomes = {"same": replace(NAN, bitwise_equal_to_reading=True), "fp32": fp32, "fresh_batch": NAN}
+    return Evidence(
+        "nonfinite",
+        READING._replace(loss=math.nan, grad_norm=math.nan),
+        origin=found,
+        makers=makers,
+        outcomes=outcomes,
+        drift=CALM,
+        setting=chosen,
+    )
+
+
+def grown(**drift):
+    sizes = {"monitors/attn_logit_max": 2e5, "monitors/log_z_mean": 140.0}
+    before = {"monitors/attn_logit_max": 2.0, "monitors/log_z_mean": 5.0}
+    return replace(SPIKE, sizes=sizes, before=before, drift=replace(CALM, **drift))
+
+
+def test_attention_that_grows_alone_is_told_from_everything_growing_at_once():
+    assert diagnose(grown()).cause == "attention_logit_growth"
+    assert diagnose(grown(moved=30.0, share=10.0, grown=1e3)).cause == "lr_too_high"
+
+
+def test_an_update_longer_than_the_learning_rate_allows_is_the_learning_rates_fault():
+    """Over so many steps that the share a step is small."""
+    assert diagnose(grown(steps=50, moved=1.0, share=0.2)).cause == "lr_too_high"
+    assert diagnose(grown(steps=50, moved=0.1, share=0.2)).cause == "attention_logit_growth"
+
+
+def test_a_model_without_attention_is_never_told_to_normalise_queries():
+    evidence = replace(
+        grown(), setting=replace(SETTING, has_attention=False, choices={"precision": "fp16", "zloss": "none"})
+    )
+    assert not any("qk" in fix for fix in diagnose(evidence).fix)
+    fp16 = nonfinite(
+        origin(dtype="float16", in_fp32=7e4), fp32=FINE, choices={"precision": "fp16"}, has_attention=False
+    )
+    assert not any(fix.startswith(("qknorm", "softcap")) for fix in diagnose(fp16).fix)
+
+
+@pytest.mark.parametrize("why", ["overflow", "exp_overflow"])
+def test_what_fp32_can_hold_is_fp16s_overflow(why):
+    found = diagnose(nonfinite(origin(why=why, dtype="float16", in_fp32=7e4), fp32=FINE, choices={"precision": "fp16"}))
+    assert (found.cause, found.fix[0]) == ("fp16_overflow", "precision=bf16")
+    assert diagnose(nonfinite(origin(why="exp_overflow"))).cause == "unsafe_op"
+
+
+def test_a_cast_of_the_codes_own_is_not_cured_by_another_autocast():
+    """It fails without autocast too, though fp32 could hold the number."""
+    found = diagnose(nonfinite(origin(dtype="float16", in_fp32=7e4), fp32=NAN, choices={"precision": "fp16"}))
+    assert found.cause == "fp16_overflow"
+    assert "model.py:7" in found.fix[0]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_a_fix_is_never_what_the_run_has_already(precision):
+    for evidence in (nonfinite(None, choices={"precision": precision}), grown()):
+        assert f"precision={precision}" not in diagnose(replace(evidence, setting=replace(
+            evidence.setting, choices={**evidence.setting.choices, "precision": precision}))).fix  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("makers", "cause"),
+    [
+        (["aten.std"], "zero_variance_norm"),
+        (["aten.sqrt", "aten.var"], "zero_variance_norm"),
+        (["aten.sqrt", "aten.mean", "aten.pow"], "zero_variance_norm"),
+        (["aten.mean", "aten.mul"], "zero_variance_norm"),
+        (["aten.sum", "aten.pow"], "unsafe_op"),
+        (["aten.mean", "aten.gt"], "unsafe_op"),
+        ([], "unsafe_op"),
+    ],
+)
+def test_a_norm_is_known_by_what_it_divides_by(makers, cause):
+    assert diagnose(nonfinite(origin(why="zero_over_zero"), makers)).cause == cause
+
+
+@pytest.mark.parametrize(
+    ("repeats", "deterministic", "again", "cause"),
+    [
+        (True, True, FINE, "hardware_fault"),
+        (False, True, FINE, "unknown"),
+        (None, True, FINE, "unknown"),
+        (True, True, NAN, "unknown"),
+    ],
+)
+def test_a_machine_is_blamed_only_if_the_replays_agree(repeats, deterministic, again, cause):
+    evidence = replace(
+        nonfinite(None, deterministic=deterministic),
+        outcomes={"same": replace(again, bitwise_equal_to_reading=False)},
+        repeats=repeats,
+    )
+    assert diagnose(evidence).cause == cause
+
+
+def test_a_spike_that_a_replay_does_not_show_blames_only_a_deterministic_machine():
+    again = {"same": replace(FINE, bitwise_equal_to_reading=False), "fp32": FINE}
+    evidence = replace(SPIKE, outcomes=again, repeats=True)
+    assert diagnose(evidence).cause == "hardware_fault"
+    loose = replace(evidence, setting=replace(SETTING, deterministic=False))
+    assert diagnose(loose).cause != "hardware_fault"
+
+
+def test_a_few_huge_weights_are_damage_unless_all_have_moved():
+    damage = [Damage("parameter", "w", "1 of 9 values are up to 1e+30", few=True, large=True)]
+    assert diagnose(replace(SPIKE, damage=damage)).cause == "corrupt_state"
+    rushed = replace(CALM, moved=30.0, share=10.0, grown=1e3)
+    assert diagnose(replace(SPIKE, damage=damage, drift=rushed)).cause == "lr_too_high"
+
+
+def test_the_batch_is_to_blame_if_another_is_normal():
+    assert diagnose(replace(SPIKE, outcomes={**SPIKE.outcomes, "fresh_batch": FINE})).cause == "bad_batch"
+
+
+def test_first_steps_are_the_inits_fault_only_if_the_first_state_fails_too():
+    early = replace(nonfinite(origin()), reading=READING._replace(step=2, loss=math.nan))
+    assert diagnose(early).cause == "bad_init"
+    learnt = replace(early, outcomes={**early.outcomes, "older_state": FINE}, drift=replace(CALM, share=5.0))
+    assert diagnose(learnt).cause == "lr_too_high"
+
+
+def test_a_scale_at_its_floor_has_collapsed_only_where_fp32_is_finite():
+    values = {"precision.min_scale": 1.0}
+    found = origin("aten.mm", "overflow", "float16", 7e4, direction="backward")
+    evidence = nonfinite(found, fp32=FINE, choices={"precision": "fp16"}, values=values)
+    evidence = replace(evidence, reading=evidence.reading._replace(loss=3.0))
+    assert diagnose(evidence).cause == "loss_scale_collapse"
+    inherent = replace(found, why="division_by_zero", in_fp32=math.inf)
+    both = replace(evidence, origin=inherent, outcomes={**evidence.outcomes, "fp32": NAN})
+    assert diagnose(both).cause == "unsafe_op"
+
+
+def test_nothing_known_says_so():
+    assert diagnose(replace(SPIKE, outcomes={}, drift=None)).cause == "unknown"
+
+
+def test_a_spike_that_comes_again_in_other_bits_is_no_fault_of_the_machine():
+    other = {**SPIKE.outcomes, "same": replace(BAD, bitwise_equal_to_reading=False)}
+    assert diagnose(replace(SPIKE, outcomes=other, repeats=True)).cause != "hardware_fault"
+
+
+@pytest.mark.parametrize(("largest", "fresh", "cause"), [(1e30, FINE, "bad_batch"), (15.0, FINE, "unknown")])
+def test_finite_inputs_that_are_none_of_the_data_are_the_batchs_fault_and_the_sample_is_named(largest, fresh, cause):
+    """Where BatchNorm's statistics overflow, no replay counts as normal."""
+    reading = READING._replace(buffers=math.inf)
+    loud = LargestInput({"index": 3, "source": "digits.csv:41"}, largest, 1.0)
+    evidence = replace(
+        nonfinite(None, fp32=FINE), reading=reading, largest_input=loud, outcomes={"same": FINE, "fresh_batch": fresh}
+    )
+    found = diagnose(evidence)
+    assert found.cause == cause
+    assert found.fix[0] == "clean digits.csv:41" or cause == "unknown"
+
+
+@pytest.mark.parametrize(("size", "cause"), [(3.0, "unsafe_op"), (1e21, "lr_too_high")])
+def test_an_operation_no_rule_knows_is_unsafe_if_it_has_no_result_for_ordinary_values(size, cause):
+    found = replace(origin(why="unknown"), inputs=(Values((2,), "float32", size),))
+    assert diagnose(nonfinite(found)).cause == cause
+
+
+def test_only_a_mean_over_targets_blames_the_labels():
+    for op, cause in (("aten.nll_loss_forward", "bad_label"), ("aten.mean", "unsafe_op")):
+        found = diagnose(nonfinite(origin(op, "mean_of_nothing")))
+        assert (found.cause, found.fix) == (cause, ["model.py:7: divide by max(n, 1)"])
+
+
+@pytest.mark.parametrize("why", ["division_by_zero", "exp_overflow", "zero_variance"])
+def test_weights_torn_apart_are_to_blame_wherever_it_breaks_first(why):
+    evidence = nonfinite(origin(why=why))
+    torn = replace(
+        evidence, drift=replace(CALM, share=10.0, grown=1e3), outcomes={**evidence.outcomes, "older_state": FINE}
+    )
+    assert diagnose(torn).cause == "lr_too_high"
+    assert diagnose(replace(torn, drift=CALM)).cause != "lr_too_high"
+
+
+@pytest.mark.parametrize(
+    ("values", "fix"),
+    [
+        ({"optimizer.lr": 1e-3, "optimizer.weight_decay": 1e5}, "optimizer.weight_decay=0.1"),
+        ({"optimizer.lr": 1e5, "optimizer.weight_decay": 0.1}, "optimizer.lr=1e+02"),
+        ({"optimizer.lr": 1e-3, "optimizer.weight_decay": 5.0, "optimizer.decay": "independent"}, None),
+    ],
+)
+def test_a_weight_decay_is_lowered_only_where_it_is_no_customary_one(values, fix):
+    setting = replace(SETTING, values=values)
+    found = diagnose(replace(SPIKE, setting=setting, drift=Drift(10, 20.0, 10.0, 1e3, True)))
+    assert found.cause == "lr_too_high"
+    assert found.fix[0] == (fix or "optimizer.weight_decay=0.1")
+
+
+def test_updates_longer_than_the_learning_rate_are_an_old_second_moments():
+    """The weights have moved further than the rate allows, and no further than such updates take them."""
+    far = replace(CALM, steps=2, moved=0.06, share=0.5)
+    setting = replace(SETTING, choices={**SETTING.choices, "optimizer": "adamw"})
+    setting = replace(setting, values={**SETTING.values, "optimizer.betas": [0.9, 0.999]})
+    stale = replace(SPIKE, drift=far, overlong=5.0, setting=setting)
+    assert diagnose(stale).cause == "optimizer_staleness"
+    assert {"optimizer.betas=[0.9,0.95]", "optimizer=stable_adamw"} <= {*diagnose(stale).fix}
+    assert diagnose(replace(stale, overlong=0.9)).cause == "lr_too_high"
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "cause"),
+    [(200.0, 50.0, "attention_logit_growth"), (200.0, 150.0, "lr_too_high"), (3.0, 1.0, "lr_too_high")],
+)
+def test_attention_that_nobody_listens_to_is_judged_by_what_softmax_reads(now, before, cause):
+    setting = replace(SETTING, has_attention=False)
+    evidence = replace(
+        SPIKE, sizes={"monitors/softmax_max": now}, before={"monitors/softmax_max": before}, setting=setting
+    )
+    assert diagnose(evidence).cause == cause
+    assert not any("=" in fix and fix.startswith("qk") for fix in diagnose(evidence).fix)
+
+
+@pytest.mark.parametrize(
+    ("attends", "init", "std", "fix"),
+    [
+        (True, "normal", 1e12, "init=gpt2"),
+        (True, "gpt2", 1e12, "init.std=0.02"),
+        (False, "torch", None, "init=fan_in"),
+        (False, "normal", 1e30, "init=torch"),
+    ],
+)
+def test_other_weights_are_those_that_the_model_can_take_and_has_not(attends, init, std, fix):
+    setting = replace(
+        SETTING, has_attention=attends, choices={**SETTING.choices, "init": init}, values={"init.std": std}
+    )
+    early = replace(nonfinite(origin()), reading=READING._replace(step=1, loss=math.nan), setting=setting)
+    assert (diagnose(early).cause, diagnose(early).fix[0]) == ("bad_init", fix)
+
+
+@pytest.mark.parametrize(
+    ("makers", "cause"),
+    [
+        (["aten.linalg_vector_norm", "aten.sub"], "zero_variance_norm"),
+        (["aten.mul", "aten.linalg_vector_norm", "aten.mul"], "zero_variance_norm"),
+        (["aten.linalg_vector_norm", "aten.mul"], "unsafe_op"),
+    ],
+)
+def test_a_length_is_a_spread_only_of_what_is_centred_or_of_its_mean_square(makers, cause):
+    assert diagnose(nonfinite(origin(why="zero_over_zero"), makers)).cause == cause
+
+
+@pytest.mark.parametrize("why", ["log_of_zero", "zero_variance", "overflow"])
+def test_the_evidence_says_nothing_that_the_verdict_has_said(why):
+    found = diagnose(nonfinite(origin(why=why, dtype="float16", in_fp32=7e4), fp32=FINE))
+    assert found.verdict
+    assert not any(found.verdict in line for line in found.evidence)
+
+
+def test_a_bad_sample_is_named_before_anything_else_is_thought_of():
+    sample = {"index": 2, "id": 41, "fault": "input", "what": "input holds 1 of 9 values that are NaN or Inf"}
+    damage = [Damage("parameter", "w", "1 of 9 values are not finite")]
+    found = diagnose(replace(nonfinite(origin()), samples=[sample], damage=damage))
+    assert (found.cause, found.fix) == ("poison_input", ["clean sample 41"])
+
+
+def test_log_z_far_from_0_and_grown_is_drift_unless_all_has_grown():
+    drifting = replace(SPIKE, sizes={"monitors/log_z_mean": 140.0}, before={"monitors/log_z_mean": 100.0})
+    assert (diagnose(drifting).cause, diagnose(drifting).fix[0]) == ("output_logit_drift", "zloss=palm")
+    still = replace(drifting, before={"monitors/log_z_mean": 139.0})
+    torn = replace(drifting, drift=replace(CALM, grown=3.0))
+    assert {diagnose(still).cause, diagnose(torn).cause} == {"lr_too_high"}
+
+
+def test_a_number_past_the_end_of_fp32_blames_the_line_if_the_weights_are_as_they_were():
+    assert diagnose(nonfinite(origin())).cause == "unsafe_op"
+    assert "model.py:7" in diagnose(nonfinite(origin())).fix[0]
+    assert diagnose(replace(nonfinite(origin()), drift=replace(CALM, grown=3.0))).cause == "lr_too_high"
+
+
+def test_gradients_far_above_their_second_moment_are_staleness_unless_the_older_state_fails_too():
+    assert diagnose(replace(SPIKE, staleness=50.0)).cause == "optimizer_staleness"
+    older = {**SPIKE.outcomes, "older_state": BAD}
+    assert diagnose(replace(SPIKE, staleness=50.0, outcomes=older)).cause == "lr_too_high"

@@ -1,0 +1,192 @@
+"""Underflow: what fp16 makes 0 is told from what is 0 anyway; an alarm leads to an incident, a clean run to none."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks.reliability.zoo.install import behind
+from benchmarks.reliability.zoo.parts import FaintGradient, SteepBackward
+from stabletrain.cli.commands import main
+from stabletrain.errors import TrainingHalted
+from stabletrain.forensics import handler
+from stabletrain.forensics.diagnosis.causes import diagnose
+from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
+from stabletrain.forensics.probes.underflow import Starved, Underflow, compared
+from stabletrain.records import Reading
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
+from tests.forensics.test_handler import bits, events
+from tests.runs import TINY_GPT, TINY_RESNET, composed
+
+QUIET = ["checkpoint=off", "monitors.every=2", "warmup=none", "steps=8"]
+MODELS = {"gpt": ([*TINY_GPT, "model.dropout=0.1"], "head"), "resnet": ([*TINY_RESNET, "model.depth=8"], "fc")}
+SMALL = ["precision=fp16", "precision.init_scale=1"]
+
+
+class NoGradient(FaintGradient):
+    """Lets no gradient through at all, in whatever format."""
+
+    after = 0.0
+
+
+def trained(folder, *overrides, place=None, part=FaintGradient, at=0):
+    """A run that is over, or has halted, with a part behind one of its modules."""
+    with composed(*QUIET, *overrides) as cfg:
+        job = build(cfg, folder)
+        if place:
+            partial(behind, place, part, at)(job, False)
+        train(job)
+    return job
+
+
+def diagnoses(folder):
+    """What the incidents of a run were, in their order."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("incidents/*/diagnosis.json"))]
+
+
+def test_only_what_fp32_keeps_is_lost():
+    wide = {"a": torch.tensor([1e-9, 1e-9, 0.0, 1.0]), "dead": torch.zeros(4), "kept": torch.ones(8)}
+    narrow = {"a": torch.tensor([0.0, 0.0, 0.0, 1.0]), "dead": torch.zeros(4), "kept": torch.ones(8)}
+    found = compared(narrow, wide, 8.0)
+    assert found.worst == (Starved("a", 4, zeros=0.75, in_fp32=0.25, lost=2 / 3),)
+    assert (found.zeros, found.in_fp32, found.hit) == (7 / 16, 5 / 16, 4 / 16)
+    assert found.real
+    assert not compared(wide, wide, 8.0).real
+
+
+def test_an_idle_bias_is_no_underflow():
+    """Of keys, say, whose gradient is 0 but for rounding."""
+    wide = {"bias": torch.full((4,), 1e-12), "weight": torch.ones(32, 32)}
+    narrow = {"bias": torch.zeros(4), "weight": torch.ones(32, 32)}
+    found = compared(narrow, wide, 1.0)
+    assert [one.name for one in found.worst] == ["bias"]
+    assert not found.real
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_alarm_leads_to_an_incident_and_to_the_same_bits_as_without_forensics(tmp_path, model):
+    overrides, place = MODELS[model]
+    on = trained(tmp_path / "on", *overrides, *SMALL, place=place)
+    off = trained(tmp_path / "off", *overrides, *SMALL, "forensics=off", place=place)
+    assert bits(on) == bits(off)
+    (alarm,) = (event for event in events(tmp_path / "on", "alarm") if event["kind"] == "vanishing")
+    (found,) = diagnoses(tmp_path / "on")
+    assert found["step"] == alarm["step"]
+    assert (found["kind"], found["cause"], found["origin"]) == ("loss_scale", "fp16_underflow", None)
+    assert found["fix"] == ["precision.init_scale=65536", "precision=bf16"]
+    assert found["reading"]["applied"] is True
+    same, fp32 = found["replays"]["same"], found["replays"]["fp32"]
+    assert same["finite"]
+    assert same["bitwise_equal_to_reading"] is None, "the step's own weights are gone"
+    assert same["zero_gradients"] > 0.95 > 0.5 > fp32["zero_gradients"]
+    (folder,) = (tmp_path / "on" / "incidents").iterdir()
+    page = (folder / "report.md").read_text()
+    assert "its update was applied" in page
+    assert "withheld" not in page
+    assert "| 0 at loss scale 1 | 0 in fp32 |" in page
+    assert f"replay {folder} 'precision.init_scale=65536'" in page
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_with_the_named_fix_there_is_no_incident(tmp_path, model):
+    overrides, place = MODELS[model]
+    trained(tmp_path, *overrides, "precision=fp16", "precision.init_scale=65536", place=place)
+    assert not diagnoses(tmp_path)
+    assert all("Adam's eps" in alarm["text"] for alarm in events(tmp_path, "alarm")), "so small they are in fp32 too"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_clean_run_is_not_looked_into_at_all(tmp_path, monkeypatch, model):
+    def never(*_, **__):
+        raise AssertionError("nothing is wrong, so nothing is looked into")
+
+    monkeypatch.setattr(handler, "investigate", never)
+    trained(tmp_path, *MODELS[model][0], "precision=fp16", "precision.init_scale=256")
+    assert not events(tmp_path, "alarm")
+
+
+def test_weights_and_buffers_of_the_scene_are_of_one_moment(tmp_path, monkeypatch):
+    """After the update, both: BatchNorm's statistics from before it belong to other weights."""
+    explain, seen = handler.investigate, []
+
+    def looking(repro, *given, **more):
+        pairs = zip(repro.buffers, repro.model.buffers(), strict=True)
+        seen.append((repro.applied, all(torch.equal(ours, live) for ours, live in pairs)))
+        return explain(repro, *given, **more)
+
+    monkeypatch.setattr(handler, "investigate", looking)
+    trained(tmp_path, *MODELS["resnet"][0], *SMALL, place="fc")
+    assert seen == [(True, True)]
+
+
+def test_gradients_that_are_0_in_fp32_too_are_an_alarm_and_no_incident(tmp_path):
+    trained(tmp_path, *MODELS["gpt"][0], *SMALL, place="head", part=NoGradient)
+    assert [event["kind"] for event in events(tmp_path, "alarm")] == ["vanishing"]
+    assert not diagnoses(tmp_path)
+    assert not events(tmp_path, "incident")
+
+
+def test_an_incident_is_replayed_from_its_folder_and_a_larger_scale_is_tried(tmp_path, capsys):
+    with composed(
+        *QUIET, *MODELS["gpt"][0], "precision=fp16", *("precision.init_scale=1e-7", "precision.min_scale=1e-7")
+    ) as cfg:
+        train(build(cfg, tmp_path))
+    (folder,) = (tmp_path / "incidents").iterdir()
+    (then,) = diagnoses(tmp_path)
+    capsys.readouterr()
+
+    def replayed(*overrides):
+        assert main(["replay", "--json", str(folder), *overrides]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    again = replayed()
+    assert again["same_bits"] is None
+    assert again["now"] == {name: then["replays"]["same"][name] for name in ("loss", "grad_norm")}
+    assert again["zero_gradients"] == then["replays"]["same"]["zero_gradients"]
+    assert replayed("precision.init_scale=65536")["zero_gradients"] < 0.5
+    assert replayed("precision=fp32")["zero_gradients"] < 0.5
+    assert main(["replay", str(folder)]) == 0
+    assert "on the weights that it has made, the step is finite, and 100.0% of its gradients" in capsys.readouterr().out
+
+
+def test_a_collapse_that_ends_the_run_is_explained_though_bad_data_began_the_row(tmp_path):
+    halting = ["guard=skip", "guard.max_consecutive=3", "precision=fp16", "precision.init_scale=1"]
+    label = ["faults=label", "faults.at=[4]", "checkpoint=off"]
+    with pytest.raises(TrainingHalted):
+        trained(tmp_path, *MODELS["gpt"][0], *halting, *label, place="head", part=SteepBackward, at=4)
+    found = diagnoses(tmp_path)
+    assert [(each["step"], each["kind"], each["cause"]) for each in found] == [
+        (5, "nonfinite", "bad_label"),
+        (7, "loss_scale", "loss_scale_collapse"),
+    ]
+    assert "Its update was withheld" in (tmp_path / "incidents" / "step-00000007" / "report.md").read_text()
+
+
+READING = Reading(50, 3.0, 3.0, 0.0, 1e-6, 1.0, 0.0, 0.0, 0.0, 1.0, True, False, False, 3e-3)
+LOST = Underflow(1.0, zeros=0.9, in_fp32=0.1, hit=0.8, worst=(Starved("a", 9, 1.0, 0.0, 1.0),), cure=65536.0)
+
+
+@pytest.mark.parametrize(
+    ("precision", "initial", "cured_at", "fix"),
+    [
+        ("fp16", 1.0, 65536.0, ["precision.init_scale=65536", "precision=bf16"]),
+        ("fp16", 65536.0, 65536.0, ["precision=bf16", "precision.growth_interval=200"]),
+        ("fp16", 65536.0, 2.0**20, ["precision.init_scale=1048576", "precision=bf16"]),
+        ("fp16", 65536.0, None, ["precision=bf16"]),
+        ("auto", 65536.0, None, ["precision=fp32"]),
+    ],
+)
+def test_the_fix_is_one_that_was_tried(precision, initial, cured_at, fix):
+    """A scale that overflows have lowered is not mended by a higher start; `auto` is fp16 where there is no bf16."""
+    values = {"precision.init_scale": initial, "precision.growth_interval": 2000}
+    setting = RunSettings(choices={"precision": precision}, values=values)
+    found = diagnose(Evidence("loss_scale", READING, underflow=replace(LOST, cure=cured_at), setting=setting))
+    assert (found.cause, found.fix) == ("fp16_underflow", fix)
+    assert "worst hit: a" in found.verdict
+
+
+def test_too_little_lost_is_no_cause():
+    assert diagnose(Evidence("loss_scale", READING, underflow=replace(LOST, hit=0.01))).cause == "unknown"

@@ -1,0 +1,169 @@
+"""The desk: a bounded number of incidents, a full disk, and a run that ends in the same bits with and without it."""
+
+import errno
+import json
+import math
+import os
+
+import pytest
+import torch
+
+from stabletrain.checkpoint.capture import capture
+from stabletrain.checkpoint.tree import flatten, to_host
+from stabletrain.errors import ConfigError, TrainingHalted
+from stabletrain.forensics import handler, incident, repro_files
+from stabletrain.forensics.diagnosis.evidence import RunSettings
+from stabletrain.forensics.handler import IncidentHandler, NoIncidentHandler
+from stabletrain.forensics.replay import VARIANTS
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
+from tests.runs import TINY_GPT, TINY_RESNET, composed
+
+QUIET = ["checkpoint=off", "monitors=none", "steps=14"]
+MODELS = {"gpt": [*TINY_GPT, "model.dropout=0.1"], "resnet": [*TINY_RESNET, "model.depth=8"]}
+
+
+def trained(folder, *overrides):
+    """A run that is over."""
+    with composed(*QUIET, *overrides) as cfg:
+        job = build(cfg, folder)
+        train(job)
+    return job
+
+
+def bits(job):
+    """All that the run has made: weights, buffers, moments, guard, precision; not the time that it took."""
+    parts = {name: part for name, part in job.rollback.parts.items() if name != "history"}
+    tensors, skeleton = flatten(to_host(capture(job.state, parts)))
+    return {name: tensor.numpy(force=True).tobytes() for name, tensor in tensors.items()}, str(skeleton)
+
+
+def events(folder, kind):
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+FAULTS = {
+    "gradient": ["faults=gradient", "faults.at=[5,9]"],
+    "label": ["faults=label", "faults.at=[5,9]"],
+    "activation": ["faults=activation", "faults.at=[5,9]"],
+}
+
+
+@pytest.mark.slow(unless=lambda model: model == "gpt")
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_run_whose_incidents_are_explained_ends_in_the_same_bits_as_one_without(tmp_path, model, fault):
+    chosen = [*MODELS[model], *FAULTS[fault], "precision=bf16"]
+    on = trained(tmp_path / "on", *chosen)
+    off = trained(tmp_path / "off", *chosen, "forensics=off")
+    assert bits(on) == bits(off)
+    assert [path.name for path in sorted((tmp_path / "on" / "incidents").iterdir())] == [
+        "step-00000006",
+        "step-00000010",
+    ]
+    assert not (tmp_path / "off" / "incidents").exists()
+    assert [event["step"] for event in events(tmp_path / "off", "skip")] == [6, 10]
+    assert [event["step"] for event in events(tmp_path / "on", "incident")] == [6, 10]
+
+
+CONTRACT = {
+    *("step", "kind", "cause", "confidence", "origin", "samples", "rank", "replays"),
+    *("verdict", "fix", "evidence"),
+}
+PAGE = ("# Step 6: ", "## Do this", "## Look again", "stabletrain replay ")
+
+
+def test_the_folder_holds_what_was_promised(tmp_path):
+    unsafe = ["precision=fp16", "precision.init_scale=1", "init=normal", "init.std=30"]
+    trained(tmp_path / "a", *MODELS["gpt"], *FAULTS["label"])
+    with pytest.raises(TrainingHalted):
+        trained(tmp_path / "b", *MODELS["gpt"], *unsafe)
+    for folder in [*tmp_path.glob("*/incidents/step-*")]:
+        record = json.loads((folder / "diagnosis.json").read_text(), parse_constant=pytest.fail)
+        assert set(record) >= CONTRACT
+        assert set(record["replays"]) == set(VARIANTS)
+        assert {file.name for file in folder.iterdir()} >= {"diagnosis.json", "report.md", "batch.safetensors"}
+    page = (tmp_path / "a" / "incidents" / "step-00000006" / "report.md").read_text()
+    for words in PAGE:
+        assert words in page
+    first = tmp_path / "b" / "incidents" / "step-00000001"
+    origin = json.loads((first / "diagnosis.json").read_text())["origin"]
+    assert {"module", "op", "direction", "dtype", "source", "inputs", "outputs"} <= set(origin)
+    for tensor in [*origin["inputs"], *origin["outputs"]]:
+        assert {"shape", "dtype", "absmax", "finite"} == set(tensor)
+    page = (first / "report.md").read_text()
+    for words in (origin["op"], origin["source"], "!!!!", "as it was | **no** |"):
+        assert words in page
+
+
+def test_folders_that_are_there_count_against_the_budget(tmp_path):
+    def never(deadline):
+        raise AssertionError("an incident past the budget is only counted")
+
+    (tmp_path / "incidents" / "step-00000001").mkdir(parents=True)
+    forensics = IncidentHandler(max_incidents=1)
+    forensics.open(tmp_path, RunSettings())
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
+    assert forensics.handle(never, "nonfinite", classes=None, optimizer=optimizer) is None
+    assert NoIncidentHandler().handle(never, "nonfinite", classes=None, optimizer=optimizer) is None
+
+
+def test_a_run_looks_into_no_more_incidents_than_its_budget_and_skips_the_rest_as_before(tmp_path):
+    job = trained(tmp_path, *MODELS["gpt"], "faults=label", "faults.at=[3,6,9]", "forensics.max_incidents=2")
+    assert len(list((tmp_path / "incidents").iterdir())) == 2
+    assert len(events(tmp_path, "skip")) == 3
+    assert job.state.step == 14
+
+
+@pytest.mark.parametrize("bad", [{"max_incidents": 0}, {"max_seconds": 0.0}, {"max_seconds": math.nan}])
+def test_a_budget_of_nothing_is_refused(bad):
+    with pytest.raises(ConfigError, match=f"forensics.{next(iter(bad))}="):
+        IncidentHandler(**bad)
+
+
+@pytest.mark.parametrize("place", ["mkdir", "state", "diagnosis"])
+def test_a_full_disk_costs_the_folder_and_neither_the_cause_nor_the_run(tmp_path, monkeypatch, capsys, place):
+    write = repro_files.write
+
+    def full(path, *arguments, **options):
+        if path.name == repro_files.BATCH:  # is written first, and has room
+            return write(path, *arguments)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    owner, name = {
+        "mkdir": (handler, "write"),
+        "state": (repro_files, "write"),
+        "diagnosis": (incident, "replace"),
+    }[place]
+    monkeypatch.setattr(owner, name, full)
+    on = trained(tmp_path / "on", *MODELS["gpt"], *FAULTS["label"])
+    monkeypatch.undo()
+    assert bits(on) == bits(trained(tmp_path / "off", *MODELS["gpt"], *FAULTS["label"], "forensics=off"))
+    found = events(tmp_path / "on", "incident")
+    assert [(event["cause"], event["path"]) for event in found] == [("bad_label", None)] * 2
+    assert capsys.readouterr().out.count("could not be written (No space left on device)") == 2
+    left = [file.name for file in tmp_path.glob("on/incidents/*/*")]
+    assert not {"scene.json", "batch.safetensors", "state.safetensors"} & set(left)
+    assert left.count("diagnosis.json") == (2 if place == "state" else 0)
+
+
+def test_without_state_the_folder_is_small_and_still_names_the_cause(tmp_path):
+    trained(tmp_path, *MODELS["gpt"], *FAULTS["label"], "forensics.keep_state=false")
+    folder = tmp_path / "incidents" / "step-00000006"
+    assert json.loads((folder / "diagnosis.json").read_text())["cause"] == "bad_label"
+    assert not (folder / "state.safetensors").exists()
+
+
+def test_a_mistake_that_shows_again_is_filed_once_and_leaves_room_for_another(tmp_path):
+    """A learning rate far too high fails after every rollback; the bad labels after it are another mistake each."""
+    wild = ["optimizer.lr=1e4", "warmup=none", "precision=fp32", "guard.patience=2", "guard.max_rollbacks=3"]
+    with composed(*QUIET, *MODELS["gpt"], *wild, "steps=40") as cfg:
+        job = build(cfg, tmp_path / "a")
+        with pytest.raises(TrainingHalted):
+            train(job)
+    causes = [json.loads(file.read_text())["cause"] for file in tmp_path.glob("a/incidents/*/diagnosis.json")]
+    assert len(causes) == len({*causes})
+    assert sum(job.forensics.handler.again.values()) >= 1
+    trained(tmp_path / "b", *MODELS["gpt"], "faults=label", "faults.at=[3,6,9]")
+    assert len([*(tmp_path / "b" / "incidents").iterdir()]) == 3

@@ -1,0 +1,153 @@
+"""A repro: a copy of the model as the step found it, and tools of its own; neither touches the live ones."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from stabletrain.forensics.repro import Repro, at_scale, copy_of_model, is_compiled
+from stabletrain.machine.compiling import compile_, undo_compile_
+from stabletrain.parallel.ranks import Ranks
+from stabletrain.parallel.single import SingleProcess
+from stabletrain.records import Batch
+from stabletrain.stability import precision
+from stabletrain.trainer.build import build
+from tests.runs import TINY_GPT, composed
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    """What acts in a step of a small GPT."""
+    with composed(*TINY_GPT, "checkpoint=off", "monitors=none", "precision=fp32", "parallel=auto") as cfg:
+        return build(cfg, tmp_path_factory.mktemp("run")).tools
+
+
+@pytest.fixture
+def repro(tools):
+    """A step of a model with BatchNorm, whose live buffers have moved since."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    model(torch.arange(12.0).view(4, 3)).sum().backward()
+    batch = Batch(torch.arange(12.0).view(4, 3), torch.zeros(4, dtype=torch.int64), counted=99)
+    return Repro(model, buffers, 5, batch, 2, tools, 1024.0, CPU)
+
+
+def test_the_copy_has_the_weights_of_the_step_and_its_buffers_and_no_gradients(repro):
+    live = [buffer.clone() for buffer in repro.model.buffers()]
+    model_copy = repro.copy_model()
+    assert not torch.equal(live[0], repro.buffers[0]), "the live statistics have moved"
+    for buffer, before in zip(model_copy.buffers(), repro.buffers, strict=True):
+        assert torch.equal(buffer, before)
+    for mine, theirs in zip(model_copy.parameters(), repro.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.data_ptr() != theirs.data_ptr()
+        assert mine.grad is None
+        assert theirs.grad is not None
+    for buffer, before in zip(repro.model.buffers(), live, strict=True):
+        assert torch.equal(buffer, before)
+
+
+def test_a_copy_that_has_run_is_put_back_and_the_repro_is_not_written_to(repro):
+    before = [buffer.clone() for buffer in repro.buffers]
+    model_copy = repro.copy_model()
+    model_copy(repro.batch.inputs)
+    assert not torch.equal(model_copy[1].running_mean, before[0])
+    repro.reset_(model_copy)
+    for buffer, kept, value in zip(model_copy.buffers(), repro.buffers, before, strict=True):
+        assert torch.equal(buffer, value)
+        assert torch.equal(kept, value)
+
+
+def test_the_batch_is_cut_as_the_step_cut_it(repro):
+    parts = repro.to_micro_batches(repro.batch)
+    assert [part.inputs[:, 0].tolist() for part in parts] == [[0, 3], [6, 9]]
+    assert {part.counted for part in parts} == {None}, "it is a whole batch"
+
+
+def test_its_tools_run_alone_at_the_steps_loss_scale(repro):
+    live = precision.fp16(CPU, init_scale=65536.0, growth_interval=2000, min_scale=1.0)
+    tools = replace(repro.tools, precision=live, parallel=SingleProcess(Ranks(1, 2, 1, launched=True)))
+    found = replace(repro, tools=tools).replay_tools()
+    assert float(found.precision.loss_scale()) == 1024
+    assert float(live.loss_scale()) == 65536
+    assert found.parallel.ranks == Ranks()
+    assert found.clipping is tools.clipping
+
+
+def test_a_precision_without_a_loss_scale_stays_as_it_is():
+    mode = precision.bf16(CPU)
+    assert at_scale(mode, 1024.0) == mode
+    assert float(at_scale(mode, 1024.0).loss_scale()) == 1
+
+
+def test_a_replay_is_comparable_only_if_it_computes_the_very_operations(repro):
+    class Several(SingleProcess):
+        pass
+
+    assert repro.comparable
+    assert not replace(repro, applied=True).comparable
+    assert not replace(repro, compiled=True).comparable
+    assert not replace(repro, tools=replace(repro.tools, parallel=Several())).comparable
+    repro.model[0].compile(backend="eager")
+    assert not repro.comparable
+
+
+def test_what_the_project_itself_compiles_is_not_the_users_doing():
+    model = nn.Linear(3, 3)
+    assert not is_compiled(model)
+    compile_(model, (4, 3))
+    assert not is_compiled(model)
+    undo_compile_(model)
+    model.compile(backend="eager")
+    assert is_compiled(model)
+    wrapped = nn.Linear(3, 3)
+    wrapped._orig_mod = nn.Linear(3, 3)
+    assert is_compiled(wrapped)
+
+
+def test_a_copy_needs_the_buffers_of_this_model(repro):
+    with pytest.raises(ValueError, match="shorter"):
+        replace(repro, buffers=repro.buffers[:-1]).copy_model()
+
+
+class Hoarder(nn.Module):
+    """A user's module with things in its attributes that are no parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.lock, self.kept, self.calls, self.list = threading.Lock(), None, 0, []
+        self.layer.weight.register_hook(lambda gradient: 2 * gradient)
+
+    def forward(self, x):
+        self.calls += 1
+        self.kept = self.layer(x)
+        self.list.append(self.kept)
+        return self.kept
+
+
+@pytest.mark.parametrize("locked", [True, False], ids=["locked", "plain"])
+def test_a_copy_is_its_own_whatever_the_attributes_hold(locked):
+    model = Hoarder()
+    if not locked:
+        del model.lock
+    model(torch.ones(2, 3)).sum().backward()
+    gradient = model.layer.weight.grad.clone()
+    model.compile(backend="eager")
+    model_copy = copy_of_model(model)
+    assert model_copy._compiled_call_impl is None
+    assert model._compiled_call_impl is not None
+    assert model_copy.layer.weight.grad is None
+    with torch.no_grad():
+        model_copy.layer.weight.zero_()
+    model_copy(torch.ones(2, 3)).sum().backward()
+    assert (model.calls, len(model.list), model_copy.calls) == (1, 1, 2)
+    assert torch.equal(model.layer.weight.grad, gradient)
+    assert bool((model.layer.weight != 0).all())
+    assert torch.equal(model_copy.layer.weight.grad, gradient), "the hook doubles it here too"
+    if locked:
+        assert model_copy.lock is model.lock

@@ -1,0 +1,390 @@
+"""The origin: small models with one known fault each, in forward and backward, in fp32, bf16 and fp16."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stabletrain.forensics.trace.origin import find_origin
+from stabletrain.forensics.trace.recorder import Call, Trace, beginning
+from stabletrain.forensics.trace.values import Values
+from tests.forensics import faulty
+from tests.forensics.faulty import Around, Part, line
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def traced(part, dtype=None, scale=1.0, inputs=None):
+    """One step's trace on a model around `part`, under autocast to `dtype`."""
+    model = Around(part)
+    torch.manual_seed(1)
+    inputs = torch.randn(4, 3) if inputs is None else inputs
+    with Trace(model) as trace:
+        with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
+            out = model(inputs)
+        (out.float().square().mean() * scale).backward()
+    return trace
+
+
+class Work(Part):
+    """A part without a marked line."""
+
+    def __init__(self, work, value=0.0):
+        super().__init__()
+        self.work, self.value = work, value
+
+
+FORWARD = [
+    ("LogOfZero", "aten.log", "float32", "log_of_zero"),
+    ("LogOfNegative", "aten.log2", "float32", "log_of_negative"),
+    ("Log1p", "aten.log1p", "float32", "log_of_zero"),
+    ("LogInPlaceOnAView", "aten.log_", "float32", "log_of_zero"),
+    ("RootOfNegative", "aten.sqrt", "float32", "root_of_negative"),
+    ("Direction", "aten.div", "float32", "zero_over_zero"),
+    ("Exp", "aten.exp", "float32", "exp_overflow"),
+    ("ExpOfThousand", "aten.exp", "float32", "exp_overflow"),
+    ("SoftmaxByHand", "aten.exp", "float32", "exp_overflow"),
+    ("SoftplusByHand", "aten.exp", "float32", "exp_overflow"),
+    ("NormWithoutEps", "aten.div", "float32", "zero_over_zero"),
+    ("PowForward", "aten.pow", "float32", "zero_to_negative_power"),
+    ("ArccosForward", "aten.acos", "float32", "outside_domain"),
+    ("MaskedRow", "aten._softmax", "float32", "masked_row"),
+    ("MaskedByABuffer", "aten._softmax", "float32", "masked_row"),
+    ("WrittenInPlace", "aten._softmax", "float32", "masked_row"),
+    ("MaskTimesInf", "aten.mul", "float32", "zero_times_inf"),
+    ("InfMinusInf", "aten.sub", "float32", "inf_minus_inf"),
+    ("Reciprocal", "aten.reciprocal", "float32", "division_by_zero"),
+    ("DivisionInPlace", "aten.div_", "float32", "division_by_zero"),
+    ("Rsqrt", "aten.rsqrt", "float32", "division_by_zero"),
+    ("MeanOfNothing", "aten.mean", "float32", "mean_of_nothing"),
+    ("HugeResidual", "aten.add", "float32", "overflow"),
+    ("EpsLostInFP16", "aten.div", "float16", "zero_over_zero"),
+    ("SumInFP16", "aten.sum", "float16", "overflow"),
+    ("SquareInFP16", "aten.pow", "float16", "overflow"),
+    ("DroppedInFP16", "aten.mul", "float16", "overflow"),
+    ("CheckpointedForward", "aten.log", "float32", "log_of_zero"),
+    ("WrittenNaN", "aten.masked_fill", "float32", "written"),
+    ("ConstantInf", "aten.lift_fresh", "float32", "written"),
+]
+
+BACKWARD = [
+    ("RootBackward", "aten.div", "SqrtBackward0", "division_by_zero"),
+    ("HandWrittenNormBackward", "aten.div", "SqrtBackward0", "division_by_zero"),
+    ("PowBackward", "aten.pow", "PowBackward0", "zero_to_negative_power"),
+    ("ArccosBackward", "aten.rsqrt", "AcosBackward0", "division_by_zero"),
+    ("WhereBackward", "aten.div", "LogBackward0", "zero_over_zero"),
+    ("UsersFunction", "aten.div", "DoublesBackward", "division_by_zero"),
+    ("Checkpointed", "aten.div", "SqrtBackward0", "division_by_zero"),
+    ("CheckpointedReentrant", "aten.div", "SqrtBackward0", "division_by_zero"),
+    ("HarmlessThenReal", "aten.div", "SqrtBackward0", "division_by_zero"),
+]
+
+UNDER_AUTOCAST = [
+    ("MatmulOverflow", FP16, "part.linear", "aten.mm", 270000.0),
+    ("MatmulOverflowBF16", BF16, "part.linear", "aten.mm", 1.794e41),
+    ("CastOverflow", FP16, "part.linear", "aten._to_copy", 70000.0),
+    ("EmbeddingOverflow", FP16, "part.linear", "aten.addmm", 150000.0),
+    ("Scores", FP16, "part", "aten.bmm", 120000.0),
+    ("Convolution", FP16, "part.conv", "aten.convolution", 187500.0),
+]
+
+
+@pytest.mark.parametrize(("name", "op", "dtype", "why"), FORWARD, ids=[case[0] for case in FORWARD])
+def test_forward(name, op, dtype, why):
+    part = getattr(faulty, name)
+    origin = find_origin(traced(part()))
+    assert (origin.module, origin.op, origin.direction, origin.dtype) == ("part", op, "forward", dtype)
+    assert (origin.source, origin.why, origin.node) == (line(part), why, "")
+    assert origin.how in ("producer", "revealed", "written")
+    assert not all(values.finite for values in origin.outputs)
+
+
+@pytest.mark.parametrize(("name", "op", "node", "why"), BACKWARD, ids=[case[0] for case in BACKWARD])
+@pytest.mark.parametrize("dtype", [None, BF16], ids=["fp32", "bf16"])
+def test_backward(name, op, node, why, dtype):
+    part = getattr(faulty, name)
+    trace = traced(part(), dtype)
+    origin = find_origin(trace)
+    assert (origin.module, origin.op, origin.direction, origin.dtype) == ("part", op, "backward", "float32")
+    assert (origin.source, origin.why, origin.node) == (line(part), why, node)
+    assert origin.how == "producer"
+
+
+@pytest.mark.parametrize(("name", "dtype", "module", "op", "exact"), UNDER_AUTOCAST, ids=[c[0] for c in UNDER_AUTOCAST])
+def test_overflow_under_autocast(name, dtype, module, op, exact):
+    part = getattr(faulty, name)
+    origin = find_origin(traced(part(), dtype))
+    assert (origin.module, origin.op, origin.direction) == (module, op, "forward")
+    assert (origin.dtype, origin.source, origin.why) == (str(dtype)[6:], line(part), "overflow")
+    assert origin.should_have_been == pytest.approx(exact, rel=0.01)
+    assert f"{origin.should_have_been / torch.finfo(dtype).max:.3g} times the largest" in origin.reason
+    finite_in_fp32 = exact < torch.finfo(torch.float32).max
+    assert math.isfinite(origin.in_fp32) == finite_in_fp32
+
+
+def test_the_variance_of_a_batch_of_one():
+    with pytest.warns(UserWarning, match="degrees of freedom"):
+        origin = find_origin(traced(faulty.BatchOfOne()))
+    assert (origin.module, origin.op, origin.why) == ("part", "aten.var", "variance_of_one")
+    assert origin.source == line(faulty.BatchOfOne)
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.15",
+    reason="before PyTorch 2.15, an operation inside another warns when the outer one returns",
+)
+def test_computing_an_operation_again_warns_of_nothing():
+    with pytest.warns(UserWarning, match="degrees of freedom") as warned:
+        traced(faulty.BatchOfOne())
+    assert len(warned) <= 2  # forward and backward
+
+
+def test_a_norm_without_eps():
+    origin = find_origin(traced(faulty.LayerNormWithoutEps()))
+    assert (origin.module, origin.op, origin.why) == ("part.norm", "aten.native_layer_norm", "zero_variance")
+    assert origin.source == line(faulty.LayerNormWithoutEps)
+
+
+def test_what_fp64_cannot_hold_either_is_told_from_an_overflow():
+    unsafe, overflow = find_origin(traced(faulty.LogOfZero())), find_origin(traced(faulty.HugeResidual()))
+    assert unsafe.should_have_been == math.inf
+    assert overflow.should_have_been == pytest.approx(4.5e38)
+    assert "1.32 times the largest fp32" in overflow.reason
+
+
+def test_reasons_say_the_numbers():
+    assert find_origin(traced(faulty.LogOfZero())).reason == "log of 0 (12 of 12 values)"
+    assert find_origin(traced(faulty.DivisionInPlace())).reason == "division by 0 (12 of 12 values)"
+    row = find_origin(traced(faulty.MaskedRow())).reason
+    assert row.startswith("every entry of a row is -Inf (1 of 4 rows): inf - inf; the Inf was written as a constant by")
+    assert "aten.masked_fill" in row
+    assert find_origin(traced(faulty.MaskedByABuffer())).reason.endswith("the Inf was there before the step began")
+    assert find_origin(traced(faulty.RootBackward())).reason.endswith("in the backward of sqrt")
+
+
+def test_the_loss_scale_overflows_in_backward():
+    trace = traced(Work(lambda x: F.linear(x, torch.eye(3)), 1.0), FP16, scale=2.0**24)
+    origin = find_origin(trace)
+    assert (origin.module, origin.direction, origin.dtype) == ("objective", "backward", "float16")
+    assert (origin.op, origin.why) == ("aten._to_copy", "overflow")  # the widening of the logits, backwards
+    assert origin.should_have_been == origin.in_fp32 > 65504
+    assert find_origin(traced(Work(lambda x: F.linear(x, torch.eye(3)), 1.0), FP16, scale=2.0**4)) is None
+
+
+def test_every_target_ignored():
+    model = Around(nn.Identity())
+    with Trace(model) as trace:
+        F.cross_entropy(model(torch.randn(4, 3)), torch.full((4,), -100)).backward()
+    origin = find_origin(trace)
+    assert (origin.module, origin.op, origin.why) == ("objective", "aten.nll_loss_forward", "mean_of_nothing")
+    assert origin.source.startswith(__file__)
+
+
+def test_the_wanted_class_masked_out_makes_the_loss_infinite_and_the_mask_is_named():
+    model = Around(nn.Identity())
+    with Trace(model) as trace:
+        logits = model(torch.randn(4, 3)).masked_fill(torch.tensor([True, False]), -math.inf)
+        F.cross_entropy(logits, torch.zeros(4, dtype=torch.int64)).backward()
+    origin = find_origin(trace)
+    assert (origin.module, origin.op, origin.how) == ("objective", "aten.masked_fill", "written")
+
+
+@pytest.mark.parametrize("where", ["data", "weights"])
+def test_what_was_not_finite_before_is_named_by_its_first_reader(where):
+    model, inputs = Around(nn.Linear(3, 3)), torch.randn(4, 3)
+    with torch.no_grad():
+        (inputs if where == "data" else model.part.weight)[0, 0] = math.nan
+    with Trace(model) as trace:
+        model(inputs).sum().backward()
+    origin = find_origin(trace)
+    assert (origin.how, origin.why) == ("given", "given")
+    assert origin.module == ("stem" if where == "data" else "part")
+    assert not trace.accidents
+
+
+def test_memory_nobody_wrote_to():
+    torch.use_deterministic_algorithms(True)  # fills it with NaN
+    origin = find_origin(traced(Work(lambda x: x + torch.empty(3))))
+    assert (origin.op, origin.how) == ("aten.empty", "unwritten")
+
+
+HARMLESS = {
+    "mask": lambda x: (x @ x.T).masked_fill(torch.eye(4, dtype=torch.bool), -math.inf).softmax(-1) @ x,
+    "triu": lambda x: (x @ x.T + torch.full((4, 4), -math.inf).triu(1)).softmax(-1) @ x,
+    "where": lambda x: torch.where(torch.eye(4).bool(), x @ x.T, -math.inf).softmax(-1) @ x,
+    "masked row, mended": lambda x: x.clone().masked_fill_(x == 0, -math.inf).softmax(-1).nan_to_num(0.0),
+    "sdpa": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)[0],
+    "sdpa masked row": lambda x: F.scaled_dot_product_attention(
+        x[None, None], x[None, None], x[None, None], attn_mask=torch.arange(4)[:, None].expand(4, 4) > 0
+    )[0, 0],
+    "max pooling": lambda x: F.max_pool1d(x[None], 3, stride=1, padding=1)[0],
+    "padding": lambda x: F.pad(x, (1, 0), value=-math.inf).softmax(-1)[:, 1:],
+    "bound": lambda x: torch.minimum(x, torch.tensor(math.inf)).clamp(max=math.inf),
+    "norm of order inf": lambda x: x + x.norm(p=math.inf),
+    "norm at 0": lambda x: x + x.norm(),
+    "std at 0": lambda x: x + x.std(),
+    "normalize at 0": lambda x: F.normalize(x),
+    "atan2 at 0": lambda x: torch.atan2(x, x),
+    "double where": lambda x: torch.where(x > 0, torch.where(x > 0, x, 1.0).log(), 0.0),
+    "log for a metric": lambda x: x + (x.detach().log() > 0),
+    "isfinite": lambda x: x + torch.isfinite(x.detach() / 0),
+    "dropout": lambda x: F.dropout(x + 1, 0.5),
+    "empty, then written": lambda x: torch.empty(4, 3).copy_(x),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+@pytest.mark.parametrize("dtype", [None, BF16], ids=["fp32", "bf16"])
+def test_what_does_no_harm_is_not_blamed(name, dtype):
+    assert find_origin(traced(Work(HARMLESS[name]), dtype)) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["mask", "triu", "where", "sdpa", "sdpa masked row", "max pooling", "padding", "bound"]
+)
+def test_what_is_written_on_purpose_is_no_accident(name):
+    assert not traced(Work(HARMLESS[name])).accidents
+
+
+def test_a_real_overflow_beside_a_mask_is_blamed():
+    def work(x):
+        scores = torch.full((4, 4), -math.inf).triu(1) + (x @ x.T)
+        return scores.softmax(-1) @ x
+
+    origin = find_origin(traced(Work(work, 3e19)))
+    assert (origin.op, origin.why) == ("aten.mm", "overflow")
+
+
+MEMORY = {
+    "cast into memory full of NaN": (
+        lambda x: torch.full((4, 3), math.nan, dtype=FP16).copy_(x + 7e4).float(),
+        ("aten.copy_", "overflow"),
+    ),
+    "overwritten as a whole": (lambda x: written(x.log().zero_(), math.nan), ("aten.fill_", "written")),
+    "overwritten in part": (lambda x: written(x.log(), 1.0), ("aten.log", "log_of_zero")),
+    "written after an accident": (lambda x: written(log_of(x * 1, 1), math.nan), ("aten.log_", "log_of_zero")),
+}
+
+
+def written(x, value):
+    """A tensor whose first row is written in place, by one operation: `x[0] = value` is two in some versions."""
+    x[0].fill_(value)
+    return x
+
+
+def log_of(x, row):
+    """A tensor one row of which is put into its log, in place."""
+    x[row].log_()
+    return x
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_values_are_followed_through_memory_that_is_written_twice(name):
+    work, expected = MEMORY[name]
+    origin = find_origin(traced(Work(work)))
+    assert (origin.op, origin.why) == expected
+
+
+def test_memory_that_is_given_back_leaves_nothing_behind():
+    with Trace(nn.Identity()) as trace:
+        for _ in range(50):
+            torch.zeros(3).log()  # gone at once, and its place is taken by what follows
+            torch.tensor([1.0, math.nan, 1.0]) + 1
+    sums = [record for record in trace.records if record.op == "aten.add"]
+    assert [[source.how for source in record.sources] for record in sums] == [["written"]] * 50
+
+
+def test_of_attention_only_the_result_counts():
+    finite, infinite = Values((4,), "float32", 1.0), Values((4,), "float32", math.inf)
+    call = Call(None, "aten._scaled_dot_product_efficient_attention", True, (), {})
+    assert beginning(call, 0, [finite], infinite, frozenset()) == "producer"
+    assert beginning(call, 1, [finite], infinite, frozenset()) == "written"
+
+
+class Deep(nn.Module):
+    """Eight blocks, each of which makes 30 times more of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3, bias=False), nn.Identity()) for _ in range(8))
+        for block in self.blocks:
+            nn.init.constant_(block[0].weight, 10.0)
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, inputs):
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.head(inputs)
+
+
+def test_the_chain_shows_the_growth_block_by_block():
+    model = Deep()
+    with Trace(model) as trace:
+        with torch.autocast("cpu", FP16):
+            out = model(torch.ones(2, 3))
+        out.float().sum().backward()
+    origin = find_origin(trace)
+    assert (origin.module, origin.op) == ("blocks.3.0", "aten.mm")
+    assert [link.module for link in origin.chain] == [f"blocks.{i}" for i in range(4)]
+    assert [link.absmax for link in origin.chain[:3]] == pytest.approx([30.0, 900.0, 27000.0], rel=1e-3)
+    assert (origin.chain[3].absmax, origin.chain[3].dtype) == (math.inf, "float16")
+
+
+def test_the_chain_of_gradients_follows_the_outputs():
+    model = Deep()
+    with Trace(model) as trace:
+        with torch.autocast("cpu", FP16):
+            out = model(torch.zeros(2, 3))
+        (out.float().sum() * 4096).backward()
+    origin = find_origin(trace)
+    assert origin.direction == "backward"
+    gradients = [link for link in origin.chain if link.direction == "backward"]
+    assert [link.module for link in origin.chain[:8]] == [f"blocks.{i}" for i in range(8)]
+    assert gradients[0].module == "objective"
+    assert gradients[1].module == "head"
+    assert gradients[-1].module == origin.module.removesuffix(".0")
+    assert [link.absmax for link in gradients][:2] < [link.absmax for link in gradients][-2:]
+
+
+def test_a_trace_without_a_backward_pass_ends_in_its_last_output():
+    model = Around(faulty.LogOfZero())
+    with torch.no_grad(), Trace(model) as trace:
+        model(torch.ones(4, 3))
+    assert find_origin(trace).op == "aten.log"
+
+
+def test_gradients_that_arrive_nowhere_are_seen_too():
+    model = Around(faulty.RootBackward())
+    with Trace(model) as trace:
+        torch.autograd.grad(model(torch.ones(4, 3)).sum(), list(model.stem.parameters()))
+    assert find_origin(trace).source == line(faulty.RootBackward)
+
+
+def test_the_micro_batch_that_failed_first_is_named():
+    model = Around(Work(torch.log, 1.0))
+    with Trace(model) as trace:
+        for number in range(3):
+            model.part.value = float(number != 1)
+            model(torch.ones(4, 3)).sum().backward()
+    origin = find_origin(trace)
+    assert origin.op == "aten.log"
+    assert trace.records[origin.index].part == 1
+
+
+def test_of_two_faults_the_one_in_the_first_micro_batch_is_named():
+    model = Around(nn.Identity())
+    with Trace(model) as trace:
+        for work in (lambda x: x.masked_fill(x == 0, math.nan), torch.log):
+            model.part = Work(work)
+            model(torch.ones(4, 3)).sum().backward()
+    assert find_origin(trace).op == "aten.masked_fill"
+
+
+def test_it_can_be_written_down():
+    found = find_origin(traced(faulty.MatmulOverflow(), FP16)).as_dict()
+    assert found["inputs"][0] == {"shape": [4, 3], "dtype": "float16", "absmax": 300.0, "finite": True}
+    assert found["outputs"] == [{"shape": [4, 3], "dtype": "float16", "absmax": math.inf, "finite": False}]
+    assert found["chain"][-1]["module"] == "part"

@@ -1,0 +1,144 @@
+"""What a rank leaves in the store when it ends, and what the others make of it."""
+
+import os
+import platform
+import signal
+import subprocess
+
+import pytest
+
+from stabletrain.errors import ConfigError, RankLost
+from stabletrain.parallel import failure_report
+from stabletrain.parallel.failure_report import (
+    as_rank_lost,
+    describe_lost_rank,
+    get,
+    lives,
+    publish_failure,
+    publish_location,
+    put,
+)
+from stabletrain.parallel.ranks import Ranks
+
+HERE = platform.node()
+CLOSED = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1234")
+"""What gloo raises where another rank has ended."""
+
+
+class Store(dict):
+    """torchrun's store, as far as it is used."""
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def get(self, key):
+        return self[key]
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """A store in place of torchrun's, and no waiting for words that do not come."""
+    made = Store()
+    monkeypatch.setattr(failure_report, "register", lambda: made)
+    monkeypatch.setattr(failure_report, "PATIENCE", 0.0)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _sigterm():
+    """The handler of SIGTERM, which a rank that loses another ignores from then on."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def rank(number, count=2, restarts=0):
+    return Ranks(number, count, number, launched=True, restarts=restarts)
+
+
+def test_the_rank_that_failed_is_named_with_its_error(store):
+    for number in range(3):
+        publish_location(rank(number, 3))
+    publish_failure(rank(2, 3), ValueError("a  bad\nvalue"))
+    found = as_rank_lost(CLOSED, rank(0, 3))
+    assert isinstance(found, RankLost)
+    assert str(found) == "rank 2 of 3 has ended: ValueError: a bad value"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "torchrun ends all: not before this is told"
+
+
+def test_an_error_of_another_kind_is_left_alone(store):
+    before = signal.getsignal(signal.SIGTERM)
+    assert as_rank_lost(ValueError("Connection closed by peer"), rank(0)) is None
+    assert as_rank_lost(RuntimeError("out of memory"), rank(0)) is None
+    assert as_rank_lost(ConfigError("steps=0 is below 1"), rank(0)) is None
+    assert as_rank_lost(CLOSED, Ranks()) is None, "one process has lost nobody"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_loss_that_is_known_already_stays_as_it_is(store):
+    error = RankLost("rank 1 has ended")
+    assert as_rank_lost(error, rank(0)) is error
+
+
+def test_a_process_that_is_gone_without_a_word_is_named(store):
+    process = subprocess.Popen(["true"])
+    process.wait()
+    put(rank(1), "at", f"{HERE} {process.pid}")
+    told = describe_lost_rank(rank(0))
+    assert told.startswith(f"rank 1 of 2 (process {process.pid} on {HERE}) has ended without a word")
+
+
+def test_processes_that_still_run_are_not_accused(store):
+    publish_location(rank(1))
+    assert describe_lost_rank(rank(0)) == "another rank no longer answers, though all still run"
+
+
+def test_of_another_machine_only_its_name_is_known(store):
+    publish_location(rank(1, 3))
+    put(rank(2, 3), "at", "far_away 1")
+    assert describe_lost_rank(rank(0, 3)).endswith("one of those on other machines (2 on far_away)")
+
+
+def test_a_word_that_comes_late_is_waited_for(store, monkeypatch):
+    monkeypatch.setattr(failure_report, "PATIENCE", 60.0)
+    monkeypatch.setattr(failure_report.time, "sleep", lambda seconds: publish_failure(rank(1), ValueError("late")))
+    publish_location(rank(1))
+    assert describe_lost_rank(rank(0)) == "rank 1 of 2 has ended: ValueError: late"
+
+
+def test_words_of_an_earlier_start_do_not_count(store):
+    publish_failure(rank(1), ValueError("before"))
+    assert get(rank(0), "last", 1) == "ValueError: before"
+    assert get(rank(0, restarts=1), "last", 1) == ""
+
+
+def test_words_are_one_short_line(store):
+    put(rank(1), "last", "a\n b " + "x" * 1000)
+    assert get(rank(0), "last", 1) == ("a b " + "x" * 1000)[: failure_report.LENGTH]
+
+
+def test_one_process_leaves_no_word(store):
+    publish_failure(Ranks(), ValueError("alone"))
+    assert store == {}
+
+
+def test_a_store_that_is_gone_does_no_harm(monkeypatch):
+    def register():
+        raise ConnectionError
+
+    monkeypatch.setattr(failure_report, "register", register)
+    publish_location(rank(0))
+    publish_failure(rank(0), ValueError("unheard"))
+    assert get(rank(0), "at", 1) == ""
+
+
+def test_a_process_that_waits_to_be_collected_is_over():
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not lives(str(process.pid))
+    process.wait()
+    assert not lives(str(process.pid))
+    assert lives(str(os.getpid()))

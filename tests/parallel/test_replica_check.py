@@ -1,0 +1,141 @@
+"""Copies of the model that are no longer the same: a bit that flips on one rank is noticed before anything is saved."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from stabletrain.parallel.replica_check import checksums, describe
+from stabletrain.records import TrainState
+from stabletrain.tracking.metrics import read_jsonl
+from tests.parallel.launches import performed
+from tests.runs import TINY_GPT, TINY_RESNET
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+QUICK = ["forensics=off", "monitors=none", "log_every=1", "precision=fp32", "schedule=constant", "warmup=none"]
+GPT = [*TINY_GPT, *QUICK, "model.dropout=0.1", "steps=16", "checkpoint.every=4", "eval_every=8"]
+ROLLBACK = ["guard.snapshot_every=5", "guard.healthy_after=2"]
+FLIP = ["faults=bitflip", "faults.at=[6]", "faults.rank=1", "faults.bit=12"]
+"""Of a mantissa: no loss and no gradient norm shows it."""
+RESNET = [*TINY_RESNET, *QUICK, "model.depth=8", "guard.snapshot_every=2", "guard.healthy_after=1"]
+
+CASES = {
+    "whole": [*GPT, *ROLLBACK],
+    "weight": [*GPT, *ROLLBACK, *FLIP],
+    "moment": [*GPT, *ROLLBACK, *FLIP, "faults.where=exp_avg_sq"],
+    "skip": [*GPT, *FLIP, "guard=skip"],
+    "off": [*GPT, *FLIP, "guard=off"],
+    "unseen": [*GPT, *ROLLBACK, *FLIP, "parallel.compare=false"],
+    "again_and_again": [*GPT, *ROLLBACK, *FLIP, "faults.at=[6,9,12,15]", "guard.max_rollbacks=1"],
+    "resnet": [*RESNET, "steps=6", "eval_every=3", *FLIP, "faults.at=[3]"],
+    "nan_statistic": [*RESNET, "steps=24", "eval_every=12", "guard.patience=4"],
+}
+
+
+@pytest.fixture(scope="module")
+def place(shared_place):
+    return shared_place / "replicas"
+
+
+@pytest.fixture(scope="module")
+def two(place):
+    cases = {name: {"overrides": [*chosen, "parallel=ddp"]} for name, chosen in CASES.items()}
+    cases["nan_statistic"]["poke"] = [7, 1]  # between two states that are put by, in BatchNorm's running mean
+    return performed(place, 2, cases)
+
+
+def events(folder, kind):
+    return [event for event in read_jsonl(folder / "events.jsonl") if event["event"] == kind]
+
+
+@pytest.mark.parametrize("name", ["weight", "moment"])
+def test_a_flipped_bit_of_one_rank_is_undone_and_the_run_ends_as_if_it_had_not_been(two, place, name):
+    for seen in two:
+        assert seen[name]["error"] is None, seen[name]["message"]
+        assert seen[name]["weights"] == seen["whole"]["weights"]
+        assert seen[name]["val"] == seen["whole"]["val"]
+        assert seen[name]["rollbacks"] == 1
+    (event,) = events(place / name, "divergence")
+    assert event["step"] == 8, "before the first state that would have been saved"
+    assert "the ranks no longer have the same state: " in event["reason"]
+    (back,) = events(place / name, "rollback")
+    assert (back["to"], back["skipped"], back["lr_factor"]) == (5, [], 1.0)
+
+
+def test_a_resnet_goes_back_too(two):
+    for seen in two:
+        assert seen["resnet"]["error"] is None, seen["resnet"]["message"]
+        assert seen["resnet"]["rollbacks"] == 1
+    assert two[0]["resnet"]["weights"] == two[1]["resnet"]["weights"]
+
+
+def test_a_statistic_of_one_rank_that_is_nan_does_not_stay(two):
+    for seen in two:
+        found = seen["nan_statistic"]
+        assert found["error"] is None, found["message"]
+        assert found["rollbacks"] == 1
+        assert found["readings"][-1]["applied"]
+        assert math.isfinite(found["readings"][-1]["buffers"])
+    for field in ("weights", "verdicts", "val"):
+        assert two[0]["nan_statistic"][field] == two[1]["nan_statistic"][field], field
+
+
+def test_without_snapshots_the_run_halts_and_what_is_saved_is_from_before(two, place):
+    for seen in two:
+        assert seen["skip"]["error"] == "TrainingHalted"
+        assert seen["skip"]["message"].startswith("step 8: the ranks no longer have the same state: ")
+        assert "resume=auto goes on from the last checkpoint" in seen["skip"]["message"]
+    assert [path.name for path in (place / "skip" / "checkpoints").glob("step-*")] == ["step-00000004"]
+    assert json.loads((place / "skip" / "run.json").read_text())["status"] == "halted"
+
+
+def test_guard_off_tells_and_goes_on(two, place):
+    assert two[0]["off"]["error"] is None
+    assert two[0]["off"]["weights"] != two[1]["off"]["weights"]
+    assert events(place / "off", "divergence")
+
+
+def test_ranks_that_do_not_compare_see_nothing(two, place):
+    assert two[0]["unseen"]["weights"] != two[1]["unseen"]["weights"], "or the fault would be none"
+    assert two[0]["unseen"]["readings"] == two[1]["unseen"]["readings"], "no number of a step shows it"
+    assert not events(place / "unseen", "divergence")
+
+
+def test_a_rank_that_keeps_erring_halts_the_run(two):
+    for seen in two:
+        assert seen["again_and_again"]["error"] == "TrainingHalted"
+        assert "nor have guard.max_rollbacks=1 rollbacks helped" in seen["again_and_again"]["message"]
+
+
+def test_every_bit_of_every_tensor_counts():
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)
+    model[0].weight.data = model[0].weight.data.bfloat16()
+    optimizer = torch.optim.AdamW([model[0].bias, *model[1].parameters()])
+    model[1].weight.grad = torch.ones(3)
+    optimizer.step()
+    state = TrainState(model, optimizer)
+    before = checksums(state)
+    assert {"0.weight", "1.running_var", "exp_avg of 1.weight", "step of 1.weight"} <= before.keys()
+    for tensor in [*model.parameters(), model[1].running_mean, *optimizer.state[model[1].weight].values()]:
+        whole = tensor.detach().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+        last, before_it = (-1,) * whole.ndim, whole.clone()
+        for bit in range(8 * tensor.element_size() - 1):
+            whole[last] ^= 1 << bit
+            assert sum(checksums(state)[name] != before[name] for name in before) == 1
+            whole.copy_(before_it)
+    assert checksums(state) == before
+
+
+def test_the_rank_that_differs_from_most_is_named():
+    right, wrong = {"a": 1, "b": 2}, {"a": 1, "b": 3}
+    assert describe("xxyx", [right, right, wrong, right]) == (
+        "rank 2 no longer has the state of the other ranks: 'b' differs"
+    )
+    assert describe("yxxxz", [wrong, right, right, right, {"a": 0, "b": 0}]) == (
+        "ranks 0, 4 no longer have the state of the other ranks: 'a' and 1 more of its tensors differ"
+    )
+    assert describe("xy", [right, wrong]) == (
+        "the ranks no longer have the same state: 'b' differs, and no majority of them says which is right"
+    )

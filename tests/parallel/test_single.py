@@ -1,0 +1,89 @@
+"""One process: what it is given comes back as it was."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from stabletrain.parallel.ranks import Ranks
+from stabletrain.parallel.single import SingleProcess
+from stabletrain.records import Batch, GradNorms, LossTerms, StepChecks, TrainState
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+
+@pytest.fixture
+def alone():
+    return SingleProcess()
+
+
+def test_it_is_the_main_process_unless_it_is_told_which_it_is(alone):
+    assert alone.ranks == Ranks()
+    assert alone.ranks.is_main
+    ranks = Ranks(launched=True)
+    assert SingleProcess(ranks).ranks is ranks
+
+
+def test_a_model_is_neither_changed_nor_wrapped(alone, model):
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    kinds = [type(module) for module in model.modules()]
+    alone.check({"precision": "bf16_params"})
+    alone.shard(model)
+    alone.wrap(model)
+    alone.average_buffers_(model, [torch.zeros(3)])
+    assert [type(module) for module in model.modules()] == kinds
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        was, value = before[name]
+        assert tensor is was
+        assert torch.equal(tensor, value)
+    assert alone.full_model(model, lambda: nn.Linear(1, 1)) is model
+    assert alone.optimizer_overrides("adamw") == {}
+
+
+def test_the_whole_batch_is_its_part(alone):
+    batch = Batch(torch.zeros(2, 3), torch.zeros(2))
+    assert alone.shard_batch(batch, 8) is batch
+    samples = [{"index": 1}]
+    assert alone.gather_samples(samples, 8) is samples
+
+
+def test_forward_hands_on_what_the_model_is_asked(alone):
+    class Asked(nn.Module):
+        def forward(self, inputs, factor=1):
+            return inputs * factor
+
+    assert alone.forward(Asked(), torch.ones(2), factor=3).tolist() == [3, 3]
+    assert isinstance(alone.gradient_sync(Asked(), last=False), nullcontext)
+
+
+def test_numbers_are_the_steps_own(alone):
+    loss = torch.tensor(2.0, requires_grad=True)
+    assert alone.scale_for_averaging(loss) is loss
+    terms, norms = LossTerms(loss, loss, loss), GradNorms(loss, loss[None])
+    checks = StepChecks(torch.tensor(False), loss, loss)
+    found = alone.reduce_stats(terms, norms, checks)
+    assert all(one is other for one, other in zip(found, (terms, norms, checks), strict=True))
+    values = torch.tensor([1.0, 2.0])
+    assert alone.all_reduce_sum(values) is values
+    alone.max_over_ranks_([values])
+    assert values.tolist() == [1, 2]
+
+
+def test_there_is_nobody_to_differ_from(alone, model):
+    assert alone.find_divergence(TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))) == ""
+    tree = {"a": torch.zeros(1)}
+    assert alone.full_state(tree) is tree
+    assert alone.full_state(None) is None
+    assert alone.any_rank(True)
+    assert not alone.any_rank(False)
+
+
+def test_its_own_signal_stops_it(alone):
+    alone.request_stop("SIGINT")
+    alone.note_stop(True)
+    assert alone.stopping("") == "", "what other ranks were asked does not count"
+    assert alone.stopping("SIGTERM") == "SIGTERM"

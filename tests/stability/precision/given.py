@@ -1,0 +1,6 @@
+"""What the tests of precision start from: devices, and fp16's values."""
+
+import torch
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+FP16 = {"init_scale": 65536.0, "growth_interval": 2000, "min_scale": 1.0}

@@ -1,0 +1,72 @@
+"""The modes: the dtype of each, what is refused where, and what `auto` takes on which hardware."""
+
+import pytest
+import torch
+
+from stabletrain.errors import ConfigError
+from stabletrain.machine import hardware
+from stabletrain.stability import precision
+from stabletrain.stability.precision import LossScaled
+from tests.stability.precision.given import CPU, CUDA, FP16
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: precision.fp32(CPU), torch.float32),
+        (lambda: precision.bf16(CPU), torch.bfloat16),
+        (lambda: precision.fp16(CPU, **FP16), torch.float16),
+    ],
+)
+def test_matmul_runs_in_the_modes_dtype_and_parameters_stay_fp32(make, expected):
+    layer = torch.nn.Linear(4, 4)
+    with make().autocast():
+        assert layer(torch.randn(2, 4)).dtype == expected
+    assert layer.weight.dtype == torch.float32
+
+
+def test_tf32_is_refused_without_the_hardware():
+    with pytest.raises(ConfigError, match="precision=tf32 on cpu.*precision=fp32"):
+        precision.tf32(CPU)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A CUDA device of a given name and capability, as PyTorch would report it."""
+
+    def make(name, capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        ones, zeros = torch.ones, torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *a, device=None, **k: zeros(*a, **k))
+        monkeypatch.setattr(torch, "ones", lambda *a, device=None, **k: ones(*a, **k))
+        tensor = torch.tensor
+        monkeypatch.setattr(torch, "tensor", lambda *a, device=None, **k: tensor(*a, **k))
+
+    return make
+
+
+def test_auto_takes_bf16_on_ampere_and_fp16_on_volta_and_says_why(card):
+    card("NVIDIA A100", (8, 0))
+    ampere = precision.auto(CUDA, **FP16)
+    assert (ampere.name, ampere.why) == ("bf16", "auto: NVIDIA A100 (compute capability 8.0) has bf16")
+    card("Tesla V100", (7, 0))
+    volta = precision.auto(CUDA, **FP16)
+    assert (volta.name, volta.why) == ("fp16", "auto: Tesla V100 (compute capability 7.0) has no bf16")
+    assert isinstance(volta, LossScaled)
+
+
+@pytest.mark.parametrize(("flags", "expected"), [({"avx512_bf16"}, "bf16"), ({"amx_bf16"}, "bf16"), ({"avx2"}, "fp32")])
+def test_auto_on_a_cpu_goes_by_its_flags(monkeypatch, flags, expected):
+    monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset(flags))
+    assert precision.auto(CPU, **FP16).name == expected
+
+
+def test_bf16_on_a_v100_is_refused_with_the_card_and_the_fix(card):
+    card("Tesla V100-SXM2-32GB", (7, 0))
+    with pytest.raises(ConfigError, match="precision=bf16 on Tesla V100-SXM2-32GB.*precision=fp16"):
+        precision.bf16(CUDA)
+
+
+def test_fp16_on_a_cpu_says_that_it_is_slow():
+    assert "slower" in precision.fp16(CPU, **FP16).why

@@ -1,0 +1,105 @@
+"""The nouns of a step: batches are cut and moved whole, and the parts of the loss add up."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from stabletrain.records import Batch, LossTerms, TrainState
+from tests.devices import CARD
+
+
+@pytest.fixture
+def batch():
+    """Six samples whose tokens, targets, ids and sources say which they are."""
+    tokens = torch.arange(6)[:, None] * 10 + torch.arange(4)
+    return Batch(tokens, tokens + 1, torch.arange(6) + 100, [f"file:{i}" for i in range(6)], counted=99)
+
+
+def test_its_length_is_the_number_of_samples(batch):
+    assert len(batch) == 6
+    assert len(batch.rows(slice(4, 9))) == 2
+
+
+def test_rows_of_every_part_belong_together(batch):
+    part = batch.rows(slice(1, 3))
+    assert part.inputs[:, 0].tolist() == [10, 20]
+    assert part.targets[:, 0].tolist() == [11, 21]
+    assert part.ids.tolist() == [101, 102]
+    assert part.sources == ["file:1", "file:2"]
+    assert part.counted == 99, "targets are counted over the whole batch"
+
+
+def test_what_the_data_cannot_say_stays_unsaid(batch):
+    part = Batch(batch.inputs, batch.targets).rows(slice(2))
+    assert (part.ids, part.sources, part.counted) == (None, None, None)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 6])
+def test_micro_batches_are_equal_in_size_and_together_the_batch(batch, parts):
+    cut = batch.split(parts)
+    assert [len(part) for part in cut] == [6 // parts] * parts
+    assert torch.equal(torch.cat([part.inputs for part in cut]), batch.inputs)
+    assert torch.equal(torch.cat([part.targets for part in cut]), batch.targets)
+    assert torch.cat([part.ids for part in cut]).tolist() == batch.ids.tolist()
+    assert [source for part in cut for source in part.sources] == batch.sources
+    assert {part.counted for part in cut} == {99}
+
+
+@pytest.mark.parametrize("parts", [4, 7])
+def test_a_batch_that_does_not_divide_is_refused(batch, parts):
+    with pytest.raises(ValueError, match=f"a batch of 6 samples does not divide into {parts} micro-batches"):
+        batch.split(parts)
+
+
+@pytest.mark.parametrize("device", ["meta", CARD])
+def test_inputs_and_targets_move_and_ids_stay_on_the_host(batch, device):
+    moved = batch.to(torch.device(device))
+    assert (moved.inputs.device.type, moved.targets.device.type) == (device, device)
+    assert moved.ids is batch.ids
+    assert (moved.sources, moved.counted) == (batch.sources, 99)
+    assert batch.inputs.device.type == "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_is_pinned_on_the_host_only(batch):
+    pinned = batch.pin_memory()
+    assert pinned.inputs.is_pinned()
+    assert pinned.targets.is_pinned()
+    assert torch.equal(pinned.inputs, batch.inputs)
+    card = batch.to(torch.device("cuda"))
+    assert card.pin_memory() is card
+
+
+def test_a_part_of_a_batch_knows_how_many_targets_count(batch):
+    assert batch.counting(7).counted == 7
+    assert batch.counting(7).inputs is batch.inputs
+    assert batch.counted == 99
+
+
+def test_it_cannot_be_written_to(batch):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        batch.inputs = batch.targets
+
+
+def test_parts_of_the_loss_add_up_each_with_its_own():
+    first = LossTerms(torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0))
+    summed = first + LossTerms(torch.tensor(10.0), torch.tensor(20.0), torch.tensor(30.0))
+    assert [float(each) for each in (summed.total, summed.ce, summed.zloss)] == [11, 22, 33]
+
+
+def test_detached_terms_keep_their_values_and_lose_their_graph():
+    weight = torch.tensor(2.0, requires_grad=True)
+    terms = LossTerms(weight * 3, weight * 2, weight * 1)
+    found = terms.detach()
+    assert [float(each) for each in (found.total, found.ce, found.zloss)] == [6, 4, 2]
+    assert not any(each.requires_grad for each in (found.total, found.ce, found.zloss))
+    assert terms.total.requires_grad
+
+
+def test_two_states_do_not_share_what_they_skip():
+    model = torch.nn.Linear(1, 1)
+    one, other = (TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1)) for _ in range(2))
+    one.skipped.append((1, 2))
+    assert other.skipped == []

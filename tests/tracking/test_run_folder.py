@@ -1,0 +1,133 @@
+"""run.json says what a run is and how it ended, and no run is written over another."""
+
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from stabletrain.errors import ConfigError
+from stabletrain.tracking import metrics
+from stabletrain.tracking.run_folder import RunFolder, git
+
+WHAT = {"choices": {"model": "gpt_nano"}, "hardware": {"device": "cpu"}, "data": {"name": "stdlib", "bytes": 12}}
+
+
+def record(folder):
+    return json.loads((folder / "run.json").read_text())
+
+
+def test_it_says_what_runs_on_what(tmp_path):
+    run = RunFolder(tmp_path / "new")
+    run_id = run.start(resuming=False, **WHAT)
+    found = record(tmp_path / "new")
+    assert found["id"] == run_id == run.id
+    assert len(run_id) == 8
+    assert (found["status"], found["reason"], found["ended"]) == ("running", None, None)
+    assert {key: found[key] for key in WHAT} == WHAT
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["pid"] == os.getpid()
+    assert found["command"] == shlex.join(sys.orig_argv)
+
+
+def test_it_says_how_it_ended(tmp_path):
+    run = RunFolder(tmp_path)
+    run.start(resuming=False, **WHAT)
+    run.finish("halted", "10 steps in a row", {"val/loss": math.nan, "train/loss": 1.5})
+    found = record(tmp_path)
+    assert (found["status"], found["reason"]) == ("halted", "10 steps in a row")
+    assert found["final"] == {"val/loss": "NaN", "train/loss": 1.5}
+    assert found["ended"] >= found["started"]
+    assert math.isnan(run.read()["final"]["val/loss"])
+
+
+def test_a_folder_with_a_run_is_not_written_over(tmp_path):
+    first = RunFolder(tmp_path)
+    first.start(resuming=False, **WHAT)
+    first.finish("finished", None, {})
+    before = (tmp_path / "run.json").read_bytes()
+    with pytest.raises(ConfigError) as caught:
+        RunFolder(tmp_path).start(resuming=False, **WHAT)
+    assert str(caught.value) == (
+        f"hydra.run.dir={tmp_path} already holds run {first.id} (finished): continue it with resume=auto, or choose "
+        "another hydra.run.dir"
+    )
+    assert (tmp_path / "run.json").read_bytes() == before
+
+
+def test_metrics_without_a_readable_run_json_are_a_run_too(tmp_path):
+    (tmp_path / "run.json").write_text('{"id": "abc')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match="already holds run"):
+        RunFolder(tmp_path).start(resuming=False, **WHAT)
+    assert RunFolder(tmp_path).start(resuming=True, **WHAT)
+
+
+def test_a_refusal_without_an_id_is_no_run(tmp_path):
+    (tmp_path / "run.json").write_text('{"id": null, "status": "failed"}')
+    RunFolder(tmp_path).start(resuming=False, **WHAT)
+    assert record(tmp_path)["status"] == "running"
+
+
+def test_a_continued_run_is_the_same_run(tmp_path):
+    first = RunFolder(tmp_path)
+    first.start(resuming=True, **WHAT)  # resume=auto on a first start
+    started = record(tmp_path)["started"]
+    assert record(tmp_path)["resumed"] == []
+    first.finish("preempted", "SIGTERM", {})
+    for times in (1, 2):
+        again = RunFolder(tmp_path)
+        assert again.start(resuming=True, **WHAT) == first.id
+        found = record(tmp_path)
+        assert (found["status"], found["reason"], found["started"]) == ("running", None, started)
+        assert len(found["resumed"]) == times
+
+
+def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch, capsys):
+    run = RunFolder(tmp_path)
+    run.start(resuming=False, **WHAT)
+    before = (tmp_path / "run.json").read_bytes()
+    assert record(tmp_path)["status"] == "running"
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(metrics.os, "fsync", full)
+    run.finish("finished", None, {})
+    assert (tmp_path / "run.json").read_bytes() == before
+    assert "still says running (No space left on device)" in capsys.readouterr().err
+
+
+def test_whoever_is_reading_keeps_a_whole_one(tmp_path):
+    run = RunFolder(tmp_path)
+    run.start(resuming=False, **WHAT)
+    with open(tmp_path / "run.json") as reader:
+        run.finish("finished", None, {})
+        assert json.load(reader)["status"] == "running"
+    assert record(tmp_path)["status"] == "finished"
+
+
+def test_git_is_the_commit_of_the_checkout_itself(tmp_path):
+    assert git(tmp_path) is None
+
+    def run(*words):
+        done = subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True, capture_output=True
+        )
+        return done.stdout.decode().strip()
+
+    run("init", "-q")
+    assert git(tmp_path) is None  # no commit yet
+    (tmp_path / "file").write_text("1")
+    (tmp_path / "inner").mkdir()
+    run("add", "file")
+    run("commit", "-qm", "one")
+    assert git(tmp_path) == {"commit": run("rev-parse", "HEAD"), "dirty": False}
+    (tmp_path / "file").write_text("2")
+    assert git(tmp_path) == {"commit": run("rev-parse", "HEAD"), "dirty": True}
+    assert git(tmp_path / "inner") is None  # installed inside somebody else's checkout
+    assert git(tmp_path / "absent") is None

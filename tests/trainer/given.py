@@ -1,0 +1,195 @@
+"""A training run of small real parts, without Hydra and without a folder; what it tells is remembered in lists."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stabletrain.checkpoint.checkpoints import NoCheckpoints
+from stabletrain.compare.pages.at_end import NoPage
+from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
+from stabletrain.machine.usage import Usage
+from stabletrain.monitors.monitors import NoMonitors
+from stabletrain.monitors.rolling import RollingStats
+from stabletrain.parallel.single import SingleProcess
+from stabletrain.records import Batch, Reading, TrainState
+from stabletrain.stability import precision as precisions
+from stabletrain.stability.guard import NoGuard
+from stabletrain.step import InFlight
+from stabletrain.tracking.run_folder import NoRunFolder
+from stabletrain.tracking.tracker import NoTracker
+from stabletrain.trainer.history import History
+from stabletrain.trainer.incidents import ExecutedStep
+from stabletrain.trainer.rollback import Rollback
+from stabletrain.trainer.run import Forensics, Monitoring, Output, Plan, TrainingData, TrainingRun
+from stabletrain.trainer.tools import build_tools
+
+CPU = torch.device("cpu")
+FP32 = precisions.fp32(CPU)
+
+
+def batch(step: int = 0, size: int = 4) -> Batch:
+    """Four numbers a sample, one of three classes."""
+    generator = torch.Generator().manual_seed(step)
+    inputs, targets = torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator)
+    return Batch(inputs, targets, ids=torch.arange(size))
+
+
+def reading(step: int = 1, **changed: Any) -> Reading:
+    """A healthy step's numbers, each of which can be changed."""
+    values = {
+        "loss": 2.0,
+        "ce": 1.75,
+        "zloss": 0.25,
+        "grad_norm": 0.5,
+        "clip_coef": 1.0,
+        "clip_active": 0.0,
+        "inputs": 0.0,
+        "buffers": 0.0,
+        "loss_scale": 1.0,
+        "applied": True,
+        "bad_data": False,
+        "overflow": False,
+        "lr": 0.125,
+    }
+    return Reading(step, **(values | changed))
+
+
+def executed(numbers: Reading, read: Batch | None = None) -> ExecutedStep:
+    """The step that measured `numbers`."""
+    flags = [float(numbers.applied), float(numbers.bad_data), float(numbers.overflow)]
+    values = torch.tensor([*numbers[1:10], *flags])
+    return ExecutedStep(InFlight(numbers.step, numbers.lr, values), read or batch(), 3, [])
+
+
+class Recorder(NoTracker):
+    """Remembers all that it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, Any]]] = []
+        self.events: list[tuple[str, int, dict[str, Any]]] = []
+        self.notes: list[str] = []
+        self.alerts: list[tuple[str, str]] = []
+        self.shown: list[tuple[Any, ...]] = []
+        self.summed: dict[str, Any] = {}
+        self.closed: list[int] = []
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.lines.append((step, dict(metrics)))
+
+    def event(self, kind: str, step: int, /, **fields: Any) -> None:
+        self.events.append((kind, step, fields))
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def alert(self, title: str, text: str) -> None:
+        self.alerts.append((title, text))
+
+    def progress(self, step: int, metrics: Mapping[str, Any], rate: float, unit: str, skipped: int) -> None:
+        self.shown.append((step, rate, unit, skipped))
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        self.summed |= values
+
+    def close(self, exit_code: int) -> None:
+        self.closed.append(exit_code)
+
+
+class Folder(NoRunFolder):
+    """Remembers how the run ended."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+        self.ended: list[tuple[str, str | None]] = []
+
+    def finish(self, status: str, reason: str | None, final: Mapping[str, Any]) -> None:
+        self.ended.append((status, reason))
+
+
+class Saves(NoCheckpoints):
+    """Remembers after which steps it was to save; saves after every `every` steps."""
+
+    keeps = True
+
+    def __init__(self, every: int = 10**6) -> None:
+        self.every = every
+        self.saves: list[int] = []
+
+    def due(self, step: int) -> bool:
+        return step % self.every == 0
+
+    def save(self, step: int, *arguments: Any, **options: Any) -> None:
+        self.saves.append(step)
+
+
+class Handler(NoIncidentHandler):
+    """Remembers which kinds it was asked to investigate; files an incident of each if it `files` at all."""
+
+    def __init__(self, files: bool = True) -> None:
+        self.newest = ""
+        self.files = files
+        self.kinds: list[str] = []
+        self.asked: list[dict[str, Any]] = []
+
+    def handle(self, make: Any, kind: str, **known: Any) -> IncidentSummary | None:
+        self.kinds.append(kind)
+        self.asked.append({"make": make, **known})
+        return IncidentSummary(Path("step-7-01"), "lr", "too high", ["lower it"], ["what"]) if self.files else None
+
+
+class Batches:
+    """Training batches by step number; remembers whether it was closed."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def get(self, step: int) -> Batch:
+        return batch(step)
+
+    def forget(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def make_run(
+    *,
+    steps: int = 100,
+    eval_every: int = 100,
+    log_every: int = 10,
+    guard: Any = None,
+    precision: Any = FP32,
+    parallel: Any = None,
+    checkpoints: Any = None,
+    handler: Any = None,
+) -> TrainingRun:
+    """A linear model on four numbers; nothing is due but the last step's evaluation, unless it is asked for."""
+    model = nn.Linear(4, 3)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    parallel, tracker, history, batches = parallel or SingleProcess(), Recorder(), History(), Batches()
+    tools = build_tools(precision, guard=guard or NoGuard(), parallel=parallel)
+    return TrainingRun(
+        plan=Plan(steps, 1, eval_every, log_every),
+        state=state,
+        tools=tools,
+        device=CPU,
+        parallel=parallel,
+        data=TrainingData(batches, lambda: iter([batch(1000), batch(1001)]), batch, "sample"),
+        monitoring=Monitoring(NoMonitors(), RollingStats(), Usage(CPU)),
+        forensics=Forensics(handler or Handler(), lambda: nn.Linear(4, 3), {"config": {"steps": steps}}),
+        output=Output(tracker, Folder(), NoPage(), str),
+        rollback=Rollback(
+            state,
+            {"guard": tools.guard, "history": history},
+            history=history,
+            guard=tools.guard,
+            checkpoints=checkpoints or NoCheckpoints(),
+            batches=batches,
+            tracker=tracker,
+            run_id="tinytiny",
+        ),
+        history=history,
+    )

@@ -1,0 +1,153 @@
+"""From a configuration to a run: its parts are joined as they should be, and a refusal leaves nothing open."""
+
+import io
+import json
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from stabletrain.errors import ConfigError
+from stabletrain.machine.determinism import Seeded
+from stabletrain.parallel.ranks import Ranks
+from stabletrain.parallel.single import SingleProcess
+from stabletrain.records import TrainState
+from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.tracking.progress import Progress
+from stabletrain.trainer import build as module
+from stabletrain.trainer.build import build, machine_record, restore_state, saved_states
+from stabletrain.trainer.run import Plan
+from stabletrain.trainer.stages import Process, Trained
+from tests.runs import TINY_GPT, composed
+from tests.trainer.given import CPU, FP32, Recorder, Saves, make_run
+
+CHOSEN = [*TINY_GPT, "steps=6", "grad_accum_steps=2", "eval_every=3", "log_every=2", "forensics.max_incidents=3"]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A run, not trained yet; its folder; and what it has shown."""
+    folder, shown = tmp_path_factory.mktemp("run"), io.StringIO()
+    with composed(*CHOSEN) as cfg:
+        run = build(cfg, folder, Progress(cfg.log_every, shown))
+    yield run, folder, shown
+    run.data.batches.close()
+    run.output.tracker.close(0)
+    run.output.folder.abandon("the test is over")
+
+
+def test_the_plan_is_that_of_the_configuration(built):
+    run, *_ = built
+    assert run.plan == Plan(steps=6, grad_accum_steps=2, eval_every=3, log_every=2)
+    assert run.device == CPU
+    assert run.data.unit == "tok"
+    assert (run.state.step, run.state.executed_steps) == (0, 0)
+
+
+def test_what_is_prefetched_is_what_is_loaded_and_validation_is_as_long_as_asked_for(built):
+    run, *_ = built
+    for step in (0, 4):
+        prefetched, loaded = run.data.batches.get(step), run.data.load(step)
+        assert torch.equal(prefetched.inputs, loaded.inputs)
+        assert len(loaded) == 4
+    first, again = list(run.data.validation()), list(run.data.validation())
+    assert len(first) == 2
+    assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0].inputs, run.data.load(0).inputs)
+
+
+def test_everything_stateful_is_saved_and_is_what_the_run_uses(built):
+    run, *_ = built
+    used = {
+        "guard": run.tools.guard,
+        "precision": run.tools.precision,
+        "clipping": run.tools.clipping,
+        "history": run.history,
+        "recent": run.monitoring.rolling,
+        "monitors": run.monitoring.monitors,
+    }
+    assert run.rollback.parts.keys() == used.keys()
+    assert all(run.rollback.parts[name] is part for name, part in used.items())
+    assert run.rollback.state is run.state
+    assert run.rollback.tracker is run.output.tracker
+
+
+def test_an_investigation_gets_a_model_of_its_own_and_the_whole_configuration(built):
+    run, *_ = built
+    other = run.forensics.model_factory()
+    alike = {name: value.shape for name, value in run.state.model.state_dict().items()}
+    assert {name: value.shape for name, value in other.state_dict().items()} == alike
+    assert not {id(p) for p in other.parameters()} & {id(p) for p in run.state.model.parameters()}
+    assert run.forensics.handler.max_incidents == 3
+    assert run.forensics.metadata["config"]["grad_accum_steps"] == 2
+    assert run.forensics.metadata["choices"]["model"] == "gpt_nano"
+
+
+def test_the_run_folder_says_what_runs_before_the_first_step(built):
+    run, folder, shown = built
+    record = json.loads((folder / "run.json").read_text())
+    assert (record["status"], record["id"]) == ("running", run.output.folder.id)
+    assert record["overrides"] == CHOSEN
+    assert record["model"]["parameters"] == sum(p.numel() for p in run.state.model.parameters())
+    assert record["hardware"]["precision"] == run.tools.precision.name
+    first, settings, where = shown.getvalue().splitlines()[:3]
+    assert first.startswith("stabletrain · gpt_nano, 14,416 parameters")
+    assert "clipping norm 1" in settings
+    assert where == f"run {folder}"
+
+
+def test_the_closing_has_a_sample_and_the_run_it_is_of(built):
+    run, folder, _ = built
+    lines = run.output.closing().splitlines()
+    assert lines[0].startswith("val loss nan: the weights are not finite, or nothing was evaluated after 0 steps")
+    assert any(line.startswith("sample ") for line in lines)
+    assert lines[-2] == f"run      {folder}"
+    assert "stability=none,zloss_qknorm" in lines[-1]
+    assert (folder / "report.html").exists()
+
+
+def test_what_fails_while_building_is_recorded_and_leaves_the_folder_free(tmp_path, monkeypatch):
+    closed = []
+
+    def refuse(*arguments):
+        raise ConfigError("cannot be resumed")
+
+    monkeypatch.setattr(module, "restore_state", refuse)
+    monkeypatch.setattr(module.Tracker, "close", lambda self, code: closed.append(code))
+    with composed(*TINY_GPT) as cfg, pytest.raises(ConfigError, match="cannot be resumed"):
+        build(cfg, tmp_path)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert (record["status"], record["reason"]) == ("failed", "cannot be resumed")
+    assert closed == [1]
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+
+
+def test_only_a_run_that_is_continued_in_its_own_folder_keeps_what_the_guard_remembers():
+    for resume, forgotten in (("auto", 0), ("none", 1), ("other/checkpoints/step-10", 1)):
+        run, asked, calls, rewound = make_run(), [], [], []
+        run.rollback.resume = asked.append
+        run.tools.guard.forget = lambda calls=calls: calls.append(1)
+        run.output.tracker.rewind = rewound.append
+        run.state.step, run.state.executed_steps = 10, 13
+        cfg = OmegaConf.create({"steps": 10, "resume": resume})
+        restore_state(cfg, run.rollback, run.tools.guard, run.output.tracker)
+        assert (asked, len(calls), rewound) == ([resume], forgotten, [13])
+
+
+def test_no_state_is_saved_before_the_first_is_asked_for():
+    run, saves = make_run(), Saves()
+    opened = module.Opened(run.output.folder.path, run.output.folder, Recorder(), module.NoWandb(), saves)
+    rollback = saved_states(run.state, run.tools, run.monitoring, run.history, run.data, opened)
+    assert rollback.older_state(10**6) is None
+    assert saves.saves == []
+    assert rollback.checkpoints is saves
+
+
+def test_the_machines_record_says_how_it_computes():
+    process = Process(Ranks(), {}, SingleProcess(), Seeded(), FP32, {"switch": True}, CPU)
+    model = nn.Linear(1, 1)
+    trained = Trained(TrainState(model, torch.optim.SGD(model.parameters())), make_run().monitoring.usage, ["head"], 2)
+    record = machine_record(process, trained)
+    assert (record["precision"], record["fp32_modules"], record["determinism"]) == ("fp32", ["head"], {"switch": True})
+    assert set(record) > {"precision", "fp32_modules", "determinism"}, "and the machine itself"

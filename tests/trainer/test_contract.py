@@ -1,0 +1,215 @@
+"""What a model and its data must agree on: what null leaves to the data, what is refused, and how ranks share it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from stabletrain.errors import ConfigError
+from stabletrain.parallel.ranks import Ranks
+from stabletrain.records import IGNORE_INDEX, Batch
+from stabletrain.trainer.contract import (
+    DEFAULT_VAL_BATCHES,
+    checked,
+    cost,
+    make_model,
+    units,
+    validation,
+    vocabulary,
+)
+
+
+class Sized(nn.Module):
+    """Remembers the sizes it was given."""
+
+    def __init__(self, vocab_size=1, block_size=1, num_classes=1, in_channels=1, width=1):
+        super().__init__()
+        self.sizes = {"vocab_size": vocab_size, "block_size": block_size}
+        self.sizes |= {"num_classes": num_classes, "in_channels": in_channels}
+        self.layer = nn.Linear(width, 1)
+
+
+class Frozen(nn.Module):
+    """Has nothing to train."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1).requires_grad_(False)
+
+
+class Counted:
+    """Three numbered validation batches; the last is the smaller one."""
+
+    vocab_size = 256
+
+    def batches(self, size, split):
+        assert split == "val"
+        return 3
+
+    def batch(self, step, size, split):
+        assert 0 <= step < 3
+        rows = size if step < 2 else 1
+        return Batch(torch.full((rows, 2), step), torch.full((rows, 2), step))
+
+
+class Endless:
+    """Does not say how many batches it has; one class a sample."""
+
+    def batch(self, step, size, split):
+        return Batch(torch.full((size, 2), float(step)), torch.full((size,), step))
+
+
+def model_of(data, target="Sized", **keys):
+    cfg = OmegaConf.create({"model": {"_target_": f"{__name__}.{target}", **keys}})
+    return make_model(cfg, SimpleNamespace(**data))
+
+
+# ---- the model
+
+
+def test_every_null_is_filled_from_the_data_and_a_number_is_kept():
+    data = {"vocab_size": 100, "block_size": 32, "num_classes": 10, "in_channels": 3}
+    model = model_of(data, vocab_size=None, block_size=None, num_classes=None, in_channels=None)
+    assert model.sizes == data
+    model = model_of(data, vocab_size=128, block_size=64, num_classes=10, in_channels=3)
+    assert model.sizes == {"vocab_size": 128, "block_size": 64, "num_classes": 10, "in_channels": 3}
+
+
+def test_a_key_that_the_model_does_not_have_is_not_given_to_it():
+    assert model_of({"vocab_size": 100, "block_size": 32}, block_size=None).sizes["vocab_size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "wanted", "needed"),
+    [("vocab_size", 99, 100), ("block_size", 31, 32), ("num_classes", 9, 10), ("in_channels", 4, 3)],
+)
+def test_a_size_that_does_not_fit_the_data_is_refused(key, wanted, needed):
+    with pytest.raises(ConfigError, match=f"model.{key}={wanted} does not fit the data, which needs {needed}"):
+        model_of({key: needed}, **{key: wanted})
+
+
+def test_a_size_that_neither_says_is_asked_for():
+    with pytest.raises(ConfigError, match="model.vocab_size is null, and the data does not say it"):
+        model_of({}, vocab_size=None)
+    assert model_of({}, vocab_size=7).sizes["vocab_size"] == 7
+
+
+def test_what_is_no_model_to_train_is_refused():
+    cfg = OmegaConf.create({"model": {"_target_": "builtins.dict"}})
+    with pytest.raises(ConfigError, match="builtins.dict gives a dict, not an nn.Module"):
+        make_model(cfg, SimpleNamespace())
+    with pytest.raises(ConfigError, match="Frozen has no parameters to train"):
+        model_of({}, target="Frozen")
+
+
+def test_the_vocabulary_is_the_models_word_then_the_datas_then_its_first_table():
+    plain = nn.Sequential(nn.Embedding(50, 2), nn.Embedding(7, 2))
+    assert vocabulary(plain, SimpleNamespace()) == 50
+    assert vocabulary(plain, SimpleNamespace(vocab_size=40)) == 40
+    said = nn.Linear(2, 2)
+    said.vocab_size = 30
+    assert vocabulary(said, SimpleNamespace(vocab_size=40)) == 30
+    assert vocabulary(nn.Linear(2, 2), SimpleNamespace()) is None
+
+
+# ---- units
+
+
+@pytest.mark.parametrize(
+    ("modality", "data", "expected"),
+    [
+        ("images", Counted(), ("img", "image")),
+        ("text", Counted(), ("tok", "byte")),
+        ("text", SimpleNamespace(vocab_size=50257), ("tok", "token")),
+        (None, Endless(), ("sample", "sample")),
+        (None, Counted(), ("tok", "byte")),
+    ],
+)
+def test_what_the_pace_counts_and_a_loss_is_per(modality, data, expected):
+    cfg = OmegaConf.create({"data": {} if modality is None else {"modality": modality}})
+    assert units(cfg, data) == expected
+
+
+def test_the_cost_is_of_one_target_and_none_where_nobody_can_say():
+    linear = nn.Linear(2, 5)
+    assert cost(linear, Endless()) == 3 * 2 * 2 * 5
+    assert cost(nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 5)), Counted()) == 3 * 2 * 4 * 5  # of two tokens
+    assert cost(linear, SimpleNamespace()) is None
+
+
+# ---- batches
+
+
+def test_a_batch_that_keeps_the_contract_is_returned_as_it_is():
+    given = Batch(torch.zeros(2, 4), torch.zeros(2, dtype=torch.uint8))
+    assert checked(given) is given
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((torch.zeros(2), torch.zeros(2)), "batch\\(\\) gave a tuple: return stabletrain.records.Batch"),
+        (None, "batch\\(\\) gave a NoneType"),
+        ((2, 3), "a batch has 2 inputs and 3 targets"),
+        ((2, 2, torch.float32), "targets are torch.float32: they are class ids"),
+    ],
+)
+def test_a_batch_that_breaks_the_contract_is_refused(given, message):
+    if isinstance(given, tuple) and isinstance(given[0], int):
+        inputs, targets, *dtype = given
+        given = Batch(torch.zeros(inputs, 4), torch.zeros(targets, dtype=dtype[0] if dtype else torch.int64))
+    with pytest.raises(ConfigError, match=message):
+        checked(given)
+
+
+@pytest.mark.parametrize("name", ["inputs", "targets"])
+def test_what_is_no_tensor_is_refused_by_name(name):
+    given = Batch(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
+    object.__setattr__(given, name, [1, 2])
+    with pytest.raises(ConfigError, match=f"data: {name} is a list: a batch holds tensors"):
+        checked(given)
+
+
+# ---- validation
+
+
+def numbers(data, limit, *, rank=0, world_size=1):
+    """Of each batch a rank takes: its number, and whether it counts."""
+    batches = validation(data, 4, limit, Ranks(rank, world_size))
+    return [(int(batch.inputs.flatten()[0]), bool((batch.targets != IGNORE_INDEX).all())) for batch in batches]
+
+
+def test_one_process_takes_all_batches_in_order_or_the_first_few():
+    assert numbers(Counted(), None) == [(0, True), (1, True), (2, True)]
+    assert numbers(Counted(), 2) == [(0, True), (1, True)]
+    assert numbers(Counted(), 99) == [(0, True), (1, True), (2, True)]
+    assert len(numbers(Endless(), None)) == DEFAULT_VAL_BATCHES
+    assert len(numbers(Endless(), 3)) == 3
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("limit", [None, 1, 2])
+def test_ranks_take_equally_many_and_count_each_batch_once(world_size, limit):
+    taken = [numbers(Counted(), limit, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert {len(each) for each in taken} == {-(-(limit or 3) // world_size)}
+    counted = sorted(number for each in taken for number, counts in each if counts)
+    assert counted == [*range(limit or 3)]
+    repeated = {number for each in taken for number, counts in each if not counts}
+    assert repeated <= {(limit or 3) - 1}
+
+
+def test_of_a_batch_taken_once_more_no_target_counts():
+    *_, last = validation(Counted(), 4, None, Ranks(1, 2))
+    assert (last.targets == IGNORE_INDEX).all()
+    assert last.targets.shape == last.inputs.shape == (1, 2)
+
+
+def test_a_validation_batch_that_breaks_the_contract_is_refused():
+    class Broken(Counted):
+        def batch(self, step, size, split):
+            return None
+
+    with pytest.raises(ConfigError, match="gave a NoneType"):
+        next(validation(Broken(), 4, None, Ranks()))

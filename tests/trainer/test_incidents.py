@@ -1,0 +1,179 @@
+"""Which withheld steps are investigated, what is recorded of each, and what an investigation is given."""
+
+import math
+
+import pytest
+import torch
+
+from stabletrain.monitors.rolling import Alarm
+from stabletrain.stability import precision as precisions
+from stabletrain.stability.guard import NoGuard, SkipGuard
+from stabletrain.trainer.incidents import (
+    FAR,
+    handle_incident,
+    investigate_alarm,
+    investigate_skip,
+    is_round,
+    make_repro,
+)
+from tests.trainer.given import CPU, Handler, batch, executed, make_run, reading
+
+NAN = {"applied": False, "loss": math.nan}
+SPIKE = {"applied": False, "loss": 40.0}
+BAD_DATA = {"applied": False, "bad_data": True}
+OVERFLOW = {"applied": False, "overflow": True, "loss_scale": 1024.0}
+
+
+def skipped(*rows, handler=None, guard=None, data=None):
+    """A run whose steps, from 7 on, were all withheld."""
+    run = make_run(guard=guard or SkipGuard(max_consecutive=4), handler=handler)
+    for step, row in enumerate(rows, 7):
+        numbers = reading(step, **row)
+        run.state.executed_steps = step + 100
+        verdict = run.tools.guard.judge(numbers)
+        investigate_skip(run, executed(numbers, data), numbers, verdict)
+    return run
+
+
+def events(run, kind):
+    return [(step, fields) for each, step, fields in run.output.tracker.events if each == kind]
+
+
+def test_a_withheld_step_is_recorded_with_its_numbers():
+    run = skipped(NAN)
+    ((step, fields),) = events(run, "skip")
+    assert step == 7
+    assert math.isnan(fields.pop("loss"))
+    assert fields == {
+        "kind": "nonfinite",
+        "reason": "loss is nan",
+        "tick": 107,
+        "grad_norm": 0.5,
+        "loss_scale": 1.0,
+    }
+
+
+def test_bad_data_is_recorded_with_the_samples_that_are_bad():
+    data = batch()
+    data.targets[2] = 9
+    ((_, fields),) = events(skipped(BAD_DATA, data=data), "skip")
+    (sample,) = fields["samples"]
+    assert (sample["index"], sample["id"], sample["fault"]) == (2, 2, "label")
+    assert "9" in fields["reason"]
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"), [(NAN, "nonfinite"), (SPIKE, "spike"), (BAD_DATA, "nonfinite")], ids=["nan", "spike", "bad data"]
+)
+def test_the_first_of_several_in_a_row_is_investigated(row, kind):
+    run = skipped(row, row, row)
+    assert run.forensics.handler.kinds == [kind]
+    assert [step for step, _ in events(run, "incident")] == [7]
+    assert [step for step, _ in events(run, "skip")] == [7, 8, 9]
+    assert run.forensics.handler.newest == run.tools.guard.kind
+
+
+def test_an_overflow_that_calibrates_the_loss_scale_is_recorded_only():
+    run = skipped(OVERFLOW, OVERFLOW, guard=NoGuard())
+    assert len(events(run, "skip")) == 2
+    assert run.forensics.handler.kinds == []
+    assert run.output.tracker.notes == []
+
+
+@pytest.mark.parametrize(("last", "investigated"), [(NAN, ["spike", "nonfinite"]), (SPIKE, ["spike"])])
+def test_the_step_that_ends_the_run_is_investigated_if_its_reason_is_another(last, investigated):
+    assert skipped(SPIKE, SPIKE, SPIKE, last).forensics.handler.kinds == investigated
+
+
+def test_what_is_not_investigated_is_mentioned_with_its_number():
+    run = skipped(NAN, NAN, handler=Handler(files=False))
+    assert run.output.tracker.notes == [
+        "step 7: loss is nan; update withheld (nonfinite, number 1)",
+        "step 8: loss is nan; update withheld (nonfinite, number 2)",
+    ]
+    assert run.forensics.handler.newest == ""
+
+
+def test_the_halt_is_reported_elsewhere():
+    run = skipped(NAN, guard=SkipGuard(max_consecutive=1), handler=Handler(files=False))
+    assert run.output.tracker.notes == []
+
+
+def test_a_filed_incident_is_recorded_shown_and_sent():
+    run = skipped(NAN)
+    tracker = run.output.tracker
+    ((step, fields),) = events(run, "incident")
+    assert step == 7
+    assert fields == {
+        "tick": 107,
+        "kind": "nonfinite",
+        "cause": "lr",
+        "verdict": "too high",
+        "fix": ["lower it"],
+        "path": "incidents/step-7-01",
+    }
+    assert tracker.notes == ["what"]
+    assert tracker.alerts == [("incident: lr", "what")]
+
+
+def test_the_handler_is_told_classes_bounds_and_the_whole_optimizer():
+    run = make_run(guard=SkipGuard())
+    numbers = reading(**NAN)
+    assert handle_incident(run, executed(numbers), numbers, "nonfinite")
+    (known,) = run.forensics.handler.asked
+    assert known["classes"] == 3
+    assert known["optimizer"] is run.state.optimizer
+    assert known["limits"] == run.tools.guard.bounds
+    run.parallel.has_whole_moments = False
+    handle_incident(run, executed(numbers), numbers, "nonfinite")
+    assert run.forensics.handler.asked[1]["optimizer"] is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind", "applied", "investigated"),
+    [
+        ("fp16", "vanishing", True, ["loss_scale"]),
+        ("fp16", "vanishing", False, []),
+        ("fp16", "explosion", True, []),
+        ("fp32", "vanishing", True, []),
+    ],
+)
+def test_vanishing_gradients_are_investigated_in_fp16_if_the_step_was_applied(precision, kind, applied, investigated):
+    chosen = precisions.fp16(CPU, 1024.0, 2000, 1.0) if precision == "fp16" else precisions.fp32(CPU)
+    run = make_run(precision=chosen)
+    numbers = reading(applied=applied)
+    investigate_alarm(run, executed(numbers), numbers, [Alarm(kind, "x")])
+    assert run.forensics.handler.kinds == investigated
+
+
+def test_a_repro_is_of_the_step_and_its_fresh_batch_is_one_the_run_never_reads():
+    run = make_run()
+    numbers = reading(8, applied=False, loss_scale=64.0)
+    step = executed(numbers, batch(7))
+    repro = make_repro(run, step, numbers, 5.0)
+    assert repro is not None
+    assert repro.model is run.state.model
+    assert (repro.step, repro.loss_scale, repro.deadline, repro.micro_batches) == (7, 64.0, 5.0, 1)
+    assert repro.batch is step.batch
+    assert repro.buffers is step.saved_buffers
+    assert not repro.applied
+    assert repro.older() is None
+    assert torch.equal(repro.fresh().inputs, batch(FAR * 9).inputs)
+    run.parallel.full_model = lambda model, factory: None
+    assert make_repro(run, step, numbers, 5.0) is None
+
+
+def test_the_state_given_to_an_investigation_is_older_than_the_step():
+    run = make_run()
+    for step in (5, 6, 7):
+        run.state.step = step
+        run.rollback.snapshots.take(step, {"step": step})
+    numbers = reading(8, applied=False)
+    repro = make_repro(run, executed(numbers), numbers, 5.0)
+    assert repro is not None
+    assert repro.older() == {"step": 6}
+
+
+def test_a_number_is_round_ever_more_seldom():
+    assert [count for count in range(1, 2001) if is_round(count)] == [1, 2, 3, 10, 100, 1000]
+    assert is_round(10**6)

@@ -1,0 +1,189 @@
+"""The first stages of building a run: seeds of the ranks, data that can be used, batches that divide, the model."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from stabletrain.errors import ConfigError
+from stabletrain.faults.planned import NoFaults
+from stabletrain.machine.determinism import Seeded, mix
+from stabletrain.parallel.ranks import Ranks
+from stabletrain.parallel.single import SingleProcess
+from stabletrain.records import Batch, TrainState
+from stabletrain.stability.clipping import NoClip
+from stabletrain.stability.guard import NoGuard
+from stabletrain.trainer.stages import (
+    Process,
+    Source,
+    batch_loader,
+    build_model,
+    load_data,
+    make_tools,
+    rank_seed,
+    start_process,
+)
+from tests.runs import TINY_GPT, composed
+from tests.trainer.given import CPU, FP32
+
+BYTES = Source(SimpleNamespace(vocab_size=256, block_size=16), "tok", "byte")
+
+
+class Numbered:
+    """Batches that hold their own number; the last one has fewer samples."""
+
+    vocab_size = 9
+
+    def __init__(self, rows=12):
+        self.rows = rows
+        self.device = None
+
+    def batch(self, step, size, split):
+        rows = min(size, self.rows)
+        return Batch(torch.full((rows, 2), float(step)), torch.zeros(rows, dtype=torch.int64))
+
+
+class Movable(Numbered):
+    """Makes its batches on the training device."""
+
+    def to(self, device):
+        self.device = device
+
+
+class NoData:
+    """Cannot be asked for a batch."""
+
+
+def process(rank=0, world_size=1, parallel=None):
+    ranks = Ranks(rank, world_size)
+    return Process(ranks, {"optimizer": "adamw"}, parallel or SingleProcess(ranks), Seeded(), FP32, {}, CPU)
+
+
+def empty_state(**options):
+    model = nn.Linear(1, 1)
+    return TrainState(model, torch.optim.SGD(model.parameters()), **options)
+
+
+# ---- process
+
+
+def test_every_rank_has_randomness_of_its_own_in_every_step():
+    seeds = [rank_seed(seed, Ranks(rank, 64)) for seed in range(5) for rank in range(64)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    drawn = {mix(rank_seed(0, Ranks(rank, 8)), step) for rank in range(8) for step in range(500)}
+    assert len(drawn) == 8 * 500
+
+
+def test_the_main_process_draws_as_a_run_of_one_process_does():
+    assert [rank_seed(seed, Ranks(0, 8)) for seed in (0, 1, 7)] == [0, 1, 7]
+
+
+def test_a_process_has_what_its_groups_say():
+    with composed(*TINY_GPT, "precision=bf16") as cfg:
+        started = start_process(cfg)
+    assert (started.ranks, started.device) == (Ranks(), CPU)
+    assert started.precision.name == "bf16"
+    assert started.switches["use_deterministic_algorithms"] is False
+    assert isinstance(started.determinism, Seeded)
+    assert (started.choices["precision"], started.choices["model"]) == ("bf16", "gpt_nano")
+    assert not [group for group in started.choices if "hydra" in group]
+    assert isinstance(started.parallel, SingleProcess)
+
+
+# ---- data
+
+
+def data_of(target, **keys):
+    cfg = OmegaConf.create({"data": {"_target_": f"{__name__}.{target}", "modality": "images", **keys}})
+    return load_data(cfg, process(), NoFaults())
+
+
+def test_data_is_loaded_with_its_units_and_told_of_the_device():
+    source = data_of("Movable", rows=3)
+    assert (source.unit, source.per) == ("img", "image")
+    assert source.data.rows == 3
+    assert source.data.device == CPU
+    assert data_of("Numbered").data.device is None
+
+
+def test_what_cannot_be_asked_for_a_batch_is_refused():
+    with pytest.raises(ConfigError, match="NoData has no batch\\(step, size, split\\)"):
+        data_of("NoData")
+
+
+# ---- batches
+
+
+def loaded(step, *, data=None, world_size=1, parallel=None, skipped=(), batch_size=12, grad_accum_steps=1):
+    cfg = OmegaConf.create({"batch_size": batch_size, "grad_accum_steps": grad_accum_steps})
+    source = Source(data or Numbered(), "sample", "sample")
+    return batch_loader(cfg, process(0, world_size, parallel), source, empty_state(skipped=[*skipped]))(step)
+
+
+def test_a_step_reads_the_batch_of_its_position_in_the_data():
+    assert loaded(5).inputs.unique().tolist() == [5.0]
+    assert loaded(5, skipped=[(4, 7)]).inputs.unique().tolist() == [8.0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "grad_accum_steps", "world_size", "refused"),
+    [
+        (12, 3, 1, None),
+        (12, 3, 4, None),
+        (12, 5, 1, "has 12 samples, which grad_accum_steps=5 does not divide: return batch_size=12 samples"),
+        (12, 3, 8, "has 12 samples, which grad_accum_steps=3 on 8 ranks does not divide"),
+        (10, 3, 1, "batch 2 has 10 samples, which grad_accum_steps=3 does not divide"),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_refused(rows, grad_accum_steps, world_size, refused):
+    options = {"data": Numbered(rows), "grad_accum_steps": grad_accum_steps, "world_size": world_size}
+    if refused is None:
+        assert len(loaded(2, **options)) == rows
+        return
+    with pytest.raises(ConfigError, match=refused):
+        loaded(2, **options)
+
+
+def test_a_rank_gets_its_own_part():
+    class Half(SingleProcess):
+        def shard_batch(self, batch, size):
+            assert size == 12
+            return batch.rows(slice(0, len(batch) // 2))
+
+    assert len(loaded(0, parallel=Half(), world_size=2)) == 6
+
+
+def test_what_is_no_batch_is_refused_when_it_is_read():
+    data = Numbered()
+    data.batch = lambda step, size, split: [1, 2]
+    with pytest.raises(ConfigError, match="gave a list"):
+        loaded(0, data=data)
+
+
+# ---- model and tools
+
+
+def test_the_model_is_that_of_the_seed_and_its_parts_are_in_place():
+    made = []
+    with composed(*TINY_GPT, "model.n_layer=1", "precision=bf16", "precision.fp32_modules=[head]") as cfg:
+        here = start_process(cfg)
+        for seed in (3, 3, 4):
+            cfg.seed = seed
+            torch.rand(5)  # what was drawn before makes no difference
+            made.append(build_model(cfg, here, BYTES, NoFaults()))
+        tools = make_tools(cfg, here, BYTES, made[0].state.model, NoClip(), NoGuard())
+    first, again, other = [list(each.state.model.parameters()) for each in made]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    trained = made[0]
+    assert trained.parameters == sum(p.numel() for p in first)
+    assert trained.fp32_modules == ["head"]
+    assert trained.state.step == 0
+    held = {id(p) for group in trained.state.optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in first}
+    assert tools.sanitizer.vocab_size == 256
+    assert tools.seed == 4
+    assert tools.precision is here.precision

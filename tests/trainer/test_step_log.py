@@ -1,0 +1,95 @@
+"""What is logged of a step: a line only when one is due, under the names of `metrics.jsonl`; alarms three times."""
+
+import pytest
+
+from stabletrain.monitors.rolling import Alarm
+from stabletrain.stability.guard import SkipGuard
+from stabletrain.trainer.history import Throughput
+from stabletrain.trainer.rollback import PendingReplay
+from stabletrain.trainer.step_log import NOTHING, log_alarms, log_step, reading_metrics
+from tests.trainer.given import batch, make_run, reading
+
+
+def lines_of(step, seen=NOTHING, **options):
+    run = make_run(**options)
+    log_step(run, reading(step), Throughput(run.history), seen)
+    return run.output.tracker.lines
+
+
+@pytest.mark.parametrize(
+    ("step", "written"), [(1, True), (2, False), (9, False), (10, True), (11, False), (20, True), (37, True)]
+)
+def test_a_line_is_written_at_the_first_the_last_and_every_tenth_step(step, written):
+    assert bool(lines_of(step, steps=37, log_every=10)) == written
+
+
+def test_what_the_monitors_saw_is_written_at_once_and_in_the_same_line():
+    ((step, metrics),) = lines_of(7, {"probe/noise": 3.0})
+    assert step == 7
+    assert metrics["probe/noise"] == 3.0
+    assert metrics["train/loss"] == 2.0
+
+
+def test_the_line_has_each_number_under_its_name():
+    run = make_run(guard=SkipGuard())
+    run.tools.guard.skips.update(spike=2, overflow=1)
+    run.tools.guard.rollbacks = 4
+    run.state.executed_steps = 23
+    log_step(run, reading(20, applied=False), Throughput(run.history), NOTHING)
+    ((_, metrics),) = run.output.tracker.lines
+    expected = {
+        "train/loss": 2.0,
+        "train/ce": 1.75,
+        "train/zloss": 0.25,
+        "grad/norm": 0.5,
+        "clip/coef": 1.0,
+        "lr": 0.125,
+        "precision/loss_scale": 1.0,
+        "guard/skipped": 3,
+        "guard/applied": 0,
+        "guard/rollbacks": 4,
+        "tick": 23,
+    }
+    assert {name: metrics[name] for name in expected} == expected
+    others = {"clip/fraction", "guard/skip_rate", "spike/score", "spike/grad_norm_score"}
+    assert set(metrics) - set(expected) == others | {"samples_per_s", "memory/peak_gb"}
+
+
+def test_every_step_moves_the_progress_line_and_only_a_written_one_ends_a_stretch():
+    run = make_run(guard=SkipGuard())
+    run.tools.guard.skips["spike"] = 2
+    throughput = Throughput(run.history)
+    throughput.count(batch(size=4))
+    log_step(run, reading(9), throughput, NOTHING)
+    assert run.output.tracker.shown == [(9, 0.0, "sample", 2)]
+    assert run.history.units == 0
+    log_step(run, reading(10), throughput, NOTHING)
+    assert run.output.tracker.shown[1] == (10, throughput.rate, "sample", 2)
+    assert throughput.rate > 0
+    assert run.history.units == 4
+
+
+def test_a_replayed_step_is_not_logged_again():
+    run = make_run()
+    run.rollback.replaying = PendingReplay(30, 40, 45, [], {})
+    log_step(run, reading(10), Throughput(run.history), NOTHING)
+    log_alarms(run, 10, [Alarm("skips", "many")])
+    tracker = run.output.tracker
+    assert (tracker.lines, tracker.shown, tracker.events) == ([], [], [])
+
+
+def test_each_alarm_is_recorded_shown_and_sent():
+    run = make_run()
+    log_alarms(run, 12, [Alarm("skips", "many skips"), Alarm("clipping", "always clipped")])
+    tracker = run.output.tracker
+    assert tracker.events == [
+        ("alarm", 12, {"kind": "skips", "text": "many skips"}),
+        ("alarm", 12, {"kind": "clipping", "text": "always clipped"}),
+    ]
+    assert tracker.notes == ["step 12: many skips", "step 12: always clipped"]
+    assert tracker.alerts == [("skips", "step 12: many skips"), ("clipping", "step 12: always clipped")]
+
+
+def test_no_two_numbers_of_a_reading_share_a_name():
+    numbers = reading(loss=1.0, ce=2.0, zloss=3.0, grad_norm=4.0, clip_coef=5.0, lr=6.0, loss_scale=7.0)
+    assert sorted(reading_metrics(numbers, 8).values()) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8]
