@@ -93,7 +93,8 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
         with tools.parallel.gradient_sync(state.model, number == len(batches)):
             # Forward: the model's logits, under autocast. With `loss_chunk` they are computed with the loss.
             logits = tools.objective.logits(forward, inputs)
-            classes = shape[-1] if (shape := getattr(logits, "shape", ())) else 0  # the objective refuses no shape
+            # A model of the user's may return anything; the objective refuses what has no shape.
+            classes = shape[-1] if (shape := getattr(logits, "shape", ())) else 0
             targets, bad_targets = tools.sanitizer.targets(batch.targets, classes)
             # Loss, in fp32.
             loss = tools.objective(logits, targets, n_valid)
@@ -109,7 +110,7 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     tools.precision.unscale_(gradients(state.model))
     tools.parallel.average_buffers_(state.model, saved_buffers)
     tools.parallel.max_over_ranks_(tools.after_update.maxima(state.model))
-    # Measure before anything is clipped: `clip_grad_norm_` would turn every gradient into NaN for one that is.
+    # Measure before anything is clipped: `clip_grad_norm_` turns every gradient into NaN if one of them is.
     checks = StepChecks(torch.stack(bad).any(), torch.stack(largest).amax(), buffer_norm(state.model))
     # From here on every rank has the numbers of the whole step, so all ranks judge alike.
     terms, norms, checks = tools.parallel.reduce_stats(terms, measure(state.model), checks)

@@ -162,7 +162,7 @@ def publish(
         temporary: where the files are: a hidden folder in `folder`.
         folder: the folder of checkpoints.
         form: number of the format.
-        metadata: `step`, `healthy`, `val_loss`, `info`.
+        about: `step`, `healthy`, `val_loss`, `info`.
         files: the manifest's entries, by name.
 
     Raises:

@@ -51,7 +51,7 @@ PRESETS = ("stability",)
 """Groups that only choose in others."""
 
 
-def with_overrides(
+def overridden_config(
     recorded: DictConfig, choices: Mapping[str, str], overrides: Sequence[str], config_dir: Path | None
 ) -> DictConfig:
     """The recorded configuration with overrides.
@@ -230,7 +230,7 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
         )
     torch.set_num_threads(repro_files.read(folder).get("threads") or torch.get_num_threads())  # sums are cut up by them
     recorded = DictConfig(updated(about["config"]))
-    cfg = with_overrides(recorded, about["choices"], overrides, config_dir) if overrides else recorded
+    cfg = overridden_config(recorded, about["choices"], overrides, config_dir) if overrides else recorded
     cfg.model = fill_sizes(cfg, folder)
     model, tools = model_and_tools(cfg)
     other = plain(cfg)["model"] != plain(recorded)["model"]

@@ -77,7 +77,7 @@ def check_arguments(rows: int, csv: Path | None, picture: Path | None, html: Pat
     """Refuses what cannot be printed or written, before any run is read.
 
     Raises:
-        ConfigError: see there.
+        ConfigError: names the value and what to type.
     """
     if rows < 0:
         raise ConfigError(f"--rows {rows} is below 0: give the number of rows, or 0 for all")

@@ -73,9 +73,6 @@ SHARED = (
 )
 """Columns that are said once, above the table, if they are the same in all rows; in the order in which they are."""
 
-LEFT = ("status", "cause", "card", "precision", "sweep")
-"""Columns of text, which is aligned at its left end."""
-
 ALWAYS = ("run", "val_loss")
 """Columns that are never left out; nor are the settings."""
 
@@ -187,9 +184,8 @@ def build(
     """The table with these columns; the best value of each that has one is bold, and has a star."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in names:
-        table.add_column(
-            heads[name], justify="right" if name in IN_TABLE and name not in LEFT else "left", overflow="fold"
-        )
+        numbers = name in IN_TABLE and COLUMNS[name].dtype != "object"
+        table.add_column(heads[name], justify="right" if numbers else "left", overflow="fold")
     for row in range(printed):
         table.add_row(*(cell(cells[name][row], name in marked, marked.get(name) == row) for name in names))
     return table

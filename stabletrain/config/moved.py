@@ -63,14 +63,12 @@ class Finder(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The spec of a module that moved, and of a package that is gone because its modules did; else None."""
-        new = now(fullname)
-        if (
-            new != fullname and PathFinder.find_spec(fullname, path) is None
-        ):  # `parallel.ddp`: a module, and once an option
-            return ModuleSpec(fullname, Moved(new))
-        if any(old.startswith(f"{fullname}.") for old in MOVED) and PathFinder.find_spec(fullname, path) is None:
-            return ModuleSpec(fullname, None, is_package=True)
-        return None
+        new, gone = now(fullname), any(old.startswith(f"{fullname}.") for old in MOVED)
+        if new == fullname and not gone:
+            return None
+        if PathFinder.find_spec(fullname, path) is not None:  # such as `parallel.ddp`, which was an option's name too
+            return None
+        return ModuleSpec(fullname, None, is_package=True) if new == fullname else ModuleSpec(fullname, Moved(new))
 
 
 class Moved(Loader):

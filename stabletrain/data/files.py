@@ -1,8 +1,7 @@
 """Which files a path means, and the manifest of token shards. Needs no torch.
 
-Files: which files a path means, and a helpful answer where it means none. Needs no torch.
-
-The manifest of a folder of token shards: what `stabletrain prepare` writes and `data=tokens` reads. Needs no torch.
+A path that means no file is answered with the nearest one. The manifest is what `stabletrain prepare` writes and
+`data=tokens` reads.
 
 meta.json     {"version", "tokenizer", "vocab_size", "dtype", "splits": {"train": [{"file", "tokens"}], "val": ...}}
 *.bin         raw little-endian token ids of that dtype

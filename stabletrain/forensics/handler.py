@@ -220,9 +220,9 @@ class DistributedIncidentHandler(NoIncidentHandler):
         limits: tuple[float, float] = (math.inf, math.inf),
     ) -> IncidentSummary | None:
         """As the handler of one process; None on every rank or on none."""
-        if not isinstance(self._own, IncidentHandler) or not broadcast_object(
-            self._own.has_budget()
-        ):  # rank 0 counts the folders
+        if not isinstance(self._own, IncidentHandler):
+            return None
+        if not broadcast_object(self._own.has_budget()):  # the main process counts the folders
             return None
         case = self._own.investigate(make, kind, classes=classes, optimizer=optimizer, limits=limits)
         marks = all_gather_object(-1 if case is None else certainty(case[1]))

@@ -108,9 +108,9 @@ class RollingStats:
         """What a rollback does not undo: an alarm that was raised is not raised again."""
         return {"raised": list(self._raised)}
 
-    def load_cumulative_state(self, lasting: dict) -> None:
+    def load_cumulative_state(self, state: dict) -> None:
         """Puts that back over a restored state."""
-        self._raised = list(lasting["raised"])
+        self._raised = list(state["raised"])
 
 
 def mean(values: deque) -> float:

@@ -44,7 +44,7 @@ class ChunkedLogits:
     Attributes:
         features: `[batch, time, width]`, what the head reads.
         head: the module that makes logits of them.
-        running: the model as the step runs it.
+        forward: the model as the step runs it.
         shape: that the logits will have.
     """
 

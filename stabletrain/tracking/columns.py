@@ -42,7 +42,7 @@ class Column(NamedTuple):
 
     Attributes:
         name: in the data frame.
-        dtype: pandas' type there.
+        dtype: pandas' type there; empty for a column that only the table makes.
         text: a value as the table prints it.
         head: its heading in the table; empty if the table does not have it.
         page_head: its heading on the page; empty if the page does not have it.
@@ -164,12 +164,13 @@ COLUMNS = {
         Column("seed", "Int64"),
         Column("parameters", "Int64", thousands, "parameters", "parameters", page=HIGH),
         Column("seconds", "float64", duration, "time", "seconds", page=HIGH),
-        Column("range", "object", head="lowest-highest"),
+        Column("range", "", head="lowest-highest"),
     )
 }
-"""The columns by name; in the order of the data frame, which has all but `range`."""
+"""The columns by name."""
 
-IN_FRAME = tuple(name for name in COLUMNS if name != "range")
+IN_FRAME = tuple(name for name, column in COLUMNS.items() if column.dtype)
+"""Columns of the data frame, in its order."""
 
 IN_TABLE = (
     *("val_loss", "range", "best_val_loss", "val_accuracy", "sensitivity", "diverged", "status", "cause", "incidents"),

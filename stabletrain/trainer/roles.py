@@ -21,6 +21,15 @@ from stabletrain.records import Batch, TrainState
 
 
 @runtime_checkable
+class Batches(Protocol):
+    """Training batches by step number; see `data/prefetch.py`."""
+
+    def get(self, step: int) -> Batch: ...
+    def forget(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@runtime_checkable
 class Tracker(Protocol):
     """Takes metrics, events and messages; see `tracking/tracker.py`."""
 

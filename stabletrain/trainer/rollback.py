@@ -19,7 +19,7 @@ from stabletrain.protocols import Guard
 from stabletrain.records import Detour, TrainState
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.history import History
-from stabletrain.trainer.roles import Checkpoints, Tracker
+from stabletrain.trainer.roles import Batches, Checkpoints, Tracker
 
 
 @runtime_checkable
@@ -28,13 +28,6 @@ class HasCumulativeState(Protocol):
 
     def cumulative_state(self) -> dict[str, Any]: ...
     def load_cumulative_state(self, state: dict[str, Any], /) -> None: ...
-
-
-@runtime_checkable
-class Rereadable(Protocol):
-    """Prefetched batches that can be read anew; see `data/prefetch.py`."""
-
-    def forget(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,7 @@ class Rollback:
         history: History,
         guard: Guard,
         checkpoints: Checkpoints,
-        batches: Rereadable,
+        batches: Batches,
         tracker: Tracker,
         run_id: str,
     ) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from stabletrain.monitors.rolling import RollingStats
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.trainer.history import History
-from stabletrain.trainer.roles import IncidentHandler, Monitors, Page, Parallelism, RunFolder, Tracker
+from stabletrain.trainer.roles import Batches, IncidentHandler, Monitors, Page, Parallelism, RunFolder, Tracker
 from stabletrain.trainer.rollback import Rollback
 
 
@@ -24,15 +24,6 @@ class Plan:
     grad_accum_steps: int
     eval_every: int
     log_every: int
-
-
-@runtime_checkable
-class Batches(Protocol):
-    """Training batches by step number; see `data/prefetch.py`."""
-
-    def get(self, step: int) -> Batch: ...
-    def forget(self) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass

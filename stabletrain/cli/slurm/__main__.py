@@ -51,7 +51,7 @@ def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     Raises:
         ConfigError: a run cannot work, or its folder is taken.
     """
-    arguments, folder = resolve_resume(request)
+    arguments, folder = resumed_arguments(request)
     same = folder is not None and request.arguments.value("resume") == "auto"
     runs = expand(arguments, {card.name: request.nodes * request.processes(card.gpus_per_node) for card in cards})
     if folder is not None:
@@ -72,7 +72,7 @@ def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     return jobs, runs
 
 
-def resolve_resume(request: Request) -> tuple[Arguments, Path | None]:
+def resumed_arguments(request: Request) -> tuple[Arguments, Path | None]:
     """The arguments without `resume`, and the folder that it continues in; None where a new one begins.
 
     `resume=auto` finds the newest folder of the same command, and `resume=<folder>` takes the recorded command of that

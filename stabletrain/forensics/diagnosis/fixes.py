@@ -69,9 +69,8 @@ def other_weights(e: Evidence) -> list[str]:
     """Initial weights of a customary size, other than those that the run has."""
     chosen, std = e.setting.choices.get("init"), e.setting.values.get("init.std")
     smaller = isinstance(std, int | float) and std > CUSTOMARY_STD
-    usual = (
-        ("gpt2", "small") if e.setting.has_attention else ("torch", "fan_in")
-    )  # the others ask for what only a GPT has
+    # The others ask for what only a GPT has.
+    usual = ("gpt2", "small") if e.setting.has_attention else ("torch", "fan_in")
     fix = [f"init={name}" for name in usual if chosen != name]
     return [f"init.std={CUSTOMARY_STD}", *fix] if smaller and chosen == usual[0] else fix
 

@@ -88,7 +88,7 @@ class Bisection:
 
     def __init__(self, repro: Repro) -> None:
         self.passes = 0
-        self._scene, self._most = repro, 8 + 4 * math.ceil(math.log2(max(len(repro.batch), 1)))
+        self._repro, self._most = repro, 8 + 4 * math.ceil(math.log2(max(len(repro.batch), 1)))
         self._model, self._tools = repro.copy_model(), self._divided_as_then()
         self._forward_only = False
         self._filling: Batch | None = None
@@ -96,42 +96,42 @@ class Bisection:
     def _divided_as_then(self) -> Tools:
         """The tools, with an objective that divides by the targets of the whole batch, however few are run: in fp16 a
         sample alone, divided by its own, would overflow in the backward pass where the batch did not."""
-        tools, targets = self._scene.replay_tools(), self._scene.batch.targets
-        n_valid = (targets != IGNORE_INDEX).sum().clamp(min=1).to(self._scene.device)
+        tools, targets = self._repro.replay_tools(), self._repro.batch.targets
+        n_valid = (targets != IGNORE_INDEX).sum().clamp(min=1).to(self._repro.device)
         return replace(tools, objective=Divided(tools.objective.plain, n_valid))
 
     def can_go_on(self, passes: int) -> bool:
         """Whether so many more passes are allowed."""
-        return self.passes + passes <= self._most and time.monotonic() < self._scene.deadline
+        return self.passes + passes <= self._most and time.monotonic() < self._repro.deadline
 
     def whole(self) -> bool | None:
         """Whether the step is non-finite with its whole batch; decides what the others need to run."""
-        found = self._numbers(self._scene.to_micro_batches(self._scene.batch)) if self.can_go_on(1) else None
+        found = self._numbers(self._repro.to_micro_batches(self._repro.batch)) if self.can_go_on(1) else None
         self._forward_only = found is not None and not math.isfinite(found[0])
         return None if found is None else not all(map(math.isfinite, found))
 
     def find_filler(self) -> bool:
         """Looks for samples to stand in for those left out; False if those are non-finite too."""
-        fresh, batch = self._scene.fresh, self._scene.batch
+        fresh, batch = self._repro.fresh, self._repro.batch
         if fresh is None or not self.can_go_on(1):
             return True
         other = fresh()
         if (other.inputs.shape, other.inputs.dtype) != (batch.inputs.shape, batch.inputs.dtype):
             return True
-        verdict = self._non_finite(self._scene.to_micro_batches(other))
+        verdict = self._non_finite(self._repro.to_micro_batches(other))
         self._filling = other if verdict is False else None
         return not verdict
 
     def bad(self, rows: Sequence[int]) -> bool | None:
         """Whether the step is non-finite with these samples of the batch; None if that cannot be run."""
-        batch = self._scene.batch
+        batch = self._repro.batch
         if self._filling is None:
-            size = len(batch) // self._scene.micro_batches
+            size = len(batch) // self._repro.micro_batches
             parts = [[*rows[start : start + size]] for start in range(0, len(rows), size)]
-            return self._non_finite([Batch(batch.inputs[p], batch.targets[p]).to(self._scene.device) for p in parts])
+            return self._non_finite([Batch(batch.inputs[p], batch.targets[p]).to(self._repro.device) for p in parts])
         inputs, targets = self._filling.inputs.clone(), self._filling.targets.clone()
         inputs[rows], targets[rows] = batch.inputs[rows], batch.targets[rows]
-        return self._non_finite(self._scene.to_micro_batches(Batch(inputs, targets)))
+        return self._non_finite(self._repro.to_micro_batches(Batch(inputs, targets)))
 
     def _non_finite(self, batches: list[Batch]) -> bool | None:
         found = self._numbers(batches)
@@ -140,8 +140,8 @@ class Bisection:
     def _numbers(self, batches: list[Batch]) -> tuple[float, ...] | None:
         """Loss and, where it is needed, gradient norm; None if the model refuses such a batch."""
         self.passes += 1
-        model, tools, step = self._model, self._tools, self._scene.step
-        self._scene.reset_(model)
+        model, tools, step = self._model, self._tools, self._repro.step
+        self._repro.reset_(model)
         try:
             if self._forward_only:
                 return (forward(model, batches, tools, step),)

@@ -34,7 +34,7 @@ WHOLE = {
 LAST_PATIENCE = 2
 """Trouble that calls for a rollback when there are no more steps; a single skip leaves the weights as they were."""
 
-LASTING = ("skips", "rollbacks", "in_vain", "beyond", "slow")
+CUMULATIVE = ("skips", "rollbacks", "in_vain", "beyond", "slow")
 """What a rollback does not undo."""
 
 
@@ -169,11 +169,11 @@ class RollbackGuard(SkipGuard):
 
     def cumulative_state(self) -> dict[str, Any]:
         """What a rollback does not undo: counts and budgets."""
-        return {name: getattr(self, name) for name in LASTING} | {"skips": dict(self.skips), "slow": list(self.slow)}
+        return {name: getattr(self, name) for name in CUMULATIVE} | {"skips": dict(self.skips), "slow": list(self.slow)}
 
-    def load_cumulative_state(self, lasting: dict[str, Any]) -> None:
+    def load_cumulative_state(self, state: dict[str, Any]) -> None:
         """Puts that back over a restored state."""
-        for name, value in lasting.items():
+        for name, value in state.items():
             setattr(self, name, tuple(value) if name == "slow" else value)
 
     def state_dict(self) -> dict:
@@ -185,7 +185,7 @@ class RollbackGuard(SkipGuard):
         """Puts them back; what another guard wrote lacks them, and they start afresh."""
         super().load_state_dict(state)
         self.waiting, self.known = list(state.get("waiting", [])), list(state.get("known", []))
-        self.load_cumulative_state({name: state[name] for name in LASTING[1:] if name in state})
+        self.load_cumulative_state({name: state[name] for name in CUMULATIVE[1:] if name in state})
 
     def _promote(self, step: int) -> None:
         if not self.healthy:

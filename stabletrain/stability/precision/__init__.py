@@ -1,7 +1,7 @@
 """Precision: in which format the forward and backward pass compute, and what fp16 needs so as to survive it.
 
 Parameters, gradients and optimizer state are fp32 in every mode but bf16_params; only autocast's list of operations
-runs lower, and not in the modules that are named fp32 modules. TF32 is set explicitly in every mode, for matmul and
+runs lower, and not in the modules that `fp32_modules` names. TF32 is set explicitly in every mode, for matmul and
 for convolution, since PyTorch's defaults differ between the two.
 
 | mode | autocast | TF32 | loss scaling | fp32 modules |

@@ -74,7 +74,7 @@ class Unscaled:
         set_kernels(self.tf32)
 
     def wrap_fp32_modules(self, model: nn.Module) -> list[str]:
-        """Makes the modules that `fp32_modules` names fp32 modules, in place; returns their names.
+        """Has the modules that `fp32_modules` names compute in fp32, in place; returns their names.
 
         Call it once the model is on its device, and before it is compiled.
 

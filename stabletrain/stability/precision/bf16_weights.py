@@ -75,7 +75,7 @@ def store_in_bf16(model: nn.Module, device: str) -> list[nn.Parameter]:
 
     Layers in an fp32 module, of a subclass, or that share their weight with something else (a tied head) are left
     alone."""
-    wide = {id(module) for island in model.modules() if isinstance(island, Fp32Module) for module in island.modules()}
+    wide = {id(part) for module in model.modules() if isinstance(module, Fp32Module) for part in module.modules()}
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     layers = [module for module in model.modules() if type(module) in kinds and id(module) not in wide]
     chosen = {id(layer) for layer in layers}

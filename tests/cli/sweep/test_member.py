@@ -150,6 +150,7 @@ def test_until_it_handles_signals_it_leaves_them_to_the_sweep(tmp_path):
     with stopped_with_others(tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
+        assert not stop_file(tmp_path).exists(), "only the process of the sweep asks all to stop"
 
 
 def test_a_run_that_has_not_begun_when_the_sweep_stops_is_not_wanted(job, tmp_path):
