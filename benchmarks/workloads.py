@@ -5,19 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from stabletrain.machine.determinism import Seeded
 from stabletrain.models.gpt import GPT
 from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
-from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Guard, Tools
 from stabletrain.stability import precision
-from stabletrain.stability.clipping import NormClip
-from stabletrain.stability.objective import NoZLoss, Objective
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
-from stabletrain.stability.sanitize import Sanitizer
-from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
 from stabletrain.stability.softcap import NoSoftcap
+from stabletrain.trainer.tools import build_tools
 
 
 def gpt(n_layer: int, n_embd: int, block_size: int, batch: int, vocab: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -67,15 +62,4 @@ def plain_tools(mode: str, device: torch.device, guard: Guard) -> Tools:
     """The tools of a usual run: a precision, a guard, clipping at 1, and nothing else."""
     acting = getattr(precision, mode)(device)
     acting.prepare()
-    return Tools(
-        sanitizer=Sanitizer(),
-        precision=acting,
-        objective=Objective(NoZLoss()),
-        clipping=NormClip(1.0),
-        after_update=NoQKClip(),
-        guard=guard,
-        learning_rate=LearningRate(NoWarmup(), Constant(), 10**6),
-        determinism=Seeded(),
-        seed=0,
-        parallel=SingleProcess(),
-    )
+    return build_tools(acting, guard=guard)

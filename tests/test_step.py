@@ -1,24 +1,19 @@
 """The step: what a withheld update leaves untouched, accumulation, clipping after unscaling, seeds by number."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from stabletrain.machine.determinism import Seeded
-from stabletrain.parallel.single import SingleProcess
-from stabletrain.protocols import Tools
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.stability import precision
 from stabletrain.stability.clipping import NoClip, NormClip
-from stabletrain.stability.guard import NoGuard, SkipGuard
-from stabletrain.stability.objective import NoZLoss, Objective
+from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
-from stabletrain.stability.qkclip import NoQKClip
-from stabletrain.stability.sanitize import Sanitizer
-from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
 from stabletrain.step import compute, restore_buffers, save_buffers, train_step
+from stabletrain.trainer.tools import build_tools
 
 CPU = torch.device("cpu")
 PRECISIONS = {
@@ -51,18 +46,7 @@ class Tiny(nn.Module):
 
 
 def tools(kind="fp32", clipping=None, guard=None):
-    return Tools(
-        sanitizer=Sanitizer(),
-        precision=PRECISIONS[kind](),
-        objective=Objective(NoZLoss()),
-        clipping=clipping or NormClip(1.0),
-        after_update=NoQKClip(),
-        guard=guard or SkipGuard(max_consecutive=10),
-        learning_rate=LearningRate(NoWarmup(), Constant(), 100),
-        determinism=Seeded(),
-        seed=0,
-        parallel=SingleProcess(),
-    )
+    return build_tools(PRECISIONS[kind](), clipping=clipping, guard=guard)
 
 
 def fresh(optimizer="adamw"):
@@ -193,7 +177,7 @@ def test_the_learning_rate_of_every_group_follows_the_schedule():
     state = fresh()
     state.optimizer.param_groups[1]["lr"] = 5e-3
     half = tools()
-    half = Tools(**{**half.__dict__, "learning_rate": lambda step: 0.5 / (step + 1)})
+    half = replace(half, learning_rate=lambda step: 0.5 / (step + 1))
     readings = [train_step(state, [batch(i)], half) for i in range(2)]
     assert [r.lr for r in readings] == [5e-3, 2.5e-3]
     assert [g["lr"] for g in state.optimizer.param_groups] == [2.5e-3, 1.25e-3]

@@ -7,16 +7,9 @@ import torch
 
 from benchmarks.reliability.ends import metrics
 from stabletrain.checkpoint.capture import capture, restore
-from stabletrain.machine.determinism import Seeded
-from stabletrain.parallel.single import SingleProcess
-from stabletrain.protocols import Tools
 from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
-from stabletrain.stability.guard import SkipGuard
-from stabletrain.stability.objective import NoZLoss, Objective
-from stabletrain.stability.qkclip import NoQKClip
-from stabletrain.stability.sanitize import Sanitizer
-from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
 from stabletrain.step import train_step
+from stabletrain.trainer.tools import build_tools
 from tests.laws.test_resume import newest, trained
 from tests.runs import TINY_GPT, TINY_RESNET
 from tests.stability.clipping.given import equal_trees
@@ -37,18 +30,7 @@ WITH_MEMORY = ["zclip", "adagc"]
 
 
 def tools(precision="fp32", *, clipping):
-    return Tools(
-        sanitizer=Sanitizer(),
-        precision=PRECISIONS[precision](),
-        objective=Objective(NoZLoss()),
-        clipping=clipping,
-        after_update=NoQKClip(),
-        guard=SkipGuard(max_consecutive=10),
-        learning_rate=LearningRate(NoWarmup(), Constant(), 100),
-        determinism=Seeded(),
-        seed=0,
-        parallel=SingleProcess(),
-    )
+    return build_tools(PRECISIONS[precision](), clipping=clipping)
 
 
 def length(state):
