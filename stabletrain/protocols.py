@@ -1,5 +1,6 @@
 """What acts in a step, by role: each is an object that a config group has chosen, and the step knows no kind of it."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -27,7 +28,7 @@ class Objective(Protocol):
 
     @property
     def plain(self) -> "Objective": ...
-    def logits(self, forward: "ForwardPass", inputs: Tensor) -> Any: ...
+    def wrap(self, forward: Callable[..., Tensor], model: nn.Module, tools: "Tools") -> Callable[[Tensor], Any]: ...
     def __call__(self, logits: Any, targets: Tensor, n_valid: Tensor) -> LossTerms: ...
 
 
@@ -93,7 +94,7 @@ class Sanitizer(Protocol):
 class Parallel(Protocol):
     """The ranks that train together, or one process; see `parallel/`."""
 
-    def forward(self, model: nn.Module, inputs: Tensor, **how: Any) -> Tensor: ...
+    def wrapped(self, model: nn.Module) -> nn.Module: ...
     def gradient_sync(self, model: nn.Module, last: bool) -> AbstractContextManager: ...
     def scale_for_averaging(self, loss: Tensor) -> Tensor: ...
     def average_buffers_(self, model: nn.Module, held: list[Tensor]) -> None: ...
@@ -133,24 +134,13 @@ class Tools:
     seed: int
     parallel: Parallel
 
+    def wrap(self, model: nn.Module) -> Callable[[Tensor], Any]:
+        """The model as a step calls it: `logits = wrapped(inputs)`.
 
-@dataclass(frozen=True)
-class ForwardPass:
-    """The model as a step runs it: under autocast, and by way of the ranks."""
+        On several ranks DDP wraps it, to average the gradients. With `loss_chunk` it leaves its head to the loss.
+        """
+        return self.objective.wrap(self.parallel.wrapped(model), model, self)
 
-    model: nn.Module
-    tools: Tools
-
-    def __call__(self, inputs: Tensor, **how: Any) -> Tensor:
-        """`model(inputs, **how)`."""
-        with self.tools.precision.autocast():
-            return self.tools.parallel.forward(self.model, inputs, **how)
-
-    def logits(self, features: Tensor) -> Tensor:
-        """The model's head alone; only for a model that can leave its head out."""
-        with self.tools.precision.autocast():
-            return self.model.logits(features)  # ty: ignore[not-callable]
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate: times the loss scale, and scaled so that gradients averaged over ranks add up."""
-        return self.tools.precision.scale(self.tools.parallel.scale_for_averaging(loss))
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate: times the loss scale, and such that gradients averaged over ranks add up."""
+        return self.precision.scale(self.parallel.scale_for_averaging(loss))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.monitors.gradients import buffer_norm, gradients, measure
-from stabletrain.protocols import ForwardPass, Tools
+from stabletrain.protocols import Tools
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Reading, StepChecks, TrainState
 
 
@@ -84,22 +84,23 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     targets_in_step = count_targets(batches)
     n_valid = targets_in_step.clamp(min=1)
     losses, bad, largest, classes = [], [targets_in_step == 0], [], None
-    forward = ForwardPass(state.model, tools)
+    model = tools.wrap(state.model)
     for number, batch in enumerate(batches, 1):
         if batch.targets.numel() == 0:  # nothing to run; this is a shape, so the host does not wait
             continue
         # An id out of range would crash a kernel and end the process: it is replaced, and the step marked as bad.
         inputs, magnitude, bad_inputs = tools.sanitizer.inputs(batch.inputs)
         with tools.parallel.gradient_sync(state.model, number == len(batches)):
-            # Forward: the model's logits, under autocast. With `loss_chunk` they are computed with the loss.
-            logits = tools.objective.logits(forward, inputs)
+            # Forward, under autocast. With `loss_chunk` the head runs later, with the loss.
+            with tools.precision.autocast():
+                logits = model(inputs)
             # A model of the user's may return anything; the objective refuses what has no shape.
             classes = shape[-1] if (shape := getattr(logits, "shape", ())) else 0
             targets, bad_targets = tools.sanitizer.targets(batch.targets, classes)
             # Loss, in fp32.
             loss = tools.objective(logits, targets, n_valid)
             # Backward, at the loss scale.
-            forward.scaled(loss.total).backward()
+            tools.scale(loss.total).backward()
         losses.append(loss.detach())
         bad += [bad_inputs, bad_targets]
         largest.append(magnitude)

@@ -59,11 +59,11 @@ class DDP(Distributed):
         options: dict[str, Any] = {"find_unused_parameters": self.find_unused_parameters, SYNC_BUFFERS: False}
         self._wrapped = DistributedDataParallel(model, **options)
 
-    def forward(self, model: nn.Module, inputs: Tensor, **how: Any) -> Tensor:
-        """The logits, by way of DDP, which prepares to reduce the gradients."""
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """DDP's wrapper, whose forward pass prepares to average the gradients."""
         del model
         assert self._wrapped is not None, "wrap(model) comes first"
-        return self._wrapped(inputs, **how)
+        return self._wrapped
 
     def gradient_sync(self, model: nn.Module, last: bool) -> AbstractContextManager:
         """Gradients of all micro-batches but the last stay on their rank."""

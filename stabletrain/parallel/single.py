@@ -51,9 +51,9 @@ class SingleProcess:
 
     # ---- in a step
 
-    def forward(self, model: nn.Module, inputs: Tensor, **how: Any) -> Tensor:
-        """The model's logits, or what else it is asked for."""
-        return model(inputs, **how)
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """The module to call for the model's forward pass: the model itself."""
+        return model
 
     def gradient_sync(self, model: nn.Module, last: bool) -> AbstractContextManager:
         """Around forward and backward of a micro-batch: gradients meet after the last one only."""

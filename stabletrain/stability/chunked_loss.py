@@ -8,7 +8,7 @@ twice. The idea is that of Liger Kernel (arXiv 2410.10989, section 3.2) and of A
 The loss of a chunk is the plain objective's, differentiated by autograd: there is no second formula to be wrong.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Protocol, runtime_checkable
@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from stabletrain.errors import ConfigError
-from stabletrain.protocols import ForwardPass
+from stabletrain.protocols import Tools
 from stabletrain.records import LOGITS_AT_ONCE, LossTerms
 from stabletrain.stability.objective import Objective
 
@@ -39,19 +39,24 @@ class WithHead(Protocol):
 
 @dataclass(frozen=True)
 class ChunkedLogits:
-    """Logits that are not made yet.
+    """Logits that are not computed yet.
 
     Attributes:
-        features: `[batch, time, width]`, what the head reads.
-        head: the module that makes logits of them.
-        forward: the model as the step runs it.
-        shape: that the logits will have.
+        features: `[batch, time, width]`, the head's input.
+        model: computes logits from features.
+        tools: autocast and loss scale of the step.
+        shape: of the logits, `[batch, time, vocab]`.
     """
 
     features: Tensor
-    head: nn.Module
-    forward: ForwardPass
+    model: nn.Module
+    tools: Tools
     shape: torch.Size
+
+    def compute(self, features: Tensor) -> Tensor:
+        """The logits of a chunk of features, under autocast."""
+        with self.tools.precision.autocast():
+            return self.model.logits(features)  # ty: ignore[not-callable]
 
 
 @dataclass(frozen=True)
@@ -68,17 +73,20 @@ class ChunkedLoss:
     tokens: int
     classes: int
 
-    def logits(self, forward: ForwardPass, inputs: Tensor) -> Tensor | ChunkedLogits:
-        """The logits, or what they can be made of later.
+    def wrap(
+        self, forward: Callable[..., Tensor], model: nn.Module, tools: Tools
+    ) -> Callable[[Tensor], Tensor | ChunkedLogits]:
+        """The model without its head, for micro-batches that are larger than a chunk."""
 
-        They are made at once, too, where a hook waits for a gradient of the head's weights: it is to see the whole one.
-        """
-        weights = forward.model.classifier().parameters()  # ty: ignore[not-callable]
-        if inputs.numel() <= self.tokens or any(weight._backward_hooks for weight in weights):
-            return self.plain.logits(forward, inputs)
-        features = forward(inputs, head=False)
-        shape = torch.Size((*features.shape[:-1], self.classes))
-        return ChunkedLogits(features, forward.model.classifier(), forward, shape)  # ty: ignore[not-callable]
+        def headless(inputs: Tensor) -> Tensor | ChunkedLogits:
+            # A hook on the head's weights expects their whole gradient, so there are no chunks then.
+            hooked = any(weight._backward_hooks for weight in model.classifier().parameters())  # ty: ignore[not-callable]
+            if inputs.numel() <= self.tokens or hooked:
+                return forward(inputs)
+            features = forward(inputs, head=False)
+            return ChunkedLogits(features, model, tools, torch.Size((*features.shape[:-1], self.classes)))
+
+        return headless
 
     def __call__(
         self,
@@ -89,7 +97,7 @@ class ChunkedLoss:
         """The terms, as those of the plain objective; `total` has a graph."""
         if isinstance(logits, Tensor):
             return self.plain(logits, targets, n_valid)
-        weights = tuple(logits.head.parameters())
+        weights = tuple(logits.model.classifier().parameters())  # ty: ignore[not-callable]
         return LossTerms(*_Loss.apply(self, logits, targets, n_valid, logits.features, *weights))
 
     def chunks(self, later: ChunkedLogits, features: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -113,7 +121,7 @@ class _Loss(Function):
         features: Tensor,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.scaled = later.forward.scaled
+        ctx.scaled = later.tools.scale
         ctx.of_features = features.new_empty(features.shape) if features.requires_grad else None  # in one piece
         ctx.of_weights = [torch.zeros_like(weight) if weight.requires_grad else None for weight in weights]
         trained = [weight for weight in weights if weight.requires_grad]
@@ -122,8 +130,8 @@ class _Loss(Function):
         for rows, part, wanted in objective.chunks(later, features, targets):
             leaves = [leaf for leaf in (part, *trained) if leaf.requires_grad]
             with torch.enable_grad():
-                terms = objective.plain(later.forward.logits(part), wanted, n_valid)
-                scaled = later.forward.scaled(terms.total)
+                terms = objective.plain(later.compute(part), wanted, n_valid)
+                scaled = later.tools.scale(terms.total)
             gradients = [*torch.autograd.grad(scaled, leaves)] if leaves else []
             if ctx.of_features is not None:
                 ctx.of_features.flatten(0, -2)[rows] = gradients.pop(0)

@@ -8,16 +8,17 @@ Sums run over the targets that are not `IGNORE_INDEX`, and `n_valid` counts them
 micro-batches with unequal numbers of valid targets add up to the exact mean.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
-from stabletrain.protocols import ForwardPass
+from stabletrain.protocols import Tools
 from stabletrain.records import IGNORE_INDEX, LossTerms
 
 
@@ -92,9 +93,10 @@ class Objective:
         """The same, of whole logits: itself."""
         return self
 
-    def logits(self, forward: ForwardPass, inputs: Tensor) -> Tensor:
-        """What the loss is taken of: all the logits."""
-        return forward(inputs)
+    def wrap(self, forward: Callable[..., Tensor], model: nn.Module, tools: Tools) -> Callable[..., Tensor]:
+        """`forward` itself: the loss reads the model's whole logits."""
+        del model, tools
+        return forward
 
     def __call__(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stabletrain.errors import ConfigError
 from stabletrain.machine.compiling import try_compiled
-from stabletrain.protocols import ForwardPass, Tools
+from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.step import count_targets
 
@@ -35,20 +35,19 @@ def warm_up_compiled(
     """
     if not batch.targets.numel():
         return left_uncompiled("the batch to try it on is empty", must)
-    model, forward_pass = state.model, ForwardPass(state.model, tools)
+    model = tools.wrap(state.model)
 
     def forward() -> Tensor:
         inputs, _, _ = tools.sanitizer.inputs(batch.inputs)
-        logits = tools.objective.logits(
-            forward_pass, inputs
-        )  # gradients meet in the backward pass, as after the last part
+        with tools.precision.autocast():
+            logits = model(inputs)
         targets, _ = tools.sanitizer.targets(batch.targets, logits.shape[-1])
         return tools.objective(logits, targets, count_targets([batch]).clamp(min=1)).total
 
     def backward(loss: Tensor) -> None:
-        forward_pass.scaled(loss).backward()
+        tools.scale(loss).backward()
 
-    seconds, why = try_compiled(model, batch.inputs.shape, forward, backward, any_rank)
+    seconds, why = try_compiled(state.model, batch.inputs.shape, forward, backward, any_rank)
     if not why:
         return {"compiled": True, "compile_seconds": round(seconds, 1)}, f"compile  on, in {seconds:.0f} s"
     return left_uncompiled(why, must)

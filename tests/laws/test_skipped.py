@@ -54,7 +54,7 @@ def spoil_loss(job, batch, value):
     objective = job.tools.objective
 
     class Spoilt:
-        logits = objective.logits
+        wrap = objective.wrap
 
         def __call__(self, logits, targets, n_valid):
             terms = objective(logits, targets, n_valid)

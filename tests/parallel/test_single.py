@@ -51,13 +51,10 @@ def test_the_whole_batch_is_its_part(alone):
     assert alone.gather_samples(samples, 8) is samples
 
 
-def test_forward_hands_on_what_the_model_is_asked(alone):
-    class Asked(nn.Module):
-        def forward(self, inputs, factor=1):
-            return inputs * factor
-
-    assert alone.forward(Asked(), torch.ones(2), factor=3).tolist() == [3, 3]
-    assert isinstance(alone.gradient_sync(Asked(), last=False), nullcontext)
+def test_the_model_is_called_as_it_is(alone):
+    model = nn.Linear(1, 1)
+    assert alone.wrapped(model) is model
+    assert isinstance(alone.gradient_sync(model, last=False), nullcontext)
 
 
 def test_numbers_are_the_steps_own(alone):

@@ -69,7 +69,8 @@ def perform(place: Path, name: str, case: Mapping[str, Any]) -> dict[str, Any]:
 
 def watch(job: TrainingRun, seen: dict[str, Any], crash_at: int | None, poke: list[int] | None) -> None:
     """Writes every reading and verdict down, and the bits of the state between two steps."""
-    judge, get, forward = job.tools.guard.judge, job.data.batches.get, job.tools.parallel.forward
+    judge, get = job.tools.guard.judge, job.data.batches.get
+    wrapped = job.tools.parallel.wrapped
 
     def judging(reading: Any) -> Any:
         verdict = judge(reading)
@@ -87,15 +88,20 @@ def watch(job: TrainingRun, seen: dict[str, Any], crash_at: int | None, poke: li
         seen["ids"].append([step, [] if batch.ids is None else batch.ids.tolist()])
         return batch
 
-    def drawing(model: Any, inputs: Any, **how: Any) -> Any:
-        generator = torch.Generator()
-        generator.set_state(torch.get_rng_state())
-        seen["draws"].append(torch.rand((), generator=generator).item())
-        logits = forward(model, inputs, **how)
-        seen["gathered"].append(sum(not is_sharded(parameter) for parameter in model.parameters()))
-        return logits
+    def wrapping(model: Any) -> Any:
+        forward = wrapped(model)
 
-    job.tools.guard.judge, job.data.batches.get, job.tools.parallel.forward = judging, getting, drawing
+        def drawing(inputs: Any, **how: Any) -> Any:
+            generator = torch.Generator()
+            generator.set_state(torch.get_rng_state())
+            seen["draws"].append(torch.rand((), generator=generator).item())
+            logits = forward(inputs, **how)
+            seen["gathered"].append(sum(not is_sharded(parameter) for parameter in model.parameters()))
+            return logits
+
+        return drawing
+
+    job.tools.guard.judge, job.data.batches.get, job.tools.parallel.wrapped = judging, getting, wrapping
 
 
 def finish(job: TrainingRun, seen: dict[str, Any]) -> None:

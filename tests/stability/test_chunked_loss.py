@@ -9,13 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
-from stabletrain.protocols import ForwardPass
 from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE
 from stabletrain.stability.chunked_loss import ChunkedLoss, with_loss_chunk
 from stabletrain.stability.objective import NoZLoss, Objective, ZLoss
+from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.softcap import Gemma2Softcap, NoSoftcap
+from stabletrain.trainer.tools import build_tools
 
 VOCAB, TOKENS = 37, (3, 11)
 
@@ -28,22 +29,19 @@ def gpt(tied_head=False, softcap=None, seed=0, **changed):
     return GPT(**{**asked, **kinds, **knobs, **changed})
 
 
-class Run(ForwardPass):
+class Run:
     """A model run as a step runs it, at a loss scale."""
 
     def __init__(self, model, autocast=nullcontext, scale=1.0):
-        vars(self).update(model=model, autocast=autocast, scale=scale)
+        precision = Unscaled("fp32", torch.device("cpu"), torch.float32)
+        precision.autocast, precision.scale = autocast, lambda loss: loss * scale
+        self.model, self.tools = model, build_tools(precision)
 
-    def __call__(self, inputs, **how):
-        with self.autocast():
-            return self.model(inputs, **how)
-
-    def logits(self, features):
-        with self.autocast():
-            return self.model.logits(features)
-
-    def scaled(self, loss):
-        return loss * self.scale
+    def loss(self, objective, inputs, targets):
+        model = objective.wrap(self.model, self.model, self.tools)
+        with self.tools.precision.autocast():
+            logits = model(inputs)
+        return objective(logits, targets, (targets != IGNORE_INDEX).sum())
 
 
 def example():
@@ -56,9 +54,9 @@ def example():
 def gradients(run, objective, times=1.0):
     """Loss terms and gradients of a step."""
     inputs, targets = example()
-    terms = objective(objective.logits(run, inputs), targets, (targets != IGNORE_INDEX).sum())
+    terms = run.loss(objective, inputs, targets)
     run.model.zero_grad()
-    (run.scaled(terms.total) * times).backward()
+    (run.tools.scale(terms.total) * times).backward()
     return terms.detach(), {name: p.grad for name, p in run.model.named_parameters()}
 
 

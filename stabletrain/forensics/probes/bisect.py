@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from stabletrain.forensics.replay import perform
 from stabletrain.forensics.repro import Repro
 from stabletrain.monitors.forward import isolated
-from stabletrain.protocols import ForwardPass, Objective, Tools
+from stabletrain.protocols import Objective, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, LossTerms
 
 
@@ -69,9 +69,9 @@ class Divided:
     plain: Objective
     n_valid: Tensor
 
-    def logits(self, forward: ForwardPass, inputs: Tensor) -> Tensor:
+    def wrap(self, forward: Callable[..., Tensor], model: nn.Module, tools: Tools) -> Callable[..., Tensor]:
         """The plain objective's."""
-        return self.plain.logits(forward, inputs)
+        return self.plain.wrap(forward, model, tools)
 
     def __call__(self, logits: Tensor, targets: Tensor, n_valid: Tensor) -> LossTerms:
         """The plain objective's."""
