@@ -5,7 +5,7 @@
 
 One quantity of a GPT is varied at a time. The steps of its sizes take turns, so that what else the machine does falls
 on all alike. The exponent e of time ~ size^e is fitted by least squares in log-log over the three largest sizes, in
-each round; beside it the same fit of the FLOPs that PyTorch counts in these models (`machine/usage.py`). Time grows
+each round; beside it the same fit of the FLOPs that PyTorch counts in these models (`machine/hardware.py`). Time grows
 more slowly than arithmetic where small products leave the machine idle. Memory is the most that was in use in two
 steps, weights, gradients and moments included: on a card of tensors; on a CPU what the resident memory of a process,
 made for it, grew by. The last part is `long_data.py`: 10^9 tokens must cost no more than 10^6.
@@ -27,7 +27,7 @@ from quantities import COLUMNS, reached, show
 from targets import judged
 
 from stabletrain.machine import hardware
-from stabletrain.machine.usage import flops_per_sample, peak_bytes
+from stabletrain.machine.hardware import flops_per_sample, peak_bytes
 
 BASE = {
     "tiny": {"depth": 1, "width": 32, "block": 16, "batch": 2, "vocab": 256, "head": 32},

@@ -23,9 +23,8 @@ from workloads import gpt, plain_tools
 
 from stabletrain.machine import hardware
 from stabletrain.records import LOGITS_AT_ONCE, Batch, TrainState
-from stabletrain.stability.chunked_loss import ChunkedLoss
 from stabletrain.stability.guard import NoGuard
-from stabletrain.stability.objective import NoZLoss, Objective, ZLoss
+from stabletrain.stability.objective import ChunkedLoss, NoZLoss, Objective, ZLoss
 from stabletrain.step import compute
 
 VOCAB = 50257

@@ -31,7 +31,7 @@ from stabletrain.config.error_texts import explain
 from stabletrain.config.make import leaves, make, plain
 from stabletrain.config.moved import updated
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean
-from stabletrain.forensics import repro_files
+from stabletrain.forensics import repro as repro_files
 from stabletrain.forensics.replay import Outcome, replay
 from stabletrain.machine import hardware
 from stabletrain.parallel.single import SingleProcess

@@ -11,8 +11,7 @@ from typing import Any
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.replay import VARIANTS, Outcome
 from stabletrain.forensics.report import report
-from stabletrain.forensics.repro import Repro
-from stabletrain.forensics.repro_files import BATCH, SCENE, STATE, save_repro
+from stabletrain.forensics.repro import BATCH, SCENE, STATE, Repro, save_repro
 from stabletrain.tracking.metrics import now, plain, replace
 
 UNNEEDED = Outcome(not_run="what was found before explains it")

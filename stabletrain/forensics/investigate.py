@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stabletrain.forensics.diagnosis.causes import Diagnosis, diagnose
 from stabletrain.forensics.diagnosis.evidence import Evidence, LargestInput, RunSettings
-from stabletrain.forensics.probes.bisect import find_culprits
-from stabletrain.forensics.probes.samples import bad_samples, named
+from stabletrain.forensics.probes.samples import bad_samples, find_culprits, named
 from stabletrain.forensics.probes.state import damaged, drift, overlong, staleness
 from stabletrain.forensics.probes.underflow import underflow
 from stabletrain.forensics.replay import VARIANTS, Outcome, ieee_kernels, perform, replay, replays, same_bits

@@ -1,10 +1,25 @@
-"""What the machine is and can do: device, card, threads, and whether bf16 and TF32 are real here."""
+"""The machine: device, card, threads, support for bf16 and TF32, peak memory, and model FLOPs utilisation (MFU).
 
+    MFU = units per second * FLOPs per unit / (peak FLOPs of a card * cards)
+
+FLOPs are those the model needs: three times the matrix products of a forward pass, which for a decoder is
+6 N + 12 L d T per token, with N the weights of its matrices (PaLM, arXiv 2204.02311, appendix B). Recomputation, as in
+activation checkpointing, is not counted. Peaks are the vendors' dense figures. Where the peak is unknown, as on a CPU,
+there is no MFU.
+"""
+
+import copy
 import os
 import platform
+import re
+import resource
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
 
@@ -93,3 +108,95 @@ def describe(device: torch.device) -> dict:
             "cudnn": torch.backends.cudnn.version(),
         }
     return facts
+
+
+PEAKS = {
+    r"V100-SXM2-\d+GB$": {"fp32": 15.7, "half": 125.0},
+    r"A100-SXM4-\d+GB$": {"fp32": 19.5, "tf32": 156.0, "half": 312.0},
+    r"H100 80GB HBM3$": {"fp32": 67.0, "tf32": 494.5, "half": 989.0},
+    r"H200$": {"fp32": 67.0, "tf32": 494.5, "half": 989.0},
+}
+"""Dense peak in TFLOP/s by the end of the name that PyTorch gives a card; PCIe, NVL or a slice of one has none here."""
+
+KINDS = {"fp32": "fp32", "tf32": "tf32", "fp16": "half", "bf16": "half", "bf16_params": "half"}
+"""Which peak a precision has."""
+
+
+def peak_flops(card: str, precision: str) -> float | None:
+    """The dense peak of a card, in FLOP/s, at a precision of the group of that name; None where it is not known."""
+    for name, peaks in PEAKS.items():
+        if re.search(name, card):
+            peak = peaks.get(KINDS.get(precision, ""))
+            return None if peak is None else peak * 1e12
+    return None
+
+
+def flops_per_sample(model: nn.Module, inputs: Tensor) -> float | None:
+    """What one sample costs in training: three times the products of its forward pass, as PyTorch counts them.
+
+    Nothing is computed: a copy of the model without memory of its own is run. None for a model that cannot be run so.
+
+    Args:
+        model: whole, and not compiled; it is not touched.
+        inputs: `[1, ...]`, a batch of one sample.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    memo: dict[int, Tensor] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        empty = tensor.detach().to("meta")
+        memo[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+    try:
+        model_copy = copy.deepcopy(model, memo).eval()
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model_copy(inputs.to("meta"))
+    except Exception:  # anybody's model: one that asks for values it has not got, or cannot be copied
+        return None
+    return 3.0 * counter.get_total_flops() or None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a run uses, measured where it runs.
+
+    Attributes:
+        device: where the model lives.
+        flops_per_unit: a token's or an image's, in training; None if not known.
+        peak: FLOP/s of all cards together; None if not known.
+    """
+
+    device: torch.device
+    flops_per_unit: float | None = None
+    peak: float | None = None
+
+    def facts(self, units: str) -> dict[str, float]:
+        """What is known of FLOPs, for `run.json`; `units` is `tokens` or the like."""
+        if self.flops_per_unit is None or self.peak is None:
+            return {}
+        return {f"flops_per_{units.removesuffix('s')}": self.flops_per_unit, "peak_flops": self.peak}
+
+    def metrics(self, rate: float) -> dict[str, float]:
+        """`memory/peak_gb` (1e9 bytes), and `throughput/mfu` (a share) at `rate` units a second; waits for nothing."""
+        found = {"memory/peak_gb": round(peak_bytes(self.device) / 1e9, 4)}
+        if self.flops_per_unit is not None and self.peak is not None:
+            found["throughput/mfu"] = rate * self.flops_per_unit / self.peak
+        return found
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that was held since `forget_peak`: tensors' on a card; resident of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError), open("/proc/self/status") as lines:
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux also of what started it
+    return highest if sys.platform == "darwin" else highest * 1024
+
+
+def forget_peak(device: torch.device) -> None:
+    """Begins anew, so that each of several runs in one process has its own peak; of a process only Linux forgets it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as refs:
+        refs.write("5")

@@ -1,9 +1,20 @@
-"""DDP: every rank has the whole model, and gradients are averaged while the backward pass goes on.
+"""DDP: every rank has the whole model, and gradients are averaged during the backward pass.
 
 Source: Li et al., arXiv 2006.15704; `torch.nn.parallel.DistributedDataParallel`.
+
+DDP averages gradients and never compares weights again. If a bit flips in one card's memory, that rank's replica
+differs from then on, and nothing shows it: the losses of all ranks are summed, and rank 0's replica is saved. So before
+a state is evaluated, kept as a snapshot or saved, every rank computes a checksum of each of its tensors, and the ranks
+compare a hash of these checksums:
+
+    sum of the bits of all elements, read as integers, modulo 2^64
+
+A single flipped bit always changes it; several can cancel with a probability of 2^-64. The check reads the state once
+(a fraction of a step), and each rank sends 64 characters. The checksums themselves are compared only if hashes differ.
 """
 
-from collections.abc import Generator, Mapping
+import hashlib
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from typing import Any
@@ -14,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.distributed import Distributed
-from stabletrain.parallel.ranks import Ranks
-from stabletrain.parallel.replica_check import find_divergence
+from stabletrain.parallel.ranks import Ranks, all_gather_object
 from stabletrain.records import GradNorms, TrainState
 
 SYNC_BUFFERS = next(
@@ -31,7 +41,7 @@ class DDP(Distributed):
 
     Attributes:
         find_unused_parameters: for models of which a step may leave parameters without a gradient.
-        compare: whether the ranks compare their states before one is evaluated or saved; see `replica_check.py`.
+        compare: whether the ranks compare their states before one is evaluated or saved.
     """
 
     name = "ddp"
@@ -88,7 +98,7 @@ class DDP(Distributed):
                 )
 
     def find_divergence(self, state: TrainState) -> str:
-        """See `replica_check.py`."""
+        """Which ranks' replicas differ, in words; empty if none does, or with `compare=false`."""
         return find_divergence(state) if self.compare else ""
 
     def of_gradients(self, norms: GradNorms) -> Tensor:
@@ -98,3 +108,61 @@ class DDP(Distributed):
     def norms_of(self, norms: GradNorms, rows: Tensor) -> GradNorms:
         """The largest of them; NaN if there is one."""
         return GradNorms(total=torch.amax(rows[:, 0]), each=norms.each)
+
+
+WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by their bytes."""
+
+
+def find_divergence(state: TrainState) -> str:
+    """Which ranks have another state than the others, and where, in words; empty where all have the same.
+
+    All ranks must call it, and all get the same answer.
+    """
+    mine = checksums(state)
+    hashes = all_gather_object(hashlib.sha256(repr(mine).encode()).hexdigest())
+    return describe(hashes, all_gather_object(mine)) if len(set(hashes)) > 1 else ""
+
+
+@torch.no_grad()
+def checksums(state: TrainState) -> dict[str, int]:
+    """The sum of bits of each weight, each moment and each of BatchNorm's statistics, by name.
+
+    Buffers that no checkpoint holds, and those that are no floats, are left out: a model may keep there what it likes.
+    """
+    tensors, device = tensors_of(state), next(state.model.parameters()).device
+    if not tensors:
+        return {}
+    found = [tensor.view(WHOLE[tensor.element_size()]).sum(dtype=torch.int64).to(device) for tensor in tensors.values()]
+    return dict(zip(tensors, torch.stack(found).tolist(), strict=True))
+
+
+def tensors_of(state: TrainState) -> dict[str, Tensor]:
+    """What must be the same on every rank, by name."""
+    saved = state.model.state_dict().keys()
+    weights = dict(state.model.named_parameters())
+    found = {name: weight.detach() for name, weight in weights.items()}
+    found |= {name: buffer for name, buffer in state.model.named_buffers() if name in saved}
+    for name, weight in weights.items():
+        kept = state.optimizer.state.get(weight, {})
+        found |= {f"{key} of {name}": value for key, value in kept.items() if isinstance(value, Tensor)}
+    return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
+
+
+def describe(hashes: Sequence[str], everyones: Sequence[Mapping[str, int]]) -> str:
+    """The sentence for states of which not all are the same.
+
+    Args:
+        hashes: of each rank's sums.
+        everyones: these sums.
+    """
+    common = max(set(hashes), key=lambda each: (hashes.count(each), -hashes.index(each)))
+    others = [rank for rank, each in enumerate(hashes) if each != common]
+    right = everyones[hashes.index(common)]
+    names = [name for name in right if any(everyones[rank].get(name) != right[name] for rank in others)]
+    more = f" and {len(names) - 1} more of its tensors" if len(names) > 1 else ""
+    where = f"'{names[0]}'{more} {'differ' if more else 'differs'}" if names else "it has other tensors"
+    if 2 * hashes.count(common) > len(hashes):
+        who = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+        return f"{who} no longer {'have' if len(others) > 1 else 'has'} the state of the other ranks: {where}"
+    return f"the ranks no longer have the same state: {where}, and no majority of them says which is right"

@@ -1,11 +1,23 @@
-"""Which part of a model plays which role: the rules that several knobs share, so that they agree.
+"""Roles of parameters: the head, residual projections, and which parameters are decayed.
 
-A model may name its parts itself, by a method; the fallback is what most models look like.
+Several config groups share these rules. A model may name its parts by methods of its own; otherwise common patterns
+are recognised.
+
+Weight decay applies to matrices and convolution kernels only: norms, biases and embeddings are not decayed. It has two
+forms, with f the factor of warmup and schedule:
+
+    coupled:      w <- w - lr f decay w      PyTorch's: the peak learning rate changes the strength of the decay
+    independent:  w <- w - f decay w         Loshchilov and Hutter, arXiv 1711.05101; arXiv 2309.14322 compares learning
+                                             rates with this form (section 3.2.2)
 """
 
 import inspect
+from collections.abc import Collection, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from stabletrain.errors import ConfigError
 
 
 def classifier(model: nn.Module) -> nn.Module | None:
@@ -24,3 +36,62 @@ def classifier(model: nn.Module) -> nn.Module | None:
 def embeddings(model: nn.Module) -> list[nn.Module]:
     """Every embedding table of the model."""
     return [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+
+
+SMALLEST_EPS = torch.finfo(torch.float32).tiny
+"""The smallest normal fp32: a smaller eps is 0, or nearly so, to the moments, and 0 / 0 would follow."""
+
+
+def decayed(model: nn.Module, weight_decay: float, leave_out: Collection[Tensor] = ()) -> list[dict]:
+    """Two parameter groups: with weight decay (matrices, kernels), and without (norms, biases, embeddings).
+
+    A parameter that an embedding and a head share counts as an embedding. Frozen parameters are left out, and so are
+    those in `leave_out`.
+    """
+    tables, absent = {id(m.weight) for m in embeddings(model)}, {id(p) for p in leave_out}
+    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in absent]
+    with_decay = [p for p in trained if p.ndim >= 2 and id(p) not in tables]
+    without = [p for p in trained if p.ndim < 2 or id(p) in tables]
+    groups = [
+        {"params": with_decay, "weight_decay": weight_decay},
+        {"params": without, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def decay_per_rate(lr: float, weight_decay: float, decay: str) -> float:
+    """What a decayed group's `weight_decay` must be, given that its optimizer multiplies it by the learning rate.
+
+    Raises:
+        ConfigError: `decay` is neither `coupled` nor `independent`, or independent decay would take a weight away in
+            one step.
+    """
+    if decay not in ("coupled", "independent"):
+        raise ConfigError(f"optimizer.decay={decay} is unknown: choose coupled or independent")
+    if decay == "coupled":
+        return weight_decay
+    if not weight_decay < 1:
+        raise ConfigError(
+            f"optimizer.weight_decay={weight_decay} with optimizer.decay=independent takes all of a weight away in one "
+            "step: 1e-4 is customary"
+        )
+    return weight_decay / lr
+
+
+def check_rates(lr: float, weight_decay: float) -> None:
+    """Raises ConfigError where the learning rate or the weight decay is out of bounds."""
+    if not 0 < lr < float("inf"):
+        raise ConfigError(f"optimizer.lr={lr} is not a finite number above 0: adamw's default is 3e-3")
+    if not 0 <= weight_decay < float("inf"):
+        raise ConfigError(f"optimizer.weight_decay={weight_decay} is not a finite number from 0 up: use 0 for none")
+
+
+def check_moments(betas: Sequence[float], eps: float) -> None:
+    """Raises ConfigError where Adam's betas or eps are out of bounds."""
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"optimizer.betas={list(betas)} are not two numbers in [0, 1): [0.9, 0.95] is customary")
+    if not SMALLEST_EPS <= eps < float("inf"):
+        raise ConfigError(
+            f"optimizer.eps={eps} is not a number from {SMALLEST_EPS:.3g} (fp32's smallest) up: the update would "
+            "divide by 0; 1e-8 is customary"
+        )

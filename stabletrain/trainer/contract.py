@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stabletrain.config.make import make
 from stabletrain.errors import ConfigError
-from stabletrain.machine.usage import flops_per_sample
+from stabletrain.machine.hardware import flops_per_sample
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.records import IGNORE_INDEX, Batch
 

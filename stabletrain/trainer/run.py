@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stabletrain.machine.usage import Usage
+from stabletrain.machine.hardware import Usage
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState

@@ -14,7 +14,7 @@ from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import mix
-from stabletrain.machine.usage import Usage, forget_peak, peak_flops
+from stabletrain.machine.hardware import Usage, forget_peak, peak_flops
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState

@@ -10,8 +10,7 @@ import torch
 from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.forensics.replay import replay
-from stabletrain.forensics.repro import Repro
-from stabletrain.forensics.repro_files import load_repro, save_repro
+from stabletrain.forensics.repro import Repro, load_repro, save_repro
 from stabletrain.step import commit, compute
 from stabletrain.trainer.build import build
 from tests.runs import TINY_GPT, TINY_RESNET, composed

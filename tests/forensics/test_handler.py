@@ -11,7 +11,8 @@ import torch
 from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.errors import ConfigError, TrainingHalted
-from stabletrain.forensics import handler, incident, repro_files
+from stabletrain.forensics import handler, incident
+from stabletrain.forensics import repro as repro_files
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.handler import IncidentHandler, NoIncidentHandler
 from stabletrain.forensics.replay import VARIANTS

@@ -9,9 +9,9 @@ import torch
 import stabletrain.trainer.loop
 from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.tree import flatten, to_host
-from stabletrain.forensics.probes.bisect import find_culprits
+from stabletrain.forensics.probes.samples import find_culprits
 from stabletrain.forensics.replay import VARIANTS, replay, replays
-from stabletrain.forensics.repro_files import load_repro, save_repro
+from stabletrain.forensics.repro import load_repro, save_repro
 from stabletrain.records import Batch
 from stabletrain.step import compute
 from stabletrain.trainer.loop import train
@@ -120,7 +120,7 @@ import numpy as np
 
 from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import to_host
-from stabletrain.forensics.probes.bisect import find_culprits
+from stabletrain.forensics.probes.samples import find_culprits
 from stabletrain.forensics.replay import replays
 from tests.forensics.given import MODELS, RUINS, assert_unchanged, live, made, marked, scene_of, wearing
 

@@ -410,7 +410,7 @@ def test_every_key_of_every_option_is_alive(tmp_path, places, unchanged, group, 
 SEEN_ELSEWHERE = {
     "data.cache_mb": "tests/data/test_imagefolder.py",
     "parallel.find_unused_parameters": "tests/parallel/test_distributed.py",
-    "parallel.compare": "tests/parallel/test_replica_check.py",
+    "parallel.compare": "tests/parallel/test_ddp.py",
     "parallel.reshard_after_forward": "tests/parallel/test_distributed.py",
 }
 """Keys that change no result of one process, only its cost or that of several, and where they are shown alive."""

@@ -11,7 +11,7 @@ import torch
 from stabletrain.cli.commands import main
 from stabletrain.config.make import leaves
 from stabletrain.errors import ConfigError
-from stabletrain.machine.usage import Usage
+from stabletrain.machine.hardware import Usage
 from stabletrain.tracking.wandb import INCIDENT
 from stabletrain.tracking.wandb_report import CURVES, PACE, spec, specification
 from stabletrain.trainer.build import build

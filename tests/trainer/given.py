@@ -10,7 +10,7 @@ from torch import nn
 from stabletrain.checkpoint.checkpoints import NoCheckpoints
 from stabletrain.compare.pages.at_end import NoPage
 from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
-from stabletrain.machine.usage import Usage
+from stabletrain.machine.hardware import Usage
 from stabletrain.monitors.monitors import NoMonitors
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.single import SingleProcess

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stabletrain.forensics.probes.bisect import Culprits
+from stabletrain.forensics.probes.samples import Culprits
 from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.replay import Outcome
 from stabletrain.forensics.trace.origin import Origin

@@ -1,14 +1,25 @@
-"""Which samples of a batch cannot be trained on, and what is wrong with each, from the batch as it lies on the host."""
+"""Bad samples of a batch: those with values no model can train on, and those that make a step non-finite.
 
-from collections.abc import Mapping, Sequence
+`bad_samples` checks the values of the batch on the host. `find_culprits` runs the step on halves of the batch
+(bisection).
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from stabletrain.records import IGNORE_INDEX, Batch
+from stabletrain.forensics.replay import perform
+from stabletrain.forensics.repro import Repro
+from stabletrain.monitors.forward import isolated
+from stabletrain.protocols import Objective, Tools
+from stabletrain.records import IGNORE_INDEX, Batch, LossTerms
 
 MOST = 8
 """Samples that are named one by one."""
@@ -94,3 +105,151 @@ def describe(samples: Sequence[Mapping[str, Any]]) -> str:
     where = f" ({first['source']})" if "source" in first else f" (id {first['id']})" if "id" in first else ""
     more = f", and {len(samples) - 1} more" if len(samples) > 1 else ""
     return f"{who}{first['what']}{where}{more}"
+
+
+@dataclass(frozen=True)
+class Culprits:
+    """The smallest part of a batch that was found to make its step non-finite.
+
+    Attributes:
+        samples: places in the batch, in order; empty if the step is finite, or nothing could be run.
+        alone: whether each of them is bad by itself; else they are bad together, or the passes ran out among them.
+        passes: how often the model was run.
+        others_too: whether another batch fails as well, so that no sample is to blame.
+    """
+
+    samples: list[int]
+    alone: bool
+    passes: int
+    others_too: bool = False
+
+
+def find_culprits(repro: Repro) -> Culprits:
+    """Which samples make the step non-finite, by halving; forward only, where the loss already is.
+
+    Samples of a fresh batch stand in for those left out, so that shapes and dropout masks stay what they were, and
+    BatchNorm's statistics about so; where there is no fresh batch, nothing does. If one of n samples is guilty the
+    model is run at most 2 + 2 ceil(log2 n) times; it is never run more than 8 + 4 ceil(log2 n) times, nor after the
+    deadline.
+    """
+    everyone = [*range(len(repro.batch))]
+    trials = Bisection(repro)
+    if not everyone or not trials.whole():
+        return Culprits([], False, trials.passes)
+    if not trials.find_filler():
+        return Culprits(everyone, False, trials.passes, others_too=True)
+    waiting, alone, together = deque([everyone]), [], []
+    while waiting:
+        rows = waiting.popleft()
+        if len(rows) == 1:
+            alone += rows
+            continue
+        halves = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+        verdicts = [trials.bad(half) for half in halves] if trials.can_go_on(2) else [None]
+        if None in verdicts or not any(verdicts):
+            together += rows
+        else:
+            waiting.extend(half for half, bad in zip(halves, verdicts, strict=True) if bad)
+    return Culprits(sorted(alone + together), not together, trials.passes)
+
+
+@dataclass(frozen=True)
+class Divided:
+    """An objective that divides by the same number of targets, whatever it is told."""
+
+    plain: Objective
+    n_valid: Tensor
+
+    def wrap(self, forward: Callable[..., Tensor], model: nn.Module, tools: Tools) -> Callable[..., Tensor]:
+        """The plain objective's."""
+        return self.plain.wrap(forward, model, tools)
+
+    def __call__(self, logits: Tensor, targets: Tensor, n_valid: Tensor) -> LossTerms:
+        """The plain objective's."""
+        del n_valid
+        return self.plain(logits, targets, self.n_valid)
+
+
+class Bisection:
+    """Runs a step with some samples of its batch, as often as it may.
+
+    Attributes:
+        passes: how often it has.
+    """
+
+    def __init__(self, repro: Repro) -> None:
+        self.passes = 0
+        self._repro, self._most = repro, 8 + 4 * math.ceil(math.log2(max(len(repro.batch), 1)))
+        self._model, self._tools = repro.copy_model(), self._divided_as_then()
+        self._forward_only = False
+        self._filling: Batch | None = None
+
+    def _divided_as_then(self) -> Tools:
+        """The tools, with an objective that divides by the targets of the whole batch, however few are run: in fp16 a
+        sample alone, divided by its own, would overflow in the backward pass where the batch did not."""
+        tools, targets = self._repro.replay_tools(), self._repro.batch.targets
+        n_valid = (targets != IGNORE_INDEX).sum().clamp(min=1).to(self._repro.device)
+        return replace(tools, objective=Divided(tools.objective.plain, n_valid))
+
+    def can_go_on(self, passes: int) -> bool:
+        """Whether so many more passes are allowed."""
+        return self.passes + passes <= self._most and time.monotonic() < self._repro.deadline
+
+    def whole(self) -> bool | None:
+        """Whether the step is non-finite with its whole batch; decides what the others need to run."""
+        found = self._numbers(self._repro.to_micro_batches(self._repro.batch)) if self.can_go_on(1) else None
+        self._forward_only = found is not None and not math.isfinite(found[0])
+        return None if found is None else not all(map(math.isfinite, found))
+
+    def find_filler(self) -> bool:
+        """Looks for samples to stand in for those left out; False if those are non-finite too."""
+        fresh, batch = self._repro.fresh, self._repro.batch
+        if fresh is None or not self.can_go_on(1):
+            return True
+        other = fresh()
+        if (other.inputs.shape, other.inputs.dtype) != (batch.inputs.shape, batch.inputs.dtype):
+            return True
+        verdict = self._non_finite(self._repro.to_micro_batches(other))
+        self._filling = other if verdict is False else None
+        return not verdict
+
+    def bad(self, rows: Sequence[int]) -> bool | None:
+        """Whether the step is non-finite with these samples of the batch; None if that cannot be run."""
+        batch = self._repro.batch
+        if self._filling is None:
+            size = len(batch) // self._repro.micro_batches
+            parts = [[*rows[start : start + size]] for start in range(0, len(rows), size)]
+            return self._non_finite([Batch(batch.inputs[p], batch.targets[p]).to(self._repro.device) for p in parts])
+        inputs, targets = self._filling.inputs.clone(), self._filling.targets.clone()
+        inputs[rows], targets[rows] = batch.inputs[rows], batch.targets[rows]
+        return self._non_finite(self._repro.to_micro_batches(Batch(inputs, targets)))
+
+    def _non_finite(self, batches: list[Batch]) -> bool | None:
+        found = self._numbers(batches)
+        return None if found is None else not all(map(math.isfinite, found))
+
+    def _numbers(self, batches: list[Batch]) -> tuple[float, ...] | None:
+        """Loss and, where it is needed, gradient norm; None if the model refuses such a batch."""
+        self.passes += 1
+        model, tools, step = self._model, self._tools, self._repro.step
+        self._repro.reset_(model)
+        try:
+            if self._forward_only:
+                return (forward(model, batches, tools, step),)
+            return perform(model, batches, tools, step)[:2]
+        except Exception:  # BatchNorm refuses a single value, say
+            return None
+
+
+def forward(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> float:
+    """The loss alone, as `step.compute` finds it; the objective must know the number of targets by itself."""
+    nobody_asks = torch.ones((), device=next(model.parameters()).device)
+    total = 0.0
+    with isolated(model), torch.no_grad():
+        tools.determinism.seed_step(tools.seed, step)
+        for batch in batches:
+            with tools.precision.autocast():
+                logits = model(tools.sanitizer.inputs(batch.inputs)[0])
+            targets = tools.sanitizer.targets(batch.targets, logits.shape[-1])[0]
+            total += float(tools.objective(logits, targets, nobody_asks).total)
+    return total

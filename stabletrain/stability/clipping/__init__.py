@@ -18,8 +18,7 @@ stays whole.
 A norm that is not finite decides nothing: what it belongs to stays as it is, so a NaN never spreads from one tensor to
 the others. Nor does it enter a statistic; neither does the norm of a step whose gate is closed.
 
-`fixed.py` holds the kinds with a fixed bound, `adaptive.py` those whose bound follows weights or earlier norms, and
-`factors.py` what they share.
+`fixed.py` holds the kinds with a fixed bound, `adaptive.py` those whose bound follows weights or earlier norms.
 """
 
 from stabletrain.stability.clipping.adaptive import AGC, AdaGC, ZClip

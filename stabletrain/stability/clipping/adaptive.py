@@ -49,7 +49,7 @@ from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import Clipped, GradNorms
-from stabletrain.stability.clipping.factors import Stateless, counts, in_parts, multiply_, shortening, whole
+from stabletrain.stability.clipping.fixed import Stateless, counts, in_parts, multiply_, shortening, whole
 from stabletrain.stability.parameter_roles import classifier
 
 

@@ -2,9 +2,9 @@
 
     limit = max(mean + sigma std, ratio mean, share first)       over the last `window` applied steps
 
-`mean + sigma std` is the package's one definition of a spike (`monitors/spikes.py`). The two other terms are what keeps
-clean runs clean: a window of nearly equal values makes nothing of a wobble (`ratio`), and a model that has learnt its
-data by heart has losses near 0, beside which a single hard sample is a giant (`share` of the first step's value).
+`mean + sigma std` is the package's one definition of a spike (`monitors/rolling.py`). The two other terms are what
+keeps clean runs clean: a window of nearly equal values makes nothing of a wobble (`ratio`), and a model that has learnt
+its data by heart has losses near 0, beside which a single hard sample is a giant (`share` of the first step's value).
 Gradient norms are heavy-tailed by nature, and clipping bounds what they do; so their terms are wide. Inputs are limited
 too: BatchNorm hides images a hundred times too bright from the loss, and its statistics stay poisoned long after.
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from stabletrain.errors import ConfigError
-from stabletrain.monitors.spikes import MINIMUM, Spikes
+from stabletrain.monitors.rolling import MINIMUM, Spikes
 from stabletrain.records import Reading
 
 LARGEST = 3.4e38

@@ -49,7 +49,7 @@ from stabletrain.stability.optimizers.gated import (
     root_of_second,
     write_,
 )
-from stabletrain.stability.optimizers.groups import check_moments, check_rates, decay_per_rate, decayed
+from stabletrain.stability.parameter_roles import check_moments, check_rates, decay_per_rate, decayed
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,14 @@ from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
 from stabletrain.stability.optimizers.gated import copies, gate, write_
-from stabletrain.stability.optimizers.groups import check_moments, check_rates, decay_per_rate, decayed
-from stabletrain.stability.parameter_roles import classifier, embeddings
+from stabletrain.stability.parameter_roles import (
+    check_moments,
+    check_rates,
+    classifier,
+    decay_per_rate,
+    decayed,
+    embeddings,
+)
 
 
 @dataclass(frozen=True)

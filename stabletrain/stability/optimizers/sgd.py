@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.stability.optimizers.groups import check_rates, decayed
+from stabletrain.stability.parameter_roles import check_rates, decayed
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ for convolution, since PyTorch's defaults differ between the two.
 | bf16_params | bfloat16, matrices stored so | off | - | as named |
 | fp16 | float16 | off | dynamic | as named |
 
-`autocast.py` is every mode's autocast and fp16's loss scale, `fp32_modules.py` the modules kept in fp32,
+`autocast.py` is every mode's autocast, fp16's loss scale and the modules kept in fp32,
 `bf16_weights.py` the parameters kept in bf16, `modes.py` what the config group offers."""
 
 from stabletrain.stability.precision.autocast import LossScaled, Unscaled

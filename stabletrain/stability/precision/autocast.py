@@ -1,19 +1,31 @@
-"""Every mode but fp16: forward and backward in one format, the loss differentiated as it is.
+"""Autocast modes: fp32, TF32 and bf16 without a loss scale, fp16 with one, and modules that stay in fp32.
 
-TF32 keeps fp32's range and rounds the factors of a product to 10 bits. It is set both ways here, because PyTorch leaves
-it off for matmul and on for convolution, and because a sweep prepares several modes in one process.
+TF32 keeps fp32's range and rounds the factors of a product to 10 bits. It is set explicitly, because PyTorch enables it
+for convolutions and not for matmul, and because a sweep prepares several modes in one process.
 
-fp16's loss scale: the loss is multiplied before the backward pass, so that small gradients survive the format.
+fp16's loss scale: the loss is multiplied before the backward pass, so that small gradients do not underflow.
 
     scale <- 2 scale after growth_interval applied steps in a row;   scale <- scale / 2 on overflow, down to min_scale
 
-Source: Micikevicius et al., arXiv 1710.03740; the numbers are `torch.amp.GradScaler`'s. The rule is written out here,
-and not taken from GradScaler, because the guard's gate and the scale must agree on the device about one overflow.
+Source: Micikevicius et al., arXiv 1710.03740; the constants are `torch.amp.GradScaler`'s. GradScaler itself is not
+used, because the guard's gate and the loss scale must agree on the device about each overflow.
+
+fp32 modules: chosen modules compute in fp32 while the rest of the model runs under autocast. fp16 ends at 65504. Two
+parts of a transformer exceed that first: the logits of the head, and attention scores that are computed explicitly.
+(PyTorch's fused attention keeps its scores in fp32 already.) On a card without bf16 these belong in fp32, as large sums
+do (Micikevicius et al., section 3.3).
+
+The class of an fp32 module is replaced by a subclass of the same name, whose forward disables autocast and casts inputs
+to fp32. The module keeps its parameters, hooks and names, and can be copied and compiled. (A forward set on the
+instance would not work: the copy's forward would use the original's weights.)
 """
 
 import contextlib
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +35,91 @@ from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import GradNorms, LossTerms
-from stabletrain.stability.precision.fp32_modules import check_patterns, wrap_fp32_modules
+
+
+class Fp32Module(nn.Module):
+    """What is mixed into the class of a module: its forward with autocast off, on inputs widened to fp32.
+
+    The output stays fp32; operations after it that autocast lists cast it down themselves. Outside of autocast nothing
+    changes.
+    """
+
+    _autocast_device: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, in fp32."""
+        with torch.autocast(self._autocast_device, enabled=False):
+            return super().forward(*widen(args), **widen(kwargs))
+
+
+def widen(value: Any) -> Any:
+    """`value` with every fp16 and bf16 tensor in it as fp32, in lists, tuples and dicts too; the rest as it is."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    if isinstance(value, dict):
+        return {key: widen(each) for key, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[widen(each) for each in value])
+    if isinstance(value, list | tuple):
+        return type(value)([widen(each) for each in value])
+    return value
+
+
+@cache
+def fp32_class(kind: type[nn.Module], device: str) -> type[nn.Module]:
+    """The subclass of `kind` that computes in fp32 under the autocast of `device`; one for all modules of that kind."""
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (Fp32Module, kind), {**names, "_autocast_device": device})
+
+
+def wrap_fp32_modules(model: nn.Module, patterns: Sequence[str], device: str) -> list[str]:
+    """Makes every module whose name fits one of `patterns` an fp32 module, in place.
+
+    Args:
+        model: its parameters must be fp32.
+        patterns: of names as `named_modules` gives them, with `*`, `?` and `[...]`; `*` also passes dots.
+        device: the type of device whose autocast is turned off.
+
+    Returns:
+        The names of these modules, in the model's order.
+
+    Raises:
+        ConfigError: a pattern fits no module that is called.
+    """
+    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name and called(module)]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name, _ in named):
+            raise ConfigError(f"precision.fp32_modules: {unmatched(model, pattern, [name for name, _ in named])}")
+    chosen = [(name, module) for name, module in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    for _, module in chosen:
+        if not isinstance(module, Fp32Module):
+            module.__class__ = fp32_class(type(module), device)
+    return [name for name, _ in chosen]
+
+
+def called(module: nn.Module) -> bool:
+    """Whether a module has a forward: a list of modules is never called itself."""
+    return type(module).forward is not nn.Module.forward
+
+
+def unmatched(model: nn.Module, pattern: str, names: list[str]) -> str:
+    """Why `pattern` fits none of `names`, and what would."""
+    general = list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in n.split(".")) for n in names))
+    if any(name.startswith(f"{pattern}.") for name, _ in model.named_modules()):
+        return f"'{pattern}' only holds other modules and is never called itself; use '{pattern}.*' for those in it"
+    near = difflib.get_close_matches(pattern, list(dict.fromkeys([*general, *names])), n=3)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"'{pattern}' names no module of {type(model).__name__}: {hint}Its modules are {', '.join(general)}"
+
+
+def check_patterns(patterns: Sequence[object]) -> None:
+    """Refuses what is not a list of names."""
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise ConfigError(
+                f"precision.fp32_modules={list(patterns)}: {pattern!r} is not the name of a module; "
+                "write a list such as [head, blocks.*.attention.dot_product]"
+            )
 
 
 def set_kernels(tf32: bool) -> None:
@@ -53,7 +149,7 @@ class Unscaled:
         dtype: what autocast computes in; float32 means no autocast.
         tf32: whether fp32 matmuls and convolutions may round to TF32.
         why: one line for people, where the mode was chosen for them or is slow here.
-        fp32_modules: patterns of module names that compute in fp32; see `fp32_modules.py`.
+        fp32_modules: patterns of module names that compute in fp32.
     """
 
     name: str

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.stability.precision.autocast import Unscaled
-from stabletrain.stability.precision.fp32_modules import Fp32Module
+from stabletrain.stability.precision.autocast import Fp32Module, Unscaled
 
 LOW = -(1 << 16)
 """The 16 bits of an fp32 that bf16 has too."""

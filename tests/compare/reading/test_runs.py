@@ -15,7 +15,7 @@ from benchmarks import made_runs
 from stabletrain.compare import read_runs
 from stabletrain.compare.reading.columns import POINTS, read_columns, thin
 from stabletrain.errors import ConfigError
-from stabletrain.monitors.spikes import spike_score
+from stabletrain.monitors.rolling import spike_score
 from tests.compare.written import write
 from tests.runs import ROOT
 

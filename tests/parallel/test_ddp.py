@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from stabletrain.parallel.replica_check import checksums, describe
+from stabletrain.parallel.ddp import checksums, describe
 from stabletrain.records import TrainState
 from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel.launches import performed
