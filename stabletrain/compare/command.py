@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -62,13 +63,21 @@ def compare(
         else:
             draw_losses(runs, picture)
         print(f"picture  {picture}", file=sys.stderr)
-    page = html or page_beside(folders[0], runs[0])
+    write_or_warn(runs, found, html or page_beside(folders[0], runs[0]), wanted=html is not None)
+
+
+def write_or_warn(runs: Sequence[Run], found: Any, page: Path, *, wanted: bool) -> None:
+    """Writes the page. If the user did not ask for one, a folder that cannot be written costs a line only.
+
+    Raises:
+        ConfigError: the page was asked for, and cannot be written.
+    """
     try:
         write_page(runs, found, page)
     except ConfigError as error:
-        if html is not None:
+        if wanted:
             raise
-        print(f"no page  {error}", file=sys.stderr)  # it was not asked for, and the folder may be another user's
+        print(f"no page  {error}", file=sys.stderr)  # the folder may be another user's
     else:
         print(f"page     {page}", file=sys.stderr)
 

@@ -85,13 +85,7 @@ def prepare(
     Raises:
         ConfigError: a value out of range, nothing to read, or `out` holds something.
     """
-    if not 0 < val_fraction < 1:
-        raise ConfigError(f"--val-fraction={val_fraction} is not between 0 and 1: 0.01 is customary")
-    if shard_tokens < 1:
-        raise ConfigError(f"--shard-tokens={shard_tokens} is below 1")
-    target = Path(out).expanduser()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{out} exists and is not an empty folder: choose another, or remove it")
+    target = check_arguments(out, val_fraction, shard_tokens)
     coder = load_tokenizer(tokenizer)
     few, documents = huggingface(source, hf_config, hf_split, column) if hf else texts(source)
     dtype = np.dtype("uint8" if coder.vocab_size <= 2**8 else "uint16" if coder.vocab_size <= 2**16 else "uint32")
@@ -118,6 +112,22 @@ def prepare(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return meta
+
+
+def check_arguments(out: str, val_fraction: float, shard_tokens: int) -> Path:
+    """The folder to write, once the arguments are known to be valid.
+
+    Raises:
+        ConfigError: a value is out of range, or `out` is not an empty folder.
+    """
+    if not 0 < val_fraction < 1:
+        raise ConfigError(f"--val-fraction={val_fraction} is not between 0 and 1: 0.01 is customary")
+    if shard_tokens < 1:
+        raise ConfigError(f"--shard-tokens={shard_tokens} is below 1")
+    target = Path(out).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{out} exists and is not an empty folder: choose another, or remove it")
+    return target
 
 
 def write_tokens(

@@ -117,11 +117,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(vocab_size=vocab_size, block_size=block_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
-        if n_embd % n_head:
-            raise ConfigError(
-                f"model.n_embd={n_embd} is not a multiple of model.n_head={n_head}: "
-                f"choose n_embd={-(-n_embd // n_head) * n_head} or another number of heads"
-            )
+        check_heads(n_embd, n_head)
         if not 0 <= dropout < 1:
             raise ConfigError(f"model.dropout={dropout} is outside [0, 1): use 0 for none")
         if not norm_eps > 0:
@@ -198,6 +194,15 @@ def check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ConfigError(f"model.{name}={size} is below 1")
+
+
+def check_heads(n_embd: int, n_head: int) -> None:
+    """Refuses a width that does not divide into heads."""
+    if n_embd % n_head:
+        raise ConfigError(
+            f"model.n_embd={n_embd} is not a multiple of model.n_head={n_head}: "
+            f"choose n_embd={-(-n_embd // n_head) * n_head} or another number of heads"
+        )
 
 
 def choice(key: str, name: str, table: dict[str, Any]) -> Any:

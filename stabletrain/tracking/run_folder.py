@@ -27,6 +27,11 @@ PACKAGES = ("stabletrain", "torch", "torchvision", "numpy", "hydra-core", "omega
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
+def new_id() -> str:
+    """A random run id: eight letters and digits."""
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
+
+
 class NoRunFolder:
     """Records nothing: what every rank but the first has.
 
@@ -109,23 +114,8 @@ class RunFolder(NoRunFolder):
             ConfigError: the folder holds a run, and this is not to continue it; another process is at it; or it cannot
                 be written.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            earlier, metrics = self.read(), self.path / "metrics.jsonl"
-            self._claim(earlier)
-        except OSError as error:
-            raise self._unwritable(error) from error
-        if not resuming and (earlier.get("id") or (metrics.is_file() and metrics.stat().st_size)):
-            self._release()
-            raise ConfigError(
-                f"hydra.run.dir={self.path} already holds run {earlier.get('id')} ({earlier.get('status')}): continue "
-                "it with resume=auto, or choose another hydra.run.dir"
-            )
-        self.id = (
-            earlier.get("id")
-            or run_id
-            or "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
-        )
+        earlier = self._claim_for(resuming)
+        self.id = earlier.get("id") or run_id or new_id()
         self._record = first_record(self.id, earlier) | {
             "choices": dict(choices),
             "hardware": dict(hardware),
@@ -146,6 +136,22 @@ class RunFolder(NoRunFolder):
             self._release()
             raise self._unwritable(error) from error
         return self.id
+
+    def _claim_for(self, resuming: bool) -> dict[str, Any]:
+        """Creates and locks the folder; returns the `run.json` it holds already."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            earlier, metrics = self.read(), self.path / "metrics.jsonl"
+            self._claim(earlier)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        if not resuming and (earlier.get("id") or (metrics.is_file() and metrics.stat().st_size)):
+            self._release()
+            raise ConfigError(
+                f"hydra.run.dir={self.path} already holds run {earlier.get('id')} ({earlier.get('status')}): continue "
+                "it with resume=auto, or choose another hydra.run.dir"
+            )
+        return earlier
 
     def learn(self, hardware: Mapping[str, Any]) -> None:
         """Adds to what the record says of the machine; it is written with how the run ends."""

@@ -8,7 +8,7 @@ is the extra `report`.
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +72,60 @@ def specification(entity: str, project: str, sweeps: Sequence[str] = (), by: str
             f"wandb-report needs wandb-workspaces ({error}): pip install 'stabletrain[report]'"
         ) from error
 
-    setting, rate = wr.Config(setting_key(by)), wr.Config(RATE)
-    loss, card = wr.SummaryMetric(LOSS), wr.Metric("JobType")
+    setting, card = wr.Config(setting_key(by)), wr.Metric("JobType")
+    table = wr.WeavePanelSummaryTable(table_name="incidents", layout=wr.Layout(w=WIDE, h=2 * ROW))
 
-    def runs(name: str) -> Any:
-        filters = f"Metric('Group') in {json.dumps([*sweeps])}" if sweeps else ""
-        measured = [f"summary:{key}" for name in IN_WANDB for key in COLUMNS[name].summary]
-        settings = [f"config:{backend(setting.name)}", f"config:{backend(RATE)}"]
-        columns = ["run:displayName", "run:state", *settings, *measured]
-        order = [wr.OrderBy(loss, ascending=True)]
-        return wr.Runset(name=name, filters=filters, order=order, pinned_columns=columns[:1], visible_columns=columns)
+    def panels(found: list[Any]) -> Any:
+        return wr.PanelGrid(runsets=[runset(wr, setting, sweeps)], panels=found)
 
-    def bars(names: dict[str, str], key: Any) -> list[Any]:
-        grouped: dict[str, Any] = {"groupby": key, "groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
-        return [wr.BarPlot(title=text, metrics=[name], **grouped) for name, text in names.items()]
+    return wr.Report(
+        entity=entity,
+        project=project,
+        title=title or f"Runs compared: {', '.join(sweeps) or project}"[:128],
+        width="fluid",
+        blocks=[
+            wr.H1(f"Sensitivity by {by}"),
+            wr.P(
+                "The wider the range of learning rates at which a setting's loss stays low, the closer its mean lies "
+                "to its lowest. A run that ended in NaN has no point and no part in a mean here, only its line in the "
+                "table of runs; stabletrain compare counts it as its loss at init."
+            ),
+            panels(placed(sensitivity_panels(wr, setting, by))),
+            wr.H1("By card"),
+            wr.P("The mean of the runs on each card, and their range."),
+            panels(placed([*curve_panels(wr, card), *bar_panels(wr, PACE, card)])),
+            wr.H1("Incidents"),
+            wr.P("Steps whose update was withheld, why, and what to do: a line for each that was looked into."),
+            panels([*placed(bar_panels(wr, TROUBLE, setting)), below(table, len(TROUBLE))]),
+        ],
+    )
+
+
+def runset(wr: Any, setting: Any, sweeps: Sequence[str]) -> Any:
+    """The runs of the report, lowest validation loss first, and the columns of their table.
+
+    Args:
+        wr: the library, which is imported only when a report is made.
+        setting: what the runs differ in.
+        sweeps: only the runs of these groups; none: all.
+    """
+    filters = f"Metric('Group') in {json.dumps([*sweeps])}" if sweeps else ""
+    measured = [f"summary:{key}" for name in IN_WANDB for key in COLUMNS[name].summary]
+    settings = [f"config:{backend(setting.name)}", f"config:{backend(RATE)}"]
+    columns = ["run:displayName", "run:state", *settings, *measured]
+    order = [wr.OrderBy(wr.SummaryMetric(LOSS), ascending=True)]
+    return wr.Runset(name="Runs", filters=filters, order=order, pinned_columns=columns[:1], visible_columns=columns)
+
+
+def bar_panels(wr: Any, names: Mapping[str, str], key: Any) -> list[Any]:
+    """Bars of each metric, grouped by `key`: mean, lowest and highest."""
+    grouped: dict[str, Any] = {"groupby": key, "groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
+    return [wr.BarPlot(title=text, metrics=[name], **grouped) for name, text in names.items()]
+
+
+def sensitivity_panels(wr: Any, setting: Any, by: str) -> list[Any]:
+    """Final losses by setting and by learning rate."""
+    rate, loss = wr.Config(RATE), wr.SummaryMetric(LOSS)
 
     def axis(metric: Any, text: str, log: bool = False) -> Any:
         return wr.ParallelCoordinatesPlotColumn(metric=metric, display_name=text, log=log or None)
@@ -101,9 +141,13 @@ def specification(entity: str, project: str, sweeps: Sequence[str] = (), by: str
         title="From setting to loss",
         columns=[axis(setting, by), axis(rate, RATE, log=True), axis(loss, LOSS)],
     )
-    losses = bars({LOSS: f"Final validation loss by {by}: mean, lowest, highest"}, setting)
-    importance = wr.ParameterImportancePlot(with_respect_to=LOSS)
-    over_steps = [
+    losses = bar_panels(wr, {LOSS: f"Final validation loss by {by}: mean, lowest, highest"}, setting)
+    return [*losses, rates, ways, wr.ParameterImportancePlot(with_respect_to=LOSS)]
+
+
+def curve_panels(wr: Any, card: Any) -> list[Any]:
+    """The mean curve of the runs on each card, over the steps."""
+    return [
         wr.LinePlot(
             title=text,
             x="step",
@@ -115,28 +159,6 @@ def specification(entity: str, project: str, sweeps: Sequence[str] = (), by: str
         )
         for name, text in CURVES.items()
     ]
-    table = wr.WeavePanelSummaryTable(table_name="incidents", layout=wr.Layout(w=WIDE, h=2 * ROW))
-    return wr.Report(
-        entity=entity,
-        project=project,
-        title=title or f"Runs compared: {', '.join(sweeps) or project}"[:128],
-        width="fluid",
-        blocks=[
-            wr.H1(f"Sensitivity by {by}"),
-            wr.P(
-                "The wider the range of learning rates at which a setting's loss stays low, the closer its mean lies "
-                "to its lowest. A run that ended in NaN has no point and no part in a mean here, only its line in the "
-                "table of runs; stabletrain compare counts it as its loss at init."
-            ),
-            wr.PanelGrid(runsets=[runs("Runs")], panels=placed([*losses, rates, ways, importance])),
-            wr.H1("By card"),
-            wr.P("The mean of the runs on each card, and their range."),
-            wr.PanelGrid(runsets=[runs("Runs")], panels=placed([*over_steps, *bars(PACE, card)])),
-            wr.H1("Incidents"),
-            wr.P("Steps whose update was withheld, why, and what to do: a line for each that was looked into."),
-            wr.PanelGrid(runsets=[runs("Runs")], panels=[*placed(bars(TROUBLE, setting)), below(table, len(TROUBLE))]),
-        ],
-    )
 
 
 def setting_key(by: str) -> str:

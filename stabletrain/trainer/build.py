@@ -20,7 +20,6 @@ from omegaconf import DictConfig
 from torch import nn
 
 from stabletrain.checkpoint.capture import Stateful
-from stabletrain.checkpoint.checkpoints import NoCheckpoints
 from stabletrain.checkpoint.folder import run_of
 from stabletrain.compare.pages.at_end import NoPage, PageAtEnd
 from stabletrain.config.arguments import SWEEP, key_of, parse_arguments
@@ -40,6 +39,7 @@ from stabletrain.tracking.progress import Progress
 from stabletrain.tracking.run_folder import NoRunFolder, RunFolder, versions
 from stabletrain.tracking.tracker import NoTracker, Tracker
 from stabletrain.tracking.wandb import NoWandb
+from stabletrain.trainer import roles
 from stabletrain.trainer.banner import closing, opening, sample_text, suggestion
 from stabletrain.trainer.compile_warmup import warm_up_compiled
 from stabletrain.trainer.contract import make_model, validation
@@ -71,10 +71,10 @@ class Opened:
     """
 
     folder: Path
-    run_folder: NoRunFolder
-    tracker: NoTracker
-    wandb: NoWandb
-    checkpoints: NoCheckpoints
+    run_folder: roles.RunFolder
+    tracker: roles.Tracker
+    wandb: roles.WandbRun
+    checkpoints: roles.Checkpoints
 
     def open_checkpoints(self) -> None:
         """Opens the folder of checkpoints; what happens to them becomes an event."""
@@ -145,7 +145,9 @@ def open_output(
     return Opened(folder, run_folder, tracker, wandb, checkpoints)
 
 
-def start_run_folder(cfg: DictConfig, folder: Path, process: Process, source: Source, trained: Trained) -> NoRunFolder:
+def start_run_folder(
+    cfg: DictConfig, folder: Path, process: Process, source: Source, trained: Trained
+) -> roles.RunFolder:
     """Claims the run folder, and writes `run.json`; the main process only.
 
     Raises:
@@ -180,8 +182,8 @@ def machine_record(process: Process, trained: Trained) -> dict[str, Any]:
 
 
 def start_tracker(
-    cfg: DictConfig, folder: Path, ranks: Ranks, wandb: NoWandb, run_folder: NoRunFolder, shown: Progress | None
-) -> NoTracker:
+    cfg: DictConfig, folder: Path, ranks: Ranks, wandb: NoWandb, run_folder: roles.RunFolder, shown: Progress | None
+) -> roles.Tracker:
     """Opens metrics, events and the progress line; the main process only."""
     try:
         return run_on_main(ranks, lambda: Tracker(Metrics(folder), wandb, shown or Progress(cfg.log_every)), NoTracker)
@@ -206,7 +208,7 @@ def start_wandb(cfg: DictConfig, process: Process, trained: Trained, opened: Ope
 # ---- restored state
 
 
-def restore_state(cfg: DictConfig, rollback: Rollback, guard: Any, tracker: NoTracker) -> None:
+def restore_state(cfg: DictConfig, rollback: Rollback, guard: Guard, tracker: roles.Tracker) -> None:
     """Restores the checkpoint that `resume` asks for.
 
     Raises:
@@ -330,7 +332,7 @@ def start_forensics(
 
 
 def closing_lines(
-    cfg: DictConfig, source: Source, state: TrainState, history: History, guard: Guard, page: NoPage, folder: Path
+    cfg: DictConfig, source: Source, state: TrainState, history: History, guard: Guard, page: roles.Page, folder: Path
 ) -> str:
     """The last lines on the terminal; writes the run's page too. All ranks must call it: the model may be sharded."""
     sample = sample_text(state.model, source.data, next(state.model.parameters()).device)

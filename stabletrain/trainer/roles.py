@@ -1,13 +1,14 @@
 """The roles the training loop calls. Each has an object that does nothing, so that "off" needs no branch."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
 
+from stabletrain.checkpoint.folder import OnEvent
 from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.forensics.diagnosis.evidence import RunSettings
@@ -52,8 +53,23 @@ class RunFolder(Protocol):
 
     id: str
 
+    def learn(self, hardware: Mapping[str, Any]) -> None: ...
     def abandon(self, reason: str) -> None: ...
     def finish(self, status: str, reason: str | None, final: Mapping[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class WandbRun(Protocol):
+    """The run in Weights & Biases; see `tracking/wandb.py`."""
+
+    def start(
+        self,
+        folder: Path,
+        run_id: str | None,
+        config: Mapping[str, Any],
+        typed: Sequence[str] = (),
+        sweeping: bool = False,
+    ) -> str: ...
 
 
 @runtime_checkable
@@ -96,6 +112,7 @@ class Checkpoints(Protocol):
 
     @property
     def keeps(self) -> bool: ...
+    def open(self, folder: Path, on_event: OnEvent, run: str | None = None) -> None: ...
     def due(self, step: int) -> bool: ...
     def save(
         self,
