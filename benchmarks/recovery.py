@@ -109,7 +109,7 @@ class Turn:
         while not job.rollback.checkpoints.saved(put_by + 1) and len(beside) < 1000:
             beside.append(self.step())
         job.rollback.checkpoints.wait()
-        assert job.tools.guard.target == put_by, f"healthy is {job.tools.guard.target}, not {put_by}"
+        assert job.tools.guard.states.target == put_by, f"healthy is {job.tools.guard.states.target}, not {put_by}"
         found["rollback from memory"] = self.rollback()
         assert job.state.step == put_by
         steps += [self.step() for _ in range(PLAIN_STEPS)]

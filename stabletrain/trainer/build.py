@@ -216,7 +216,7 @@ def restore_state(cfg: DictConfig, rollback: Rollback, guard: Guard, tracker: ro
     """
     rollback.resume(cfg.resume)
     if cfg.resume != "auto":
-        guard.forget()  # the states it knows are in another folder
+        guard.states.forget()  # their checkpoints are in another folder
     if rollback.state.step > cfg.steps:
         raise ConfigError(f"steps={cfg.steps} is below the {rollback.state.step} steps that are done: raise steps")
     tracker.rewind(rollback.state.executed_steps)

@@ -81,6 +81,7 @@ class Rollback:
         self.snapshots = Snapshots()
         self.replaying: PendingReplay | None = None
         self._history, self._guard, self._batches = history, guard, batches
+        self._retained = guard.states
         self._tracker, self._run_id = tracker, run_id
         self._silent = NoTracker()
 
@@ -93,13 +94,13 @@ class Rollback:
 
     def snapshot_due(self, step: int) -> bool:
         """Whether the state after `step` steps is to be kept in memory."""
-        return self._guard.snapshot_due(step)
+        return self._retained.due(step)
 
     def take_snapshot(self) -> None:
         """Keeps the present state in memory."""
-        self._guard.retain(self.state.step)
+        self._retained.retain(self.state.step, self._guard.healthy)
         self.snapshots.take(self.state.step, capture(self.state, self.parts))
-        self.snapshots.retain(self._guard.retained_steps)
+        self.snapshots.retain(self._retained.steps)
 
     def save(self, val_loss: float | None, *, healthy: bool | None = None) -> None:
         """Writes a checkpoint of everything stateful.
@@ -112,7 +113,7 @@ class Rollback:
             return
         # What is in memory is lost if the process is killed, so the disk must hold a state at least as old as the
         # oldest one that a rollback may ask for.
-        oldest = min(self._guard.retained_steps, default=self.state.step)
+        oldest = min(self._retained.steps, default=self.state.step)
         if oldest < self.state.step and not self.checkpoints.reaches(oldest):
             kept = self.snapshots.newest(oldest)
             if kept is not None:
@@ -127,7 +128,7 @@ class Rollback:
 
         What a rollback does not undo is put over it, so a run resumed from it continues with those counts.
         """
-        target = self._guard.target
+        target = self._retained.target
         tree = None if target is None else self.snapshots.newest(target)
         if tree is None:
             return
@@ -140,7 +141,7 @@ class Rollback:
         self.tracker.mark(tree["step"], self.state.executed_steps)
 
     def _write(self, tree: Tree, *, healthy: bool, val_loss: float | None, here: bool = True) -> None:
-        anchor = min(self._guard.retained_steps, default=None)
+        anchor = min(self._retained.steps, default=None)
         self.checkpoints.save(
             tree["step"],
             tree,
@@ -189,7 +190,7 @@ class Rollback:
             TrainingHalted: no healthy state is left.
         """
         self.finish_replay()  # the trouble may have come during a replay, on a machine that is not deterministic
-        target, reason = self._guard.target, self._guard.reason
+        target, reason = self._retained.target, self._guard.reason
         tree = None if target is None else self._find(target)
         if target is None or tree is None:
             self.tracker.event("halt", trouble, reason=f"{reason}; no healthy state is left to go back to")
@@ -223,7 +224,7 @@ class Rollback:
             part.load_cumulative_state(state)
         self._history.lost_steps += done.trouble - self.state.step
         self._batches.forget()
-        self.snapshots.retain(self._guard.retained_steps)
+        self.snapshots.retain(self._retained.steps)
         self.tracker.mark(self.state.step, done.executed_steps)
         self.checkpoints.rewind(self.state.step)
         self.save(val_loss_of(asdict(self._history), self.state.step), healthy=True)

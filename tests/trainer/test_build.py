@@ -127,7 +127,7 @@ def test_only_a_run_that_is_continued_in_its_own_folder_keeps_what_the_guard_rem
     for resume, forgotten in (("auto", 0), ("none", 1), ("other/checkpoints/step-10", 1)):
         run, asked, calls, rewound = make_run(), [], [], []
         run.rollback.resume = asked.append
-        run.tools.guard.forget = lambda calls=calls: calls.append(1)
+        run.tools.guard.states.forget = lambda calls=calls: calls.append(1)
         run.output.tracker.rewind = rewound.append
         run.state.step, run.state.executed_steps = 10, 13
         cfg = OmegaConf.create({"steps": 10, "resume": resume})

@@ -18,6 +18,7 @@ from typing import Any
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import Detour, Reading, Verdict
+from stabletrain.stability.guard.retained import RetainedStates
 from stabletrain.stability.guard.skip import SkipGuard
 
 WHOLE = {
@@ -53,7 +54,7 @@ class RollbackGuard(SkipGuard):
         lr_factor: the learning rate is multiplied by it after a rollback, and once more after each further one without
             progress.
         lr_steps: for so many steps.
-        waiting, known: steps of the states in memory that are not yet, and that are, healthy; oldest first.
+        states: the states a rollback may restore.
         rollbacks: in the whole run.
         in_vain: rollbacks without progress, up to now.
         beyond: the step that a healthy state must lie beyond to be progress.
@@ -68,12 +69,11 @@ class RollbackGuard(SkipGuard):
     max_rollbacks: int = 3
     lr_factor: float = 0.5
     lr_steps: int = 100
-    waiting: list[int] = field(default_factory=list)
-    known: list[int] = field(default_factory=list)
     rollbacks: int = 0
     in_vain: int = 0
     beyond: int = 0
     slow: tuple[int, int, float] = (0, 0, 1.0)
+    states: RetainedStates = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,12 +89,15 @@ class RollbackGuard(SkipGuard):
                 f"guard.patience={self.patience} is not below guard.max_consecutive={self.max_consecutive}: the run "
                 "would halt before it ever went back; lower guard.patience"
             )
+        self.states = RetainedStates(self.snapshots, self.snapshot_every, self.healthy_after)
 
     def judge(self, reading: Reading) -> Verdict:
         """What to do about a step that is over."""
         verdict = super().judge(reading)
-        if verdict is Verdict.APPLY:
-            self._promote(reading.step)
+        if verdict is Verdict.APPLY and self.healthy:
+            promoted = self.states.promote(reading.step)
+            if any(step > self.beyond for step in promoted):  # progress: a healthy state from beyond the trouble
+                self.in_vain = 0
         if verdict is not Verdict.SKIP or self.kind not in ("spike", "nonfinite"):
             return verdict
         if self.trouble < self.patience:
@@ -125,33 +128,6 @@ class RollbackGuard(SkipGuard):
         self.reason = f"{why}, nor have guard.max_rollbacks={self.max_rollbacks} rollbacks helped"
         return Verdict.HALT
 
-    def snapshot_due(self, step: int) -> bool:
-        """Whether the state after `step` steps is to be kept in memory: every so many, and the very first."""
-        return not self.known or step % self.snapshot_every == 0
-
-    def retain(self, step: int) -> None:
-        """Remembers that it is kept, unless the run is in trouble.
-
-        The first state of all is taken for healthy; another waits until `healthy_after` steps have followed it and the
-        run is out of trouble.
-        """
-        if step not in self.retained_steps and (self.healthy or not self.known):
-            (self.waiting if self.known else self.known).append(step)
-
-    def forget(self) -> None:
-        """Forgets which states are kept: they are those of another run, and not to be had here."""
-        self.waiting, self.known = [], []
-
-    @property
-    def retained_steps(self) -> list[int]:
-        """Steps of the states that may be asked for again."""
-        return self.known + self.waiting
-
-    @property
-    def target(self) -> int | None:
-        """Step of the state to go back to: the newest healthy one."""
-        return self.known[-1] if self.known else None
-
     def begin_rollback(self, step: int, target: int, same_data: bool = False) -> Detour:
         """Counts a rollback from `step` to `target`; slower from there on, unless the same data are read again."""
         self.rollbacks += 1
@@ -178,20 +154,10 @@ class RollbackGuard(SkipGuard):
 
     def state_dict(self) -> dict:
         """Counts, windows, budgets and which states are held, for the checkpoint."""
-        memory = {"waiting": list(self.waiting), "known": list(self.known)}
-        return {**super().state_dict(), **self.cumulative_state(), **memory}
+        return {**super().state_dict(), **self.cumulative_state(), **self.states.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         """Puts them back; what another guard wrote lacks them, and they start afresh."""
         super().load_state_dict(state)
-        self.waiting, self.known = list(state.get("waiting", [])), list(state.get("known", []))
+        self.states.load_state_dict(state)
         self.load_cumulative_state({name: state[name] for name in CUMULATIVE[1:] if name in state})
-
-    def _promote(self, step: int) -> None:
-        if not self.healthy:
-            return
-        ready = [taken for taken in self.waiting if step - taken >= self.healthy_after]
-        self.waiting = self.waiting[len(ready) :]
-        self.known = (self.known + ready)[-self.snapshots :]
-        if any(taken > self.beyond for taken in ready):
-            self.in_vain = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from stabletrain.errors import ConfigError
 from stabletrain.records import Detour, GradNorms, LossTerms, Reading, StepChecks, Verdict
 from stabletrain.stability.guard.limits import LARGEST, Limits
+from stabletrain.stability.guard.retained import NoRetainedStates
 
 
 def overflow_reason(reading: Reading) -> str:
@@ -38,6 +39,7 @@ class NoGuard:
     kind: str = ""
     rollbacks: int = 0
     consecutive: int = 0
+    states = NoRetainedStates()
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -79,27 +81,6 @@ class NoGuard:
         """1: nobody lowers the learning rate."""
         del step
         return 1.0
-
-    def snapshot_due(self, step: int) -> bool:
-        """Whether the state after `step` steps is to be kept in memory: never."""
-        del step
-        return False
-
-    def retain(self, step: int) -> None:
-        """Nothing is kept."""
-
-    def forget(self) -> None:
-        """Nothing is kept."""
-
-    @property
-    def retained_steps(self) -> list[int]:
-        """Steps of the states that may be asked for again: none."""
-        return []
-
-    @property
-    def target(self) -> int | None:
-        """Step of the state to go back to: there is none."""
-        return None
 
     def begin_rollback(self, step: int, target: int, same_data: bool = False) -> Detour:
         """Never asked for."""

@@ -17,15 +17,15 @@ def calm(guard, steps, first_step=1):
     """Feeds clean steps, and takes the states that are due, as the loop does."""
     for step in range(first_step, first_step + steps):
         guard.judge(reading(CALM[step % 40], step=step))
-        if guard.snapshot_due(step):
-            guard.retain(step)
+        if guard.states.due(step):
+            guard.states.retain(step, guard.healthy)
     return guard
 
 
 def started(**changed):
     guard = RollbackGuard(**(QUICK | changed))
-    assert guard.snapshot_due(0)
-    guard.retain(0)
+    assert guard.states.due(0)
+    guard.states.retain(0, guard.healthy)
     return guard
 
 
@@ -51,13 +51,13 @@ def test_neither_calibration_nor_bad_data_asks_for_one(harmless):
 
 def test_states_are_known_as_healthy_after_clean_steps_and_only_the_newest_are_held():
     guard = started()
-    assert (guard.known, guard.waiting) == ([0], []), "the first is taken for healthy"
+    assert (guard.states.known, guard.states.waiting) == ([0], []), "the first is taken for healthy"
     calm(guard, 13)
-    assert (guard.known, guard.waiting, guard.target) == ([0], [10], 0)
+    assert (guard.states.known, guard.states.waiting, guard.states.target) == ([0], [10], 0)
     calm(guard, 1, first_step=14)
-    assert (guard.known, guard.waiting, guard.target) == ([0, 10], [], 10)
+    assert (guard.states.known, guard.states.waiting, guard.states.target) == ([0, 10], [], 10)
     calm(guard, 10, first_step=15)
-    assert (guard.known, guard.retained_steps) == ([10, 20], [10, 20]), "snapshots=2"
+    assert (guard.states.known, guard.states.steps) == ([10, 20], [10, 20]), "snapshots=2"
 
 
 def test_no_state_becomes_healthy_while_the_run_is_in_trouble():
@@ -65,18 +65,18 @@ def test_no_state_becomes_healthy_while_the_run_is_in_trouble():
     for step in (13, 14):
         guard.judge(reading(50.0, applied=False, step=step))
     calm(guard, 1, first_step=15)
-    assert guard.waiting == [10]
+    assert guard.states.waiting == [10]
     calm(guard, 1, first_step=16)
-    assert guard.waiting == []
+    assert guard.states.waiting == []
 
 
 def gone_back(guard, step):
     """What the loop does with the guard's memory: the state of `target` is put back, and what lasts is kept."""
-    target = guard.target
+    target = guard.states.target
     detour = guard.begin_rollback(step, target)
     cumulative = guard.cumulative_state()
     restored = calm(started(), target)
-    vars(guard).update({name: getattr(restored, name) for name in ("known", "waiting", "trouble")})
+    guard.states, guard.trouble = restored.states, restored.trouble
     guard.load_cumulative_state(cumulative)
     return detour
 
@@ -122,7 +122,7 @@ def test_counts_and_budgets_go_through_a_checkpoint():
     other.load_state_dict(guard.state_dict())
     assert other.state_dict() == guard.state_dict()
     assert (other.rollbacks, other.in_vain, other.skips["spike"], other.lr_multiplier(25)) == (1, 1, 3, 0.5)
-    assert not other.snapshot_due(5), "its states are known: none is taken between"
+    assert not other.states.due(5), "its states are known: none is taken between"
 
 
 @pytest.mark.parametrize(
