@@ -24,7 +24,7 @@ class Precision(Protocol):
 
 @runtime_checkable
 class Objective(Protocol):
-    """What is minimised, of which logits; see `stability/objective.py` and `stability/objective.py`."""
+    """What is minimised, of which logits; see `stability/objective.py`."""
 
     @property
     def plain(self) -> "Objective": ...

@@ -6,10 +6,10 @@ Nothing is imported here, so that `stabletrain diagnose` needs no torch.
 |---|---|
 | handler | investigates incidents within a budget and files them; on several ranks, the one at fault files |
 | investigate | gathers the evidence of one incident, on copies |
-| repro, repro_files | what running a step again needs, in memory and as files |
+| repro | everything needed to run a step again, in memory and as files |
 | replay | runs the step again, with one thing changed |
-| probes/samples, state | what is wrong with the batch, and with weights and moments |
-| probes/bisect, underflow | which samples are to blame, and which gradients fp16 has made 0 |
+| probes/samples, state | bad samples of the batch; damage to weights and moments |
+| probes/underflow | gradients that underflow to 0 in fp16 |
 | trace/recorder, values, callers | every operation of a step, and where non-finite numbers began |
 | trace/origin, arithmetic, nonfinite_rules | the operation to blame, and why its result was not finite |
 | diagnosis/ | evidence, the rules from evidence to cause, and the fixes |

@@ -23,16 +23,12 @@ Output logits: log Z, the offset that softmax cannot see and that z-loss holds n
     log Z_i = logsumexp(logits_i)
 
 Source: PaLM, arXiv 2204.02311, section 5; its late drift, arXiv 2309.14322, section 3.2.
-
-Module groups: a *block* is what the model stacks, that is an outermost element, with submodules, of an `nn.ModuleList`
-or `nn.Sequential` (GPT's `blocks.0`, CifarResNet's `stages.0.1`, torchvision's `layer1.0`). Without stacks, the model's
-direct children are used. A parameter's group is its block, else its top-level module ("embedding", "head").
 """
 
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,47 +39,8 @@ from torch import Tensor, nn
 
 from stabletrain.machine.compiling import uncompiled
 from stabletrain.machine.determinism import rng_restored
+from stabletrain.monitors.module_groups import place
 from stabletrain.records import IGNORE_INDEX
-
-STACKS = (nn.ModuleList, nn.Sequential)
-
-
-def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The model's blocks by name, in the order in which it holds them."""
-    return dict(_blocks(model, "", stacked=False)) or dict(model.named_children())
-
-
-def _blocks(module: nn.Module, prefix: str, *, stacked: bool) -> Iterator[tuple[str, nn.Module]]:
-    """Blocks below `module`; `stacked` says whether its own parent is a stack."""
-    stack = isinstance(module, STACKS)
-    below = any(True for _ in module.children())
-    of_leaves = stack and not any(any(True for _ in child.children()) for child in module.children())
-    if stacked and below and (not stack or of_leaves):  # a stack of layers is a block; a stack of blocks is not
-        yield prefix.removesuffix("."), module
-        return
-    for name, child in module.named_children():
-        yield from _blocks(child, f"{prefix}{name}.", stacked=stack)
-
-
-def place(name: str, among: dict[str, nn.Module]) -> str:
-    """Where the module or parameter `name` belongs: its block among `among`, else the first part of its name."""
-    for block in among:
-        if name == block or name.startswith(block + "."):
-            return block
-    return name.partition(".")[0]
-
-
-def by_place(names: Iterable[str], among: dict[str, nn.Module]) -> dict[str, list[str]]:
-    """The names that lie in each place, in order."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        found.setdefault(place(name, among), []).append(name)
-    return found
-
-
-def trained(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that have a gradient, by name; a shared one has the first of its names."""
-    return {name: p for name, p in model.named_parameters() if p.grad is not None and p.numel()}
 
 
 @contextlib.contextmanager

@@ -15,17 +15,15 @@ from torch.optim import Optimizer
 from stabletrain.monitors import curvature, growth
 from stabletrain.monitors.forward import (
     block_names,
-    blocks,
-    by_place,
     headroom,
     isolated,
     isolated_forward,
     log_z,
     recording_activations,
     recording_attention,
-    trained,
 )
 from stabletrain.monitors.gradients import Adaptive, norms, zero_shares
+from stabletrain.monitors.module_groups import blocks, by_place, trained
 from stabletrain.records import Batch
 
 Metrics = dict[str, float]
@@ -37,7 +35,7 @@ Sizes = dict[str, dict[str, float]]
 
 @runtime_checkable
 class Forward(Protocol):
-    """In which format the forward pass computes; see `stability/precision.py`."""
+    """In which format the forward pass computes; see `stability/precision/`."""
 
     def autocast(self) -> AbstractContextManager: ...
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.monitors.forward import trained
 from stabletrain.monitors.gradients import Adaptive, norms, zero_shares
+from stabletrain.monitors.module_groups import trained
 from stabletrain.monitors.monitors import FullMonitors, Monitors
 from tests.monitors.watched import PRECISIONS, adamw, features, look_at, tiny_gpt, tokens
 

@@ -9,6 +9,7 @@ from stabletrain.errors import ConfigError, Interrupted, RankLost, TrainingHalte
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch, Verdict
 from stabletrain.stability.guard import NoGuard, SkipGuard
+from stabletrain.stability.guard.retained import NoRetainedStates
 from stabletrain.trainer.history import Throughput
 from stabletrain.trainer.loop import (
     Due,
@@ -26,11 +27,17 @@ from stabletrain.trainer.rollback import PendingReplay
 from tests.trainer.given import Saves, batch, executed, make_run, reading
 
 
-class Snapshotting(SkipGuard):
-    """Has the state after step 7 kept in memory."""
+class AtStep7(NoRetainedStates):
+    """A snapshot is due after step 7."""
 
-    def snapshot_due(self, step):
+    def due(self, step):
         return step == 7
+
+
+class Snapshotting(SkipGuard):
+    """Keeps the state after step 7 in memory."""
+
+    states = AtStep7()
 
 
 class Halting(SkipGuard):

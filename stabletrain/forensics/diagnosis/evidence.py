@@ -283,7 +283,7 @@ def place(e: Evidence) -> str:
 
 
 def beside(e: Evidence) -> list[str]:
-    """What is known of the operation beyond `sentence`."""
+    """What is known of the operation beyond `origin_sentence`."""
     o = e.origin
     lines = []
     if o is not None and o.should_have_been is not None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from stabletrain.forensics.trace.callers import OUTSIDE
 from stabletrain.forensics.trace.recorder import ACCIDENTS, OpRecord, Source, Trace
 from stabletrain.forensics.trace.values import Values
-from stabletrain.monitors.forward import blocks, place
+from stabletrain.monitors.module_groups import blocks, place
 
 RANKS = {"producer": 0, "revealed": 0, "unwritten": 1, "written": 2, "given": 3}
 

@@ -16,7 +16,8 @@ and after the guard has judged. It asks nothing of the host, and it acts after t
 stays whole.
 
 A norm that is not finite decides nothing: what it belongs to stays as it is, so a NaN never spreads from one tensor to
-the others. Nor does it enter a statistic; neither does the norm of a step whose gate is closed.
+the others. (`value` uses no norms: it cuts each element.) Nor does it enter a statistic; neither does the norm of a
+step whose gate is closed.
 
 `fixed.py` holds the kinds with a fixed bound, `adaptive.py` those whose bound follows weights or earlier norms.
 """

@@ -12,10 +12,11 @@ for convolution, since PyTorch's defaults differ between the two.
 | bf16_params | bfloat16, matrices stored so | off | - | as named |
 | fp16 | float16 | off | dynamic | as named |
 
-`autocast.py` is every mode's autocast, fp16's loss scale and the modules kept in fp32,
+`autocast.py` is autocast and the modules kept in fp32, `loss_scale.py` fp16's loss scale,
 `bf16_weights.py` the parameters kept in bf16, `modes.py` what the config group offers."""
 
-from stabletrain.stability.precision.autocast import LossScaled, Unscaled
+from stabletrain.stability.precision.autocast import Unscaled
+from stabletrain.stability.precision.loss_scale import LossScaled
 from stabletrain.stability.precision.modes import auto, bf16, bf16_params, fp16, fp32, tf32
 
 __all__ = ["LossScaled", "Unscaled", "auto", "bf16", "bf16_params", "fp16", "fp32", "tf32"]

@@ -10,8 +10,9 @@ import torch
 
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
-from stabletrain.stability.precision.autocast import LossScaled, Unscaled
+from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.bf16_weights import Bf16Parameters
+from stabletrain.stability.precision.loss_scale import LossScaled
 
 
 def fp32(device: torch.device, fp32_modules: Sequence[str] = ()) -> Unscaled:

@@ -1,0 +1,85 @@
+"""fp16's loss scale: the loss is multiplied before the backward pass, so that small gradients do not underflow.
+
+    scale <- 2 scale after growth_interval applied steps in a row;   scale <- scale / 2 on overflow, down to min_scale
+
+Source: Micikevicius et al., arXiv 1710.03740; the constants are `torch.amp.GradScaler`'s. GradScaler itself is not
+used, because the guard's gate and the loss scale must agree on the device about each overflow.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from stabletrain.errors import ConfigError
+from stabletrain.records import GradNorms, LossTerms
+from stabletrain.stability.precision.autocast import Unscaled
+
+LARGEST_SCALE = 2.0**100
+"""Where the scale stops to grow: an infinite one could never be halved again."""
+
+
+@dataclass
+class LossScaled(Unscaled):
+    """fp16: autocast to float16 and a dynamic loss scale.
+
+    Attributes:
+        init_scale: loss scale at the start.
+        growth_interval: applied steps in a row before it doubles.
+        min_scale: floor; an overflow at the floor is a fault, not calibration.
+    """
+
+    init_scale: float = 65536.0
+    growth_interval: int = 2000
+    min_scale: float = 1.0
+    _scale: Tensor = field(init=False, repr=False)
+    _clean: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.min_scale <= self.init_scale:
+            raise ConfigError(
+                f"precision.init_scale={self.init_scale:g} and precision.min_scale={self.min_scale:g} do not satisfy "
+                "0 < min_scale <= init_scale: 65536 and 1 are customary"
+            )
+        if self.growth_interval < 1:
+            raise ConfigError(f"precision.growth_interval={self.growth_interval} is below 1: 2000 is customary")
+        self._scale = torch.tensor(float(self.init_scale), device=self.device)
+        self._clean = torch.zeros((), dtype=torch.int64, device=self.device)
+
+    def scale(self, loss: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """The loss times the loss scale, in fp32."""
+        return loss * self._scale
+
+    def unscale_(self, gradients: list[Tensor]) -> None:
+        """Divides every gradient by the loss scale, in place; exact where the scale is a power of two."""
+        torch._foreach_div_(gradients, self._scale)
+
+    def loss_scale(self) -> Float[Tensor, ""]:
+        """The scale of the current step."""
+        return self._scale
+
+    def overflow(self, terms: LossTerms, norms: GradNorms) -> Bool[Tensor, ""]:
+        """Loss finite, gradients not, and the scale can still fall: withhold the update, and calibrate."""
+        finite_loss, finite_norm = torch.isfinite(terms.total), torch.isfinite(norms.total)
+        return finite_loss & ~finite_norm & (self._scale > self.min_scale)
+
+    def update(self, overflow: Bool[Tensor, ""], applied: Bool[Tensor, ""]) -> None:
+        """Calibrates the scale after a step; a step withheld for another reason than overflow changes nothing."""
+        clean = self._clean + applied
+        grow = clean >= self.growth_interval
+        grown = torch.where(grow, (self._scale * 2.0).clamp(max=LARGEST_SCALE), self._scale)
+        halved = (self._scale * 0.5).clamp(min=self.min_scale)
+        self._scale = torch.where(overflow, halved, grown)
+        self._clean = torch.where(overflow | grow, 0, clean)
+
+    def state_dict(self) -> dict:
+        """Scale and clean steps, for the checkpoint."""
+        return {"scale": self._scale, "clean": self._clean}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Scale and clean steps, from a checkpoint (one of another precision has none: they start afresh)."""
+        if state:
+            self._scale = state["scale"].to(self._scale)
+            self._clean = state["clean"].to(self._clean)
