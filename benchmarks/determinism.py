@@ -20,7 +20,7 @@ from workloads import WORKLOADS
 
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import Seeded, Strict
-from stabletrain.monitors.gradients import measure
+from stabletrain.monitors.tensor_norms import measure
 from stabletrain.stability import precision
 from stabletrain.stability.objective import NoZLoss, Objective
 

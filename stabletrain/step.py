@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabletrain.monitors.gradients import buffer_norm, gradients, measure
+from stabletrain.monitors.tensor_norms import buffer_norm, gradients, measure
 from stabletrain.protocols import Tools
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Reading, StepChecks, TrainState
 

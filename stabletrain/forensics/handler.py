@@ -19,15 +19,13 @@ from pathlib import Path
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
+from stabletrain.forensics.diagnosis.cause_table import CAUSES
 from stabletrain.forensics.diagnosis.causes import diagnose
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.incident import place_for, write
 from stabletrain.forensics.investigate import Findings, investigate
 from stabletrain.forensics.repro import Repro
 from stabletrain.parallel.ranks import Ranks, all_gather_object, broadcast_object
-
-NEVER_REPEATED = ("poison_input", "bad_label", "bad_batch", "corrupt_state", "hardware_fault")
-"""Causes of which each incident is another accident; one of any other is the same mistake until somebody mends it."""
 
 ATTEMPTS = 3
 """Times `max_incidents` that a run looks into incidents at most: those it finds filed already cost time as well."""
@@ -178,7 +176,7 @@ class IncidentHandler(NoIncidentHandler):
             path, where = None, f"its folder could not be written ({error.strerror or error})"
         else:
             where = str(path)
-            self._filed |= set() if mistake[0] in NEVER_REPEATED else {mistake}
+            self._filed |= set() if CAUSES[mistake[0]].accident else {mistake}
         about = found.diagnosis
         of_rank = "" if rank is None else f", rank {rank}"
         lines = [

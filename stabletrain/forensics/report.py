@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stabletrain.forensics.diagnosis.cause_table import CAUSES
 from stabletrain.forensics.diagnosis.evidence import Evidence
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.probes.underflow import Underflow
@@ -14,26 +15,6 @@ from stabletrain.tracking.metrics import plain
 
 BAR = 30
 """Columns of the longest bar of the chain's picture."""
-
-TITLES = {
-    "poison_input": "the data holds NaN or Inf, or an id out of range",
-    "bad_label": "a label that is no class, or no label that counts",
-    "corrupt_state": "weights or moments were bad before the step",
-    "fp16_overflow": "a number was too large for fp16",
-    "fp16_underflow": "gradients were too small for fp16",
-    "loss_scale_collapse": "no loss scale is small enough any more",
-    "unsafe_op": "an operation with no finite result",
-    "zero_variance_norm": "a normalisation divided by no spread at all",
-    "attention_logit_growth": "attention logits have grown too large",
-    "output_logit_drift": "output logits have drifted away",
-    "bad_batch": "a batch unlike the others",
-    "lr_too_high": "the learning rate is too high",
-    "bad_init": "the initial weights are too large",
-    "optimizer_staleness": "the optimizer's second moment is out of date",
-    "hardware_fault": "the machine computed something else the second time",
-    "unknown": "no rule explains it",
-}
-"""The causes in words for a heading."""
 
 RUNS = {
     "same": "as it was",
@@ -64,7 +45,7 @@ def report(record: Mapping[str, Any], found: Findings, folder: Path | None = Non
     samples, lines = record["samples"], record["evidence"]
     return "\n".join(
         [
-            f"# Step {record['step']}: {TITLES.get(cause, cause)}",
+            f"# Step {record['step']}: {CAUSES[cause].title}",
             "",
             f"**{sentence(record['verdict'])}**",
             "",

@@ -22,8 +22,8 @@ from stabletrain.monitors.forward import (
     recording_activations,
     recording_attention,
 )
-from stabletrain.monitors.gradients import Adaptive, norms, zero_shares
 from stabletrain.monitors.module_groups import blocks, by_place, trained
+from stabletrain.monitors.tensor_norms import Adaptive, norms, zero_shares
 from stabletrain.records import Batch
 
 Metrics = dict[str, float]

@@ -513,6 +513,11 @@ def test_every_top_level_key_is_alive(tmp_path, places, key, monkeypatch):
     assert other != base, f"{key} changed nothing"
 
 
+def test_every_key_has_a_changed_value():
+    keys = {f"{group}.{key}" for group, _, key in KEYS}
+    assert keys <= set(CHANGED), "give CHANGED a value for each that must change a run"
+
+
 def test_no_changed_value_is_left_over():
     known = {f"{group}.{key}" for group, _, key in KEYS} | set(TOP)
     assert set(CHANGED) <= known, f"no option has {set(CHANGED) - known}"

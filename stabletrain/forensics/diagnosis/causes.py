@@ -1,25 +1,9 @@
-"""Causes: from evidence to the cause of an incident and to the fix, by rules in the order of a step.
+"""Rules: from the evidence to the cause of an incident, and to its fix.
 
-| cause | what tells it |
-|---|---|
-| poison_input | the batch holds NaN, Inf or an id out of range |
-| bad_label | a label out of range, or none that counts |
-| corrupt_state | weights, buffers or moments bad before the step, or a few elements of them huge |
-| hardware_fault | the same step again is finite, or gives other bits where it must not |
-| loss_scale_collapse | the loss scale has fallen to its floor |
-| zero_variance_norm | a division by a variance or a norm that is 0 |
-| fp16_underflow | all is finite, and gradients are 0 in fp16 that are not in fp32 |
-| fp16_overflow | Inf from finite values in fp16, finite in fp32 |
-| unsafe_op | no finite result in any format: log(0), x / 0, sqrt'(0), exp overflow, inf - inf |
-| bad_init | values too large for the format, or a spike, in the first steps |
-| attention_logit_growth | attention logits past 1e3 and grown since the older state |
-| output_logit_drift | log Z far from 0 and grown |
-| bad_batch | another batch on the same state is normal |
-| optimizer_staleness | RMS(g / sqrt(v)) far above 1 |
-| lr_too_high | every batch fails on this state, and the same batch on an older one does not |
-| unknown | none of these |
-
-Each rule looks at the evidence only. The first that holds is the cause.
+Each rule is a function of the evidence alone. `RULES` lists them in the order in which they are asked; the first that
+holds gives the cause. A rule that may give a cause under several conditions has a name of its own (`bad_inputs` gives
+`bad_batch`, `rushed_updates` gives `lr_too_high`, `overlong_updates` gives `optimizer_staleness`, `overflow` gives
+`unsafe_op`). The causes are listed in `cause_table.py`.
 """
 
 import math
@@ -324,21 +308,25 @@ def unknown(e: Evidence) -> Diagnosis:
 
 
 RULES: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
+    # What is read off directly: the batch's values, the state, the machine. Nothing else can explain these away.
     poison_input,
     bad_label,
     corrupt_state,
     hardware_fault,
     bad_inputs,
+    # The number format. Before the weights, because fp16 overflows with weights that are fine in bf16.
     loss_scale_collapse,
     fp16_underflow,
     zero_variance_norm,
     fp16_overflow,
     unsafe_op,
+    # The weights: initial ones first, then what updates have made of them, the specific before the general.
     bad_init,
     rushed_updates,
     overlong_updates,
     attention_logit_growth,
     output_logit_drift,
+    # What only replays tell apart: this batch, or this state with every batch.
     bad_batch,
     overflow,
     optimizer_staleness,

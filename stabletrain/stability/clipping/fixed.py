@@ -31,7 +31,7 @@ from jaxtyping import Bool, Float, Float32
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
-from stabletrain.monitors.gradients import gradients
+from stabletrain.monitors.tensor_norms import gradients
 from stabletrain.records import Clipped, GradNorms
 
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 LARGEST_GRADIENT = 1.8e19
 """Its square is the largest that fp32 holds. A larger gradient is cut to it: a second moment that is Inf once stays so,
-and its coordinate would never move again. The guard withholds a norm beyond it (`monitors/gradients.py`), so that this
-is met with the guard off, or by a model of a single value."""
+and its coordinate would never move again. The guard withholds a norm beyond it (`monitors/tensor_norms.py`), so that
+this is met with the guard off, or by a model of a single value."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from stabletrain.monitors.gradients import measure
+from stabletrain.monitors.tensor_norms import measure
 from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
 
 OPEN, CLOSED = torch.tensor(True), torch.tensor(False)
@@ -17,7 +17,18 @@ KINDS = {
     "zclip": lambda: ZClip(max_norm=5.0, warmup_steps=5),
     "adagc": lambda: AdaGC(max_norm=5.0, warmup_steps=5),
 }
-"""Bounds and warm-ups such that some twelve steps of gradients around norm 1 reach every branch."""
+"""Every option of the group; bounds and warm-ups let twelve steps of gradients around norm 1 reach each branch."""
+
+TIGHT = {
+    "none": NoClip,
+    "norm": lambda: NormClip(0.05),
+    "value": lambda: ValueClip(0.02),
+    "per_module": lambda: PerModuleClip(0.05),
+    "agc": lambda: AGC(0.01, 1e-3),
+    "zclip": lambda: ZClip(max_norm=0.05, warmup_steps=2),
+    "adagc": lambda: AdaGC(max_norm=0.05, warmup_steps=2),
+}
+"""The same options, with bounds far below the gradient norms of the tests' tiny models, so that every one clips."""
 
 
 class Small(nn.Module):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from stabletrain.errors import ConfigError
-from stabletrain.monitors.gradients import measure
+from stabletrain.monitors.tensor_norms import measure
 from stabletrain.stability.clipping import AGC, AdaGC, ZClip
 from tests.stability.clipping.given import CLOSED, OPEN, clip, equal_trees, flat, give, grads, one_step, small
 

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from stabletrain.errors import ConfigError
-from stabletrain.monitors.gradients import measure
+from stabletrain.monitors.tensor_norms import measure
 from stabletrain.stability.clipping import NoClip, NormClip, PerModuleClip, ValueClip
-from tests.stability.clipping.given import KINDS, clip, flat, give, grads, small
+from tests.runs import CONF
+from tests.stability.clipping.given import KINDS, TIGHT, clip, flat, give, grads, small
 
 
 def given(norm):
@@ -157,3 +158,8 @@ def test_a_model_without_gradients_has_norm_zero():
 def test_the_bound_must_be_above_zero(kind, key, bound):
     with pytest.raises(ConfigError, match=rf"clipping\.{key}=.*clipping=none"):
         kind(bound)
+
+
+def test_these_tests_cover_every_option_of_the_group():
+    options = {file.stem for file in (CONF / "clipping").glob("*.yaml")}
+    assert set(KINDS) == set(TIGHT) == options

@@ -7,24 +7,12 @@ import torch
 
 from benchmarks.reliability.ends import metrics
 from stabletrain.checkpoint.capture import capture, restore
-from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
 from stabletrain.step import train_step
 from stabletrain.trainer.tools import build_tools
 from tests.laws.test_resume import newest, trained
 from tests.runs import TINY_GPT, TINY_RESNET
-from tests.stability.clipping.given import equal_trees
+from tests.stability.clipping.given import TIGHT, equal_trees
 from tests.test_step import PRECISIONS, batch, bits, fresh, same
-
-KINDS = {
-    "none": NoClip,
-    "norm": lambda: NormClip(0.05),
-    "value": lambda: ValueClip(0.02),
-    "per_module": lambda: PerModuleClip(0.05),
-    "agc": lambda: AGC(0.01, 1e-3),
-    "zclip": lambda: ZClip(max_norm=0.05, warmup_steps=2),
-    "adagc": lambda: AdaGC(max_norm=0.05, warmup_steps=2),
-}
-"""Bounds far below the norms of this model, so that all of them act."""
 
 WITH_MEMORY = ["zclip", "adagc"]
 
@@ -42,13 +30,13 @@ def eval_mode(state):
     return state
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", TIGHT)
 @pytest.mark.parametrize("steps", [1, 4])
 def test_the_clipped_norm_is_the_same_in_every_precision(name, steps):
     """Clipping before unscaling would cut fp16's gradients 1024 times too short."""
     lengths, shares = {}, {}
     for precision in PRECISIONS:
-        state, acting = eval_mode(fresh()), tools(precision, clipping=KINDS[name]())
+        state, acting = eval_mode(fresh()), tools(precision, clipping=TIGHT[name]())
         for number in range(steps):
             reading = train_step(state, [batch(number)], acting)
         lengths[precision], shares[precision] = length(state), reading.clip_active
@@ -58,21 +46,21 @@ def test_the_clipped_norm_is_the_same_in_every_precision(name, steps):
     assert lengths["fp16"] == pytest.approx(lengths["fp32"], rel=0.01)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", TIGHT)
 def test_accumulation_clips_the_gradient_of_the_whole_batch(name):
     whole, parts = eval_mode(fresh()), eval_mode(fresh())
-    one = train_step(whole, [batch(1)], tools(clipping=KINDS[name]()))
-    four = train_step(parts, batch(1).split(4), tools(clipping=KINDS[name]()))
+    one = train_step(whole, [batch(1)], tools(clipping=TIGHT[name]()))
+    four = train_step(parts, batch(1).split(4), tools(clipping=TIGHT[name]()))
     assert four.clip_coef == pytest.approx(one.clip_coef, rel=1e-4)
     for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", TIGHT)
 def test_a_compiled_model_is_clipped_alike(name):
     plain, compiled = eval_mode(fresh()), eval_mode(fresh())
     compiled.model.compile(backend="aot_eager")
-    kinds = KINDS[name](), KINDS[name]()
+    kinds = TIGHT[name](), TIGHT[name]()
     for number in range(4):
         readings = [
             train_step(state, [batch(number)], tools(clipping=kind))
@@ -82,14 +70,14 @@ def test_a_compiled_model_is_clipped_alike(name):
     assert kinds[1].state_dict().get("names") == kinds[0].state_dict().get("names"), "the plain names"
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", TIGHT)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_withheld_step_leaves_no_trace(name, precision, bad):
     """As if it had not been: the statistics, and what later steps make of them."""
     skipping, plain = fresh(), fresh()
     for state, numbers in ((skipping, range(6)), (plain, (0, 2, 3, 5))):
-        acting = tools(precision, clipping=KINDS[name]())
+        acting = tools(precision, clipping=TIGHT[name]())
         for number in numbers:
             state.step, given = number, batch(number)
             if number in (1, 4):
@@ -101,15 +89,15 @@ def test_a_withheld_step_leaves_no_trace(name, precision, bad):
     assert same(bits(skipping), bits(plain))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", TIGHT)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_captured_state_goes_on_bit_for_bit(name, precision):
-    state, acting = fresh(), tools(precision, clipping=KINDS[name]())
+    state, acting = fresh(), tools(precision, clipping=TIGHT[name]())
     for number in range(3):
         train_step(state, [batch(number)], acting)
     parts = {"clipping": acting.clipping, "precision": acting.precision}
     tree = copy.deepcopy(capture(state, parts))
-    again, acting_again = fresh(), tools(precision, clipping=KINDS[name]())
+    again, acting_again = fresh(), tools(precision, clipping=TIGHT[name]())
     restore(tree, again, {"clipping": acting_again.clipping, "precision": acting_again.precision})
     for number in range(3, 6):
         readings = [train_step(each, [batch(number)], tool) for each, tool in ((state, acting), (again, acting_again))]
@@ -132,9 +120,9 @@ def test_a_run_resumed_from_disk_ends_as_if_it_had_never_stopped(tmp_path, name,
     assert equal_trees(one, other) if isinstance(one, dict) else one == other
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", TIGHT)
 @pytest.mark.parametrize("tiny", [TINY_GPT, TINY_RESNET], ids=["gpt", "resnet"])
 def test_every_option_composes_and_trains(tmp_path, name, tiny):
     job = trained(tmp_path / "run", *tiny, f"clipping={name}", "steps=2", "checkpoint=off", "log_every=1")
-    assert type(job.tools.clipping) is type(KINDS[name]())
+    assert type(job.tools.clipping) is type(TIGHT[name]())
     assert [line["step"] for line in metrics(tmp_path / "run")][-1] == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stabletrain.monitors.gradients import measure
+from stabletrain.monitors.tensor_norms import measure
 from stabletrain.records import GradNorms
 from tests.stability.clipping.given import CLOSED, KINDS, OPEN, clip, equal_trees, flat, give, grads, small, tensors
 

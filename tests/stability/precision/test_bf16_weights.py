@@ -13,7 +13,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import Seeded
 from stabletrain.models.resnet import CifarResNet
-from stabletrain.monitors.gradients import measure
+from stabletrain.monitors.tensor_norms import measure
 from stabletrain.records import TrainState
 from stabletrain.stability import precision
 from stabletrain.stability.optimizers import SGD, AdamW

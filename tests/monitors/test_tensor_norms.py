@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.monitors.gradients import Adaptive, norms, zero_shares
 from stabletrain.monitors.module_groups import trained
 from stabletrain.monitors.monitors import FullMonitors, Monitors
+from stabletrain.monitors.tensor_norms import Adaptive, norms, zero_shares
 from tests.monitors.watched import PRECISIONS, adamw, features, look_at, tiny_gpt, tokens
 
 FP32 = PRECISIONS["fp32"]()
