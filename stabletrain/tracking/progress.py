@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from stabletrain.tracking.columns import thousands
+
 LEAST_BAR, MOST_BAR = 8, 40
 """Columns of the bar."""
 
@@ -161,14 +163,6 @@ def short_number(value: float) -> str:
     """Three digits or so: 2.31, 0.0042, 1234, 1.2e+05, nan."""
     size = abs(value)
     return f"{value:.2f}" if 0.1 <= size < 1000 else f"{value:.0f}" if 1000 <= size < 1e5 else f"{value:.2g}"
-
-
-def thousands(value: float) -> str:
-    """950, 27.4k, 1.2M."""
-    for size, letter in ((1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.1f}{letter}"
-    return f"{value:.0f}"
 
 
 def elapsed(seconds: float) -> str:
