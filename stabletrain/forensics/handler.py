@@ -201,7 +201,7 @@ class DistributedIncidentHandler(NoIncidentHandler):
         ranks: this process among those of the run.
     """
 
-    def __init__(self, own: NoIncidentHandler, ranks: Ranks) -> None:
+    def __init__(self, own: IncidentHandler | NoIncidentHandler, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
 
     def open(self, folder: Path, setting: RunSettings) -> None:
@@ -254,6 +254,8 @@ def unattributed(found: Findings) -> Findings:
     return replace(found, evidence=evidence, diagnosis=diagnose(evidence))
 
 
-def for_all_ranks(handler: NoIncidentHandler, ranks: Ranks) -> NoIncidentHandler:
+def for_all_ranks(
+    handler: IncidentHandler | NoIncidentHandler, ranks: Ranks
+) -> IncidentHandler | DistributedIncidentHandler | NoIncidentHandler:
     """The handler that several ranks share; of one process its own."""
     return DistributedIncidentHandler(handler, ranks) if ranks.distributed else handler

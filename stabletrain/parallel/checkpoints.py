@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stabletrain.checkpoint.checkpoints import NoCheckpoints
+from stabletrain.checkpoint.checkpoints import Checkpoints, NoCheckpoints
 from stabletrain.checkpoint.folder import OnEvent
 from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint, peek, verify
 from stabletrain.checkpoint.tree import ShardTarget, Tree, flatten, is_sharded
@@ -29,7 +29,7 @@ class SharedCheckpoints(NoCheckpoints):
         ranks: this process among those of the run.
     """
 
-    def __init__(self, own: NoCheckpoints, ranks: Ranks) -> None:
+    def __init__(self, own: Checkpoints | NoCheckpoints, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
         own.verify = self._verify
         self.keeps = own.keeps
@@ -176,6 +176,6 @@ class SharedCheckpoints(NoCheckpoints):
         return ""
 
 
-def for_all_ranks(checkpoints: NoCheckpoints, ranks: Ranks) -> NoCheckpoints:
+def for_all_ranks(checkpoints: Checkpoints | NoCheckpoints, ranks: Ranks) -> Checkpoints | NoCheckpoints:
     """The checkpoints that several ranks share; of one process its own."""
     return SharedCheckpoints(checkpoints, ranks) if ranks.distributed else checkpoints

@@ -7,18 +7,18 @@ from stabletrain.parallel.ranks import Ranks, current_ranks
 from stabletrain.parallel.single import SingleProcess
 
 
-def auto(find_unused_parameters: bool, compare: bool) -> SingleProcess:
+def auto(find_unused_parameters: bool, compare: bool) -> SingleProcess | DDP:
     """DDP where there are several ranks; nothing where there is one process."""
     ranks = current_ranks()
     return SingleProcess(ranks) if not ranks.distributed else DDP(ranks, find_unused_parameters, compare)
 
 
-def ddp(find_unused_parameters: bool, compare: bool) -> SingleProcess:
+def ddp(find_unused_parameters: bool, compare: bool) -> DDP:
     """DDP."""
     return DDP(started("ddp"), find_unused_parameters, compare)
 
 
-def fsdp(reshard_after_forward: bool) -> SingleProcess:
+def fsdp(reshard_after_forward: bool) -> FSDP:
     """FSDP2."""
     return FSDP(started("fsdp"), reshard_after_forward)
 

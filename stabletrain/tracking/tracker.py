@@ -5,7 +5,7 @@ from typing import Any
 
 from stabletrain.tracking.metrics import Metrics
 from stabletrain.tracking.progress import Progress
-from stabletrain.tracking.wandb import NoWandb
+from stabletrain.tracking.wandb import NoWandb, Wandb
 
 
 class NoTracker:
@@ -52,7 +52,7 @@ class Tracker(NoTracker):
     The parts are started by whoever builds them; `close` ends them all.
     """
 
-    def __init__(self, metrics: Metrics, wandb: NoWandb, progress: Progress) -> None:
+    def __init__(self, metrics: Metrics, wandb: Wandb | NoWandb, progress: Progress) -> None:
         self._metrics, self._wandb, self._progress = metrics, wandb, progress
 
     def start(self, total: int, first: int) -> None:
