@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# What happens in a job between Slurm and train.py: start the ranks, pass on the signal that the time is up, queue again.
+# Runs inside a Slurm job: starts the ranks, forwards the signal sent before the time limit, and requeues the job.
 #
 #   source job.sh FOLDER PROCESSES MAX_REQUEUES NOTICE PYTHON train.py OVERRIDES...
 #
-# FOLDER is the run's, the same at every start; PROCESSES are those of a node; NOTICE is how many seconds before its end
-# the job is told (USR2, to this shell alone). Ranks that are told to stop finish the step, save and end with code 75.
+# FOLDER is the run folder, the same at every start. PROCESSES is the number per node. NOTICE is how many seconds before
+# the time limit Slurm sends USR2 to this shell (and to nothing else). Ranks that are asked to stop finish the step, save
+# a checkpoint and exit with code 75.
 
 folder=$1 processes=$2 max_requeues=$3 notice=$4
 shift 4
 restarts=${SLURM_RESTART_COUNT:-0}
-job=$SLURM_JOB_ID   # of an array's last task this number is the whole array's
+job=$SLURM_JOB_ID   # the last task of an array has the array's own number here
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
   job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
@@ -25,7 +26,7 @@ requeue() {
   fi
   say "$1; queued again ($((restarts + 1)) of at most $max_requeues times)"
   scontrol requeue "$job" || exit 75
-  sleep 300   # Slurm ends this script
+  sleep 300   # until Slurm ends this script
   exit 75
 }
 
@@ -57,9 +58,10 @@ if ((SLURM_JOB_NUM_NODES * processes > 1)); then
 fi
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 
-# A rank takes up USR2 once it trains; until then it, and torchrun and W&B's process for good, must not die of it.
-# srun gives the highest of the nodes' codes and ends the other nodes (TERM) when one fails: an end by TERM has to be the
-# lowest, so it is 1 up to here, and an error is 99.
+# A rank handles USR2 only once it trains; until then USR2 must not kill it, and it must never kill torchrun or W&B's
+# process: hence the trap. srun returns the highest exit code of all nodes, and when one node fails it ends the others
+# with TERM. An end by TERM must not hide the code of the node that failed, so it is the lowest code, 1, inside srun, and
+# an error is 99; both are translated back below.
 # shellcheck disable=SC2016
 srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c 'trap "" USR2; trap : TERM; "$@"
   case $? in 1) exit 99 ;; 143) exit 1 ;; *) exit $? ;; esac' rank \
@@ -75,7 +77,7 @@ while kill -0 "$child" 2>/dev/null; do
     elif ((SECONDS - told > notice - 20)); then
       requeue "the ranks did not stop within $((SECONDS - told)) s; the last checkpoint holds"
     fi
-    scancel --quiet --signal=USR2 "$job"   # again and again: a rank may not have begun to listen
+    scancel --quiet --signal=USR2 "$job"   # sent repeatedly: a rank may not have installed its handler yet
   fi
   sleep 1
 done

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on a Slurm cluster what `python train.py` would train here: slurm/launch.sh --help
+# Submits to Slurm what `python train.py` would train here; slurm/launch.sh --help lists the options.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$(command -v python || command -v python3)}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Uploads to Weights & Biases what compute nodes without network left on the disk; run on a login node, as often as you like:
+# Uploads offline runs to Weights & Biases. Run it on a login node, as often as you like:
 #
-#   slurm/sync.sh [--dry-run] [--all] [FOLDER ...]          folders of runs or sweeps; without any: outputs multirun
+#   slurm/sync.sh [--dry-run] [--all] [FOLDER ...]          folders of runs or sweeps (default: outputs multirun)
 #
-# It is `stabletrain sync` of this checkout. Needs `wandb login` once.
+# The same as `stabletrain sync` of this checkout. Requires `wandb login` once.
 PYTHONPATH=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)${PYTHONPATH:+:$PYTHONPATH} exec python -m stabletrain.cli.commands sync "$@"

@@ -1,4 +1,4 @@
-"""Sweeps: only what is missing is run, one line a run, several at once, and a search that learns from the losses."""
+"""Sweeps: a restart runs only what is missing, one line per run, parallel runs, and a search that uses earlier losses."""
 
 import json
 import os
@@ -30,7 +30,7 @@ needs_optuna = pytest.mark.skipif(find_spec("hydra_plugins.hydra_optuna_sweeper"
 
 
 def params(experiment):
-    """What an experiment sweeps over; nothing for one that is a single run."""
+    """Returns what an experiment sweeps over; empty for a single run."""
     tree = yaml.safe_load((CONF / "experiment" / f"{experiment}.yaml").read_text()) or {}
     return tree.get("hydra", {}).get("sweeper", {}).get("params", {})
 
@@ -41,12 +41,12 @@ GRIDS = [name for name in SWEEPS if name != "search"]
 
 
 def contents(folder):
-    """Every file below a folder, byte for byte."""
+    """Returns the bytes of every file below a folder."""
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def losses(folder):
-    """Final validation loss by folder of run."""
+    """Returns the final validation loss by run folder."""
     files = sorted(folder.glob("*/run.json"))
     return {file.parent.name: json.loads(file.read_text())["final"]["val/loss"] for file in files}
 
@@ -94,7 +94,7 @@ def test_a_second_start_runs_only_what_is_missing_and_gives_the_same(tmp_path):
 
     second = command(*SWEEP, cwd=tmp_path)
     assert (second.returncode, second.stderr) == (0, "")
-    assert "4 runs in sweep, 2 of them over already" in second.stdout
+    assert "4 runs in sweep, 2 already done" in second.stdout
     assert [line.split()[0] for line in second.stdout.splitlines() if line.endswith("(before)")] == ["1/4", "4/4"]
     assert losses(tmp_path / "sweep") == whole
     typed = [json.loads((tmp_path / "sweep" / name / "run.json").read_text())["overrides"] for name in "0123"]
@@ -140,7 +140,9 @@ def test_what_was_halted_is_over_and_what_failed_is_not(tmp_path):
 
 
 def stopped(tmp_path, chosen, number, running):
-    """A sweep of long runs that gets a signal once `running` of them train; its code and what it said."""
+    """Runs a sweep of long runs and sends it a signal once `running` of them train; returns exit code, stdout and
+    stderr.
+    """
 
     def logged(file):
         return file.read_bytes().count(b"\n")
@@ -171,7 +173,7 @@ def stopped(tmp_path, chosen, number, running):
 def test_an_interrupted_sweep_saves_and_says_how_to_go_on(tmp_path):
     code, said, errors = stopped(tmp_path, ["-m", "seed=0,1", "hydra.sweep.dir=sweep"], signal.SIGTERM, 1)
     assert (code, errors) == (75, "")
-    assert "1 preempted, 1 not begun" in said
+    assert "1 preempted, 1 not started" in said
     assert "python train.py resume=sweep runs what is missing or failed" in said
     steps = read_jsonl(tmp_path / "sweep" / "0" / "metrics.jsonl")[-1]["step"]
     code, said, _ = stopped(tmp_path, ["-m", "seed=0,1", "hydra.sweep.dir=sweep"], signal.SIGTERM, 1)
@@ -229,7 +231,7 @@ def test_asked_to_stop_all_that_run_at_once_save(tmp_path):
     chosen = ["-m", "seed=0,1,2", "hydra.sweep.dir=sweep", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     code, said, errors = stopped(tmp_path, chosen, signal.SIGTERM, 2)
     assert (code, errors) == (75, "")
-    assert "2 preempted, 1 not begun" in said
+    assert "2 preempted, 1 not started" in said
     for name in "01":
         (saved,) = [path.name for path in (tmp_path / "sweep" / name / "checkpoints").glob("step-*")][-1:]
         last = read_jsonl(tmp_path / "sweep" / name / "metrics.jsonl")[-1]["step"]

@@ -1,4 +1,4 @@
-"""`slurm/launch.sh`: reads the request, makes the runs' folders, and submits a job for each kind of card."""
+"""`slurm/launch.sh`: reads the request, creates the run folders, and submits one job per GPU type."""
 
 import os
 import shlex
@@ -18,7 +18,7 @@ from stabletrain.errors import ConfigError, StabletrainError
 
 
 def main() -> int:
-    """Submits, or with `--dry-run` prints; returns the exit code, 2 where nothing could be submitted."""
+    """Submits the jobs, or with `--dry-run` prints their scripts; returns the exit code, 2 for an invalid request."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
         request = read_request(sys.argv[1:])
@@ -44,12 +44,12 @@ def main() -> int:
 
 
 def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
-    """A job for each card: alone in the sweep's folder, or each in the folder of its name below it.
+    """Returns one job per GPU type, in the runs' folder, or in one subfolder per GPU type if there are several.
 
-    `resume=auto` leaves out the runs of a sweep that are over.
+    With `resume=auto`, leaves out the runs of a sweep that are done.
 
     Raises:
-        ConfigError: a run cannot work, or its folder is taken.
+        ConfigError: a run's configuration is invalid, or its folder is taken.
     """
     arguments, folder = resumed_arguments(request)
     same = folder is not None and request.arguments.value("resume") == "auto"
@@ -63,7 +63,7 @@ def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
         tasks = [n for n in range(len(runs.overrides)) if not (same and status_of(where / str(n)) in FINISHED)]
         jobs.append(Job(card, where, tasks if arguments.sweeps else None, runs.overrides, options, Path.cwd()))
     if not any(job.folders for job in jobs):
-        raise ConfigError(f"every run in {runs.folder} is over: there is nothing to continue")
+        raise ConfigError(f"every run in {runs.folder} is done: there is nothing to continue")
     jobs = [job for job in jobs if job.folders]
     key = "hydra.sweep.dir" if arguments.sweeps else "hydra.run.dir"
     for each in (each for job in jobs for each in job.folders):
@@ -73,13 +73,13 @@ def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
 
 
 def resumed_arguments(request: Request) -> tuple[Arguments, Path | None]:
-    """The arguments without `resume`, and the folder that it continues in; None where a new one begins.
+    """Returns the arguments without `resume`, and the folder to continue in; None if a new run starts.
 
-    `resume=auto` finds the newest folder of the same command, and `resume=<folder>` takes the recorded command of that
-    one, with what is typed now after it.
+    `resume=auto` finds the newest folder of the same command. `resume=<folder>` takes the command recorded there and
+    appends what is typed now.
 
     Raises:
-        ConfigError: it names no run or sweep.
+        ConfigError: the folder holds no run or sweep.
     """
     typed = request.arguments.without("resume")
     resume = request.arguments.value("resume")
@@ -87,7 +87,7 @@ def resumed_arguments(request: Request) -> tuple[Arguments, Path | None]:
         return typed, None
     key = "hydra.sweep.dir" if typed.sweeps else "hydra.run.dir"
     if resume == "auto":
-        part = request.cards[0] if len(request.cards) > 1 else "."  # each card's jobs have a folder of their own
+        part = request.cards[0] if len(request.cards) > 1 else "."  # one subfolder per GPU type
         named = typed.value(key) or newest_of_same(typed, part)
         found = Path(named) if named else None
         if found is None:
@@ -103,12 +103,13 @@ def resumed_arguments(request: Request) -> tuple[Arguments, Path | None]:
 
 
 def submit(job: Job, text: str, record: DictConfig | None, *, submitted: int) -> None:
-    """Makes the folders that Slurm needs for the logs, keeps the script beside them, and submits it.
+    """Creates the folders for Slurm's logs, saves the script beside them, and submits it.
 
     Raises:
-        StabletrainError: Slurm refuses it.
+        StabletrainError: sbatch refuses the job.
     """
     for folder in job.folders:
+        # Slurm does not create the folder of a log; without it the job would fail silently.
         folder.mkdir(parents=True, exist_ok=True)
     if record is not None:
         OmegaConf.save(record, job.folder / "multirun.yaml")

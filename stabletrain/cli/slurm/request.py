@@ -1,8 +1,5 @@
-"""What is asked of Slurm: the command line of `slurm/launch.sh`, and the cluster's own names.
-
-What a cluster calls things: partitions, cards, accounts, read from `slurm/cluster.conf`.
-
-The command line of `slurm/launch.sh`: what is asked of Slurm, and what is left for `train.py`.
+"""What the user asks of Slurm: the command line of `slurm/launch.sh`, and the cluster's settings in
+`slurm/cluster.conf`.
 """
 
 import argparse
@@ -19,20 +16,20 @@ from stabletrain.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class Card:
-    """How to ask for one kind of card; an empty string asks for nothing.
+    """The settings to request one GPU type; an empty string requests nothing.
 
     Attributes:
-        name: the section's.
+        name: the section's name in cluster.conf.
         partition, account, qos, constraint, memory: as `sbatch` takes them.
-        gres: the cards of a node, `{gpus}` standing for their number; empty on nodes without cards.
-        gpus_per_node: where `--gpus-per-node` does not say it.
-        cpus_per_gpu: cores for each card's process.
-        time: where `--time` does not say it.
-        notice: seconds before the time limit at which a job is told to save.
-        modules: to be loaded.
-        environment: shell lines that make the environment, run on the first node of each job.
-        python: the interpreter on the nodes; empty: the one that submits.
-        sbatch: more options of `sbatch`, one a line.
+        gres: the GPUs of a node, with `{gpus}` for their number; empty on nodes without GPUs.
+        gpus_per_node: default of `--gpus-per-node`.
+        cpus_per_gpu: CPU cores for each GPU's process.
+        time: default of `--time`.
+        notice: seconds before the time limit at which Slurm asks a job to save.
+        modules: environment modules to load.
+        environment: shell lines that set up the environment, run on the first node of each job.
+        python: the interpreter on the nodes; empty for the one that submits.
+        sbatch: further `sbatch` options, one per line.
     """
 
     name: str
@@ -55,14 +52,14 @@ class Card:
 KEYS = [field.name for field in fields(Card) if field.name != "name"]
 
 COUNTS = {"gpus_per_node": 1, "cpus_per_gpu": 1, "notice": 30}
-"""Keys that are whole numbers, and their lowest value: Slurm looks at time limits every 30 seconds."""
+"""Keys whose values are integers, and their minimum. Slurm checks time limits every 30 seconds."""
 
 
 def read_cluster(file: Path, name: str) -> Card:
-    """One card's section, with what [DEFAULT] says for every card.
+    """Reads the section of one GPU type, with [DEFAULT] for what it leaves out.
 
     Raises:
-        ConfigError: there is no such file or section, or a key or value in it that cannot be.
+        ConfigError: the file or section does not exist, or a key or value is invalid.
     """
     config = configparser.ConfigParser(interpolation=None, delimiters=("=",), comment_prefixes=("#",))
     try:
@@ -91,37 +88,37 @@ CLUSTER = Path(__file__).parents[3] / "slurm" / "cluster.conf"
 TIME = re.compile(
     r"(?:(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?|(?P<short>\d+(?::\d+){0,2}))"
 )
-"""Slurm's forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, and so on."""
+"""Slurm's time formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours, and so on."""
 
 HYDRAS = {"--config-dir": "-cd", "--config-name": "-cn", "--config-path": "-cp"}
-"""Options that go on to `train.py`."""
+"""Hydra options that are passed on to `train.py`."""
 
 EXAMPLES = """\
 one job           slurm/launch.sh --gpu a100 --time 8:00:00 precision=bf16 stability=zloss_qknorm
 two nodes of four slurm/launch.sh --gpu h100 --nodes 2 --gpus-per-node 4 model=gpt2 batch_size=512
 a sweep           slurm/launch.sh --gpu a100,v100 --parallel-jobs 8 -m seed=0,1,2 optimizer.lr=1e-3,1e-2
-look first        slurm/launch.sh --dry-run ...
+only print it     slurm/launch.sh --dry-run ...
 continue          slurm/launch.sh resume=auto ...
 
-A job that is pre-empted, or whose time runs out, saves and queues again. `scancel <job>` ends it for good,
-`scancel --signal=USR2 <job>` makes it save and queue again now. The names of the cluster are in slurm/cluster.conf."""
+A job that is pre-empted or reaches its time limit saves a checkpoint and requeues. `scancel <job>` ends it for good,
+`scancel --signal=USR2 <job>` makes it save and requeue now. The cluster's settings are in slurm/cluster.conf."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for.
+    """The parsed command line of `slurm/launch.sh`.
 
     Attributes:
         cards: sections of cluster.conf; several only with a sweep.
-        nodes: of each run.
-        gpus: on each node; None leaves it to cluster.conf.
-        time, partition, account: as Slurm takes them; None leaves them to cluster.conf.
-        name: of the jobs.
-        parallel_jobs: runs of a card's array that may run at once; None is Slurm's own limit.
-        max_requeues: how often a job may queue again.
+        nodes: number of nodes of each run.
+        gpus: GPUs per node; None for cluster.conf's value.
+        time, partition, account: as Slurm takes them; None for cluster.conf's values.
+        name: the jobs' name.
+        parallel_jobs: how many runs of an array may run at once; None for Slurm's own limit.
+        max_requeues: how many times a job may requeue.
         dry_run: print the scripts and submit nothing.
-        cluster: the file with the cluster's names.
-        arguments: what goes on to `train.py`.
+        cluster: path of the cluster's configuration.
+        arguments: what is passed on to `train.py`.
     """
 
     cards: Sequence[str]
@@ -138,11 +135,11 @@ class Request:
     arguments: Arguments
 
     def processes(self, customary: str) -> int:
-        """How many a node has, one for each card; `customary` is cluster.conf's number."""
+        """Returns the number of processes per node, one per GPU; `customary` is cluster.conf's number."""
         return self.gpus or int(customary)
 
     def options(self, card: str) -> list[str]:
-        """The options that ask for one run on this card, as they would be typed again."""
+        """Returns the `launch.sh` options that request one run on this GPU type."""
         asked: dict[str, object] = {"--gpu": card, "--nodes": self.nodes if self.nodes > 1 else None}
         asked |= {"--gpus-per-node": self.gpus}
         asked |= {"--time": self.time, "--partition": self.partition, "--account": self.account}
@@ -151,15 +148,15 @@ class Request:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line."""
+    """An `argparse` parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises what `argparse` would print below its usage."""
+        """Raises ConfigError with argparse's message."""
         raise ConfigError(f"{message}: slurm/launch.sh --help lists the options")
 
 
 def at_least(lowest: int):
-    """A whole number with a lower bound, for `argparse`."""
+    """Returns an `argparse` type: an integer with a lower bound."""
 
     def number(typed: str) -> int:
         if not typed.isdecimal() or int(typed) < lowest:
@@ -170,10 +167,10 @@ def at_least(lowest: int):
 
 
 def seconds(time: str) -> int | None:
-    """A time limit in seconds; None where there is none.
+    """Converts a time limit to seconds; None if it is unlimited.
 
     Raises:
-        ConfigError: it is none of Slurm's forms.
+        ConfigError: it has none of Slurm's formats, or is zero.
     """
     if time.lower() in ("infinite", "unlimited"):
         return None
@@ -188,36 +185,36 @@ def seconds(time: str) -> int | None:
         days, hours, minutes, rest = (int(found[name] or 0) for name in ("days", "hours", "minutes", "seconds"))
         limit = 86400 * days + 3600 * hours + 60 * minutes + rest
     if not limit:
-        raise ConfigError(f"--time {time} is no time at all: leave --time out for the partition's limit")
+        raise ConfigError(f"--time {time} is zero: leave --time out to use the partition's limit")
     return limit
 
 
 def time_of(typed: str) -> str:
-    """A time limit as it was typed, known to be one."""
+    """Returns a time limit as typed, after checking it."""
     seconds(typed)
     return typed
 
 
 def parser() -> Parser:
-    """The options; each has its meaning in one line."""
+    """Builds the parser of the command line."""
     made = Parser(
         prog="slurm/launch.sh",
         usage="slurm/launch.sh [options] [-m] [group=option | key=value ...]",
-        description="Trains on a Slurm cluster: one job, or with -m a job array with one run a task.",
+        description="Trains on a Slurm cluster: one job, or with -m a job array with one run per task.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     one, some = at_least(1), at_least(0)
     made.add_argument("--gpu", default="any", metavar="CARD[,CARD]", help="a section of cluster.conf; several with -m")
-    made.add_argument("--nodes", type=one, default=1, metavar="N", help="nodes of a run (1)")
-    made.add_argument("--gpus-per-node", type=one, metavar="G", help="cards on each (cluster.conf)")
-    made.add_argument("--time", type=time_of, metavar="LIMIT", help="of one stretch, as Slurm takes it (cluster.conf)")
+    made.add_argument("--nodes", type=one, default=1, metavar="N", help="nodes per run (1)")
+    made.add_argument("--gpus-per-node", type=one, metavar="G", help="GPUs per node (cluster.conf)")
+    made.add_argument("--time", type=time_of, metavar="LIMIT", help="of one start, in Slurm's format (cluster.conf)")
     made.add_argument("--partition", metavar="NAME", help="(cluster.conf)")
     made.add_argument("--account", metavar="NAME", help="(cluster.conf)")
-    made.add_argument("--name", default="stabletrain", metavar="NAME", help="of the jobs (stabletrain)")
-    made.add_argument("--parallel-jobs", type=one, metavar="N", help="with -m: runs at once on each kind of card")
-    made.add_argument("--max-requeues", type=some, default=100, metavar="N", help="how often a job queues again (100)")
+    made.add_argument("--name", default="stabletrain", metavar="NAME", help="job name (stabletrain)")
+    made.add_argument("--parallel-jobs", type=one, metavar="N", help="with -m: parallel runs per GPU type")
+    made.add_argument("--max-requeues", type=some, default=100, metavar="N", help="limit on requeues of a job (100)")
     made.add_argument("--cluster", type=Path, default=CLUSTER, metavar="FILE", help="(slurm/cluster.conf)")
     made.add_argument("--dry-run", action="store_true", help="print the scripts, submit nothing")
     made.add_argument("-m", "--multirun", action="store_true", help="every combination of comma-separated values")
@@ -228,10 +225,10 @@ def parser() -> Parser:
 
 
 def read_request(typed: Sequence[str]) -> Request:
-    """The request that a command line makes.
+    """Parses the command line of `slurm/launch.sh`.
 
     Raises:
-        ConfigError: an option that there is not, or a value that it cannot have.
+        ConfigError: an option does not exist, or a value is invalid.
     """
     found = parser().parse_intermixed_args(typed)
     cards = found.gpu.split(",")

@@ -1,7 +1,7 @@
-"""The runs that a command line asks for, expanded and checked before anything queues.
+"""Expands a command line into runs and checks each of them before anything queues.
 
-A sweep is expanded by Hydra's own parser and sweeper, so that it is what `python train.py -m` would run; each run is
-composed and checked as `train.py` will do it, so that a mistake costs seconds and not a place in the queue.
+Hydra's own parser and sweeper expand a sweep, so the runs are those of `python train.py -m`. Each run is composed and
+checked as `train.py` does, so a mistake is reported in seconds instead of after hours in the queue.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,20 +22,20 @@ from stabletrain.parallel.ranks import Ranks
 CONF = Path(__file__).parents[3] / "conf"
 
 BEFORE_AMPERE = ("v100", "t4", "p100")
-"""Cards that have neither bf16 nor TF32: compute capability below 8.0."""
+"""GPU types without bf16 and TF32: compute capability below 8.0."""
 
 NEEDS_AMPERE = ("bf16", "bf16_params", "tf32")
-"""Precisions that they cannot have."""
+"""Precisions that those GPUs do not support."""
 
 
 class Runs(NamedTuple):
-    """What is to be run.
+    """The runs to submit.
 
     Attributes:
-        folder: the run's, or of a sweep the one above its runs.
-        overrides: of each run.
-        record: of a sweep, what Hydra keeps in `multirun.yaml`; None without one.
-        notes: lines for the person who submits.
+        folder: the run folder, or the sweep's folder.
+        overrides: overrides of each run.
+        record: what Hydra writes to `multirun.yaml` for a sweep; None for a single run.
+        notes: lines to print before submitting.
     """
 
     folder: Path
@@ -45,14 +45,14 @@ class Runs(NamedTuple):
 
 
 def expand(arguments: Arguments, cards: Mapping[str, int]) -> Runs:
-    """The runs of a command line, each of them known to compose and to be possible on the cards.
+    """Expands a command line into runs and checks that each composes and can run on the GPUs.
 
     Args:
-        arguments: what `train.py` would be given, without `resume`.
-        cards: to run on, and how many processes a run has on each.
+        arguments: the arguments of `train.py`, without `resume`.
+        cards: processes per run, by GPU type.
 
     Raises:
-        ConfigError: naming the run, where there are several, and what is wrong with it.
+        ConfigError: a run is invalid; the message says what is wrong, and in a sweep, with which run.
     """
     try:
         with hydra(arguments, CONF) as name:
@@ -69,13 +69,13 @@ def expand(arguments: Arguments, cards: Mapping[str, int]) -> Runs:
 
 
 def swept(name: str, arguments: Arguments, cards: Mapping[str, int]) -> Runs:
-    """The runs of a sweep."""
+    """Expands and checks the runs of a sweep."""
     found = grid(name, arguments.overrides)
     sweep, runs = found.cfg, found.runs
     if runs is None:
         raise ConfigError(
-            f"hydra/sweeper={found.sweeper} chooses each run by how the one before it ended: a job array needs all of "
-            "them at once, so use Hydra's basic sweeper"
+            f"hydra/sweeper={found.sweeper} chooses each run from the results of earlier ones, but a job array needs "
+            "all of them at once: use Hydra's basic sweeper"
         )
     hydras = [override for override in arguments.overrides if key_of(override).startswith("hydra")]
     if "hydra.sweep.subdir" in map(key_of, hydras):
@@ -96,12 +96,13 @@ def swept(name: str, arguments: Arguments, cards: Mapping[str, int]) -> Runs:
 
 
 def checked(name: str, overrides: Sequence[str], cards: Mapping[str, int]) -> DictConfig:
-    """One run's configuration with Hydra's part, after the checks that `train.py` makes.
+    """Composes one run's configuration, including Hydra's part, and applies the checks of `train.py`.
 
     Raises:
-        ConfigError: it cannot work, anywhere or on one of the cards.
+        ConfigError: the configuration is invalid, or unsupported on one of the GPU types.
     """
     cfg: Any = compose(name, [*overrides], return_hydra_config=True)
+    # `check` reads the group choices from the global HydraConfig.
     HydraConfig.instance().set_config(cfg)
     mine: Any = cfg.copy()
     with open_dict(mine):
@@ -119,10 +120,10 @@ def checked(name: str, overrides: Sequence[str], cards: Mapping[str, int]) -> Di
 
 
 def check_processes(cfg: Any, card: str, processes: int) -> None:
-    """Refuses what so many processes cannot train: what the nodes would refuse after hours in the queue.
+    """Checks that the run can be split over this number of processes.
 
     Raises:
-        ConfigError: names the numbers, and the options that set how many processes there are.
+        ConfigError: it cannot; the message names the options that set the number of processes.
     """
     asked = f"--gpu {card} with {processes} process{'es' if processes > 1 else ''} (--nodes x --gpus-per-node)"
     try:
@@ -132,13 +133,13 @@ def check_processes(cfg: Any, card: str, processes: int) -> None:
     kind = cfg.hydra.runtime.choices.get("parallel")
     if processes == 1 and kind in ("ddp", "fsdp"):
         raise ConfigError(
-            f"{asked}: parallel={kind} is for several: ask for more with --nodes or --gpus-per-node, or use "
+            f"{asked}: parallel={kind} needs several processes: request more with --nodes or --gpus-per-node, or use "
             "parallel=auto"
         )
 
 
 def notes(cfg: Any, cards: Iterable[str]) -> list[str]:
-    """What is worth knowing before the run is queued."""
+    """Returns advice to print before the run is queued."""
     choices = cfg.hydra.runtime.choices
     old = [card for card in cards if card in BEFORE_AMPERE]
     gpt = cfg.model.get("modality") == "tokens"

@@ -1,4 +1,4 @@
-"""The batch script of one job or job array: Slurm's options, the environment, and which run a task is."""
+"""Writes the batch script of one job or job array: sbatch options, environment, and the overrides of each task."""
 
 import shlex
 import sys
@@ -13,15 +13,15 @@ ROOT = Path(__file__).parents[3]
 
 
 class Job(NamedTuple):
-    """What one `sbatch` submits.
+    """One submission to `sbatch`.
 
     Attributes:
-        card: on what.
-        folder: of the run; of a sweep, the one above its runs.
-        tasks: of a sweep, the numbers of the runs to be run, each in the folder of its number; None without one.
-        overrides: of each run, those that are not to be run included.
-        options: Hydra's, for all of them.
-        home: the folder it is submitted from, where its relative paths begin.
+        card: the GPU type.
+        folder: the run folder, or the sweep's folder.
+        tasks: numbers of the sweep's runs to submit, each in the subfolder of its number; None for a single run.
+        overrides: overrides of every run, including those that are not submitted.
+        options: Hydra's options, shared by all runs.
+        home: the folder from which the job is submitted; relative paths start there.
     """
 
     card: Card
@@ -33,15 +33,16 @@ class Job(NamedTuple):
 
     @property
     def folders(self) -> list[Path]:
-        """The folder of each run."""
+        """Returns the folder of each submitted run."""
         return [self.folder] if self.tasks is None else [self.folder / str(number) for number in self.tasks]
 
 
 def script(job: Job, request: Request) -> str:
-    """The text of the batch script.
+    """Returns the text of the batch script.
 
     Raises:
-        ConfigError: a limit of time shorter than the notice, or a folder whose name cannot be passed on.
+        ConfigError: the time limit is not longer than the notice, or the folder's name contains quotes, a backslash or
+            a line break.
     """
     card = job.card
     gpus = request.processes(card.gpus_per_node)
@@ -73,23 +74,23 @@ def script(job: Job, request: Request) -> str:
 
 
 def title(job: Job, request: Request, gpus: int) -> str:
-    """What the job is, in words."""
+    """Returns a one-line description of the job."""
     runs = f"{len(job.tasks)} runs" if job.tasks else "One run"
     return f"{runs} on {job.card.name}, {request.nodes} x {gpus} processes each"
 
 
 def asked(job: Job, request: Request, gpus: int) -> list[str]:
-    """The options of `sbatch`.
+    """Returns the options of `sbatch`.
 
     Raises:
-        ConfigError: the time limit is shorter than the notice.
+        ConfigError: the time limit is not longer than the notice.
     """
     card = job.card
     time = request.time or card.time
     if time and (limit := seconds(time)) is not None and limit <= int(card.notice):
         raise ConfigError(
-            f"--time {time} is {limit} s, no longer than the notice of {card.notice} s at which a job saves and queues "
-            "again: raise --time, or lower notice in cluster.conf"
+            f"--time {time} is {limit} s, not longer than the notice of {card.notice} s, at which a job saves and "
+            "requeues: raise --time, or lower notice in cluster.conf"
         )
     log = "%a/slurm.log" if job.tasks else "slurm.log"
     values = {
@@ -116,7 +117,7 @@ def asked(job: Job, request: Request, gpus: int) -> list[str]:
 
 
 def ranges(numbers: list[int]) -> str:
-    """Rising numbers as Slurm writes them: `0-3,5,7-8`."""
+    """Writes ascending numbers in Slurm's form: `0-3,5,7-8`."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][-1] + 1:
@@ -127,10 +128,10 @@ def ranges(numbers: list[int]) -> str:
 
 
 def quoted(value: str) -> str:
-    """A value as an `#SBATCH` line takes it.
+    """Quotes a value for an `#SBATCH` line.
 
     Raises:
-        ConfigError: a line cannot hold it.
+        ConfigError: the value contains a line break.
     """
     if "\n" in value:
         raise ConfigError(f"{value!r} has a line break in it, which Slurm cannot take: leave it out")

@@ -1,4 +1,4 @@
-"""What a person sees of a sweep: a line when it starts, one as each run ends, and what came of all of them.
+"""The lines that a sweep prints: one when it starts, one when each run ends, and a summary at the end.
 
 3/24  precision=fp32 stability=qknorm seed=0  finished  val loss 2.311  14 s  4:51 left
 """
@@ -15,21 +15,21 @@ from stabletrain.errors import TrainingHalted
 from stabletrain.tracking.progress import elapsed
 
 STOPPED = 75
-"""Exit code of a sweep that was interrupted: try again later."""
+"""Exit code of an interrupted sweep: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
 WIDEST = 60
-"""Columns for what varies; what is longer pushes the rest to the right."""
+"""Columns reserved for the overrides that vary; longer ones push the rest of the line to the right."""
 
 
 def opening(sweep: Sweep) -> str:
-    """How many runs, where, and how many of them are over already."""
+    """Returns the first line: the number of runs, the folder, and how many runs are done already."""
     over = sum(record.get("status") in FINISHED for _, record in sweep.records())
     count = "" if sweep.count is None else f"{sweep.count} runs "
-    return f"sweep    {count}in {sweep.folder}{f', {over} of them over already' if over else ''}"
+    return f"sweep    {count}in {sweep.folder}{f', {over} already done' if over else ''}"
 
 
 def label(sweep: Sweep | None, number: int, overrides: Sequence[str]) -> str:
-    """Which run of how many, and what is its own."""
+    """Returns the run's number, the number of runs, and the overrides that only this run has."""
     if sweep is None:
         return f"{number + 1}  {' '.join(overrides)}"
     count = sweep.count or 0
@@ -41,14 +41,14 @@ def label(sweep: Sweep | None, number: int, overrides: Sequence[str]) -> str:
 def ending(
     sweep: Sweep | None, number: int, overrides: Sequence[str], record: Mapping[str, Any], seconds: float | None
 ) -> str:
-    """The line of a run that is over.
+    """Returns the line printed when a run ends.
 
     Args:
-        sweep: it belongs to; None where there is no record of it.
-        number: of the run, from 0.
-        overrides: of the run.
+        sweep: the run's sweep; None if there is no record of one.
+        number: the run's index, from 0.
+        overrides: the run's overrides.
         record: its `run.json`.
-        seconds: that it took; None for a run that was over before.
+        seconds: its duration; None if the run ended before this start of the sweep.
     """
     words = [label(sweep, number, overrides), f"{record.get('status', 'failed'):<9}", result(record)]
     if seconds is None:
@@ -62,7 +62,7 @@ def ending(
 
 
 def result(record: Mapping[str, Any]) -> str:
-    """`val loss 2.311`, with the accuracy where there is one, and what the guard did where it did anything."""
+    """Returns `val loss 2.311`, plus the accuracy, skipped steps and rollbacks if there are any."""
     final = record.get("final", {})
     loss = final.get("val/loss")
     words = [f"val loss {loss:.3f}" if isinstance(loss, float) else "val loss -"]
@@ -75,7 +75,7 @@ def result(record: Mapping[str, Any]) -> str:
 
 
 def seconds_left(sweep: Sweep) -> float | None:
-    """Until all runs are over, at the pace of this start; None while it is not known."""
+    """Estimates the seconds until all runs have ended, from the pace of this start; None if no estimate is possible."""
     over = [file for file in sweep.folder.rglob("run.json") if file.stat().st_mtime >= sweep.began]
     records = [record for _, record in sweep.records()]
     left = (sweep.count or 0) - sum(record.get("status") in (*FINISHED, "failed") for record in records)
@@ -84,14 +84,16 @@ def seconds_left(sweep: Sweep) -> float | None:
 
 
 def closing(sweep: Sweep) -> str:
-    """How many ended how, which was best, which did not finish, and what to do next."""
+    """Returns the summary: how many runs ended in which status, the best run, the runs that did not finish, what to
+    type next.
+    """
     records = sweep.records()
     ends = Counter(str(record.get("status")) for _, record in records)
     missing = (sweep.count or 0) - len(records)
     ended = ", ".join(f"{count} {status}" for status, count in ends.most_common())
     begun = [ended] if ended else []
     count = sweep.count or len(records)
-    lines = [f"sweep    {count} runs, {', '.join(begun + ([f'{missing} not begun'] if missing > 0 else []))}"]
+    lines = [f"sweep    {count} runs, {', '.join(begun + ([f'{missing} not started'] if missing > 0 else []))}"]
     lines[0] += f", in {sweep.folder}"
     best = min(records, key=lambda named: loss_of(named[1]), default=("", {}))
     if len(records) > 1 and math.isfinite(loss_of(best[1])):
@@ -111,13 +113,13 @@ def closing(sweep: Sweep) -> str:
 
 
 def loss_of(record: Mapping[str, Any]) -> float:
-    """The validation loss that a run finished with; infinite where it has none."""
+    """Returns the final validation loss of a finished run; infinity for any other run."""
     loss = record.get("final", {}).get("val/loss", math.inf) if record.get("status") == "finished" else math.inf
     return loss if isinstance(loss, float) and not math.isnan(loss) else math.inf
 
 
 def code(sweep: Sweep) -> int:
-    """The exit code of a sweep that is over: that of the first run that did not finish."""
+    """Returns the sweep's exit code: that of the first run that did not finish."""
     codes = {"halted": TrainingHalted.exit_code, "failed": 1, "preempted": STOPPED}
     for _, record in sweep.records():
         if (status := record.get("status")) in codes:

@@ -1,10 +1,7 @@
-"""One run within its sweep, alone or beside others in processes of their own.
+"""One run of a sweep: whether it is done already, its progress display, and the line printed when it ends.
 
-Several runs of a sweep at once, in processes of their own: asked to stop, all of them save and no other begins.
-
-The processes know each other by the sweep's folder only, so the request to stop is a file in it.
-
-One run in its sweep: whether it is over already, what it shows, and its line at the end.
+Runs may share a sweep in parallel, each in its own process. Those processes share only the sweep's folder, so a request
+to stop is a file in it: every running process then saves a checkpoint, and no further run starts.
 """
 
 import os
@@ -28,14 +25,14 @@ from stabletrain.tracking.progress import InSweep
 from stabletrain.tracking.run_folder import RunFolder
 
 LOOK = 0.5
-"""Seconds between two looks for the request to stop."""
+"""Seconds between two checks for the request to stop."""
 
 
 @contextmanager
 def stopping_all(folder: Path) -> Generator[None]:
-    """A context around a whole sweep, in the process that started it: a signal asks all its runs to stop.
+    """Context for the whole sweep, in the process that started it: a signal asks all runs to save and stop.
 
-    A second SIGINT interrupts at once, and ends the runs where they are.
+    A second SIGINT raises KeyboardInterrupt: the runs end without saving.
     """
     stop, asked = stop_file(folder), []
 
@@ -56,15 +53,16 @@ def stopping_all(folder: Path) -> Generator[None]:
 
 @contextmanager
 def stopped_with_others(folder: Path) -> Generator[None]:
-    """A context around one run, in its own process: a request to stop all becomes the signal that a run answers.
+    """Context for one run in its own process: turns a request to stop the sweep into SIGTERM for this process.
 
-    Signals from outside are left to the process that started the sweep, until the run handles them itself.
+    Ignores signals from outside until the run installs its own handlers; they are for the process that started the
+    sweep.
     """
     stop, over = stop_file(folder), threading.Event()
 
     def watch() -> None:
         while not over.wait(LOOK):
-            if stop.exists():  # again and again, because the run may not handle signals yet
+            if stop.exists():  # sent repeatedly: the run may not have installed its handlers yet
                 os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -78,24 +76,24 @@ def stopped_with_others(folder: Path) -> Generator[None]:
 
 
 def stop_file(folder: Path) -> Path:
-    """The file that says that a sweep is to stop."""
+    """Returns the path of the file whose existence asks all runs to stop."""
     return folder / ".stop"
 
 
 class Member:
-    """The run of the Hydra job that this is.
+    """The run that the current Hydra job executes.
 
     Attributes:
-        folder: its own.
-        number: in the sweep, from 0.
-        overrides: its own.
-        searching: whether it was chosen by how others ended.
-        alone: whether no other runs at the same time.
-        sweep: it belongs to; None where nothing is recorded of it.
+        folder: the run folder.
+        number: the run's index in the sweep, from 0.
+        overrides: the run's overrides.
+        searching: whether a search such as Optuna's chose the overrides from earlier results.
+        alone: whether runs execute one at a time.
+        sweep: the run's sweep; None if there is no record of one.
     """
 
     def __init__(self) -> None:
-        """Must be called inside a Hydra job."""
+        """Reads the current Hydra job's configuration. Call it inside a Hydra job only."""
         hydra = HydraConfig.get()
         self.folder, self._above = Path(hydra.runtime.output_dir), Path(hydra.sweep.dir)
         self.number = int(hydra.job.num)
@@ -105,35 +103,37 @@ class Member:
         self.sweep = plan.read(self._above)
         self._started = time.monotonic()
         if self.sweep is not None and not self.alone:
-            sys.orig_argv[:] = shlex.split(self.sweep.command)  # what was typed is not how this process was started
+            # The launcher started this process with a command line of its own; record the one that the user typed.
+            sys.orig_argv[:] = shlex.split(self.sweep.command)
 
     def over(self, steps: int) -> dict[str, Any] | None:
-        """Its `run.json`, if it has its result from an earlier start.
+        """Returns the run's `run.json` if an earlier start of the sweep completed it, else None.
 
         Args:
-            steps: that it is to have.
+            steps: number of steps that the run must have.
 
         Raises:
-            ConfigError: its folder holds a run of other overrides.
+            ConfigError: the folder holds a run with other overrides.
         """
         plan.refuse_another(self.folder, self.overrides)
         return plan.finished_run(self.folder, self.overrides, steps)
 
     def listening(self) -> AbstractContextManager[Any]:
-        """A context in which it learns that the sweep is to stop."""
+        """Returns a context in which this run learns of a request to stop the sweep."""
         return nullcontext() if self.alone else stopped_with_others(self._above)
 
     @property
     def unwanted(self) -> bool:
-        """Whether the sweep is to stop before this run has begun."""
+        """Whether the sweep was asked to stop before this run started."""
         return not self.alone and stop_file(self._above).exists()
 
     def record(self) -> dict[str, Any]:
-        """Its `run.json`; empty where there is none."""
+        """Returns the run's `run.json`; empty if there is none."""
         return RunFolder(self.folder).read()
 
     def keep(self, cfg: DictConfig) -> None:
-        """Writes `.hydra/` as Hydra would, but at the first start only: what a run was is not what it would be now."""
+        """Writes `.hydra/` as Hydra would, but only at the run's first start."""
+        # A resumed run keeps the configuration it started with, even if `conf/` has changed since.
         if (self.folder / "run.json").exists():
             return
         (self.folder / ".hydra").mkdir(parents=True, exist_ok=True)
@@ -144,17 +144,17 @@ class Member:
                 (self.folder / ".hydra" / f"{name}.yaml").write_text(OmegaConf.to_yaml(part), encoding="utf-8")
 
     def progress(self, log_every: int) -> InSweep:
-        """What it shows while it runs."""
+        """Returns the progress display."""
         label = lines.label(self.sweep, self.number, self.overrides)
         return InSweep(log_every, self.folder, label[: lines.WIDEST] + "  ", self.alone)
 
     def say(self, ended: Mapping[str, Any], *, before: bool = False) -> None:
-        """Prints its line.
+        """Prints the line of a run that has ended.
 
         Args:
             ended: its `run.json`.
-            before: it ended in an earlier start.
+            before: the run ended before this start of the sweep.
         """
         seconds = None if before else time.monotonic() - self._started
-        with suppress(OSError):  # whoever read along is gone
+        with suppress(OSError):  # the pipe's reader has exited
             print(lines.ending(self.sweep, self.number, self.overrides, ended, seconds), flush=True)

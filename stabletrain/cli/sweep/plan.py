@@ -1,13 +1,7 @@
-"""Plans a sweep: which runs a command asks for, which of them are over, and `sweep.json`.
+"""Plans a sweep: expands the command into runs, finds the runs that are done, and records the sweep in `sweep.json`.
 
-The runs that a command line with `-m` asks for, by Hydra's own parser and sweeper, before any of them is run.
-
-A sweep before its first run: expanded, checked, recorded, announced.
-
-`sweep.json`: which runs a sweep's folder is for; and which of them are over, by their own `run.json`.
-
-A run is over when it has a result: it finished, or the guard halted it. Started again in the same folder, a sweep runs
-what is not.
+Hydra's own parser and sweeper expand the command line, before any run starts. A run is done if it has a result: it
+finished, or the guard halted it. Starting a sweep again in the same folder runs only the others.
 """
 
 import json
@@ -37,14 +31,14 @@ from stabletrain.tracking.run_folder import RunFolder
 
 
 class Grid(NamedTuple):
-    """What a sweep will run.
+    """The runs that a sweep consists of.
 
     Attributes:
-        cfg: its configuration, Hydra's part included.
+        cfg: the composed configuration, with Hydra's own part.
         sweeper: the option of `hydra/sweeper`.
-        runs: overrides of each run; None where each is chosen by how the ones before it ended, as Optuna does.
-        varies: the keys that differ between the runs, in the order in which they were given.
-        count: of the runs; None where that is not known beforehand.
+        runs: overrides of each run; None if a sweeper such as Optuna chooses each run from earlier results.
+        varies: the keys that differ between runs, in the order typed.
+        count: number of runs; None if it is not known in advance.
     """
 
     cfg: Any
@@ -56,7 +50,7 @@ class Grid(NamedTuple):
 
 @contextmanager
 def hydra(arguments: Arguments, config_dir: Path) -> Generator[str, None, None]:
-    """Hydra, started as `train.py` starts it, for this context; gives the configuration's name."""
+    """Context in which Hydra is initialized as `train.py` initializes it; yields the configuration's name."""
     values = dict(zip(arguments.options, arguments.options[1:], strict=False))
     values |= {name: value for name, equals, value in (o.partition("=") for o in arguments.options) if equals}
     config_path = values.get("--config-path") or values.get("-cp") or config_dir
@@ -73,10 +67,10 @@ def hydra(arguments: Arguments, config_dir: Path) -> Generator[str, None, None]:
 
 
 def grid(name: str, overrides: Sequence[str]) -> Grid:
-    """The runs of a sweep; within `hydra`.
+    """Expands a command line into a sweep's runs. Call it inside `hydra`.
 
     Args:
-        name: of the configuration.
+        name: the configuration's name.
         overrides: as typed.
     """
     started = GlobalHydra.instance().hydra
@@ -85,6 +79,7 @@ def grid(name: str, overrides: Sequence[str]) -> Grid:
     params = [f"{key}={value}" for key, value in (cfg.hydra.sweeper.get("params") or {}).items()]
     parser = OverridesParser.create(config_loader=started.config_loader)
     parsed = parser.parse_overrides([*params, *cfg.hydra.overrides.task])
+    # If a key is given several times, Hydra takes the last one.
     last = {override.get_key_element(): override for override in parsed}
     varies = [key.lstrip("+~") for key, override in last.items() if override.is_sweep_override()]
     sweeper = str(cfg.hydra.runtime.choices.get("hydra/sweeper"))
@@ -101,16 +96,16 @@ NAME = "sweep.json"
 
 
 class Sweep(NamedTuple):
-    """A sweep as its folder knows it.
+    """A sweep as `sweep.json` records it.
 
     Attributes:
-        folder: its own, above those of its runs.
+        folder: the sweep's folder, which contains the run folders.
         command: the command line of this start.
-        runs: overrides of each run; None where they are chosen one by one.
-        varies: the keys that differ between them.
-        count: of the runs; None where that is not known.
-        launcher: Hydra's, `basic` where one run follows the other.
-        began: this start, in seconds since 1970.
+        runs: overrides of each run; None if the sweeper chooses them one by one.
+        varies: the keys that differ between runs.
+        count: number of runs; None if it is not known.
+        launcher: Hydra's launcher; `basic` runs one at a time.
+        began: time of this start, in seconds since 1970.
     """
 
     folder: Path
@@ -122,17 +117,17 @@ class Sweep(NamedTuple):
     began: float
 
     def varied(self, overrides: Sequence[str]) -> str:
-        """What of a run's overrides tells it from the others, long numbers to four digits."""
+        """Returns the run's overrides of keys that vary, with long numbers rounded to four significant digits."""
         return " ".join(shortened(override) for override in overrides if key_of(override) in self.varies)
 
     def records(self) -> list[tuple[str, dict[str, Any]]]:
-        """Name and `run.json` of the runs that have begun, by number."""
+        """Returns the folder name and `run.json` of each run that has started, in the order of their numbers."""
         files = sorted(self.folder.rglob("run.json"), key=lambda file: (len(file.parent.name), str(file.parent)))
         return [(str(file.parent.relative_to(self.folder)), RunFolder(file.parent).read()) for file in files]
 
 
 def shortened(override: str) -> str:
-    """`optimizer.lr=0.00443` for `optimizer.lr=0.004430375245218269`."""
+    """Rounds a long number: `optimizer.lr=0.00443` for `optimizer.lr=0.004430375245218269`."""
     key, _, value = override.partition("=")
     try:
         return f"{key}={float(value):.4g}" if len(value) > 8 and "." in value else override
@@ -141,20 +136,22 @@ def shortened(override: str) -> str:
 
 
 def begin(folder: Path, typed: Arguments, grid: Grid) -> Sweep:
-    """Writes the record of a sweep that starts, or starts again.
+    """Writes `sweep.json` for a sweep that starts or restarts.
 
     Args:
-        folder: the sweep's.
+        folder: the sweep's folder.
         typed: its command line.
-        grid: what it will run.
+        grid: its runs.
 
     Raises:
         ConfigError: the folder holds runs of another sweep, or cannot be written.
     """
     launcher = str(grid.cfg.hydra.runtime.choices.get("hydra/launcher"))
     sweep = Sweep(folder, shlex.join(sys.orig_argv), grid.runs, grid.varies, grid.count, launcher, time.time())
+    # Check every run before writing anything: `sweep.json` of another sweep must not be overwritten.
     for name, record in sweep.records():
         belongs(sweep, name, record)
+    # The record leaves out what names the folder; continuing a sweep sets it anew.
     kept = [o for o in typed.overrides if key_of(o) not in ("resume", "hydra.sweep.dir", "hydra.output_subdir")]
     fields = sweep._asdict() | {"folder": str(folder), "options": typed.options, "overrides": kept}
     try:
@@ -162,21 +159,22 @@ def begin(folder: Path, typed: Arguments, grid: Grid) -> Sweep:
         replace(folder / NAME, json.dumps(fields, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(
-            f"hydra.sweep.dir={folder} cannot be written ({error}): mend that, or choose another hydra.sweep.dir"
+            f"hydra.sweep.dir={folder} cannot be written ({error}): make it writable, or choose another hydra.sweep.dir"
         ) from error
     return sweep
 
 
 def belongs(sweep: Sweep, name: str, record: Mapping[str, Any]) -> None:
-    """Refuses a run that lies in the folder and is not one of the sweep's, in its place.
+    """Checks that a run found in the sweep's folder is the one planned for that place.
 
     Raises:
-        ConfigError: says what lies there.
+        ConfigError: it is another run.
     """
     if sweep.runs is None or not record.get("overrides"):
         return
     its = parse_arguments([str(override) for override in record["overrides"]]).identity()
     planned = [parse_arguments(run).identity() for run in sweep.runs]
+    # A numbered folder must hold the run of that number; a folder with another name, any run of the sweep.
     if (its not in planned) if not name.isdecimal() else (planned[int(name) : int(name) + 1] != [its]):
         raise ConfigError(
             f"hydra.sweep.dir={sweep.folder} holds another sweep: its run {name} is {' '.join(its) or 'the default'}, "
@@ -185,7 +183,7 @@ def belongs(sweep: Sweep, name: str, record: Mapping[str, Any]) -> None:
 
 
 def read(folder: Path) -> Sweep | None:
-    """The sweep of a folder; None where there is no record of one."""
+    """Returns the sweep recorded in a folder; None if there is no valid record."""
     try:
         fields = json.loads((folder / NAME).read_text(encoding="utf-8"))
         return Sweep(folder, *(fields[name] for name in Sweep._fields[1:]))
@@ -194,20 +192,20 @@ def read(folder: Path) -> Sweep | None:
 
 
 def status_of(folder: Path) -> str | None:
-    """The status of the run in a folder; None where there is none."""
+    """Returns the status of the run in a folder; None if there is no run."""
     return RunFolder(folder).read().get("status")
 
 
 def finished_run(
     folder: Path, overrides: Sequence[str], steps: int, statuses: Sequence[str] = FINISHED
 ) -> dict[str, Any] | None:
-    """The `run.json` of the run in a folder, where these very overrides were run there and it is over.
+    """Returns the `run.json` of a completed run with exactly these overrides in a folder, else None.
 
     Args:
-        folder: the run's.
-        overrides: of the run that is to be there.
-        steps: that it is to have; a finished run with fewer is not over.
-        statuses: that count as over.
+        folder: the run folder.
+        overrides: the overrides that the run must have.
+        steps: the number of steps that a finished run must have taken.
+        statuses: the statuses that count as completed.
     """
     record = RunFolder(folder).read()
     if record.get("status") not in statuses or not record.get("id"):
@@ -220,10 +218,12 @@ def finished_run(
 
 
 def refuse_another(folder: Path, overrides: Sequence[str]) -> None:
-    """Refuses to go on with a run of other overrides, which a search may come to that proposes anew.
+    """Checks that the folder does not hold a run with other overrides.
+
+    A search restarted with another sampler seed proposes other overrides for the same run number.
 
     Raises:
-        ConfigError: says what lies there.
+        ConfigError: the folder holds a run with other overrides.
     """
     record = RunFolder(folder).read()
     its, this = recorded_arguments(folder).identity(), parse_arguments([*overrides]).identity()
@@ -239,21 +239,21 @@ def refuse_another(folder: Path, overrides: Sequence[str]) -> None:
 ANSWERS = frozenset(
     ["--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"]
 )
-"""Options with which Hydra answers a question and runs nothing."""
+"""Options that make Hydra print information and run nothing."""
 
 
 def start(typed: Arguments, config_dir: Path) -> tuple[Sweep | None, Arguments]:
-    """The sweep that a command line asks for, recorded in its folder, and the command line that runs it there.
+    """Records the sweep that a command line asks for.
 
     Args:
-        typed: with `resume` resolved.
+        typed: the command line, with `resume` resolved.
         config_dir: the project's `conf/`.
 
     Returns:
-        None in place of the sweep where the command runs none.
+        The sweep, or None if the command runs none; and the command line that runs it in its folder.
 
     Raises:
-        ConfigError: the folder holds another sweep, or the launcher cannot run it.
+        ConfigError: the folder holds another sweep, or the launcher's settings are invalid.
     """
     if not typed.sweeps or ANSWERS & set(typed.options):
         return None, typed
@@ -266,17 +266,17 @@ def start(typed: Arguments, config_dir: Path) -> tuple[Sweep | None, Arguments]:
 
 
 def check_jobs(found: Grid) -> None:
-    """Refuses more runs at once than there are CPU cores.
+    """Checks that no more runs execute in parallel than there are CPU cores.
 
     Raises:
-        ConfigError: names how many there are.
+        ConfigError: `n_jobs` is invalid or above the number of cores.
     """
     jobs = found.cfg.hydra.launcher.get("n_jobs")
     if jobs is None:
         return
     cores = len(os.sched_getaffinity(0))
     if not isinstance(jobs, int) or isinstance(jobs, bool) or jobs == 0:
-        raise ConfigError(f"hydra.launcher.n_jobs={jobs} is not how many runs at once: use 1 to {cores}, or -1 for all")
+        raise ConfigError(f"hydra.launcher.n_jobs={jobs} is not a number of runs: use 1 to {cores}, or -1 for all")
     if jobs > cores:
         raise ConfigError(
             f"hydra.launcher.n_jobs={jobs} is above the {cores} CPU cores here, and each run keeps one busy: "

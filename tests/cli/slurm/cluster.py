@@ -1,4 +1,4 @@
-"""A Slurm cluster of two nodes on this machine, with a key, sockets, ports and folders of its own."""
+"""A two-node Slurm cluster on this machine, with its own key, sockets, ports and folders."""
 
 import os
 import shutil
@@ -62,28 +62,28 @@ partition = v100
 
 
 def missing() -> str:
-    """Why there can be no cluster here; empty where there can."""
+    """Returns why no cluster can run here; empty if it can."""
     if absent := [name for name in PROGRAMS if shutil.which(name, path=search()) is None]:
         return f"Slurm is not installed here, {absent[0]} is missing: apt-get install slurm-wlm munge"
     return "" if os.getuid() == 0 else "a Slurm cluster for the tests needs root, as which its daemons run jobs"
 
 
 def search() -> str:
-    """PATH with the folders of daemons."""
+    """Returns PATH plus the folders of daemons."""
     return f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
 class Cluster:
-    """A running cluster; jobs see the environment of this process.
+    """A running cluster; jobs inherit the environment of this process.
 
     Attributes:
-        place: its folder.
-        environment: of the commands that speak to it.
-        home: the folder that a job was last launched from.
+        place: the cluster's folder.
+        environment: the environment of commands that talk to the cluster.
+        home: the folder from which a job was last launched.
     """
 
     def __init__(self) -> None:
-        self.place = Path(tempfile.mkdtemp(prefix="slurm", dir="/tmp"))  # a socket's path is short
+        self.place = Path(tempfile.mkdtemp(prefix="slurm", dir="/tmp"))  # the length of a socket's path is limited
         self.place.chmod(0o755)
         self.home = self.place
         self.environment = {**os.environ, "SLURM_CONF": str(self.place / "slurm.conf"), "PATH": search()}
@@ -96,7 +96,7 @@ class Cluster:
         (self.place / "state").mkdir()
 
     def start(self) -> None:
-        """Starts the daemons, and waits for two idle nodes."""
+        """Starts the daemons and waits until both nodes are idle."""
         key = self.place / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
@@ -109,7 +109,7 @@ class Cluster:
         self.wait(lambda: self.run("sinfo", "-h", "-N", "-p", "a100", "-o", "%T").split() == ["idle", "idle"], 30)
 
     def stop(self) -> None:
-        """Ends every job, then the daemons, each by its pid file, and removes the folder."""
+        """Cancels every job, stops the daemons by their pid files, and removes the folder."""
         subprocess.run(["scancel", "--user=root"], env=self.environment, capture_output=True, timeout=30)
         end = time.monotonic() + 20
         while (
@@ -122,25 +122,25 @@ class Cluster:
         shutil.rmtree(self.place, ignore_errors=True)
 
     def run(self, *command: str, cwd: Path | None = None, timeout: float = 60) -> str:
-        """What a command prints; an error of the test if it fails."""
+        """Returns what a command prints; fails the test if the command fails."""
         done = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=timeout)
         assert done.returncode == 0, f"{command}: {done.stderr}\n{self.logs()}"
         return done.stdout
 
     def launch(self, *arguments: str, cwd: Path) -> str:
-        """Submits by `slurm/launch.sh`; returns the number of its first job."""
+        """Submits with `slurm/launch.sh`; returns the number of its first job."""
         self.home = cwd
         script = str(ROOT / "slurm" / "launch.sh")
         said = self.run(script, "--cluster", str(self.place / "cluster.conf"), *arguments, cwd=cwd)
         return said.split()[1]
 
     def state(self, job: str) -> str:
-        """A job's state in Slurm's word, such as RUNNING; for an array, those of its tasks, each once, sorted."""
+        """Returns a job's state as Slurm names it, such as RUNNING; for an array, its tasks' distinct states, sorted."""
         lines = self.run("scontrol", "show", "job", "--oneliner", job).splitlines()
         return " ".join(sorted({line.partition("JobState=")[2].split()[0] for line in lines}))
 
     def ended(self, job: str, timeout: float = 150) -> str:
-        """Waits until a job is over, setting a requeued one off at once; returns its state."""
+        """Waits until a job has ended, starting a requeued job at once; returns its state."""
         over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
         def look() -> bool:
@@ -151,31 +151,31 @@ class Cluster:
         return self.state(job)
 
     def hurry(self, job: str) -> None:
-        """A job that was queued again, which Slurm lets wait for a while, may start now."""
+        """Lets a requeued job start now instead of after Slurm's delay."""
         if "Reason=BeginTime" in self.run("scontrol", "show", "job", job):
             subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=self.environment, timeout=30)
 
     def wait(self, until: Callable[[], object], timeout: float) -> None:
-        """Waits until something holds; fails with what the daemons and jobs wrote if it does not come to hold."""
+        """Waits until the condition holds; on timeout, fails with the logs of the daemons and jobs."""
         end = time.monotonic() + timeout
         while not until():
             assert time.monotonic() < end, f"not within {timeout} s\n{self.logs()}"
             time.sleep(0.3)
 
     def logs(self) -> str:
-        """The queue, and the ends of the daemons' logs and of those of the jobs launched last."""
+        """Returns the queue and the last lines of the daemons' logs and of the last-launched jobs' logs."""
         queue = subprocess.run(["squeue"], env=self.environment, capture_output=True, text=True, timeout=30).stdout
         logs = [*sorted(self.place.glob("*.log")), *sorted(self.home.rglob("slurm.log"))]
         return "\n".join([queue, *(tail(file) for file in logs)])
 
 
 def tail(file: Path, lines: int = 25) -> str:
-    """The end of a log."""
+    """Returns the last lines of a log."""
     return f"--- {file}\n" + "\n".join(file.read_text(errors="replace").splitlines()[-lines:])
 
 
 def stop(pid_file: Path) -> None:
-    """Ends the process of a pid file, and waits until it is gone."""
+    """Terminates the process of a pid file and waits until it has exited."""
     try:
         pid = int(pid_file.read_text())
         os.kill(pid, signal.SIGTERM)
@@ -189,7 +189,7 @@ def stop(pid_file: Path) -> None:
 
 
 def free_ports(count: int) -> Sequence[int]:
-    """Ports that nobody listens on now."""
+    """Returns ports that no process listens on now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: a cluster, and `slurm/launch.sh` without one."""
+"""Fixtures: a Slurm cluster, and `slurm/launch.sh` without a cluster."""
 
 import sys
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ sbatch =
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch, capsys):
-    """A command line's exit code, and what it printed on both streams; run in an empty folder of its own."""
+    """Runs a command line in an empty folder; returns its exit code, stdout and stderr."""
     (tmp_path / "cluster.conf").write_text(CLUSTER)
     home = tmp_path / "home"
     home.mkdir()
@@ -52,7 +52,7 @@ def launch(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes; skips, saying why, where there can be none."""
+    """A two-node cluster; skips with the reason if none can run here."""
     if reason := missing():
         pytest.skip(reason)
     made = Cluster()

@@ -1,8 +1,8 @@
-"""Programs that stand in for those of a cluster."""
+"""Scripts that replace a cluster's programs."""
 
 
 def stand_in(place, name, body):
-    """A program of this name in `place`."""
+    """Writes an executable script of this name to `place`."""
     file = place / name
     file.write_text(f"#!/usr/bin/env bash\n{body}\n")
     file.chmod(0o755)

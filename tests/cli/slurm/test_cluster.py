@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm of two nodes: they queue again and end as if nothing had been, or end for good and say so."""
+"""Jobs on a real two-node Slurm: a requeued job ends bit-identical to an uninterrupted one; other jobs end for good."""
 
 import hashlib
 import json
@@ -15,17 +15,17 @@ from tests.runs import TINY_GPT, command
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(280)]
 
 SAME = ["run", "status", "steps", "val_loss", "best_val_loss", "skips", "settings.optimizer.lr"]
-"""Columns of a comparison that two sweeps over the same have in common."""
+"""Columns of a comparison that are equal for two runs of the same sweep."""
 
 LONG = [*TINY_GPT, "steps=500", "checkpoint.every=50", "log_every=5", "eval_every=500"]
-"""Some ten seconds of steps."""
+"""A run with about ten seconds of steps."""
 
 ENDLESS = [*TINY_GPT, "steps=1000000", "warmup.steps=10", "eval_every=1000000", "log_every=5"]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The weights of LONG, trained in one go."""
+    """The weights of LONG, trained without interruption."""
     place = tmp_path_factory.mktemp("whole")
     done = command(*LONG, "hydra.run.dir=run", cwd=place)
     assert done.returncode == 0, done.stderr
@@ -33,7 +33,7 @@ def whole(tmp_path_factory):
 
 
 def weights(folder):
-    """The name of the newest checkpoint, and the hash of each of its weights; of a sharded run of each rank's part."""
+    """Returns the newest checkpoint's name and a hash of each weight; for a sharded run, of each rank's shard."""
     newest, hashes = max((folder / "checkpoints").glob("step-*")), {}
     for file in [*newest.glob("model.safetensors"), *newest.glob("model/*.safetensors")]:
         with safe_open(file, framework="pt") as opened:
@@ -53,13 +53,13 @@ def log(folder):
 
 
 def step(folder):
-    """The last step in a run's metrics."""
+    """Returns the last step in a run's metrics."""
     file = folder / "metrics.jsonl"
     return max((line["step"] for line in read_jsonl(file)), default=0) if file.exists() else 0
 
 
 def again(cluster, job):
-    """Waits until a job is queued again."""
+    """Waits until a job is requeued."""
     cluster.wait(lambda: cluster.state(job) == "PENDING", 60)
 
 

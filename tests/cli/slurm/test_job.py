@@ -1,4 +1,4 @@
-"""`slurm/job.sh` and `ranks.py`, with stand-ins for Slurm: which end of a run queues it again."""
+"""`slurm/job.sh` and `ranks.py` with Slurm replaced by scripts: which exit codes requeue a job."""
 
 import os
 import signal
@@ -12,13 +12,13 @@ from tests.cli.slurm.stand_ins import stand_in
 from tests.runs import ROOT
 
 LIMIT = 200
-"""Seconds after which something hangs."""
+"""Seconds after which a test counts as hung."""
 
 SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
 
 
 def job(place, body, requeues=3, notice=30, **environment):
-    """A job whose rank is `body`, started; what it asks of Slurm is written to `asked`, what it says to `said`."""
+    """Starts a job whose rank is `body`; its requests to Slurm go to the file `asked`, its output to `said`."""
     stand_in(place, "srun", 'while [[ $1 == -* ]]; do shift; done; exec "$@"')
     stand_in(place, "rank", body)
     for name in ("scontrol", "scancel"):
@@ -33,7 +33,7 @@ def job(place, body, requeues=3, notice=30, **environment):
 
 
 def asked(place):
-    """What was asked of Slurm, each thing once."""
+    """Returns the distinct requests to Slurm."""
     file = place / "asked"
     return list(dict.fromkeys(file.read_text().splitlines())) if file.exists() else []
 
@@ -53,7 +53,7 @@ ENDS = {
 
 @pytest.mark.slow(unless=lambda end: end in ("failed", "saved"))
 @pytest.mark.parametrize("end", ENDS)
-def test_only_an_end_that_is_none_queues_again(tmp_path, end):
+def test_only_an_interrupted_run_is_requeued(tmp_path, end):
     body, code, wanted = ENDS[end]
     assert job(tmp_path, body).wait(LIMIT) == code
     assert asked(tmp_path) == wanted

@@ -1,4 +1,4 @@
-"""A job over two nodes of a real Slurm: its ranks meet, stop together, end together, and go on bit for bit."""
+"""A job on two nodes of a real Slurm: its ranks stop together, end together, and continue bit-identically."""
 
 import os
 import re
@@ -22,14 +22,14 @@ KINDS = ("ddp", "fsdp")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The weights of undisturbed runs of two ranks on one machine, without Slurm, by the kind."""
+    """The weights of uninterrupted two-rank runs on one machine without Slurm, by kind of parallelism."""
     place = tmp_path_factory.mktemp("whole_of_two")
     performed(place, 2, {kind: {"overrides": [*CHOSEN, f"parallel={kind}"]} for kind in KINDS})
     return {kind: weights(place / kind) for kind in KINDS}
 
 
 def process(job, rank):
-    """The process of a rank of this job."""
+    """Returns the process id of a rank of this job."""
     wanted = {f"SLURM_JOB_ID={job}".encode(), f"RANK={rank}".encode()}
     for file in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -41,7 +41,7 @@ def process(job, rank):
 
 
 def begun(cluster, job, run):
-    """Waits until a job is well beyond its first checkpoint, and its ranks are on two nodes."""
+    """Waits until a job is past its first checkpoint; checks that its ranks are on two nodes."""
     cluster.wait(lambda: step(run) > 60, 240)
     assert re.search(r"start 1 on n\[1-2\]", log(run))
     assert record(run)["choices"]["parallel"] in KINDS

@@ -1,4 +1,4 @@
-"""What `slurm/launch.sh` refuses: one line, before anything queues."""
+"""What `slurm/launch.sh` rejects: one line, before anything queues."""
 
 import os
 
@@ -11,8 +11,8 @@ MISTAKES = {
     "nodes": (["--nodes", "0"], "--nodes: '0' is not a whole number of at least 1"),
     "gpus": (["--gpus-per-node", "two"], "--gpus-per-node: 'two' is not a whole number of at least 1"),
     "time": (["--time", "soon"], "--time soon is not a time: use minutes"),
-    "zero": (["--time", "0:00"], "--time 0:00 is no time at all"),
-    "short": (["--gpu", "a100", "--time", "5"], "--time 5 is 300 s, no longer than the notice of 300 s"),
+    "zero": (["--time", "0:00"], "--time 0:00 is zero: leave --time out"),
+    "short": (["--gpu", "a100", "--time", "5"], "--time 5 is 300 s, not longer than the notice of 300 s"),
     "parallel": (["--parallel-jobs", "2"], "--parallel-jobs 2: without -m there is one job"),
     "requeues": (["--max-requeues", "-1"], "--max-requeues: '-1' is not a whole number of at least 0"),
     "unknown": (["--gpus", "2"], "unrecognized arguments: --gpus"),
@@ -39,7 +39,10 @@ MISTAKES = {
         "run 2 of 4 (batch_size=6 seed=0): --gpu a100 with 4 processes (--nodes x --gpus-per-node): batch_size=6 does "
         "not divide among 4 ranks x grad_accum_steps=1: use batch_size=4 or 8",
     ),
-    "alone": (["parallel=fsdp"], "--gpu any with 1 process (--nodes x --gpus-per-node): parallel=fsdp is for several"),
+    "alone": (
+        ["parallel=fsdp"],
+        "--gpu any with 1 process (--nodes x --gpus-per-node): parallel=fsdp needs several processes",
+    ),
     "swept": (
         ["--gpu", "a100,v100", "-m", "precision=auto,bf16", "seed=0,1"],
         "run 2 of 4 (precision=bf16 seed=0): precision=bf16 on --gpu v100",

@@ -1,4 +1,4 @@
-"""`slurm/launch.sh` without a Slurm: what it would submit."""
+"""`slurm/launch.sh` without Slurm: the scripts that it would submit."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.cli.slurm.stand_ins import stand_in
 
 
 def options(script):
-    """The `#SBATCH` lines of a script, name to value."""
+    """Returns the `#SBATCH` options of a script, name to value."""
     lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH ")]
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
@@ -80,7 +80,7 @@ def test_without_slurm_it_says_so(launch, monkeypatch, tmp_path):
     assert not os.listdir()
 
 
-def test_what_sbatch_refuses_is_said(launch, tmp_path, monkeypatch):
+def test_a_refusal_by_sbatch_is_reported(launch, tmp_path, monkeypatch):
     stand_in(tmp_path, "sbatch", "echo 'sbatch: error: invalid partition specified: big' >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     code, _, err = launch("--gpu", "a100")

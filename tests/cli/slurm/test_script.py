@@ -1,4 +1,4 @@
-"""Arguments with spaces, quotes, commas and brackets reach Hydra as they were typed."""
+"""Arguments with spaces, quotes, commas and brackets reach Hydra as the user typed them."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_swept_arguments_reach_hydra_with_their_values(tmp_path):
 
 
 def arguments(place, typed, tasks=0):
-    """What `train.py` would be started with, by running the script that a dry run prints, with stand-ins for Slurm."""
+    """Returns the arguments of `train.py`, by running a dry run's script with scripts in place of Slurm's programs."""
     stand_in(place, "python", f'shift; {sys.executable} -c "import json, sys; print(json.dumps(sys.argv[1:]))" "$@"')
     stand_in(place, "srun", 'while [[ $1 == -* ]]; do shift; done; exec "$@"')
     (place / "cluster.conf").write_text(f"[any]\npython = {place}/python\n")

@@ -1,4 +1,4 @@
-"""Sweeps and their runs, written by hand."""
+"""Hand-written sweeps and run folders."""
 
 import json
 
@@ -7,16 +7,16 @@ from omegaconf import OmegaConf
 from stabletrain.cli.sweep.plan import Grid, Sweep
 
 RUNS = [["steps=5", f"seed={number}"] for number in range(4)]
-"""What each run of the sweep is."""
+"""Overrides of each run of the sweep."""
 
 
 def sweep_of(folder, runs=RUNS, count=4, **fields):
-    """A sweep over `seed`."""
+    """Returns a sweep over `seed`."""
     return Sweep(folder, "python train.py -m seed=0,1,2,3", runs, ["seed"], count, "basic", 0.0)._replace(**fields)
 
 
 def ran(folder, overrides, status="finished", loss=2.0, **fields):
-    """A run's folder with the `run.json` of a run that ended so."""
+    """Writes the folder and `run.json` of a run that ended with this status."""
     folder.mkdir(parents=True)
     final = {"val/loss": loss, "steps": 5} if status == "finished" else {}
     record = {"id": "abcdefgh", "status": status, "reason": None, "options": [], "overrides": overrides, "final": final}
@@ -25,6 +25,6 @@ def ran(folder, overrides, status="finished", loss=2.0, **fields):
 
 
 def grid_of(runs, **launcher):
-    """What `grid` finds, with these settings of the launcher."""
+    """Returns what `grid` returns, with these launcher settings."""
     hydra = {"runtime": {"choices": {"hydra/launcher": "joblib"}}, "launcher": launcher}
     return Grid(OmegaConf.create({"hydra": hydra}), "basic", runs, ["seed"], len(runs))

@@ -1,4 +1,4 @@
-"""The lines of a sweep: at its start, at the end of each run, and at its own end."""
+"""The lines that a sweep prints: at its start, at the end of each run, and at its end."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def test_the_opening_says_how_many_runs_and_how_many_are_over(tmp_path):
     assert lines.opening(sweep) == f"sweep    4 runs in {tmp_path}"
     for number, status in enumerate(["finished", "halted", "failed"]):
         ran(tmp_path / str(number), RUNS[number], status)
-    assert lines.opening(sweep) == f"sweep    4 runs in {tmp_path}, 2 of them over already"
+    assert lines.opening(sweep) == f"sweep    4 runs in {tmp_path}, 2 already done"
     assert lines.opening(sweep._replace(count=None)).startswith(f"sweep    in {tmp_path}")
 
 
@@ -63,7 +63,7 @@ def test_a_result_says_what_the_guard_did_only_if_it_did_anything(final, told):
     assert lines.result({"final": final}) == told
 
 
-def test_what_is_left_of_a_sweep_is_told_by_its_pace(tmp_path, monkeypatch):
+def test_the_time_left_is_estimated_from_the_pace(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1000.0)
     runs = [[f"seed={number}"] for number in range(8)]
     for number, status in enumerate(["finished", "finished", "failed", "halted", "running"]):
@@ -74,7 +74,7 @@ def test_what_is_left_of_a_sweep_is_told_by_its_pace(tmp_path, monkeypatch):
     assert lines.seconds_left(sweep) == 300 / 3 * 4, "three in 300 s, four to go"
 
 
-def test_nothing_is_said_of_the_time_before_a_run_is_over_or_after_the_last(tmp_path):
+def test_no_time_left_is_shown_before_the_first_run_ends_or_after_the_last(tmp_path):
     assert lines.seconds_left(sweep_of(tmp_path)) is None
     for number in range(4):
         ran(tmp_path / str(number), RUNS[number])
@@ -86,7 +86,7 @@ def test_the_closing_names_the_best_run_and_those_that_did_not_finish(tmp_path):
     ran(tmp_path / "1", RUNS[1], loss=2.25)
     ran(tmp_path / "2", RUNS[2], "failed", reason="optimizer.lr=-1\nis bad")
     assert lines.closing(sweep_of(tmp_path)).splitlines() == [
-        f"sweep    4 runs, 2 finished, 1 failed, 1 not begun, in {tmp_path}",
+        f"sweep    4 runs, 2 finished, 1 failed, 1 not started, in {tmp_path}",
         f"best     val loss 2.250  seed=1  {tmp_path / '1'}",
         f"failed   seed=2  {tmp_path / '2'}  optimizer.lr=-1 is bad",
         f"then     python train.py resume={tmp_path} runs what is missing or failed",
@@ -106,7 +106,7 @@ def test_a_sweep_whose_runs_all_finished_has_nothing_to_resume(tmp_path):
 
 def test_before_any_run_began_all_are_missing(tmp_path):
     told = lines.closing(sweep_of(tmp_path)).splitlines()
-    assert told[0] == f"sweep    4 runs, 4 not begun, in {tmp_path}"
+    assert told[0] == f"sweep    4 runs, 4 not started, in {tmp_path}"
     assert [line.split()[0] for line in told] == ["sweep", "then"]
 
 

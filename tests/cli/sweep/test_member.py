@@ -1,4 +1,4 @@
-"""One run within its sweep: whether it is over, how it stops with the others, and what it leaves and says."""
+"""One run of a sweep: whether it is done, how it stops with the others, and what it writes and prints."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from tests.cli.sweep.given import RUNS, grid_of, ran
 
 @pytest.fixture(autouse=True)
 def _handlers():
-    """Handlers as they were before each test, also if it fails."""
+    """Restores the signal handlers after each test, also if it fails."""
     before = {number: signal.getsignal(number) for number in STOPS}
     yield
     for number, handler in before.items():
@@ -29,7 +29,7 @@ def _handlers():
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Makes the member that Hydra's job number 1 is, by its launcher and sweeper."""
+    """Returns a function that builds the member for Hydra's job number 1, for a launcher and a sweeper."""
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "-m", "seed=0,1"])
 
     def job(launcher="basic", sweeper="basic", overrides=RUNS[1]):
@@ -50,7 +50,7 @@ def job(tmp_path, monkeypatch):
 
 @pytest.fixture
 def sweep(job, tmp_path):
-    """The record of the sweep, which the process that started it has written."""
+    """The sweep's record, as written by the process that started it."""
     return plan.begin(tmp_path, parse_arguments(["-m", "seed=0,1,2,3"]), grid_of(RUNS))
 
 

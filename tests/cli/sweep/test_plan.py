@@ -1,4 +1,4 @@
-"""Which runs a sweep's command asks for, which of them are over, and what may lie in its folder."""
+"""The runs that a sweep's command asks for, the runs that are done, and the runs allowed in the sweep's folder."""
 
 import json
 import os
@@ -18,12 +18,12 @@ FILES = {
     "optimizer/adamw.yaml": "lr: 0.1\n",
     "optimizer/sgd.yaml": "lr: 0.2\n",
 }
-"""A small project's configuration."""
+"""Configuration files of a small project."""
 
 
 @pytest.fixture
 def conf(tmp_path, monkeypatch):
-    """Such a project's `conf/`; commands are typed in its parent."""
+    """The `conf/` of a small project whose root is the working directory."""
     for name, text in FILES.items():
         (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "conf" / name).write_text(text)
@@ -33,7 +33,7 @@ def conf(tmp_path, monkeypatch):
 
 
 def started(conf, *typed):
-    """What a command line starts."""
+    """Returns what a command line starts."""
     return start(parse_arguments(list(typed)), conf)
 
 
@@ -70,7 +70,7 @@ def test_the_users_own_config_folder_is_searched(conf, tmp_path):
 
 OTHERS = [["--config-name", "other"], ["--config-name=other"], ["-cn=other"], ["--config-path=elsewhere"]]
 OTHERS += [["-cp", "elsewhere"]]
-"""Each spelling of the options that choose another configuration."""
+"""Each spelling of the options that select another configuration."""
 
 
 @pytest.mark.parametrize("options", OTHERS, ids=" ".join)
@@ -174,7 +174,7 @@ def test_only_what_varies_is_shown_and_long_numbers_are_cut(tmp_path):
 
 @pytest.mark.parametrize("jobs", [0, True, "many", 1.5])
 def test_jobs_that_are_no_number_are_refused(jobs):
-    with pytest.raises(ConfigError, match="is not how many runs at once: use 1 to"):
+    with pytest.raises(ConfigError, match="is not a number of runs: use 1 to"):
         plan.check_jobs(grid_of(RUNS, n_jobs=jobs))
 
 
