@@ -1,7 +1,7 @@
-"""The reference: a training loop as one writes it by hand, in plain PyTorch, with nothing that is not needed.
+"""The reference: a hand-written PyTorch training loop with nothing beyond what training needs.
 
-Batches lie ready on the device, the loss is never read, autocast in bf16 if asked; a fused optimizer, clipping at a
-global norm, a linear warmup and a cosine: what the training loop of nanoGPT does in a step.
+It does what nanoGPT's training loop does in a step: bf16 autocast if asked, a fused optimizer, clipping by global norm,
+linear warmup and cosine decay. Batches are on the device already, and the loss is never read.
 """
 
 import math
@@ -18,7 +18,7 @@ from stabletrain.records import Batch
 
 
 def adamw(model: nn.Module, lr: float) -> Optimizer:
-    """Fused AdamW; weight decay on matrices, none on norms, biases and embeddings."""
+    """Returns fused AdamW with weight decay on matrices; none on norms, biases and embeddings."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     with_decay = [p for p in model.parameters() if p.ndim >= 2 and id(p) not in tables]
     without = [p for p in model.parameters() if p.ndim < 2 or id(p) in tables]
@@ -27,7 +27,7 @@ def adamw(model: nn.Module, lr: float) -> Optimizer:
 
 
 def sgd(model: nn.Module, lr: float) -> Optimizer:
-    """Fused SGD with momentum; weight decay on convolutions and matrices only."""
+    """Returns fused SGD with momentum and weight decay on convolutions and matrices only."""
     with_decay = [p for p in model.parameters() if p.ndim >= 2]
     without = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": with_decay, "weight_decay": 1e-4}, {"params": without, "weight_decay": 0.0}]
@@ -35,21 +35,21 @@ def sgd(model: nn.Module, lr: float) -> Optimizer:
 
 
 def cosine(step: int, warmup: int, steps: int) -> float:
-    """The factor of the peak learning rate: a linear warmup, then half a cosine."""
+    """Returns the factor on the peak learning rate: linear warmup, then cosine decay to 0."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * min((step - warmup) / (steps - warmup), 1.0)))
 
 
 class BareLoop:
-    """The loop, a step for each call.
+    """The training loop; each call takes one step.
 
     Args:
         model: on its device.
-        batches: on that device too; read round and round.
-        optimizer: over the model's parameters.
-        bf16: autocast.
-        steps: of the whole cosine.
+        batches: on the same device; cycled through.
+        optimizer: of the model's parameters.
+        bf16: use autocast.
+        steps: length of the cosine schedule.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BareLoop:
         self.step = 0
 
     def __call__(self) -> None:
-        """One step."""
+        """Takes one training step."""
         batch = next(self.batches)
         factor = cosine(self.step, 50, self.steps)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):

@@ -1,10 +1,11 @@
-"""What determinism=strict costs: the time of a training step against determinism=seeded, in pairs, in one process.
+"""The cost of determinism=strict: the time of a training step relative to determinism=seeded.
 
     python benchmarks/determinism.py --json determinism.json
 
-A step is forward, loss, backward, gradient norms and a fused AdamW, on random data. A round times `--steps` steps under
-each setting, one right after the other and in turns first, and gives one ratio; the median and the quartiles over
-`--rounds` rounds are printed. So what else the machine does falls on both sides alike.
+A step is forward, loss, backward, gradient norms and a fused AdamW update, on random data. Each round times `--steps`
+steps under both settings, back to back and in alternating order, so other load on the machine affects both alike.
+Prints
+the median and quartiles of the rounds' ratios.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from stabletrain.stability.objective import NoZLoss, Objective
 def measured(
     make: Callable, mode: str, device: torch.device, steps: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds a step under seeded and under strict, one of each for a round."""
+    """Returns the seconds per step under seeded and under strict, one of each per round."""
     torch.manual_seed(0)
     model, inputs, targets = make()
     model, inputs, targets = model.to(device), inputs.to(device), targets.to(device)
@@ -74,7 +75,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="pairs")
     parser.add_argument("--json", type=Path, help="file for the results")
     asked = parser.parse_args()
-    Strict().prepare()  # before CUDA starts
+    Strict().prepare()  # must be set before CUDA initializes
     device = hardware.pick(asked.device)
     print(f"{hardware.name(device)}, {hardware.threads()}, torch {torch.__version__}")
     print(f"| {'workload':30} | precision | seeded, ms | strict, ms | strict / seeded | quartiles |")

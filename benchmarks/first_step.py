@@ -1,4 +1,4 @@
-"""Whole commands, timed from outside: to their end, or to the first step that a run has done."""
+"""Times whole commands from outside: until they exit, or until a run has finished a given step."""
 
 import os
 import subprocess
@@ -11,16 +11,16 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 TRAIN = (sys.executable, str(ROOT / "train.py"))
 LIMIT = 300.0
-"""Seconds after which a command is given up."""
+"""Seconds after which a command is aborted."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Seconds that a command took.
+    """The seconds that a command took.
 
     Attributes:
-        wall: on the clock.
-        cpu: of the processor, user and system, in all of the command's threads.
+        wall: wall-clock time.
+        cpu: CPU time, user and system, of all threads.
     """
 
     wall: float
@@ -28,7 +28,7 @@ class Taken:
 
 
 def to_the_end(command: Sequence[str], cwd: Path, code: int) -> Taken:
-    """Runs a command that ends with `code`."""
+    """Runs a command that must exit with `code`."""
     start = time.perf_counter()
     process = started(command, cwd)
     _, status, used = os.wait4(process.pid, 0)
@@ -39,9 +39,9 @@ def to_the_end(command: Sequence[str], cwd: Path, code: int) -> Taken:
 
 
 def to_a_step(command: Sequence[str], cwd: Path, metrics: Path, step: int = 1) -> Taken:
-    """Runs a training until `metrics` has the line of `step`, and kills it.
+    """Runs a training command until `metrics` holds the line of `step`, then kills it.
 
-    A run's first line is written as soon as the step is done; a later one when the step after it has been computed.
+    A run writes its first line as soon as the step is done, and every later line once the next step has been computed.
     """
     start = time.perf_counter()
     process = started(command, cwd)
@@ -63,7 +63,7 @@ def to_a_step(command: Sequence[str], cwd: Path, metrics: Path, step: int = 1) -
 
 
 def reached(metrics: Path, step: int) -> bool:
-    """Whether a run has written the line of a training step."""
+    """Whether a run has logged this step."""
     try:
         lines = metrics.read_text().splitlines()
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def reached(metrics: Path, step: int) -> bool:
 
 
 def started(command: Sequence[str], cwd: Path) -> subprocess.Popen:
-    """The command as a process that says nothing and finds the project and the benchmarks' own data."""
+    """Starts the command without output, with the project and the benchmarks' data classes on its path."""
     paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

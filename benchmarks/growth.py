@@ -1,14 +1,19 @@
-"""How a step's cost grows with depth, width, block size and batch, against its arithmetic; and with the set of data.
+"""How a step's cost grows with depth, width, block size and batch size, compared with its FLOPs; and with the data
+set's size.
 
     python benchmarks/growth.py --json growth.json
     python benchmarks/growth.py --only width,data --clock cpu
 
-One quantity of a GPT is varied at a time. The steps of its sizes take turns, so that what else the machine does falls
-on all alike. The exponent e of time ~ size^e is fitted by least squares in log-log over the three largest sizes, in
-each round; beside it the same fit of the FLOPs that PyTorch counts in these models (`machine/hardware.py`). Time grows
-more slowly than arithmetic where small products leave the machine idle. Memory is the most that was in use in two
-steps, weights, gradients and moments included: on a card of tensors; on a CPU what the resident memory of a process,
-made for it, grew by. The last part is `long_data.py`: 10^9 tokens must cost no more than 10^6.
+Varies one quantity of a GPT at a time. Steps of all sizes alternate, so other load on the machine affects all alike. In
+each round, fits the exponent e of time ~ size^e by least squares in log-log space over the three largest sizes; the
+same
+fit is made for the FLOPs that PyTorch counts in these models (`machine/hardware.py`). Time grows more slowly than FLOPs
+if small matrix products leave the machine underused.
+
+Memory is the peak over two steps, including weights, gradients and optimizer state: on a GPU the memory of tensors, on
+a
+CPU the growth of the resident memory of a fresh process. The last part, `long_data.py`, checks that 10^9 tokens cost no
+more than 10^6.
 """
 
 import multiprocessing
@@ -50,11 +55,11 @@ AXES = {
     },
 }
 FITTED = 3
-"""Of the sizes of a quantity, the largest."""
+"""Number of sizes, the largest ones, that the exponent is fitted to."""
 
 
 def overrides(size: Mapping[str, int], device: str, precision: str) -> tuple[str, ...]:
-    """The run of a GPT of that size."""
+    """Returns the overrides of a GPT of that size."""
     return (
         *("model=gpt_nano", f"model.n_layer={size['depth']}", f"model.n_embd={size['width']}"),
         *(f"model.n_head={size['width'] // size['head']}", "data=random_tokens", f"data.vocab_size={size['vocab']}"),
@@ -64,7 +69,7 @@ def overrides(size: Mapping[str, int], device: str, precision: str) -> tuple[str
 
 
 def begun(folder: Path, chosen: Sequence[str]) -> Rounds:
-    """The run, past its first two steps."""
+    """Builds the run and takes two warm-up steps."""
     with silence():
         run = Rounds(built(folder, chosen))
         run()
@@ -73,7 +78,9 @@ def begun(folder: Path, chosen: Sequence[str]) -> Rounds:
 
 
 def resident(folder: Path, chosen: Sequence[str], threads: int) -> int:
-    """Bytes by which this process grows, at most, when it builds a run and takes two steps; 0 where nobody counts."""
+    """Returns the peak growth of this process in bytes when it builds a run and takes two steps; 0 if the OS does not
+    report it.
+    """
     torch.set_num_threads(threads)
     cpu = torch.device("cpu")
     with most_memory(cpu) as before:
@@ -84,7 +91,7 @@ def resident(folder: Path, chosen: Sequence[str], threads: int) -> int:
 
 
 def memory_on_a_card(device: torch.device, folder: Path, chosen: Sequence[str]) -> tuple[int, Rounds]:
-    """Bytes of tensors of a run of its own, and the run."""
+    """Returns the peak bytes of a run's tensors, and the run."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run = begun(folder, chosen)
@@ -93,7 +100,7 @@ def memory_on_a_card(device: torch.device, folder: Path, chosen: Sequence[str]) 
 
 
 def exponent(sizes: Sequence[int], values: Sequence[float]) -> float:
-    """The slope of log(value) over log(size), of the largest sizes."""
+    """Returns the slope of log(value) over log(size), for the largest sizes."""
     logs = np.log(np.array([sizes[-FITTED:], values[-FITTED:]], dtype=float))
     return float(np.polyfit(logs[0], logs[1], 1)[0])
 
@@ -101,7 +108,7 @@ def exponent(sizes: Sequence[int], values: Sequence[float]) -> float:
 def grown(
     folder: Path, kind: str, axis: str, device: torch.device, precision: str, clock: Clock, rounds: int
 ) -> dict[str, Any]:
-    """One quantity: seconds a step of each size and round, FLOPs a step, and memory."""
+    """Measures one quantity: seconds per step for each size and round, FLOPs per step, and memory."""
     sizes, runs, memory, flops = AXES[kind][axis], {}, [], []
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["growth"])
@@ -110,7 +117,7 @@ def grown(
         if device.type == "cuda":
             bytes_used, run = memory_on_a_card(device, folder / str(size), chosen)
         else:
-            with context.Pool(1) as pool:  # a process that has held nothing else
+            with context.Pool(1) as pool:  # a fresh process, which has held nothing else
                 bytes_used = pool.apply(resident, (folder / f"{size}-alone", chosen, torch.get_num_threads()))
             run = begun(folder / str(size), chosen)
         memory.append(bytes_used)
@@ -138,7 +145,7 @@ def grown(
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """A line for each size, with what it grows by at the end."""
+    """Returns the table's lines: one per size, then the exponents."""
     each = []
     for size, seconds, flops, memory in zip(
         found["sizes"], found["seconds"], found["flops"], found["memory"], strict=True
@@ -157,7 +164,7 @@ def main() -> None:
     parser = command_line(__doc__, 5)
     parser.set_defaults(precision="auto")
     parser.add_argument("--only", default="depth,width,block,batch,data", help="parts, separated by commas")
-    parser.add_argument("--tiny", action="store_true", help="models of no use, to see that it runs")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, only to check that it runs")
     asked = parser.parse_args()
     device = hardware.pick(asked.device)
     clock, results, kind = Clock(device, asked.clock), [], "tiny" if asked.tiny else device.type

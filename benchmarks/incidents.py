@@ -1,8 +1,8 @@
-"""A diagnosis in steps: from a withheld step to its folder, in steps of the same run.
+"""The duration of a diagnosis in steps of the same run: from a skipped update to the finished incident folder.
 
-Three incidents: an activation that becomes NaN once and is finite when the step is run again; one sample for which the
-model divides by 0, which takes the most passes, since the sample is searched for; and a spike, by a learning rate that
-is too large for one step. Memory is the most that was in use, in the diagnosis and in an ordinary step.
+Three incidents: an activation that is NaN once and finite when the step is replayed; one sample for which the model
+divides by 0, which takes the most passes because the culprit sample is searched for; and a spike, from one step with a
+far too large learning rate. Memory is the peak during the diagnosis and during an ordinary step.
 """
 
 import json
@@ -15,17 +15,17 @@ from measuring import Clock, most_memory
 from torch import Tensor, nn
 
 AT = {"activation": 4, "sample": 7, "spike": 11}
-"""Steps, from 0, whose updates are withheld; the spike last, since its weights stay ruined."""
+"""Steps, from 0, whose updates are skipped. The spike comes last because the weights stay ruined after it."""
 
 
 def break_down(marked: Tensor, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """The output, divided by 0 for the sample that is marked."""
+    """Returns the output, divided by 0 for the marked sample."""
     other = (inputs[0] != marked).flatten(1).any(1)
     return output / other.view(-1, *[1] * (output.ndim - 1)).to(output.dtype)
 
 
 def diagnoses(folder: Path, overrides: Sequence[str], clock: Clock) -> dict[str, dict[str, float]]:
-    """Of each incident the seconds of its diagnosis and of a step of the same run, and the most memory of both."""
+    """Returns each incident's diagnosis time, a step's time in the same run, and the peak memory of both."""
     activation = f"{{kind: activation, at: [{AT['activation']}]}}"
     burst = f"{{kind: learning_rate, at: [{AT['spike'] - 1}], factor: 100000.0}}"
     freely = (

@@ -1,4 +1,4 @@
-"""Whole runs for the benchmarks: built by Hydra from overrides, on random data, and taken round by round."""
+"""Runs for the benchmarks: built from Hydra overrides, on random data, executed one loop round at a time."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ NOTHING_ELSE = (
     *("wandb=disabled", "checkpoint=off", "monitors=none", "warmup=none"),
     *("steps=1000000", "log_every=1000000", "compile=false"),
 )
-"""What leaves of a run its steps, its guard and its forensics, uncompiled unless that is asked for."""
+"""Overrides that leave only the steps, the guard and the forensics, and disable compilation."""
 
 SIZES = {
     "cpu": {
@@ -46,25 +46,26 @@ SIZES = {
         ),
     },
 }
-"""Overrides: on a CPU as a bare `train.py` and `experiment=resnet20_cifar10` train, on a card as in `workloads.py`;
-`tiny` is to see that a benchmark runs."""
+"""Overrides by device: on a CPU those of a bare `train.py` and `experiment=resnet20_cifar10`, on a GPU those of
+`workloads.py`; `tiny` only checks that a benchmark runs.
+"""
 
 
 class RandomTokens:
-    """Token ids, drawn by the batch's number."""
+    """Random token ids, seeded by the batch's number."""
 
     def __init__(self, vocab_size: int, block_size: int) -> None:
         self.vocab_size, self.block_size = vocab_size, block_size
 
     def batch(self, step: int, size: int, split: str) -> Batch:
-        """Inputs and targets, int64 `[size, block_size]`."""
+        """Returns inputs and targets, int64 `[size, block_size]`."""
         drawn = torch.Generator().manual_seed(step)
         tokens = torch.randint(self.vocab_size, (size, self.block_size + 1), generator=drawn)
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 class RandomImages:
-    """Noise out of a pool, since drawing a batch for each step would take longer than a card's step."""
+    """Random images from a fixed pool: generating a batch per step would take longer than a GPU's step."""
 
     in_channels, pool = 3, 256
 
@@ -75,27 +76,28 @@ class RandomImages:
         self._labels = torch.randint(num_classes, (self.pool,), generator=drawn)
 
     def batch(self, step: int, size: int, split: str) -> Batch:
-        """Images, fp32 `[size, channels, height, width]`, and labels, int64 `[size]`."""
+        """Returns images, fp32 `[size, channels, height, width]`, and labels, int64 `[size]`."""
         places = torch.arange(step * size, (step + 1) * size) % self.pool
         return Batch(self._images[places], self._labels[places])
 
 
 def built(folder: Path, overrides: Sequence[str]) -> TrainingRun:
-    """The run that `train.py` would make of `overrides`."""
+    """Builds the run that `train.py` would build from `overrides`."""
     search = f"hydra.searchpath=[file://{HERE / 'conf'}]"
     with composed(search, *NOTHING_ELSE, *overrides) as cfg:
         return build(cfg, folder)
 
 
 class Rounds:
-    """The rounds of `loop.train` for one run, one at a time; evaluations and checkpoints are left out.
+    """The rounds of `loop.train`, one at a time, without evaluations and checkpoints.
 
-    The first state is put by at the beginning. Called, it does a whole round, with what is due in it. `compute`,
-    `settle` and `commit` are a round's parts by themselves, without a monitor's look and without a snapshot.
+    Takes a snapshot when constructed. Calling it executes a whole round with everything that is due. `compute`,
+    `settle` and
+    `commit` execute a round's stages alone, without monitors and snapshots.
 
     Attributes:
         job: the run.
-        done: how often what is not in every round was done: `looks`, `snapshots`.
+        done: how many monitor inspections (`looks`) and `snapshots` were made.
     """
 
     def __init__(self, job: TrainingRun) -> None:
@@ -106,7 +108,7 @@ class Rounds:
         self.job.rollback.take_snapshot()
 
     def __call__(self) -> None:
-        """One round: a step is computed, the one before it settled, its own update applied, and what is due is done."""
+        """Executes one round: computes a step, settles the previous one, applies the update, and does what is due."""
         self.compute()
         self.settle()
         watching = self.look()
@@ -114,17 +116,17 @@ class Rounds:
         self._attend(watching)
 
     def compute(self) -> None:
-        """Launches forward and backward of the next step."""
+        """Launches the next step's forward and backward passes."""
         batch, micro_batches = self.fetch()
         self._computed = batch, micro_batches, compute(self.job.state, micro_batches, self.job.tools)
 
     def fetch(self) -> tuple[Batch, list[Batch]]:
-        """The next batch, and its micro-batches on the device."""
+        """Returns the next batch, and its micro-batches on the device."""
         batch = self.job.data.batches.get(self.job.state.step)
         return batch, batch.to(self.job.device).split(self.job.plan.grad_accum_steps)
 
     def settle(self, seen: Mapping[str, float] = NOTHING) -> bool:
-        """Draws the consequences of the step before; returns whether the run goes on from the state as it is."""
+        """Acts on the previous step's verdict; returns False if the state was rolled back."""
         executed, self._executed = self._executed, None
         if executed is None or settle(self.job, executed, self._throughput, seen):
             return True
@@ -132,7 +134,7 @@ class Rounds:
         return False
 
     def commit(self) -> None:
-        """Applies the update of the step that was computed, unless an older state was put back meanwhile."""
+        """Applies the update of the computed step, unless a rollback has discarded it."""
         if self._computed is not None:
             batch, _, computed = self._computed
             in_flight = commit(self.job.state, computed, self.job.tools)
@@ -140,12 +142,12 @@ class Rounds:
             self._throughput.count(batch)
 
     def close(self) -> None:
-        """Ends the run where it is."""
+        """Ends the run."""
         self.job.data.batches.close()
         self.job.output.tracker.close(0)
 
     def look(self) -> bool:
-        """The first half of the monitors' look, if one is due; returns whether it is."""
+        """Runs the monitors' first half if they are due; returns whether they are."""
         job = self.job
         if self._computed is None or not job.monitoring.monitors.due(job.state.step + 1, job.plan.steps):
             return False
@@ -156,7 +158,7 @@ class Rounds:
         return True
 
     def _attend(self, watching: bool) -> None:
-        """The second half of the look, and a snapshot if one is due; both settle the step before the next begins."""
+        """Runs the monitors' second half, and takes a snapshot if due; both require that the step is settled first."""
         if self._computed is None:
             return
         putting_by = self.job.rollback.snapshot_due(self.job.state.step)

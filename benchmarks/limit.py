@@ -1,10 +1,12 @@
-"""How much faster than fp32 a precision can make gpt_mini at most: its products by themselves, forward and backward.
+"""The upper bound on gpt_mini's speedup over fp32 in another precision: its matrix products alone, forward and
+backward.
 
     python benchmarks/limit.py --precision bf16
 
-A step of a transformer is products with weights, attention, and what passes over memory once (norms, activations,
-casts, the update), which a narrower product does not make faster. Each part is timed over the step's own shapes, all
-layers together, with inputs that lie ready in their dtype; its speed is a ratio of each round.
+A transformer's step consists of products with weights, attention, and memory-bound operations (norms, activations,
+casts, the update), which a narrower dtype does not speed up through faster products. Times the first two over the
+step's
+own shapes, all layers together, with inputs already in their dtype; the speed is a ratio per round.
 """
 
 from collections.abc import Callable
@@ -25,13 +27,13 @@ LAYERS, HEADS, WIDTH = MODEL.n_layer, MODEL.n_head, MODEL.n_embd
 BLOCK, BATCH = SIZE.block_size["cpu"], SIZE.batch["cpu"]
 
 PRODUCTS = (*4 * [(WIDTH, WIDTH)], (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
-"""Inputs and outputs of a block's linear layers: query, key, value, out; up, down."""
+"""Input and output widths of a block's linear layers: query, key, value, out; up, down."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def products(batch: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """All products with weights: outputs, gradients of the inputs, gradients of the weights."""
+    """Returns a function that computes all products with weights: outputs and gradients of inputs and weights."""
 
     def made(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
@@ -47,7 +49,7 @@ def products(batch: int, dtype: torch.dtype, device: torch.device) -> Callable[[
 
 
 def attention(batch: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """All of PyTorch's fused attention, causal."""
+    """Returns a function that runs PyTorch's fused causal attention of all layers, forward and backward."""
     shape = batch, HEADS, BLOCK, WIDTH // HEADS
     queries, keys, values, gradient = (torch.randn(shape, device=device).to(dtype) for _ in range(4))
     inputs = [each.requires_grad_() for each in (queries, keys, values)]
@@ -63,7 +65,7 @@ def main() -> None:
     """Measures both parts, prints the table, and writes the JSON."""
     parser = command_line(__doc__, rounds=20)
     parser.set_defaults(precision="auto")
-    parser.add_argument("--batch", type=int, default=BATCH, help="sequences; as in throughput.py on a CPU")
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences; default as in throughput.py on a CPU")
     asked = parser.parse_args()
     device = hardware.pick(asked.device)
     if unknown := {*modes(asked.precision, device)} - {*DTYPES}:

@@ -1,7 +1,8 @@
-"""A set of 10^9 tokens against one of 10^6: how long opening takes, making a batch, and a step of training.
+"""A data set of 10^9 tokens against one of 10^6: the time to open it, to make a batch, and to take a training step.
 
-Batches are made on a thread beside the steps. The sets are holes in the file system, so that the disk's own time is not
-in this: it is in no step either, while it makes a batch sooner than the model takes for one.
+Batches are made on a thread beside the steps. The data files are sparse, so disk time is not included; as long as
+making
+a batch is faster than a step, disk time would not slow the steps either.
 """
 
 import json
@@ -21,14 +22,16 @@ from stabletrain.data.tokens import Tokens
 SIZES = {"10^6 tokens": 10**6, "10^9 tokens": 10**9}
 BATCH, BLOCK = 16, 256
 BATCHES = 50
-"""Of a turn, each at another place."""
+"""Batches per turn, each from another place in the data."""
 
 RUN = ("model=gpt_nano", "data=tokens", "precision=fp32", "guard=skip")
 OF_OPENING = {"10^9 tokens": "growth/opening"}
 
 
 def made(folder: Path, tokens: int) -> Path:
-    """A folder as `stabletrain prepare` writes it, whose training shard is a hole: 2 bytes a token, none on disk."""
+    """Writes a folder as `stabletrain prepare` does, with a sparse training shard: 2 bytes per token, none of them on
+    disk.
+    """
     folder.mkdir()
     held_out = 10**5
     for name, count in (("train-00000.bin", tokens), ("val-00000.bin", held_out)):
@@ -50,7 +53,7 @@ def made(folder: Path, tokens: int) -> Path:
 
 
 def measured(folder: Path, rounds: int, clock: Clock, device: torch.device) -> list[dict[str, Any]]:
-    """Opening, batches, and steps of gpt_nano, each of both sets in turns, and what the process holds of them."""
+    """Measures opening, batches, and steps of gpt_nano, alternating between the two data sets."""
     folders = {name: made(folder / str(tokens), tokens) for name, tokens in SIZES.items()}
     sets, runs = {}, {}
 

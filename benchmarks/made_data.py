@@ -1,5 +1,7 @@
-"""Data of random content that is read as a run's own is: token shards through the memory map, pictures through the
-crops and flips. What the model learns of it is nothing; what it costs to read is what it costs."""
+"""Random data read as real data is: token shards through the memory map, images through crops and flips.
+
+There is nothing to learn in it, but reading it costs as much as reading real data.
+"""
 
 import json
 from pathlib import Path
@@ -11,11 +13,11 @@ from stabletrain.data.files import VERSION
 from stabletrain.data.images import Held, Images
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
-"""CIFAR-10's."""
+"""CIFAR-10's per-channel mean and standard deviation."""
 
 
 def token_shards(folder: Path, vocab_size: int, tokens: int) -> Path:
-    """Writes shards as `stabletrain prepare` does, of ids drawn at random; returns the folder."""
+    """Writes shards of random token ids as `stabletrain prepare` does; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype("uint8" if vocab_size <= 256 else "uint16").newbyteorder("<")
     drawn = np.random.default_rng(0)
@@ -29,14 +31,14 @@ def token_shards(folder: Path, vocab_size: int, tokens: int) -> Path:
 
 
 def pictures(count: int, size: int, classes: int, name: str) -> Held:
-    """Noise of a size, with labels."""
+    """Returns random images with random labels."""
     drawn = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (count, 3, size, size), dtype=torch.uint8, generator=drawn)
     return Held(pixels, torch.randint(classes, (count,), generator=drawn).tolist(), name)
 
 
 class CifarShaped(Images):
-    """Pictures of 32 x 32 in 10 classes, augmented as CIFAR-10's are."""
+    """Images of 32 x 32 in 10 classes, augmented as CIFAR-10 is."""
 
     def __init__(self, count: int, augment: str, seed: int) -> None:
         splits = {"train": pictures(count, 32, 10, "train"), "val": pictures(500, 32, 10, "val")}
@@ -45,7 +47,7 @@ class CifarShaped(Images):
 
 
 class ImagenetShaped(Images):
-    """Pictures of 256 x 256 in 1,000 classes, decoded already, of which 224 x 224 are seen, cropped and scaled."""
+    """Decoded images of 256 x 256 in 1,000 classes, augmented to 224 x 224 as ImageNet is."""
 
     def __init__(self, count: int, augment: str, seed: int) -> None:
         splits = {"train": pictures(count, 256, 1000, "train"), "val": pictures(64, 256, 1000, "val")}

@@ -1,4 +1,6 @@
-"""Run folders as a sweep leaves them, without training: a few distinct metrics, linked into any number of folders."""
+"""Run folders as a sweep leaves them, without training: a few distinct metrics files, hard-linked into any number of
+folders.
+"""
 
 import json
 import os
@@ -6,19 +8,19 @@ import random
 from pathlib import Path
 
 DISTINCT = 24
-"""Files of metrics; a run's is that of its number modulo these."""
+"""Number of distinct metrics files; a run uses the one of its number modulo this."""
 
 STANDING = [
     *("train/loss", "train/ce", "train/zloss", "grad/norm", "clip/coef", "lr", "precision/loss_scale"),
     *("guard/skipped", "clip/fraction", "guard/skip_rate", "spike/score", "spike/grad_norm_score"),
     *("guard/applied", "guard/rollbacks", "tokens_per_s", "memory/peak_gb"),
 ]
-"""What every line of a real run holds."""
+"""Metrics on every line of a real run."""
 
 LOOKS = [
     f"monitors/{name}/blocks.{block}" for name in ("attn_logit_max", "headroom", "grad_norm") for block in range(6)
 ]
-"""What the monitors add to every hundredth line."""
+"""Metrics that the monitors add to every hundredth line."""
 
 CONFIG = """\
 steps: {steps}
@@ -44,7 +46,7 @@ model:
 
 
 def metrics(lines: int, seed: int) -> str:
-    """The text of a `metrics.jsonl`: `lines` steps, an evaluation every hundred."""
+    """Returns the text of a `metrics.jsonl`: `lines` steps, with an evaluation every hundred."""
     draw = random.Random(seed)
     written = []
     for step in range(1, lines + 1):
@@ -59,12 +61,12 @@ def metrics(lines: int, seed: int) -> str:
 
 
 def swept(number: int) -> tuple[float, str, int]:
-    """The learning rate, the stability option and the seed of a run."""
+    """Returns a run's learning rate, stability option and seed."""
     return (1e-3, 1e-2, 1e-1)[number % 3], ("none", "qknorm")[number // 3 % 2], number // 6
 
 
 def sweep(folder: Path, runs: int, lines: int) -> None:
-    """`runs` run folders, whose metrics are hard links to `DISTINCT` files of `lines` steps."""
+    """Writes `runs` run folders whose metrics are hard links to `DISTINCT` files of `lines` steps."""
     folder.mkdir(parents=True)
     files = []
     for number in range(DISTINCT):
@@ -82,7 +84,7 @@ def sweep(folder: Path, runs: int, lines: int) -> None:
 
 
 def record(rate: float, arm: str, seed: int) -> dict:
-    """A `run.json` of the size that real ones have."""
+    """Returns a `run.json` of realistic size."""
     return {
         "id": f"{seed:08d}",
         "status": "finished",

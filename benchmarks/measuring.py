@@ -1,8 +1,9 @@
-"""How the benchmarks measure: their command line, a clock that waits for the device, turns, ratios, where results go.
+"""How the benchmarks measure: shared command line, a clock that synchronizes, alternating turns, ratios, output files.
 
-What is compared takes turns in one process, round by round, so that what else the machine does falls on all alike. Each
-round gives one ratio. Their median says what an ordinary step costs, and leaves out what happens now and then; the sum
-of all rounds over the sum of the reference's, `whole`, has that in it, and every disturbance as well.
+The compared kinds alternate in one process, round by round, so other load on the machine affects all alike. Each round
+gives one ratio. The median of the ratios is the cost of an ordinary step and ignores rare events. `whole`, the total
+time
+over the reference's total time, includes the rare events, and every disturbance as well.
 """
 
 import argparse
@@ -25,26 +26,26 @@ from stabletrain.machine import hardware
 
 
 def command_line(about: str | None, rounds: int) -> argparse.ArgumentParser:
-    """The options that the benchmarks share; `rounds` is the default of `--rounds`."""
+    """Returns a parser with the options that all benchmarks share; `rounds` is the default of `--rounds`."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
     parser.add_argument("--precision", default="fp32,bf16", help="modes, separated by commas: auto, fp32, tf32, bf16")
-    parser.add_argument("--rounds", type=int, default=rounds, help="pairs")
+    parser.add_argument("--rounds", type=int, default=rounds, help="rounds")
     parser.add_argument(
-        "--clock", default="wall", choices=["wall", "cpu"], help="cpu: this process's time, on a shared CPU"
+        "--clock", default="wall", choices=["wall", "cpu"], help="cpu: CPU time of this process, for shared machines"
     )
     parser.add_argument("--json", type=Path, help="file for the results")
     return parser
 
 
 def modes(asked: str, device: torch.device) -> list[str]:
-    """The precisions that `--precision` names; `auto` is bf16 where the device computes in it, and else fp32."""
+    """Returns the precisions named by `--precision`; `auto` is bf16 if the device computes in it, else fp32."""
     auto = "bf16" if hardware.has_bf16(device) else "fp32"
     return [auto if mode == "auto" else mode for mode in asked.split(",")]
 
 
 def machine(device: torch.device) -> str:
-    """What is measured on, in a line."""
+    """Returns one line that names the device, threads and torch version."""
     return f"{hardware.name(device)}, {hardware.threads()}, torch {torch.__version__}"
 
 
@@ -52,31 +53,34 @@ class Clock:
     """Times work on a device.
 
     Args:
-        device: is waited for, where it does not work in step.
-        kind: `wall`; or `cpu`, the time that this process had of the processor, for machines that others use as well.
+        device: synchronized with before the clock is read.
+        kind: `wall`, or `cpu` for this process's CPU time, for machines shared with other work.
     """
 
     def __init__(self, device: torch.device, kind: str = "wall") -> None:
         self._device, self._now = device, {"wall": time.perf_counter, "cpu": time.process_time}[kind]
 
     def now(self) -> float:
-        """The time when the device has done what it was given."""
+        """Returns the time once the device has finished its work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return self._now()
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """How long `work` takes, until the device has done it."""
+        """Returns the seconds that `work` takes, including the device's work."""
         start = self.now()
         work()
         return self.now() - start
 
 
 def in_turns(kinds: Mapping[str, Callable[[int], float]], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
-    """What each kind gave in each round; it is told the round's number, below 0 in `warm_up` rounds that do not count.
+    """Runs all kinds alternately and returns each kind's value in each round.
 
-    The order is drawn anew every second round, and turned round in the one after it: no kind always comes first, nor
-    always after the same other one.
+    Each kind is called with the round's number, which is negative in the `warm_up` rounds; their values are dropped.
+    The
+    order is shuffled every second round and reversed in the round after it, so no kind always runs first or always
+    follows
+    the same one.
     """
     found: dict[str, list[float]] = {name: [] for name in kinds}
     order, drawn = [*kinds], random.Random(0)
@@ -93,12 +97,12 @@ def in_turns(kinds: Mapping[str, Callable[[int], float]], rounds: int, warm_up: 
 
 
 def ratios(taken: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """One ratio a round."""
+    """Returns one ratio per round."""
     return [a / b for a, b in zip(taken, reference, strict=True)]
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, and lower and upper quartile; of a single value, that."""
+    """Returns median, lower and upper quartile; a single value three times."""
     if len(values) == 1:
         return (values[0],) * 3
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -106,8 +110,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def whole(taken: Sequence[float], reference: Sequence[float]) -> tuple[float, float, float]:
-    """The sum of all rounds over the sum of the reference's, and the quartiles of that ratio if other rounds of its
-    kind had come (the paired bootstrap of Efron 1979, 1,000 times)."""
+    """Returns the ratio of total times, and its quartiles by the paired bootstrap (Efron 1979) with 1,000 resamples."""
     pairs = np.array([taken, reference])
     drawn = np.random.default_rng(0).integers(pairs.shape[1], size=(1000, pairs.shape[1]))
     again = pairs[:, drawn].sum(axis=-1)
@@ -117,26 +120,29 @@ def whole(taken: Sequence[float], reference: Sequence[float]) -> tuple[float, fl
 
 
 def head(*columns: str) -> str:
-    """The first two lines of a Markdown table."""
+    """Returns the first two lines of a Markdown table."""
     return f"{row(*columns)}\n{'|---' * len(columns)}|"
 
 
 def row(*cells: object) -> str:
-    """A line of a Markdown table."""
+    """Returns a line of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
 @contextlib.contextmanager
 def silence() -> Generator[None, None, None]:
-    """Within it a run says nothing."""
+    """Context that suppresses stdout and stderr."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
 @contextlib.contextmanager
 def most_memory(device: torch.device) -> Generator[list[int], None, None]:
-    """Gives a list that holds, afterwards, the most bytes that were in use within: on a card by tensors, else by the
-    process, where Linux counts them."""
+    """Context that yields a list, filled on exit with the peak bytes in use inside it: of tensors on a GPU, else of the
+    process.
+
+    The list stays empty if the operating system does not report the peak (Linux does).
+    """
     found: list[int] = []
     linux, card = Path("/proc/self/clear_refs"), device.type == "cuda"
     if card:
@@ -157,7 +163,7 @@ def save(
     results: list[dict[str, Any]],
     targets: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
-    """Writes the results, with what they were measured on and what they say of `targets.py`, if a path was given."""
+    """Writes the results, the machine and the values of the targets to `path`, if one was given."""
     if path:
         about = {**hardware.describe(device), "host": platform.machine(), "torch": torch.__version__}
         told = {"machine": about, "results": results, "targets": dict(targets)}

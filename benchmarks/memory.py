@@ -1,10 +1,10 @@
-"""Peak memory of one step with logits whole and in chunks (`loss_chunk`), of gpt2 at 32 x 1024 tokens in bf16.
+"""Peak memory of one step of gpt2 with all logits at once and in chunks (`loss_chunk`), at 32 x 1024 tokens in bf16.
 
     python benchmarks/memory.py --json memory.json
 
-Forward and backward of the step itself, with z-loss and without. On a card the peak is measured. Elsewhere nothing of
-that size is computed: PyTorch's fake tensors, which have sizes and no values, run through the same step, and every
-storage is counted from its making to its end, weights included and the optimizer's moments not.
+Runs the step's forward and backward passes, with and without z-loss. On a GPU the peak is measured. Elsewhere the step
+runs on PyTorch's fake tensors, which have sizes but no values, and every storage is counted from allocation to release;
+this includes the weights but not the optimizer's state.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ ZLOSSES = {"palm": ZLoss(1e-4), "none": NoZLoss()}
 
 
 class Counted(TorchDispatchMode):
-    """Bytes of all storages that operations make within it.
+    """Counts the bytes of all storages that operations allocate inside it.
 
     Attributes:
-        now, peak: that live, and that lived together at most.
+        now, peak: bytes currently live, and their maximum.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,7 +46,7 @@ class Counted(TorchDispatchMode):
             self._meet(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Runs the operation, and counts what it has made."""
+        """Runs the operation and counts the storages it allocates."""
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
@@ -67,7 +67,7 @@ class Counted(TorchDispatchMode):
 
 
 def peak(objective: Objective | ChunkedLoss, mode: str, device: torch.device, samples: int) -> int:
-    """Most bytes that one step's forward and backward hold."""
+    """Returns the peak bytes held in one step's forward and backward passes."""
     card = device.type == "cuda"
     with contextlib.nullcontext() if card else FakeTensorMode(), device:
         model, inputs, targets = gpt(12, 768, 1024, samples, VOCAB)
@@ -86,7 +86,7 @@ def peak(objective: Objective | ChunkedLoss, mode: str, device: torch.device, sa
 def main() -> None:
     """Counts, prints the table, and writes the JSON."""
     parser = command_line(__doc__, 1)
-    parser.add_argument("--samples", type=int, default=32, help="of 1024 tokens")
+    parser.add_argument("--samples", type=int, default=32, help="sequences of 1024 tokens")
     parser.add_argument("--zloss", default="palm,none", help="kinds of z-loss, separated by commas")
     parser.set_defaults(precision="bf16")
     asked = parser.parse_args()

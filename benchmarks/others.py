@@ -1,9 +1,10 @@
-"""Whole fits by other trainers, on the same model, batches, precision, optimizer and clipping, each as it comes.
+"""Training with other trainers, on the same model, batches, precision, optimizer and clipping, otherwise with their
+defaults.
 
-Lightning's `Trainer` and transformers' `Trainer`, plain and with their own tools against NaN on: `detect_anomaly=True`,
-and `debug="underflow_overflow"`. Neither logs, saves nor shows its progress here. A fit begins anew in each round, from
-the same weights, and its clock starts after the first steps. Beside them stand the bare loop and the defaults of this
-project, steps of runs that go on. They are not needed for anything else: `pip install -e ".[bench]"`.
+Lightning's `Trainer` and transformers' `Trainer`, plain and with their own NaN tools: `detect_anomaly=True` and
+`debug="underflow_overflow"`. Logging, saving and progress bars are off. Each round fits anew from the same weights; the
+clock starts after the warm-up steps. The bare loop and this project's defaults are measured beside them, as steps of
+continuing runs. Requires `pip install -e ".[bench]"`.
 """
 
 import copy
@@ -33,14 +34,14 @@ WARM_UP = 3
 
 
 def check_installed() -> None:
-    """Raises ConfigError, naming the extra, where a package is missing."""
+    """Raises ConfigError, naming the extra to install, if a package is missing."""
     missing = [name for name in ("lightning", "transformers", "accelerate") if not importlib.util.find_spec(name)]
     if missing:
         raise ConfigError(f'--others needs {", ".join(missing)}: pip install -e ".[bench]"')
 
 
 class Ready(Dataset):
-    """Batches that lie ready, round and round."""
+    """A data set of prepared batches, cycled through."""
 
     def __init__(self, batches: Sequence[Batch], count: int) -> None:
         self.batches, self.count = batches, count
@@ -54,29 +55,29 @@ class Ready(Dataset):
 
 
 class WithLoss(nn.Module):
-    """A model that gives its loss, as transformers' trainer wants it."""
+    """A model that returns its loss, as transformers' trainer requires."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Loss and logits."""
+        """Returns loss and logits."""
         logits = self.model(inputs)
         return {"loss": F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten()), "logits": logits}
 
 
 class Others:
-    """Fits of `steps` steps.
+    """Fits of `steps` steps by other trainers.
 
     Args:
-        model: a fit starts from a copy of it.
+        model: each fit starts from a copy of it.
         batches: on its device.
-        optimizer: makes one for a model.
-        bf16: mixed precision.
-        steps: of a fit, after its first ones.
-        clock: what they are timed by.
-        folder: for what a trainer wants to write.
+        optimizer: builds the optimizer of a model.
+        bf16: use mixed precision.
+        steps: timed steps of a fit, after the warm-up steps.
+        clock: times the fits.
+        folder: where a trainer may write.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Others:
             logging.getLogger(name).setLevel(logging.ERROR)
 
     def kinds(self) -> dict[str, Callable[[int], float]]:
-        """Seconds a step of each, by name."""
+        """Returns a function per trainer that gives its seconds per step."""
         return {
             "lightning": partial(self.lightning, anomaly=False),
             "lightning, detect_anomaly": partial(self.lightning, anomaly=True),
@@ -106,13 +107,13 @@ class Others:
         }
 
     def made(self) -> tuple[nn.Module, Optimizer, LambdaLR]:
-        """A model, its optimizer and its schedule, for one fit."""
+        """Builds a model, its optimizer and its schedule, for one fit."""
         model = copy.deepcopy(self.model)
         optimizer = self.optimizer(model)
         return model, optimizer, LambdaLR(optimizer, partial(cosine, warmup=50, steps=1_000_000))
 
     def lightning(self, number: int, *, anomaly: bool) -> float:
-        """A fit of Lightning's."""
+        """Fits with Lightning; returns the seconds per step."""
         import lightning
 
         del number
@@ -131,7 +132,9 @@ class Others:
                 return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
             def configure_gradient_clipping(self, optimizer: Any, *args: Any, **named: Any) -> None:
-                clip_grad_norm_(self.parameters(), 1.0)  # its own refuses a fused optimizer in mixed precision
+                clip_grad_norm_(
+                    self.parameters(), 1.0
+                )  # Lightning's own clipping rejects a fused optimizer in mixed precision
 
         class Timing(lightning.Callback):
             def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -160,7 +163,7 @@ class Others:
         return timer.seconds / self.steps
 
     def transformers(self, number: int, *, debug: str) -> float:
-        """A fit of transformers'."""
+        """Fits with transformers; returns the seconds per step."""
         import transformers
 
         del number
@@ -202,27 +205,27 @@ class Others:
 
 
 class Timer:
-    """The time from a fit's step `WARM_UP`, counted from 0, to its end."""
+    """Times a fit from step `WARM_UP`, counted from 0, to its end."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.start, self.seconds = clock, 0.0, 0.0
 
     def at(self, step: int) -> None:
-        """Step `step` is about to begin."""
+        """Starts the clock if `step`, which is about to begin, is the first timed one."""
         if step == WARM_UP:
             self.start = self.clock.now()
 
     def end(self) -> None:
-        """The fit is over."""
+        """Stops the clock."""
         self.seconds = self.clock.now() - self.start
 
 
 def several(loop: Callable[[], object], steps: int, clock: Clock) -> Callable[[int], float]:
-    """Seconds a step of a loop that goes on, over as many steps as a fit."""
+    """Returns a function that gives a continuing loop's seconds per step, over as many steps as a fit."""
     return lambda number: clock.seconds(lambda: [loop() for _ in range(steps)]) / steps
 
 
 def beside(bare: BareLoop, run: Callable[[], object], others: Others) -> dict[str, Callable[[int], float]]:
-    """All kinds, the bare loop and the run itself among them."""
+    """Returns all kinds, including the bare loop and this project's run."""
     steps, clock = others.steps, others.clock
     return {"bare": several(bare, steps, clock), "defaults": several(run, steps, clock), **others.kinds()}

@@ -1,23 +1,23 @@
-"""What a guarded run costs: the defaults against a bare loop written by hand, and against what people do otherwise.
+"""The overhead of a guarded run: the defaults against a hand-written loop, and against the usual NaN tools.
 
     python benchmarks/overhead.py --json overhead.json
-    python benchmarks/overhead.py --clock cpu                    on a machine that others use as well
-    python benchmarks/overhead.py --others                       beside Lightning's and transformers' trainers
+    python benchmarks/overhead.py --clock cpu                    on a machine shared with other work
+    python benchmarks/overhead.py --others                       against Lightning's and transformers' trainers
 
-Same model, batches' shapes, precision, optimizer and clipping for all of them:
+All kinds use the same model, batch shapes, precision, optimizer and clipping:
 
     bare            bare.py, the reference: 1
-    bare again      a second one, whose ratio shows what this measurement can tell apart
+    bare again      a second bare loop; its ratio shows the measurement's resolution
     off             the loop of train.py with guard=off monitors=none wandb=disabled
     defaults        guard=rollback with its snapshots, monitors=default, metrics.jsonl and W&B offline, forensics on
-    monitors=full   the same with that
-    finite hooks    bare, with a look at every module's output and the gradient that comes back to it
+    monitors=full   the same with monitors=full
+    finite hooks    bare, with hooks that check every module's output and its gradient
     anomaly mode    bare, under torch.autograd.set_detect_anomaly
 
-A turn is a step (on a card ten, so that the queue of work stays full), a round one turn of each. `step` is the median
-of the rounds' ratios. `whole` is all time over all of bare's time: in 100 steps there are a look of the monitors, two
-snapshots and ten lines of the log, and no evaluation and no checkpoint (recovery.py). Beneath are the looks and the
-snapshots by themselves, in steps. On a card it is also checked that nothing in an ordinary step waits for the device.
+A turn is one step (on a GPU ten, to keep the launch queue full); a round is one turn of each kind. `step` is the median
+of the rounds' ratios. `whole` is the total time over bare's total time: 100 steps contain one monitor inspection, two
+snapshots and ten log lines, but no evaluation and no checkpoint (recovery.py). Further rows give the cost of a monitor
+inspection and of a snapshot alone, in steps. On a GPU, also checks that an ordinary step never waits for the device.
 """
 
 import contextlib
@@ -51,21 +51,21 @@ OURS = {
     "defaults": ("monitors=default", "wandb=offline"),
     "monitors=full": ("monitors=full", "wandb=offline"),
 }
-"""The runs of the loop itself, as overrides of a bare `train.py` without checkpoints."""
+"""This project's runs, as overrides of a bare `train.py` without checkpoints."""
 
 OPTIMIZERS = {"adamw": (adamw, 1e-3), "sgd": (sgd, 0.1)}
-"""How bare.py makes an optimizer, and the peak learning rate of all."""
+"""How bare.py builds an optimizer, and the peak learning rate for all kinds."""
 
 FEWER = 4
-"""Hooks and anomaly mode cost so much that a part of the rounds, one in so many, shows it."""
+"""Hooks and anomaly mode run in one of this many rounds only: their cost is large enough to show."""
 
 READY = 8
-"""Batches that lie ready for the bare loop."""
+"""Prepared batches for the bare loop."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What takes a turn: a step, and what it runs within."""
+    """What one turn executes: a step, inside a context."""
 
     step: Callable[[], object]
     within: Callable[[], AbstractContextManager] = contextlib.nullcontext
@@ -73,12 +73,12 @@ class Kind:
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured on one model.
+    """The measurements on one model.
 
     Attributes:
-        seconds: of a step, of each kind, in each round.
-        bare: those of the bare loop in the same rounds.
-        done: how often each of the loop's runs looked, and put a state by, in each round.
+        seconds: per step, by kind and round.
+        bare: the bare loop's in the same rounds.
+        done: inspections and snapshots by each run in each round.
         waits_for: see `waiting`.
     """
 
@@ -89,12 +89,12 @@ class Found:
 
 
 def optimizer_of(overrides: Sequence[str]) -> str:
-    """AdamW for a GPT, SGD for a ResNet."""
+    """Returns AdamW for a GPT, SGD for a ResNet."""
     return "sgd" if any(each.startswith("model=resnet") for each in overrides) else "adamw"
 
 
 def started(folder: Path, overrides: Sequence[str], names: Collection[str] = OURS) -> dict[str, Rounds]:
-    """The loop's own runs of those names, each in a folder of its own, all from the same weights."""
+    """Builds this project's runs of those names, each in its own folder, all from the same weights."""
     kind = optimizer_of(overrides)
     shared = (
         *overrides,
@@ -108,7 +108,7 @@ def started(folder: Path, overrides: Sequence[str], names: Collection[str] = OUR
 
 
 def bare_of(run: Rounds, kind: str, *, bf16: bool) -> BareLoop:
-    """A bare loop over a twin of the run's model as it now is, and the first of its batches."""
+    """Returns a bare loop on a copy of the run's current model, with the first of its batches."""
     make, lr = OPTIMIZERS[kind]
     batches: list[Batch] = [run.job.data.load(step).to(run.job.device) for step in range(READY)]
     model = copy.deepcopy(run.job.state.model)
@@ -118,7 +118,7 @@ def bare_of(run: Rounds, kind: str, *, bf16: bool) -> BareLoop:
 def measured(
     folder: Path, overrides: Sequence[str], rounds: int, turn: int, clock: Clock, *, bf16: bool = False
 ) -> Found:
-    """Measures every kind on one model; `turn` steps at a time."""
+    """Measures every kind on one model, `turn` steps at a time."""
     runs, kind = started(folder, overrides), optimizer_of(overrides)
     bare, again, other = (bare_of(runs["off"], kind, bf16=bf16) for _ in range(3))
     if "compile=true" in overrides:  # hooks and anomaly mode stay eager: they break the graph at every module
@@ -156,7 +156,7 @@ def measured(
 
 
 def fits(folder: Path, overrides: Sequence[str], rounds: int, turn: int, clock: Clock, *, bf16: bool = False) -> Found:
-    """The same beside other trainers, whose turns are whole fits of `turn` steps."""
+    """Measures other trainers, whose turns are whole fits of `turn` steps."""
     runs, kind = started(folder, overrides, ("defaults",)), optimizer_of(overrides)
     run, (make, lr) = runs["defaults"], OPTIMIZERS[kind]
     bare = bare_of(run, kind, bf16=bf16)
@@ -175,7 +175,7 @@ def fits(folder: Path, overrides: Sequence[str], rounds: int, turn: int, clock: 
 
 
 def show(workload: str, mode: str, found: Found) -> list[dict[str, Any]]:
-    """Prints the rows of one model, and returns them for the JSON."""
+    """Prints one model's rows and returns them for the JSON."""
     results = []
     for what, taken in found.seconds.items():
         bare = found.bare[what]
@@ -198,9 +198,9 @@ def show(workload: str, mode: str, found: Found) -> list[dict[str, Any]]:
 
 
 def beyond_a_step(taken: Sequence[float], counts: Sequence[int], others: Sequence[int]) -> list[float]:
-    """What the rounds in which something was done took more than the median of those without, in that: steps.
+    """Returns the extra time, in steps, of rounds with an event over the median of rounds without any.
 
-    Rounds in which `others` were done as well are left out where there are any without.
+    Rounds in which `others` happened too are left out if there are rounds without them.
     """
     rounds = [*zip(taken, counts, others, strict=True)]
     ordinary = [seconds for seconds, count, other in rounds if not count and not other]
@@ -215,11 +215,13 @@ def main() -> None:
     """Measures every model of the device, prints the table, and writes the JSON."""
     parser = command_line(__doc__, 0)
     parser.set_defaults(precision="auto")
-    parser.add_argument("--turn", type=int, help="steps of a turn; 1, on a card 10")
-    parser.add_argument("--only", default="", help="a part of the name of what is to be measured")
-    parser.add_argument("--tiny", action="store_true", help="models of no use, to see that it runs")
-    parser.add_argument("--compile", action="store_true", help="torch.compile for the bare loop and for all of ours")
-    parser.add_argument("--others", action="store_true", help="whole fits, beside Lightning's and transformers'")
+    parser.add_argument("--turn", type=int, help="steps per turn; default 1, on a GPU 10")
+    parser.add_argument("--only", default="", help="measure only models whose name contains this")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, only to check that it runs")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile for the bare loop and this project's runs"
+    )
+    parser.add_argument("--others", action="store_true", help="compare with fits by Lightning and transformers")
     asked = parser.parse_args()
     warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")
     device = hardware.pick(asked.device)

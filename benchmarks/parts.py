@@ -1,9 +1,10 @@
-"""Where the time of a step goes: data, forward, backward, optimizer, guard, tracking.
+"""The shares of a step's time: data, forward, backward, optimizer, guard, tracking.
 
-The loop's own rounds with marks between the parts: on a card events in the queue of work, so that nothing waits for
-them; on a CPU the clock. Forward begins when the model is called and ends where backward begins, so the loss is in it,
-and of a loss in chunks the head's own backward pass.
-What is none of the others is the guard's: seeding, held buffers, a look at the batch, norms, gate, clipping, snapshots.
+Executes the loop's own rounds with time marks between the parts: CUDA events on a GPU, which do not synchronize; the
+clock on a CPU. Forward lasts from the model's call to the start of backward, so it includes the loss, and for a loss in
+chunks the head's own backward pass. `guard` is everything that is in no other part: seeding, buffer copies, batch
+checks,
+norms, gate, clipping, snapshots.
 """
 
 import itertools
@@ -25,19 +26,19 @@ PARTS = ("data", "forward", "backward", "optimizer", "guard", "tracking")
 
 
 class Parted(Rounds):
-    """Rounds that note, while `noted` is on, when each part of them begins."""
+    """Rounds that record, during `shares`, when each of their parts begins."""
 
     def __init__(self, job: TrainingRun) -> None:
         self._marks: list[tuple[str, Any]] | None = None
         super().__init__(job)
         model, optimizer = job.state.model, job.state.optimizer
-        forward = model._compiled_call_impl or model._call_impl  # what a call runs; `compile()` has its place there too
+        forward = model._compiled_call_impl or model._call_impl  # what a call runs; `compile()` also sets it
         model._compiled_call_impl = self._begins("forward", forward)  # ty: ignore[invalid-assignment]
         optimizer.register_step_pre_hook(lambda *_: self.mark("optimizer"))
         optimizer.register_step_post_hook(lambda *_: self.mark("guard"))
 
     def mark(self, part: str) -> None:
-        """Ends the part that is going on, and begins `part`."""
+        """Ends the current part and begins `part`."""
         if self._marks is None:
             return
         if self.job.device.type == "cuda":
@@ -60,7 +61,7 @@ class Parted(Rounds):
         return settled
 
     def shares(self, rounds: int) -> dict[str, float]:
-        """Of each part the median share of a round's time."""
+        """Returns each part's median share of a round's time."""
         noted: list[list[tuple[str, Any]]] = []
         backward = self._begins("backward", torch.autograd.backward, then="guard")
         with mock.patch.object(torch.autograd, "backward", backward):
@@ -82,7 +83,7 @@ class Parted(Rounds):
         return {part: statistics.median(shares) for part, shares in found.items()}
 
     def _begins(self, part: str, call: Callable[..., Any], then: str | None = None) -> Callable[..., Any]:
-        """`call`, with a mark before it, and where something is named, `then` after it."""
+        """Returns `call` with a mark before it, and a mark `then` after it if given."""
 
         def marked(*args: Any, **named: Any) -> Any:
             self.mark(part)
@@ -95,7 +96,7 @@ class Parted(Rounds):
 
     def look(self) -> bool:
         self.mark("tracking")
-        marks, self._marks = self._marks, None  # a look runs the model as well
+        marks, self._marks = self._marks, None  # the monitors run the model too, which must not count as forward
         watching = super().look()
         self._marks = marks
         self.mark("guard")

@@ -1,4 +1,4 @@
-"""A quantity with its unit, over rounds: a line of a table, and a result of the file."""
+"""A measured quantity with its unit over rounds: a table line, and a result in the JSON file."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,15 +11,15 @@ COLUMNS = ("measured", "quantity", "median", "quartiles", "unit")
 def quantity(
     where: str, what: str, values: Sequence[float], unit: str, target: str = "", **more: Any
 ) -> dict[str, Any]:
-    """One result.
+    """Returns one result.
 
     Args:
         where: what it was measured on, such as a model and its precision.
-        what: is measured.
-        values: one of each round.
+        what: what was measured.
+        values: one per round.
         unit: of the values.
-        target: name of the target that the median is held to; empty without one.
-        more: goes into the file beside it.
+        target: name of the target for the median; empty for none.
+        more: further fields for the JSON file.
     """
     middle, low, high = quartiles(values)
     about = {"workload": where, "what": what, "unit": unit, "median": middle, "quartiles": [low, high]}
@@ -27,7 +27,7 @@ def quantity(
 
 
 def show(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Prints the line of each result as it comes; returns them all."""
+    """Prints each result's line as it arrives; returns them all."""
     shown = []
     for found in results:
         low, high = map(short, found["quartiles"])
@@ -39,7 +39,7 @@ def show(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def reached(results: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Of each target the largest median among what is held to it."""
+    """Returns, per target, the largest median of its results."""
     values: dict[str, float] = {}
     for found in results:
         if name := found.get("target"):
@@ -48,5 +48,5 @@ def reached(results: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 
 def short(value: float) -> str:
-    """Three digits of a number, without an exponent."""
+    """Formats a number with three significant digits, without an exponent."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

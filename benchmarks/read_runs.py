@@ -1,8 +1,8 @@
-"""Reads the runs that `made_runs.py` has made, and prints as JSON what it found in them and how much memory it took.
+"""Reads the runs that `made_runs.py` writes, and prints as JSON what it read and its peak memory.
 
     python benchmarks/read_runs.py FOLDER
 
-It is a process of its own because a process's peak memory counts all that it ever held. Linux only.
+Runs as a process of its own because a process's peak memory covers its whole life. Linux only.
 """
 
 import json
@@ -18,7 +18,7 @@ from stabletrain.compare import frame_of, read_runs
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """How many runs were read, and how many of them are not as they were made."""
+    """Returns how many runs were read, and how many of them differ from what was written."""
     found = frame_of(read_runs([folder]))
     numbers = found.run.astype(int)
     made = [swept(number) for number in numbers]
@@ -34,7 +34,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Reads, ends the processes that helped, so that they can be counted, and prints."""
+    """Reads the runs, ends the helper processes so that their memory is counted, and prints the result."""
     found = read(Path(sys.argv[1]))
     get_reusable_executor().shutdown()
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))

@@ -1,11 +1,12 @@
-"""How long it takes to read many runs for a comparison, and how much memory.
+"""The time and memory to read many runs for a comparison.
 
     python benchmarks/reading.py --rounds 3
 
-The runs are made, not trained: folders whose metrics are hard links to 24 files, which the disk's cache holds. Each
-round reads them in a new process, with as many helpers as there are cores. Printed are median and quartiles over the
-rounds: seconds on the clock, seconds of the processor, user and system, of all processes together, and the peak memory
-of the reading process and of the largest helper. Linux only.
+The runs are written without training: folders whose metrics are hard links to 24 files, which stay in the page cache.
+Each round reads them in a new process, with as many helper processes as there are cores. Prints median and quartiles
+over
+the rounds: wall-clock time, CPU time (user and system) of all processes together, and the peak memory of the reading
+process and of the largest helper. Linux only.
 """
 
 import json
@@ -27,7 +28,7 @@ HERE = Path(__file__).parent
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What `read_runs.py` prints, with the seconds that it took."""
+    """Returns what `read_runs.py` prints, with the seconds that it took."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     command = [sys.executable, str(HERE / "read_runs.py"), str(folder)]
@@ -38,10 +39,10 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Makes the runs, measures, prints the table, and writes the JSON."""
+    """Writes the runs, measures, prints the table, and writes the JSON."""
     parser = command_line(__doc__, 3)
     parser.add_argument("--runs", type=int, default=10_000)
-    parser.add_argument("--lines", type=int, default=1_000, help="steps of each run")
+    parser.add_argument("--lines", type=int, default=1_000, help="steps per run")
     asked = parser.parse_args()
     cpu = torch.device("cpu")
     print(machine(cpu))

@@ -2,7 +2,7 @@
 
 Source: references/classification of torchvision, `presets.py` and `train.py` (`train_one_epoch`): PIL images,
 RandomResizedCrop, a flip, PILToTensor, ConvertImageDtype, Normalize, in worker processes; SGD at 0.1 with momentum 0.9
-and decay 1e-4; fp32, or fp16 with `--amp`; loss and accuracy read in each step. Only the data differ: noise.
+and weight decay 1e-4; fp32, or fp16 with `--amp`; loss and accuracy read in each step. Only the data differ: noise.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from torchvision import transforms
 
 
 class Pictures(Dataset):
-    """Pixels as PIL images, transformed when they are asked for, as torchvision's own data sets do."""
+    """PIL images, transformed when they are loaded, as torchvision's own data sets do."""
 
     def __init__(self, pixels: Tensor, labels: list[int], size: int) -> None:
         self.pixels, self.labels = pixels.permute(0, 2, 3, 1).contiguous().numpy(), labels
@@ -40,16 +40,16 @@ class Pictures(Dataset):
 
 
 class Recipe:
-    """The recipe's loop, timed by itself.
+    """The recipe's training loop, with its own timing.
 
     Args:
         model: on its device.
         pixels: uint8 `[n, 3, height, width]`.
-        labels: of them.
-        size: pixels of a side of what the model sees.
-        batch_size: images a step.
-        device: where the model lives.
-        workers: processes that make batches; the recipe's default is 16.
+        labels: one per image.
+        size: side length in pixels of the model's input.
+        batch_size: images per step.
+        device: the model's device.
+        workers: loader processes; the recipe's default is 16.
         amp: fp16 with a gradient scaler, the recipe's `--amp`.
     """
 
@@ -81,9 +81,9 @@ class Recipe:
         )
 
     def seconds(self, steps: int) -> float:
-        """Seconds a step over so many, once the batches that were made before the clock started are used up.
+        """Returns the seconds per step, not counting batches that were loaded before the clock started.
 
-        At least two batches of each worker are timed, since they finish together and their batches come in bursts.
+        Times at least two batches per worker: workers finish together, so batches arrive in bursts.
         """
         steps = max(steps, self.ahead - 1)
         batches = itertools.islice(self._forever(), self.ahead + steps)
@@ -97,7 +97,7 @@ class Recipe:
         return (time.perf_counter() - start) / steps
 
     def step(self, image: Tensor, target: Tensor) -> None:
-        """`train_one_epoch`'s body."""
+        """The body of `train_one_epoch`."""
         image, target = image.to(self.device), target.to(self.device)
         with torch.autocast(self.device.type, torch.float16, enabled=self.scaler is not None):
             output = self.model(image)

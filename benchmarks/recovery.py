@@ -1,18 +1,18 @@
-"""What recovering costs, in steps: a snapshot, a checkpoint, a rollback, a resume, a diagnosis.
+"""The cost of recovery, in steps: a snapshot, a checkpoint, a rollback, a resume, a diagnosis.
 
     python benchmarks/recovery.py --json recovery.json
     python benchmarks/recovery.py --size gpt2 --precision fp32 --rounds 2 --json recovery_gpt2.json
 
-Each is divided by the median time of steps that were taken in the same turn of the same run:
+Each cost is divided by the median time of steps taken in the same turn of the same run:
 
-- **snapshot, checkpoint**: what the loop waits for. The checkpoint is then written by a thread beside the steps; what
-  these take more until it is there is given as well, and so is the very first snapshot, for which memory is claimed.
-- **rollback**: the step that had been computed meanwhile, and is thrown away; the state, from memory or from the disk;
-  the checkpoint of it that is begun; and the next batch. The steps that are lost are `guard.snapshot_every`'s matter.
-- **resume**: whole commands, in turns: from the process's start to its first step, against a run that starts anew.
+- **snapshot, checkpoint**: the time that the loop waits. A thread then writes the checkpoint beside the steps; their
+  slowdown until it is written is reported as well, and so is the very first snapshot, which allocates its memory.
+- **rollback**: the step computed meanwhile, which is discarded; restoring the state from memory or disk; starting a
+  checkpoint of it; and the next batch. How many steps are lost depends on `guard.snapshot_every`.
+- **resume**: whole commands: from the start of the process to its first step, against a run that starts anew.
 - **diagnosis**: see `incidents.py`.
 
-With `--clock cpu` the thread that writes counts as well.
+With `--clock cpu`, the time of the checkpoint thread counts too.
 """
 
 import statistics
@@ -54,7 +54,7 @@ KEPT = (
     *("guard.healthy_after=1", "guard.snapshots=1", "guard.snapshot_every=1000000", "guard.sigma=inf"),
     *("checkpoint=default", "checkpoint.every=1000000", "optimizer.lr=1e-4"),
 )
-"""A snapshot is healthy one step later, and none is taken but those that are measured."""
+"""A snapshot is healthy one step later, and the only snapshots are the measured ones."""
 
 TARGETS = {
     "snapshot": "recovery/snapshot",
@@ -62,14 +62,14 @@ TARGETS = {
     "rollback from memory": "recovery/rollback",
 }
 OF_GPT2 = ("recovery/snapshot", "recovery/checkpoint")
-"""Targets of 124 M parameters."""
+"""Targets for 124 M parameters."""
 
 PLAIN_STEPS = 3
-"""Of each turn, whose median is a step."""
+"""Steps per group of plain steps; a turn takes two groups. The median of all its steps is the unit of the costs."""
 
 
 class Turn:
-    """A run that is stopped between two steps whenever something is measured."""
+    """A run that stops between two steps for each measurement."""
 
     def __init__(self, folder: Path, overrides: Sequence[str], clock: Clock) -> None:
         self.run = Rounds(built(folder, (*overrides, *KEPT)))
@@ -77,15 +77,15 @@ class Turn:
         self.recovery = self.job.rollback
 
     def step(self) -> float:
-        """Seconds of one step, after which nothing is under way."""
+        """Returns the seconds of one step, settled at the end."""
         return self._clock.seconds(lambda: (self.run(), self.run.settle()))
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Seconds of `work`."""
+        """Returns the seconds of `work`."""
         return self._clock.seconds(work)
 
     def rollback(self) -> float:
-        """Seconds from the beginning of a step that will be thrown away to the next one's batch."""
+        """Returns the seconds from the start of a step that will be discarded to the batch after the rollback."""
         job = self.job
 
         def work() -> None:
@@ -98,12 +98,12 @@ class Turn:
         return taken
 
     def __call__(self) -> dict[str, float]:
-        """One turn: seconds of each quantity, and of a step."""
+        """Takes one turn: returns the seconds of each quantity, and of a step."""
         job, found = self.job, {}
         steps = [self.step() for _ in range(PLAIN_STEPS)]
         found["snapshot"] = self.seconds(self.recovery.take_snapshot)
         put_by = job.state.step
-        steps.append(self.step())  # it is healthy now
+        steps.append(self.step())  # the snapshot is healthy now
         found["checkpoint"] = self.seconds(lambda: self.recovery.save(None))
         beside = [self.step() for _ in range(2)]
         while not job.rollback.checkpoints.saved(put_by + 1) and len(beside) < 1000:
@@ -122,7 +122,7 @@ class Turn:
 
 
 def stalls(folder: Path, overrides: Sequence[str], clock: Clock, rounds: int) -> list[dict[str, float]]:
-    """The turns of one run, the first of which warms up."""
+    """Returns the turns of one run, without the warm-up turn."""
     turn = Turn(folder, overrides, clock)
     turn.step()
     first = turn.seconds(turn.recovery.take_snapshot)
@@ -134,7 +134,7 @@ def stalls(folder: Path, overrides: Sequence[str], clock: Clock, rounds: int) ->
 
 
 def resumed(folder: Path, overrides: Sequence[str], rounds: int) -> dict[str, list[float]]:
-    """Seconds to the first step of new runs, and of resumed ones to the first step that they add, in turns."""
+    """Returns the seconds to the first step for new runs, and to the first additional step for resumed ones."""
     command = (
         *TRAIN,
         "--config-dir",
@@ -155,14 +155,14 @@ def resumed(folder: Path, overrides: Sequence[str], rounds: int) -> dict[str, li
         return to_a_step((*command, f"hydra.run.dir={place}"), folder, place / "metrics.jsonl").wall
 
     def resume(number: int) -> float:
-        metrics.write_text(kept)  # the steps of the resume before have never been
+        metrics.write_text(kept)  # removes the lines of the previous resume
         return to_a_step((*command, f"hydra.run.dir={old}", "resume=auto"), folder, metrics, 3).wall
 
     return in_turns({"start": start, "resume": resume}, rounds, warm_up=0)
 
 
 def of_state(where: str, overrides: Sequence[str], clock: Clock, rounds: int) -> list[dict[str, Any]]:
-    """Snapshots, checkpoints and rollbacks, in steps."""
+    """Measures snapshots, checkpoints and rollbacks, in steps."""
     with tempfile.TemporaryDirectory() as folder, silence():
         turns = stalls(Path(folder), overrides, clock, rounds)
     step = [turn["step"] for turn in turns]
@@ -177,7 +177,7 @@ def of_state(where: str, overrides: Sequence[str], clock: Clock, rounds: int) ->
 
 
 def of_resuming(where: str, overrides: Sequence[str], clock: Clock, rounds: int) -> list[dict[str, Any]]:
-    """A resumed process to its first step, against a new one."""
+    """Measures the time to the first step of a resumed process, against a new one."""
     with tempfile.TemporaryDirectory() as folder:
         found = resumed(Path(folder), overrides, rounds)
     more = [after - new for after, new in zip(found["resume"], found["start"], strict=True)]
@@ -189,7 +189,7 @@ def of_resuming(where: str, overrides: Sequence[str], clock: Clock, rounds: int)
 
 
 def of_diagnoses(where: str, overrides: Sequence[str], clock: Clock, rounds: int) -> list[dict[str, Any]]:
-    """Diagnoses in steps, each round a run of its own."""
+    """Measures diagnoses in steps, one run per round."""
     runs = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder, silence():
@@ -211,10 +211,13 @@ def main() -> None:
     """Measures, prints the table, and writes the JSON."""
     parser = command_line(__doc__, 5)
     parser.add_argument(
-        "--size", default="small", choices=["tiny", "small", "gpt2"], help="tiny: to see that it runs; gpt2: 124 M"
+        "--size",
+        default="small",
+        choices=["tiny", "small", "gpt2"],
+        help="tiny: only to check that it runs; gpt2: 124 M",
     )
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, separated by commas: {','.join(PARTS)}")
-    parser.add_argument("--workload", default="", help="a part of the name of what is to be measured")
+    parser.add_argument("--workload", default="", help="measure only models whose name contains this")
     parser.set_defaults(precision="fp32")
     asked = parser.parse_args()
     device = hardware.pick(asked.device)

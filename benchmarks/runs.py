@@ -1,4 +1,4 @@
-"""Runs from overrides: configured in this process, or started as a user's command. The tests build theirs here too."""
+"""Runs from overrides: composed in this process, or started as a user's command. The tests use this file too."""
 
 import contextlib
 import os
@@ -24,15 +24,15 @@ TINY_GPT = [
     "wandb=disabled",
     "eval_batches=2",
 ]
-"""A GPT that takes some milliseconds a step."""
+"""A GPT whose steps take some milliseconds."""
 
 TINY_RESNET = ["model=resnet20", "data=digits", "batch_size=8", "device=cpu", "wandb=disabled", "eval_batches=2"]
-"""A ResNet on digits that takes some tens of milliseconds a step."""
+"""A ResNet on digits whose steps take some tens of milliseconds."""
 
 
 @contextlib.contextmanager
 def composed(*overrides: str, config_name: str = "config") -> Iterator[DictConfig]:
-    """The configuration of a command line, within the context that Hydra gives to a job."""
+    """Context that yields a command line's configuration, with Hydra's globals as inside a job."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose(config_name, list(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(cfg)
@@ -42,7 +42,7 @@ def composed(*overrides: str, config_name: str = "config") -> Iterator[DictConfi
 
 
 def command(*arguments: str, cwd: Path, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess:
-    """`python train.py ...` as a user types it, in `cwd`."""
+    """Runs `python train.py ...` in `cwd`, as a user does."""
     return subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *arguments],
         cwd=cwd,

@@ -1,4 +1,4 @@
-"""The models that throughput.py measures, what each is given on a CPU and on a card, and its command line."""
+"""The models that throughput.py measures, with their data on a CPU and on a GPU."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,12 +7,12 @@ import torch
 from made_data import token_shards
 
 DEFAULTS = ("monitors=default", "wandb=offline", "log_every=10", "warmup=linear", "warmup.steps=50")
-"""What `jobs.NOTHING_ELSE` takes away, put back."""
+"""Restores the defaults that `jobs.NOTHING_ELSE` disables."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model and how much of what it is given; `vocab_size` is 0 for images."""
+    """A model with its batch and block sizes by device; `vocab_size` is 0 for images."""
 
     model: tuple[str, ...]
     batch: dict[str, int]
@@ -36,13 +36,13 @@ SIZES = {
     ),
     "resnet_tiny": Size(("model=resnet20", "model.depth=8"), {"cpu": 2, "cuda": 2}, data="cifar_shaped"),
 }
-"""By name; the last two are to see that it runs."""
+"""By name; the last two only check that the benchmark runs."""
 
 USUAL = {"cpu": "gpt_nano,gpt_mini,resnet20", "cuda": ",".join([*SIZES][:-2])}
 
 
 def overrides_of(size: Size, folder: Path, device: torch.device, mode: str) -> list[str]:
-    """The run's command line."""
+    """Returns the run's overrides."""
     chosen = [*size.model, f"data={size.data}", f"batch_size={size.batch[device.type]}", *DEFAULTS]
     if size.vocab_size:
         needed = 200 * size.batch[device.type] * size.block_size[device.type]

@@ -1,12 +1,16 @@
-"""What the one small reduction of a step costs: steps with it against steps without, in pairs.
+"""The cost of a step's one small collective: steps with it against steps without.
 
     torchrun --nproc_per_node=2 benchmarks/small_gather.py --json small_gather.json
 
-A round is a step that shares its numbers (`parallel/distributed.py`), one that shares them `TIMES` times, and one that
-keeps them, in turns first; before each the ranks meet, so that none pays for another's lateness. Printed is the median
-of the differences to the step that keeps them, divided by how often the numbers were shared, with the quartiles. On a
-busy machine the single difference drowns in that of any two steps; the one that is divided does not, but of waiting for
-the other rank it holds a part only."""
+A round is a step that shares its statistics once (`parallel/distributed.py`), one that shares them `TIMES` times, and
+one
+that does not share them, in alternating order. A barrier precedes each, so that no rank's time includes another's
+delay.
+Prints the median and quartiles of the differences to the step without sharing, divided by the number of collectives. On
+a busy machine a single collective is lost in the variation between steps; the average over many is not, but includes
+only
+part of the time spent waiting for the other rank.
+"""
 
 import argparse
 import json
@@ -35,7 +39,7 @@ TIMES = 20
 
 
 def measured(kind: type[DDP] | type[FSDP], workload: str, device: torch.device, rounds: int) -> dict[int, list[float]]:
-    """Seconds of the steps of each round, by how often the numbers were shared."""
+    """Returns the seconds of each round's steps, by how many times the statistics were shared."""
     torch.manual_seed(0)
     model, inputs, targets = WORKLOADS[device.type][workload]()
     model, parallel = model.to(device), kind(current_ranks())
@@ -64,7 +68,7 @@ def measured(kind: type[DDP] | type[FSDP], workload: str, device: torch.device, 
 
     kinds = (0, 1, TIMES)
     found: dict[int, list[float]] = {times: [] for times in kinds}
-    for number in range(-3, rounds):  # DDP uses its buckets from its second step on
+    for number in range(-3, rounds):  # warm-up: DDP rebuilds its buckets after its first step
         for times in kinds if number % 2 else reversed(kinds):
             taken = seconds(times)
             if number >= 0:
@@ -73,7 +77,7 @@ def measured(kind: type[DDP] | type[FSDP], workload: str, device: torch.device, 
 
 
 def main() -> None:
-    """Measures the device's GPT with both kinds, prints the table on rank 0, and writes the JSON."""
+    """Measures the device's GPT under DDP and FSDP, prints the table on rank 0, and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
     parser.add_argument("--rounds", type=int, default=60)

@@ -1,11 +1,11 @@
-"""How long one waits for a command: `python train.py` to its first step, and answers that need no model.
+"""The time to start: `python train.py` to its first step, and commands that answer without a model.
 
     python benchmarks/start.py --json start.json
 
-Every command is a process of its own, all of them in each round, one after the other, in turns first. Printed are
-median and quartiles over the rounds, of seconds on the clock and of the processor's, user and system together; on a
-machine that is busy with other work the latter says more. The first round, which reads the files from the disk, counts
-as well.
+Every command is a process of its own; each round runs all of them once, in varying order. Prints median and quartiles
+over the rounds, of wall-clock time and of CPU time (user and system), which is more reliable on a busy machine. The
+first
+round, which reads the files from disk, counts too.
 """
 
 import sys
@@ -26,11 +26,11 @@ FIRST_STEP, HELP, ERROR = "start/first_step", "start/help", "start/error"
 """Names of targets."""
 
 REFUSED = 2
-"""The exit code of a command that cannot work."""
+"""The exit code for an invalid configuration."""
 
 
 def commands(folder: Path, device: str) -> dict[str, tuple[str, Callable[[int], Taken]]]:
-    """What is timed, by its name: the target it is held to, and what runs it for a round."""
+    """Returns, per command, its target and a function that runs it for a round."""
     program = (sys.executable, "-m", "stabletrain.cli.commands")
     uncompiled = (f"device={device}", "compile=false")
 
@@ -64,7 +64,7 @@ def commands(folder: Path, device: str) -> dict[str, tuple[str, Callable[[int], 
 
 
 def measured(folder: Path, device: str, rounds: int) -> list[dict[str, Any]]:
-    """Two quantities of each command; the target holds for the clock."""
+    """Returns two quantities per command; the target applies to the wall-clock time."""
     kinds, taken = commands(folder, device), {}
 
     def timed(name: str, number: int) -> float:

@@ -1,8 +1,8 @@
-"""What is to be reached, beside what was measured: met, not met, or not measurable here, and why.
+"""The targets beside the measured values: met, not met, or why they cannot be measured here.
 
-    python benchmarks/targets.py overhead.json throughput.json ...      one table of what these files hold
+    python benchmarks/targets.py overhead.json throughput.json ...      one table for all these files
 
-A benchmark that measures something of this table gives its value under the target's name to `judged`, and to `save`.
+A benchmark passes its values to `judged` and `save` under the targets' names.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def anywhere(device: torch.device) -> str:
 
 
 def card(device: torch.device) -> str:
-    """Needs a card."""
+    """Needs a GPU."""
     return "" if device.type == "cuda" else "no card here"
 
 
@@ -43,13 +43,13 @@ def bf16_cpu(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A bound on something measured.
+    """A bound on a measured value.
 
     Attributes:
-        what: in words, for the table.
-        bound: the value that is just good enough.
+        what: description for the table.
+        bound: the worst acceptable value.
         at_most: whether lower is better.
-        why_not: of a device, the reason why it cannot be measured there; empty where it can.
+        why_not: returns why a device cannot measure it; empty if it can.
     """
 
     what: str
@@ -84,7 +84,7 @@ TARGETS = {
 
 
 def judged(values: Mapping[str, float], device: torch.device, prefix: str = "") -> str:
-    """The table, of targets whose names begin with `prefix`.
+    """Returns the table of the targets whose names begin with `prefix`.
 
     Args:
         values: by target.
@@ -106,10 +106,10 @@ def judged(values: Mapping[str, float], device: torch.device, prefix: str = "") 
 
 
 def main() -> None:
-    """Prints one table of what several files hold."""
+    """Prints one table for several files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, help="what benchmarks wrote with --json")
-    parser.add_argument("--device", default="auto", help="what they were measured on: auto, cpu, cuda")
+    parser.add_argument("files", nargs="+", type=Path, help="files written with --json")
+    parser.add_argument("--device", default="auto", help="the device of the measurements: auto, cpu, cuda")
     asked = parser.parse_args()
     values: dict[str, float] = {}
     for file in asked.files:

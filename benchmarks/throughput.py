@@ -1,20 +1,22 @@
-"""How fast training is: tokens or images a second, MFU, memory, the parts of a step, and ratios to plain PyTorch.
+"""Training speed: tokens or images per second, MFU, memory, the parts of a step, and ratios to plain PyTorch.
 
     python benchmarks/throughput.py --json throughput.json
     python benchmarks/throughput.py --sizes gpt_mini --precision bf16 --compile
 
-    stabletrain            the run that `train.py` makes: guard=rollback, monitors=default, W&B offline, data through
-                           the run's own loader
-    stabletrain, compiled  the same with compile=true; what building it and its first steps took longer is `compile, s`
-    plain fp32             bare.py on the same model in fp32, eager, its batches ready: the reference, 1
-    plain bf16             the same under autocast, where the run is in bf16
-    recipe                 torchvision's reference recipe on the same model (ResNet-18; recipe.py), in fp32 as it comes
-    recipe --amp           the same with its mixed precision, on a card
+    stabletrain            the run of `train.py`: guard=rollback, monitors=default, W&B offline, data through the run's
+                           own loader
+    stabletrain, compiled  the same with compile=true; `compile, s` is the extra time to build it and take the first
+    steps
+    plain fp32             bare.py on the same model in fp32, eager, with prepared batches: the reference, 1
+    plain bf16             the same under autocast, if the run is in bf16
+    recipe                 torchvision's reference recipe on the same model (ResNet-18; recipe.py), in fp32, its default
+    recipe --amp           the same with its mixed precision, on a GPU
 
-They take turns in one process, step by step (on a card ten steps), and `speed` is the median over the rounds of the
-reference's time over a kind's own. Rates are of the median time. Memory is the most that was held beyond what the other
-kinds hold; on a CPU it is the whole process's, before the others are made. What the parts of a step are, parts.py says;
-`making` is how long a batch takes on the thread that makes it, over a step: it is waited for only if that is above 1.
+The kinds alternate in one process, step by step (on a GPU ten steps). `speed` is the median over the rounds of the
+reference's time over the kind's own. Rates use the median time. Memory is the peak beyond what the other kinds hold; on
+a
+CPU it is that of the whole process, before the other kinds are built. parts.py defines the parts of a step. `making` is
+the time to make a batch on its own thread, relative to a step: the loop waits for data only if it is above 1.
 """
 
 import copy
@@ -58,7 +60,7 @@ READY = 4
 
 @dataclass
 class Measured:
-    """What was measured of one kind on one size; None and {} where that cannot be said."""
+    """The measurements of one kind on one size; None or empty if not available."""
 
     what: str
     seconds: list[float] = field(default_factory=list)
@@ -74,7 +76,7 @@ class Measured:
 
 
 class Bench:
-    """One size: kinds that are made one after the other, and then take turns."""
+    """One size: its kinds are built one after the other, then take turns."""
 
     def __init__(self, name: str, folder: Path, device: torch.device, mode: str, clock: Clock, turn: int) -> None:
         self.size, self.device, self.mode, self.clock, self.turn = SIZES[name], device, mode, clock, turn
@@ -84,7 +86,7 @@ class Bench:
         self.runs: dict[str, Parted] = {}
 
     def add(self, what: str, make: Callable[[], Callable[[], object]]) -> None:
-        """Makes a kind, runs its first steps, and notes what they took and held."""
+        """Builds a kind, takes its first steps, and records their time and memory."""
         found = self.found[what] = Measured(what)
         card = self.device.type == "cuda"
         before = torch.cuda.memory_allocated(self.device) if card else 0
@@ -98,13 +100,13 @@ class Bench:
         self.kinds[what] = lambda _: self.clock.seconds(lambda: [step() for _ in range(self.turn)]) / self.turn
 
     def run_of(self, what: str, compiled: bool) -> Callable[[], object]:
-        """The run itself."""
+        """Builds this project's run."""
         run = Parted(built(self.folder / what, (*self.overrides, f"compile={str(compiled).lower()}")))
         self.runs[what] = run
         return run
 
     def plain(self, *, bf16: bool) -> Callable[[], object]:
-        """The bare loop on a twin of the model."""
+        """Builds the bare loop on a copy of the model."""
         job = self.runs["stabletrain"].job
         model = copy.deepcopy(job.state.model)
         batches = [job.data.load(step).to(self.device) for step in range(READY)]
@@ -112,7 +114,7 @@ class Bench:
         return BareLoop(model, batches, optimizer, bf16=bf16)
 
     def recipe(self, workers: int, *, amp: bool) -> Callable[[int], float]:
-        """The recipe, on a twin of the model; it keeps the time by itself, since its workers run ahead."""
+        """Builds the recipe on a copy of the model; it times itself because its workers load batches ahead."""
         held = pictures(50_000 if self.device.type == "cuda" else 2_000, 32, 10, "recipe")
         recipe = Recipe(
             copy.deepcopy(self.runs["stabletrain"].job.state.model),
@@ -127,7 +129,7 @@ class Bench:
         return lambda number: recipe.seconds(self.turn) if number >= 0 else 0.0
 
     def measure(self, rounds: int) -> list[Measured]:
-        """Turns, and what follows from them."""
+        """Takes the turns and computes the results."""
         job = self.runs["stabletrain"].job
         units = job.data.load(0).targets.numel()
         taken = in_turns(self.kinds, rounds, warm_up=1)
@@ -151,7 +153,7 @@ class Bench:
 
 
 def measured(name: str, mode: str, device: torch.device, clock: Clock, asked: Any) -> list[Measured]:
-    """Everything about one size."""
+    """Measures everything about one size."""
     with tempfile.TemporaryDirectory() as folder, silence():
         bench = Bench(name, Path(folder), device, mode, clock, asked.turn)
         bench.add("stabletrain", lambda: bench.run_of("stabletrain", compiled=False))
@@ -180,7 +182,7 @@ def show_speed(name: str, mode: str, unit: str, found: list[Measured]) -> None:
 
 
 def reached(name: str, mode: str, device: torch.device, found: list[Measured]) -> dict[str, float]:
-    """What a size says of the targets."""
+    """Returns the values of the targets that a size provides."""
     by_name = {each.what: each for each in found}
     ours = [each for each in found if each.what.startswith("stabletrain")]
     best = min(ours, key=lambda each: quartiles(each.seconds)[0])
@@ -195,15 +197,17 @@ def reached(name: str, mode: str, device: torch.device, found: list[Measured]) -
 
 
 def main() -> None:
-    """Measures the sizes asked for, prints the tables, and writes the JSON."""
+    """Measures the requested sizes, prints the tables, and writes the JSON."""
     parser = command_line(__doc__, 0)
     parser.set_defaults(precision="auto")
     parser.add_argument(
-        "--sizes", help=f"of {', '.join(SIZES)}, separated by commas; on a CPU {USUAL['cpu']}, else all"
+        "--sizes", help=f"of {', '.join(SIZES)}, separated by commas; default on a CPU {USUAL['cpu']}, on a GPU all"
     )
-    parser.add_argument("--compile", action="store_true", default=None, help="compiled as well; on a card always")
-    parser.add_argument("--turn", type=int, help="steps of a turn; 1, on a card 10")
-    parser.add_argument("--workers", type=int, help="processes of the recipe's loader; as many as CPUs, at most its 16")
+    parser.add_argument(
+        "--compile", action="store_true", default=None, help="measure compiled runs too; always on a GPU"
+    )
+    parser.add_argument("--turn", type=int, help="steps per turn; default 1, on a GPU 10")
+    parser.add_argument("--workers", type=int, help="the recipe's loader processes; default: threads, at most 16")
     asked = parser.parse_args()
     device = hardware.pick(asked.device)
     card = device.type == "cuda"
@@ -212,7 +216,7 @@ def main() -> None:
     asked.workers = min(torch.get_num_threads(), 16) if asked.workers is None else asked.workers
     names = (asked.sizes or USUAL[device.type]).split(",")
     if unknown := [name for name in names if name not in SIZES]:
-        sys.exit(f"--sizes={','.join(unknown)} is unknown: choose of {', '.join(SIZES)}")
+        sys.exit(f"--sizes={','.join(unknown)} is unknown: choose from {', '.join(SIZES)}")
     print(f"{machine(device)}, {asked.clock} time, {asked.rounds} rounds of {asked.turn} steps")
     print(head("size", "what", "rate", "speed", "quartiles", "MFU", "memory, GB", "compile, s"))
     results, shares, values = [], [], {}

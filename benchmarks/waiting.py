@@ -1,6 +1,6 @@
-"""Whether the host waits for the card in a step of the loop, told by PyTorch's own `set_sync_debug_mode`.
+"""Checks that the host does not wait for the GPU in a step of the loop, by PyTorch's `set_sync_debug_mode`.
 
-What is read late, on purpose, waits on an event and is not counted: by then the next step has been launched.
+Values that are read late on purpose wait on an event and do not count: by then the next step has been launched.
 """
 
 import torch
@@ -8,7 +8,7 @@ from jobs import Rounds
 
 
 def waiting(run: Rounds) -> str:
-    """What in an ordinary step makes the host wait for the device; `nothing`, or `unknown` where there is no card."""
+    """Returns what makes the host wait in an ordinary step: `nothing`, or `unknown` on a CPU."""
     if run.job.device.type != "cuda":
         return "unknown"
     before = torch.cuda.get_sync_debug_mode()

@@ -1,4 +1,4 @@
-"""What the benchmarks measure on: a GPT and a ResNet with random data, small on a CPU, of a usual size on a card."""
+"""The benchmarks' models and data: a GPT and a ResNet on random data, small on a CPU, of a common size on a GPU."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from stabletrain.trainer.tools import build_tools
 
 
 def gpt(n_layer: int, n_embd: int, block_size: int, batch: int, vocab: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """A GPT with heads of 64 (of 32, if it is narrow), tokens and targets."""
+    """Returns a GPT with heads of 64 (of 32 if it is narrow), tokens and targets."""
     model = GPT(
         vocab_size=vocab,
         block_size=block_size,
@@ -38,7 +38,7 @@ def gpt(n_layer: int, n_embd: int, block_size: int, batch: int, vocab: int) -> t
 
 
 def resnet(model: nn.Module, size: int, batch: int, classes: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """A ResNet, images and labels."""
+    """Returns the model, with random images and labels."""
     return model, torch.randn(batch, 3, size, size), torch.randint(classes, (batch,))
 
 
@@ -59,7 +59,7 @@ WORKLOADS: dict[str, dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]]] 
 
 
 def plain_tools(mode: str, device: torch.device, guard: Guard) -> Tools:
-    """The tools of a usual run: a precision, a guard, clipping at 1, and nothing else."""
+    """Returns the tools of a plain run: the given precision and guard, clipping at 1, everything else off."""
     acting = getattr(precision, mode)(device)
     acting.prepare()
     return build_tools(acting, guard=guard)

@@ -1,4 +1,4 @@
-"""Sweeps: a restart runs only what is missing, one line per run, parallel runs, and a search that uses earlier losses."""
+"""Sweeps: a restart runs only what is missing; one line per run; parallel runs; searches that use earlier losses."""
 
 import json
 import os

@@ -135,7 +135,7 @@ class Cluster:
         return said.split()[1]
 
     def state(self, job: str) -> str:
-        """Returns a job's state as Slurm names it, such as RUNNING; for an array, its tasks' distinct states, sorted."""
+        """Returns a job's state as Slurm names it (RUNNING ...); for an array, its tasks' distinct states, sorted."""
         lines = self.run("scontrol", "show", "job", "--oneliner", job).splitlines()
         return " ".join(sorted({line.partition("JobState=")[2].split()[0] for line in lines}))
 
