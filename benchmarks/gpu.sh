@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Everything that needs a card, in under ten minutes on one H100 or H200: the tests marked gpu, laws 3, 4 and 5 on the
-# card among them, and the benchmarks. Prints one table at the end: which parts ran, and which targets are met.
+# Runs everything that needs a GPU, in under ten minutes on one H100 or H200: the tests marked gpu, including laws 3, 4 and
+# 5 on the GPU, and the benchmarks. Ends with one table: which parts ran, and which targets are met.
 #
-#   benchmarks/gpu.sh [folder]                  files go into ./gpu-results, or the folder named
-#   benchmarks/gpu.sh --device cpu [folder]     the same parts with models of no use, to see that the script runs
+#   benchmarks/gpu.sh [folder]                  writes to ./gpu-results, or to the given folder
+#   benchmarks/gpu.sh --device cpu [folder]     the same parts with tiny models, only to check that the script runs
 #
-# A part that fails, or does not end within its limit, does not stop the others; the exit code is then 1. A target that
-# is missed is said, and is no failure.
+# A part that fails or exceeds its time limit does not stop the others, but makes the exit code 1. A missed target is
+# reported and is not a failure.
 set -euo pipefail
 
 device=cuda
@@ -29,17 +29,17 @@ results=$(cd "$results" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8} # before CUDA starts, so that strict runs can be
+export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8} # before CUDA starts: determinism=strict needs it
 
 if [[ $device == cuda ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    echo "gpu.sh: PyTorch sees no CUDA device; --device cpu shows that the script runs" >&2
+    echo "gpu.sh: PyTorch sees no CUDA device; use --device cpu to check that the script runs" >&2
     exit 2
 fi
 
 failed=0
 parts=()
 
-# part NAME LIMIT COMMAND...: runs a command for at most LIMIT seconds, its output in NAME.txt too.
+# part NAME LIMIT COMMAND...: runs a command for at most LIMIT seconds, and copies its output to NAME.txt.
 part() {
     local name=$1 limit=$2 begun=$SECONDS code=0
     shift 2
@@ -57,7 +57,7 @@ part() {
     parts+=("| $name | $verdict | $((SECONDS - begun)) |")
 }
 
-# bench NAME LIMIT OPTIONS...: a benchmark, with its JSON.
+# bench NAME LIMIT OPTIONS...: runs a benchmark with --json.
 bench() {
     local name=$1 limit=$2
     shift 2

@@ -23,7 +23,7 @@ from targets import judged
 from stabletrain.machine import hardware
 
 FIRST_STEP, HELP, ERROR = "start/first_step", "start/help", "start/error"
-"""Names of targets."""
+"""Names of targets in `targets.py`."""
 
 REFUSED = 2
 """The exit code for an invalid configuration."""

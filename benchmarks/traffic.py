@@ -1,20 +1,21 @@
-"""What a step sends and what a rank holds, as a formula: bytes, messages and memory for any model and number of ranks.
+"""What a step sends and what a rank holds: bytes, messages and memory for any model and number of ranks, by formula.
 
     python benchmarks/traffic.py
 
-    ddp    gradients, an all-reduce a bucket, once a step
-    fsdp   weights, an all-gather a block for each forward and each backward pass; gradients, a reduce-scatter a block,
-           once a step
-    both   one small all-gather of a row of numbers (`stabletrain/parallel/distributed.py`), and BatchNorm's
-           statistics, one all-reduce
+    ddp    gradients: one all-reduce per bucket, once per step
+    fsdp   weights: one all-gather per block for each forward and each backward pass; gradients: one reduce-scatter per
+           block, once per step
+    both   one small all-gather of a row of numbers (`stabletrain/parallel/distributed.py`), and one all-reduce of
+           BatchNorm's statistics
 
-All of it is fp32, as weights are, but with `precision=bf16_params`. A collective goes round a ring, as NCCL's and
-gloo's do: of B bytes over W ranks each rank sends B (W-1)/W to all-gather or to reduce-scatter and twice that to
-all-reduce, in W-1 messages or 2 (W-1). NCCL may take a tree instead, for few bytes or many ranks: fewer messages,
-about as many bytes.
+Everything is fp32, as the weights are, except with `precision=bf16_params`. Collectives use a ring, as NCCL's and
+gloo's
+do: of B bytes over W ranks, each rank sends B (W-1)/W to all-gather or reduce-scatter, in W-1 messages, and twice that
+to
+all-reduce, in 2 (W-1). NCCL may use a tree for few bytes or many ranks: fewer messages, about the same bytes.
 
-Which collectives a step has, of what sizes, and what a rank holds, `tests/parallel/test_traffic.py` compares with two
-ranks that train. The command prints the table of docs/scaling.md.
+`tests/parallel/test_traffic.py` compares the collectives, their sizes and the memory with two ranks that train. The
+command prints the table of docs/scaling.md.
 
 Sources: Li et al., arXiv 2006.15704 (DDP's buckets); Zhao et al., arXiv 2304.11277 (FSDP); Patarasuk and Yuan 2009
 (the ring).
@@ -30,24 +31,24 @@ from stabletrain.parallel.distributed import HEAD
 from stabletrain.parallel.fsdp import blocks
 
 FP32 = 4
-"""Bytes of a number."""
+"""Bytes per number."""
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
-"""Bytes after which DDP closes its first bucket, and each other one."""
+"""Sizes in bytes at which DDP closes its first bucket and every other one."""
 
 ADAMW = 2
-"""Moments that AdamW keeps for each weight; SGD with momentum keeps 1."""
+"""Moments per weight in AdamW; SGD with momentum has 1."""
 
 Shape = tuple[int, ...]
 
 
 class Sizes(NamedTuple):
-    """What of a model matters here.
+    """The sizes of a model's tensors.
 
     Attributes:
-        shapes: of its parameters, in their order; all are trained.
-        groups: for each of them the number of its block, which FSDP gathers at a time; 0 for what is in no block.
-        buffers: floats that every step averages over the ranks: BatchNorm's statistics.
+        shapes: of the parameters, in their order; all are trained.
+        groups: for each parameter the number of its block, which FSDP gathers as a unit; 0 if it is in no block.
+        buffers: number of floats averaged over the ranks in every step: BatchNorm's statistics.
     """
 
     shapes: tuple[Shape, ...]
@@ -56,11 +57,11 @@ class Sizes(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """How many there are."""
+        """Number of parameters."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     def by_group(self) -> dict[int, list[Shape]]:
-        """The shapes of each group."""
+        """Returns the shapes of each group."""
         found: dict[int, list[Shape]] = {}
         for shape, group in zip(self.shapes, self.groups, strict=True):
             found.setdefault(group, []).append(shape)
@@ -68,7 +69,7 @@ class Sizes(NamedTuple):
 
 
 def of(model: nn.Module) -> Sizes:
-    """The sizes of a model before it is sharded; it may lie on the device `meta`."""
+    """Returns the sizes of a model that is not sharded yet; it may be on the device `meta`."""
     group: dict[nn.Parameter, int] = {}
     for number, block in enumerate(blocks(model), 1):
         for parameter in block.parameters():
@@ -80,7 +81,7 @@ def of(model: nn.Module) -> Sizes:
 
 
 def gpt(layers: int, width: int, vocabulary: int, context: int) -> Sizes:
-    """GPT-2's layout at any size, as `model=gpt2` builds it: learned positions, biases, a head without weights."""
+    """Returns the sizes of a GPT-2 layout as `model=gpt2` builds it: learned positions, biases, tied head."""
     square, vector, up, wide = (width, width), (width,), (4 * width, width), (4 * width,)
     attention = [vector, vector, *[square, vector] * 4]
     mlp = [vector, vector, up, wide, (width, 4 * width), vector]
@@ -91,37 +92,37 @@ def gpt(layers: int, width: int, vocabulary: int, context: int) -> Sizes:
 
 
 class Collective(NamedTuple):
-    """One call that all ranks make together.
+    """One collective operation.
 
     Attributes:
         kind: `all_reduce`, `all_gather` or `reduce_scatter`.
-        bytes: of the whole: what is reduced, or what each rank has gathered in the end.
+        bytes: size of the full tensor: what is reduced, or what each rank has gathered at the end.
     """
 
     kind: str
     bytes: int
 
     def rounds(self) -> int:
-        """Times that the whole goes round the ring."""
+        """Returns how many times the full tensor goes round the ring."""
         return 2 if self.kind == "all_reduce" else 1
 
     def sent(self, ranks: int) -> float:
-        """Bytes that a rank sends; it receives as many."""
+        """Returns the bytes that a rank sends; it receives as many."""
         return self.rounds() * self.bytes * (ranks - 1) / ranks
 
     def messages(self, ranks: int) -> int:
-        """Messages that a rank sends, were none cut into pieces."""
+        """Returns the number of messages that a rank sends, if none is split into chunks."""
         return self.rounds() * (ranks - 1)
 
 
 def ddp(sizes: Sizes, ranks: int) -> list[Collective]:
-    """A step of `parallel=ddp`, from its second step on; gradient accumulation adds nothing."""
+    """Returns the collectives of a `parallel=ddp` step, from the second step on; gradient accumulation adds none."""
     buckets = [Collective("all_reduce", filled) for filled in bucketed(sizes.shapes)]
     return [*buckets, *statistics(sizes), row(1, ranks)]
 
 
 def fsdp(sizes: Sizes, ranks: int, micro_batches: int = 1, reshard_after_forward: bool = True) -> list[Collective]:
-    """A step of `parallel=fsdp`."""
+    """Returns the collectives of a `parallel=fsdp` step."""
     parts = [FP32 * ranks * part(shapes, ranks) for shapes in sizes.by_group().values()]
     passes = micro_batches * (2 if reshard_after_forward else 1)
     gathers = [Collective("all_gather", whole) for whole in parts] * passes
@@ -130,7 +131,7 @@ def fsdp(sizes: Sizes, ranks: int, micro_batches: int = 1, reshard_after_forward
 
 
 def bucketed(shapes: Sequence[Shape]) -> list[int]:
-    """Bytes of DDP's buckets: filled in the order in which gradients come, the last parameter's first."""
+    """Returns the bytes of DDP's buckets, filled in the order of the gradients: the last parameter's first."""
     found, filled = [], 0
     for shape in reversed(shapes):
         filled += FP32 * math.prod(shape)
@@ -140,28 +141,30 @@ def bucketed(shapes: Sequence[Shape]) -> list[int]:
 
 
 def part(shapes: Iterable[Shape], ranks: int) -> int:
-    """Numbers of a rank's part: whole rows of each tensor, as many on every rank, so that the last may be padding."""
+    """Returns the size of a rank's shard: whole rows of each tensor, equally many on every rank, padded if needed."""
     return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes)
 
 
 def statistics(sizes: Sizes) -> list[Collective]:
-    """The all-reduce of BatchNorm's statistics, where there are any."""
+    """Returns the all-reduce of BatchNorm's statistics, if there are any."""
     return [Collective("all_reduce", FP32 * sizes.buffers)] if sizes.buffers else []
 
 
 def row(numbers: int, ranks: int) -> Collective:
-    """The small all-gather: a row of each rank, with `numbers` that tell of its gradients."""
+    """Returns the small all-gather: one row per rank, with `numbers` statistics of its gradients."""
     return Collective("all_gather", FP32 * ranks * (HEAD + numbers))
 
 
 class Memory(NamedTuple):
-    """Bytes that a rank holds, activations apart.
+    """Bytes that a rank holds, without activations.
 
     Attributes:
-        weights, gradients, moments: its own, or its part of them.
-        whole: on the card as well while a step runs. DDP: the buckets, copies of all gradients. FSDP: gathered weights
-            and gradients not yet scattered, of what is in no block and of two blocks, one in use and one on its way;
-            of everything, where they are kept. A collective's own buffers come on top.
+        weights, gradients, moments: the rank's own copy or shard.
+        whole: additionally on the GPU during a step. DDP: the buckets, a copy of all gradients. FSDP: gathered weights
+            and
+            gradients not yet scattered, of everything outside blocks and of two blocks, one in use and one in transfer;
+            of all
+            blocks if gathered weights are kept. The buffers of the collectives themselves are not included.
         state: a snapshot, on the host.
     """
 
@@ -173,12 +176,12 @@ class Memory(NamedTuple):
 
     @property
     def card(self) -> int:
-        """All but the snapshot."""
+        """Bytes on the GPU: everything but the snapshot."""
         return self.weights + self.gradients + self.moments + self.whole
 
 
 def held_by_ddp(sizes: Sizes, moments: int = ADAMW) -> Memory:
-    """Of a rank of `parallel=ddp`: the same for any number of ranks."""
+    """Returns what a `parallel=ddp` rank holds; it does not depend on the number of ranks."""
     own, statistic = FP32 * sizes.parameters, FP32 * sizes.buffers
     return Memory(own, own, moments * own, own, (1 + moments) * own + statistic)
 
@@ -186,7 +189,9 @@ def held_by_ddp(sizes: Sizes, moments: int = ADAMW) -> Memory:
 def held_by_fsdp(
     sizes: Sizes, ranks: int, micro_batches: int = 1, reshard_after_forward: bool = True, moments: int = ADAMW
 ) -> Memory:
-    """Of a rank of `parallel=fsdp`, with padding: gradients that wait for the last micro-batch are whole."""
+    """Returns what a `parallel=fsdp` rank holds, with padding; gradients waiting for the last micro-batch are
+    unsharded.
+    """
     own, statistic = FP32 * part(sizes.shapes, ranks), FP32 * sizes.buffers
     groups = {group: FP32 * ranks * part(shapes, ranks) for group, shapes in sizes.by_group().items()}
     outside = groups.pop(0, 0)
@@ -200,7 +205,9 @@ def held_by_fsdp(
 
 
 class Example(NamedTuple):
-    """A model of the tables: GPT-3's sizes (arXiv 2005.14165, table 2.1), and sequences that a card takes at a time."""
+    """A model of the tables, with GPT-3's sizes (arXiv 2005.14165, table 2.1) and the sequences per GPU and
+    micro-batch.
+    """
 
     name: str
     sizes: Sizes
@@ -215,17 +222,17 @@ EXAMPLES = (
 )
 CARDS = (8, 64, 256, 1024)
 SEQUENCES = 1024
-"""Of a step, over all cards."""
+"""Sequences per step, over all GPUs."""
 
 NODE, NVLINK, INFINIBAND = 8, 450e9, 50e9
-"""Cards of a machine, and bytes a second that each sends: to the others of its machine, or where there are several."""
+"""GPUs per machine, and bytes per second that each sends within a machine, and between several machines."""
 
 FLOPS = 0.40 * 989e12
-"""Of an H100 in bf16, at 40 % of its peak."""
+"""An H100 in bf16 at 40 % of its peak."""
 
 
 def line(example: Example, kind: str, cards: int) -> str:
-    """A line of the table."""
+    """Returns a line of the table."""
     sizes, sequences = example.sizes, SEQUENCES // cards
     micro_batches = -(-sequences // example.at_once)
     if kind == "ddp":

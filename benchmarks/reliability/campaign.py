@@ -1,12 +1,14 @@
-"""Trains many small runs with random faults at random times, and looks at what each one leaves behind.
+"""Trains many small runs with random faults at random steps, and inspects what each leaves behind.
 
     python -m benchmarks.reliability.campaign --runs 200 --seed 0
     python -m benchmarks.reliability.campaign --clean 20
 
-Every run must end finished, or halted with a reason; hold nothing non-finite in weights, moments or a checkpoint that
-calls itself healthy; leave a healthy checkpoint that verifies; do nothing before the first fault; and, if it finished,
-come within `BOUND` of the progress that the same setting makes without faults. A damage that is finite, and that no
-loss and no gradient shows, is counted too (`silent`): no guard of losses and gradients can find it.
+Every run must end finished, or halted with a reason. Nothing non-finite may remain in its weights, its moments or a
+checkpoint marked healthy; a healthy checkpoint must verify; the guard must not act before the first fault; and a
+finished
+run's loss must be within `BOUND` of the progress of the same setting without faults. Finite damage that shows in no
+loss
+and no gradient is counted as `silent`: a guard that watches losses and gradients cannot detect it.
 """
 
 import argparse
@@ -37,7 +39,7 @@ from stabletrain.trainer.loop import train
 
 STEPS = 100
 BOUND = 0.5
-"""Share of a clean run's progress in validation loss that a faulty run may lack."""
+"""Allowed shortfall of a faulty run, as a share of the clean run's improvement in validation loss."""
 
 OFTEN = [
     f"steps={STEPS}",
@@ -53,7 +55,7 @@ OFTEN = [
     "guard.skip_batches=4",
     "guard.lr_steps=10",
 ]
-"""A guard whose windows are short, so that it has something to do within a hundred steps."""
+"""A guard with short windows, so that it acts within a hundred steps."""
 
 MODELS = {
     "gpt": [*TINY_GPT, "batch_size=16"],
@@ -67,7 +69,7 @@ EVENTS = ("spike", "rollback", "alarm", "halt")
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained."""
+    """A training setup."""
 
     model: str
     precision: str
@@ -76,7 +78,7 @@ class Setting:
 
     @property
     def overrides(self) -> list[str]:
-        """Its command line."""
+        """The overrides of the command line."""
         fused = f"optimizer.fused={str(self.fused).lower()}"
         return [*MODELS[self.model], *OFTEN, f"precision={self.precision}", fused, f"seed={self.seed}"]
 
@@ -88,23 +90,23 @@ SETTINGS = [
     for fused in (True, False)
     for seed in (0, 1)
 ]
-"""Those with faults: few enough that clean runs to compare with can be shared."""
+"""Settings for runs with faults: few, so that they can share the clean runs they are compared with."""
 
 
 @dataclass
 class Outcome:
-    """What became of a run.
+    """The result of a run.
 
     Attributes:
         setting, faults: what was run.
-        status, reason: as `run.json` has them; `crashed` where the run ended in another way.
-        val_loss, clean: at the end, nats; of this run and of the one without faults.
-        skipped, rollbacks: counted by the guard.
-        corrupted: what holds NaN or Inf though it should not.
-        lost: whether no healthy checkpoint is left that verifies.
-        worse: whether it finished further from the clean run than `BOUND` allows.
-        silent: finite weights or moments a thousand times the largest of the clean run.
-        false_alarms: what the guard did before the first fault.
+        status, reason: as in `run.json`; `crashed` if the run ended with an error.
+        val_loss, clean: final loss in nats, of this run and of the run without faults.
+        skipped, rollbacks: as counted by the guard.
+        corrupted: tensors that hold NaN or Inf but must not.
+        lost: whether no healthy checkpoint that verifies is left.
+        worse: whether the run finished further from the clean run than `BOUND` allows.
+        silent: finite weights or moments above a thousand times the clean run's maximum.
+        false_alarms: the guard's actions before the first fault.
     """
 
     setting: Setting
@@ -124,7 +126,7 @@ class Outcome:
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of its faults; `clean` without any."""
+        """The kinds of its faults; `clean` if there are none."""
         return [fault["kind"] for fault in self.faults] or ["clean"]
 
     @property
@@ -136,7 +138,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Clean:
-    """What a setting does without faults: its loss at first and at last, and the largest value of each tensor."""
+    """A setting's result without faults: its first and last loss, and the largest magnitude in each tensor."""
 
     first: float
     last: float
@@ -147,7 +149,7 @@ class Clean:
 
 
 def at(draw: random.Random) -> list[int]:
-    """Any step but the very first and the last ones, after which nothing could be seen."""
+    """Draws a step, excluding the first one and the last ones, whose effects could not be seen."""
     return [draw.randrange(1, STEPS - 10)]
 
 
@@ -173,25 +175,25 @@ FAULTS = {
     "wandb": lambda d: {"at": [0]},
     "kill": lambda d: {"at": at_checkpoint(d)},
 }
-"""A random fault of each kind."""
+"""Draws a random fault of each kind."""
 
 BESIDE = [kind for kind in FAULTS if kind not in ("kill", "wandb")]
-"""Kinds that are drawn as a second fault of a run."""
+"""Kinds that can be a run's second fault."""
 
 
 def plan(draw: random.Random, kind: str) -> list[dict]:
-    """A fault of this kind, and in three runs of ten a second one of any."""
+    """Draws a fault of this kind, and in three runs of ten a second one of any kind."""
     kinds = [kind] + ([draw.choice(BESIDE)] if draw.random() < 0.3 else [])
     return [{"kind": each, **FAULTS[each](draw), **seeded(draw, each)} for each in kinds]
 
 
 def seeded(draw: random.Random, kind: str) -> dict:
-    """The seed of a kind that has one."""
+    """Draws the seed of a fault kind that has one."""
     return {"seed": draw.randrange(10**6)} if "seed" in {each.name for each in fields(KINDS[kind])} else {}
 
 
 def written(faults: Sequence[dict]) -> list[str]:
-    """The overrides of a plan."""
+    """Returns the overrides of a fault plan."""
     if not faults:
         return []
     entries = [",".join(f"{key}:{value}" for key, value in fault.items()) for fault in faults]
@@ -202,7 +204,7 @@ def written(faults: Sequence[dict]) -> list[str]:
 
 
 def trained(folder: Path, overrides: Sequence[str]) -> TrainState:
-    """A run in this process, silent, and the state it ends in, halted or not."""
+    """Trains in this process without output; returns the final state, also if the run halted."""
     quiet = io.StringIO()
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), composed(*overrides) as cfg:
         check(cfg)
@@ -213,7 +215,7 @@ def trained(folder: Path, overrides: Sequence[str]) -> TrainState:
 
 
 def killed(folder: Path, overrides: Sequence[str]) -> None:
-    """A run in processes of its own, resumed as often as it is killed."""
+    """Trains in separate processes, and resumes the run each time it is killed."""
     done = command(*overrides, f"hydra.run.dir={folder}", cwd=folder.parent)
     for _ in range(3):
         if done.returncode != -9:
@@ -223,7 +225,7 @@ def killed(folder: Path, overrides: Sequence[str]) -> None:
 
 @cache
 def clean(setting: Setting) -> Clean:
-    """The same run without faults."""
+    """Trains the setting without faults."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "clean"
         state = trained(folder, setting.overrides)
@@ -233,7 +235,7 @@ def clean(setting: Setting) -> Clean:
 
 
 def tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Weights, buffers and moments that are no whole numbers, by name."""
+    """Returns the floating-point weights, buffers and moments by name."""
     names = {parameter: name for name, parameter in state.model.named_parameters()}
     found = dict(state.model.state_dict())
     for parameter, kept in state.optimizer.state.items():
@@ -251,7 +253,7 @@ def largest(tensor: torch.Tensor) -> float:
 
 
 def one(setting: Setting, faults: list[dict], *, guarded: bool = True) -> Outcome:
-    """A run with these faults, and what became of it; unguarded, it shows that the campaign can see damage."""
+    """Trains with these faults and returns the result; without the guard, it shows that the campaign detects damage."""
     outcome, began = Outcome(setting, faults), time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
@@ -266,7 +268,7 @@ def one(setting: Setting, faults: list[dict], *, guarded: bool = True) -> Outcom
                 killed(folder, overrides)
             else:
                 state = trained(folder, overrides)
-        except Exception as error:  # whatever it is, it is a finding
+        except Exception as error:  # any exception is a finding
             outcome.reason = f"{type(error).__name__}: {error}"
         look(outcome, folder, state)
     outcome.seconds = round(time.monotonic() - began, 2)
@@ -299,7 +301,7 @@ def look(outcome: Outcome, folder: Path, state: TrainState | None) -> None:
 
 
 def spoilt(path: Path, healthy: list[Checkpoint]) -> list[str]:
-    """What is wrong with a checkpoint that is called whole or healthy; adds it to `healthy` where it is."""
+    """Returns what is wrong with a checkpoint; appends it to `healthy` if it verifies and is marked healthy."""
     try:
         found = verify(path)
         tree = found.load()
@@ -316,7 +318,7 @@ def spoilt(path: Path, healthy: list[Checkpoint]) -> list[str]:
 
 
 def alarms(folder: Path) -> list[tuple[int, str]]:
-    """What the guard and the watchers did, each with the ticks done by then."""
+    """Returns what the guard and the monitors did, each with the number of executed steps by then."""
     file, found = folder / "events.jsonl", []
     for event in read_jsonl(file) if file.exists() else []:
         if event["event"] in EVENTS or (event["event"] == "skip" and event["kind"] != "overflow"):
@@ -332,7 +334,7 @@ def campaign(
     kinds: Sequence[str] = tuple(FAULTS),
     say: bool = False,
 ) -> list[Outcome]:
-    """So many runs, each kind of fault in turn, each in a random setting."""
+    """Trains `runs` runs: cycles through the kinds of fault, each in a random setting."""
     draw, found = random.Random(seed), []
     for number in range(runs):
         found.append(one(draw.choice(settings), plan(draw, kinds[number % len(kinds)])))
@@ -342,7 +344,7 @@ def campaign(
 
 
 def clean_runs(runs: int, seed: int) -> list[Outcome]:
-    """So many runs without faults, over both models and all precisions."""
+    """Trains `runs` runs without faults, over both models and all precisions."""
     draw, found = random.Random(seed), []
     for number in range(runs):
         model, precision = list(MODELS)[number % 2], PRECISIONS[number // 2 % 3]
@@ -356,7 +358,7 @@ def clean_runs(runs: int, seed: int) -> list[Outcome]:
 
 
 def line(outcome: Outcome) -> str:
-    """A run in one line."""
+    """Formats a run in one line."""
     of, wrong = outcome.setting, []
     for name in ("corrupted", "lost", "worse", "silent", "false_alarms"):
         if value := getattr(outcome, name):
@@ -369,7 +371,7 @@ def line(outcome: Outcome) -> str:
 
 
 def table(found: Sequence[Outcome]) -> dict[str, dict[str, int]]:
-    """Counts by kind of fault; a run of two kinds counts in both."""
+    """Counts outcomes by kind of fault; a run with two kinds counts in both."""
     rows: dict[str, dict[str, int]] = {}
     for kind in [*FAULTS, "clean"]:
         runs = [outcome for outcome in found if kind in outcome.kinds]
@@ -392,7 +394,7 @@ def table(found: Sequence[Outcome]) -> dict[str, dict[str, int]]:
 
 
 def rendered(rows: dict[str, dict[str, int]]) -> str:
-    """The table for people."""
+    """Formats the table for printing."""
     names = list(next(iter(rows.values()), {}))
     lines = [f"{'fault':<14}" + "".join(f"{name:>11}" for name in names)]
     for kind, row in rows.items():
@@ -401,13 +403,13 @@ def rendered(rows: dict[str, dict[str, int]]) -> str:
 
 
 def main() -> int:
-    """Runs a campaign, prints its table, and fails if something happened that must not."""
+    """Runs a campaign, prints its table, and returns 1 if something happened that must not."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=0, help="runs with faults")
-    parser.add_argument("--clean", type=int, default=0, help="runs without")
+    parser.add_argument("--clean", type=int, default=0, help="runs without faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for every run and the table")
-    parser.add_argument("--say", action="store_true", help="a line for each run, not only for bad ones")
+    parser.add_argument("--say", action="store_true", help="print a line for every run, not only for bad ones")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     found = campaign(chosen.runs, chosen.seed, say=chosen.say) + clean_runs(chosen.clean, chosen.seed)

@@ -1,17 +1,18 @@
-"""Runs two checkouts of the project on this machine, and compares all that must not change between them.
+"""Runs two checkouts of the project on this machine, and compares everything that must not change between them.
 
     python benchmarks/reliability/checkouts.py main                    a revision with this checkout
     python benchmarks/reliability/checkouts.py OLD NEW                 folders, or revisions of this repository
     python benchmarks/reliability/checkouts.py main --only rollback --keep /tmp/rollback
 
-Each of some 190 cases is a few commands in a folder of its own: models, precisions, clippings, optimizers, guards,
-faults, rollbacks, resumes, two ranks, sweeps, plug-ins, the `stabletrain` command, `--help`, and mistakes. The script
-compares exit codes, output, and every file of the run folders, weights and moments bit by bit. `checkouts_masks.py`
-says what is masked. Both checkouts run in the same folder, one after the other, so that their paths are the same.
-Nothing is imported from either, and nothing that is stored in the repository is compared with.
+Each of some 190 cases runs a few commands in its own folder: models, precisions, clippings, optimizers, guards, faults,
+rollbacks, resumes, two ranks, sweeps, plug-ins, the `stabletrain` command, `--help`, and mistakes. The script compares
+exit codes, output, and every file of the run folders, weights and moments bit by bit. `checkouts_masks.py` defines what
+is masked. Both checkouts run in the same folder, one after the other, so that their paths are equal. The script imports
+nothing from either, and compares nothing with files stored in the repository.
 
-Prints a line for each case that differs, with its first difference (with -v for each case), and ends with code 1 if any
-does. Takes 12 minutes of processor time, which two cores share.
+Prints a line with the first difference for each case that differs (with -v a line for every case), and exits with code
+1
+if any case differs. Takes 12 minutes of CPU time, shared by two cores.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="PART", help="cases whose names contain this")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what both leave in this folder")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="cases at the same time")
-    parser.add_argument("-v", "--verbose", action="store_true", help="a line for each case, as soon as it is compared")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print a line for every case")
     chosen = parser.parse_args()
     cases = {name: case for name, case in CASES.items() if not chosen.only or any(part in name for part in chosen.only)}
     if not cases:
@@ -59,7 +60,7 @@ def main() -> int:
 
 
 def compare(place: Path, old: str, new: str, cases: Mapping[str, Case], jobs: int, verbose: bool) -> int:
-    """Runs the cases in both checkouts; prints what differs; returns 1 if anything does."""
+    """Runs the cases in both checkouts and prints what differs; returns 1 if anything does."""
     began = time.monotonic()
     load()
     different, broken = [], []
@@ -92,7 +93,9 @@ def compare(place: Path, old: str, new: str, cases: Mapping[str, Case], jobs: in
 
 
 def unexpected(case: Case, folder: Path) -> str:
-    """How a case went wrong in the old checkout, so that comparing it would prove nothing; empty if it did not."""
+    """Returns how a case failed in the old checkout, which would make a comparison meaningless; empty if it did not
+    fail.
+    """
     for number, command in enumerate(case.commands, 1):
         name = f"{number}.{command.program}"
         code = int((folder / f"{name}.code").read_text())
@@ -106,6 +109,6 @@ def unexpected(case: Case, folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    if not ENVIRONMENT.items() <= os.environ.items():  # Python and its libraries read it when they start
+    if not ENVIRONMENT.items() <= os.environ.items():  # only read when Python and its libraries start
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""The cases that `checkouts.py` compares two checkouts by: each is a few commands in a folder of its own.
+"""The cases on which `checkouts.py` compares two checkouts: each is a few commands in its own folder.
 
-All cases lie beside `text.txt`, `pictures/` and `plugin/`, which `checkouts_inputs.py` writes.
+All case folders are siblings of `text.txt`, `pictures/` and `plugin/`, which `checkouts_inputs.py` writes.
 """
 
 import shlex
@@ -12,9 +12,10 @@ class Command(NamedTuple):
 
     Attributes:
         program: `train` for train.py, `torchrun` for train.py on two ranks, `stabletrain` for that command, `python`
-            for a script of the user's.
+            for a
+            user's script.
         arguments: as typed.
-        code: the exit code that the old checkout must give, so that a case that no longer runs is noticed.
+        code: the exit code that the old checkout must give, so that a broken case is noticed.
     """
 
     program: str
@@ -26,9 +27,10 @@ class Case(NamedTuple):
     """Commands that run one after the other in one folder.
 
     Attributes:
-        commands: in their order.
-        shows: texts that the old checkout's events or output must contain, so that a case that no longer reaches what
-            it is for is noticed.
+        commands: in order.
+        shows: texts that the old checkout's events or output must contain, so that a case that no longer tests what it
+            is
+            for is noticed.
     """
 
     commands: list[Command]
@@ -48,7 +50,7 @@ QUICK = (
     "steps=40 checkpoint.every=6 guard=rollback guard.window=20 guard.patience=3 guard.snapshot_every=5 "
     "guard.healthy_after=4 guard.skip_batches=2 guard.lr_steps=6 schedule=constant warmup=none"
 )
-"""A rollback guard whose windows are short enough for 40 steps."""
+"""A rollback guard with windows short enough for 40 steps."""
 
 PLAN = (
     "faults=plan 'faults.faults=[{kind:gradient,at:[6]},{kind:label,at:[9]},{kind:poison,at:[14],length:2},"
@@ -57,37 +59,37 @@ PLAN = (
 
 
 def train(arguments: str, code: int = 0) -> Command:
-    """`python train.py`."""
+    """Returns a `python train.py` command."""
     return Command("train", shlex.split(arguments), code)
 
 
 def gpt(arguments: str = "", code: int = 0, without: str = "") -> Command:
-    """A run of a tiny GPT. A later value of a key wins; keys that begin with `without` are left out of the defaults."""
+    """Returns a run of a tiny GPT. The last value of a key wins; drops defaults whose keys begin with `without`."""
     return train(f"{less(GPT, without)} {arguments}", code)
 
 
 def resnet(arguments: str = "", code: int = 0, without: str = "") -> Command:
-    """The same of a ResNet of depth 8 on digits."""
+    """Returns a run of a ResNet of depth 8 on digits; otherwise like `gpt`."""
     return train(f"{less(RESNET, without)} {arguments}", code)
 
 
 def torchrun(arguments: str, code: int = 0) -> Command:
-    """`torchrun --nproc_per_node=2 train.py`."""
+    """Returns a `torchrun --nproc_per_node=2 train.py` command."""
     return Command("torchrun", shlex.split(arguments), code)
 
 
 def tool(arguments: str, code: int = 0) -> Command:
-    """`stabletrain ...`."""
+    """Returns a `stabletrain ...` command."""
     return Command("stabletrain", shlex.split(arguments), code)
 
 
 def less(arguments: str, prefix: str) -> str:
-    """The arguments without those that begin with a prefix."""
+    """Returns the arguments without those that begin with a prefix."""
     return " ".join(each for each in arguments.split() if not (prefix and each.startswith(prefix)))
 
 
 def one(command: Command, *shows: str) -> Case:
-    """A case of one command."""
+    """Returns a case of one command."""
     return Case([command], shows)
 
 
@@ -456,7 +458,7 @@ REFUSED = {
 CASES: dict[str, Case] = {
     name: case
     for part in (
-        RANKS,  # the longest first, so that both cores end at the same time
+        RANKS,  # the longest first, so that both cores finish at about the same time
         SETTINGS,
         RECOVERY,
         SWEEPS,

@@ -1,4 +1,4 @@
-"""What the cases of `checkouts.py` train on: a text, pictures, and a user's plug-ins with a script."""
+"""The inputs of `checkouts.py`'s cases: a text, images, and a user's plug-ins with a script."""
 
 from pathlib import Path
 
@@ -83,7 +83,7 @@ print("clipped by hand", NormClip(1.0).max_norm, len(Batch(torch.ones(2, 3), tor
 
 
 def write_inputs(folder: Path) -> None:
-    """Writes `text.txt`, `pictures/` and `plugin/` into `folder`; the same bytes every time."""
+    """Writes `text.txt`, `pictures/` and `plugin/` into `folder`; the bytes are the same every time."""
     lines = [f"{number} {' '.join(WORDS[number % 7 : 7 + number * 5 % 12])}." for number in range(400)]
     (folder / "text.txt").write_text("\n".join(lines))
     random = np.random.default_rng(0)

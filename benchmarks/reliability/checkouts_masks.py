@@ -1,7 +1,7 @@
-"""What must be the same in two folders of a case, and the first difference between them.
+"""Compares two folders of a case, and reports the first difference.
 
-All files are compared: tensors bit by bit, everything else as text in which only this is masked: times, speeds and peak
-memory; names that are drawn at random; import paths and line numbers of the package, which may move.
+All files are compared: tensors bit by bit, everything else as text. Only this is masked: times, speeds and peak memory;
+randomly drawn names; import paths and line numbers of the package, which may move.
 """
 
 import csv
@@ -23,17 +23,17 @@ CLOCK = {
     *("tokens_per_s", "images_per_s", "samples_per_s", "units_per_s", "memory/peak_gb", "peak_memory_gb", "pid"),
     *("_runtime", "_timestamp", "_wandb", "_wandb.runtime"),
 }
-"""Keys of JSON and columns of CSV that hold times, speeds, memory, or the number of a process."""
+"""JSON keys and CSV columns that hold times, speeds, memory, or process ids."""
 
 HEADS = {"tokens/s", "images/s", "samples/s", "units/s", "peak GB", "memory, GB", "time", "seconds"}
-"""Columns of printed tables and of pages that hold the same."""
+"""The same for columns of printed tables and of pages."""
 
 FACTS = "tokens a second|images a second|samples a second|GB of memory at the peak|seconds of training"
-"""Figures of a page that hold the same."""
+"""The same for figures of a page."""
 
 TEXT = [
     (r"""(_target_["']?: ?["']?)stabletrain\.[\w.]+""", rf"\1{MASK}"),
-    (r'(?m)^( *)File "[^"]*\bstabletrain/[^"]*", line .*\n(?:\1  .*\n)*', ""),  # its frames of a traceback
+    (r'(?m)^( *)File "[^"]*\bstabletrain/[^"]*", line .*\n(?:\1  .*\n)*', ""),  # the package's frames of a traceback
     (r"[^\s\"'(]*\bstabletrain/[\w/]+\.py:\d+", f"stabletrain/{MASK}"),
     (r"\d{4}-\d\d-\d\d[T /_]\d\d[:-]\d\d[:-]\d\d(\.\d+)?(\+00:00)?", MASK),
     (r"[\d.,]+[kM]? (tok|img|sample)s?/s", rf"{MASK} \1/s"),
@@ -41,23 +41,25 @@ TEXT = [
     (r"\b[\d.,]+ (s|seconds)\b", rf"{MASK} \1"),
     (r"\b(process|pid:?|PID) \d+", rf"\1 {MASK}"),
     (r"(wandb-client-artifact://)\w+", rf"\1{MASK}"),
-    (r"(\.tmp-)\d+", rf"\1{MASK}"),  # the number of the process that writes
+    (r"(\.tmp-)\d+", rf"\1{MASK}"),  # the id of the writing process
     (r"\b([IWE])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ", rf"\1{MASK} "),  # PyTorch's log
 ]
-"""Patterns in text, and what replaces them."""
+"""Patterns in text, and their replacements."""
 
 PICTURES = [(r'(#|id=")[mp][0-9a-f]{10}', rf"\1{MASK}")]
-"""The same of SVG: matplotlib draws names at random."""
+"""The same for SVG: matplotlib draws random names."""
 
 PAGES = [
     (r'(<td class="number">)[\d.,]+( (?:tokens|images|samples)</td><td class="number">)[^<]*', rf"\1{MASK}\2{MASK}"),
     (rf"(<dt>)({FACTS}|id|started|ended|resumed|pid)(</dt><dd>)[^<]*", rf"\1\2\3{MASK}"),
 ]
-"""The same of HTML."""
+"""The same for HTML."""
 
 
 def difference(old: Path, new: Path) -> str:
-    """The first difference between two folders of a case, and how many files differ; empty if there is none."""
+    """Returns the first difference between two folders of a case, and the number of differing files; empty if there is
+    none.
+    """
     files = [files_of(folder) for folder in (old, new)]
     ids = [random_names(folder) for folder in (old, new)]
     found = []
@@ -75,7 +77,7 @@ def difference(old: Path, new: Path) -> str:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """The files of a case by their names; of W&B's folders, which are named by the time, only what was recorded."""
+    """Returns the files of a case by name; of W&B's folders, which are named by time, only the recorded runs."""
     found = {}
     for file in sorted(folder.rglob("*")):
         parts = file.relative_to(folder).parts
@@ -90,19 +92,19 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def importance(name: str) -> tuple[int, str]:
-    """A key that sorts what says most about a difference first: exit codes, messages, events, numbers."""
+    """Returns a sort key that puts the most telling files first: exit codes, messages, events, numbers."""
     ends = (".code", ".err", "events.jsonl", "metrics.jsonl", "state.json", ".safetensors", ".out", "run.json", ".json")
     return next((place for place, end in enumerate(ends) if name.endswith(end)), len(ends)), name
 
 
 def random_names(folder: Path) -> list[str]:
-    """The ids of the runs in a folder."""
+    """Returns the ids of the runs in a folder."""
     records = [json.loads(file.read_text()) for file in folder.rglob("run.json")]
     return [record["id"] for record in records if record.get("id")]
 
 
 def masked(file: Path, drawn: list[str]) -> str:
-    """A file's text with its masks."""
+    """Returns a file's text with its masks applied."""
     content = in_wandb(file).encode() if file.suffix == ".wandb" else file.read_bytes()
     try:
         text = content.decode()
@@ -117,10 +119,10 @@ def masked(file: Path, drawn: list[str]) -> str:
         text = re.sub(pattern, mask, text)
     for name in drawn:
         text = re.sub(rf"\b{name}\b", MASK, text)
-    if file.name.endswith(".torchrun.err"):  # lines of several processes, in any order, and then torchrun's report
+    if file.name.endswith(".torchrun.err"):  # lines of several processes in any order, then torchrun's report
         said = text.partition("Traceback (most recent call last):\n")[0].splitlines()
         text = "\n".join(sorted(line for line in said if not re.match(rf"[IWE]{re.escape(MASK)} ", line)))
-    elif file.suffix == ".err":  # faults in data are told by the thread that prefetches, sooner or later
+    elif file.suffix == ".err":  # the prefetching thread reports faults in data at no fixed time
         lines = text.splitlines()
         injected = [line for line in lines if "fault injected" in line]
         text = "\n".join([*(line for line in lines if line not in injected), *sorted(injected)])
@@ -128,7 +130,7 @@ def masked(file: Path, drawn: list[str]) -> str:
 
 
 def in_json(text: str) -> str:
-    """JSON with a line for each value."""
+    """Formats JSON with one line per value, and masks it."""
     try:
         return json.dumps(without_clock(json.loads(text)), indent=1)
     except ValueError:
@@ -136,14 +138,14 @@ def in_json(text: str) -> str:
 
 
 def in_jsonl(text: str) -> str:
-    """Lines of JSON."""
+    """Masks lines of JSON."""
     return "\n".join(
         json.dumps(without_clock(json.loads(line))) if line.strip() else line for line in text.splitlines()
     )
 
 
 def in_csv(text: str) -> str:
-    """Rows of CSV."""
+    """Masks rows of CSV."""
     rows = list(csv.reader(io.StringIO(text)))
     head = rows[0] if rows else []
     return "\n".join(
@@ -153,13 +155,13 @@ def in_csv(text: str) -> str:
 
 
 def in_page(text: str) -> str:
-    """A page, whose numbers are JSON."""
+    """Masks a page, whose numbers are JSON."""
     pattern = r'(<script type="application/json" id="data">)(.*?)(</script>)'
     return re.sub(pattern, lambda found: f"{found[1]}{in_json(found[2])}{found[3]}", text, flags=re.DOTALL)
 
 
 def in_wandb(file: Path) -> str:
-    """What an offline run of W&B recorded, as JSON."""
+    """Returns as JSON what an offline W&B run recorded."""
     reader = REPOSITORY / "tests" / "tracking" / "wandb_file.py"
     spec = importlib.util.spec_from_file_location("wandb_file", reader)
     assert spec is not None, reader
@@ -178,7 +180,7 @@ KINDS: dict[str, Callable[[str], str]] = {
 
 
 def without_clock(tree: Any) -> Any:
-    """JSON values with the values of `CLOCK`'s keys masked; an empty value stays, as it says that there is none."""
+    """Masks the values of `CLOCK`'s keys. Empty values stay, because they mean that there is none."""
     if isinstance(tree, list):
         return [without_clock(each) for each in tree]
     if not isinstance(tree, dict):
@@ -195,7 +197,7 @@ def without_clock(tree: Any) -> Any:
 
 
 def in_table(text: str) -> str:
-    """Text in which the cells of printed tables are separated by ` | `, as masked cells decide how wide a column is."""
+    """Separates the cells of printed tables by ` | `, because masked cells would change the widths of columns."""
     lines = text.splitlines()
     for number, line in enumerate(lines):
         if not re.fullmatch(r"─+", line) or not number:
@@ -221,7 +223,7 @@ def in_table(text: str) -> str:
 
 
 def in_text(name: str, old: str, new: str) -> str:
-    """The first line in which two texts differ, around the first character."""
+    """Returns the first line in which two texts differ, around the first differing character."""
     if old == new:
         return ""
     lines = [text.splitlines() for text in (old, new)]
@@ -237,8 +239,8 @@ def in_text(name: str, old: str, new: str) -> str:
 
 
 def in_tensors(name: str, old: Path, new: Path) -> str:
-    """The first tensor that differs by name, dtype, shape or any bit."""
-    import torch  # loaded already, where its threads have been limited
+    """Returns the first tensor that differs by name, dtype, shape or any bit."""
+    import torch  # already imported, with its threads limited
     from safetensors.torch import load_file
 
     one, other = load_file(old), load_file(new)

@@ -1,7 +1,8 @@
-"""Runs the cases of one checkout. Each command is a fork of this process, which has loaded PyTorch but not the package.
+"""Runs the cases of one checkout. Each command is a fork of this process, which has imported PyTorch but not the
+package.
 
-Such a fork starts in milliseconds, where `python train.py` needs seconds, and does what the command does. It has its
-own arguments, folder, output files, and exit code. Only torchrun starts processes of its own.
+A fork starts in milliseconds, where `python train.py` needs seconds, and behaves like the command: it has its own
+arguments, folder, output files and exit code. Only torchrun starts processes of its own.
 """
 
 import atexit
@@ -31,17 +32,17 @@ ENVIRONMENT = {
     "TERM": "dumb",
     "MPLBACKEND": "agg",
 }
-"""Set before PyTorch is loaded, for all commands alike."""
+"""Set before PyTorch is imported, for all commands."""
 
 LOADED = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchvision", "numpy"),
     *("hydra.main", "omegaconf", "rich.console", "rich.table", "sklearn.datasets", "safetensors.torch"),
     *("matplotlib.pyplot", "jaxtyping", "orjson", "yaml"),
 )
-"""Libraries that are slow to load and that the commands need, loaded once."""
+"""Slow-to-import libraries that the commands need, imported once."""
 
 LIMIT = 400
-"""Seconds that a command may take."""
+"""Time limit of a command in seconds."""
 
 
 class Broken(Exception):
@@ -52,8 +53,8 @@ def copied(source: str, repository: Path, target: Path) -> str:
     """Copies a checkout's files to `target`; returns its name.
 
     Args:
-        source: a folder, of which git's ignored files are left out; or a revision of `repository`.
-        repository: where a revision is looked up.
+        source: a folder, copied without the files that git ignores; or a revision of `repository`.
+        repository: where to look up a revision.
         target: a folder that does not exist yet.
 
     Raises:
@@ -81,13 +82,15 @@ def copied(source: str, repository: Path, target: Path) -> str:
 
 
 def ask_git(folder: Path, *words: str) -> bytes | None:
-    """What git answers in a folder; None if it fails."""
+    """Returns git's output in a folder; None if it fails."""
     done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, check=False)
     return done.stdout if done.returncode == 0 else None
 
 
 def load() -> None:
-    """Loads the libraries into this process; without threads, so that it can be forked."""
+    """Imports the libraries into this process; starts no threads, because a process with threads cannot be forked
+    safely.
+    """
     sys.modules["pandas"] = None  # ty: ignore[invalid-assignment]  scikit-learn does without; it starts a thread
     for name in LOADED:
         importlib.import_module(name)
@@ -97,11 +100,11 @@ def load() -> None:
 
 
 class Checkout:
-    """A checkout and how its commands are started.
+    """A checkout, and how to run its commands.
 
     Args:
         path: the checkout.
-        place: the folder of the cases' folders.
+        place: the parent of the cases' folders.
     """
 
     def __init__(self, path: Path, place: Path) -> None:
@@ -126,7 +129,7 @@ class Checkout:
             raise Broken(f"{self.package} is imported from {seen.stdout or seen.stderr}, not from {path}")
 
     def run(self, cases: Mapping[str, Case], jobs: int, done: Callable[[str], None]) -> None:
-        """Runs the cases, `jobs` at a time, each in a folder of its own; calls `done` with the name of each."""
+        """Runs the cases, `jobs` at a time, each in its own folder; calls `done` with each case's name."""
         waiting, running = iter(cases.items()), {}
         while True:
             while len(running) < jobs and (following := next(waiting, None)) is not None:
@@ -142,7 +145,7 @@ class Checkout:
                 done(name)
 
     def perform(self, case: Case, folder: Path) -> None:
-        """Runs a case's commands; leaves their output and exit codes in its folder."""
+        """Runs a case's commands; writes their output and exit codes to its folder."""
         folder.mkdir()
         for number, command in enumerate(case.commands, 1):
             name = f"{number}.{command.program}"
@@ -168,7 +171,7 @@ class Checkout:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
     def imitate(self, command: Command) -> int:
-        """What the command does, in this process; returns its exit code."""
+        """Executes the command in this process; returns its exit code."""
         script = {"train": self.path / "train.py", "python": Path(command.arguments[0] if command.arguments else "")}
         arguments = command.arguments[1:] if command.program == "python" else command.arguments
         file = script.get(command.program, Path(sys.executable).with_name("stabletrain"))
@@ -210,20 +213,20 @@ class Checkout:
 
 
 def package(name: str) -> Iterator[tuple[str, ModuleType]]:
-    """The loaded modules of a package."""
+    """Returns the imported modules of a package."""
     return ((each, module) for each, module in [*sys.modules.items()] if each.partition(".")[0] == name)
 
 
 def origin(module: ModuleType) -> str:
-    """The file of a module."""
+    """Returns the file of a module."""
     return str(getattr(module, "__file__", None) or "nowhere")
 
 
 def found(pattern: str, text: str) -> str:
-    """The first group of a pattern in pyproject.toml.
+    """Returns the first group of a pattern in pyproject.toml.
 
     Raises:
-        Broken: it is not there.
+        Broken: the pattern does not match.
     """
     match = re.search(pattern, text, re.MULTILINE)
     if match is None:
@@ -232,12 +235,12 @@ def found(pattern: str, text: str) -> str:
 
 
 def slug(name: str) -> str:
-    """A case's name as a folder's."""
+    """Returns a case's name as a folder name."""
     return re.sub(r"[^\w=.+-]+", "_", name)
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Does `work` in a fork of this process, which then ends; returns its process id."""
+    """Forks this process; the fork executes `work` and exits. Returns its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     process = os.fork()
@@ -252,7 +255,7 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def end(code: int) -> None:
-    """Ends this process as Python would: threads are waited for, and what is registered with `atexit` is done."""
+    """Ends this process as Python does: waits for threads and runs `atexit` functions."""
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a run ends with, for comparing two of them bit for bit."""
+"""The end of a run, for bitwise comparison with another run's."""
 
 import json
 from pathlib import Path
@@ -8,15 +8,15 @@ from safetensors import safe_open
 from stabletrain.tracking.metrics import read_jsonl
 
 CLOCK = {"time", "tokens_per_s", "images_per_s", "memory/peak_gb"}
-"""What two equal runs log differently."""
+"""Metrics that differ between two equal runs."""
 
 
 def everything(checkpoint: Path) -> dict:
-    """All that a checkpoint holds but the clock, comparable: tensors as bytes, the rest as JSON."""
+    """Returns a checkpoint's content, except times: tensors as bytes, the rest as JSON."""
     state = json.loads((checkpoint / "state.json").read_text())
     del state["training"]["parts"]["history"]["seconds"]
     tensors = {}
-    for file in sorted(checkpoint.rglob("*.safetensors")):  # of a sharded run several
+    for file in sorted(checkpoint.rglob("*.safetensors")):  # several for a sharded run
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
                 tensors[f"{file.relative_to(checkpoint)}:{name}"] = opened.get_tensor(name).numpy().tobytes()
@@ -24,12 +24,12 @@ def everything(checkpoint: Path) -> dict:
 
 
 def metrics(folder: Path) -> list[dict]:
-    """The lines of `metrics.jsonl` but the clock."""
+    """Returns the lines of `metrics.jsonl` without times."""
     return [{k: v for k, v in line.items() if k not in CLOCK} for line in read_jsonl(folder / "metrics.jsonl")]
 
 
 def difference(whole: Path, cut: Path) -> str:
-    """The first difference between the ends of two runs, or nothing."""
+    """Returns the first difference between the ends of two runs; empty if there is none."""
     one, other = (everything(max((folder / "checkpoints").glob("step-*"))) for folder in (whole, cut))
     for key in ("step", "state", "names"):
         if one[key] != other[key]:

@@ -1,9 +1,10 @@
-"""Kills a real run with SIGKILL at random moments, resumes it each time, and compares its end with an unkilled run's.
+"""Kills a real run with SIGKILL at random moments, resumes it each time, and compares its end with an uninterrupted
+run's.
 
     python -m benchmarks.reliability.kills --kills 30
 
-The moments are uniform over the run's duration, and checkpoints are written every other step, so that a share of the
-kills falls inside a checkpoint's writing; the report counts them.
+The moments are uniform over the run's duration. Checkpoints are written every other step, so some kills fall into a
+checkpoint's writing; the report counts them.
 """
 
 import argparse
@@ -36,15 +37,15 @@ RUN = [
 
 @dataclass
 class Report:
-    """What a campaign found.
+    """The result of a campaign.
 
     Attributes:
-        runs: runs that were killed, each some times.
+        runs: number of runs, each killed several times.
         kills: processes killed.
-        inside_write: of them, with a checkpoint half-written.
-        resumed_from: steps that resumes began at.
-        identical: whether every end is bit-identical to the unkilled run's.
-        difference: what differs, if anything.
+        inside_write: kills while a checkpoint was half-written.
+        resumed_from: the steps at which runs resumed.
+        identical: whether every run's end is bit-identical to the uninterrupted run's.
+        difference: the first difference, if any.
     """
 
     runs: int = 0
@@ -56,7 +57,7 @@ class Report:
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen:
-    """`python train.py` as a process of its own."""
+    """Starts `python train.py` in its own process."""
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *RUN, f"hydra.run.dir={folder}", *overrides],
         cwd=folder.parent,
@@ -68,7 +69,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> None:
-    """Waits for a run that nobody kills."""
+    """Waits for a run that is not killed."""
     _, errors = process.communicate(timeout=300)
     if process.returncode:
         raise RuntimeError(errors)
@@ -82,13 +83,13 @@ def training(folder: Path, process: subprocess.Popen, since: float) -> None:
 
 
 def status(folder: Path) -> str:
-    """The status in `run.json`, empty without one."""
+    """Returns the status in `run.json`; empty if there is none."""
     file = folder / "run.json"
     return json.loads(file.read_text())["status"] if file.exists() else ""
 
 
 def campaign(place: Path, kills: int, seed: int) -> Report:
-    """Runs killed at random moments until `kills` kills are done; each run's end is compared with an unkilled one's."""
+    """Kills runs at random moments, `kills` times in all; compares each run's end with an uninterrupted one's."""
     draw, report = random.Random(seed), Report()
     whole = place / "whole"
     place.mkdir(parents=True, exist_ok=True)
@@ -105,7 +106,7 @@ def campaign(place: Path, kills: int, seed: int) -> Report:
             since = time.time()
             process = start(cut, "resume=auto")
             training(cut, process, since)
-            time.sleep(draw.uniform(0, duration / 4))  # so that a run is killed some times before it ends
+            time.sleep(draw.uniform(0, duration / 4))  # a quarter, so that each run is killed several times
             if process.poll() is None:
                 os.kill(process.pid, signal.SIGKILL)
                 report.kills += 1
@@ -121,7 +122,7 @@ def campaign(place: Path, kills: int, seed: int) -> Report:
 
 
 def resumed(folder: Path) -> list[int]:
-    """Steps at which the run was resumed so far."""
+    """Returns the steps at which the run was resumed so far."""
     file = folder / "events.jsonl"
     return [e["step"] for e in read_jsonl(file) if e["event"] == "resume"] if file.exists() else []
 

@@ -1,11 +1,11 @@
-"""The zoo's table: faults of known cause, where they begin, and how the named fix is tried.
+"""The zoo's table: faults with a known cause, their expected origin, and how the proposed fix is tested.
 
-`fix` says what must come true of the diagnosis:
+`fix` says how the proposed fix must prove itself:
 
-    mended      the fix names the line to change, and the part as a careful person writes it runs without an incident
-    override    the first fix that is an override, given to the same run with the same fault, leaves no such incident
-    samples     the fix names the very samples that were spoilt
-    run         the run ends well by what the guard does, and the fix is no override that cannot be given
+    mended      the fix names the line to change, and the correctly written part runs without an incident
+    override    the same run with the first fix that is an override has no incident of this cause
+    samples     the fix names exactly the spoilt samples
+    run         the guard alone brings the run to a good end, and the diagnosis proposes some fix
 """
 
 from collections.abc import Callable, Sequence
@@ -38,14 +38,14 @@ class Fault:
     """One fault.
 
     Attributes:
-        name: of the row.
+        name: of the table's row.
         model: `gpt` or `resnet`.
-        cause: what it must be called.
-        overrides: of the command line, beside the tiny model's.
-        install: puts the fault into a built job; told whether to put in the mended part instead.
-        module, op, direction: where it must be found; None where no operation is to blame.
-        fix: how the fix is tried; see the module.
-        steps: of the run.
+        cause: the cause that the diagnosis must name.
+        overrides: of the command line, in addition to the tiny model's.
+        install: puts the fault into a built job; its last argument asks for the fixed part instead.
+        module, op, direction: the origin that the diagnosis must name; None if it is not checked.
+        fix: how the proposed fix is tested; see the module docstring.
+        steps: length of the run.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Fault:
 def part(
     name: str, model: str, cause: str, kind: type[parts.Part], op: str, direction: str = "forward", **more
 ) -> Fault:
-    """A fault of a user's part."""
+    """Returns a fault in a part that a user wrote."""
     at, place = more.pop("at", 6), PLACES[model][more.pop("place", 0)]
     install = partial(behind, place, kind, at)
     return Fault(name, model, cause, more.pop("overrides", ()), install, f"{place}.extra", op, direction, **more)

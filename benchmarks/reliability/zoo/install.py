@@ -1,6 +1,6 @@
-"""Ways to put a fault into a run that is built: a part behind a module, or an act after every update.
+"""Puts faults into a built run: adds a part behind a module, or acts after every update.
 
-Each takes last the job, and whether to put in the mended part instead.
+The last arguments of each function are the job, and whether to install the fixed part instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ from stabletrain.trainer.run import TrainingRun
 
 
 def behind(place: str, part: type[Part], at: int, job: TrainingRun, mended: bool) -> None:
-    """Gives a module of the model a part that its output goes through, as `<place>.extra`."""
+    """Adds a part to a module of the model, as `<place>.extra`; the module's output passes through it."""
     module = job.state.model.get_submodule(place)
     module.add_module("extra", part(at, mended))
     module.register_forward_hook(through_extra)
 
 
 def learnt_behind(place: str, part: type[Part], at: int, lr: float, job: TrainingRun, mended: bool) -> None:
-    """The same with a part whose weights are trained, at a learning rate of their own."""
+    """As `behind`, for a part with trained weights and its own learning rate."""
     behind(place, part, at, job, mended)
     extra, optimizer = job.state.model.get_submodule(f"{place}.extra"), job.state.optimizer
     given = {key: value for key, value in optimizer.param_groups[-1].items() if key not in ("params", "peak_lr")}
@@ -29,19 +29,19 @@ def learnt_behind(place: str, part: type[Part], at: int, lr: float, job: Trainin
 
 
 def behind_frozen(place: str, part: type[Part], at: int, job: TrainingRun, mended: bool) -> None:
-    """The same where the first layer is not trained, which harms nobody."""
+    """As `behind`, and freezes the model's first parameter, which is harmless."""
     behind(place, part, at, job, mended)
     first = next(job.state.model.parameters())
     first.requires_grad_(False)
 
 
 def through_extra(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """The output, through the part that was added."""
+    """Passes the output through the added part."""
     return module.extra(output)
 
 
 def every_step(act: Callable[[TrainingRun], None], job: TrainingRun, mended: bool) -> None:
-    """Acts after every update that reaches the weights."""
+    """Acts after every update that is applied."""
     step = job.state.optimizer.step
 
     def stepped(*given: Any) -> Any:
@@ -56,7 +56,7 @@ def every_step(act: Callable[[TrainingRun], None], job: TrainingRun, mended: boo
 
 
 def grow(names: Sequence[str], factor: float, start: int, stop: int, job: TrainingRun) -> None:
-    """Lets weights grow, a little each step."""
+    """Lets weights grow a little in each step."""
     if start <= job.state.executed_steps < stop:
         for name, parameter in job.state.model.named_parameters():
             if any(part in name for part in names):
@@ -64,13 +64,13 @@ def grow(names: Sequence[str], factor: float, start: int, stop: int, job: Traini
 
 
 def spoil_once(tick: int, act: Callable[[TrainingRun], None], job: TrainingRun) -> None:
-    """Does something at one tick."""
+    """Acts at one executed step."""
     if job.state.executed_steps == tick:
         act(job)
 
 
 def poison_moment(value: float, job: TrainingRun) -> None:
-    """A moment of the optimizer gets a value that it never has."""
+    """Sets one entry of an optimizer moment to an impossible value."""
     for state in job.state.optimizer.state.values():
         for name in ("exp_avg_sq", "momentum_buffer"):
             if name in state:

@@ -1,4 +1,4 @@
-"""Faults that judged the rules when these were done: as others write models, and nothing the rules were made from."""
+"""Faults that test the diagnosis rules: written after the rules were finished, and not used to make them."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from stabletrain.trainer.run import TrainingRun
 
 
 def age_moments(job: TrainingRun) -> None:
-    """Adam's second moment becomes that of gradients a thousand times smaller."""
+    """Shrinks Adam's second moment by 1e-8, as if gradients had been ten thousand times smaller."""
     for state in job.state.optimizer.state.values():
         state["exp_avg_sq"].mul_(1e-8)
 

@@ -1,4 +1,4 @@
-"""Parts that judge the rules from outside: written after them, as others write their models. See `parts.py`."""
+"""Parts that test the diagnosis rules: written after the rules, as others write their models. See `parts.py`."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ class SoftplusByHand(Part):
 
 
 class DivergenceByHand(Part):
-    """p log(p / q) where p has underflowed."""
+    """p log(p / q) after p has underflowed."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         p = torch.softmax(x.float().tanh() * (1e5 if late else 1.0), -1)
@@ -31,7 +31,7 @@ class DivergenceByHand(Part):
 
 
 class MaskTimesInfinity(Part):
-    """(1 - mask) * -inf, which is NaN where the mask is 1."""
+    """(1 - mask) * -inf, which is NaN at entries with mask 1."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         keep = torch.ones(x.shape[-1])
@@ -41,7 +41,7 @@ class MaskTimesInfinity(Part):
 
 
 class OwnBackward(Part):
-    """A function with a backward of its own, which divides by 0."""
+    """A function with a custom backward, which divides by 0."""
 
     class Root(torch.autograd.Function):
         """sqrt(|x|)."""
@@ -62,7 +62,7 @@ class OwnBackward(Part):
 
 
 class TwinEigenvalues(Part):
-    """Eigenvectors of equal eigenvalues: their derivative divides by the difference."""
+    """Eigenvectors of equal eigenvalues: their derivative divides by the eigenvalues' difference."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         y = x.float().flatten(1)[:, :4]
@@ -83,7 +83,7 @@ class NothingAttended(Part):
 
 
 class RemainderOfZero(Part):
-    """An operation that no rule of arithmetic was first written for."""
+    """An operation that the first rules did not cover."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         size = torch.ones(()) * (0.0 if late and not self.mended else 1.0)
@@ -91,7 +91,7 @@ class RemainderOfZero(Part):
 
 
 class MeanOfTheChosen(Part):
-    """A mean over a selection that is empty."""
+    """The mean of an empty selection."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         chosen = x.float()[x.float() > (math.inf if late else -math.inf)]
@@ -101,7 +101,7 @@ class MeanOfTheChosen(Part):
 
 
 class LengthOfZero(Part):
-    """x / |x|, as of a cosine; no variance."""
+    """x / |x| of a zero vector, as in a cosine similarity; there is no variance in it."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         x = x.float() * (0.0 if late else 1.0)
@@ -112,7 +112,7 @@ class LengthOfZero(Part):
 
 
 class CentredLength(Part):
-    """(x - mean) / |x - mean|: a standard deviation, but for its number."""
+    """(x - mean) / |x - mean|: division by a standard deviation, up to a constant factor."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         x = x.float() * (0.0 if late else 1.0)
@@ -124,7 +124,7 @@ class CentredLength(Part):
 
 
 class Contrast(Part):
-    """Similarities over a temperature, and exp of them."""
+    """exp of similarities divided by a small temperature."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         y = F.normalize(x.float().flatten(1), dim=-1)
@@ -135,7 +135,7 @@ class Contrast(Part):
 
 
 class RunningMaximum(Part):
-    """-inf - -inf, of a maximum over nothing yet."""
+    """-inf - -inf, from a running maximum before its first element."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         first = torch.full(x.shape[:-1], -1e30 if self.mended else -math.inf)
@@ -144,7 +144,7 @@ class RunningMaximum(Part):
 
 
 class WeightOfLengthZero(Part):
-    """Weight normalisation of a row of zeros."""
+    """Weight normalization of a row of zeros."""
 
     def __init__(self, at: int, mended: bool) -> None:
         super().__init__(at, mended)
@@ -157,7 +157,7 @@ class WeightOfLengthZero(Part):
 
 
 class ScoresInHalf(Part):
-    """Attention by hand, whose scores autocast's fp16 cannot hold."""
+    """Hand-written attention whose scores overflow autocast's fp16."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         y = x.float().flatten(1)[:, :16].tanh() + (150.0 if late else 1.0)
@@ -167,7 +167,7 @@ class ScoresInHalf(Part):
 
 
 class CastOfLarge(Part):
-    """A cast to half of the code's own, whatever the run's precision."""
+    """An explicit cast to half that overflows in every precision of the run."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         y = x.float().tanh() + (70000.0 if late else 1.0)
@@ -175,10 +175,10 @@ class CastOfLarge(Part):
 
 
 class CompressedGradient(Part):
-    """Gradients sent through half."""
+    """Gradients that are cast to half and back."""
 
     class Send(torch.autograd.Function):
-        """The input; of its gradient what half holds."""
+        """Identity whose gradient is rounded to half."""
 
         @staticmethod
         def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -194,13 +194,13 @@ class CompressedGradient(Part):
 
 
 class FailsOnce(nn.Module):
-    """A kernel that gives a NaN once, and not when it is run again."""
+    """A kernel that returns a NaN once, but not when it is replayed."""
 
     def __init__(self, at: int, mended: bool) -> None:
         super().__init__()
         self.at, self.calls = at, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x`, once with a NaN."""
+        """Returns `x`, once with a NaN."""
         self.calls += self.training
         return torch.where(torch.arange(x.shape[-1]) == 3, math.nan, x) if self.calls == self.at + 1 else x

@@ -1,6 +1,6 @@
-"""Parts that a user might have written into a model: each goes wrong from a step on, in the line marked `# here`.
+"""Parts that a user might have written into a model: each fails from some step on, in the line marked `# here`.
 
-`mended` is the same part as a careful person writes it: what the fix of a diagnosis asks for.
+With `mended`, a part is written correctly, as the diagnosis proposes.
 """
 
 import math
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 
 class Part(nn.Module):
-    """Passes its input on; from the `at`-th step of training on, what it computes beside that goes wrong.
+    """Passes its input on and adds some work, which fails from the `at`-th training step on.
 
-    The count is a buffer, so that a step run again goes wrong again.
+    The count is a buffer, so that a replayed step fails again.
     """
 
     def __init__(self, at: int, mended: bool) -> None:
@@ -22,13 +22,13 @@ class Part(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x`, and beside it the work."""
+        """Returns `x` plus a tenth of the work."""
         if self.training:
             self.calls += 1
         return x + 0.1 * self.work(x, int(self.calls) > self.at).to(x.dtype)
 
     def work(self, x: Tensor, late: bool) -> Tensor:
-        """What may go wrong, `late`."""
+        """Computes the work, which fails if `late`."""
         raise NotImplementedError
 
 
@@ -43,7 +43,7 @@ class LogOfGate(Part):
 
 
 class LengthBackward(Part):
-    """The root of a sum of squares that is 0: its derivative."""
+    """The derivative of a root at 0."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         total = (x.float() * (0.0 if late else 1.0)).square().sum(-1, keepdim=True)
@@ -53,7 +53,7 @@ class LengthBackward(Part):
 
 
 class PowerBackward(Part):
-    """A fractional power at 0: its derivative."""
+    """The derivative of a fractional power at 0."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         size = x.float().square() * (0.0 if late else 1.0) + (0.0 if late else 1.0)
@@ -63,7 +63,7 @@ class PowerBackward(Part):
 
 
 class WhereBackward(Part):
-    """A log behind a `where`: not chosen in forward, and still derived."""
+    """The log inside a `where`: not selected in the forward pass, but differentiated in the backward pass."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         size = F.relu(x.float()) * (0.0 if late else 1.0) + (0.0 if late else 1.0)
@@ -73,7 +73,7 @@ class WhereBackward(Part):
 
 
 class MaskedMean(Part):
-    """A mean over what a mask has left: nothing."""
+    """A mean after a mask has removed every entry."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         mask = (x > (math.inf if late else -math.inf)).float()
@@ -84,7 +84,7 @@ class MaskedMean(Part):
 
 
 class SoftmaxByHand(Part):
-    """exp without its largest entry taken away."""
+    """Softmax without subtracting the maximum."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         scores = torch.tanh(x.float()) + (1000.0 if late else 0.0)
@@ -95,7 +95,7 @@ class SoftmaxByHand(Part):
 
 
 class MaskedRow(Part):
-    """Attention to nobody: a row masked as a whole, while the harmless -inf of a causal mask is there always."""
+    """Attention with one fully masked row, beside the harmless -inf of a causal mask."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         flat = x.float().flatten(1)[:, :4]
@@ -107,7 +107,7 @@ class MaskedRow(Part):
 
 
 class Angle(Part):
-    """The angle of a cosine that is 1: its derivative."""
+    """The derivative of acos at 1."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         cosine = torch.tanh(x.float()) * (0.0 if late else 0.5) + (1.0 if late else 0.0)
@@ -117,7 +117,7 @@ class Angle(Part):
 
 
 class StandardizeByHand(Part):
-    """Divides by a spread that is 0."""
+    """Division by a standard deviation of 0."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         x = x.float() * (0.0 if late else 1.0)
@@ -137,7 +137,7 @@ class RMSByHand(Part):
 
 
 class RootOfVarianceBackward(Part):
-    """eps outside the root: finite forward, not finite backward."""
+    """eps outside the root: finite in the forward pass but not in the backward pass."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         x = x.float() * (0.0 if late else 1.0)
@@ -159,7 +159,7 @@ class NormEpsInFP16(Part):
 
 
 class LayerNormNoEps(Part):
-    """The library's norm, told to add nothing."""
+    """PyTorch's LayerNorm with eps=0."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         x = x.float() * (0.0 if late else 1.0)
@@ -167,7 +167,7 @@ class LayerNormNoEps(Part):
 
 
 class SquareInHalf(Part):
-    """A square that fp16 cannot hold."""
+    """A square that overflows fp16."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         x = torch.tanh(x.float()) + (300.0 if late else 1.0)
@@ -176,7 +176,7 @@ class SquareInHalf(Part):
 
 
 class ExpInHalf(Part):
-    """An exp that fp16 cannot hold, and fp32 can."""
+    """An exp that overflows fp16 but not fp32."""
 
     def work(self, x: Tensor, late: bool) -> Tensor:
         x = torch.tanh(x.float()) + (14.0 if late else 1.0)
@@ -185,7 +185,7 @@ class ExpInHalf(Part):
 
 
 class LinearOverflow(Part):
-    """A linear layer whose products autocast's fp16 cannot hold."""
+    """A linear layer that overflows autocast's fp16."""
 
     def __init__(self, at: int, mended: bool) -> None:
         super().__init__(at, mended)
@@ -199,12 +199,12 @@ class LinearOverflow(Part):
 
 
 class QuietGradient(Part):
-    """Lets little of the gradient through, and then all of it at once, as of a layer that is unfrozen."""
+    """Passes on a small share of the gradient, and later all of it, as when a layer is unfrozen."""
 
     before, after = 1e-3, 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x`, of whose gradient a share arrives."""
+        """Returns `x`, with its gradient scaled by a share."""
         if self.training:
             self.calls += 1
         share = self.after if int(self.calls) > self.at and not self.mended else self.before
@@ -212,7 +212,7 @@ class QuietGradient(Part):
 
 
 class SteepBackward(Part):
-    """Gradients that fp16 cannot hold at any loss scale, of values that it can."""
+    """Finite activations whose gradients overflow fp16 at any loss scale."""
 
     def __init__(self, at: int, mended: bool) -> None:
         super().__init__(at, mended)
@@ -227,16 +227,17 @@ class SteepBackward(Part):
 
 
 class FaintGradient(QuietGradient):
-    """Lets a millionth of the gradient through from the `at`-th step on, which a format of little range makes 0."""
+    """Passes on a millionth of the gradient from the `at`-th step on, which underflows in a format of small range."""
 
     before, after = 1.0, 1e-6
 
 
 class WanderingOffset(Part):
-    """Logits with an offset common to all, which softmax cannot see until the format loses what is beside it.
+    """Logits with a common offset, which softmax ignores until it costs the other logits their precision.
 
-    Training pushes it: its gradient comes by the likelier half of the classes alone, so cross-entropy, which wants all
-    of the likely, raises it without end, and ever faster. What holds log Z holds it too.
+    Training drives the offset: its gradient comes only through the likelier half of the classes, so cross-entropy
+    raises it
+    without limit, ever faster. Anything that bounds log Z bounds the offset.
     """
 
     def __init__(self, at: int, mended: bool) -> None:
@@ -244,7 +245,7 @@ class WanderingOffset(Part):
         self.offset = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits, and from the `at`-th step on the offset."""
+        """Returns the logits, plus the offset from the `at`-th step on."""
         if self.training:
             self.calls += 1
         if int(self.calls) <= self.at:

@@ -1,8 +1,8 @@
-"""Runs the zoo: every fault is trained with in this process, and what the diagnosis says is held against the table.
+"""Runs the zoo: trains with every fault in this process, and compares the diagnosis with the table.
 
     python -m benchmarks.reliability.zoo.run [--json F] [--only part-of-a-name]
 
-With `--only` the clean runs are left out.
+`--only` leaves out the clean runs.
 """
 
 import argparse
@@ -36,19 +36,20 @@ QUICK = [
 ]
 
 PLAIN = [item for item in QUICK if not item.startswith("guard")]
-"""The same with the guard as it comes: a window of 20 steps takes chance for a spike."""
+"""The same with the guard's default settings: with a window of 20 steps it would take noise for a spike."""
 
 
 @dataclass
 class Result:
-    """How one fault was told.
+    """How one fault was diagnosed.
 
     Attributes:
         fault: the row of the table.
-        found: whether there was an incident; `cause`, `origin`, `fix`, `verdict` are the first one's.
-        right: cause; `placed`: module, operation and direction, None where nothing is asked.
-        fixed: whether the fix came true.
-        ended: how the run did.
+        found: whether there was an incident; `cause`, `origin`, `fix` and `verdict` are those of the first one.
+        right: whether the cause is right.
+        placed: whether module, operation and direction are right; None if they are not checked.
+        fixed: whether the proposed fix worked.
+        ended: how the run ended.
     """
 
     fault: Fault
@@ -67,7 +68,7 @@ class Result:
 def trained(
     model: str, overrides: Sequence[str], install: Any, mended: bool, steps: int, given: Sequence[str] = QUICK
 ) -> tuple[list[dict], str]:
-    """The incidents of a run, in order, and how it ended."""
+    """Returns the incidents of a run in order, and how it ended."""
     quick = [item for item in given if not (item.startswith("warmup") and "warmup=none" in overrides)]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -88,7 +89,7 @@ def trained(
 
 
 def tell(fault: Fault) -> Result:
-    """Trains with one fault, and judges the diagnosis."""
+    """Trains with one fault and checks its diagnosis."""
     began = time.monotonic()
     found, ended = trained(fault.model, fault.overrides, fault.install, False, fault.steps)
     if not found:
@@ -108,7 +109,7 @@ def tell(fault: Fault) -> Result:
 
 
 def fixes(fault: Fault, incident: dict, ended: str) -> bool:
-    """Whether the fix that was named first comes true, as the fault's `fix` asks."""
+    """Whether the proposed fix works, by the test that the fault's `fix` names."""
     fix = incident["fix"]
     if not fix:
         return False
@@ -135,7 +136,7 @@ def fixes(fault: Fault, incident: dict, ended: str) -> bool:
 
 
 def names_the_spoilt(fault: Fault, incident: dict) -> bool:
-    """Whether the samples that are named are those that differ from the unspoilt data, and the fix names them too."""
+    """Whether the incident and the fix name exactly the samples that differ from the unspoilt data."""
     position = incident["step"] - 1
     good = batch_of(fault.model, [each for each in fault.overrides if not each.startswith("faults")], position)
     bad = batch_of(fault.model, fault.overrides, position)
@@ -152,7 +153,7 @@ def names_the_spoilt(fault: Fault, incident: dict) -> bool:
 
 
 def batch_of(model: str, overrides: Sequence[str], position: int) -> Batch:
-    """The training batch at a data position."""
+    """Returns the training batch at a data position."""
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.redirect_stdout(io.StringIO()),
@@ -169,7 +170,7 @@ def is_override(fix: str) -> bool:
 
 
 def marked(fault: Fault) -> str:
-    """`file:line` of the marked line of a fault's part."""
+    """Returns `file:line` of the marked line in a fault's part."""
     kind = fault.install.args[1]
     lines, first = inspect.getsourcelines(kind)
     (offset,) = [number for number, text in enumerate(lines) if text.rstrip().endswith("# here")]
@@ -177,12 +178,12 @@ def marked(fault: Fault) -> str:
 
 
 def clean() -> list[tuple[str, int]]:
-    """Incidents of runs without a fault."""
+    """Returns the number of incidents in each run without a fault."""
     return [(name, len(trained(model, given, None, False, 100, PLAIN)[0])) for name, model, given in CLEAN]
 
 
 def shares(results: Sequence[Result]) -> dict[str, float]:
-    """The shares that are asked for."""
+    """Returns the shares of faults that were found, named, located and fixed."""
     placed = [result.placed for result in results if result.placed is not None]
     return {
         "faults": len(results),
@@ -194,12 +195,12 @@ def shares(results: Sequence[Result]) -> dict[str, float]:
 
 
 def mean(values: Sequence[bool]) -> float:
-    """Share that is true; 1 of none."""
+    """Returns the share of true values; 1 if there are none."""
     return sum(values) / len(values) if values else 1.0
 
 
 def line(result: Result) -> str:
-    """One row of the table."""
+    """Formats one row of the table."""
     where = (
         "" if result.origin is None else f"{result.origin['module']} {result.origin['op']} {result.origin['direction']}"
     )
@@ -213,7 +214,7 @@ def line(result: Result) -> str:
 
 
 def main() -> None:
-    """The table and the shares."""
+    """Prints the table and the shares."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="")
