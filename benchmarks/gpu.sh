@@ -94,7 +94,7 @@ if ((${#files[@]})); then
     "$python" benchmarks/targets.py --device "$device" "${files[@]}" >>"$results/table.md" || failed=1
 fi
 if [[ $device == cpu ]]; then
-    printf '\nModels of no use: a step that short is all overhead. What ran counts, no ratio does.\n' >>"$results/table.md"
+    printf '\nTiny models only: their steps are almost all overhead, so the ratios mean nothing.\n' >>"$results/table.md"
 fi
 printf '\n'
 cat "$results/table.md"

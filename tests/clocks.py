@@ -1,8 +1,8 @@
-"""A clock for tests of what is measured: a machine that stands still for half a second must not fail them."""
+"""A fake clock, so that a slow or stalled machine cannot fail tests of the measurements."""
 
 
 class ToldClock:
-    """Stands in for the benchmarks' `Clock`: a millisecond passes at each look, and what `slow` adds to a call."""
+    """Replaces the benchmarks' `Clock`: each reading advances it by a millisecond, and `slow` adds time to a call."""
 
     def __init__(self):
         self.time = 0.0
@@ -17,7 +17,7 @@ class ToldClock:
         return self.now() - start
 
     def slow(self, call, seconds):
-        """`call`, that takes `seconds` longer by this clock."""
+        """Returns `call`, made `seconds` slower by this clock."""
 
         def slowly(*args, **named):
             self.time += seconds

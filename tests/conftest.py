@@ -1,4 +1,4 @@
-"""What every test starts from: its tier, one thread a worker, PyTorch's seed and switches."""
+"""Setup shared by all tests: fast and slow tiers, one thread per worker, PyTorch's seed and global switches."""
 
 import inspect
 import os
@@ -7,18 +7,18 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which CUDA reads once, when the first test starts it
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA reads it only once, on its first use
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--all` and `--slow`; without them only the fast tests run."""
+    """Adds `--all` and `--slow`; without them only the fast tests run."""
     tiers = parser.getgroup("tiers").addoption
     tiers("--all", action="store_true", help="run the slow tests too")
     tiers("--slow", action="store_true", help="run only the slow tests: what --all adds")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests of the tier that was not asked for."""
+    """Deselects the tests of the other tier."""
     if config.getoption("--all"):
         return
     wanted = config.getoption("--slow")
@@ -28,10 +28,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_slow(item: pytest.Item) -> bool:
-    """Whether a test bears the mark `slow`.
+    """Whether a test is marked `slow`.
 
-    With `slow(unless=condition)` the cases whose parameters fulfil the condition are fast: a few of many, so that the
-    property has a test in both tiers.
+    With `slow(unless=condition)`, cases whose parameters fulfil the condition are fast: a few of many, so that both
+    tiers
+    test the property.
     """
     mark = item.get_closest_marker("slow")
     if mark is None or "unless" not in mark.kwargs:
@@ -42,7 +43,7 @@ def is_slow(item: pytest.Item) -> bool:
 
 @pytest.fixture(autouse=True)
 def _global_state():
-    """Seeds torch's generator, so that no test depends on those before it; puts back switches of the whole process."""
+    """Seeds torch's generator, so that no test depends on earlier ones; restores process-wide switches afterwards."""
     torch.manual_seed(0)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,4 +1,4 @@
-"""Where a test runs: on the CPU, and, where there is one, on a CUDA device."""
+"""Devices for tests: the CPU, and a CUDA device if there is one."""
 
 import pytest
 import torch
@@ -9,11 +9,11 @@ CARD = pytest.param(
     "cuda",
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
 )
-"""A parameter that marks its test `gpu`, and skips it where there is no card."""
+"""A parameter that marks its test `gpu` and skips it if there is no CUDA device."""
 
 
 def skip_unless_it_has(device: str, precision: str) -> None:
-    """Skips a test of a precision that the device does not compute in; on a CPU bf16 can be emulated, TF32 cannot."""
+    """Skips the test if the device does not support the precision; a CPU can emulate bf16, but not TF32."""
     here = torch.device(device)
     if precision == "tf32" and not hardware.has_tf32(here):
         pytest.skip(f"{device} has no TF32")

@@ -1,9 +1,10 @@
 """Runs commands in forks of a process that has already imported the program.
 
-Starting Python and importing torch, Hydra and the package costs several seconds for each command; a fork costs
-milliseconds. A forked command is a process of its own, with its own folder, environment, output, signals and exit code.
-What it shares with the server are the modules that are already imported. Tests about *what is imported* start a
-fresh interpreter, or fork a server that has not imported torch.
+Starting Python and importing torch, Hydra and the package takes several seconds per command; a fork takes milliseconds.
+A
+forked command is a process of its own, with its own folder, environment, output, signals and exit code; it shares only
+the imported modules with the server. Tests of what a command imports use a fresh interpreter, or a server without
+torch.
 
     python -m tests.forkserver SOCKET KIND      serves on a Unix socket until its standard input closes
 """
@@ -50,20 +51,20 @@ PRELOADED["program"] = (
 """What commands import, without torch and with it. None may start a thread: a fork has only the one that forked it."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Variables that libraries read when they are imported; the second is read by pyarrow, which pandas imports."""
+"""Variables that libraries read on import; the second is pyarrow's, which pandas imports."""
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl: the signal that a process gets when the one that forked it ends."""
+"""Linux's prctl option for the signal that a process receives when its parent ends."""
 
 REQUEST = 1 << 20
-"""Most bytes of a request."""
+"""Maximum size of a request in bytes."""
 
 
 class Forked:
     """A command running in a fork of the server.
 
     Attributes:
-        pid: its process, which can be signalled.
+        pid: its process id.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -72,7 +73,7 @@ class Forked:
         self.pid = int(self._line())
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code; minus the signal's number if a signal ended it.
+        """Returns the exit code; minus the signal's number if a signal ended it.
 
         Raises:
             TimeoutError: it still runs after `timeout` seconds.
@@ -84,8 +85,8 @@ class Forked:
         return self._status
 
     def kill(self) -> None:
-        """Kills it, and all that it started which stayed in its process group; waits for its end."""
-        for end in (os.killpg, os.kill):  # it has no group of its own in its first instant
+        """Kills the command and every process in its process group; waits for its end."""
+        for end in (os.killpg, os.kill):  # a new fork has no process group of its own yet
             with contextlib.suppress(ProcessLookupError):
                 end(self.pid, signal.SIGKILL)
         self.wait(60)
@@ -110,7 +111,7 @@ def start(
         cwd: the working folder.
         environment: all variables of the command.
         output, errors: files for standard output and standard error.
-        kind: the server's, a key of `PRELOADED`.
+        kind: the server's kind, a key of `PRELOADED`.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(server(kind))
@@ -126,10 +127,10 @@ def start(
 def run(
     argv: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout: float, kind: str = "program"
 ) -> subprocess.CompletedProcess:
-    """Runs `python argv...` in a fork to its end; see `start`.
+    """Runs `python argv...` in a fork until it ends; see `start`.
 
     Raises:
-        subprocess.TimeoutExpired: it runs longer than `timeout` seconds; it is killed.
+        subprocess.TimeoutExpired: it ran longer than `timeout` seconds and was killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder) / "out", Path(folder) / "err"
@@ -144,7 +145,7 @@ def run(
 
 @cache
 def server(kind: str) -> str:
-    """The address of a server, which starts when it is first needed and ends with this process."""
+    """Returns a server's address; the server starts on first use and ends with this process."""
     folder = tempfile.mkdtemp(prefix="fork")
     address = f"{folder}/socket"
     environment = {**os.environ, **ONE_THREAD}
@@ -165,13 +166,13 @@ def server(kind: str) -> str:
 
 
 def serve(address: str, kind: str) -> None:
-    """Forks a process for each connection; tells it the process, and its exit code when it has ended."""
+    """Forks a process for each connection; sends its process id, and its exit code once it has ended."""
     for name in PRELOADED[kind]:
         importlib.import_module(name)
     count = len(os.listdir("/proc/self/task"))
     assert count == 1, f"{count} threads run after the imports: a fork would lose them"
     gc.collect()
-    gc.freeze()  # a collection in a fork would write to, and so copy, the pages it shares with the server
+    gc.freeze()  # garbage collection in a fork would write to shared pages and thus copy them
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(address)
     listening.listen()
@@ -207,14 +208,14 @@ def serve(address: str, kind: str) -> None:
 
 
 def received(connection: socket.socket) -> tuple[dict, list[int]]:
-    """A request, and the descriptors of the files for its output and errors."""
+    """Returns a request, and the descriptors of its output and error files."""
     length = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
     return json.loads(connection.recv(length, socket.MSG_WAITALL)), list(descriptors)
 
 
 def perform(request: dict, descriptors: Sequence[int]) -> None:
-    """Becomes the command: does not return."""
+    """Sets up this fork as the command, and leaves the server's loop by raising `Become`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no command outlives the server
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -232,7 +233,7 @@ def perform(request: dict, descriptors: Sequence[int]) -> None:
 
 
 class Become(BaseException):
-    """Leaves the server's loop, so that the command runs as the outermost code of its process, and ends as such."""
+    """Leaves the server's loop, so that the command runs as the outermost code of its process and ends like it."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = words
@@ -242,7 +243,7 @@ def main(words: Sequence[str]) -> None:
     """Runs `python words...` in this process."""
     if words[0] == "-m":
         sys.argv = [*words[1:]]
-        sys.modules.pop(words[1], None)  # it runs anew, as the main module
+        sys.modules.pop(words[1], None)  # it must run again, as the main module
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
@@ -253,9 +254,9 @@ def main(words: Sequence[str]) -> None:
 
 
 def end(words: Sequence[str]) -> NoReturn:
-    """Runs `python words...`, and ends this process with its exit code.
+    """Runs `python words...` and ends this process with its exit code.
 
-    Python's own end would take all imported modules apart, which takes more time than most commands.
+    Skips the interpreter's normal shutdown: tearing down all imported modules takes longer than most commands.
     """
     code = 0
     try:
@@ -267,7 +268,7 @@ def end(words: Sequence[str]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
-    threading._shutdown()  # ty: ignore[unresolved-attribute]  waits for threads, as Python's end does
+    threading._shutdown()  # ty: ignore[unresolved-attribute]  waits for threads, as the interpreter does
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

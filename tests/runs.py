@@ -1,4 +1,4 @@
-"""Runs for the tests: in this process from overrides, or as a user's command in a fork or a fresh interpreter."""
+"""Runs for the tests: composed in this process from overrides, or executed as a user's command in a fork."""
 
 import os
 import subprocess
@@ -22,20 +22,20 @@ OFF = [
     "guard=off",
     "checkpoint=off",
 ]
-"""Every group that acts, switched off."""
+"""Switches off every group that changes training."""
 
 
 def command(
     *arguments: str, cwd: Path, timeout: float = 240, torch: bool = True, **environment: str
 ) -> subprocess.CompletedProcess:
-    """`python train.py ...` as a user types it, in `cwd`.
+    """Runs `python train.py ...` in `cwd`, as a user does.
 
     Args:
         arguments: of `train.py`.
         cwd: the working folder.
         timeout: seconds after which it is killed.
-        torch: whether it may find torch imported already; see `tests.forkserver`.
-        environment: variables beside those of this process.
+        torch: whether torch may be imported already; see `tests.forkserver`.
+        environment: variables in addition to those of this process.
     """
     return python(str(ROOT / "train.py"), *arguments, cwd=cwd, timeout=timeout, torch=torch, **environment)
 
@@ -43,6 +43,6 @@ def command(
 def python(
     *argv: str, cwd: Path, timeout: float = 240, torch: bool = True, **environment: str
 ) -> subprocess.CompletedProcess:
-    """`python argv...`: a script or `-m module`, with its arguments; see `command`."""
+    """Runs `python argv...`: a script or `-m module`, with its arguments; see `command`."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return forkserver.run(argv, cwd, variables, timeout, "program" if torch else "command line")

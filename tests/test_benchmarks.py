@@ -1,4 +1,4 @@
-"""The benchmarks run and write what they promise, and show what became slower; how fast is nobody's claim."""
+"""The benchmarks run, write the promised results, and show slowdowns; no test checks an absolute speed."""
 
 import importlib
 import json
@@ -36,14 +36,14 @@ CASES = {
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """Imports a module of `benchmarks/`, whose files find each other as they do when one of them is started."""
+    """Returns a function that imports a module of `benchmarks/`, with its own folder on the path."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module
 
 
 @pytest.fixture
 def tiny(benchmark, tmp_path):
-    """Builds a tiny GPT's run from overrides, in a folder of its own."""
+    """Returns a function that builds a tiny GPT's run from overrides, each in its own folder."""
     jobs, opened = benchmark("jobs"), []
 
     def make(*overrides):
@@ -81,7 +81,7 @@ def test_a_benchmark_runs_and_writes_what_it_promises(case, tmp_path):
 
 def test_a_slow_guard_shows_in_the_overhead(benchmark, tmp_path, monkeypatch, capsys):
     overhead, jobs, measuring = (benchmark(name) for name in ("overhead", "jobs", "measuring"))
-    monkeypatch.setitem(overhead.OURS, "defaults", ("monitors=default",))  # W&B takes its time to start
+    monkeypatch.setitem(overhead.OURS, "defaults", ("monitors=default",))  # W&B starts slowly
     monkeypatch.setitem(overhead.OURS, "monitors=full", ())
     clock = ToldClock()
     monkeypatch.setattr(RollbackGuard, "judge", clock.slow(RollbackGuard.judge, 2e-3))
@@ -133,7 +133,7 @@ def test_rounds_do_what_the_loop_does(benchmark, tiny):
 
 
 def lasting(line):
-    """What of a line of the log does not depend on the machine."""
+    """Returns the fields of a log line that do not depend on the machine."""
     return {name: value for name, value in line.items() if name not in ("time", "tokens_per_s", "memory/peak_gb")}
 
 
@@ -185,7 +185,7 @@ def test_turns_come_first_and_last_equally_often(benchmark):
     assert len(set(orders)) > 2
 
 
-def test_the_whole_holds_what_happens_now_and_then_and_the_median_does_not(benchmark):
+def test_the_whole_includes_rare_events_and_the_median_does_not(benchmark):
     measuring = benchmark("measuring")
     reference, taken = [1.0] * 10, [1.1] * 9 + [3.1]
     ratio, low, high = measuring.whole(taken, reference)
@@ -194,7 +194,7 @@ def test_the_whole_holds_what_happens_now_and_then_and_the_median_does_not(bench
     assert measuring.quartiles(measuring.ratios(taken, reference))[0] == pytest.approx(1.1)
 
 
-def test_what_is_done_now_and_then_is_told_by_the_rounds_in_which_it_was_done_alone(benchmark):
+def test_the_cost_of_a_rare_event_is_measured_in_rounds_where_it_happened_alone(benchmark):
     overhead = benchmark("overhead")
     taken = [1.0, 1.5, 1.0, 4.0]
     assert overhead.beyond_a_step(taken, [0, 1, 0, 1], [0, 0, 0, 1]) == [0.5]

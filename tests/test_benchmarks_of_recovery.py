@@ -1,4 +1,4 @@
-"""The benchmarks of recovery, start and growth run, and measure what they say; how fast is nobody's claim."""
+"""The benchmarks of recovery, start and growth run and measure what they claim; no test checks an absolute speed."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ TINY = ["--size", "tiny", "--rounds", "1", "--device", "cpu"]
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """Imports a module of `benchmarks/`, whose files find each other as they do when one of them is started."""
+    """Returns a function that imports a module of `benchmarks/`, with its own folder on the path."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module
 

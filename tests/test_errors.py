@@ -1,4 +1,4 @@
-"""Errors: their exit codes, and the closest name to a mistyped one."""
+"""Errors: their exit codes, and suggestions for mistyped names."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_the_closest_name_is_found_and_a_distant_one_is_not():
     assert closest("steps", []) == ""
 
 
-def test_a_higher_cutoff_asks_for_more_similarity():
+def test_a_higher_cutoff_requires_more_similarity():
     assert closest("stabs", ["steps"], cutoff=0.5) == "steps"
     assert closest("stabs", ["steps"], cutoff=0.9) == ""
 

@@ -1,4 +1,4 @@
-"""What the experiments promise, as far as a test can afford it."""
+"""The results that the experiments promise, for those short enough to train in a test."""
 
 import json
 

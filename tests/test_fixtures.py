@@ -1,6 +1,6 @@
-"""Run folders of an earlier commit still work: they are resumed, sampled, replayed, compared and diagnosed as before.
+"""Run folders of an earlier commit still work: they can be resumed, sampled, replayed, compared and diagnosed.
 
-`fixtures/README.md` says what they are and how they were made. Kernels of other CPUs round differently, so numbers are
+`fixtures/README.md` says what they are and how they were made. Other CPUs' kernels round differently, so numbers are
 compared with a tolerance; `benchmarks/reliability/checkouts.py` compares two checkouts on one machine bit by bit.
 """
 
@@ -23,15 +23,15 @@ EXPECTED = FIXTURES / "expected"
 CONTINUED = json.loads((EXPECTED / "continued.json").read_text())
 NUMBERS = ("step", "train/loss", "grad/norm", "lr", "val/loss")
 CLOSE = 1e-3
-"""Relative difference of numbers between machines, and between versions of PyTorch."""
+"""Relative tolerance for differences between machines and between PyTorch versions."""
 
 SIGNS = 1e-2
-"""The same where a user's clipping takes signs of gradients: 7e-4 was seen between PyTorch 2.11 and 2.15."""
+"""Relative tolerance if a user's clipping takes gradients' signs: PyTorch 2.11 and 2.15 differed by 7e-4."""
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A copy of the fixtures, which the test stands in as the runs did."""
+    """A copy of the fixtures as the working folder, as it was for the recorded runs."""
     copy = shutil.copytree(FIXTURES, tmp_path / "runs", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.chdir(copy)
     monkeypatch.setenv("COLUMNS", "200")
@@ -41,7 +41,7 @@ def place(tmp_path, monkeypatch):
 
 
 def train(monkeypatch, *arguments):
-    """`python train.py`, in this process; the exit code."""
+    """Runs `python train.py` in this process; returns the exit code."""
     monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), *arguments])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -49,21 +49,21 @@ def train(monkeypatch, *arguments):
 
 
 def told(capsys, *arguments):
-    """What `stabletrain ...` prints."""
+    """Returns what `stabletrain ...` prints."""
     capsys.readouterr()
     assert stabletrain([*arguments]) == 0
     return capsys.readouterr().out
 
 
 def close(found, expected, rel=CLOSE):
-    """Checks that two mappings have the same keys, and numbers that are close."""
+    """Checks that two mappings have the same keys and close numbers."""
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert found[key] == (pytest.approx(value, rel=rel) if isinstance(value, float) else value), (key, expected)
 
 
 def same_as_recorded(folder, name):
-    """Checks that the lines of `metrics.jsonl` after a resume are those that the earlier commit wrote."""
+    """Checks that the metrics after a resume equal those that the earlier commit wrote."""
     expected = CONTINUED[name]
     found = read_jsonl(folder / "metrics.jsonl")[-len(expected) :]
     for line, recorded in zip(found, expected, strict=True):
@@ -149,14 +149,12 @@ MADE_UP = {
     "stabletrain.ancient.data.Words": "stabletrain.data.text.Text",
     "stabletrain.ancient.records": "stabletrain.records",
 }
-"""A table as it will be once modules have moved: a package; a module, a class, and a module that users import, all of a
-package that is gone.
-"""
+"""Import paths that have moved: a package, a module, a class, and a module that users import."""
 
 
 @pytest.fixture
 def old_paths(place, monkeypatch):
-    """The stored files with paths that no longer exist, and the table that maps them."""
+    """The stored files with import paths that no longer exist, and a table that maps them to today's."""
     for old, new in MADE_UP.items():
         monkeypatch.setitem(moved.MOVED, old, new)
         for file in [*place.rglob("*.yaml"), *place.rglob("scene.json"), *place.rglob("mine.py")]:

@@ -1,7 +1,8 @@
-"""The step asks nothing of the host: on a GPU each such question would stop the queue of work.
+"""The step never synchronizes with the host: on a GPU that would drain the launch queue.
 
-What makes the host wait is seen by the dispatcher: `item()`, `bool()`, `float()` and `nonzero()` of a tensor are
-operations of their own, on every device.
+A dispatch mode sees each synchronization, on every device: `item()`, `bool()`, `float()` and `nonzero()` of a tensor
+are
+operations of their own.
 """
 
 import pytest
@@ -16,7 +17,7 @@ WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "_
 
 
 class Questions(TorchDispatchMode):
-    """Notes every operation whose result the host needs before it can go on."""
+    """Records every operation whose result the host needs before it can continue."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A user's own model and data, from a folder outside the project, trained by the ordinary command."""
+"""A user's own model and data, from a folder outside the project, trained with the ordinary command."""
 
 import json
 import textwrap
@@ -37,7 +37,7 @@ class Data:
 
 @pytest.fixture
 def plugin(tmp_path):
-    """A config folder of the user's, beside the code it names."""
+    """A user's config folder, beside the code that it names."""
     (tmp_path / "mine.py").write_text(textwrap.dedent(CODE))
     for group, text in {
         "model": "_target_: mine.Model\nwidth: 16\n",

@@ -1,4 +1,4 @@
-"""The nouns of a step: batches are cut and moved whole, and the parts of the loss add up."""
+"""The records of a step: splitting and moving batches, and adding loss terms."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from tests.devices import CARD
 
 @pytest.fixture
 def batch():
-    """Six samples whose tokens, targets, ids and sources say which they are."""
+    """Six samples that can be told apart by their tokens, targets, ids and sources."""
     tokens = torch.arange(6)[:, None] * 10 + torch.arange(4)
     return Batch(tokens, tokens + 1, torch.arange(6) + 100, [f"file:{i}" for i in range(6)], counted=99)
 

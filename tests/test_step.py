@@ -1,4 +1,4 @@
-"""The step: what a withheld update leaves untouched, accumulation, clipping after unscaling, seeds by number."""
+"""The step: skipped updates, gradient accumulation, clipping after unscaling, seeding by step number."""
 
 import copy
 from dataclasses import replace
@@ -33,7 +33,7 @@ OPTIMIZERS = {
 
 
 class Tiny(nn.Module):
-    """A convolution, BatchNorm, dropout, a hidden matrix and a head: one of each thing a step can change."""
+    """A convolution, BatchNorm, dropout, a hidden matrix and a head: one of each thing that a step can change."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ def batch(seed=0, size=8):
 
 
 def bits(state):
-    """Everything a withheld step must leave alone, copied."""
+    """Returns a copy of everything that a skipped step must not change."""
     moments = [value for p in state.model.parameters() for _, value in sorted(state.optimizer.state[p].items())]
     tensors = [*state.model.state_dict().values(), *[m for m in moments if isinstance(m, torch.Tensor)]]
     return [tensor.detach().clone() for tensor in tensors]
@@ -127,7 +127,7 @@ def test_compute_touches_no_weight():
 
 def test_accumulation_gives_the_gradient_of_the_whole_batch_even_with_uneven_targets():
     whole, parts = fresh(), fresh()
-    whole.model.eval()  # BatchNorm and dropout see the batch, not the sample
+    whole.model.eval()  # BatchNorm and dropout depend on how samples are batched
     parts.model.eval()
     each = batch(1)
     each.targets[:3] = IGNORE_INDEX
@@ -146,7 +146,7 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 @pytest.mark.parametrize("max_norm", [0.05, 100.0])
 def test_the_clipped_norm_is_the_true_norm_in_every_precision(max_norm):
-    """Clipping before unscaling would cut fp16's gradients 1024 times too short."""
+    """Clipping before unscaling would shrink fp16's gradients 1024 times too much."""
     norms = {}
     for kind in PRECISIONS:
         state = fresh()

@@ -1,4 +1,4 @@
-"""The two tiers: what `slow` and its condition leave out, and what a fork of the server does as a process would."""
+"""The fast and slow tiers, and that a fork of the server behaves like a fresh process."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Law 7: imports point one way, and what reaches outside stands in its own room."""
+"""Law 7: imports point one way, and only a library's own rooms import it."""
 
 import ast
 from pathlib import Path
@@ -37,7 +37,7 @@ MAY_SEE = {
     | {"stability", "tracking", "trainer"},
     "train": {"cli", "parallel"},
 }
-"""Room -> rooms of the package it may import, besides its own. A new room is added here, deliberately."""
+"""Room -> other rooms of the package that it may import. A new room must be added here deliberately."""
 
 ONLY = {
     "hydra": {"train", "config", "cli", "trainer/build", "trainer/stages"},
@@ -65,7 +65,7 @@ def files():
 
 
 def place(file):
-    """`stability/guard` for a file of the package, `train` for train.py."""
+    """Returns `stability/guard` for a file of the package, `train` for train.py."""
     base = PACKAGE if file.is_relative_to(PACKAGE) else ROOT
     return file.relative_to(base).with_suffix("").as_posix()
 

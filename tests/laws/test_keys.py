@@ -1,4 +1,4 @@
-"""Law 6: every option composes, builds and trains; every key, changed, changes the result or is refused."""
+"""Law 6: every option composes, builds and trains; every changed key changes the result or is rejected."""
 
 import hashlib
 import json
@@ -66,9 +66,9 @@ WITH = {
     "experiment=nf_resnet_digits": ["model.depth=8"],
     "experiment=resnet20_cifar10": ["model.depth=8", "data.root=CIFAR"],
 }
-"""What makes an option small, or gives it the data it needs; the others run on `SMALL_GPT`.
+"""Overrides that make an option small or give it the data it needs; other options run on `SMALL_GPT`.
 
-Of a ResNet-50 no checkpoints are written, which would be 300 MB each.
+A ResNet-50 writes no checkpoints, which would take 300 MB each.
 """
 
 REFUSED_WITH_RESNET = {
@@ -84,14 +84,14 @@ REFUSED_WITH_RESNET = {
     "init=small": "init=small is for tokens",
     "optimizer=muon": "no hidden matrix",
 }
-"""Options that a ResNet cannot have, and what the message says."""
+"""Options that a ResNet rejects, and part of the message."""
 
 REFUSED_HERE = {
     "precision=tf32": "precision=tf32 on cpu",
     "parallel=ddp": "parallel=ddp needs torchrun",
     "parallel=fsdp": "parallel=fsdp needs torchrun",
 }
-"""Options that one process on a CPU cannot have, and what the message says; of `parallel` see tests/parallel/."""
+"""Options that one process on a CPU rejects, and part of the message; tests/parallel/ covers `parallel`."""
 
 CHANGED: dict[str, object] = {
     "steps": 5,
@@ -220,12 +220,12 @@ CHANGED: dict[str, object] = {
     "model.in_channels": 3,
     "model.stem": "large",
 }
-"""A changed value for every key there is; a dict chooses by the value it had."""
+"""A changed value for every key; a dict maps the default to the changed value."""
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """Small data of every form, and the names it goes by above."""
+    """Writes small data of every format; returns the folders by the names used above."""
     root = tmp_path_factory.mktemp("data")
     (root / "text.txt").write_text("".join(f"line {i} of some text, {i * i}\n" for i in range(400)))
     (root / "other.txt").write_text("quite another text. " * 300)
@@ -251,7 +251,7 @@ def places(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def pretend_cifar(monkeypatch):
-    """torchvision's CIFAR10 without its 170 MB: random pictures where the folder exists, its own error elsewhere."""
+    """Replaces torchvision's CIFAR10, which is 170 MB, by random images; a missing folder raises the same error."""
     import numpy as np
     import torchvision
 
@@ -271,12 +271,12 @@ def pretend_cifar(monkeypatch):
 
 
 def filled(overrides, places):
-    """The overrides with the names of places replaced."""
+    """Returns the overrides with the names of folders replaced by their paths."""
     return [f"{key}={places.get(value, value)}" for key, _, value in (o.partition("=") for o in overrides)]
 
 
 def observe(folder, overrides):
-    """Everything a run leaves, but the clock: what a key must change to be alive."""
+    """Returns everything a run leaves behind, except times: what a live key must change."""
     with composed(*overrides) as cfg:
         check(cfg)
         job = build(cfg, folder)
@@ -300,7 +300,7 @@ def observe(folder, overrides):
 
 
 def observe_or_refusal(folder, overrides):
-    """What a run leaves, or the message it is refused with."""
+    """Returns what a run leaves behind, or the message with which it was rejected."""
     try:
         return observe(folder, overrides)
     except ConfigError as refused:
@@ -308,7 +308,7 @@ def observe_or_refusal(folder, overrides):
 
 
 def overrides_for(group, option):
-    """A small run with this option."""
+    """Returns a small run with this option."""
     choice = f"{group}={option}"
     others = WITH.get(choice, SMALL_GPT)
     off = "checkpoint=off" in (choice, *others)
@@ -327,7 +327,7 @@ def test_every_option_trains_or_says_why_not(tmp_path, monkeypatch, places, grou
         return
     seen = observe(tmp_path, chosen)
     assert any("train/loss" in line for line in seen["lines"])
-    saved = ["step-00000002", "step-00000004"]  # and before them the state that a rollback would ask for
+    saved = ["step-00000002", "step-00000004"]  # and before them the state for a rollback
     assert seen["kept"][-2:] == ([] if "checkpoint=off" in chosen else saved)
 
 
@@ -353,7 +353,7 @@ def test_every_option_trains_a_resnet_too_or_says_why_not(tmp_path, monkeypatch,
 
 
 def keys_of(group, option):
-    """The keys that this option's YAML brings, or for no group the top level's."""
+    """Returns the keys of this option's YAML; with no group, the top-level keys."""
     tree = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
     tree.pop("defaults", None)
     return [key for key, value in leaves(tree) if key and key != "_target_" and not str(value).startswith("${")]
@@ -369,7 +369,7 @@ TOP = [key for key in yaml.safe_load((CONF / "config.yaml").read_text()) if key 
 
 
 def changed(key, chosen):
-    """The changed value as an override."""
+    """Returns the key's changed value as an override."""
     value = CHANGED[key]
     if isinstance(value, dict):
         with composed(*chosen) as cfg:
@@ -380,7 +380,7 @@ def changed(key, chosen):
 
 @pytest.fixture(scope="module")
 def unchanged(tmp_path_factory):
-    """What a run leaves before one of its keys is changed; the keys of an option share it."""
+    """Caches what an option's run leaves behind before any key is changed."""
     return cache(lambda *overrides: observe_or_refusal(tmp_path_factory.mktemp("unchanged"), overrides))
 
 
@@ -413,30 +413,30 @@ SEEN_ELSEWHERE = {
     "parallel.compare": "tests/parallel/test_ddp.py",
     "parallel.reshard_after_forward": "tests/parallel/test_distributed.py",
 }
-"""Keys that change no result of one process, only its cost or that of several, and where they are shown alive."""
+"""Keys that affect only the cost of a run, or only several processes, and the test that shows their effect."""
 
 OF_IMAGES = {("faults", "poison", "factor")}
-"""Keys that matter to images only."""
+"""Keys that matter for images only."""
 
 
 def needed_for(group, option, key, places):
-    """What else a key needs so as to matter; None where it cannot matter in a run here."""
+    """Returns overrides under which a key takes effect; None if it cannot take effect in a run here."""
     name = f"{group}.{key}"
     if group == "precision" and option == "auto":
-        return None  # the three numbers are for cards that auto sends to fp16
+        return None  # the three numbers only matter on GPUs where auto selects fp16
     if (group, key) == ("checkpoint", "keep_best"):
         return [
             "checkpoint.keep=1",
             "checkpoint.every=1",
-            "checkpoint.asynchronous=false",  # else its events come in the order of chance
+            "checkpoint.asynchronous=false",  # otherwise its events come in random order
             "eval_every=1",
-            "optimizer.lr=1.0",  # up and down: the last is not the best
+            "optimizer.lr=1.0",  # the loss must rise too, so that the last is not the best
             "guard=off",
             "schedule=constant",
             "clipping=none",
             "steps=11",
         ]
-    if (group, key) == ("model", "stem"):  # four pictures that the large stem leaves one pixel of: any step may fail
+    if (group, key) == ("model", "stem"):  # the large stem leaves one pixel of four images: any step may fail
         return ["guard=skip"]
     if name in SEEN_ELSEWHERE:
         return None
@@ -454,12 +454,12 @@ def needed_for(group, option, key, places):
         return ["clipping.warmup_steps=1", "steps=8"]
     if option == "zclip" and key != "max_norm":
         loose = ["clipping.max_norm=100", "clipping.z_threshold=0.5", "clipping.warmup_steps=4"]
-        return [*loose, "steps=12", "warmup=none", "batch_size=1", "optimizer.lr=1e-5"]  # norms up and down
-    if group == "guard":  # an update far too long: spikes without end, or a rollback
+        return [*loose, "steps=12", "warmup=none", "batch_size=1", "optimizer.lr=1e-5"]  # the norms must rise and fall
+    if group == "guard":  # a far too large update: endless spikes, or a rollback
         lost = ["faults=learning_rate", "faults.at=[4]", "faults.factor=3e3", "steps=16", "warmup=none"]
         quick = ["patience=2", "snapshot_every=2", "healthy_after=1", "skip_batches=1", "lr_steps=3"]
         return lost + [f"guard.{value}" for value in quick if option == "rollback"]
-    if group == "forensics":  # two bad steps, with a good one between them
+    if group == "forensics":  # two bad steps with a good one between
         return ["faults=label", "faults.at=[0,2]"]
     if group == "faults" and option not in ("plan", "spiky"):
         soft = ["faults.value=50"] if key in ("seed", "module", "parameter") and option in SOFT else []
@@ -470,7 +470,7 @@ def needed_for(group, option, key, places):
 
 
 SOFT = ("activation", "gradient")
-"""Faults of which every place has the same end, unless they are finite."""
+"""Faults that must be finite for their place to matter: otherwise every place has the same result."""
 
 NOT_HERE = {
     ("faults", "kill", "at"): "[]",
@@ -478,17 +478,17 @@ NOT_HERE = {
     ("faults", "kill", "rank"): "-1",
     ("faults", "wandb", "at"): "[]",
 }
-"""Values that must be refused, of keys whose effect would end this process, or has nothing to act on here:
-tests/faults/test_in_io.py and test_planned.py show them alive."""
+"""Values that must be rejected, for keys whose effect would end this process, or that have nothing to act on here.
+
+tests/faults/test_in_io.py and test_planned.py show their effect.
+"""
 
 
 @pytest.mark.parametrize("key", TOP)
 def test_every_top_level_key_is_alive(tmp_path, places, key, monkeypatch):
     assert key in CHANGED, f"{key} is new: give CHANGED a value that must change a run"
     chosen = filled(["wandb=disabled", *SMALL, *SMALL_GPT], places)
-    if (
-        key == "compile"
-    ):  # jaxtyping's checks cannot be traced: that it trains is tests/trainer/test_compile_warmup.py's
+    if key == "compile":  # jaxtyping's checks cannot be traced; tests/trainer/test_compile_warmup.py trains compiled
         tried = []
         monkeypatch.setattr(
             "stabletrain.trainer.build.warm_up_compiled", lambda *_, **how: tried.append(how["must"]) or ({}, "tried")
@@ -499,11 +499,11 @@ def test_every_top_level_key_is_alive(tmp_path, places, key, monkeypatch):
         assert tried == [True], "on a CPU only true compiles, and then it must"
         return
     base = observe(tmp_path / "base", chosen)
-    if key == "report":  # the page is written beside the last words: tests/compare/pages/test_at_end.py
+    if key == "report":  # tests/compare/pages/test_at_end.py checks the page itself
         with composed(*chosen, "report=false") as cfg:
             assert type(build(cfg, tmp_path).output.page) is NoPage
         return
-    if key == "resume":  # a finished run: nothing is trained again, and it says so
+    if key == "resume":  # a finished run is not trained again, but logs the resume
         again = observe(tmp_path / "base", [*chosen, "resume=auto"])
         assert [line["event"] for line in again["lines"] if "event" in line][-1] == repr("resume")
         return
@@ -539,6 +539,6 @@ def test_every_group_can_be_switched_off_by_a_real_object():
         "optimizer",
         "experiment",
         "parallel",
-    }:  # one process is alone as it is
+    }:  # `parallel` needs none: one process is the default
         options = {option for each, option in OPTIONS if each == group}
         assert options & off, f"{group} has no option that does nothing"

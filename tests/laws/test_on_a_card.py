@@ -1,9 +1,9 @@
-"""The laws on a card: 3 (a skipped step changes nothing), 4 (resume is exact), 5 (replay is exact), and that a step
-waits for nothing.
+"""The laws on a GPU: 3 (a skipped step changes nothing), 4 (resume is exact), 5 (replay is exact), and no step waits.
 
-Each body also runs on the CPU: here in one small case, or, for laws 3 and 5, in the files it is taken from. The same
-bits twice are `determinism=strict`'s promise on a card, so that is chosen where two runs are compared. Nothing is
-compiled: the tests' shape checks cannot be traced (tests/trainer/test_compile_warmup.py has compiled runs).
+Each test body also runs on the CPU: here in one small case or, for laws 3 and 5, in the files it is imported from. On a
+GPU only `determinism=strict` promises bitwise reproducibility, so tests that compare two runs use it. Nothing is
+compiled,
+because the tests' shape checks cannot be traced (tests/trainer/test_compile_warmup.py has compiled runs).
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def test_resume_is_exact(tmp_path, device, precision, model):
 
 @contextlib.contextmanager
 def asking_nothing(device):
-    """Within it, whatever makes the host wait for the device is an error."""
+    """Context in which any wait of the host for the device raises RuntimeError."""
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -89,7 +89,7 @@ def asking_nothing(device):
 
 
 def steady(folder, device, *overrides):
-    """A run past its first steps, and the batch of the next, not yet on the device."""
+    """Returns a run past its first steps, and the next batch, still on the host."""
     with composed(*overrides, f"device={device}", "checkpoint=off", "zloss=palm", "compile=false") as cfg:
         job = build(cfg, folder)
     batches = [job.data.batches.get(step) for step in range(4)]
@@ -100,7 +100,7 @@ def steady(folder, device, *overrides):
 
 
 def step(job, batch):
-    """One step as the loop takes it, up to where it reads what the step has measured."""
+    """Takes one step as the loop does, up to reading its measurements."""
     return commit(job.state, compute(job.state, batch.to(job.device).split(2), job.tools), job.tools)
 
 
@@ -133,7 +133,7 @@ def test_a_step_that_waits_is_noticed(tmp_path, device):
 @ON_A_CARD
 def test_a_loss_in_chunks_never_holds_all_logits(tmp_path, device):
     wide = [*TINY_GPT, "model.vocab_size=50257", "data.block_size=128", "batch_size=32", "precision=fp32"]
-    logits, peaks = 4 * 32 * 128 * 50257, {}  # bytes; a step takes its micro-batches by two
+    logits, peaks = 4 * 32 * 128 * 50257, {}  # bytes; each step has two micro-batches
     for chunk in ("none", "256"):
         job, batch = steady(tmp_path / chunk, device, *wide, f"loss_chunk={chunk}")
         before = torch.cuda.memory_allocated()

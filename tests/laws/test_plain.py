@@ -15,7 +15,7 @@ STEPS = 12
 
 
 def hand_written(model, batches, kind, lr):
-    """What one would write without this project."""
+    """Trains with a plain PyTorch loop; returns the losses."""
     decayed = [p for name, p in model.named_parameters() if p.ndim >= 2 and "embedding" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim < 2 or "embedding" in name]
     if kind == "adamw":

@@ -1,4 +1,4 @@
-"""Law 4: resume is exact. Interrupted anywhere and continued, a run ends as if nothing had been."""
+"""Law 4: resume is exact. A run interrupted anywhere and resumed ends bit-identical to an uninterrupted one."""
 
 import json
 import os
@@ -20,7 +20,7 @@ STEPS = 12
 
 
 class Crash(Exception):
-    """What a killed process looks like from inside: nothing more runs."""
+    """Simulates a killed process: no further code of the run executes."""
 
 
 def trained(folder, *overrides, crash_at=None):
@@ -101,7 +101,7 @@ def test_every_kind_of_memory_survives_a_crash(tmp_path, kind, crash_at):
 def test_crash_and_resume_equals_never_having_stopped(tmp_path, tiny, precision, crash_at):
     chosen = [*tiny, f"precision={precision}", f"steps={STEPS}", "eval_every=4", "checkpoint.every=5", "log_every=1"]
     if precision == "fp16":
-        chosen += ["precision.init_scale=1e9", "precision.growth_interval=3"]  # so that the scale moves
+        chosen += ["precision.init_scale=1e9", "precision.growth_interval=3"]  # makes the loss scale change
     trained(tmp_path / "whole", *chosen)
     trained(tmp_path / "cut", *chosen, crash_at=crash_at)
     resumed = trained(tmp_path / "cut", *chosen, "resume=auto")
@@ -111,7 +111,7 @@ def test_crash_and_resume_equals_never_having_stopped(tmp_path, tiny, precision,
 
 
 def test_the_example_would_notice_a_lost_scale_guard_or_moment(tmp_path):
-    """Each stateful thing is really in the comparison above."""
+    """The states compared above include the loss scale, the guard and the optimizer's moments."""
     chosen = [*TINY_GPT, "precision=fp16", "precision.init_scale=1e9", "steps=5", "checkpoint.every=5"]
     trained(tmp_path, *chosen)
     kept = newest(tmp_path)
@@ -152,7 +152,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
 
 
 def test_resuming_with_another_learning_rate_uses_it(tmp_path):
-    """A changed key changes the result: the checkpoint's optimizer does not bring its old rate along."""
+    """A changed key takes effect: the checkpoint's optimizer must not restore its old learning rate."""
     chosen = [*TINY_GPT, "steps=6", "checkpoint.every=3", "schedule=constant", "warmup=none", "log_every=1"]
     trained(tmp_path, *chosen, crash_at=4)
     trained(tmp_path, *chosen, "resume=auto", "optimizer.lr=0.125")

@@ -1,5 +1,6 @@
-"""Law 3: a skipped step changes nothing. Whatever goes wrong, wherever, in every precision, both models and kinds of
-optimizer: parameters, buffers, moments, step counters, and the memory of clipping, guard and loss scale keep every bit.
+"""Law 3: a skipped step changes nothing, for every fault, precision, model and kind of optimizer.
+
+Parameters, buffers, moments, step counters, and the state of clipping, guard and loss scale stay bit-identical.
 """
 
 import math
@@ -18,13 +19,13 @@ MODELS = {"gpt": [*TINY_GPT, "clipping=zclip"], "resnet": [*TINY_RESNET, "model.
 
 
 def some_module(model):
-    """A module in the middle whose output is a tensor."""
+    """Returns a module in the middle of the model whose output is a tensor."""
     leaves = [module for module in model.modules() if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)]
     return leaves[len(leaves) // 2]
 
 
 def spoil_inputs(job, batch, value):
-    """For text a token id that does not exist: whole numbers cannot be NaN."""
+    """Writes `value` into the inputs; for text an invalid token id, because integers cannot be NaN."""
     inputs = batch.inputs.clone()
     inputs[(-1,) * inputs.ndim] = value if inputs.is_floating_point() else 2**31 - 1
     return replace(batch, inputs=inputs)
@@ -75,7 +76,7 @@ def spoil_one_gradient(job, batch, value):
 
 
 def spike(job, batch, value):
-    """Finite, and beyond every limit."""
+    """Makes the loss finite but beyond every limit."""
     return spoil_loss(job, batch, 1e4)
 
 
@@ -91,7 +92,7 @@ SPOILT = {
 
 
 def everything(job):
-    """All of the state but what a step must count: its number, and the skips."""
+    """Returns the whole state, except the step's number and the counts of skips."""
     tensors, skeleton = flatten(
         to_host(capture(job.state, {k: job.rollback.parts[k] for k in ("clipping", "precision")}))
     )
@@ -101,8 +102,8 @@ def everything(job):
 
 
 def assert_nothing_changes(folder, what, value, *overrides):
-    """The law itself, for one fault in a run of `overrides`; on a card it is `test_on_a_card.py` that asks for it."""
-    if "precision=fp16" in overrides:  # at its floor, a gradient that is not finite is no calibration
+    """Checks the law for one fault in a run of `overrides`; `test_on_a_card.py` calls it too."""
+    if "precision=fp16" in overrides:  # at its floor, a non-finite gradient is no routine overflow
         overrides += ("precision.init_scale=1", "precision.min_scale=1")
     with composed(*overrides, "guard=skip", "steps=9", "warmup=none", "schedule=constant", "checkpoint=off") as cfg:
         job = build(cfg, folder)

@@ -19,7 +19,7 @@ NEVER = ["log_every=1000", "eval_every=1000", "checkpoint=off", "wandb=disabled"
 
 def trained(folder, *overrides):
     with composed(*overrides) as cfg:
-        torch.manual_seed(7)  # for determinism=off, which seeds nothing itself
+        torch.manual_seed(7)  # determinism=off seeds nothing itself
         job = build(cfg, folder)
         torch.manual_seed(8)
         train(job)
