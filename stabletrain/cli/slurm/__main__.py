@@ -109,7 +109,7 @@ def submit(job: Job, text: str, record: DictConfig | None, *, submitted: int) ->
         StabletrainError: sbatch refuses the job.
     """
     for folder in job.folders:
-        # Slurm does not create the folder of a log; without it the job would fail silently.
+        # Slurm does not create the folder of a log file.
         folder.mkdir(parents=True, exist_ok=True)
     if record is not None:
         OmegaConf.save(record, job.folder / "multirun.yaml")
