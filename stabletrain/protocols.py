@@ -1,4 +1,4 @@
-"""What acts in a step, by role: each is an object that a config group has chosen, and the step knows no kind of it."""
+"""The roles in a step, each played by the object that a config group chooses; the step does not know its kind."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,7 +12,7 @@ from stabletrain.records import Batch, Clipped, Detour, GradNorms, LossTerms, Re
 
 @runtime_checkable
 class Precision(Protocol):
-    """In which format forward and backward compute; see `stability/precision/`."""
+    """Number format of forward and backward, and the loss scale; see `stability/precision/`."""
 
     def autocast(self) -> AbstractContextManager: ...
     def scale(self, loss: Tensor) -> Tensor: ...
@@ -24,7 +24,7 @@ class Precision(Protocol):
 
 @runtime_checkable
 class Objective(Protocol):
-    """What is minimised, of which logits; see `stability/objective.py`."""
+    """The loss, computed from whole logits or in chunks; see `stability/objective.py`."""
 
     @property
     def plain(self) -> "Objective": ...
@@ -34,7 +34,7 @@ class Objective(Protocol):
 
 @runtime_checkable
 class Clipping(Protocol):
-    """What shortens gradients; see `stability/clipping/`. Only a step whose gate is open may enter its statistics."""
+    """Clips gradients; see `stability/clipping/`. Skipped steps must not enter its statistics."""
 
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Tensor) -> Clipped: ...
     def state_dict(self) -> dict: ...
@@ -43,7 +43,7 @@ class Clipping(Protocol):
 
 @runtime_checkable
 class AfterUpdate(Protocol):
-    """What bounds the weights once the update has reached them; see `stability/qkclip.py`."""
+    """Bounds the weights after an update; see `stability/qkclip.py`."""
 
     def maxima(self, model: nn.Module) -> list[Tensor]: ...
     def __call__(self, model: nn.Module, gate: Tensor) -> None: ...
@@ -51,7 +51,7 @@ class AfterUpdate(Protocol):
 
 @runtime_checkable
 class RetainedStates(Protocol):
-    """Which states a rollback may restore, by step number; see `stability/guard/retained.py`."""
+    """The states a rollback may restore, by step number; see `stability/guard/retained.py`."""
 
     @property
     def steps(self) -> list[int]: ...
@@ -64,7 +64,7 @@ class RetainedStates(Protocol):
 
 @runtime_checkable
 class Guard(Protocol):
-    """Which updates may reach the weights; see `stability/guard/`."""
+    """Decides which updates reach the weights, and what follows if one does not; see `stability/guard/`."""
 
     skips: dict[str, int]
     kind: str
@@ -89,7 +89,7 @@ class Guard(Protocol):
 
 @runtime_checkable
 class Sanitizer(Protocol):
-    """What is made of data that no model can learn from; see `stability/sanitize.py`."""
+    """Replaces values in a batch that no model can learn from, and reports them; see `stability/sanitize.py`."""
 
     @property
     def vocab_size(self) -> int | None: ...
@@ -115,21 +115,21 @@ class Parallel(Protocol):
 
 @runtime_checkable
 class Seeding(Protocol):
-    """Where a step's randomness comes from; see `machine/determinism.py`."""
+    """Seeds the randomness of a step; see `machine/determinism.py`."""
 
     def seed_step(self, seed: int, step: int) -> None: ...
 
 
 @runtime_checkable
 class LearningRate(Protocol):
-    """The factor of the peak learning rate by step number; see `stability/schedule.py`."""
+    """Learning rate as a fraction of its peak, by step number; see `stability/schedule.py`."""
 
     def __call__(self, step: int) -> float: ...
 
 
 @dataclass(frozen=True)
 class Tools:
-    """Everything that acts in a step, each chosen by a config group."""
+    """Everything that acts in a step."""
 
     sanitizer: Sanitizer
     precision: Precision
@@ -143,12 +143,12 @@ class Tools:
     parallel: Parallel
 
     def wrap(self, model: nn.Module) -> Callable[[Tensor], Any]:
-        """The model as a step calls it: `logits = wrapped(inputs)`.
+        """Returns the model as a step calls it: `logits = wrapped(inputs)`.
 
-        On several ranks DDP wraps it, to average the gradients. With `loss_chunk` it leaves its head to the loss.
+        With DDP this is its wrapper, which averages the gradients. With `loss_chunk` the head is left to the loss.
         """
         return self.objective.wrap(self.parallel.wrapped(model), model, self)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate: times the loss scale, and such that gradients averaged over ranks add up."""
+        """Returns the loss to differentiate: times the loss scale, and times the world size, since DDP averages."""
         return self.precision.scale(self.parallel.scale_for_averaging(loss))

@@ -1,7 +1,4 @@
-"""The nouns of a training step: what is passed between the rooms, and nothing that acts.
-
-This file imports nothing of the package, so every room may see it.
-"""
+"""The data types that the parts of the package pass to each other. This file imports nothing from the package."""
 
 from __future__ import annotations
 
@@ -15,23 +12,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 IGNORE_INDEX = -100
-"""A target of this value is not counted: PyTorch's own default for `ignore_index`."""
+"""Targets with this value are ignored; PyTorch's default `ignore_index`."""
 
 LOGITS_AT_ONCE = 2**26
-"""Most logits that are widened to fp32 together, where nothing else is asked for: 256 MiB."""
+"""Default number of logits upcast to fp32 at once: 256 MiB."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch, or one micro-batch, of samples.
+    """A batch or micro-batch of samples.
 
     Attributes:
-        inputs: `[batch, time]` int64 tokens or `[batch, channels, height, width]` float32 images; a plug-in's
-            model and data may agree on anything whose first dimension is the batch.
-        targets: int64 class or next-token ids, `[batch]` or `[batch, time]`; `IGNORE_INDEX` is not counted.
-        ids: int64 `[batch]` on the CPU: which samples of the data set these are; None if the data cannot say.
-        sources: one line a sample saying where it came from (file and offset); None if the data cannot say.
-        counted: how many targets count in the whole batch of which this is one rank's part; None for a whole batch.
+        inputs: `[batch, time]` int64 tokens or `[batch, channels, height, width]` float32 images. A user's model and
+            data may agree on anything else whose first dimension is the batch.
+        targets: int64 class or next-token ids, `[batch]` or `[batch, time]`; `IGNORE_INDEX` is ignored.
+        ids: int64 `[batch]` on the CPU, the samples' indices in the data set; None if unknown.
+        sources: for each sample one line that says where it came from (file and offset); None if unknown.
+        counted: number of valid targets in the whole batch, if this is one rank's shard of it; None for a whole batch.
     """
 
     inputs: Tensor
@@ -45,7 +42,7 @@ class Batch:
         return self.inputs.shape[0]
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch with inputs and targets on `device`; pinned memory is copied without waiting."""
+        """Moves inputs and targets to `device`; from pinned memory the copy is asynchronous."""
         return replace(
             self,
             inputs=self.inputs.to(device, non_blocking=True),
@@ -53,16 +50,16 @@ class Batch:
         )
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory, from which a copy to a card does not wait; on a card it stays."""
+        """Copies the batch to pinned memory; a batch that is on a card already is returned as it is."""
         if self.inputs.is_cuda:
             return self
         return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory())
 
     def split(self, parts: int) -> list[Batch]:
-        """`parts` micro-batches of equal size, in order.
+        """Splits the batch into `parts` micro-batches of equal size, in order.
 
         Raises:
-            ValueError: the batch does not divide into `parts`.
+            ValueError: the batch size is not a multiple of `parts`.
         """
         size, rest = divmod(len(self), parts)
         if rest:
@@ -70,7 +67,7 @@ class Batch:
         return [self.rows(slice(i * size, (i + 1) * size)) for i in range(parts)]
 
     def rows(self, rows: slice) -> Batch:
-        """Some of the samples."""
+        """Selects samples."""
         return Batch(
             self.inputs[rows],
             self.targets[rows],
@@ -80,20 +77,20 @@ class Batch:
         )
 
     def counting(self, targets: int) -> Batch:
-        """The same as a part of a batch in which so many targets count."""
+        """Marks the batch as a shard of a batch with `targets` valid targets."""
         return replace(self, counted=targets)
 
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The parts of the loss as 0-d fp32 tensors on the device, each already divided by the step's valid targets.
+    """The terms of the loss, 0-d fp32 tensors on the device, each divided by the step's number of valid targets.
 
-    Micro-batches therefore simply add up to the mean over the step, however unevenly targets are ignored.
+    The terms of all micro-batches add up to the mean over the step.
 
     Attributes:
-        total: what is differentiated, `ce + zloss`.
+        total: `ce + zloss`, which is differentiated.
         ce: cross-entropy, nats per target.
-        zloss: the z-loss with its coefficient.
+        zloss: z-loss, including its coefficient.
     """
 
     total: Tensor
@@ -104,13 +101,13 @@ class LossTerms:
         return LossTerms(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def detach(self) -> LossTerms:
-        """The same values without their graph."""
+        """Detaches the terms from the autograd graph."""
         return LossTerms(*(getattr(self, f.name).detach() for f in fields(self)))
 
 
 @dataclass(frozen=True)
 class GradNorms:
-    """L2 norms of the raw gradients: unscaled, before clipping.
+    """L2 norms of the unscaled gradients, before clipping.
 
     Attributes:
         total: 0-d fp32, over all parameters.
@@ -123,12 +120,11 @@ class GradNorms:
 
 @dataclass(frozen=True)
 class Clipped:
-    """What clipping did to a step's gradients; 0-d fp32 tensors on their device.
+    """The effect of clipping on a step; 0-d fp32 tensors on the device.
 
     Attributes:
-        coef: norm after over norm before; 1 where nothing was clipped.
-        active: share, in [0, 1], of what this kind clips one by one (the whole gradient, tensors, rows, values) that
-            was clipped.
+        coef: gradient norm after clipping over the norm before; 1 if nothing was clipped.
+        active: clipped share, in [0, 1], of the units this option clips (the whole gradient, tensors, rows, values).
     """
 
     coef: Tensor
@@ -137,14 +133,14 @@ class Clipped:
 
 @dataclass(frozen=True)
 class StepChecks:
-    """What can go wrong in a step that loss and gradients do not show; 0-d tensors on the device.
+    """Faults of a step that loss and gradients do not show; 0-d tensors on the device.
 
     Attributes:
-        bad_data: bool, whether the batch held what no model can learn from; see `stability/sanitize.py`.
-        inputs: fp32, the largest magnitude of the inputs; 0 where they are whole numbers.
+        bad_data: bool, whether the batch held values that no model can learn from; see `stability/sanitize.py`.
+        inputs: fp32, largest magnitude of the inputs; 0 for integers.
         buffers: fp32, L2 norm of the model's floating-point buffers after the forward pass (BatchNorm's statistics).
-        stop: bool, whether a rank has been asked to stop; None for one process.
-        rank: the first rank whose own part of the step was bad, -1 for none; None for one process.
+        stop: bool, whether any rank was asked to stop; None in a single process.
+        rank: first rank whose own shard of the step was bad, -1 for none; None in a single process.
     """
 
     bad_data: Tensor
@@ -155,22 +151,20 @@ class StepChecks:
 
 
 class Reading(NamedTuple):
-    """What one step measured, as floats on the host: the only thing the loop, the guard and the trackers see.
+    """The numbers of one step, on the host: all that the loop, the guard and the trackers see of it.
 
     Attributes:
-        step: number of the step, counted from 1: so many steps are done when this one is.
+        step: number of the step, counted from 1.
         loss, ce, zloss: nats per target, mean over the step.
         grad_norm: L2 norm over all parameters, before clipping.
-        clip_coef: gradient norm after clipping over before; 1 where clipping was not active.
-        clip_active: share, in [0, 1], of what the clipping clips one by one that it did clip.
-        inputs, buffers: largest magnitude of the inputs, and norm of the buffers; see `StepChecks`.
-        loss_scale: fp16's loss scale the step ran with; 1 in other precisions.
-        applied: whether the gate was open, so that the update reached the weights.
-        bad_data: whether the batch held what no model can learn from; see `stability/sanitize.py`.
-        overflow: whether it was withheld by fp16's routine overflow, which calibrates the loss scale.
+        clip_coef, clip_active: see `Clipped`.
+        inputs, buffers, bad_data: see `StepChecks`.
+        loss_scale: fp16's loss scale in this step; 1 in other precisions.
+        applied: whether the update reached the weights.
+        overflow: whether the update was skipped for fp16's routine overflow, which lowers the loss scale.
         lr: learning rate of the first parameter group.
-        stop: whether one of several ranks has been asked to stop.
-        rank: the first rank whose own part of the step was bad; -1 where none was, or there is one process.
+        stop: whether any rank was asked to stop.
+        rank: first rank whose own shard of the step was bad; -1 for none, and in a single process.
     """
 
     step: int
@@ -192,7 +186,7 @@ class Reading(NamedTuple):
 
 
 class Verdict(enum.Enum):
-    """What the loop does about a reading."""
+    """What the loop does after a step."""
 
     APPLY = "apply"
     SKIP = "skip"
@@ -202,12 +196,12 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Detour:
-    """How a run goes on after a rollback.
+    """How a run continues after a rollback.
 
     Attributes:
-        number: of the rollback, from 1.
-        skip_batches: batches to pass over beyond those read since the state that was put back.
-        lr_factor: what the learning rate is multiplied by, up to step `until`.
+        number: which rollback of the run this is, from 1.
+        skip_batches: batches to skip, beyond those that were read since the restored state.
+        lr_factor: factor of the learning rate until step `until`.
         until: see `lr_factor`.
     """
 
@@ -219,14 +213,14 @@ class Detour:
 
 @dataclass
 class TrainState:
-    """Everything a step starts from; with the step's number it determines the step.
+    """The state in which a step starts. State and step number determine the step completely.
 
     Attributes:
-        model: the network, parameters in fp32 (with precision=bf16_params its matrices in bf16).
-        optimizer: its moments and step counters.
-        step: steps done, which is also the number, counted from 0, under which the next one looks up its batch.
+        model: the network, with fp32 parameters (bf16 matrices with precision=bf16_params).
+        optimizer: with its moments and step counters.
+        step: number of steps done; the next step looks up its batch under this number.
         skipped: ranges `[start, stop)` of data positions that are never read; see `data/order.py`.
-        executed_steps: steps executed in the whole run, those that were rolled back included: it never goes back.
+        executed_steps: steps executed in the whole run, including rolled back ones; it never decreases.
     """
 
     model: nn.Module

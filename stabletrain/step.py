@@ -1,13 +1,13 @@
-"""One training step: forward, backward, unscale, measure, judge, clip, apply or not.
+"""One training step: forward, backward, unscale, measure, judge, clip, and apply the update or not.
 
-A step is a pure function of (state, step number): the batches are looked up by number, the randomness is seeded by
-number, and an update whose gate is closed changes nothing. It has two halves:
+A step is a pure function of (state, step number): the batch is looked up by number, the randomness is seeded by number,
+and a skipped step changes nothing. It has two halves:
 
-- `compute` runs forward and backward. It touches gradients and buffers (BatchNorm's statistics), never weights.
-- `commit` judges, clips, and applies the update, or puts the buffers back.
+- `compute` runs forward and backward. It writes gradients and buffers (BatchNorm's statistics), never weights.
+- `commit` judges the step, clips, and applies the update; or it skips the update and restores the buffers.
 
-Between the two the loop reads what the *previous* step measured, and the weights are still exactly what a withheld
-step started from. Nothing here waits for the device, so on CUDA the reading costs no bubble.
+Between the two halves the loop reads the numbers of the *previous* step. At that point the weights are still the ones
+from which a skipped step started, so it can be replayed. Nothing here waits for the device.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Readi
 
 @dataclass(frozen=True)
 class Computed:
-    """What `compute` leaves for `commit`.
+    """What `compute` hands to `commit`.
 
     Attributes:
         terms, norms: losses and gradient norms, on the device.
-        checks: what else the guard looks at.
-        saved_buffers: the model's buffers as they were before.
-        classes: the last dimension of the logits; None if nothing could be run.
+        checks: the other quantities that the guard judges.
+        saved_buffers: copies of the model's buffers from before the forward pass.
+        classes: size of the logits' last dimension; None if every micro-batch was empty.
     """
 
     terms: LossTerms
@@ -44,7 +44,7 @@ class InFlight:
     """A reading on its way from the device to the host."""
 
     def __init__(self, step: int, lr: float, values: Tensor) -> None:
-        """Starts the copy of `values`, fp32 `[12]` (on several ranks `[14]`) in `Reading`'s order; returns at once."""
+        """Starts copying `values` to the host: fp32 `[12]`, or `[14]` on several ranks, in the order of `Reading`."""
         self._step, self._lr = step, lr
         self._arrived = None
         if values.device.type == "cuda":
@@ -56,7 +56,7 @@ class InFlight:
             self._values = values
 
     def wait(self) -> Reading:
-        """The reading; on CUDA this waits for the copy, not for the work launched after it."""
+        """Returns the reading. On CUDA this waits for the copy only, not for work launched after it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         values = self._values.tolist()
@@ -66,40 +66,41 @@ class InFlight:
 
 
 def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Computed:
-    """Forward and backward over the micro-batches of step `state.step`; leaves unscaled gradients in `.grad`.
+    """Runs forward and backward over the micro-batches of step `state.step`; leaves unscaled gradients in `.grad`.
 
-    On several ranks the numbers that come out are those of the whole step, and the same on every rank.
+    On several ranks the returned numbers are those of the whole step, equal on every rank.
 
     Args:
-        state: what the step starts from; its weights are not touched.
+        state: where the step starts; its weights are not changed.
         batches: micro-batches on the model's device.
-        tools: everything that acts.
+        tools: everything that acts in a step.
     """
-    # Seed by the step's number, so that the step can be executed again, bit for bit.
+    # Seed by step number, so that a replay of this step draws the same random numbers.
     tools.determinism.seed_step(tools.seed, state.step)
     state.optimizer.zero_grad(set_to_none=True)
-    # Forward overwrites BatchNorm's statistics; a withheld step gets them back.
+    # The forward pass overwrites BatchNorm's statistics. A skipped step gets these copies back.
     saved_buffers = save_buffers(state.model)
-    # Each micro-batch's loss is divided by the targets of the whole step, so the sum is the mean over the step.
+    # Divide each micro-batch's loss by the number of targets of the whole step: the losses then add up to the exact
+    # mean, even if micro-batches or ranks have different numbers of valid targets.
     targets_in_step = count_targets(batches)
     n_valid = targets_in_step.clamp(min=1)
     losses, bad, largest, classes = [], [targets_in_step == 0], [], None
     model = tools.wrap(state.model)
     for number, batch in enumerate(batches, 1):
-        if batch.targets.numel() == 0:  # nothing to run; this is a shape, so the host does not wait
+        if batch.targets.numel() == 0:  # an empty micro-batch; `numel` is known on the host, so there is no wait
             continue
-        # An id out of range would crash a kernel and end the process: it is replaced, and the step marked as bad.
+        # A token id out of range would crash a CUDA kernel and the process. Replace it, and mark the step as bad.
         inputs, magnitude, bad_inputs = tools.sanitizer.inputs(batch.inputs)
         with tools.parallel.gradient_sync(state.model, number == len(batches)):
-            # Forward, under autocast. With `loss_chunk` the head runs later, with the loss.
+            # Forward, under autocast. (With `loss_chunk` the head runs together with the loss.)
             with tools.precision.autocast():
                 logits = model(inputs)
-            # A model of the user's may return anything; the objective refuses what has no shape.
+            # A user's model may return anything. The objective reports it if this has no shape.
             classes = shape[-1] if (shape := getattr(logits, "shape", ())) else 0
             targets, bad_targets = tools.sanitizer.targets(batch.targets, classes)
-            # Loss, in fp32.
+            # Loss in fp32: bf16 has 8 bits of precision, too few for a logsumexp over a vocabulary.
             loss = tools.objective(logits, targets, n_valid)
-            # Backward, at the loss scale.
+            # Backward, times the loss scale, so that small fp16 gradients do not underflow.
             tools.scale(loss.total).backward()
         losses.append(loss.detach())
         bad += [bad_inputs, bad_targets]
@@ -108,25 +109,26 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
         losses = [zero_gradients_(state.model)]
         largest = [torch.zeros_like(losses[0].total)]
     terms = sum(losses[1:], losses[0])
+    # Undo the loss scale first, so that norms and clipping bounds mean the same in every precision.
     tools.precision.unscale_(gradients(state.model))
     tools.parallel.average_buffers_(state.model, saved_buffers)
     tools.parallel.max_over_ranks_(tools.after_update.maxima(state.model))
-    # Measure before anything is clipped: `clip_grad_norm_` turns every gradient into NaN if one of them is.
+    # Measure before clipping: norm clipping would turn every gradient into NaN if one of them is.
     checks = StepChecks(torch.stack(bad).any(), torch.stack(largest).amax(), buffer_norm(state.model))
-    # From here on every rank has the numbers of the whole step, so all ranks judge alike.
+    # After this all-gather every rank has the numbers of the whole step, so all ranks reach the same verdict.
     terms, norms, checks = tools.parallel.reduce_stats(terms, measure(state.model), checks)
     return Computed(terms, norms, checks, saved_buffers, classes)
 
 
 def count_targets(batches: Sequence[Batch]) -> Tensor:
-    """How many targets of the whole step count, those of other ranks included; 0-d int64."""
+    """Number of valid targets in the whole step, including other ranks; 0-d int64."""
     if (known := batches[0].counted) is not None:
         return torch.full((), known, device=batches[0].targets.device)
     return torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches]).sum()
 
 
 def zero_gradients_(model: nn.Module) -> LossTerms:
-    """The loss of no sample at all: 0, and every gradient is 0."""
+    """Sets every gradient to 0, and returns a loss of 0: the step of an empty batch."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -135,21 +137,22 @@ def zero_gradients_(model: nn.Module) -> LossTerms:
 
 
 def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
-    """Judges what `compute` found, clips, applies the update or leaves everything as it was, and counts the step."""
+    """Judges the step, clips, applies the update or skips it, and counts the step."""
     terms, norms = computed.terms, computed.norms
-    # The gate stays on the device. It closes for NaN or Inf, for a spike, and for fp16's routine overflow.
+    # Judge. The gate is a bool on the device, so the host does not wait. It closes for bad data, for NaN or Inf, for a
+    # spike, and for fp16's routine overflow.
     overflow = tools.precision.overflow(terms, norms)
     gate = tools.guard.gate(terms, norms, computed.checks) & ~overflow
-    # Clipping knows the gate: a withheld step must not enter its statistics.
+    # Clip. Adaptive clipping needs the gate: a skipped step must not enter its statistics.
     clipped = tools.clipping(state.model, norms, gate)
     loss_scale = tools.precision.loss_scale()
     lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.lr_multiplier(state.step))
-    # Update the weights if the gate is open; otherwise nothing changes, and the buffers go back.
+    # Apply the update if the gate is open. Otherwise weights and moments keep their bits, and buffers are restored.
     apply(state.optimizer, gate)
     tools.after_update(state.model, gate)
     restore_buffers(state.model, computed.saved_buffers, gate)
     tools.precision.update(overflow, gate)
-    # A withheld step counts as well: the next batch is next.
+    # Count the step, skipped or not: the next step reads the next batch.
     state.step += 1
     state.executed_steps += 1
     measured = (
@@ -162,12 +165,12 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
 
 
 def train_step(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Reading:
-    """One whole step, and its reading."""
+    """Runs one whole step and waits for its reading."""
     return commit(state, compute(state, batches, tools), tools).wait()
 
 
 def set_lr(optimizer: Optimizer, factor: float) -> float:
-    """Sets every group's learning rate to `factor` times its peak; returns the first group's."""
+    """Sets the learning rate of every parameter group to `factor` times its peak; returns the first group's."""
     for group in optimizer.param_groups:
         group.setdefault("peak_lr", group["lr"])
         group["lr"] = group["peak_lr"] * factor
@@ -175,11 +178,9 @@ def set_lr(optimizer: Optimizer, factor: float) -> float:
 
 
 def apply(optimizer: Optimizer, gate: Tensor) -> None:
-    """Takes the optimizer's step where `gate` (0-d bool) is open; where it is closed, nothing at all changes.
-
-    A fused optimizer withholds the update on the device: `found_inf` leaves parameters, moments and step counters as
-    they are. Another optimizer costs one host read. Multiplying the update by 0 would not do: 0 * NaN is NaN.
-    """
+    """Runs the optimizer's step if `gate` (0-d bool) is open; otherwise changes no bit."""
+    # Multiplying the update by 0 would not do: 0 * NaN is NaN. A fused optimizer takes the gate as `found_inf`, and
+    # then leaves parameters, moments and step counters alone. Any other optimizer costs one host read.
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.grad_scale, optimizer.found_inf = None, (~gate).float()  # ty: ignore[missing-attribute]
         optimizer.step()
@@ -188,8 +189,9 @@ def apply(optimizer: Optimizer, gate: Tensor) -> None:
 
 
 def save_buffers(model: nn.Module) -> list[Tensor]:
-    """Copies of the model's buffers, in order; those of one dtype lie in one piece of memory, so few kernels run."""
+    """Copies the model's buffers, in order."""
     buffers = [*model.buffers()]
+    # One vector for each dtype: a ResNet has a hundred buffers, and copying each would launch a hundred kernels.
     copies: dict[int, Tensor] = {}
     for alike in by_dtype(buffers):
         copies |= zip(map(id, alike), split_like(flatten_all(alike), alike), strict=True)
@@ -198,7 +200,7 @@ def save_buffers(model: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def restore_buffers(model: nn.Module, held: list[Tensor], gate: Tensor) -> None:
-    """Puts back the buffers that the forward pass of a withheld step has written (BatchNorm's statistics)."""
+    """Restores the buffers that the forward pass wrote (BatchNorm's statistics) if the gate is closed."""
     buffers = [*model.buffers()]
     before = dict(zip(map(id, buffers), held, strict=True))
     for alike in by_dtype(buffers):
@@ -207,16 +209,16 @@ def restore_buffers(model: nn.Module, held: list[Tensor], gate: Tensor) -> None:
 
 
 def flatten_all(tensors: list[Tensor]) -> Tensor:
-    """Copies of tensors of one dtype, one after the other in one vector."""
+    """Concatenates tensors of one dtype into one vector."""
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def split_like(vector: Tensor, alike: list[Tensor]) -> list[Tensor]:
-    """The parts of such a vector, in the tensors' shapes."""
+    """Splits such a vector into views with the tensors' shapes."""
     parts = vector.split([tensor.numel() for tensor in alike])
     return [part.view(tensor.shape) for part, tensor in zip(parts, alike, strict=True)]
 
 
 def by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """The tensors, those of each dtype together."""
+    """Groups tensors by dtype."""
     return [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in {tensor.dtype for tensor in tensors}]

@@ -1,8 +1,9 @@
-"""The loop around the step: cadence, verdicts, evaluation, checkpoints, signals. It decides when and computes nothing.
+"""The training loop: when to step, judge, evaluate, save and stop. It computes nothing itself.
 
-Each round launches the next step's `compute`, then reads what the step before it measured, and only then lets `commit`
-change the weights. So a withheld step can be investigated while the weights are still those it started from. A step is
-read at once if something is due after it that needs its numbers, and so is the first step of a run.
+Each iteration launches `compute` of the next step, then reads the numbers of the previous step, and only then runs
+`commit`, which changes the weights. So a skipped step can be investigated while the weights are still those it started
+from, and the device never waits for the host. A step is read at once if its numbers are needed: before an evaluation,
+a snapshot or a checkpoint, when monitors inspect it, and for the first step of a process.
 """
 
 from collections.abc import Mapping
@@ -22,18 +23,19 @@ from stabletrain.trainer.step_log import NOTHING, log_alarms, log_step
 
 
 def train(run: TrainingRun) -> History:
-    """Trains until `plan.steps` steps are done, and records how the run ended.
+    """Trains for `plan.steps` steps, and records how the run ended.
 
     Raises:
-        Interrupted: a signal came; the state is saved.
-        TrainingHalted: the guard gave up; no unhealthy state was saved.
-        RankLost: another rank has ended.
+        Interrupted: a signal arrived; the state is saved.
+        TrainingHalted: the guard gave up; the newest healthy state is saved.
+        RankLost: another rank died.
     """
     tracker, checkpoints = run.output.tracker, run.rollback.checkpoints
     try:
         training_loop(run)
         checkpoints.wait()
     except BaseException as raised:
+        # A rank that dies closes its sockets, so the others fail with an error about sockets: find the real one.
         error = as_rank_lost(raised, run.parallel.ranks) or raised
         checkpoints.finish_quietly()
         numbers = final_metrics(run)
@@ -57,11 +59,12 @@ def train(run: TrainingRun) -> History:
 
 
 def training_loop(run: TrainingRun) -> None:
-    """The loop itself."""
+    """Runs the steps."""
     plan, state, rollback = run.plan, run.state, run.rollback
     throughput = Throughput(run.history, run.parallel.ranks.world_size)
     executed: ExecutedStep | None = None
     first = state.step + 1
+    # The guard needs one state to go back to before the first update.
     if rollback.snapshot_due(state.step):
         rollback.take_snapshot()
     with StopRequest() as signals:
@@ -69,23 +72,27 @@ def training_loop(run: TrainingRun) -> None:
             batch = run.data.batches.get(state.step)
             micro_batches = batch.to(run.device).split(plan.grad_accum_steps)
             run.parallel.request_stop(signals.name)
-            # Launch this step's forward and backward before reading the last step's numbers: the device never waits.
+            # Launch forward and backward of this step before reading the last step's numbers: the device never waits.
             computed = compute(state, micro_batches, run.tools)
+            # Judge the last step. After a rollback the gradients just computed belong to a state that no longer exists.
             if executed is not None and not settle(run, executed, throughput):
-                executed = None  # an older state is back, and what was just computed came from the one that is gone
+                executed = None
                 continue
+            # Monitors inspect raw gradients, and weights before and after the update, so they go around `commit`.
             watching = run.monitoring.monitors.due(state.step + 1, plan.steps) and computed.classes is not None
             if watching:
                 safe_batch = run.tools.sanitizer.safe(micro_batches[0], computed.classes)
                 run.monitoring.monitors.before(state.model, state.optimizer, safe_batch, run.tools.precision)
+            # Clip and update, or skip. The numbers are copied to the host in the background.
             in_flight = commit(state, computed, run.tools)
             executed = ExecutedStep(in_flight, batch, computed.classes, computed.saved_buffers)
             throughput.count(batch)
             due = due_after_step(run, watching, signals.name, first)
-            if not due.reading:
+            if not due.reading:  # judge this step in the next iteration, while the device is busy
                 continue
             seen = watch(run, executed) if watching else NOTHING
             settled, executed = settle(run, executed, throughput, seen), None
+            # Only a judged state is evaluated or saved, and only if the ranks still agree about it.
             if settled and (not due.state_is_used or replicas_agree(run, throughput)):
                 use_state(run, due, throughput)
 
@@ -95,8 +102,8 @@ class Due:
     """What is due after a step.
 
     Attributes:
-        evaluate, save, snapshot: the state is evaluated, written to disk, kept in memory.
-        stop: the signal for which all ranks stop now; empty for none.
+        evaluate, save, snapshot: evaluate the state, write a checkpoint, take a snapshot.
+        stop: name of the signal for which all ranks stop now; empty for none.
         reading: whether the step's numbers are needed before the next step is launched.
     """
 
@@ -108,18 +115,18 @@ class Due:
 
     @property
     def state_is_used(self) -> bool:
-        """Whether the state is evaluated or kept, so every rank must still have the same one."""
+        """Whether the state is evaluated or kept, so that the ranks' replicas must be equal."""
         return self.evaluate or self.save or self.snapshot
 
 
 def due_after_step(run: TrainingRun, watching: bool, signal: str, first: int) -> Due:
-    """What is due after the step that was just committed.
+    """Returns what is due after the step that was just committed.
 
     Args:
-        run: of which `state.step` steps are done.
-        watching: whether the monitors inspect this step.
-        signal: the name of the signal that asks this rank to stop; empty for none.
-        first: the first step of this process, whose line a user waits for.
+        run: with `state.step` steps done.
+        watching: whether monitors inspect this step.
+        signal: name of the signal this rank received; empty for none.
+        first: first step of this process, whose progress line the user is waiting for.
     """
     step, rollback = run.state.step, run.rollback
     last, stop = step == run.plan.steps, run.parallel.stopping(signal)
@@ -131,7 +138,7 @@ def due_after_step(run: TrainingRun, watching: bool, signal: str, first: int) ->
 
 
 def watch(run: TrainingRun, executed: ExecutedStep) -> dict[str, float]:
-    """What the monitors saw of the step that was just executed; investigates it if gradients vanish in fp16."""
+    """Returns the monitors' metrics of the step, and logs their alarms; investigates vanishing gradients in fp16."""
     reading = executed.reading()
     metrics, alarms = run.monitoring.monitors.after(run.state.model, run.state.optimizer, reading.applied)
     log_alarms(run, reading.step, alarms)
@@ -142,10 +149,10 @@ def watch(run: TrainingRun, executed: ExecutedStep) -> dict[str, float]:
 def settle(
     run: TrainingRun, executed: ExecutedStep, throughput: Throughput, seen: Mapping[str, float] = NOTHING
 ) -> bool:
-    """Judges an executed step, logs it, and draws the consequences.
+    """Judges an executed step, logs it, and follows the verdict.
 
     Returns:
-        Whether the run continues from the present state; if not, an older state was restored.
+        Whether the run continues from the present state. If not, an older state was restored.
 
     Raises:
         TrainingHalted: the guard gave up.
@@ -153,11 +160,11 @@ def settle(
     reading, guard = executed.reading(), run.tools.guard
     verdict = guard.judge(reading)
     log_alarms(run, reading.step, run.monitoring.rolling.add(reading))
-    if not reading.applied:
+    if not reading.applied:  # the weights are still those the step started from: replay it now
         investigate_skip(run, executed, reading, verdict)
     log_step(run, reading, throughput, seen)
     run.parallel.note_stop(reading.stop)
-    if run.state.step == run.plan.steps:
+    if run.state.step == run.plan.steps:  # no later step will show whether the trouble ends
         verdict = guard.at_end(verdict)
     if verdict is Verdict.APPLY:
         run.history.updates += 1
@@ -165,7 +172,7 @@ def settle(
 
 
 def follow(run: TrainingRun, verdict: Verdict, throughput: Throughput, *, same_data: bool = False) -> bool:
-    """Restores an older state, or halts, if the verdict says so; returns whether the present state stays.
+    """Rolls back or halts if the verdict says so; returns whether the run continues from the present state.
 
     Raises:
         TrainingHalted: the guard gave up.
@@ -175,7 +182,7 @@ def follow(run: TrainingRun, verdict: Verdict, throughput: Throughput, *, same_d
         throughput.measure()
         run.rollback.roll_back(step, same_data)
         throughput.resume()
-    if verdict is Verdict.HALT:
+    if verdict is Verdict.HALT:  # the present weights may be bad, so leave the last healthy ones on disk
         run.rollback.save_last_healthy()
         run.rollback.checkpoints.wait()
         run.rollback.tracker.event("halt", step, reason=run.tools.guard.reason)
@@ -184,10 +191,10 @@ def follow(run: TrainingRun, verdict: Verdict, throughput: Throughput, *, same_d
 
 
 def replicas_agree(run: TrainingRun, throughput: Throughput) -> bool:
-    """Whether the run continues from the present state, because every rank still has the same one.
+    """Compares the ranks' replicas; returns whether they agree. If not, an older state was restored.
 
     Raises:
-        TrainingHalted: the ranks differ, and there is nothing to go back to.
+        TrainingHalted: replicas differ, and no state is left to roll back to.
     """
     divergence = run.parallel.find_divergence(run.state)
     if not divergence:
@@ -196,26 +203,27 @@ def replicas_agree(run: TrainingRun, throughput: Throughput) -> bool:
     tracker.event("divergence", run.state.step, reason=divergence, tick=run.state.executed_steps)
     if verdict is Verdict.APPLY:
         tracker.note(f"step {run.state.step}: {divergence}; guard=off lets that be")
+    # A flipped bit is not the data's fault, so the same batches are read again.
     return follow(run, verdict, throughput, same_data=True)
 
 
 def use_state(run: TrainingRun, due: Due, throughput: Throughput) -> None:
-    """Evaluates and saves a settled state, as far as that is due; stops the run if a signal asked for it.
+    """Evaluates and saves a judged state, as far as that is due; stops the run after a signal.
 
     Raises:
-        Interrupted: the run was asked to stop, and its state is saved.
+        Interrupted: a signal arrived, and the state is saved.
     """
     state, rollback, last = run.state, run.rollback, run.state.step == run.plan.steps
     improved, val_loss, replaying = False, None, rollback.replaying
     if due.evaluate or due.save:
         throughput.measure()
     if due.evaluate:
-        if due.stop:  # save first: the evaluation may take longer than the time that is left
+        if due.stop:  # save first: the scheduler may kill the job before the evaluation ends
             rollback.save(None)
             rollback.checkpoints.wait()
         best, val_loss = run.history.best_loss, validate(run)
         improved = val_loss < best
-    if due.snapshot:  # after the evaluation, whose result is part of the state
+    if due.snapshot:  # after the evaluation, because its result is part of the state
         rollback.take_snapshot()
     if replaying and state.step == replaying.step:
         rollback.finish_replay()
@@ -235,7 +243,7 @@ def use_state(run: TrainingRun, due: Due, throughput: Throughput) -> None:
 
 
 def validate(run: TrainingRun) -> float:
-    """Evaluates, logs, and remembers the best; returns the validation loss."""
+    """Evaluates, logs the metrics, records the best; returns the validation loss."""
     state, history, tracker = run.state, run.history, run.rollback.tracker
     batches = (batch.to(run.device) for batch in run.data.validation())
     metrics = evaluate(state.model, batches, run.tools.precision, run.tools.sanitizer, run.parallel)
@@ -253,7 +261,7 @@ def validate(run: TrainingRun) -> float:
 
 
 def final_metrics(run: TrainingRun) -> dict[str, Any]:
-    """The run's last numbers, for `run.json` and W&B's summary."""
+    """Returns the final metrics for `run.json` and W&B's summary."""
     history, guard, monitoring = run.history, run.tools.guard, run.monitoring
     rate = history.units / max(history.seconds, 1e-9)
     return history.val | {
@@ -275,7 +283,7 @@ def final_metrics(run: TrainingRun) -> dict[str, Any]:
 
 
 def status_of(error: BaseException) -> str:
-    """The status in `run.json` of a run that ended with `error`."""
+    """Returns the status for `run.json` of a run that ended with `error`."""
     if isinstance(error, TrainingHalted):
         return "halted"
     return "preempted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"

@@ -1,4 +1,4 @@
-"""The roles the training loop calls. Each has an object that does nothing, so that "off" needs no branch."""
+"""The roles that the training loop calls. Each has an implementation that does nothing, so "off" needs no branch."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ class Batches(Protocol):
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Takes metrics, events and messages; see `tracking/tracker.py`."""
+    """Receives metrics, events and messages; see `tracking/tracker.py`."""
 
     def start(self, total: int, first: int) -> None: ...
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
@@ -49,7 +49,7 @@ class Tracker(Protocol):
 
 @runtime_checkable
 class RunFolder(Protocol):
-    """Keeps `run.json`; see `tracking/run_folder.py`."""
+    """Writes `run.json`; see `tracking/run_folder.py`."""
 
     id: str
 
@@ -74,14 +74,14 @@ class WandbRun(Protocol):
 
 @runtime_checkable
 class Page(Protocol):
-    """Writes the run's page; see `compare/pages/one_run.py`."""
+    """Writes the run's `report.html`; see `compare/pages/one_run.py`."""
 
     def write(self, sample: str | None = None) -> None: ...
 
 
 @runtime_checkable
 class Monitors(Protocol):
-    """Inspect a step before and after its update, read-only; see `monitors/`."""
+    """Inspect a step before and after its update without changing it; see `monitors/`."""
 
     def due(self, step: int, total: int) -> bool: ...
     def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward) -> None: ...
@@ -90,7 +90,7 @@ class Monitors(Protocol):
 
 @runtime_checkable
 class IncidentHandler(Protocol):
-    """Investigates a step and files the incident; see `forensics/handler.py`."""
+    """Investigates a step and writes the incident; see `forensics/handler.py`."""
 
     newest: str
 
@@ -108,7 +108,7 @@ class IncidentHandler(Protocol):
 
 @runtime_checkable
 class Checkpoints(Protocol):
-    """Saves states to disk and finds them again; see `checkpoint/`."""
+    """Writes checkpoints, and finds the one to restore; see `checkpoint/`."""
 
     @property
     def keeps(self) -> bool: ...

@@ -1,9 +1,9 @@
-"""The run's saved states: kept in memory, written to disk, and restored when the guard asks for it or a run resumes.
+"""The run's saved states: snapshots in memory and checkpoints on disk, restored by a rollback or a resume.
 
-A rollback restores the newest healthy state, and the run then skips the data it has read since. The state comes from
-memory or from disk. If neither has it, an older one is loaded and its steps are executed again, silently, up to the
-state that is wanted. A step is a pure function of its state and number, so this gives the same bits: a run that was
-killed and resumed rolls back exactly as one that never was.
+A rollback restores the newest healthy state, and the run then skips the data that it has read since. If neither memory
+nor disk has that state, an older one is loaded, and the steps in between are replayed without logging. A step is a pure
+function of state and step number, so the replay gives the same bits: a run that was killed and resumed rolls back
+exactly as one that was never interrupted.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from stabletrain.trainer.roles import Batches, Checkpoints, Tracker
 
 @runtime_checkable
 class HasCumulativeState(Protocol):
-    """A part of the state with something that a rollback does not undo: counts, budgets, time."""
+    """A part of the state with values that a rollback does not undo: counts, budgets, time."""
 
     def cumulative_state(self) -> dict[str, Any]: ...
     def load_cumulative_state(self, state: dict[str, Any], /) -> None: ...
@@ -32,12 +32,12 @@ class HasCumulativeState(Protocol):
 
 @dataclass(frozen=True)
 class PendingReplay:
-    """What remains to be done once the state that a rollback wants has been computed again.
+    """What to restore once a replay has reached the state that a rollback needs.
 
     Attributes:
-        step: of that state.
+        step: number of steps of that state.
         trouble: the step after which the guard asked for the rollback.
-        executed_steps, skipped, cumulative: what a rollback does not undo.
+        executed_steps, skipped, cumulative: values that a rollback does not undo.
     """
 
     step: int
@@ -52,17 +52,17 @@ class Rollback:
 
     Attributes:
         state: the live state.
-        parts: everything stateful beside model and optimizer, by name.
+        parts: every stateful object other than model and optimizer, by its name in checkpoints.
         snapshots: states in memory.
         checkpoints: states on disk.
-        replaying: set while steps are executed again to reach the state that a rollback wants.
+        replaying: set while steps are replayed to reach the state that a rollback needs.
 
     Args:
-        history: of the run.
-        guard: says which states to keep and which are healthy.
-        batches: prefetched for the data order before a rollback; forgotten after it.
-        tracker: where events and messages go.
-        run_id: of the run, kept with each checkpoint.
+        history: what the run records about itself.
+        guard: decides which states to retain and which are healthy.
+        batches: prefetched batches, which a rollback invalidates.
+        tracker: receives events and messages.
+        run_id: stored in each checkpoint.
     """
 
     def __init__(
@@ -87,32 +87,32 @@ class Rollback:
 
     @property
     def tracker(self) -> Tracker:
-        """Where the steps now executed are logged: nowhere during a replay, since they were logged before."""
+        """Where steps are logged; a null tracker during a replay, because those steps are in the log already."""
         return self._silent if self.replaying else self._tracker
 
     # ---- saving
 
     def snapshot_due(self, step: int) -> bool:
-        """Whether the state after `step` steps is to be kept in memory."""
+        """Returns whether to take a snapshot after `step` steps."""
         return self._retained.due(step)
 
     def take_snapshot(self) -> None:
-        """Keeps the present state in memory."""
+        """Takes a snapshot of the present state, and frees those that are no longer retained."""
         self._retained.retain(self.state.step, self._guard.healthy)
         self.snapshots.take(self.state.step, capture(self.state, self.parts))
         self.snapshots.retain(self._retained.steps)
 
     def save(self, val_loss: float | None, *, healthy: bool | None = None) -> None:
-        """Writes a checkpoint of everything stateful.
+        """Writes a checkpoint of the present state.
 
         Args:
-            val_loss: of this state, nats per target; None if it was not evaluated.
-            healthy: whether the state is; None leaves that to the guard.
+            val_loss: validation loss of this state, nats per target; None if it was not evaluated.
+            healthy: whether to mark it as healthy; None asks the guard.
         """
-        if self.replaying:  # the checkpoints of later steps are still valid
+        if self.replaying:  # these steps were saved when they first ran
             return
-        # What is in memory is lost if the process is killed, so the disk must hold a state at least as old as the
-        # oldest one that a rollback may ask for.
+        # Snapshots are lost if the process is killed. So the disk must hold a state at least as old as the oldest one
+        # that a rollback may ask for, from which that one can be replayed.
         oldest = min(self._retained.steps, default=self.state.step)
         if oldest < self.state.step and not self.checkpoints.reaches(oldest):
             kept = self.snapshots.newest(oldest)
@@ -124,9 +124,9 @@ class Rollback:
         self._write(capture(self.state, self.parts), healthy=healthy, val_loss=val_loss)
 
     def save_last_healthy(self) -> None:
-        """Writes the newest healthy state in memory to disk: the run is about to end, and its weights are bad.
+        """Writes the newest healthy snapshot to disk, because the run halts and its present weights may be bad.
 
-        What a rollback does not undo is put over it, so a run resumed from it continues with those counts.
+        Values that a rollback does not undo are taken from the present state, so a resumed run continues its counts.
         """
         target = self._retained.target
         tree = None if target is None else self.snapshots.newest(target)
@@ -155,15 +155,15 @@ class Rollback:
     # ---- going back
 
     def older_state(self, step: int) -> Tree | None:
-        """The newest state in memory of at most `step` steps; None if there is none."""
+        """Returns the newest snapshot of at most `step` steps; None without one."""
         return self.snapshots.newest(step)
 
     def resume(self, resume: str) -> None:
-        """Restores the checkpoint that `resume` asks for, and says so.
+        """Restores the checkpoint that `resume` names, and reports it.
 
         Args:
-            resume: `none`; `auto` for the checkpoint this run folder prefers (`Checkpoints.preferred`); a run folder,
-                for the same of that; or a checkpoint, which is taken as it is.
+            resume: `none`; `auto` for the preferred checkpoint of this run folder (`Checkpoints.preferred`); another
+                run folder, for its preferred checkpoint; or a checkpoint folder.
         """
         if resume == "none":
             return
@@ -173,46 +173,50 @@ class Rollback:
             restore(found.load(sharded_tensors(self.state)), self.state, self.parts)
             tracker.event("resume", self.state.step, checkpoint=found.path.name, healthy=found.healthy)
             tracker.note(f"resumed after step {self.state.step}, from {found.path}")
-            if not found.healthy and Path(resume).absolute() == found.path.absolute():  # otherwise said already
+            # If the folder was searched, the search has reported this already.
+            if not found.healthy and Path(resume).absolute() == found.path.absolute():
                 tracker.note(f"resume: {found.path.name} is not healthy: its weights or moments may not be finite")
         elif tracker.started():
             tracker.event("restart", 0, reason="no usable checkpoint")
             tracker.note("resume: no usable checkpoint is left here; the run starts again from step 0")
 
     def roll_back(self, trouble: int, same_data: bool = False) -> None:
-        """Restores the newest healthy state.
+        """Restores the newest healthy state, and skips the data that was read since.
 
         Args:
             trouble: the step after which the guard gave up on the present state.
-            same_data: read the same data again; neither data nor learning rate were at fault.
+            same_data: read the same data again at the same learning rate, because neither was at fault.
 
         Raises:
             TrainingHalted: no healthy state is left.
         """
-        self.finish_replay()  # the trouble may have come during a replay, on a machine that is not deterministic
+        # On a machine that is not deterministic, trouble may come in the middle of a replay. Finish that one first.
+        self.finish_replay()
         target, reason = self._retained.target, self._guard.reason
         tree = None if target is None else self._find(target)
         if target is None or tree is None:
             self.tracker.event("halt", trouble, reason=f"{reason}; no healthy state is left to go back to")
             raise TrainingHalted(f"step {trouble}: {reason}; no healthy state is left to go back to")
         target = max(target, tree["step"])
-        # The data since that state lie at positions start to stop: the order of the data, without what is skipped.
+        # Reading the same batches again would lead to the same weights again, bit for bit. So skip everything between
+        # the restored state and the trouble, as PaLM did; positions count in the order of the data.
         start, stop = position(target, self.state.skipped), position(trouble - 1, self.state.skipped) + 1
         detour = self._guard.begin_rollback(trouble, target, same_data)
         stop += detour.skip_batches
         self._announce(trouble, target, tree["step"], detour, None if same_data else (start, stop), (start, stop))
         skipped = [*self.state.skipped, *([] if same_data else [(start, stop)])]
+        # Counts, budgets and skipped data must survive the restore: keep them until the target state is reached.
         replaying = PendingReplay(target, trouble, self.state.executed_steps, skipped, self._cumulative_states())
         restore(tree, self.state, self.parts)
-        self._batches.forget()
-        if self.state.step < target:
+        self._batches.forget()  # they were prefetched for the old order of the data
+        if self.state.step < target:  # only an older state was left: replay the steps up to the target
             self.tracker.note(f"rollback: steps {self.state.step + 1} to {target} are run again to reach that state")
         self.replaying = replaying
         if self.state.step >= target:
             self.finish_replay()
 
     def finish_replay(self) -> None:
-        """Puts over the restored state what a rollback does not undo, and saves it. Does nothing without a replay."""
+        """Restores the values that a rollback does not undo, and saves the state. Does nothing without a replay."""
         done = self.replaying
         if done is None:
             return
@@ -230,7 +234,7 @@ class Rollback:
         self.save(val_loss_of(asdict(self._history), self.state.step), healthy=True)
 
     def abort_replay(self) -> None:
-        """Ends a replay early: the disk has all that is needed to begin it again."""
+        """Ends a replay early. The checkpoints on disk suffice to start it again."""
         self.replaying = None
 
     def _announce(
@@ -242,7 +246,7 @@ class Rollback:
         skipped: tuple[int, int] | None,
         read: tuple[int, int],
     ) -> None:
-        """Records the rollback and shows it."""
+        """Logs the rollback, and shows and sends it to the user."""
         tracker, reason = self.tracker, self._guard.reason
         tracker.event(
             "rollback",
@@ -267,7 +271,7 @@ class Rollback:
         return {name: part.cumulative_state() for name, part in parts if isinstance(part, HasCumulativeState)}
 
     def _find(self, target: int) -> Any:
-        """The newest state up to step `target`, in memory or on disk; otherwise the oldest healthy one."""
+        """Returns the newest state of at most `target` steps, from memory or disk; else the oldest healthy one."""
         kept = self.snapshots.newest(target)
         if kept is not None and kept["step"] == target:
             return kept
@@ -278,5 +282,5 @@ class Rollback:
 
 
 def val_loss_of(history: Mapping[str, Any], step: int) -> float | None:
-    """The validation loss of the state after `step` steps, if the newest evaluation was of that very state."""
+    """Returns the validation loss of the state after `step` steps; None if that state was not evaluated."""
     return history["val"].get("val/loss") if history.get("val_step") == step else None

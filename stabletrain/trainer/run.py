@@ -1,4 +1,4 @@
-"""One training run, built: what the loop needs, and nothing of how it was chosen."""
+"""A training run, ready for the loop."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from stabletrain.trainer.rollback import Rollback
 
 @dataclass(frozen=True)
 class Plan:
-    """When what happens, in steps; see `conf/config.yaml`."""
+    """The cadence of the run, in steps; see `conf/config.yaml`."""
 
     steps: int
     grad_accum_steps: int
@@ -31,10 +31,10 @@ class TrainingData:
     """The run's data, on the host.
 
     Attributes:
-        batches: the training batch of a step, prefetched.
-        validation: the batches of one evaluation.
-        load: any training batch by its step number, not prefetched.
-        unit: what throughput counts: `tok`, `img` or `sample`.
+        batches: training batches by step number, prefetched.
+        validation: returns the batches of one evaluation.
+        load: returns the training batch of a step number, not prefetched.
+        unit: unit of throughput: `tok`, `img` or `sample`.
     """
 
     batches: Batches
@@ -45,12 +45,12 @@ class TrainingData:
 
 @dataclass
 class Monitoring:
-    """What watches the run, read-only.
+    """Everything that watches the run without changing it.
 
     Attributes:
-        monitors: inspect a step now and then.
+        monitors: inspect a step every so often.
         rolling: statistics of the last steps.
-        usage: how much of the machine is used.
+        usage: model FLOPs utilisation and peak memory.
     """
 
     monitors: Monitors
@@ -60,12 +60,12 @@ class Monitoring:
 
 @dataclass
 class Forensics:
-    """What explains an incident.
+    """Everything that explains an incident.
 
     Attributes:
-        handler: investigates a step and files the incident.
-        model_factory: makes another whole model, with arbitrary weights.
-        metadata: the run's configuration, kept with an incident.
+        handler: investigates a step and writes the incident.
+        model_factory: builds another unsharded model, with arbitrary weights.
+        metadata: the run's configuration, stored with each incident.
     """
 
     handler: IncidentHandler
@@ -78,10 +78,10 @@ class Output:
     """Where the run's results go.
 
     Attributes:
-        tracker: metrics, events, messages.
-        folder: `run.json`.
-        page: the run's own page, written when the run is over.
-        closing: the last lines on the terminal; called when the run has finished, and writes the page.
+        tracker: receives metrics, events and messages.
+        folder: writes `run.json`.
+        page: writes the run's `report.html`.
+        closing: writes that page and returns the last lines for the terminal, once the run has finished.
     """
 
     tracker: Tracker
@@ -92,7 +92,7 @@ class Output:
 
 @dataclass
 class TrainingRun:
-    """One run, built.
+    """A training run.
 
     Attributes:
         plan: the cadence.
@@ -102,7 +102,7 @@ class TrainingRun:
         parallel: the ranks that train together.
         data, monitoring, forensics, output: see their classes.
         rollback: the saved states, in memory and on disk.
-        history: what the run remembers of itself.
+        history: what the run records about itself.
     """
 
     plan: Plan

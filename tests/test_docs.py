@@ -1,0 +1,116 @@
+"""The documentation says what the program does: transcripts, links, length, and plain words."""
+
+import re
+import subprocess
+
+import pytest
+
+from tests.runs import ROOT
+from tests.transcripts import PAGES, Transcript, difference, masked, run, transcripts, working_folder
+
+ALL = [found for page in PAGES for found in transcripts(page)]
+
+FAST = [found for found in ALL if found.mark == "fast"]
+
+SLOW = [page for page in PAGES if any(found.page == page and found.mark == "" for found in ALL)]
+
+NOT_RUN = {"needs a card", "needs W&B", "needs a cluster", "takes minutes", "needs a data set"}
+"""Reasons for which a transcript is not run."""
+
+BANNED = re.compile(r"\b(somebody|whoever|nobody|a person|that which)\b", re.IGNORECASE)
+
+
+def name(found: Transcript) -> str:
+    return f"{found.page.name}:{found.line}"
+
+
+def check(found: Transcript, folder):
+    for command, wanted in found.steps:
+        problem = difference(wanted, run(command, folder))
+        assert problem is None, f"{name(found)}: $ {command}\n{problem}"
+
+
+@pytest.mark.parametrize("found", FAST, ids=name)
+def test_a_short_transcript_is_what_the_program_prints_today(tmp_path, found):
+    check(found, working_folder(tmp_path / "page"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", SLOW, ids=lambda page: page.stem)
+def test_the_transcripts_of_a_page_are_what_the_program_prints_today(tmp_path, page):
+    """In order, in one folder: later ones use the runs of earlier ones."""
+    folder = working_folder(tmp_path / "page")
+    for found in ALL:
+        if found.page == page and found.mark == "":
+            check(found, folder)
+
+
+def test_every_transcript_says_whether_it_is_run():
+    assert FAST
+    assert SLOW
+    for found in ALL:
+        assert found.mark is not None, f"{name(found)}: put <!-- transcript --> before the block"
+        assert found.runs or found.mark in NOT_RUN, f"{name(found)}: {found.mark} is not in NOT_RUN"
+
+
+def test_masks_hide_numbers_and_places_but_no_words():
+    assert masked("step  260: loss 11.67 is a spike") == masked("step 31: loss 2.5e-3 is a spike")
+    assert masked("run outputs/2026-11-21/16-45-39") == "run outputs/<date>/<time>"
+    assert masked("at /usr/lib/python3.11/parse.py:24321") == masked("at .../topics.py:7")
+    assert masked("loss is high") != masked("loss is low")
+
+
+def test_a_difference_is_found():
+    printed = ["first", "second 2", "third"]
+    assert difference(["first", "...", "third"], printed) is None
+    assert difference(["first", "second 7", "third"], printed) is None
+    assert difference(["first", "third"], printed) is not None, "a line is missing"
+    assert difference(["first", "second 2"], printed) is not None, "more is printed"
+    assert difference(["...", "fourth"], printed) is not None
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"], ids=str)
+def test_every_link_leads_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, heading = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        if heading:
+            anchors = {
+                re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+                for title in re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            }
+            assert heading in anchors, f"{page.name}: {target}"
+
+
+def test_the_readme_is_short_and_its_step_is_the_real_one():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    step = (ROOT / "stabletrain" / "step.py").read_text(encoding="utf-8")
+    real = {line.partition("#")[0].strip() for line in step.splitlines()}
+    [block] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    shown = [line.partition("#")[0].strip() for line in block.splitlines() if line.strip()]
+    assert len(shown) >= 15
+    for line in shown:
+        assert line in real, f"step.py has no line {line!r}"
+
+
+def test_no_text_uses_banned_words():
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py", "*.md", "*.yaml"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    found = [
+        f"{file}:{number}: {match[0]}"
+        for file in listed
+        if file != "tests/test_docs.py" and (ROOT / file).is_file() and "fixtures" not in file
+        for number, line in enumerate((ROOT / file).read_text(encoding="utf-8").splitlines(), 1)
+        for match in BANNED.finditer(line)
+    ]
+    assert not found, "\n".join(found)
