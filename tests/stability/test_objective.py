@@ -289,7 +289,7 @@ def test_auto_takes_as_many_tokens_as_fit_and_leaves_other_models_alone():
     ("wanted", "model", "able", "said"),
     [
         (64, gpt, False, "loss_chunk=64: the ranks have the head's weights"),
-        (64, lambda: torch.nn.Linear(2, 2), True, "loss_chunk=64: Linear makes its logits in its forward pass"),
+        (64, lambda: torch.nn.Linear(2, 2), True, "loss_chunk=64: Linear has no head that can run outside"),
     ],
 )
 def test_what_cannot_be_is_refused(wanted, model, able, said):

@@ -56,7 +56,7 @@ from stabletrain.stability.parameter_roles import classifier
 
 
 def unit_norms(x: Tensor) -> Float32[Tensor, "..."]:
-    """Returns the L2 norm of each unit of `x` in fp32, with the dimensions of `x` kept: `[rows, 1, ...]` or `[1, ...]`."""
+    """Returns the L2 norm of each unit of `x` in fp32, with reduced dimensions kept: `[rows, 1, ...]` or `[1, ...]`."""
     vector = sum(size > 1 for size in x.shape) <= 1
     over = range(x.ndim) if vector else range(1, x.ndim)
     return torch.linalg.vector_norm(x, dim=tuple(over), keepdim=True, dtype=torch.float32)
