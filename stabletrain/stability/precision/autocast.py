@@ -100,9 +100,7 @@ def unmatched(model: nn.Module, pattern: str, names: list[str]) -> str:
     # Show `blocks.*.mlp` once instead of one name per block.
     general = list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in n.split(".")) for n in names))
     if any(name.startswith(f"{pattern}.") for name, _ in model.named_modules()):
-        return (
-            f"'{pattern}' only holds other modules and is never called itself; use '{pattern}.*' for the modules inside"
-        )
+        return f"'{pattern}' only holds other modules and is never called; use '{pattern}.*' for the modules in it"
     near = difflib.get_close_matches(pattern, list(dict.fromkeys([*general, *names])), n=3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return f"'{pattern}' names no module of {type(model).__name__}: {hint}Its modules are {', '.join(general)}"

@@ -57,7 +57,7 @@ class Bf16Module(nn.Module):
     bias: nn.Parameter | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Runs the layer's own forward under autocast; otherwise the same computation with an fp32 copy of the weight."""
+        """Runs the layer's own forward under autocast, else the same computation with an fp32 copy of the weight."""
         if torch.is_autocast_enabled(self._autocast_device):
             return super().forward(input)
         weight, bias = self.weight.float(), self.bias
