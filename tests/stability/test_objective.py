@@ -288,7 +288,7 @@ def test_auto_takes_as_many_tokens_as_fit_and_leaves_other_models_alone():
 @pytest.mark.parametrize(
     ("wanted", "model", "able", "said"),
     [
-        (64, gpt, False, "loss_chunk=64: the ranks have the head's weights"),
+        (64, gpt, False, "loss_chunk=64: FSDP all-gathers the head's weights only"),
         (64, lambda: torch.nn.Linear(2, 2), True, "loss_chunk=64: Linear has no head that can run outside"),
     ],
 )
