@@ -243,7 +243,7 @@ def test_torchvisions_blocks_end_with_their_last_norm(depth: int, last: str, blo
 def refusals() -> list[tuple[Any, nn.Module, str]]:
     """An init, a model it makes no sense for, and what the message says."""
     linear = nn.Sequential(nn.Linear(3, 3))
-    seam = r"Sequential names none: use init=torch, or .* residual_projections\(\)"
+    seam = r"Sequential lists none: use init=torch, or .* residual_projections\(\)"
     skip = NFResNet(depth=8, num_classes=10, in_channels=3, alpha=0.2, skipinit=True)
     headed = nn.Sequential(nn.Linear(3, 3))
     headed.__dict__["residual_projections"] = lambda: [headed[0]]
@@ -252,10 +252,18 @@ def refusals() -> list[tuple[Any, nn.Module, str]]:
         (SmallInit(), linear, seam),
         (ZeroResidualInit(), linear, seam),
         (ZeroResidualInit(), skip, "init=zero_residual does nothing: the residual gains of NFResNet are 0 already"),
-        (SmallInit(), headed, "init=small takes its scale from the width of the embeddings, and Sequential has none"),
-        (SmallInit(), gpt(tied_head=True), r"logits of some 7: use model\.tied_head=false, or init=gpt2"),
-        (NormalInit(0.02), nn.Sequential(nn.LayerNorm(3)), "init=normal writes linear layers, .* Sequential has none"),
-        (FanInInit(), nn.Sequential(nn.LayerNorm(3)), "init=fan_in writes linear layers, .* Sequential has none"),
+        (SmallInit(), headed, "init=small computes its scale from the width of the embeddings, but Sequential has no"),
+        (
+            SmallInit(),
+            gpt(tied_head=True),
+            r"that of the logits would be about 7: use model\.tied_head=false, or init=gpt2",
+        ),
+        (
+            NormalInit(0.02),
+            nn.Sequential(nn.LayerNorm(3)),
+            "init=normal initialises linear layers, .* Sequential has none",
+        ),
+        (FanInInit(), nn.Sequential(nn.LayerNorm(3)), "init=fan_in initialises linear layers, .* Sequential has none"),
     ]
 
 
@@ -287,5 +295,5 @@ def test_a_std_that_is_not_above_zero_and_finite_is_refused(kind: Any, std: floa
 @pytest.mark.parametrize("init", [NormalInit(0.02), FanInInit()])
 def test_a_weight_that_is_computed_from_others_is_refused_by_name(init: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)))
-    with pytest.raises(ConfigError, match="the weight of 1 is no parameter .*use init=torch"):
+    with pytest.raises(ConfigError, match="the weight of 1 is computed from other parameters .*use init=torch"):
         init(model)
