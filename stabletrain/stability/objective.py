@@ -11,8 +11,7 @@ micro-batches with different numbers of valid targets add up to the exact mean.
 exist. With a vocabulary of 50,257, the logits of 32 x 1024 tokens take 6.6 GB in fp32, and the backward pass needs
 several times that: most of the memory of a small GPT's step. Each chunk's loss is computed, differentiated and freed at
 once; only the gradients of the features and of the head's weights are kept, and nothing is recomputed. The idea comes
-from Liger Kernel (arXiv 2410.10989, section 3.2) and Apple's Cut Cross-Entropy (2411.09009). Each chunk uses
-`Objective` and autograd, so there is no second formula to keep correct.
+from Liger Kernel (arXiv 2410.10989, section 3.2) and Apple's Cut Cross-Entropy (2411.09009).
 """
 
 from collections.abc import Callable, Iterator

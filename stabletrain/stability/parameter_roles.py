@@ -1,8 +1,5 @@
 """Roles of parameters: which module is the head, and which parameters have weight decay.
 
-Several config groups share these rules. A model may name its classifier with a method; otherwise common patterns are
-recognised.
-
 Weight decay applies to matrices and convolution kernels only, not to norms, biases and embeddings. It has two forms,
 with f the factor of warmup and schedule:
 

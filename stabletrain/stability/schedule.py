@@ -1,7 +1,4 @@
-"""The learning rate by step number: a warmup rises to the peak, then a schedule decays from it.
-
-Both return factors of `optimizer.lr`, and `LearningRate` multiplies them, so any warmup works with any schedule.
-"""
+"""The learning rate by step number: `optimizer.lr` times the factor of a warmup times the factor of a schedule."""
 
 import math
 from collections.abc import Sequence

@@ -15,7 +15,8 @@ the gate, which says whether this step's update will be applied. Clipping runs a
 same in every precision. It never synchronizes with the host, and it runs outside the compiled model.
 
 A non-finite norm is ignored: the gradient it belongs to stays unchanged, so a NaN does not spread to other tensors.
-(`value` uses no norms; it clamps each element.) Running statistics ignore non-finite norms and skipped steps.
+(`value` uses no norms; it clamps each element.) Running statistics and warm-ups ignore skipped steps, and norms that
+are 0 or not finite.
 
 `fixed.py` holds the kinds with a fixed bound, `adaptive.py` the kinds whose bound follows weights or earlier norms.
 """

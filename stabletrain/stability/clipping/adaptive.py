@@ -21,10 +21,7 @@ tied, the classifier is the embedding.
 `max_norm` instead, and gamma_i is the smallest clipped norm so far, so that the average does not start from the large
 norms right after init. Source: Wang et al., arXiv 2502.11034.
 
-gamma grows by at most a factor of `beta + (1 - beta) growth` per step, 0.1 % with the paper's values, so a bad value
-would last long. Norms that are 0 or not finite are therefore ignored, and so are skipped steps, which do not count
-towards the warm-up either. A tensor without a gradient in a step keeps its gamma. A tensor that has no gamma yet is
-clipped with the global factor.
+A tensor without a gradient in a step keeps its gamma. A tensor that has no gamma yet is clipped with the global factor.
 
 **ZClip**: shortens the whole gradient if its norm is an outlier among recent norms.
 
@@ -38,8 +35,7 @@ gradient. Source: Kumar et al., arXiv 2504.02507.
 
 The statistics use the norm after both bounds. The authors' code uses the norm before `max_norm`, and unclipped norms
 during the warm-up, so that one spike there makes the threshold useless for hundreds of steps. If `max_norm` is never
-reached, both are the same. Norms that are 0 or not finite and skipped steps are ignored: a NaN would stay in the mean
-forever, and every comparison with NaN is false.
+reached, both are the same.
 """
 
 from collections.abc import Sequence
@@ -162,7 +158,9 @@ class AdaGC:
         factors = torch.where(warming | ~known, together, shortening(norms.each, self.growth * gamma))
         torch._foreach_mul_([gradient for _, gradient in named], list(factors.unbind()))
         after = norms.each * factors
-        # Update the gammas: the smallest norm during the warm-up, a moving average after it.
+        # Update the gammas: the smallest norm during the warm-up, a moving average after it. A gamma rises by at most
+        # a factor of beta + (1 - beta) growth per step (1.001 with the paper's values), so it would take long to
+        # recover from a norm that is far too small.
         taken = gate & counts(norms.total)
         least = torch.where(known, torch.minimum(gamma, after), after)
         averaged = torch.where(known, self.beta * gamma + (1 - self.beta) * after, after)
@@ -230,6 +228,7 @@ class ZClip:
         bound = torch.where(stands_out, mean + self.z_threshold**2 * std / z, self.max_norm).clamp(max=self.max_norm)
         factor = shortening(norm, bound)
         multiply_(model, factor)
+        # A NaN would stay in the mean forever.
         self._take(norm * factor, gate & counts(norm))
         return whole(factor)
 

@@ -63,9 +63,6 @@ class AdamW:
         weight_decay: decoupled weight decay, at least 0.
         fused: one kernel for all parameters; False falls back to PyTorch's default implementation.
         decay: `coupled` multiplies the weight decay by the learning rate, `independent` by warmup and schedule only.
-
-    Raises:
-        ConfigError: a value is out of bounds.
     """
 
     lr: float
@@ -101,9 +98,6 @@ class StableAdamW:
         eps: added to the root of the second moment, and lower bound of that root in RMS; above 0.
         weight_decay: decoupled weight decay, at least 0.
         decay: `coupled` multiplies the weight decay by the learning rate, `independent` by warmup and schedule only.
-
-    Raises:
-        ConfigError: a value is out of bounds.
     """
 
     lr: float
@@ -171,9 +165,6 @@ class SPAM:
         reset_interval: updates between two resets.
         warmup_steps: updates after a reset until the full learning rate is reached; below `reset_interval`.
         decay: `coupled` multiplies the weight decay by the learning rate, `independent` by warmup and schedule only.
-
-    Raises:
-        ConfigError: a value is out of bounds.
     """
 
     lr: float

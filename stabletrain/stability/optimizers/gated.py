@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+# Once a second moment is Inf it stays Inf, and its coordinate never moves again. The guard skips updates with a norm
+# above this bound (`monitors/tensor_norms.py`), so it matters only without a guard, or for a model with a single value.
 LARGEST_GRADIENT = 1.8e19
-"""Bound of each gradient value; its square is about the largest fp32 number. Once a second moment is Inf it stays Inf,
-and its coordinate never moves again. The guard skips updates with a larger norm (`monitors/tensor_norms.py`), so this
-bound matters only without a guard, or for a model with a single value."""
+"""Bound of each gradient value, so that its square is finite in fp32."""
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,6 @@ class Muon:
         eps: AdamW's eps, above 0.
         weight_decay: decoupled weight decay of both, at least 0.
         decay: `coupled` multiplies the weight decay by the learning rate, `independent` by warmup and schedule only.
-
-    Raises:
-        ConfigError: a value is out of bounds.
     """
 
     lr: float

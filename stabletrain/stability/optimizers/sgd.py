@@ -25,9 +25,6 @@ class SGD:
         nesterov: whether to use Nesterov momentum; requires `momentum` above 0.
         weight_decay: L2 penalty, added to the gradient; at least 0.
         fused: one kernel for all parameters; False falls back to PyTorch's default implementation.
-
-    Raises:
-        ConfigError: a value is out of bounds.
     """
 
     lr: float

@@ -8,9 +8,7 @@ PyTorch enables it for convolutions but not for matmul, and because a sweep prep
 explicitly. (PyTorch's fused attention keeps its scores in fp32 already.) On a card without bf16 these belong in fp32,
 as do large sums (Micikevicius et al., arXiv 1710.03740, section 3.3).
 
-The class of an fp32 module is replaced by a subclass of the same name. Its forward disables autocast and casts inputs
-to fp32. The module keeps its parameters, hooks and names, and can be copied and compiled. (A forward set on the
-instance would not work: a copy of the module would still use the original's weights.)
+An fp32 module keeps its parameters, hooks and names, and can be copied and compiled.
 """
 
 import contextlib
@@ -86,6 +84,7 @@ def wrap_fp32_modules(model: nn.Module, patterns: Sequence[str], device: str) ->
     chosen = [(name, module) for name, module in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
     for _, module in chosen:
         if not isinstance(module, Fp32Module):
+            # Change the class, not `module.forward`: a copied module's forward would still use the original's weights.
             module.__class__ = fp32_class(type(module), device)
     return [name for name, _ in chosen]
 
