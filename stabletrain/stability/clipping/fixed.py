@@ -56,7 +56,7 @@ def shortening(
 
 
 def counts(norm: Float32[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
-    """Returns where a norm may enter a statistic: its square is finite and not 0, that is 4e-23 < norm < 1.8e19."""
+    """Returns a mask of the norms that may enter a statistic: the square is finite and not 0, 4e-23 < norm < 1.8e19."""
     # A bound computed from norms of 0 would clip every later gradient to 0.
     square = norm * norm
     return torch.isfinite(square) & (square > 0)
@@ -112,7 +112,7 @@ class NormClip(Stateless):
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
-        """Scales every `.grad` in place by `coef`; bitwise equal to `torch.nn.utils.clip_grad_norm_`."""
+        """Scales every `.grad` in place by `coef`; for a finite norm bitwise equal to `clip_grad_norm_` of PyTorch."""
         del gate
         factor = (self.max_norm / (norms.total + 1e-6)).clamp(max=1.0)
         factor = torch.where(torch.isfinite(norms.total), factor, 1.0)

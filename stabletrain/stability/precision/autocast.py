@@ -179,7 +179,7 @@ class Unscaled:
         del model, optimizer
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """Returns the autocast context for the forward pass; do not run the backward pass in it."""
+        """Returns the autocast context; use it for the model's forward pass only."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
