@@ -1,11 +1,11 @@
-"""Initialisation: the scale of the first weights, on which the scale of every later activation rests.
+"""Initialisation: the scale of the initial weights, which determines the scale of all activations.
 
-A kind of init is called once with a model whose parameters its constructor has filled, and rewrites them in place from
-PyTorch's global generator, in the order of `model.modules()`: the same seed gives the same weights. It writes linear
-layers, convolutions and embeddings. Norms keep their gain, biases become 0, an embedding's padding row stays 0.
+A kind of init is called once with a newly constructed model and rewrites its parameters in place. It draws from
+PyTorch's global generator in the order of `model.modules()`, so the same seed gives the same weights. It writes linear
+layers, convolutions and embeddings. Norms keep their gains, biases become 0, an embedding's padding row becomes 0.
 
-A model tells by two methods where its residual branches end: `residual_projections()` lists the `nn.Linear` whose
-output is added to the residual stream, `residual_gains()` the parameters that multiply the end of a branch.
+A model declares the ends of its residual branches with two methods. `residual_projections()` lists the `nn.Linear`
+whose output is added to the residual stream; `residual_gains()` lists the parameters that multiply the end of a branch.
 """
 
 import math
@@ -21,36 +21,36 @@ GPT2_STD = 0.02
 """Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training", section 4.1."""
 
 TRUNCATION = 2.0
-"""Standard deviations, of the normal before it is truncated, at which `fan_in` truncates it."""
+"""Bound of `fan_in`'s truncated normal, in standard deviations of the normal before truncation."""
 
 REMAINS = math.sqrt(
     1 - math.sqrt(2 / math.pi) * TRUNCATION * math.exp(-(TRUNCATION**2) / 2) / math.erf(TRUNCATION / math.sqrt(2))
 )
-"""Standard deviation of the unit normal once truncated: 0.8796."""
+"""Standard deviation of the unit normal after truncation: 0.8796."""
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-"""The kinds whose weight is `[out, fan-in ...]`."""
+"""Layers whose weight has shape `[out, fan-in ...]`."""
 
 
 @dataclass(frozen=True)
 class TorchInit:
-    """The weights stay as the model's constructor made them."""
+    """Keeps the weights that the model's constructor has set."""
 
     def __call__(self, model: nn.Module) -> None:
-        """Nothing changes and no random number is drawn."""
+        """Does nothing and draws no random numbers."""
         del model
 
 
 @dataclass(frozen=True)
 class GPT2Init:
-    """GPT-2's: weights N(0, std), biases 0, residual projections N(0, std / sqrt(N)).
+    """GPT-2's init: weights N(0, std), biases 0, residual projections N(0, std / sqrt(N)).
 
-    N is the number of residual projections, two for each of L blocks: their sum then starts with the variance of one,
-    whatever the depth. Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section
-    2.3; the 0.02 is from GPT, Radford et al. 2018.
+    N is the number of residual projections, two per block. At any depth, the variance of their sum then equals that of
+    a single projection without the factor. Source: Radford et al. 2019, "Language Models are Unsupervised Multitask
+    Learners", section 2.3; the 0.02 is from GPT, Radford et al. 2018.
 
     Attributes:
-        std: standard deviation of every weight but those of the residual projections.
+        std: standard deviation of all weights except residual projections.
     """
 
     std: float
@@ -59,7 +59,7 @@ class GPT2Init:
         check_std(self.std, "GPT-2")
 
     def __call__(self, model: nn.Module) -> None:
-        """Rewrites `model`.
+        """Initialises `model` in place.
 
         Raises:
             ConfigError: the model lists no residual projections.
@@ -71,12 +71,13 @@ class GPT2Init:
 
 @dataclass(frozen=True)
 class NormalInit:
-    """OLMo 2's (arXiv 2501.00656): every weight N(0, std), whatever its shape and depth; biases 0.
+    """OLMo 2's init (arXiv 2501.00656): every weight N(0, std), whatever its shape and depth; biases 0.
 
-    Every block adds the same variance to the residual stream, which so grows with the root of the depth.
+    Every block adds the same variance to the residual stream, so its standard deviation grows with the square root of
+    the depth.
 
     Attributes:
-        std: standard deviation of every weight; 0.02 there.
+        std: standard deviation of every weight; 0.02 in OLMo 2.
     """
 
     std: float
@@ -85,7 +86,7 @@ class NormalInit:
         check_std(self.std, "OLMo 2")
 
     def __call__(self, model: nn.Module) -> None:
-        """Rewrites `model`.
+        """Initialises `model` in place.
 
         Raises:
             ConfigError: the model has no layer that an init writes.
@@ -96,16 +97,15 @@ class NormalInit:
 
 @dataclass(frozen=True)
 class FanInInit:
-    """The small-scale proxies': weights of standard deviation 1 / sqrt(fan-in), embeddings N(0, 1 / sqrt(width)).
+    """Weights N(0, 1 / sqrt(fan-in)), truncated; embeddings N(0, 1 / sqrt(width)) (arXiv 2309.14322, section 2.1).
 
-    The fan-in is the number of values that one output sums over, a kernel's pixels included; so every layer maps unit
-    variance to unit variance. The normal is truncated at 2 of its standard deviations and scaled up so that what
-    remains has the standard deviation above, as JAX's `variance_scaling` does. Embeddings are not truncated. Source:
-    arXiv 2309.14322, section 2.1.
+    The fan-in is the number of values that one output sums over, including a kernel's pixels. Every layer then maps
+    unit variance to unit variance. The normal is truncated at 2 of its standard deviations and rescaled to the standard
+    deviation above, as in JAX's `variance_scaling`. Embeddings are not truncated.
     """
 
     def __call__(self, model: nn.Module) -> None:
-        """Rewrites `model`.
+        """Initialises `model` in place.
 
         Raises:
             ConfigError: the model has no layer that an init writes.
@@ -119,18 +119,17 @@ class FanInInit:
 
 @dataclass(frozen=True)
 class SmallInit:
-    """Small sub-layers and a large shortcut: weights N(0, sqrt(2 / (5 d))), residual projections / sqrt(N) on top.
+    """Small sub-layers, large shortcut: weights N(0, s), residual projections N(0, s / sqrt(N)), embeddings N(0, 1).
 
-    d is the width of the embeddings, N the number of residual projections. Embeddings are N(0, 1): a token then
-    enters with an RMS of 1, which bounds the gradient that the first norm passes back. The paper multiplies embeddings
-    in the forward pass or normalises them; the models here do neither, so the init gives the embeddings that scale
-    themselves. Learned positions are small, as other weights. The head is one of the sub-layers, so it must not be the
-    embeddings' matrix: logits would start with a standard deviation of sqrt(d). Sources: Takase et al., arXiv
-    2312.16903; the standard deviation from Nguyen and Salazar, arXiv 1910.05895.
+    s = sqrt(2 / (5 d)), d is the width of the embeddings and N the number of residual projections. Token embeddings
+    with an RMS of 1 bound the gradient that the first norm passes back. The paper scales or normalises embeddings in
+    the forward pass; the models here do not, so the init sets the scale of the embeddings. Learned positions are small,
+    like other weights. The head must not be tied: the logits would start with a standard deviation of sqrt(d). Sources:
+    Takase et al., arXiv 2312.16903; s is from Nguyen and Salazar, arXiv 1910.05895.
     """
 
     def __call__(self, model: nn.Module) -> None:
-        """Rewrites `model`, whose first embedding in the order of `model.modules()` is that of the tokens.
+        """Initialises `model` in place; its first embedding in `model.modules()` must be the token embedding.
 
         Raises:
             ConfigError: the model has no embedding, lists no residual projections, or its head is tied.
@@ -139,14 +138,14 @@ class SmallInit:
         tokens = next((m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)), None)
         if tokens is None:
             raise ConfigError(
-                f"init=small takes its scale from the width of the embeddings, and {type(model).__name__} has none: "
-                "use init=normal or init=fan_in"
+                f"init=small computes its scale from the width of the embeddings, but {type(model).__name__} has no "
+                "embedding: use init=normal or init=fan_in"
             )
         head = classifier(model)
         if head is tokens or getattr(head, "weight", None) is tokens.weight:
             raise ConfigError(
-                "init=small gives embeddings a standard deviation of 1, and a tied head would turn them into logits "
-                f"of some {tokens.embedding_dim**0.5:.0f}: use model.tied_head=false, or init=gpt2"
+                "init=small gives embeddings a standard deviation of 1; with a tied head that of the logits would be "
+                f"about {tokens.embedding_dim**0.5:.0f}: use model.tied_head=false, or init=gpt2"
             )
         std = math.sqrt(2 / (5 * tokens.embedding_dim))
         for module in written(model, "small"):
@@ -155,27 +154,27 @@ class SmallInit:
 
 @dataclass(frozen=True)
 class ZeroResidualInit:
-    """Residual branches that start by adding nothing, so that a network of any depth starts as its shortcuts.
+    """Residual branches that output 0 at the start, so that a network of any depth starts as its shortcuts.
 
-    Where a model lists residual projections, these are 0 and every other weight is N(0, 0.02), as in GPT-2 (Fixup,
-    arXiv 1901.09321, zeroes the last layer of a branch; ReZero, arXiv 2003.04887, a factor of it). Where it lists
-    residual gains, these are 0 and all else stays as its constructor made it (the last BatchNorm of a block: Goyal et
-    al., arXiv 1706.02677, section 5.1). In the first step of a branch only what was zeroed learns.
+    If a model lists residual projections, these are 0 and every other weight is N(0, 0.02), as in GPT-2. Fixup (arXiv
+    1901.09321) sets the last layer of a branch to 0, ReZero (arXiv 2003.04887) a factor of the branch. If a model lists
+    residual gains, these are 0 and everything else stays as constructed: for the last BatchNorm of a block, see Goyal
+    et al., arXiv 1706.02677, section 5.1. In the first step only the zeroed parameters of a branch get a gradient.
     """
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> None:
-        """Rewrites `model`.
+        """Initialises `model` in place.
 
         Raises:
-            ConfigError: the model lists neither projections nor gains, or nothing that it lists would change.
+            ConfigError: the model lists neither projections nor gains, or all the gains it lists are 0 already.
         """
         residual, gains = listed(model, "residual_projections"), listed(model, "residual_gains")
         if not residual and not gains:
             raise ConfigError(
-                f"init=zero_residual silences residual branches, and {type(model).__name__} names none: use "
-                "init=torch, or give the model a method residual_projections() or residual_gains() that lists the "
-                "nn.Linear, or the parameters, which end them"
+                f"init=zero_residual sets the ends of residual branches to 0, but {type(model).__name__} lists none: "
+                "use init=torch, or give the model a method residual_projections() or residual_gains() that lists the "
+                "nn.Linear modules or the parameters at the end of each branch"
             )
         if not residual and not any(gain.any() for gain in gains):
             raise ConfigError(
@@ -189,55 +188,55 @@ class ZeroResidualInit:
 
 
 def check_std(std: float, whose: str) -> None:
-    """Refuses a standard deviation that is not above 0, or not finite."""
+    """Raises ConfigError unless `std` is finite and above 0."""
     if not 0 < std < math.inf:
         raise ConfigError(f"init.std={std} is outside (0, inf): weights must differ and be finite; {whose} uses 0.02")
 
 
 def listed(model: nn.Module, method: str) -> list:
-    """What `model.<method>()` lists; nothing where it has no such method."""
+    """Returns the list from `model.<method>()`; empty if the model has no such method."""
     return list(getattr(model, method, list)())
 
 
 def projections(model: nn.Module, init: str) -> set[nn.Module]:
-    """The model's residual projections.
+    """Returns the model's residual projections.
 
     Raises:
-        ConfigError: it lists none.
+        ConfigError: the model lists none.
     """
     if found := listed(model, "residual_projections"):
         return set(found)
     raise ConfigError(
-        f"init={init} scales the residual projections, and {type(model).__name__} names none: use init=torch, "
-        "or give the model a method residual_projections() that lists the nn.Linear which end its residual "
+        f"init={init} scales the residual projections, but {type(model).__name__} lists none: use init=torch, "
+        "or give the model a method residual_projections() that lists the nn.Linear modules at the end of its residual "
         "branches"
     )
 
 
 def written(model: nn.Module, init: str) -> list:
-    """The linear layers, convolutions and embeddings of `model`, in its order.
+    """Returns the linear layers, convolutions and embeddings of `model`, in the order of `model.modules()`.
 
     Raises:
-        ConfigError: there are none, or the weight of one is computed from others (a parametrisation).
+        ConfigError: there are none, or a weight is computed from other parameters (a parametrisation).
     """
     found = [(name, m) for name, m in model.named_modules() if isinstance(m, Layer | nn.Embedding | nn.EmbeddingBag)]
     for name, module in found:
         if not isinstance(getattr(module, "weight", None), nn.Parameter):
             raise ConfigError(
-                f"init={init}: the weight of {name} is no parameter but computed from some (weight or spectral norm), "
-                "so it cannot be rewritten: use init=torch"
+                f"init={init}: the weight of {name} is computed from other parameters (weight or spectral norm), so it "
+                "cannot be initialised: use init=torch"
             )
     if found:
         return [module for _, module in found]
     raise ConfigError(
-        f"init={init} writes linear layers, convolutions and embeddings, and {type(model).__name__} has none: "
+        f"init={init} initialises linear layers, convolutions and embeddings, but {type(model).__name__} has none: "
         "use init=torch"
     )
 
 
 @torch.no_grad()
 def fill(module: nn.Module, std: float, truncated: bool = False) -> None:
-    """Rewrites the weight of `module` from N(0, std), or from the truncated normal of that std; its bias becomes 0."""
+    """Draws the weight of `module` from N(0, std), or from a truncated normal of that std; sets its bias to 0."""
     weight, bias = module.get_parameter("weight"), getattr(module, "bias", None)
     if truncated:
         bound = TRUNCATION * std / REMAINS

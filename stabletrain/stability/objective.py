@@ -1,18 +1,17 @@
-"""The objective: cross-entropy in fp32, plus a z-loss that is logged separately; for large vocabularies in chunks.
+"""The objective: cross-entropy in fp32, plus a z-loss that is logged separately; in chunks for large vocabularies.
 
     total = ce + zloss
     ce    = -sum_i log softmax(logits_i)[target_i] / n_valid
     zloss = coefficient * sum_i (log Z_i)^2 / n_valid,      log Z_i = logsumexp(logits_i)
 
-Sums run over the targets that are not `IGNORE_INDEX`. `n_valid` counts them over the *whole step*, so micro-batches
-with different numbers of valid targets add up to the exact mean.
+Sums run over the targets that are not `IGNORE_INDEX`. `n_valid` counts these targets in the *whole step*, so
+micro-batches with different numbers of valid targets add up to the exact mean.
 
-`ChunkedLoss` runs the head, cross-entropy and z-loss on some tokens at a time, so the full logits never exist. With a
-vocabulary of 50,257, the logits of 32 x 1024 tokens take 6.6 GB in fp32, and several times that with what the backward
-pass needs: most of the memory of a small GPT's step. Each chunk's loss is computed, differentiated and freed at once;
-only the gradients of the features and of the head's weights are kept. Nothing is computed twice. The idea is that of
-Liger Kernel (arXiv 2410.10989, section 3.2) and Apple's Cut Cross-Entropy (2411.09009). A chunk's loss is
-`Objective`'s, differentiated by autograd, so there is no second formula that could be wrong.
+`ChunkedLoss` computes the head, cross-entropy and z-loss for one chunk of tokens at a time, so the full logits never
+exist. With a vocabulary of 50,257, the logits of 32 x 1024 tokens take 6.6 GB in fp32, and the backward pass needs
+several times that: most of the memory of a small GPT's step. Each chunk's loss is computed, differentiated and freed at
+once; only the gradients of the features and of the head's weights are kept, and nothing is recomputed. The idea comes
+from Liger Kernel (arXiv 2410.10989, section 3.2) and Apple's Cut Cross-Entropy (2411.09009).
 """
 
 from collections.abc import Callable, Iterator
@@ -33,9 +32,9 @@ from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE, LossTerms
 
 
 def z_loss(logits: Float[Tensor, "n classes"], coefficient: float) -> Float[Tensor, " n"]:
-    """`coefficient * (log Z)^2` of each row: keeps softmax's free offset near 0, where bf16 has its precision.
+    """Returns `coefficient * (log Z)^2` of each row, in fp32 (fp64 stays fp64).
 
-    Computed in fp32 whatever the dtype of `logits` (fp64 stays fp64).
+    Softmax ignores an offset common to all logits. This loss keeps the offset near 0, where bf16 is most precise.
     Source: PaLM, arXiv 2204.02311, section 5 (coefficient 1e-4).
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
@@ -44,17 +43,17 @@ def z_loss(logits: Float[Tensor, "n classes"], coefficient: float) -> Float[Tens
 
 @runtime_checkable
 class ZLossKind(Protocol):
-    """A kind of z-loss: fp32 logits and which rows count in, one 0-d sum out."""
+    """A kind of z-loss: takes fp32 logits and a mask of valid rows, returns a 0-d sum."""
 
     def __call__(self, logits: Tensor, valid: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class NoZLoss:
-    """No z-loss: the zero of the sum."""
+    """No z-loss."""
 
     def __call__(self, logits: Float[Tensor, "n classes"], valid: Bool[Tensor, " n"]) -> Float[Tensor, ""]:
-        """0, without a gradient."""
+        """Returns 0, without a gradient."""
         del valid
         return logits.new_zeros(())
 
@@ -73,12 +72,12 @@ class ZLoss:
             )
 
     def __call__(self, logits: Float[Tensor, "n classes"], valid: Bool[Tensor, " n"]) -> Float[Tensor, ""]:
-        """The sum, with its gradient to the logits of valid rows only."""
+        """Returns the sum; only valid rows get a gradient."""
         return z_loss(logits, self.coefficient).masked_fill(~valid, 0.0).sum()
 
 
 def count_valid(targets: Int[Tensor, "*shape"]) -> Int[Tensor, ""]:
-    """How many targets count, on their device: no host read."""
+    """Returns the number of valid targets, on their device."""
     return (targets != IGNORE_INDEX).sum()
 
 
@@ -100,11 +99,11 @@ class Objective:
 
     @property
     def plain(self) -> "Objective":
-        """The same, of whole logits: itself."""
+        """Returns itself; the attribute of `ChunkedLoss` with this name is the objective it wraps."""
         return self
 
     def wrap(self, forward: Callable[..., Tensor], model: nn.Module, tools: Tools) -> Callable[..., Tensor]:
-        """`forward` itself: the loss reads the model's whole logits."""
+        """Returns `forward` unchanged, because this loss needs the full logits."""
         del model, tools
         return forward
 
@@ -114,12 +113,15 @@ class Objective:
         targets: Int[Tensor, "batch *time"],
         n_valid: Int[Tensor, ""] | Float[Tensor, ""],
     ) -> LossTerms:
-        """The terms of this micro-batch's share of the step's mean loss, in fp32, with their graph.
+        """Returns this micro-batch's share of the step's mean loss, in fp32, with its graph.
 
         Args:
-            logits: any floating dtype; read as fp32.
+            logits: any floating dtype; upcast to fp32.
             targets: class ids; `IGNORE_INDEX` is not counted.
             n_valid: valid targets of the whole step, at least 1.
+
+        Raises:
+            ConfigError: `logits` is not a tensor with one dimension more than `targets`.
         """
         if not isinstance(logits, Tensor) or logits.ndim != targets.ndim + 1:
             shape = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
@@ -139,9 +141,9 @@ class Objective:
 
 @runtime_checkable
 class WithHead(Protocol):
-    """A model whose head can be left out and run by itself: `forward(inputs) == logits(forward(inputs, head=False))`.
+    """A model whose head can run separately: `forward(inputs) == logits(forward(inputs, head=False))`.
 
-    `logits` must use no parameters but those of `classifier()`, and treat every token alone.
+    `logits` may only use the parameters of `classifier()`, and must compute each token independently of the others.
     """
 
     def forward(self, inputs: Tensor, *, head: bool = True) -> Tensor: ...
@@ -156,8 +158,8 @@ class ChunkedLogits:
     Attributes:
         features: `[batch, time, width]`, the head's input.
         model: computes logits from features.
-        tools: autocast and loss scale of the step.
-        shape: of the logits, `[batch, time, vocab]`.
+        tools: hold the step's autocast and loss scale.
+        shape: shape of the logits, `[batch, time, vocab]`.
     """
 
     features: Tensor
@@ -166,19 +168,19 @@ class ChunkedLogits:
     shape: torch.Size
 
     def compute(self, features: Tensor) -> Tensor:
-        """The logits of a chunk of features, under autocast."""
+        """Returns the logits of a chunk of features, computed under autocast."""
         with self.tools.precision.autocast():
             return self.model.logits(features)  # ty: ignore[not-callable]
 
 
 @dataclass(frozen=True)
 class ChunkedLoss:
-    """The objective, chunk by chunk; of a micro-batch that is no larger than a chunk, the plain one to the bit.
+    """The objective, chunk by chunk; bitwise equal to `plain` for a micro-batch that fits into one chunk.
 
     Attributes:
-        plain: takes the loss of a chunk.
-        tokens: in a chunk.
-        classes: of the model.
+        plain: objective applied to each chunk.
+        tokens: number of tokens in a chunk.
+        classes: number of classes of the model.
     """
 
     plain: Objective
@@ -188,10 +190,10 @@ class ChunkedLoss:
     def wrap(
         self, forward: Callable[..., Tensor], model: nn.Module, tools: Tools
     ) -> Callable[[Tensor], Tensor | ChunkedLogits]:
-        """The model without its head, for micro-batches that are larger than a chunk."""
+        """Returns a forward pass that leaves out the head if the micro-batch is larger than a chunk."""
 
         def headless(inputs: Tensor) -> Tensor | ChunkedLogits:
-            # A hook on the head's weights expects their whole gradient, so there are no chunks then.
+            # A hook on the head's weights expects their full gradient, so do not use chunks then.
             hooked = any(weight._backward_hooks for weight in model.classifier().parameters())  # ty: ignore[not-callable]
             if inputs.numel() <= self.tokens or hooked:
                 return forward(inputs)
@@ -206,14 +208,14 @@ class ChunkedLoss:
         targets: Int[Tensor, "batch *time"],
         n_valid: Int[Tensor, ""] | Float[Tensor, ""],
     ) -> LossTerms:
-        """The terms, as those of the plain objective; `total` has a graph."""
+        """Returns the terms of the plain objective; of these only `total` has a graph."""
         if isinstance(logits, Tensor):
             return self.plain(logits, targets, n_valid)
         weights = tuple(logits.model.classifier().parameters())  # ty: ignore[not-callable]
         return LossTerms(*_Loss.apply(self, logits, targets, n_valid, logits.features, *weights))
 
     def chunks(self, later: ChunkedLogits, features: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Rows, features (leaves of a graph of their own, where a gradient is wanted) and targets of each chunk."""
+        """Yields the rows, features and targets of each chunk; features are detached from the model's graph."""
         wanted, rows, classes = later.features.requires_grad, features.flatten(0, -2), targets.flatten()
         for start in range(0, len(rows), self.tokens):
             part = slice(start, start + self.tokens)
@@ -221,7 +223,7 @@ class ChunkedLoss:
 
 
 class _Loss(Function):
-    """Loss terms of all chunks; their gradients are computed on the way, at the scale the step will ask for."""
+    """Loss terms of all chunks; computes their gradients in the forward pass, at the step's loss scale."""
 
     @staticmethod
     def forward(
@@ -234,12 +236,14 @@ class _Loss(Function):
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.scaled = later.tools.scale
-        ctx.of_features = features.new_empty(features.shape) if features.requires_grad else None  # in one piece
+        # Contiguous, so that `flatten` below returns a view.
+        ctx.of_features = features.new_empty(features.shape) if features.requires_grad else None
         ctx.of_weights = [torch.zeros_like(weight) if weight.requires_grad else None for weight in weights]
         trained = [weight for weight in weights if weight.requires_grad]
         sums = [gradient for gradient in ctx.of_weights if gradient is not None]
         parts = []
         for rows, part, wanted in objective.chunks(later, features, targets):
+            # Compute and differentiate the chunk's loss now, so that its logits are freed before the next chunk.
             leaves = [leaf for leaf in (part, *trained) if leaf.requires_grad]
             with torch.enable_grad():
                 terms = objective.plain(later.compute(part), wanted, n_valid)
@@ -257,22 +261,23 @@ class _Loss(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_total: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
-        ratio = of_total / ctx.scaled(torch.ones_like(of_total))  # 1 where the step asks for what was foreseen
+        # The gradients already contain the loss scale; the ratio is 1 if backward runs at that scale.
+        ratio = of_total / ctx.scaled(torch.ones_like(of_total))
         gradients = [None if gradient is None else gradient * ratio for gradient in (ctx.of_features, *ctx.of_weights)]
         return None, None, None, None, *gradients
 
 
 def with_loss_chunk(objective: Objective, wanted: str | int, model: nn.Module, able: bool) -> Objective | ChunkedLoss:
-    """The objective for `loss_chunk`.
+    """Returns the objective for the config key `loss_chunk`.
 
     Args:
-        objective: the plain one.
-        wanted: `auto`, `none`, or how many tokens a chunk has, at least 1.
-        model: whose logits they are.
+        objective: the plain objective.
+        wanted: `auto`, `none`, or the number of tokens in a chunk, at least 1.
+        model: the model that computes the logits.
         able: whether the head may run outside of the model's forward pass.
 
     Raises:
-        ConfigError: it is a number, and this model or the way it is spread over ranks has no chunks.
+        ConfigError: `wanted` is a number, but the model or `parallel` does not support chunks.
     """
     if wanted == "none":
         return objective
@@ -282,9 +287,9 @@ def with_loss_chunk(objective: Objective, wanted: str | int, model: nn.Module, a
         return ChunkedLoss(objective, wanted if number else max(1, LOGITS_AT_ONCE // classes), classes)
     if number:
         why = (
-            f"{type(model).__name__} makes its logits in its forward pass"
+            f"{type(model).__name__} has no head that can run outside of its forward pass"
             if able
-            else "the ranks have the head's weights whole within the model's forward pass only"
+            else "FSDP all-gathers the head's weights only during the model's forward pass"
         )
         raise ConfigError(
             f"loss_chunk={wanted}: {why}; use loss_chunk=auto or none{'' if able else ', or parallel=ddp'}"

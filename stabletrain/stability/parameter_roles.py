@@ -1,10 +1,7 @@
-"""Roles of parameters: the head, residual projections, and which parameters are decayed.
+"""Roles of parameters: which module is the head, and which parameters have weight decay.
 
-Several config groups share these rules. A model may name its parts by methods of its own; otherwise common patterns
-are recognised.
-
-Weight decay applies to matrices and convolution kernels only: norms, biases and embeddings are not decayed. It has two
-forms, with f the factor of warmup and schedule:
+Weight decay applies to matrices and convolution kernels only, not to norms, biases and embeddings. It has two forms,
+with f the factor of warmup and schedule:
 
     coupled:      w <- w - lr f decay w      PyTorch's: the peak learning rate changes the strength of the decay
     independent:  w <- w - f decay w         Loshchilov and Hutter, arXiv 1711.05101; arXiv 2309.14322 compares learning
@@ -21,32 +18,33 @@ from stabletrain.errors import ConfigError
 
 
 def classifier(model: nn.Module) -> nn.Module | None:
-    """The module whose own weight makes the logits: `model.classifier()`, else the last `nn.Linear`, else None.
+    """Returns the module whose weight computes the logits: `model.classifier()`, else the last `nn.Linear`, else None.
 
-    A GPT whose head is tied answers with its embedding.
+    For a GPT with a tied head this is the embedding.
     """
     named = getattr(model, "classifier", None)
     module = isinstance(named, nn.Module)
-    if callable(named) and not module and not inspect.signature(named).parameters:  # it may be a forward pass
+    # A method with parameters is not the accessor: it may be the forward pass of a head.
+    if callable(named) and not module and not inspect.signature(named).parameters:
         return named()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return linears[-1] if linears else None
 
 
 def embeddings(model: nn.Module) -> list[nn.Module]:
-    """Every embedding table of the model."""
+    """Returns every embedding module of the model."""
     return [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
 
 
 SMALLEST_EPS = torch.finfo(torch.float32).tiny
-"""The smallest normal fp32: a smaller eps is 0, or nearly so, to the moments, and 0 / 0 would follow."""
+"""Smallest normal fp32 number; with a smaller eps an optimizer could compute 0 / 0."""
 
 
 def decayed(model: nn.Module, weight_decay: float, leave_out: Collection[Tensor] = ()) -> list[dict]:
-    """Two parameter groups: with weight decay (matrices, kernels), and without (norms, biases, embeddings).
+    """Returns two parameter groups: with weight decay (matrices, kernels) and without (norms, biases, embeddings).
 
-    A parameter that an embedding and a head share counts as an embedding. Frozen parameters are left out, and so are
-    those in `leave_out`.
+    A weight shared by an embedding and the head counts as an embedding. Frozen parameters and those in `leave_out` are
+    in neither group; an empty group is omitted.
     """
     tables, absent = {id(m.weight) for m in embeddings(model)}, {id(p) for p in leave_out}
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in absent]
@@ -60,11 +58,11 @@ def decayed(model: nn.Module, weight_decay: float, leave_out: Collection[Tensor]
 
 
 def decay_per_rate(lr: float, weight_decay: float, decay: str) -> float:
-    """What a decayed group's `weight_decay` must be, given that its optimizer multiplies it by the learning rate.
+    """Returns the `weight_decay` to give to a PyTorch optimizer, which multiplies it by the learning rate.
 
     Raises:
-        ConfigError: `decay` is neither `coupled` nor `independent`, or independent decay would take a weight away in
-            one step.
+        ConfigError: `decay` is neither `coupled` nor `independent`, or `decay` is `independent` and `weight_decay` is
+            at least 1.
     """
     if decay not in ("coupled", "independent"):
         raise ConfigError(f"optimizer.decay={decay} is unknown: choose coupled or independent")
@@ -72,26 +70,26 @@ def decay_per_rate(lr: float, weight_decay: float, decay: str) -> float:
         return weight_decay
     if not weight_decay < 1:
         raise ConfigError(
-            f"optimizer.weight_decay={weight_decay} with optimizer.decay=independent takes all of a weight away in one "
-            "step: 1e-4 is customary"
+            f"optimizer.weight_decay={weight_decay} is not below 1: with optimizer.decay=independent one step would "
+            "decay weights to 0 or beyond; 1e-4 is customary"
         )
     return weight_decay / lr
 
 
 def check_rates(lr: float, weight_decay: float) -> None:
-    """Raises ConfigError where the learning rate or the weight decay is out of bounds."""
+    """Raises ConfigError if the learning rate or the weight decay is out of bounds."""
     if not 0 < lr < float("inf"):
         raise ConfigError(f"optimizer.lr={lr} is not a finite number above 0: adamw's default is 3e-3")
     if not 0 <= weight_decay < float("inf"):
-        raise ConfigError(f"optimizer.weight_decay={weight_decay} is not a finite number from 0 up: use 0 for none")
+        raise ConfigError(f"optimizer.weight_decay={weight_decay} is outside [0, inf): use 0 for no weight decay")
 
 
 def check_moments(betas: Sequence[float], eps: float) -> None:
-    """Raises ConfigError where Adam's betas or eps are out of bounds."""
+    """Raises ConfigError if Adam's betas or eps are out of bounds."""
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"optimizer.betas={list(betas)} are not two numbers in [0, 1): [0.9, 0.95] is customary")
     if not SMALLEST_EPS <= eps < float("inf"):
         raise ConfigError(
-            f"optimizer.eps={eps} is not a number from {SMALLEST_EPS:.3g} (fp32's smallest) up: the update would "
-            "divide by 0; 1e-8 is customary"
+            f"optimizer.eps={eps} is outside [{SMALLEST_EPS:.3g}, inf): below fp32's smallest normal number the update "
+            "could divide by 0; 1e-8 is customary"
         )

@@ -1,12 +1,13 @@
-"""QK-clip: after an update, the projections of heads whose attention logits grew too large are scaled down.
+"""QK-clip: after an update, scales down the query and key projections of heads whose attention logits are too large.
 
     W_q, W_k <- sqrt(gamma) W_q, sqrt(gamma) W_k       gamma = min(1, max_logit / S_max),  per head
 
-S_max is the head's largest attention logit q·k / sqrt(d) in the forward passes of the step. Their product then shrinks
-by gamma, so the next step's logits start from the bound, and attention itself is computed as without it. Source: Kimi
-K2, arXiv 2507.20534, section 2.1 (there with Muon; any optimizer will do).
+S_max is the head's largest attention logit q·k / sqrt(d) in the forward passes of the step. The scaling reduces the
+logits by gamma, so the next step's start from the bound; attention itself is unchanged. Source: Kimi K2, arXiv
+2507.20534, section 2.1 (there with Muon; works with any optimizer).
 
-A kind of QK-clip makes the meter that each attention shows its queries and keys, and is called after the update.
+A kind of QK-clip creates a meter for each attention, which passes its queries and keys to it. After the update the kind
+is called with the model.
 """
 
 from dataclasses import dataclass
@@ -19,27 +20,27 @@ from stabletrain.errors import ConfigError
 
 
 class NoMeter(nn.Module):
-    """Sees queries and keys, and remembers nothing."""
+    """Measures nothing."""
 
     def forward(self, q: Tensor, k: Tensor) -> None:
-        """Nothing."""
+        """Does nothing."""
         del q, k
 
 
 class LogitMeter(nn.Module):
-    """Remembers each head's largest causal attention logit since it was last cleared, while training.
+    """Records each head's largest causal attention logit since the last reset; only in training mode.
 
-    Its buffer is no part of checkpoints: it is 0 between steps. The scores are computed in fp32 and thrown away: one
-    more matrix product a block, and `[batch, head, query, key]` floats for a moment.
+    Costs one more matrix product per block, and temporary memory for `[batch, head, query, key]` fp32 scores.
     """
 
     def __init__(self, n_head: int) -> None:
         super().__init__()
+        # Not persistent: between steps it is 0, so checkpoints do not need it.
         self.register_buffer("max_logit", torch.zeros(n_head), persistent=False)
 
     @torch.no_grad()
     def forward(self, q: Float[Tensor, "batch head time dim"], k: Float[Tensor, "batch head time dim"]) -> None:
-        """Raises the maxima to this micro-batch's."""
+        """Updates the maxima with this micro-batch's logits."""
         if not self.training:
             return
         with torch.autocast(q.device.type, enabled=False):
@@ -51,20 +52,20 @@ class LogitMeter(nn.Module):
 
 @dataclass(frozen=True)
 class NoQKClip:
-    """Weights stay as the optimizer leaves them."""
+    """No QK-clip."""
 
     def meter(self, n_head: int) -> nn.Module:
-        """A meter that remembers nothing."""
+        """Returns a meter that measures nothing."""
         del n_head
         return NoMeter()
 
     def maxima(self, model: nn.Module) -> list[Tensor]:
-        """Nothing is measured."""
+        """Returns an empty list."""
         del model
         return []
 
     def __call__(self, model: nn.Module, gate: Bool[Tensor, ""]) -> None:
-        """Nothing."""
+        """Does nothing."""
         del model, gate
 
 
@@ -73,7 +74,7 @@ class QKClip:
     """QK-clip per head.
 
     Attributes:
-        max_logit: bound of a head's largest attention logit, tau in the paper; 100 there.
+        max_logit: bound on each head's largest attention logit, tau in the paper; 100 there.
     """
 
     max_logit: float
@@ -81,23 +82,23 @@ class QKClip:
     def __post_init__(self) -> None:
         if not torch.finfo(torch.float32).tiny <= self.max_logit <= torch.finfo(torch.float32).max:
             raise ConfigError(
-                f"qkclip.max_logit={self.max_logit} is not a finite number above 0: 100 is the paper's; use "
+                f"qkclip.max_logit={self.max_logit} is not a finite number above 0: the paper uses 100; use "
                 "qkclip=none for no QK-clip"
             )
 
     def meter(self, n_head: int) -> nn.Module:
-        """A meter of `n_head` heads; an attention calls it with the queries and keys that enter its dot product."""
+        """Returns a meter of `n_head` heads; attention calls it with the queries and keys of its dot product."""
         return LogitMeter(n_head)
 
     def maxima(self, model: nn.Module) -> list[Tensor]:
-        """Every head's largest logit of the step so far: of several ranks, each must clip by the largest of all."""
+        """Returns the maxima of every meter, so that the caller can take their maximum over ranks."""
         return [meter.get_buffer("max_logit") for meter in model.modules() if isinstance(meter, LogitMeter)]
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, gate: Bool[Tensor, ""]) -> None:
-        """Scales `query` and `key` of every attention that has a meter, where `gate` is open; clears the meters.
+        """Scales `query` and `key` of every attention that has a meter, if `gate` is open; resets the meters.
 
-        A head within the bound, or whose logits are not finite, keeps its bits: it is multiplied by exactly 1.
+        A head within the bound, or with non-finite logits, stays bitwise unchanged: it is multiplied by exactly 1.
         """
         for attention in model.modules():
             if not isinstance(meter := getattr(attention, "meter", None), LogitMeter):

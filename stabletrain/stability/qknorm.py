@@ -1,13 +1,13 @@
-"""QK-norm: queries and keys are normalised per head, so that attention logits cannot outgrow the softmax.
+"""QK-norm: normalises queries and keys per head, which bounds the attention logits.
 
     q <- norm(q) * gain,   k <- norm(k) * gain        over the head dimension, before RoPE and the dot product
 
-With gains of 1, |q| and |k| are at most sqrt(d), so no attention logit q·k / sqrt(d) passes sqrt(d), however large the
-weights grow. Growth of those logits is what makes transformers diverge at high learning rates (arXiv 2309.14322,
+With gains of 1, |q| and |k| are at most sqrt(d), so no attention logit q·k / sqrt(d) exceeds sqrt(d), however large the
+weights become. Growth of these logits is what makes transformers diverge at high learning rates (arXiv 2309.14322,
 section 3.1; first in arXiv 2302.05442).
 
-A kind of QK-norm is called with the head dimension and makes one module; a model makes one for the queries and one for
-the keys of each attention.
+A kind of QK-norm is called with the head dimension and returns one module. A model creates one for the queries and one
+for the keys of each attention.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class HeadLayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*batch head_dim"]) -> Float[Tensor, "*batch head_dim"]:
-        """`x` normalised, in the dtype of `x`."""
+        """Returns `x` normalised, in the dtype of `x`."""
         return F.layer_norm(widened(x), self.weight.shape, self.weight, None, self.eps).to(x.dtype)
 
 
@@ -42,26 +42,26 @@ class HeadRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*batch head_dim"]) -> Float[Tensor, "*batch head_dim"]:
-        """`x` normalised, in the dtype of `x`."""
+        """Returns `x` normalised, in the dtype of `x`."""
         return F.rms_norm(widened(x), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
 @dataclass(frozen=True)
 class NoQKNorm:
-    """Queries and keys stay as they are."""
+    """No QK-norm."""
 
     def __call__(self, head_dim: int) -> nn.Module:
-        """The identity."""
+        """Returns the identity."""
         del head_dim
         return nn.Identity()
 
 
 @dataclass(frozen=True)
 class LayerNormQK:
-    """QK-LayerNorm, the kind of arXiv 2309.14322.
+    """QK-LayerNorm, as in arXiv 2309.14322.
 
     Attributes:
-        eps: added to the variance; 1e-6 there.
+        eps: added to the variance; 1e-6 in the paper.
     """
 
     eps: float
@@ -70,13 +70,13 @@ class LayerNormQK:
         check_eps(self.eps)
 
     def __call__(self, head_dim: int) -> nn.Module:
-        """A fresh norm over `head_dim` values, its gain at 1."""
+        """Returns a norm over `head_dim` values, with gains of 1."""
         return HeadLayerNorm(head_dim, self.eps)
 
 
 @dataclass(frozen=True)
 class RMSNormQK:
-    """QK-RMSNorm: without the mean's subtraction; Gemma 3, Qwen 3 and OLMo 2 use this kind (arXiv 2501.00656).
+    """QK-RMSNorm: does not subtract the mean; used by Gemma 3, Qwen 3 and OLMo 2 (arXiv 2501.00656).
 
     Attributes:
         eps: added to the mean square.
@@ -88,16 +88,16 @@ class RMSNormQK:
         check_eps(self.eps)
 
     def __call__(self, head_dim: int) -> nn.Module:
-        """A fresh norm over `head_dim` values, its gain at 1."""
+        """Returns a norm over `head_dim` values, with gains of 1."""
         return HeadRMSNorm(head_dim, self.eps)
 
 
 def widened(x: Tensor) -> Tensor:
-    """`x` in fp32, in which a mean of squares neither overflows nor loses its small terms; fp64 stays fp64."""
+    """Casts `x` to fp32, because a mean of squares may overflow or lose small terms in fp16; fp64 stays fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def check_eps(eps: float) -> None:
-    """Refuses an eps at which a head of equal values would be divided by zero."""
+    """Raises ConfigError unless `eps` is above 0."""
     if not eps > 0:
         raise ConfigError(f"qknorm.eps={eps} is not above 0: a constant head would be divided by 0; 1e-6 is customary")

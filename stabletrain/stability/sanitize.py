@@ -1,9 +1,9 @@
-"""Intake: what no model can learn from is found on the device, before it can crash a kernel or poison a statistic.
+"""Sanitizer: finds bad inputs and targets on the device, before they can crash a kernel or reach the weights.
 
-A token id or a label out of range raises from inside a CPU kernel, and on CUDA it trips a device assert, after which
-the whole process is lost. A pixel that is NaN reaches every weight. So a batch is looked at as it enters the step, in a
-few elementwise operations and without a host read: values out of range are replaced by harmless ones, so that the
-forward pass runs, and the flag that is returned closes the guard's gate. Nothing is ever learnt from a replaced value.
+A token id or label out of range raises inside a CPU kernel. On CUDA it triggers a device assert, after which the
+process cannot continue. A NaN pixel reaches every weight. The sanitizer therefore checks each batch when it enters the
+step, with elementwise operations and without a host read. It replaces ids out of range by valid ones so that the
+forward pass runs, and returns a flag that closes the guard's gate, so the model never learns from replaced values.
 """
 
 from dataclasses import dataclass, replace
@@ -17,19 +17,20 @@ from stabletrain.records import IGNORE_INDEX, Batch
 
 @dataclass(frozen=True)
 class Sanitizer:
-    """Looks at inputs and targets.
+    """Checks inputs and targets.
 
     Attributes:
-        vocab_size: token ids lie in [0, vocab_size); None where nobody knows, and whole-number inputs go unchecked.
+        vocab_size: token ids must be in [0, vocab_size); None if unknown, then integer inputs are not checked.
     """
 
     vocab_size: int | None = None
 
     def inputs(self, inputs: Tensor) -> tuple[Tensor, Float[Tensor, ""], Bool[Tensor, ""]]:
-        """Inputs that are safe to compute with, their largest magnitude, and whether they held something bad.
+        """Checks inputs for NaN, Inf and ids out of range.
 
-        That is NaN, Inf or an id out of range. Values that are not finite stay as they are: they harm nothing but the
-        numbers of a step that is withheld. Ids have no magnitude: 0.
+        Returns:
+            Inputs that are safe to compute with, their largest magnitude (0 for ids), and whether a value was bad.
+            Non-finite values are kept, because the step is skipped anyway.
         """
         if inputs.is_floating_point():
             largest = torch.stack(inputs.aminmax()).abs().amax().float()
@@ -41,21 +42,21 @@ class Sanitizer:
         return torch.where(known, inputs, 0), none, ~known.all()
 
     def targets(self, targets: Int[Tensor, "*shape"], classes: int) -> tuple[Int[Tensor, "*shape"], Bool[Tensor, ""]]:
-        """Targets of which each is a class or `IGNORE_INDEX`, and whether one was neither.
+        """Returns targets with ids out of range replaced by `IGNORE_INDEX`, and whether there were any.
 
         Args:
             targets: class ids.
-            classes: how many there are, the last dimension of the logits.
+            classes: number of classes, the last dimension of the logits.
         """
-        targets = targets.long()  # -100 has no place in uint8, and kernels know int64
+        targets = targets.long()  # uint8 cannot hold -100, and the loss kernels expect int64
         known = in_range(targets, classes) | (targets == IGNORE_INDEX)
         return torch.where(known, targets, IGNORE_INDEX), ~known.all()
 
     def safe(self, batch: Batch, classes: int) -> Batch:
-        """The batch with every value in range, for whoever looks at a step beside it."""
+        """Returns the batch with every id in range, for code that runs the model outside of a step."""
         return replace(batch, inputs=self.inputs(batch.inputs)[0], targets=self.targets(batch.targets, classes)[0])
 
 
 def in_range(ids: Int[Tensor, "*shape"], count: int) -> Bool[Tensor, "*shape"]:
-    """Which of `ids` lie in [0, count)."""
+    """Returns which of `ids` are in [0, count)."""
     return (ids >= 0) & (ids < count)

@@ -1,7 +1,4 @@
-"""The learning rate by step number: a warmup that rises to the peak, then a schedule that leads down from it.
-
-Both return factors of `optimizer.lr`, and `LearningRate` multiplies them, so every warmup goes with every schedule.
-"""
+"""The learning rate by step number: `optimizer.lr` times the factor of a warmup times the factor of a schedule."""
 
 import math
 from collections.abc import Sequence
@@ -16,11 +13,11 @@ class WarmupKind(Protocol):
     """A kind of warmup."""
 
     def length(self, total: int) -> int:
-        """How many steps of a run of `total` steps it takes to reach the peak."""
+        """Returns the number of warmup steps in a run of `total` steps."""
         ...
 
     def factor(self, step: int, total: int) -> float:
-        """Factor in (0, 1] of the peak learning rate at `step`, counted from 0."""
+        """Returns the factor of the peak learning rate, in (0, 1], at `step`, counted from 0."""
         ...
 
 
@@ -29,7 +26,7 @@ class ScheduleKind(Protocol):
     """A kind of schedule."""
 
     def factor(self, progress: float) -> float:
-        """Factor in [0, 1] of the peak learning rate at `progress` in [0, 1] between warmup's end and the run's."""
+        """Returns the factor of the peak learning rate, in [0, 1]; `progress` is 0 after warmup, 1 at the run's end."""
         ...
 
 
@@ -38,12 +35,12 @@ class NoWarmup:
     """The peak learning rate from the first step on."""
 
     def length(self, total: int) -> int:
-        """0."""
+        """Returns 0."""
         del total
         return 0
 
     def factor(self, step: int, total: int) -> float:
-        """1."""
+        """Returns 1."""
         del step, total
         return 1.0
 
@@ -53,7 +50,7 @@ class LinearWarmup:
     """A straight line from nearly 0 to the peak (Goyal et al., arXiv 1706.02677).
 
     Attributes:
-        steps: its length; None takes 5 % of the run, as in arXiv 2309.14322.
+        steps: number of warmup steps; None means 5 % of the run, as in arXiv 2309.14322.
     """
 
     steps: int | None = None
@@ -63,23 +60,23 @@ class LinearWarmup:
             raise ConfigError(f"warmup.steps={self.steps} is below 1: use warmup=none for no warmup")
 
     def length(self, total: int) -> int:
-        """`steps`, or 5 % of `total`."""
+        """Returns `steps`, or 5 % of `total`."""
         return self.steps if self.steps is not None else total // 20
 
     def factor(self, step: int, total: int) -> float:
-        """`(step + 1) / length`, at most 1: the first step already moves, the last of the warmup is at the peak."""
+        """Returns `(step + 1) / length`, at most 1: above 0 at the first step, 1 at the last step of the warmup."""
         return min(1.0, (step + 1) / max(1, self.length(total)))
 
 
 @dataclass(frozen=True)
 class CosineWarmup(LinearWarmup):
-    """Half a cosine from nearly 0 to the peak: flat at both ends, so that neither comes as a shock.
+    """Half a cosine from nearly 0 to the peak, flat at both ends.
 
-    The shape with which `torch.optim.lr_scheduler.OneCycleLR` rises (Smith and Topin, arXiv 1708.07120).
+    Same shape as the rise of `torch.optim.lr_scheduler.OneCycleLR` (Smith and Topin, arXiv 1708.07120).
     """
 
     def factor(self, step: int, total: int) -> float:
-        """`(1 - cos(pi x)) / 2`, where x is the linear warmup's factor."""
+        """Returns `(1 - cos(pi x)) / 2`, where x is the linear warmup's factor."""
         return 0.5 * (1 - math.cos(math.pi * super().factor(step, total)))
 
 
@@ -88,17 +85,17 @@ class Constant:
     """The peak learning rate to the end."""
 
     def factor(self, progress: float) -> float:
-        """1."""
+        """Returns 1."""
         del progress
         return 1.0
 
 
 @dataclass(frozen=True)
 class Cosine:
-    """Half a cosine from the peak to `final_ratio` of it (Loshchilov and Hutter, arXiv 1608.03983).
+    """Half a cosine from the peak to `final_ratio` times the peak (Loshchilov and Hutter, arXiv 1608.03983).
 
     Attributes:
-        final_ratio: what is left at the end, as a share of the peak, in [0, 1].
+        final_ratio: final learning rate as a fraction of the peak, in [0, 1].
     """
 
     final_ratio: float = 0.1
@@ -107,20 +104,20 @@ class Cosine:
         check_final_ratio(self.final_ratio)
 
     def factor(self, progress: float) -> float:
-        """1 at progress 0, `final_ratio` at progress 1."""
+        """Returns 1 at progress 0, `final_ratio` at progress 1."""
         return self.final_ratio + (1 - self.final_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 @dataclass(frozen=True)
 class WSD:
-    """Warmup, stable, decay: the peak for most of the run, then down to `final_ratio` in its last stretch.
+    """Warmup, stable, decay: the peak for most of the run, then a decay to `final_ratio` times the peak.
 
-    One run at the peak serves runs of any length, each with its own decay (MiniCPM, arXiv 2404.06395, section 4). The
-    decay is `1 - sqrt(x)`, which Hägele et al. (arXiv 2405.18392, section 3) found better than a straight line.
+    Runs of different lengths can branch off one run at the peak, each with its own decay (MiniCPM, arXiv 2404.06395,
+    section 4). Hägele et al. (arXiv 2405.18392, section 3) found the decay `1 - sqrt(x)` better than a straight line.
 
     Attributes:
-        decay_share: share of the run after warmup that decays, in (0, 1]; 0.1 to 0.2 there.
-        final_ratio: what is left at the end, as a share of the peak, in [0, 1].
+        decay_share: fraction of the run after warmup that decays, in (0, 1]; 0.1 to 0.2 in the papers.
+        final_ratio: final learning rate as a fraction of the peak, in [0, 1].
         shape: `sqrt` for `1 - sqrt(x)`, `linear` for a straight line.
     """
 
@@ -138,7 +135,7 @@ class WSD:
             raise ConfigError(f"schedule.shape={self.shape} is unknown: choose sqrt or linear")
 
     def factor(self, progress: float) -> float:
-        """1 until the last `decay_share`, `final_ratio` at progress 1."""
+        """Returns 1 until the last `decay_share` of the run, `final_ratio` at progress 1."""
         x = max(0.0, progress - (1 - self.decay_share)) / self.decay_share
         left = 1 - (math.sqrt(x) if self.shape == "sqrt" else x)
         return self.final_ratio + (1 - self.final_ratio) * left
@@ -149,8 +146,8 @@ class Step:
     """The peak, multiplied by `gamma` at each milestone, as He et al. train ResNets (arXiv 1512.03385, section 4.2).
 
     Attributes:
-        milestones: shares of the run after warmup, rising, each in (0, 1); a half and three quarters there.
-        gamma: factor at each, in (0, 1); 0.1 there.
+        milestones: fractions of the run after warmup, rising, each in (0, 1); 1/2 and 3/4 in the paper.
+        gamma: factor at each milestone, in (0, 1); 0.1 in the paper.
     """
 
     milestones: Sequence[float] = (0.5, 0.75)
@@ -167,12 +164,12 @@ class Step:
             raise ConfigError(f"schedule.gamma={self.gamma} is outside (0, 1): 0.1 is customary")
 
     def factor(self, progress: float) -> float:
-        """`gamma` to the power of the milestones that are reached."""
+        """Returns `gamma` to the power of the number of milestones reached."""
         return self.gamma ** sum(progress >= milestone for milestone in self.milestones)
 
 
 def check_final_ratio(ratio: float) -> None:
-    """Refuses a learning rate that would end below 0 or above its peak."""
+    """Raises ConfigError unless `ratio` is in [0, 1]."""
     if not 0 <= ratio <= 1:
         raise ConfigError(f"schedule.final_ratio={ratio} is outside [0, 1]: 0.1 is customary")
 
@@ -194,7 +191,7 @@ class LearningRate:
             )
 
     def __call__(self, step: int) -> float:
-        """Factor of the peak learning rate at `step`, counted from 0; steps past the end stay at the end's."""
+        """Returns the factor of the peak learning rate at `step`, counted from 0; constant after the run's end."""
         start = self.warmup.length(self.total)
         progress = max(0.0, step - start) / max(1, self.total - start)
         return self.warmup.factor(step, self.total) * self.schedule.factor(min(1.0, progress))

@@ -1,12 +1,12 @@
-"""Softcap: logits are squashed smoothly into (-cap, cap), so that no score can run away.
+"""Softcap: squashes logits smoothly into (-cap, cap).
 
     softcap(x) = cap * tanh(x / cap)
 
-Source: Gemma 2, arXiv 2408.00118, section 2; the final cap is from arXiv 1611.09940.
+Source: Gemma 2, arXiv 2408.00118, section 2; the cap on the final logits is from arXiv 1611.09940.
 
-A kind of softcap computes attention, because the cap stands between the dot product and the mask, and caps the final
-logits. Queries may be fewer than the keys, as with a cache: they are the last ones, so the causal mask is aligned to
-the end.
+A kind of softcap computes attention, because the cap is applied between the dot product and the mask, and it caps the
+final logits. There may be fewer queries than keys, as with a KV cache. The queries are then the last positions, so the
+causal mask is aligned to the end.
 """
 
 from dataclasses import dataclass
@@ -20,22 +20,20 @@ from stabletrain.errors import ConfigError
 
 
 def softcap(x: Float[Tensor, "*shape"], cap: float) -> Float[Tensor, "*shape"]:
-    """`cap * tanh(x / cap)` in fp32, or fp64 where `x` is.
-
-    In bf16 tanh rounds to 1 from about 3 caps on, and its slope `1 - tanh^2` would be 0.
-    """
+    """Returns `cap * tanh(x / cap)` in fp32; fp64 stays fp64."""
+    # In bf16, tanh rounds to 1 above about 3 caps, and its slope `1 - tanh^2` would be 0.
     wide = x if x.dtype == torch.float64 else x.float()
     return cap * torch.tanh(wide / cap)
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Bool[Tensor, "{queries} {keys}"]:
-    """True where a query may see a key; the last query sees every key."""
+    """Returns a mask that is True where a query may attend to a key; the last query attends to every key."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal=keys - queries)
 
 
 @dataclass(frozen=True)
 class NoSoftcap:
-    """PyTorch's fused attention, and final logits as they are."""
+    """PyTorch's fused attention, and unchanged final logits."""
 
     def attend(
         self,
@@ -46,16 +44,16 @@ class NoSoftcap:
         is_causal: bool,
         dropout_p: float,
     ) -> Float[Tensor, "batch head query dim"]:
-        """`softmax(q k^T / sqrt(dim)) v`, in the dtype of `v`."""
+        """Returns `softmax(q k^T / sqrt(dim)) v`, in the dtype of `v`."""
         queries, keys = q.shape[-2], k.shape[-2]
         if not is_causal or queries == keys:
             return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, dropout_p=dropout_p)
-        # PyTorch's own `is_causal` would align the mask to the first key.
+        # PyTorch's `is_causal` aligns the mask to the first key, not to the last.
         mask = causal_mask(queries, keys, q.device)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
 
     def final(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """The same logits."""
+        """Returns the logits unchanged."""
         return logits
 
 
@@ -63,7 +61,7 @@ class NoSoftcap:
 class Gemma2Softcap:
     """Softcap of the attention logits and of the final logits.
 
-    The scores are held in memory, `[batch, head, query, key]`, which fused attention avoids: expect a slower step.
+    Stores the scores, `[batch, head, query, key]`, which fused attention avoids: expect a slower step.
 
     Attributes:
         attention_cap: cap of the attention logits, 50 in Gemma 2.
@@ -89,13 +87,13 @@ class Gemma2Softcap:
         is_causal: bool,
         dropout_p: float,
     ) -> Float[Tensor, "batch head query dim"]:
-        """`softmax(softcap(q k^T / sqrt(dim))) v`, in the dtype of `v`; the softmax in fp32."""
+        """Returns `softmax(softcap(q k^T / sqrt(dim))) v`, in the dtype of `v`, with the softmax in fp32."""
         scores = softcap((q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1), self.attention_cap)
-        if is_causal:  # after the cap, which would turn -inf into a finite score
+        if is_causal:  # mask after the cap, because the cap would turn -inf into a finite score
             scores = scores.masked_fill(~causal_mask(q.shape[-2], k.shape[-2], q.device), -torch.inf)
         weights = torch.softmax(scores, dim=-1).to(v.dtype)
         return F.dropout(weights, dropout_p) @ v
 
     def final(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """The capped logits, in their dtype."""
+        """Returns the capped logits, in their dtype."""
         return softcap(logits, self.final_cap).to(logits.dtype)

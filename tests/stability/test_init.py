@@ -61,7 +61,7 @@ def resnet() -> CifarResNet:
 
 
 def check_std(name: str, parameter: torch.Tensor, expected: float) -> None:
-    """Within five standard errors of a normal's standard deviation, and of its mean."""
+    """Asserts that std and mean are within five standard errors of those of a normal."""
     values, n = parameter.detach().double(), parameter.numel()
     assert values.square().mean().sqrt().item() == pytest.approx(expected, rel=5 / math.sqrt(2 * n)), name
     assert values.mean().item() == pytest.approx(0.0, abs=5 * expected / math.sqrt(n)), name
@@ -87,7 +87,7 @@ def zero_residual_std(name: str, parameter: nn.Parameter, layers: int) -> float:
 
 
 def name_of(value: Any) -> str:
-    """An init by its values, a function by its name: an address would differ between the workers."""
+    """Returns an id: an init's values, or a function's name, because its address differs between pytest workers."""
     return value.__name__ if inspect.isfunction(value) else str(value)
 
 
@@ -151,7 +151,7 @@ def test_the_fan_in_of_a_grouped_kernel_is_what_one_output_sums_over() -> None:
     check_std("weight", convolution.weight, (64 / 8 * 25) ** -0.5)
 
 
-def test_fan_in_truncates_at_two_standard_deviations_and_makes_up_for_it() -> None:
+def test_fan_in_truncates_at_two_standard_deviations_and_rescales() -> None:
     z = torch.linspace(-2, 2, 200_001, dtype=torch.float64)
     density = (-z.square() / 2).exp()
     assert math.sqrt((z.square() * density).sum() / density.sum()) == pytest.approx(REMAINS, rel=1e-5)
@@ -198,7 +198,7 @@ def test_a_padding_row_stays_0(init: Any) -> None:
     assert torch.equal(embedding.weight.any(dim=1), torch.arange(6) != 2)
 
 
-def test_a_users_model_is_scaled_through_the_seam() -> None:
+def test_a_users_model_is_scaled_if_it_lists_residual_projections() -> None:
     class Mine(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -241,26 +241,34 @@ def test_torchvisions_blocks_end_with_their_last_norm(depth: int, last: str, blo
 
 
 def refusals() -> list[tuple[Any, nn.Module, str]]:
-    """An init, a model it makes no sense for, and what the message says."""
+    """Returns inits, models they do not fit, and the expected messages."""
     linear = nn.Sequential(nn.Linear(3, 3))
-    seam = r"Sequential names none: use init=torch, or .* residual_projections\(\)"
+    unlisted = r"Sequential lists none: use init=torch, or .* residual_projections\(\)"
     skip = NFResNet(depth=8, num_classes=10, in_channels=3, alpha=0.2, skipinit=True)
     headed = nn.Sequential(nn.Linear(3, 3))
     headed.__dict__["residual_projections"] = lambda: [headed[0]]
     return [
-        (GPT2Init(0.02), linear, seam),
-        (SmallInit(), linear, seam),
-        (ZeroResidualInit(), linear, seam),
+        (GPT2Init(0.02), linear, unlisted),
+        (SmallInit(), linear, unlisted),
+        (ZeroResidualInit(), linear, unlisted),
         (ZeroResidualInit(), skip, "init=zero_residual does nothing: the residual gains of NFResNet are 0 already"),
-        (SmallInit(), headed, "init=small takes its scale from the width of the embeddings, and Sequential has none"),
-        (SmallInit(), gpt(tied_head=True), r"logits of some 7: use model\.tied_head=false, or init=gpt2"),
-        (NormalInit(0.02), nn.Sequential(nn.LayerNorm(3)), "init=normal writes linear layers, .* Sequential has none"),
-        (FanInInit(), nn.Sequential(nn.LayerNorm(3)), "init=fan_in writes linear layers, .* Sequential has none"),
+        (SmallInit(), headed, "init=small computes its scale from the width of the embeddings, but Sequential has no"),
+        (
+            SmallInit(),
+            gpt(tied_head=True),
+            r"that of the logits would be about 7: use model\.tied_head=false, or init=gpt2",
+        ),
+        (
+            NormalInit(0.02),
+            nn.Sequential(nn.LayerNorm(3)),
+            "init=normal initialises linear layers, .* Sequential has none",
+        ),
+        (FanInInit(), nn.Sequential(nn.LayerNorm(3)), "init=fan_in initialises linear layers, .* Sequential has none"),
     ]
 
 
 @pytest.mark.parametrize("case", range(8))
-def test_an_init_that_makes_no_sense_for_the_model_is_refused_and_nothing_is_written(case: int) -> None:
+def test_an_init_that_does_not_fit_the_model_is_refused_and_changes_nothing(case: int) -> None:
     init, model, message = refusals()[case]
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(ConfigError, match=message):
@@ -287,5 +295,5 @@ def test_a_std_that_is_not_above_zero_and_finite_is_refused(kind: Any, std: floa
 @pytest.mark.parametrize("init", [NormalInit(0.02), FanInInit()])
 def test_a_weight_that_is_computed_from_others_is_refused_by_name(init: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)))
-    with pytest.raises(ConfigError, match="the weight of 1 is no parameter .*use init=torch"):
+    with pytest.raises(ConfigError, match="the weight of 1 is computed from other parameters .*use init=torch"):
         init(model)

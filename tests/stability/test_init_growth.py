@@ -1,4 +1,4 @@
-"""Growth at step 0: what each init does to the residual stream and to the gradients, block by block."""
+"""Growth at step 0: the residual stream and the gradients of each block under each init."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ class Growth(NamedTuple):
 
 
 def measure(model: nn.Module, blocks: Sequence[nn.Module], inputs: Tensor, targets: Tensor) -> Growth:
-    """One forward and backward pass with hooks on `blocks`."""
+    """Measures one forward and backward pass with hooks on `blocks`."""
     rms: list[float] = []
 
     def note(_: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
@@ -64,7 +64,7 @@ def of_gpt(init: Any, depth: int, seed: int = 0) -> Growth:
 
 
 def added(growth: Growth) -> float:
-    """Variance that the blocks have added, in units of what entered them."""
+    """Returns the variance that the blocks added, relative to their input's."""
     return (growth.rms[-1] / growth.rms[0]) ** 2 - 1
 
 
@@ -76,8 +76,8 @@ def test_with_scaled_residual_projections_growth_does_not_depend_on_depth(init: 
 
 
 @pytest.mark.parametrize("init", ["normal", "fan_in"])
-def test_without_it_every_block_adds_the_same_variance(init: str) -> None:
-    """On average over 8 models: of a single one, a tenth is chance."""
+def test_without_scaled_residual_projections_every_block_adds_the_same_variance(init: str) -> None:
+    """Averages over 8 models, because a single one varies by about 10 %."""
     shallow, deep = (sum(added(of_gpt(EVERY[init], depth, seed)) for seed in range(8)) / 8 for depth in (8, 16))
     assert deep == pytest.approx(2 * shallow, rel=0.2)
     assert deep > 10 * added(of_gpt(GPT2Init(0.02), 16))
@@ -90,7 +90,7 @@ def test_small_enters_the_blocks_with_an_rms_of_1() -> None:
 
 
 @pytest.mark.parametrize("depth", [2, 8, 16])
-def test_a_gpt_of_silent_branches_is_exactly_its_shortcuts(depth: int) -> None:
+def test_a_gpt_with_zeroed_branches_equals_its_shortcuts(depth: int) -> None:
     model, seen = deep_gpt(ZeroResidualInit(), depth), []
     for block in model.blocks:
         block.register_forward_hook(lambda _m, given, y: seen.append(torch.equal(given[0], y)))
@@ -146,7 +146,7 @@ def images() -> tuple[Tensor, Tensor]:
 
 
 def shortcut(block: Any, x: Tensor) -> Tensor:
-    """What a block gives when its branch is silent."""
+    """Returns a block's output if its branch outputs 0."""
     if isinstance(block, CifarBlock):
         return F.pad(x[:, :, :: block.stride, :: block.stride], (0, 0, 0, 0, 0, block.new_channels)).relu()
     if isinstance(block, NFBlock):
@@ -156,7 +156,7 @@ def shortcut(block: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["cifar", "torchvision18", "torchvision50", "nf"])
-def test_a_resnet_of_silent_branches_is_exactly_its_shortcuts(name: str) -> None:
+def test_a_resnet_with_zeroed_branches_equals_its_shortcuts(name: str) -> None:
     model, inputs, seen = resnets()[name].eval(), images()[0], []
     ZeroResidualInit()(model)
     blocks = [block for block in model.modules() if isinstance(block, BLOCKS)]

@@ -101,7 +101,7 @@ def test_no_valid_target_gives_zero_and_not_nan():
         (lambda: Objective(NoZLoss(), 1.0), "label_smoothing=1.0"),
     ],
 )
-def test_a_bound_passed_is_named(build, name):
+def test_a_value_out_of_bounds_is_named(build, name):
     with pytest.raises(ConfigError, match=name):
         build()
 
@@ -118,7 +118,7 @@ def gpt(tied_head=False, softcap=None, seed=0, **changed):
 
 
 class Run:
-    """A model run as a step runs it, at a loss scale."""
+    """Runs a model as a step does, at a loss scale."""
 
     def __init__(self, model, autocast=nullcontext, scale=1.0):
         precision = Unscaled("fp32", torch.device("cpu"), torch.float32)
@@ -140,7 +140,7 @@ def chunk_example():
 
 
 def gradients(run, objective, times=1.0):
-    """Loss terms and gradients of a step."""
+    """Returns the loss terms and gradients of a step."""
     inputs, targets = chunk_example()
     terms = run.loss(objective, inputs, targets)
     run.model.zero_grad()
@@ -170,7 +170,7 @@ def test_values_and_gradients_equal_a_float64_reference_of_whole_logits(tied, so
         torch.testing.assert_close(found[name].double(), parameter.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_a_batch_no_larger_than_a_chunk_has_the_bits_of_the_plain_form():
+def test_a_batch_that_fits_into_one_chunk_is_bitwise_equal_to_the_plain_objective():
     plain = Objective(ZLoss(1e-4))
     size = TOKENS[0] * TOKENS[1]
     whole, wanted = gradients(Run(gpt()), plain)
@@ -251,7 +251,7 @@ def test_with_all_but_the_head_frozen_the_head_learns():
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor with the vocabulary for its last dimension that any operation makes."""
+    """Records the largest tensor, of those whose last dimension is the vocabulary, that any operation creates."""
 
     rows = 0
 
@@ -275,7 +275,7 @@ def test_no_more_logits_than_a_chunk_exist_at_once():
     assert seen == {"plain": 33, "chunks": 4}
 
 
-def test_auto_takes_as_many_tokens_as_fit_and_leaves_other_models_alone():
+def test_auto_uses_as_many_tokens_as_fit_and_leaves_models_without_a_head_unchanged():
     plain = Objective(NoZLoss())
     chosen = with_loss_chunk(plain, "auto", gpt(), able=True)
     assert isinstance(chosen, ChunkedLoss)
@@ -286,12 +286,12 @@ def test_auto_takes_as_many_tokens_as_fit_and_leaves_other_models_alone():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "model", "able", "said"),
+    ("wanted", "model", "able", "message"),
     [
-        (64, gpt, False, "loss_chunk=64: the ranks have the head's weights"),
-        (64, lambda: torch.nn.Linear(2, 2), True, "loss_chunk=64: Linear makes its logits in its forward pass"),
+        (64, gpt, False, "loss_chunk=64: FSDP all-gathers the head's weights only"),
+        (64, lambda: torch.nn.Linear(2, 2), True, "loss_chunk=64: Linear has no head that can run outside"),
     ],
 )
-def test_what_cannot_be_is_refused(wanted, model, able, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_chunk_that_the_model_cannot_use_is_refused(wanted, model, able, message):
+    with pytest.raises(ConfigError, match=message):
         with_loss_chunk(Objective(NoZLoss()), wanted, model(), able)

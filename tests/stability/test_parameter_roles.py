@@ -1,4 +1,4 @@
-"""Which part of a model plays which role, for models that say so and for those that do not."""
+"""Roles of a model's parts, for models that name them and for models that do not."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ class HasAModuleOfThatName(nn.Module):
         self.classifier = nn.Sequential(nn.Dropout(), nn.Linear(2, 3))
 
 
-def test_a_model_names_its_classifier_itself_else_it_is_the_last_linear_layer():
+def test_the_classifier_is_the_one_the_model_names_or_the_last_linear_layer():
     says, forward, module = Says(), HasAForwardOfThatName(), HasAModuleOfThatName()
     assert classifier(says) is says.out
     assert classifier(forward) is forward.after
@@ -117,6 +117,6 @@ def test_independent_decay_shrinks_alike_at_every_learning_rate_and_coupled_does
         (AdamW, ADAM | {"decay": "independent", "weight_decay": 1.0}, r"optimizer\.weight_decay=1\.0"),
     ],
 )
-def test_a_bound_passed_is_named(kind, values, message):
+def test_a_value_out_of_bounds_is_named(kind, values, message):
     with pytest.raises(ConfigError, match=message):
         kind(**values)

@@ -1,4 +1,4 @@
-"""QK-clip: what the meter sees, what the update's end does with it, and what a withheld step leaves."""
+"""QK-clip: the meter's values, the scaling after the update, and skipped steps."""
 
 import math
 
@@ -29,7 +29,7 @@ def tokens():
 
 
 def largest(q, k):
-    """Each head's largest causal q·k / sqrt(d), in float64 and one pair at a time."""
+    """Returns each head's largest causal q·k / sqrt(d), computed pair by pair in float64."""
     batch, heads, time, dim = q.shape
     found = [0.0] * heads
     for b in range(batch):
@@ -117,7 +117,7 @@ def test_no_qk_clip_has_no_buffer_and_changes_nothing():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_in_a_run_the_bound_holds_after_each_step_whatever_the_precision_and_accumulation(tmp_path, precision):
+def test_in_a_run_the_bound_holds_after_each_step_in_every_precision_and_with_accumulation(tmp_path, precision):
     chosen = [*TINY_GPT, "qkclip=kimi", "qkclip.max_logit=0.01", "checkpoint=off", f"precision={precision}"]
     with composed(*chosen, "init.std=0.5", "grad_accum_steps=2", "optimizer.lr=1e-5") as cfg:
         job = build(cfg, tmp_path)
@@ -138,7 +138,7 @@ def test_the_bound_is_positive_and_finite(bound):
         QKClip(bound)
 
 
-def test_heads_that_have_seen_nothing_keep_their_bits_even_under_the_least_bound():
+def test_unused_heads_do_not_change_even_under_the_smallest_bound():
     model = gpt(QKClip(1.2e-38))
     before = [p.detach().clone() for p in model.parameters()]
     QKClip(1.2e-38)(model, OPEN)

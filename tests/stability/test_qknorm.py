@@ -1,4 +1,4 @@
-"""QK-norm: the closed form in float64, the dtype given back, and scores that cannot pass sqrt(d)."""
+"""QK-norm: the closed form in float64, the output dtype, and scores bounded by sqrt(d)."""
 
 import math
 
@@ -42,7 +42,7 @@ def test_the_closed_form_comes_back_in_the_inputs_dtype(kind: type, dtype: torch
 
 
 @pytest.mark.parametrize("kind", [LayerNormQK, RMSNormQK])
-def test_squares_beyond_fp16_are_no_matter(kind: type) -> None:
+def test_squares_beyond_fp16s_range_are_handled(kind: type) -> None:
     """1000^2 > 65504: the mean of squares must not be taken in fp16."""
     norm = kind(eps=1e-6)(DIM)
     x = sample(scale=1000.0).half()
@@ -50,7 +50,7 @@ def test_squares_beyond_fp16_are_no_matter(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", [LayerNormQK, RMSNormQK])
-def test_the_scale_of_the_input_falls_out(kind: type) -> None:
+def test_the_scale_of_the_input_does_not_matter(kind: type) -> None:
     norm = kind(eps=1e-6)(DIM)
     torch.testing.assert_close(norm(sample(1e4)), norm(sample()), rtol=1e-4, atol=1e-4)
 
@@ -64,7 +64,7 @@ def test_scores_are_bounded_by_sqrt_d_and_the_bound_is_reached(kind: type) -> No
 
 
 @pytest.mark.parametrize("kind", [LayerNormQK, RMSNormQK])
-def test_a_constant_or_silent_head_stays_finite(kind: type) -> None:
+def test_a_constant_or_zero_head_stays_finite(kind: type) -> None:
     norm = kind(eps=1e-6)(DIM)
     for value in (0.0, 3.0):
         x = torch.full((1, 1, 2, DIM), value, requires_grad=True)

@@ -1,4 +1,4 @@
-"""What no model can learn from: found on the device, made harmless for the kernels, told by the flag."""
+"""Bad inputs and targets: found on the device, replaced so that kernels run, reported by the flag."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_a_token_out_of_range_is_found_and_replaced(value):
     assert tokens[1, 1] == value, "the batch itself stays as it is"
 
 
-def test_where_nobody_knows_the_vocabulary_tokens_go_unchecked():
+def test_tokens_are_not_checked_if_the_vocabulary_size_is_unknown():
     tokens = torch.tensor([[5, 10**9]])
     inputs, _, bad = Sanitizer(None).inputs(tokens)
     assert inputs is tokens

@@ -1,4 +1,4 @@
-"""The learning rate by step number, at its corners."""
+"""The learning rate by step number, at its turning points."""
 
 import math
 

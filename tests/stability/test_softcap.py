@@ -16,13 +16,13 @@ each_kind = pytest.mark.parametrize("kind", KINDS, ids=["none", "gemma2"])
 
 
 def qkv(dtype: torch.dtype = torch.float64, scale: float = 4.0) -> tuple[Tensor, ...]:
-    """`[2, 3, 6, 8]` each; scores of tens, so that a cap of 5 bites."""
+    """Returns tensors `[2, 3, 6, 8]` whose scores are in the tens, so that a cap of 5 matters."""
     q, k, v = torch.randn(3, 2, 3, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     return (scale * q).to(dtype), (scale * k).to(dtype), v.to(dtype)
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, cap: float, is_causal: bool) -> Tensor:
-    """Attention one query at a time, in float64."""
+    """Computes attention one query at a time, in float64."""
     q, k, v = q.double(), k.double(), v.double()
     rows = []
     for i in range(q.shape[-2]):
@@ -95,13 +95,13 @@ def test_dropout_drops_weights_and_keeps_their_mean(kind: Any) -> None:
     assert kept.std().item() == pytest.approx(math.sqrt(0.25 * 0.75 / 64), rel=0.1)
 
 
-def test_a_cap_far_above_the_scores_is_no_cap() -> None:
+def test_a_cap_far_above_the_scores_changes_nothing() -> None:
     capped = Gemma2Softcap(attention_cap=1e6, final_cap=1e6)
     arguments = {"is_causal": True, "dropout_p": 0.0}
     torch.testing.assert_close(capped.attend(*qkv(), **arguments), NoSoftcap().attend(*qkv(), **arguments))
 
 
-def test_each_cap_acts_in_its_own_place() -> None:
+def test_each_cap_acts_only_on_its_own_logits() -> None:
     kind = Gemma2Softcap(attention_cap=5.0, final_cap=3.0)
     x = torch.linspace(-20, 20, 11)
     torch.testing.assert_close(kind.final(x), 3 * torch.tanh(x / 3))

@@ -1,4 +1,4 @@
-"""Clipping: gradients that are too long are shortened before the optimizer sees them.
+"""Clipping: bounds gradients before the optimizer uses them.
 
 | kind | what is bounded | by |
 |---|---|---|
@@ -6,20 +6,19 @@
 | norm | the whole gradient | a number |
 | value | each value | a number |
 | per_module | each module's gradient | a number |
-| agc | each output unit's gradient | a share of the unit's weights |
-| zclip | the whole gradient | its own recent norms: mean and spread |
+| agc | each output unit's gradient | a fraction of the unit's weight norm |
+| zclip | the whole gradient | the mean and spread of its recent norms |
 | adagc | each tensor's gradient | its own recent norms |
 
-A kind is called with the model, whose `.grad` it may rewrite, with the norms measured before, and with the gate:
-whether this step's update will be applied. It is called after unscaling, so a bound means the same in every precision,
-and after the guard has judged. It asks nothing of the host, and it acts after the backward pass, so a compiled model
-stays whole.
+A kind is called with the model, whose `.grad` it rewrites in place, with the norms measured before clipping, and with
+the gate, which says whether this step's update will be applied. Clipping runs after unscaling, so a bound means the
+same in every precision. It never synchronizes with the host, and it runs outside the compiled model.
 
-A norm that is not finite decides nothing: what it belongs to stays as it is, so a NaN never spreads from one tensor to
-the others. (`value` uses no norms: it cuts each element.) Nor does it enter a statistic; neither does the norm of a
-step whose gate is closed.
+A non-finite norm is ignored: the gradient it belongs to stays unchanged, so a NaN does not spread to other tensors.
+(`value` uses no norms; it clamps each element.) Running statistics and warm-ups ignore skipped steps, and norms that
+are 0 or not finite.
 
-`fixed.py` holds the kinds with a fixed bound, `adaptive.py` those whose bound follows weights or earlier norms.
+`fixed.py` holds the kinds with a fixed bound, `adaptive.py` the kinds whose bound follows weights or earlier norms.
 """
 
 from stabletrain.stability.clipping.adaptive import AGC, AdaGC, ZClip

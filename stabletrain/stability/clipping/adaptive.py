@@ -1,43 +1,41 @@
 """Clipping whose bound follows the weights (agc) or earlier gradient norms (adagc, zclip).
 
-AGC, adaptive gradient clipping: each output unit's gradient is bounded by a share of the unit's own weights.
+**AGC**, adaptive gradient clipping: bounds each output unit's gradient by a fraction of the unit's weight norm.
 
     G_i <- G_i * min(1, clipping * max(|W_i|, eps) / |G_i|),      i: a unit
 
-A step then moves no unit by more than a share of itself, whatever the depth: it is what lets norm-free ResNets train at
-large batches. Source: Brock et al., arXiv 2102.06171, section 4.
+This bound makes it possible to train norm-free ResNets at large batch sizes. Source: Brock et al., arXiv 2102.06171,
+section 4.
 
-A unit is a row of a matrix, a filter of a convolution kernel: all dimensions but the first. What is only a vector
-(biases, gains, also a gain of shape `[channels, 1, 1, 1]`) is one unit, as in the authors' code. A row of an embedding
-is a unit too: it is one token's vector, with a gradient of its own, so that a burst in one rare token touches no other.
-The final classifier, as `roles.classifier` finds it, is not clipped, which the paper found to be better (section 4.1);
-where a GPT's head is tied, that is the embedding.
+A unit is a row of a matrix or a filter of a convolution kernel: all dimensions but the first. A parameter that is only
+a vector (a bias, a gain, also a gain of shape `[channels, 1, 1, 1]`) is one unit, as in the authors' code. Each row of
+an embedding is a unit too, so a burst in one rare token does not affect other tokens. The final classifier
+(`parameter_roles.classifier`) is not clipped, which the paper found to work better (section 4.1). If a GPT's head is
+tied, the classifier is the embedding.
 
-AdaGC: each tensor's gradient is shortened to little more than its own recent norms.
+**AdaGC**: bounds each tensor's gradient by a running average of its own norms.
 
     g_i <- g_i * min(1, growth * gamma_i / |g_i|),      gamma_i <- beta gamma_i + (1 - beta) |g_i|
 
-with the clipped |g_i|. In the first `warmup_steps` steps the whole gradient is clipped to `max_norm` instead, and
-gamma_i is the least clipped norm so far: the average then starts from the calm steps, not from those after init.
-Source: Wang et al., arXiv 2502.11034.
+|g_i| in the second formula is the clipped norm. In the first `warmup_steps` steps the whole gradient is clipped to
+`max_norm` instead, and gamma_i is the smallest clipped norm so far, so that the average does not start from the large
+norms right after init. Source: Wang et al., arXiv 2502.11034.
 
-A gamma only grows by `beta + (1 - beta) growth` a step, 0.1 % with the paper's numbers, so what enters it decides for
-long: a norm that is not finite, is 0 or belongs to a withheld step enters nothing, nor does that step count. A tensor
-whose gradient is missing in a step keeps its gamma; one that has none yet is clipped with the whole gradient.
+A tensor without a gradient in a step keeps its gamma. A tensor that has no gamma yet is clipped with the global factor.
 
-ZClip: the whole gradient is shortened where its norm stands out from the norms before it.
+**ZClip**: shortens the whole gradient if its norm is an outlier among recent norms.
 
     z = (|g| - mean) / (std + 1e-6)
-    |g| <- mean + z_threshold^2 std / z   where z > z_threshold,      then   |g| <- min(|g|, max_norm)
+    |g| <- mean + z_threshold^2 std / z   if z > z_threshold,      then   |g| <- min(|g|, max_norm)
 
-The further out a norm is, the nearer to the mean it is cut. `mean` and `std` are those of the first `warmup_steps`
-norms, then moving averages: `mean <- alpha mean + (1 - alpha) |g|`, `std^2 <- alpha std^2 + (1 - alpha) (|g| - mean)^2`
-with the new mean. Until then only `max_norm` bounds the gradient. Source: Kumar et al., arXiv 2504.02507.
+The further a norm is from the mean, the closer to the mean it is clipped. `mean` and `std` are those of the first
+`warmup_steps` norms, then moving averages: `mean <- alpha mean + (1 - alpha) |g|`,
+`std^2 <- alpha std^2 + (1 - alpha) (|g| - mean)^2` with the new mean. During the warm-up only `max_norm` bounds the
+gradient. Source: Kumar et al., arXiv 2504.02507.
 
-The norm that enters the statistics is the one that the optimizer gets, after both bounds. The authors' code enters the
-norm before `max_norm`, and those of the warm-up unclipped, so that one spike there leaves the threshold useless for
-hundreds of steps; where `max_norm` is not reached the two are the same. A norm that is not finite, is 0 or belongs to a
-withheld step enters nothing: NaN would stay in the mean for ever, and every comparison with it is false.
+The statistics use the norm after both bounds. The authors' code uses the norm before `max_norm`, and unclipped norms
+during the warm-up, so that one spike there makes the threshold useless for hundreds of steps. If `max_norm` is never
+reached, both are the same.
 """
 
 from collections.abc import Sequence
@@ -54,14 +52,14 @@ from stabletrain.stability.parameter_roles import classifier
 
 
 def unit_norms(x: Tensor) -> Float32[Tensor, "..."]:
-    """L2 norm of each unit of `x` in fp32, with as many dimensions as `x`: `[rows, 1, ...]`, or `[1, ...]`."""
+    """Returns the L2 norm of each unit of `x` in fp32, with reduced dimensions kept: `[rows, 1, ...]` or `[1, ...]`."""
     vector = sum(size > 1 for size in x.shape) <= 1
     over = range(x.ndim) if vector else range(1, x.ndim)
     return torch.linalg.vector_norm(x, dim=tuple(over), keepdim=True, dtype=torch.float32)
 
 
 def flat(norms: Sequence[Tensor]) -> Float32[Tensor, " units"]:
-    """The units of all tensors, one after the other."""
+    """Concatenates the unit norms of all tensors."""
     return torch.cat([norm.flatten() for norm in norms])
 
 
@@ -71,7 +69,7 @@ class AGC(Stateless):
 
     Attributes:
         clipping: largest |G_i| / |W_i|, lambda in the paper: 0.01 for batches up to 4096 there, more for smaller ones.
-        eps: least |W_i| that counts, so that units that start at 0 can leave it.
+        eps: lower bound of |W_i|, so that units initialized to 0 can train.
     """
 
     clipping: float = 0.01
@@ -87,7 +85,7 @@ class AGC(Stateless):
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
-        """Scales every unit's `.grad` in place; `active` is the share of units clipped, the classifier's left out."""
+        """Scales every unit's `.grad` in place; `active` is the share of units clipped, without the classifier's."""
         del gate
         last = classifier(model)
         excluded = set() if last is None else set(last.parameters(recurse=False))
@@ -95,12 +93,14 @@ class AGC(Stateless):
         clipped = [(p, gradient) for p, gradient in trained if p not in excluded]
         if not clipped:
             return whole(torch.ones_like(norms.total))
+        # Compute the factors of all units in one vector, so that few kernels run.
         measured = [unit_norms(gradient) for _, gradient in clipped]
         before = flat(measured)
         factors = shortening(before, self.clipping * flat([unit_norms(p) for p, _ in clipped]).clamp(min=self.eps))
         each = factors.split([norm.numel() for norm in measured])
         for (_, gradient), factor, norm in zip(clipped, each, measured, strict=True):
             gradient.mul_(factor.view(norm.shape))
+        # The reported coefficient covers the whole gradient, so add the norms of the classifier.
         kept = [norms.each[i : i + 1] for i, (p, _) in enumerate(trained) if p in excluded]
         return in_parts(norms, torch.cat([before * factors, *kept]), factors)
 
@@ -111,8 +111,8 @@ class AdaGC:
 
     Attributes:
         max_norm: largest L2 norm over all parameters during the warm-up, lambda_abs in the paper.
-        growth: a norm may be so many times its tensor's gamma, lambda_rel in the paper.
-        beta: how much of its gamma a step keeps.
+        growth: largest ratio of a tensor's norm to its gamma, lambda_rel in the paper.
+        beta: decay of gamma per step.
         warmup_steps: steps of global clipping at the start.
     """
 
@@ -143,7 +143,7 @@ class AdaGC:
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
-        """Scales every `.grad` in place by its tensor's factor; takes the norms in where `gate` is open.
+        """Scales every `.grad` in place by its tensor's factor; updates the statistics if `gate` is open.
 
         `active` is the share of tensors clipped: during the warm-up all or none.
         """
@@ -153,10 +153,14 @@ class AdaGC:
         names = [name for name, _ in named]
         seen, gamma = self._on(norms.each.device, names)
         warming, known = seen < self.warmup_steps, gamma > 0
+        # Use global clipping during the warm-up, and for tensors that have no gamma yet.
         together = shortening(norms.total, self.max_norm).expand_as(gamma)
         factors = torch.where(warming | ~known, together, shortening(norms.each, self.growth * gamma))
         torch._foreach_mul_([gradient for _, gradient in named], list(factors.unbind()))
         after = norms.each * factors
+        # Update the gammas: the smallest norm during the warm-up, a moving average after it. A gamma rises by at most
+        # a factor of beta + (1 - beta) growth per step (1.001 with the paper's values), so it would take long to
+        # recover from a norm that is far too small.
         taken = gate & counts(norms.total)
         least = torch.where(known, torch.minimum(gamma, after), after)
         averaged = torch.where(known, self.beta * gamma + (1 - self.beta) * after, after)
@@ -166,19 +170,19 @@ class AdaGC:
         return in_parts(norms, after, factors)
 
     def _on(self, device: torch.device, names: list[str]) -> tuple[Tensor, Float32[Tensor, " n"]]:
-        """Steps taken in (int64), and each named tensor's gamma (0: none yet), on the norms' device."""
+        """Returns the steps counted so far (int64) and each tensor's gamma (0 if it has none yet), on `device`."""
         seen = torch.zeros((), dtype=torch.int64, device=device) if self._seen is None else self._seen.to(device)
         none = torch.zeros((), device=device)
         return seen, torch.stack([self._gamma.get(name, none).to(device) for name in names])
 
     def state_dict(self) -> dict:
-        """Statistics by the parameters' names, for the checkpoint; empty before the first step."""
+        """Returns the statistics by parameter name; empty before the first step."""
         if self._seen is None:
             return {}
         return {"seen": self._seen, "names": list(self._gamma), "gamma": torch.stack(list(self._gamma.values()))}
 
     def load_state_dict(self, state: dict) -> None:
-        """Statistics, from a checkpoint; one of another kind has none of these: they start afresh."""
+        """Restores the statistics; resets them if `state` is of another kind of clipping."""
         self._seen = state["seen"] if "gamma" in state else None
         self._gamma = dict(zip(state["names"], state["gamma"].unbind(), strict=True)) if "gamma" in state else {}
 
@@ -188,10 +192,10 @@ class ZClip:
     """ZClip.
 
     Attributes:
-        max_norm: largest L2 norm over all parameters, whatever the statistics say.
-        z_threshold: standard deviations above the mean from which on a norm is cut.
-        alpha: how much of the statistics a step keeps.
-        warmup_steps: norms that are only collected, before the first is judged by its z.
+        max_norm: largest L2 norm over all parameters, applied in every step.
+        z_threshold: standard deviations above the mean beyond which a norm is clipped.
+        alpha: decay of the statistics per step.
+        warmup_steps: norms to collect before clipping by z starts.
     """
 
     max_norm: float = 1.0
@@ -215,7 +219,7 @@ class ZClip:
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
-        """Scales every `.grad` in place by `coef`; takes the norm into its statistics where `gate` is open."""
+        """Scales every `.grad` in place by `coef`; updates the statistics if `gate` is open."""
         norm = norms.total
         seen, mean, var = self._on(norm.device)
         std = var.sqrt()
@@ -224,11 +228,12 @@ class ZClip:
         bound = torch.where(stands_out, mean + self.z_threshold**2 * std / z, self.max_norm).clamp(max=self.max_norm)
         factor = shortening(norm, bound)
         multiply_(model, factor)
+        # A NaN would stay in the mean forever.
         self._take(norm * factor, gate & counts(norm))
         return whole(factor)
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """How many norms were taken (int64), their mean and variance (fp32), on the norms' device."""
+        """Returns the number of norms seen (int64), their mean and their variance (fp32), on `device`."""
         if not self._statistics:
             zero = torch.zeros((), device=device)
             self._statistics = {"seen": torch.zeros_like(zero, dtype=torch.int64), "mean": zero, "var": zero}
@@ -237,12 +242,13 @@ class ZClip:
         return moved["seen"], moved["mean"], moved["var"]
 
     def _take(self, norm: Float32[Tensor, ""], taken: Bool[Tensor, ""]) -> None:
-        """Moves the statistics towards `norm` where `taken`; while they warm up, all norms weigh the same."""
+        """Updates the statistics with `norm` if `taken`."""
         seen, mean, var = (self._statistics[name] for name in ("seen", "mean", "var"))
+        # During the warm-up all norms have the same weight; then the averages move.
         warming = seen < self.warmup_steps
         weight = torch.where(warming, 1.0 / (seen + 1), 1.0 - self.alpha)
         new_mean = mean + weight * (norm - mean)
-        # the exact update of a population variance, or the authors' moving one
+        # Warm-up: Welford's exact update of a population variance. Later: the authors' moving variance.
         square = (norm - new_mean) * torch.where(warming, norm - mean, norm - new_mean)
         new_var = var + weight * (square - var)
         self._statistics = {
@@ -252,10 +258,10 @@ class ZClip:
         }
 
     def state_dict(self) -> dict:
-        """Statistics, for the checkpoint; empty before the first step."""
+        """Returns the statistics; empty before the first step."""
         return dict(self._statistics)
 
     def load_state_dict(self, state: dict) -> None:
-        """Statistics, from a checkpoint; one of another kind has none of these: they start afresh."""
+        """Restores the statistics; resets them if `state` is of another kind of clipping."""
         names = ("seen", "mean", "var")
         self._statistics = {name: state[name] for name in names} if names[1] in state else {}

@@ -1,27 +1,22 @@
 """Clipping to a fixed bound: none, norm, value and per_module.
 
-No clipping: the object that stands where none is wanted.
-
-Global-norm clipping: the whole gradient is shortened, in its own direction, to a fixed norm.
+norm: scales the whole gradient and keeps its direction. Pascanu et al., arXiv 1211.5063, section 3.2; the 1e-6 is
+PyTorch's.
 
     g <- g * min(1, max_norm / (|g| + 1e-6)),      |g| over all parameters
 
-Source: Pascanu et al., arXiv 1211.5063, section 3.2; the 1e-6 is PyTorch's.
-
-Value clipping: every value of every gradient is cut to an interval, which changes the gradient's direction.
+value: clamps every value, which changes the gradient's direction. Equals `torch.nn.utils.clip_grad_value_`. Graves,
+arXiv 1308.0850, clipped the derivatives that enter an LSTM this way.
 
     g_i <- max(-clip_value, min(clip_value, g_i))
 
-As `torch.nn.utils.clip_grad_value_`. After Graves, arXiv 1308.0850, who so cut the derivatives that enter an LSTM.
+per_module: scales each module's gradient separately, so that an outlier in one module does not shrink the gradients of
+all others, as it does with global clipping. McMahan et al., arXiv 1710.06963, clip layers this way, there for privacy.
 
-Per-module clipping: each module's gradient is shortened by itself, so that one outlier does not throttle all.
+    g_m <- g_m * min(1, max_norm / |g_m|),      |g_m| over the parameters that module m owns directly
 
-    g_m <- g_m * min(1, max_norm / |g_m|),      |g_m| over the parameters that module m owns itself
-
-Global clipping divides every gradient by what may be one embedding's burst: a batch of rare tokens then costs the whole
-model a step. A module is whatever `nn.Module` holds parameters of its own (a linear layer with its bias, a norm, an
-embedding); a parameter that several share belongs to the first. Layers were so clipped by McMahan et al., arXiv
-1710.06963, there for privacy.
+Every `nn.Module` with parameters of its own counts as a module: a linear layer with its bias, a norm, an embedding. A
+parameter that several modules share belongs to the first.
 """
 
 from dataclasses import dataclass
@@ -36,19 +31,19 @@ from stabletrain.records import Clipped, GradNorms
 
 
 class Stateless:
-    """What is mixed into a kind without memory: its state is empty, and any other kind's state is nothing to it."""
+    """Mixin for kinds without state."""
 
     def state_dict(self) -> dict:
-        """Nothing."""
+        """Returns an empty state."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Nothing; a checkpoint of a kind with memory may be resumed without it."""
+        """Ignores `state`, so a checkpoint written with a stateful kind can be resumed with this one."""
         del state
 
 
 def multiply_(model: nn.Module, factor: Float32[Tensor, ""]) -> None:
-    """Multiplies every gradient by `factor`, in place; a model may have none."""
+    """Multiplies every gradient by `factor`, in place."""
     if found := gradients(model):
         torch._foreach_mul_(found, factor)
 
@@ -56,32 +51,29 @@ def multiply_(model: nn.Module, factor: Float32[Tensor, ""]) -> None:
 def shortening(
     norm: Float32[Tensor, "*shape"], bound: float | Float32[Tensor, "*shape"] | Float32[Tensor, ""]
 ) -> Float32[Tensor, "*shape"]:
-    """`bound / norm` where the norm is finite and above the bound, else exactly 1: 0 / 0 and Inf never come up."""
+    """Returns `bound / norm` where the norm is finite and above the bound, else exactly 1; always finite."""
     return torch.where(torch.isfinite(norm) & (norm > bound), bound / norm, 1.0)
 
 
 def counts(norm: Float32[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
-    """Whether a norm may enter a statistic: its square is finite and not 0, that is 4e-23 < norm < 1.8e19.
-
-    A norm of 0 says nothing about the norms to come, and as the least or the mean of them would stop the training of
-    what it belongs to.
-    """
+    """Returns a mask of the norms that may enter a statistic: the square is finite and not 0, 4e-23 < norm < 1.8e19."""
+    # A bound computed from norms of 0 would clip every later gradient to 0.
     square = norm * norm
     return torch.isfinite(square) & (square > 0)
 
 
 def whole(factor: Float32[Tensor, ""]) -> Clipped:
-    """What is reported where the whole gradient was multiplied by `factor`."""
+    """Returns the report for a gradient that was multiplied by `factor` as a whole."""
     return Clipped(coef=factor, active=(factor < 1).float())
 
 
 def in_parts(norms: GradNorms, after: Float[Tensor, " n"], factors: Float[Tensor, " m"]) -> Clipped:
-    """What is reported where parts of the gradient were multiplied by `factors`, each its own.
+    """Returns the report for a gradient whose parts were scaled separately.
 
     Args:
-        norms: before clipping.
-        after: norms of all parts after clipping, those that are never clipped too.
-        factors: of the parts that are clipped one by one; there may be none.
+        norms: norms before clipping.
+        after: norms of all parts after clipping, including parts that are never clipped.
+        factors: factors of the parts that may be clipped; may be empty.
     """
     clipped = factors < 1
     ratio = torch.nan_to_num(torch.linalg.vector_norm(after) / norms.total, nan=1.0).clamp(max=1.0)
@@ -93,10 +85,10 @@ def in_parts(norms: GradNorms, after: Float[Tensor, " n"], factors: Float[Tensor
 
 @dataclass(frozen=True)
 class NoClip(Stateless):
-    """Gradients stay as they are."""
+    """No clipping."""
 
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
-        """Nothing clipped."""
+        """Changes nothing; reports a coefficient of 1."""
         del model, gate
         return whole(torch.ones_like(norms.total))
 
@@ -120,7 +112,7 @@ class NormClip(Stateless):
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
-        """Scales every `.grad` in place by `coef`; bit for bit what `torch.nn.utils.clip_grad_norm_` does."""
+        """Scales every `.grad` in place by `coef`; for a finite norm bitwise equal to `clip_grad_norm_` of PyTorch."""
         del gate
         factor = (self.max_norm / (norms.total + 1e-6)).clamp(max=1.0)
         factor = torch.where(torch.isfinite(norms.total), factor, 1.0)
@@ -133,7 +125,7 @@ class ValueClip(Stateless):
     """Value clipping.
 
     Attributes:
-        clip_value: largest magnitude of a gradient's value.
+        clip_value: largest magnitude of each value of a gradient.
     """
 
     clip_value: float
@@ -147,7 +139,7 @@ class ValueClip(Stateless):
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
-        """Clamps every `.grad` in place, also Inf to a finite value; `active` is the share of values cut."""
+        """Clamps every `.grad` in place, Inf included; `active` is the share of values clamped."""
         del gate
         values = gradients(model)
         if not values:
@@ -161,7 +153,7 @@ class ValueClip(Stateless):
 
 
 def by_module(model: nn.Module) -> list[list[Tensor]]:
-    """The gradients of each module that owns some, in the order of `model.parameters()`."""
+    """Returns the gradients of each module that owns some, in the order of `model.parameters()`."""
     seen: set[nn.Parameter] = set()
     groups = []
     for module in model.modules():
@@ -177,7 +169,7 @@ class PerModuleClip(Stateless):
     """Per-module clipping.
 
     Attributes:
-        max_norm: largest L2 norm of one module's gradient; m modules may reach sqrt(m) times that together.
+        max_norm: largest L2 norm of one module's gradient; the norm over m modules may reach sqrt(m) times that.
     """
 
     max_norm: float
@@ -196,7 +188,7 @@ class PerModuleClip(Stateless):
         groups = by_module(model)
         if not groups:
             return whole(torch.ones_like(norms.total))
-        # `model.parameters()` goes module by module, so a module's norms lie side by side
+        # `model.parameters()` goes module by module, so the norms of one module are adjacent in `norms.each`.
         sides = norms.each.split([len(group) for group in groups])
         before = torch.stack(torch._foreach_norm(list(sides), 2))
         factors = shortening(before, self.max_norm)

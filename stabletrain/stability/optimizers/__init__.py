@@ -1,7 +1,7 @@
-"""Optimizers: what turns gradients into updates.
+"""Optimizers.
 
-Every one takes the guard's gate on the device (`found_inf`), so an update is withheld without the host ever asking:
-PyTorch's by their fused kernels, the others as `gated.py` does it.
+Each takes the guard's gate on the device (`found_inf`), so a skipped update costs no host read: PyTorch's optimizers
+through their fused kernels, the others through `gated.py`.
 """
 
 from stabletrain.stability.optimizers.adamw import SPAM, AdamW, StableAdamW

@@ -1,33 +1,33 @@
 """AdamW and its variants for unstable training: StableAdamW and SPAM.
 
-AdamW: the default for transformers.
+**AdamW**, the default for transformers:
 
     m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2
     w <- w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
 
-Loshchilov and Hutter, arXiv 1711.05101; the moments are Adam's, arXiv 1412.6980. Fused kernels are the default: they
-take the guard's gate on the device (`found_inf`), so an update is withheld without the host ever asking.
+Loshchilov and Hutter, arXiv 1711.05101; the moments are Adam's, arXiv 1412.6980. Fused kernels are the default, because
+they take the guard's gate on the device (`found_inf`): a skipped update costs no host read.
 
-StableAdamW: AdamW whose learning rate shrinks, tensor by tensor, when its second moment has fallen behind.
+**StableAdamW**: AdamW that lowers a tensor's learning rate while its second moment is too small for its gradients.
 
-    RMS = sqrt(mean(g^2 / max(v / (1 - b2^t), eps^2)))       v already holds this step's g
-    lr  <- lr / max(1, RMS)                                  of this tensor, in this step; not of the weight decay
+    RMS = sqrt(mean(g^2 / max(v / (1 - b2^t), eps^2)))       v already contains this step's g
+    lr  <- lr / max(1, RMS)                                  per tensor and step; weight decay keeps the full lr
 
-When gradients grow faster than v remembers, AdamW's update is too long; RMS says by how much (Adafactor's update
-clipping, arXiv 1804.04235, put into AdamW). With RMS <= 1 it is AdamW. Wortsman et al., arXiv 2304.13013, section 3.5:
-loss spikes follow 1 to 8 steps after RMS rises; the authors' code decays by the whole learning rate, as here.
+If gradients grow faster than v follows, AdamW's update is too large by about RMS. This is Adafactor's update clipping
+(arXiv 1804.04235) in AdamW; with RMS <= 1 it equals AdamW. Wortsman et al., arXiv 2304.13013, section 3.5: loss spikes
+follow 1 to 8 steps after RMS rises. In the authors' code weight decay uses the full learning rate too.
 
-SPAM: AdamW that cuts single spiking coordinates, and forgets its moments every so often.
+**SPAM**: AdamW that clips spiking coordinates and resets its moments at a fixed interval.
 
-    where v > 0 and g^2 > theta v:  g <- sign(g) sqrt(theta v)         v before this step, corrected for its bias
+    where v > 0 and g^2 > theta v:  g <- sign(g) sqrt(theta v)         v before this step, bias-corrected
     every `reset_interval` updates: m, v, t <- 0, and for `warmup_steps` updates the learning rate is multiplied by
                                     1 - 0.99 (1 + cos(pi k / (warmup_steps + 1))) / 2,  k = 0, 1, ...
 
-One spiking gradient stays in m for tens of steps and in v for hundreds; the cut keeps most of it out, the reset ends
-what is left. Huang et al., arXiv 2501.06842. The authors' code differs in three things: it does not restart the bias
-correction at a reset; it compares with the uncorrected v, and so waits 20 steps after a reset before it cuts; and it
-cuts where v = 0 as well, which freezes a coordinate that has had no gradient yet. The weight decay keeps the whole
-learning rate, there and here.
+One spiking gradient stays in m for tens of steps and in v for hundreds. Clipping keeps most of it out, and the reset
+removes the rest. Huang et al., arXiv 2501.06842. The authors' code differs in three points. It does not restart the
+bias correction at a reset. It compares with the uncorrected v, and therefore clips nothing in the 20 steps after a
+reset. It also clips where v = 0, which freezes a coordinate that has had no gradient yet. In both versions weight decay
+uses the full learning rate.
 """
 
 import math
@@ -58,14 +58,11 @@ class AdamW:
 
     Attributes:
         lr: peak learning rate; warmup and schedule multiply it.
-        betas: decay of the first and second moment, each in [0, 1).
+        betas: decay rates of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment; above 0.
-        weight_decay: decoupled from the gradient.
+        weight_decay: decoupled weight decay, at least 0.
         fused: one kernel for all parameters; False falls back to PyTorch's default implementation.
         decay: `coupled` multiplies the weight decay by the learning rate, `independent` by warmup and schedule only.
-
-    Raises:
-        ConfigError: a bound passed.
     """
 
     lr: float
@@ -81,7 +78,7 @@ class AdamW:
         decay_per_rate(self.lr, self.weight_decay, self.decay)
 
     def __call__(self, model: nn.Module) -> Optimizer:
-        """The optimizer over `model`'s trained parameters."""
+        """Returns the optimizer over `model`'s trainable parameters."""
         return torch.optim.AdamW(
             decayed(model, decay_per_rate(self.lr, self.weight_decay, self.decay)),
             lr=self.lr,
@@ -97,13 +94,10 @@ class StableAdamW:
 
     Attributes:
         lr: peak learning rate; warmup and schedule multiply it.
-        betas: decay of the first and second moment, each in [0, 1).
-        eps: added to the root of the second moment, and the least it counts for in RMS; above 0.
-        weight_decay: decoupled from the gradient.
+        betas: decay rates of the first and second moment, each in [0, 1).
+        eps: added to the root of the second moment, and lower bound of that root in RMS; above 0.
+        weight_decay: decoupled weight decay, at least 0.
         decay: `coupled` multiplies the weight decay by the learning rate, `independent` by warmup and schedule only.
-
-    Raises:
-        ConfigError: a bound passed.
     """
 
     lr: float
@@ -118,7 +112,7 @@ class StableAdamW:
         decay_per_rate(self.lr, self.weight_decay, self.decay)
 
     def __call__(self, model: nn.Module) -> Optimizer:
-        """The optimizer over `model`'s trained parameters."""
+        """Returns the optimizer over `model`'s trainable parameters."""
         return CappedAdamW(
             decayed(model, decay_per_rate(self.lr, self.weight_decay, self.decay)),
             {"lr": self.lr, "betas": (self.betas[0], self.betas[1]), "eps": self.eps, "capturable": True},
@@ -126,18 +120,19 @@ class StableAdamW:
 
 
 class CappedAdamW(Optimizer):
-    """The rule above as a PyTorch optimizer; its state is AdamW's: `step`, `exp_avg`, `exp_avg_sq`."""
+    """PyTorch optimizer of `StableAdamW`; its state is AdamW's: `step`, `exp_avg`, `exp_avg_sq`."""
 
     _step_supports_amp_scaling = True
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # ty: ignore[incompatible-method-override]
-        """One update of every parameter that has a gradient; where `found_inf` is 1, nothing changes."""
+        """Updates every parameter that has a gradient; changes nothing if `found_inf` is 1."""
         for group in self.param_groups:
             if (known := moments(self, group)) is None:
                 continue
             beta1, beta2 = group["betas"]
             counts = torch.stack(known.steps) + 1
+            # The moments take in this step's gradient first, so that RMS sees it in v.
             remember_(known, copies(known.first), copies(known.second), group)
             root = root_of_second(known, bias(beta2, counts))
             rates = group["lr"] / bias(beta1, counts) / rms(known.gradients, root, group["eps"]).clamp(min=1)
@@ -146,7 +141,7 @@ class CappedAdamW(Optimizer):
 
 
 def rms(gradients: list[Tensor], root: list[Tensor], eps: float) -> Tensor:
-    """sqrt(mean(g^2 / max(v, eps^2))) of each tensor, with `root` = sqrt(v); `[tensors]`, about 1 as a rule."""
+    """Returns sqrt(mean(g^2 / max(v, eps^2))) of each tensor, `[tensors]`, with `root` = sqrt(v); usually about 1."""
     ratios = torch._foreach_div(gradients, torch._foreach_clamp_min(root, eps))
     return torch.stack(
         [norm / ratio.numel() ** 0.5 for norm, ratio in zip(torch._foreach_norm(ratios), ratios, strict=True)]
@@ -154,7 +149,7 @@ def rms(gradients: list[Tensor], root: list[Tensor], eps: float) -> Tensor:
 
 
 LOWEST = 0.01
-"""Of the learning rate, right after a reset."""
+"""Fraction of the learning rate right after a reset."""
 
 
 @dataclass(frozen=True)
@@ -163,16 +158,13 @@ class SPAM:
 
     Attributes:
         lr: peak learning rate; warmup and schedule multiply it.
-        betas: decay of the first and second moment, each in [0, 1).
+        betas: decay rates of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment; above 0.
-        weight_decay: decoupled from the gradient.
-        theta: how often its own running mean a squared gradient may be, above 1.
+        weight_decay: decoupled weight decay, at least 0.
+        theta: largest ratio of a squared gradient to its running mean, above 1.
         reset_interval: updates between two resets.
-        warmup_steps: updates after a reset until the whole learning rate is back; below `reset_interval`.
+        warmup_steps: updates after a reset until the full learning rate is reached; below `reset_interval`.
         decay: `coupled` multiplies the weight decay by the learning rate, `independent` by warmup and schedule only.
-
-    Raises:
-        ConfigError: a bound passed.
     """
 
     lr: float
@@ -190,19 +182,19 @@ class SPAM:
         decay_per_rate(self.lr, self.weight_decay, self.decay)
         if not 1 < self.theta < math.inf:
             raise ConfigError(
-                f"optimizer.theta={self.theta} is not above 1: ordinary gradients would be cut; "
-                "5000 is the paper's; use optimizer=adamw for none"
+                f"optimizer.theta={self.theta} is not a finite number above 1: ordinary gradients would be clipped; "
+                "the paper uses 5000; use optimizer=adamw for no clipping of spikes"
             )
         if self.reset_interval < 1:
-            raise ConfigError(f"optimizer.reset_interval={self.reset_interval} is below 1: 500 is the paper's")
+            raise ConfigError(f"optimizer.reset_interval={self.reset_interval} is below 1: the paper uses 500")
         if not 0 <= self.warmup_steps < self.reset_interval:
             raise ConfigError(
                 f"optimizer.warmup_steps={self.warmup_steps} is outside [0, optimizer.reset_interval="
-                f"{self.reset_interval}): the whole learning rate would never be back; lower optimizer.warmup_steps"
+                f"{self.reset_interval}): the full learning rate would never be reached; lower optimizer.warmup_steps"
             )
 
     def __call__(self, model: nn.Module) -> Optimizer:
-        """The optimizer over `model`'s trained parameters."""
+        """Returns the optimizer over `model`'s trainable parameters."""
         return SpikeAwareAdamW(
             decayed(model, decay_per_rate(self.lr, self.weight_decay, self.decay)),
             {
@@ -218,29 +210,32 @@ class SPAM:
 
 
 class SpikeAwareAdamW(Optimizer):
-    """The rule above as a PyTorch optimizer.
+    """PyTorch optimizer of `SPAM`.
 
-    Its state is AdamW's with `step` counted from the last reset, so that it corrects the bias of the moments beside it,
-    and `resets`, which says how many there were.
+    Its state is AdamW's, plus `resets`, the number of resets so far. `step` counts from the last reset, as the bias
+    correction of the moments requires.
     """
 
     _step_supports_amp_scaling = True
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # ty: ignore[incompatible-method-override]
-        """One update of every parameter that has a gradient; where `found_inf` is 1, nothing changes."""
+        """Updates every parameter that has a gradient; changes nothing if `found_inf` is 1."""
         for group in self.param_groups:
             if (known := moments(self, group, "resets")) is None:
                 continue
             beta1, beta2 = group["betas"]
+            # Reset the moments if due. Multiplying by 0 does this per tensor, without a host read.
             done = torch.stack(known.steps)
             due = done >= group["reset_interval"]
             since = torch.where(due, 0, done)
             resets = torch.stack([state["resets"] for state in known.states]) + due
             kept = list((~due).float().unbind())
             first, second = (list(torch._foreach_mul(mean, kept)) for mean in (known.first, known.second))
+            # Clip spikes before the gradient enters the moments.
             cut_spikes_(known, second, bias(beta2, since), group["theta"])
             remember_(known, first, second, group)
+            # Update the weights. The learning rate warms up after a reset, but not at the start of the run.
             counts = since + 1
             warm = torch.where(resets > 0, rewarmup(since, group["warmup_steps"]), 1.0)
             rates = group["lr"] * warm / bias(beta1, counts)
@@ -250,25 +245,24 @@ class SpikeAwareAdamW(Optimizer):
 
 
 def cut_spikes_(known: Moments, second: list[Tensor], unbias: Tensor, threshold: float) -> None:
-    """Cuts `known.gradients`, in place, to +-sqrt(threshold * v) where v > 0.
-
-    Roots are compared, not squares, so that neither a large gradient nor threshold * v overflows.
+    """Clips `known.gradients`, in place, to +-sqrt(threshold * v) where v > 0.
 
     Args:
-        known: for the gradients.
+        known: holds the gradients.
         second: v before this step's gradient.
-        unbias: float64 `[tensors]`, the bias of `second`; 0 where it is all 0.
+        unbias: float64 `[tensors]`, the bias correction of `second`; 0 if `second` is all 0.
         threshold: theta.
     """
+    # Compare square roots, because g^2 and threshold * v may overflow.
     limits = list(torch._foreach_sqrt(second))
     torch._foreach_mul_(limits, list((threshold / unbias).sqrt().unbind()))
     for limit, v in zip(limits, second, strict=True):
-        limit.masked_fill_(v == 0, math.inf)
+        limit.masked_fill_(v == 0, math.inf)  # no gradient seen yet, so nothing to compare with
     torch._foreach_minimum_(known.gradients, limits)
     torch._foreach_maximum_(known.gradients, torch._foreach_neg(limits))
 
 
 def rewarmup(since: Tensor, warmup_steps: int) -> Tensor:
-    """The factor of the learning rate `since` updates after a reset; 0.01 at once, 1 from `warmup_steps` on."""
+    """Returns the learning rate's factor `since` updates after a reset: 0.01 at 0, 1 from `warmup_steps` on."""
     rising = 1 - (1 - LOWEST) * (1 + torch.cos(math.pi * since.double() / (warmup_steps + 1))) / 2
     return torch.where(since < warmup_steps, rising, 1.0)

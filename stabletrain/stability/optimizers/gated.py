@@ -1,8 +1,8 @@
-"""Adam's moments behind a gate on the device: what the optimizers written here share.
+"""Adam's moments behind a gate on the device: shared code of the optimizers in this package.
 
-An optimizer that sets `_step_supports_amp_scaling` is handed the guard's gate as `found_inf` (0-d, 1 where the update
-is withheld), as PyTorch's fused kernels are. What it computes is then written through `write_`, which leaves every bit
-of a withheld update's targets as it was, whatever the gradients hold. So the host never asks.
+An optimizer that sets `_step_supports_amp_scaling` receives the guard's gate as `found_inf` (0-d, 1 if the update is to
+be skipped), as PyTorch's fused kernels do. It writes its results with `write_`, which keeps every bit of the targets if
+the update is skipped, even if gradients are NaN. No host read is needed.
 """
 
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+# Once a second moment is Inf it stays Inf, and its coordinate never moves again. The guard skips updates with a norm
+# above this bound (`monitors/tensor_norms.py`), so it matters only without a guard, or for a model with a single value.
 LARGEST_GRADIENT = 1.8e19
-"""Its square is the largest that fp32 holds. A larger gradient is cut to it: a second moment that is Inf once stays so,
-and its coordinate would never move again. The guard withholds a norm beyond it (`monitors/tensor_norms.py`), so that
-this is met with the guard off, or by a model of a single value."""
+"""Bound of each gradient value, so that its square is finite in fp32."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """The parameters of a group that have a gradient, and their state; lists in the same order.
+    """The parameters of a group that have a gradient, and their state; all lists are in the same order.
 
     Attributes:
         weights: the parameters.
-        gradients: copies, each value within +-`LARGEST_GRADIENT`; NaN stays NaN.
-        first, second: Adam's running means of g and g^2 (`exp_avg`, `exp_avg_sq`), not corrected for their bias.
+        gradients: copies, clamped to +-`LARGEST_GRADIENT`; NaN stays NaN.
+        first, second: Adam's running means of g and g^2 (`exp_avg`, `exp_avg_sq`), without bias correction.
         steps: 0-d fp32 counters on the parameters' device.
-        states: their whole state.
-        open: 0-d bool, whether the update may be written.
+        states: complete state of each parameter.
+        open: 0-d bool, whether the update is applied.
     """
 
     weights: list[Tensor]
@@ -41,12 +41,12 @@ class Moments:
 
 
 def moments(optimizer: Optimizer, group: dict[str, Any], *counters: str) -> Moments | None:
-    """The state of a group's parameters, made on first use; None where no parameter has a gradient.
+    """Returns the state of a group's parameters, created on first use; None if no parameter has a gradient.
 
     Args:
-        optimizer: whose state it is.
-        group: one of its groups.
-        counters: names of further counters, beside `step`, made with value 0.
+        optimizer: the optimizer that holds the state.
+        group: one of its parameter groups.
+        counters: names of counters to create besides `step`, starting at 0.
     """
     weights = [p for p in group["params"] if p.grad is not None]
     if not weights:
@@ -64,26 +64,26 @@ def moments(optimizer: Optimizer, group: dict[str, Any], *counters: str) -> Mome
 
 
 def gate(optimizer: Optimizer, device: torch.device) -> Tensor:
-    """Whether the update may be written, 0-d bool on `device`: always, where nobody set `found_inf`."""
+    """Returns whether the update is applied, 0-d bool on `device`; True if `found_inf` is not set."""
     withheld = getattr(optimizer, "found_inf", None)
     return torch.ones((), dtype=torch.bool, device=device) if withheld is None else withheld.to(device) == 0
 
 
 def write_(targets: list[Tensor], values: list[Tensor], where: Tensor) -> None:
-    """Writes `values` into `targets` if `where` (0-d bool) is true; else every bit of them stays."""
+    """Writes `values` into `targets` if `where` (0-d bool) is true; else keeps every bit of `targets`."""
     for target, value in zip(targets, values, strict=True):
         torch.where(where, value, target, out=target)
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:
-    """A copy of each tensor, bit for bit and in its memory format; on CUDA, one kernel for many of them."""
+    """Copies each tensor, bit for bit and in its memory format."""
     new = [torch.empty_like(tensor) for tensor in tensors]
-    torch._foreach_copy_(new, tensors)  # torch._foreach_clone does it in one call, but PyTorch 2.11 has none
+    torch._foreach_copy_(new, tensors)  # PyTorch 2.11 has no torch._foreach_clone
     return new
 
 
 def remember_(known: Moments, first: list[Tensor], second: list[Tensor], group: dict[str, Any]) -> None:
-    """Mixes `known.gradients` into the running means `first` and `second`, in place, and writes them to the state."""
+    """Adds `known.gradients` to the running means `first` and `second`, in place, and writes these to the state."""
     beta1, beta2 = group["betas"]
     torch._foreach_lerp_(first, known.gradients, 1 - beta1)
     torch._foreach_mul_(second, beta2)
@@ -93,25 +93,25 @@ def remember_(known: Moments, first: list[Tensor], second: list[Tensor], group: 
 
 
 def bias(beta: float, counts: Tensor) -> Tensor:
-    """1 - beta^count for each count, float64: the share of its final weight that a running mean has by then."""
+    """Returns Adam's bias correction, 1 - beta^count, for each count in float64."""
     return 1 - beta ** counts.double()
 
 
 def root_of_second(known: Moments, unbias: Tensor) -> list[Tensor]:
-    """sqrt(v / bias) for each second moment of `known`; `unbias` holds their biases."""
+    """Returns sqrt(v / unbias) for each second moment v of `known`."""
     root = list(torch._foreach_sqrt(known.second))
     torch._foreach_div_(root, list(unbias.sqrt().unbind()))
     return root
 
 
 def descend_(known: Moments, root: list[Tensor], rates: Tensor, group: dict[str, Any]) -> None:
-    """Decays the weights by the group's whole learning rate, and moves them by AdamW's update.
+    """Applies weight decay with the group's full learning rate, and AdamW's update with `rates`.
 
     Args:
-        known: with the moments as they are after this step's gradient.
-        root: sqrt of the second moments, corrected for their bias; overwritten.
-        rates: float64 `[weights]`, the learning rate of each over the bias of its first moment.
-        group: for `lr`, `weight_decay` and `eps`.
+        known: its moments must include this step's gradient.
+        root: square roots of the bias-corrected second moments; overwritten.
+        rates: float64 `[weights]`, each weight's learning rate divided by the bias correction of its first moment.
+        group: provides `lr`, `weight_decay` and `eps`.
     """
     torch._foreach_add_(root, group["eps"])
     update = list(torch._foreach_div(known.first, root))

@@ -3,11 +3,11 @@
     B <- momentum B + (1 - momentum) g
     w <- w - lr (0.2 sqrt(max(rows, columns)) orthogonal(B, or Nesterov's) + decay w)
 
-`orthogonal` brings every singular value near 1 by `ns_steps` Newton-Schulz iterations in bf16, so that no direction of
-the update can outgrow the others: however large a gradient spike is, its update is of ordinary size. The factor gives
-the update AdamW's usual root mean square, 0.2, so that one learning rate and one weight decay serve both (Liu et al.,
-arXiv 2502.16982, section 2.2). Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: embeddings, the final
-classifier, norms and biases stay with AdamW.
+`orthogonal` brings every singular value near 1 with `ns_steps` Newton-Schulz iterations in bf16. No direction of the
+update dominates the others, and a gradient spike does not make the update larger. The factor 0.2 sqrt(...) gives the
+update AdamW's usual RMS of 0.2, so that both optimizers share one learning rate and one weight decay (Liu et al., arXiv
+2502.16982, section 2.2). Embeddings, the final classifier, norms and biases stay with AdamW, as in Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon/.
 """
 
 from collections.abc import Sequence
@@ -32,20 +32,17 @@ from stabletrain.stability.parameter_roles import (
 
 @dataclass(frozen=True)
 class Muon:
-    """`torch.optim.Muon` with `torch.optim.AdamW` beside it.
+    """`torch.optim.Muon` for the hidden matrices and `torch.optim.AdamW` for the other parameters.
 
     Attributes:
         lr: peak learning rate of both; warmup and schedule multiply it.
-        momentum: of Muon, in [0, 1).
-        nesterov: whether Muon looks ahead along its momentum, which must then be above 0.
+        momentum: Muon's momentum, in [0, 1).
+        nesterov: whether Muon uses Nesterov momentum; requires `momentum` above 0.
         ns_steps: Newton-Schulz iterations, in [1, 99].
-        betas: of AdamW, each in [0, 1).
-        eps: of AdamW; above 0.
-        weight_decay: of both, decoupled from the gradient.
+        betas: AdamW's betas, each in [0, 1).
+        eps: AdamW's eps, above 0.
+        weight_decay: decoupled weight decay of both, at least 0.
         decay: `coupled` multiplies the weight decay by the learning rate, `independent` by warmup and schedule only.
-
-    Raises:
-        ConfigError: a bound passed.
     """
 
     lr: float
@@ -69,7 +66,7 @@ class Muon:
             raise ConfigError(f"optimizer.ns_steps={self.ns_steps} is outside [1, 99]: 5 is customary")
 
     def __call__(self, model: nn.Module) -> Optimizer:
-        """The optimizer over `model`'s trained parameters.
+        """Returns the optimizer over `model`'s trainable parameters.
 
         Raises:
             ConfigError: the model has no hidden matrix.
@@ -77,8 +74,8 @@ class Muon:
         matrices = hidden_matrices(model)
         if not matrices:
             raise ConfigError(
-                f"optimizer=muon: {type(model).__name__} has no hidden matrix, which is a weight of an nn.Linear other "
-                "than the final classifier's (kernels of convolutions are none): use optimizer=sgd or optimizer=adamw"
+                f"optimizer=muon: {type(model).__name__} has no hidden matrix (the weight of an nn.Linear other than "
+                "the final classifier; convolution kernels do not count): use optimizer=sgd or optimizer=adamw"
             )
         per_rate = decay_per_rate(self.lr, self.weight_decay, self.decay)
         orthogonal = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps}
@@ -89,7 +86,7 @@ class Muon:
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Trained weights of `nn.Linear` layers that neither look up tokens nor make the logits, each once."""
+    """Returns the trainable weights of `nn.Linear` layers, except the classifier and weights tied to an embedding."""
     last = classifier(model)
     apart = {id(module.weight) for module in [*embeddings(model), last] if module is not None}
     linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not last]
@@ -98,27 +95,27 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 class MuonAndAdamW(Optimizer):
-    """PyTorch's Muon and AdamW over one list of groups and one state, which every caller sees as usual.
+    """PyTorch's Muon and AdamW behind one list of parameter groups and one state.
 
-    A group belongs to Muon if it has `ns_steps`. Muon knows no gate; so what a withheld update changed is put back from
-    a copy, which lives for the length of the step.
+    A group belongs to Muon if it has the key `ns_steps`.
     """
 
     _step_supports_amp_scaling = True
 
     def __init__(self, hidden: list[dict[str, Any]], rest: list[dict[str, Any]], lr: float) -> None:
-        """Takes Muon's groups and AdamW's, each with the arguments that its optimizer has."""
+        """Takes Muon's groups (`hidden`) and AdamW's (`rest`), with the options of each optimizer."""
         own = torch.optim.Muon(hidden, lr=lr), *([torch.optim.AdamW(rest, lr=lr)] if rest else [])
         super().__init__([group for optimizer in own for group in optimizer.param_groups], {})
-        self.defaults = {key: None for group in self.param_groups for key in group if key != "params"}  # the user's
+        self.defaults = {key: None for group in self.param_groups for key in group if key != "params"}
         self._share()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Called on loading and copying, which replace the groups and the state."""
+        """Shares groups and state again: loading and copying replace them."""
         super().__setstate__(state)
         self._share()
 
     def _share(self) -> None:
+        # Both optimizers work on this optimizer's group dicts and state, so changes to either are seen by all.
         hidden = [group for group in self.param_groups if "ns_steps" in group]
         rest = [group for group in self.param_groups if "ns_steps" not in group]
         self._muon = torch.optim.Muon(hidden)
@@ -129,7 +126,7 @@ class MuonAndAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # ty: ignore[incompatible-method-override]
-        """One update of every parameter that has a gradient; where `found_inf` is 1, nothing changes."""
+        """Updates every parameter that has a gradient; changes nothing if `found_inf` is 1."""
         weights = [p for group in self._muon.param_groups for p in group["params"] if p.grad is not None]
         if weights:
             self._orthogonal_step(weights)
@@ -140,6 +137,7 @@ class MuonAndAdamW(Optimizer):
     def _orthogonal_step(self, weights: list[nn.Parameter]) -> None:
         for weight in weights:
             self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+        # PyTorch's Muon takes no gate, so keep a copy and restore it if the update is to be skipped.
         changed: list[Tensor] = [*weights, *(self.state[weight]["momentum_buffer"] for weight in weights)]
         before = copies(changed)
         self._muon.step()

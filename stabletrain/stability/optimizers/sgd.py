@@ -2,7 +2,7 @@
 
     u <- momentum u + g + decay w;  w <- w - lr u            (nesterov: w <- w - lr (g + decay w + momentum u))
 
-Sutskever et al., ICML 2013; no weight decay on norms and biases, as in Goyal et al., arXiv 1706.02677.
+Momentum: Sutskever et al., ICML 2013. Norms and biases have no weight decay, as in Goyal et al., arXiv 1706.02677.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,9 @@ class SGD:
     Attributes:
         lr: peak learning rate; warmup and schedule multiply it.
         momentum: in [0, 1).
-        nesterov: look ahead along the momentum, which must then be above 0.
-        weight_decay: L2, added to the gradient.
+        nesterov: whether to use Nesterov momentum; requires `momentum` above 0.
+        weight_decay: L2 penalty, added to the gradient; at least 0.
         fused: one kernel for all parameters; False falls back to PyTorch's default implementation.
-
-    Raises:
-        ConfigError: a bound passed.
     """
 
     lr: float
@@ -44,11 +41,7 @@ class SGD:
             raise ConfigError("optimizer.nesterov=true with optimizer.momentum=0 does nothing: set a momentum")
 
     def __call__(self, model: nn.Module) -> Optimizer:
-        """The optimizer over `model`'s trained parameters.
-
-        The momentum is there from the start, as zeros, with which the first step is what it is without. PyTorch's fused
-        kernel would make it of uninitialised memory in the first step, and leave it so if that step is withheld.
-        """
+        """Returns the optimizer over `model`'s trainable parameters."""
         optimizer = torch.optim.SGD(
             decayed(model, self.weight_decay),
             lr=self.lr,
@@ -56,6 +49,8 @@ class SGD:
             nesterov=self.nesterov,
             fused=self.fused or None,
         )
+        # PyTorch's fused kernel would create the momentum from uninitialised memory in the first step, and leave it
+        # uninitialised if that step is skipped. Zeros give the same first step.
         for group in optimizer.param_groups if self.momentum else []:
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

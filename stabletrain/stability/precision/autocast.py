@@ -1,16 +1,14 @@
-"""Autocast modes without a loss scale: fp32, TF32 and bf16; and modules that stay in fp32.
+"""Autocast modes without a loss scale (fp32, TF32 and bf16), and modules that stay in fp32.
 
-TF32 keeps fp32's range and rounds the factors of a product to 10 bits. It is set explicitly, because PyTorch enables it
-for convolutions and not for matmul, and because a sweep prepares several modes in one process.
+TF32 keeps fp32's range and rounds the factors of a product to a mantissa of 10 bits. It is set explicitly, because
+PyTorch enables it for convolutions but not for matmul, and because a sweep prepares several modes in one process.
 
-fp32 modules: chosen modules compute in fp32 while the rest of the model runs under autocast. fp16 ends at 65504. Two
-parts of a transformer exceed that first: the logits of the head, and attention scores that are computed explicitly.
-(PyTorch's fused attention keeps its scores in fp32 already.) On a card without bf16 these belong in fp32, as large sums
-do (Micikevicius et al., section 3.3).
+`fp32_modules` keeps chosen modules in fp32 while the rest of the model runs under autocast. The largest fp16 value is
+65504. Two parts of a transformer exceed it first: the logits of the head, and attention scores that are computed
+explicitly. (PyTorch's fused attention keeps its scores in fp32 already.) On a card without bf16 these belong in fp32,
+as do large sums (Micikevicius et al., arXiv 1710.03740, section 3.3).
 
-The class of an fp32 module is replaced by a subclass of the same name, whose forward disables autocast and casts inputs
-to fp32. The module keeps its parameters, hooks and names, and can be copied and compiled. (A forward set on the
-instance would not work: the copy's forward would use the original's weights.)
+An fp32 module keeps its parameters, hooks and names, and can be copied and compiled.
 """
 
 import contextlib
@@ -31,22 +29,22 @@ from stabletrain.records import GradNorms, LossTerms
 
 
 class Fp32Module(nn.Module):
-    """What is mixed into the class of a module: its forward with autocast off, on inputs widened to fp32.
+    """Mixin for a module's class: runs its forward with autocast off, on inputs cast to fp32.
 
-    The output stays fp32; operations after it that autocast lists cast it down themselves. Outside of autocast nothing
+    The output stays fp32; later operations on autocast's list cast it down themselves. Outside of autocast nothing
     changes.
     """
 
     _autocast_device: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, in fp32."""
+        """Runs the module's own forward in fp32."""
         with torch.autocast(self._autocast_device, enabled=False):
             return super().forward(*widen(args), **widen(kwargs))
 
 
 def widen(value: Any) -> Any:
-    """`value` with every fp16 and bf16 tensor in it as fp32, in lists, tuples and dicts too; the rest as it is."""
+    """Casts fp16 and bf16 tensors to fp32, also inside lists, tuples and dicts; leaves everything else unchanged."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     if isinstance(value, dict):
@@ -60,24 +58,24 @@ def widen(value: Any) -> Any:
 
 @cache
 def fp32_class(kind: type[nn.Module], device: str) -> type[nn.Module]:
-    """The subclass of `kind` that computes in fp32 under the autocast of `device`; one for all modules of that kind."""
+    """Returns the subclass of `kind` that computes in fp32 under the autocast of device type `device`."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (Fp32Module, kind), {**names, "_autocast_device": device})
 
 
 def wrap_fp32_modules(model: nn.Module, patterns: Sequence[str], device: str) -> list[str]:
-    """Makes every module whose name fits one of `patterns` an fp32 module, in place.
+    """Makes every module whose name matches one of `patterns` an fp32 module, in place.
 
     Args:
-        model: its parameters must be fp32.
-        patterns: of names as `named_modules` gives them, with `*`, `?` and `[...]`; `*` also passes dots.
-        device: the type of device whose autocast is turned off.
+        model: a model whose parameters are fp32.
+        patterns: patterns of the names in `named_modules`, with `*`, `?` and `[...]`; `*` also matches dots.
+        device: the device type for which autocast is disabled.
 
     Returns:
         The names of these modules, in the model's order.
 
     Raises:
-        ConfigError: a pattern fits no module that is called.
+        ConfigError: a pattern matches no module that has a forward.
     """
     named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name and called(module)]
     for pattern in patterns:
@@ -86,27 +84,29 @@ def wrap_fp32_modules(model: nn.Module, patterns: Sequence[str], device: str) ->
     chosen = [(name, module) for name, module in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
     for _, module in chosen:
         if not isinstance(module, Fp32Module):
+            # Change the class, not `module.forward`: a copied module's forward would still use the original's weights.
             module.__class__ = fp32_class(type(module), device)
     return [name for name, _ in chosen]
 
 
 def called(module: nn.Module) -> bool:
-    """Whether a module has a forward: a list of modules is never called itself."""
+    """Returns whether a module has a forward; an `nn.ModuleList`, for example, has none."""
     return type(module).forward is not nn.Module.forward
 
 
 def unmatched(model: nn.Module, pattern: str, names: list[str]) -> str:
-    """Why `pattern` fits none of `names`, and what would."""
+    """Explains why `pattern` matches none of `names`, and suggests names that exist."""
+    # Show `blocks.*.mlp` once instead of one name per block.
     general = list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in n.split(".")) for n in names))
     if any(name.startswith(f"{pattern}.") for name, _ in model.named_modules()):
-        return f"'{pattern}' only holds other modules and is never called itself; use '{pattern}.*' for those in it"
+        return f"'{pattern}' only holds other modules and is never called; use '{pattern}.*' for the modules in it"
     near = difflib.get_close_matches(pattern, list(dict.fromkeys([*general, *names])), n=3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return f"'{pattern}' names no module of {type(model).__name__}: {hint}Its modules are {', '.join(general)}"
 
 
 def check_patterns(patterns: Sequence[object]) -> None:
-    """Refuses what is not a list of names."""
+    """Raises ConfigError unless every pattern is a non-empty string."""
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise ConfigError(
@@ -116,11 +116,7 @@ def check_patterns(patterns: Sequence[object]) -> None:
 
 
 def set_kernels(tf32: bool) -> None:
-    """Sets the format of every fp32 matmul, convolution and RNN of the process, on CUDA and in oneDNN.
-
-    fp16's partial sums stay fp32 in every mode: added up in fp16, which PyTorch permits cuBLAS, they overflow where
-    the product itself would not.
-    """
+    """Sets the precision of every fp32 matmul, convolution and RNN of this process, on CUDA and in oneDNN."""
     from torch.backends import cuda, cudnn, mkldnn
 
     on_card: list[Any] = [cuda.matmul, cudnn.conv, cudnn.rnn]  # ty: ignore[missing-attribute]
@@ -128,7 +124,8 @@ def set_kernels(tf32: bool) -> None:
         operation.fp32_precision = "tf32" if tf32 else "ieee"
     in_onednn: list[Any] = [mkldnn.matmul, mkldnn.conv, mkldnn.rnn]  # ty: ignore[missing-attribute]
     for operation in in_onednn:
-        operation.fp32_precision = "ieee"  # what oneDNN calls tf32 is not the cards' format
+        operation.fp32_precision = "ieee"  # oneDNN's tf32 is not the format of NVIDIA cards
+    # By default PyTorch lets cuBLAS add partial sums in fp16, which can overflow even if the product does not.
     cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
@@ -138,11 +135,11 @@ class Unscaled:
 
     Attributes:
         name: the mode.
-        device: where the model lives.
-        dtype: what autocast computes in; float32 means no autocast.
+        device: the model's device.
+        dtype: autocast's dtype; float32 means no autocast.
         tf32: whether fp32 matmuls and convolutions may round to TF32.
-        why: one line for people, where the mode was chosen for them or is slow here.
-        fp32_modules: patterns of module names that compute in fp32.
+        why: one line for the user, if the mode was chosen automatically or is slow on this device.
+        fp32_modules: name patterns of the modules that compute in fp32.
     """
 
     name: str
@@ -159,59 +156,59 @@ class Unscaled:
             self.why = f"{self.why}; {idle}" if self.why else idle
 
     def prepare(self) -> None:
-        """Sets the process's switches; call before the first step."""
+        """Sets the process-wide precision of fp32 operations; call before the first step."""
         set_kernels(self.tf32)
 
     def wrap_fp32_modules(self, model: nn.Module) -> list[str]:
-        """Has the modules that `fp32_modules` names compute in fp32, in place; returns their names.
+        """Makes the modules named by `fp32_modules` compute in fp32, in place; returns their names.
 
-        Call it once the model is on its device, and before it is compiled.
+        Call it after the model is on its device and before it is compiled.
 
         Raises:
-            ConfigError: a pattern names no module, or one that is never called.
+            ConfigError: a pattern matches no module that has a forward.
         """
         if self.dtype == torch.float32:
             return []
         return wrap_fp32_modules(model, self.fp32_modules, self.device.type)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Nothing: parameters are fp32, and the optimizer works on them as they are.
+        """Does nothing: the parameters stay fp32.
 
-        Call it once `wrap_fp32_modules` is done and the optimizer made, before anything is restored or compiled.
+        Call it after `wrap_fp32_modules` and after the optimizer is created, before anything is restored or compiled.
         """
         del model, optimizer
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The context of forward pass and nothing else."""
+        """Returns the autocast context; use it for the model's forward pass only."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
     def scale(self, loss: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        """The loss itself."""
+        """Returns the loss unchanged."""
         return loss
 
     def unscale_(self, gradients: list[Tensor]) -> None:
-        """Gradients stay as they are."""
+        """Does nothing."""
         del gradients
 
     def loss_scale(self) -> Float[Tensor, ""]:
-        """1."""
+        """Returns 1."""
         return torch.ones((), device=self.device)
 
     def overflow(self, terms: LossTerms, norms: GradNorms) -> Bool[Tensor, ""]:
-        """Never: these formats have fp32's range, so a non-finite gradient is no routine."""
+        """Returns False: these formats have fp32's range, so a non-finite gradient is a fault, not an overflow."""
         del terms
         return torch.zeros_like(norms.total, dtype=torch.bool)
 
     def update(self, overflow: Bool[Tensor, ""], applied: Bool[Tensor, ""]) -> None:
-        """Nothing to calibrate."""
+        """Does nothing."""
         del overflow, applied
 
     def state_dict(self) -> dict:
-        """Nothing."""
+        """Returns an empty state."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Nothing."""
+        """Does nothing."""
         del state

@@ -1,15 +1,15 @@
-"""Parameters kept in bf16: matrices and kernels are stored in two bytes, and each update is rounded stochastically.
+"""Parameters stored in bf16: matrices and kernels take two bytes a value, and updates are rounded stochastically.
 
     w <- round(optimizer(w, g) in fp32),    P[round up] = (x - down) / (up - down)
 
-bf16 has 8 bits: rounded to the nearest, an update smaller than 1/256 of its weight is lost, step after step. Rounded
-up or down with the probabilities above, it arrives in the mean: `E[round(x)] = x` (Gupta et al., arXiv 1502.02551,
-section 3; for bf16 weights with Adam, Zamirai et al., arXiv 2010.06192).
+bf16 has 8 bits of precision. With rounding to nearest, an update smaller than 1/256 of its weight is lost in every
+step. Stochastic rounding keeps it in expectation: `E[round(x)] = x` (Gupta et al., arXiv 1502.02551, section 3; for
+bf16 weights with Adam, Zamirai et al., arXiv 2010.06192).
 
-Autocast would cast these weights to bf16 in the forward pass anyhow, so forward and backward are those of `bf16` to the
-bit, and gradients of these weights are bf16. What autocast does not cast, or whose small differences matter
-(embeddings, norms, biases, fp32 modules), stays fp32, and so do the optimizer's moments. A weight and its gradient take
-2 bytes each, where `bf16` takes 4; fp32 copies of both live only during the optimizer's step."""
+Autocast would cast these weights to bf16 in the forward pass anyway, so forward and backward are bitwise equal to those
+of `bf16`, with bf16 gradients for these weights. Embeddings, norms, biases and fp32 modules stay fp32, because autocast
+does not cast them or their small differences matter. The optimizer's moments stay fp32 too. A weight and its gradient
+take 2 bytes each instead of 4; fp32 copies of both exist only during the optimizer's step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.stability.precision.autocast import Fp32Module, Unscaled
 
 LOW = -(1 << 16)
-"""The 16 bits of an fp32 that bf16 has too."""
+"""Mask of the upper 16 bits of an fp32 value, which are its bf16 bits."""
 
 
 @dataclass
@@ -34,7 +34,11 @@ class Bf16Parameters(Unscaled):
     """bf16 autocast over a model whose matrices and kernels are stored in bf16."""
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Narrows the weights of `model` in place, and has every step of `optimizer` round them stochastically."""
+        """Stores the weights of `model` in bf16, in place, and makes `optimizer` round them stochastically.
+
+        Raises:
+            ConfigError: the model has no weight that can be stored in bf16.
+        """
         weights = store_in_bf16(model, self.device.type)
         if not weights:
             raise ConfigError(
@@ -45,7 +49,7 @@ class Bf16Parameters(Unscaled):
 
 
 class Bf16Module(nn.Module):
-    """What is mixed into the class of a layer with a bf16 weight: outside of autocast it computes in fp32."""
+    """Mixin for the class of a layer with a bf16 weight: computes in fp32 outside of autocast."""
 
     _autocast_device: str
     _conv_forward: Any
@@ -53,7 +57,7 @@ class Bf16Module(nn.Module):
     bias: nn.Parameter | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """The layer's own forward under autocast; else the same with its weight widened."""
+        """Runs the layer's own forward under autocast, else the same computation with an fp32 copy of the weight."""
         if torch.is_autocast_enabled(self._autocast_device):
             return super().forward(input)
         weight, bias = self.weight.float(), self.bias
@@ -64,7 +68,7 @@ class Bf16Module(nn.Module):
 
 @cache
 def bf16_class(kind: type[nn.Module], device: str) -> type[nn.Module]:
-    """The subclass of `kind` that is narrow; one for all layers of that kind."""
+    """Returns the subclass of `kind` whose weight is bf16."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (Bf16Module, kind), {**names, "_autocast_device": device})
 
@@ -72,8 +76,8 @@ def bf16_class(kind: type[nn.Module], device: str) -> type[nn.Module]:
 def store_in_bf16(model: nn.Module, device: str) -> list[nn.Parameter]:
     """Stores the weight of every linear layer and convolution of `model` in bf16, in place; returns these weights.
 
-    Layers in an fp32 module, of a subclass, or that share their weight with something else (a tied head) are left
-    alone."""
+    Skips layers inside an fp32 module, subclasses of these layers, and weights that other modules share (a tied head).
+    """
     wide = {id(part) for module in model.modules() if isinstance(module, Fp32Module) for part in module.modules()}
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     layers = [module for module in model.modules() if type(module) in kinds and id(module) not in wide]
@@ -89,10 +93,10 @@ def store_in_bf16(model: nn.Module, device: str) -> list[nn.Parameter]:
 
 
 class Rounding:
-    """Hands an optimizer fp32 weights and gradients for the length of its step, and rounds what it makes of them.
+    """Gives an optimizer fp32 weights and gradients during its step, and rounds the updated weights to bf16.
 
-    A withheld step changes nothing: an fp32 copy that the optimizer leaves as it is rounds to the very weight it came
-    from. The random bits are drawn from PyTorch's generator, which each step seeds by its number.
+    A skipped step changes no bit: a bf16 value cast to fp32 rounds back to itself. The random bits come from PyTorch's
+    generator, which is seeded by the step number.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
@@ -100,19 +104,20 @@ class Rounding:
         self._kept: list[tuple[Tensor, Tensor | None]] = []
 
     def around(self, optimizer: Optimizer) -> None:
-        """Makes every step of `optimizer`, of whatever kind, run between `widen_` and `round_`."""
+        """Registers `widen_` before and `round_` after every step of `optimizer`."""
         optimizer.register_step_pre_hook(self.widen_)
         optimizer.register_step_post_hook(self.round_)
 
     def widen_(self, *_: Any) -> None:
-        """Puts fp32 copies in the place of weights and gradients."""
+        """Replaces weights and gradients by fp32 copies."""
         self._kept = [(weight.data, weight.grad) for weight in self.weights]
         for weight, (data, gradient) in zip(self.weights, self._kept, strict=True):
+            # PyTorch requires a gradient of its weight's dtype, so clear it before the dtype changes.
             weight.grad, weight.data = None, data.float()
             weight.grad = None if gradient is None else gradient.float()
 
     def round_(self, *_: Any) -> None:
-        """Writes the rounded weights into their own memory, and puts the gradients back."""
+        """Writes the rounded weights into their bf16 memory, and restores the bf16 gradients."""
         for weight, (data, gradient) in zip(self.weights, self._kept, strict=True):
             data.copy_(round_stochastically(weight.data))
             weight.grad, weight.data = None, data
@@ -121,11 +126,13 @@ class Rounding:
 
 
 def round_stochastically(x: Float32[Tensor, "*shape"]) -> BFloat16[Tensor, "*shape"]:
-    """`x` rounded to one of its two neighbours in bf16, so that its mean is `x`; what bf16 can hold stays itself.
+    """Rounds `x` to one of its two neighbours in bf16, at random, with mean `x`; values that bf16 can hold stay exact.
 
-    No finite value becomes infinite: above bf16's largest, 3.39e38, it is rounded down. NaN and Inf stay.
+    A finite value never becomes infinite: above bf16's largest, 3.39e38, it is rounded down. NaN and Inf are kept.
     """
-    bits = x.view(torch.int32)  # the magnitude grows with the bits, whatever the sign
+    # Random noise in the 16 bits to be dropped carries into the upper 16 with the right probability. The magnitude of a
+    # float grows with its bits, whatever the sign.
+    bits = x.view(torch.int32)
     noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device)
     either, down = ((bits + noise) & LOW).view(torch.float32), (bits & LOW).view(torch.float32)
     rounded = torch.where(torch.isfinite(either), either, down)

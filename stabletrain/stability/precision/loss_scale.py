@@ -1,9 +1,9 @@
-"""fp16's loss scale: the loss is multiplied before the backward pass, so that small gradients do not underflow.
+"""fp16's loss scale: multiplies the loss before the backward pass, so that small gradients do not underflow.
 
     scale <- 2 scale after growth_interval applied steps in a row;   scale <- scale / 2 on overflow, down to min_scale
 
-Source: Micikevicius et al., arXiv 1710.03740; the constants are `torch.amp.GradScaler`'s. GradScaler itself is not
-used, because the guard's gate and the loss scale must agree on the device about each overflow.
+Source: Micikevicius et al., arXiv 1710.03740; the constants are those of `torch.amp.GradScaler`. GradScaler itself is
+not used, because the guard's gate and the loss scale must agree about each overflow without a host read.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from stabletrain.records import GradNorms, LossTerms
 from stabletrain.stability.precision.autocast import Unscaled
 
 LARGEST_SCALE = 2.0**100
-"""Where the scale stops to grow: an infinite one could never be halved again."""
+"""Upper bound of the loss scale: an infinite scale could never be halved again."""
 
 
 @dataclass
@@ -25,9 +25,9 @@ class LossScaled(Unscaled):
     """fp16: autocast to float16 and a dynamic loss scale.
 
     Attributes:
-        init_scale: loss scale at the start.
-        growth_interval: applied steps in a row before it doubles.
-        min_scale: floor; an overflow at the floor is a fault, not calibration.
+        init_scale: initial loss scale.
+        growth_interval: applied steps in a row after which the scale doubles.
+        min_scale: floor of the scale; a non-finite gradient at the floor is a fault, not a routine overflow.
     """
 
     init_scale: float = 65536.0
@@ -49,24 +49,24 @@ class LossScaled(Unscaled):
         self._clean = torch.zeros((), dtype=torch.int64, device=self.device)
 
     def scale(self, loss: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        """The loss times the loss scale, in fp32."""
+        """Returns the loss times the loss scale, in fp32."""
         return loss * self._scale
 
     def unscale_(self, gradients: list[Tensor]) -> None:
-        """Divides every gradient by the loss scale, in place; exact where the scale is a power of two."""
+        """Divides every gradient by the loss scale, in place; exact if the scale is a power of two."""
         torch._foreach_div_(gradients, self._scale)
 
     def loss_scale(self) -> Float[Tensor, ""]:
-        """The scale of the current step."""
+        """Returns the loss scale of the current step."""
         return self._scale
 
     def overflow(self, terms: LossTerms, norms: GradNorms) -> Bool[Tensor, ""]:
-        """Loss finite, gradients not, and the scale can still fall: withhold the update, and calibrate."""
+        """Returns whether the loss is finite, the gradients are not, and the scale is above its floor."""
         finite_loss, finite_norm = torch.isfinite(terms.total), torch.isfinite(norms.total)
         return finite_loss & ~finite_norm & (self._scale > self.min_scale)
 
     def update(self, overflow: Bool[Tensor, ""], applied: Bool[Tensor, ""]) -> None:
-        """Calibrates the scale after a step; a step withheld for another reason than overflow changes nothing."""
+        """Adjusts the scale after a step; a step skipped for another reason than overflow changes nothing."""
         clean = self._clean + applied
         grow = clean >= self.growth_interval
         grown = torch.where(grow, (self._scale * 2.0).clamp(max=LARGEST_SCALE), self._scale)
@@ -75,11 +75,11 @@ class LossScaled(Unscaled):
         self._clean = torch.where(overflow | grow, 0, clean)
 
     def state_dict(self) -> dict:
-        """Scale and clean steps, for the checkpoint."""
+        """Returns the scale, and the count of applied steps towards its next doubling."""
         return {"scale": self._scale, "clean": self._clean}
 
     def load_state_dict(self, state: dict) -> None:
-        """Scale and clean steps, from a checkpoint (one of another precision has none: they start afresh)."""
+        """Restores the scale and its step count; `state` is empty if the checkpoint is of another precision."""
         if state:
             self._scale = state["scale"].to(self._scale)
             self._clean = state["clean"].to(self._clean)

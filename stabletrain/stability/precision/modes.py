@@ -1,7 +1,7 @@
-"""The modes of the config group `precision`: each is refused where the machine does not have it, and says what is slow.
+"""The modes of the config group `precision`; each refuses hardware that lacks it.
 
-A mode that is fp32 throughout takes `fp32_modules` from a preset and says that they do nothing, so that
-`stability=v100 precision=fp32` is the fp32 run to compare with.
+fp32 and tf32 accept `fp32_modules` from a preset and note that it has no effect, so that `stability=v100
+precision=fp32` works as the fp32 run to compare with.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from stabletrain.stability.precision.loss_scale import LossScaled
 
 
 def fp32(device: torch.device, fp32_modules: Sequence[str] = ()) -> Unscaled:
-    """True IEEE fp32 everywhere: the diagnostic fallback."""
+    """IEEE fp32 everywhere: the reference for diagnosis."""
     return Unscaled("fp32", device, torch.float32, fp32_modules=fp32_modules)
 
 
 def tf32(device: torch.device, fp32_modules: Sequence[str] = ()) -> Unscaled:
-    """fp32 storage, matmuls and convolutions with TF32's 10-bit mantissa.
+    """fp32 storage; matmuls and convolutions with TF32's 10-bit mantissa.
 
     Raises:
         ConfigError: the device has no TF32.
@@ -38,14 +38,14 @@ def bf16(device: torch.device, fp32_modules: Sequence[str] = ()) -> Unscaled:
     """bfloat16 autocast: fp32's range, 8 bits of precision, no loss scaling.
 
     Raises:
-        ConfigError: the card only emulates bf16, slowly and without an error of its own (V100, T4 and older).
+        ConfigError: the card has no bf16 and would silently emulate it (V100, T4 and older).
     """
     why = check_bf16("bf16", device)
     return Unscaled("bf16", device, torch.bfloat16, why=why, fp32_modules=fp32_modules)
 
 
 def bf16_params(device: torch.device, fp32_modules: Sequence[str] = ()) -> Bf16Parameters:
-    """As bf16, and matrices and kernels are stored in bf16, their updates rounded stochastically.
+    """bf16 autocast, with matrices and kernels stored in bf16 and their updates rounded stochastically.
 
     Raises:
         ConfigError: as for bf16.
@@ -55,7 +55,7 @@ def bf16_params(device: torch.device, fp32_modules: Sequence[str] = ()) -> Bf16P
 
 
 def check_bf16(mode: str, device: torch.device) -> str:
-    """Refuses a card that has no bf16; says where a CPU has none."""
+    """Raises ConfigError if the card has no bf16; returns a note if the CPU has none, else an empty string."""
     if device.type == "cuda" and not hardware.has_bf16(device):
         raise ConfigError(
             f"precision={mode} on {hardware.name(device)}: this card has no bf16 and would emulate it many times "
@@ -92,9 +92,9 @@ def auto(
     min_scale: float,
     fp32_modules: Sequence[str] = (),
 ) -> Unscaled:
-    """The fastest mode that is safe here: bf16 where the hardware has it, fp16 on older cards, else fp32.
+    """The fastest safe mode for the device: bf16 if the hardware has it, fp16 on older cards, else fp32.
 
-    The three numbers are fp16's, for the cards that end there; `fp32_modules` is for bf16 and fp16.
+    `init_scale`, `growth_interval` and `min_scale` are used if it chooses fp16.
     """
     if hardware.has_bf16(device):
         chosen = bf16(device, fp32_modules)

@@ -1,4 +1,4 @@
-"""What the tests of clipping start from: a small model whose gradients are given, and every kind by its name."""
+"""Shared values of the clipping tests: a small model with given gradients, and every kind by name."""
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ class Small(nn.Module):
 
 
 def small(seed=0) -> Small:
-    """The model, its weights by `seed`."""
+    """Returns the model with weights from `seed`."""
     torch.manual_seed(seed)
     return Small()
 
@@ -69,18 +69,18 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def clip(kind, model, gate=OPEN):
-    """One call, as the step makes it."""
+    """Calls the kind as the step does."""
     return kind(model, measure(model), gate)
 
 
 def one_step(kind, model, norm, seed=0, gate=OPEN):
-    """Gives gradients of that norm and clips them."""
+    """Sets gradients of this norm and clips them."""
     give(model, norm, seed)
     return clip(kind, model, gate)
 
 
 def equal_trees(one, other) -> bool:
-    """Whether two states hold the same bits."""
+    """Returns whether two states are bitwise equal."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal_trees(one[key], other[key]) for key in one)
     return torch.equal(one, other) if isinstance(one, Tensor) else one == other

@@ -21,7 +21,7 @@ UNITS = {
 
 
 def agc_rule(gradient, weight, units, clipping, eps):
-    """The rule, one unit at a time."""
+    """Applies AGC's rule, one unit at a time."""
     rows, weights = gradient.reshape(units, -1).clone(), weight.reshape(units, -1)
     cut = 0
     for i in range(units):
@@ -33,7 +33,7 @@ def agc_rule(gradient, weight, units, clipping, eps):
 
 
 @pytest.mark.parametrize(("clipping", "norm"), [(0.01, 1.0), (0.1, 1.0), (0.3, 3.0)])
-def test_every_unit_is_cut_to_its_share_of_its_weights(clipping, norm):
+def test_every_unit_is_clipped_to_a_fraction_of_its_weight_norm(clipping, norm):
     model = small()
     give(model, norm)
     for p in model.parameters():  # units of very different lengths
@@ -55,7 +55,7 @@ def test_every_unit_is_cut_to_its_share_of_its_weights(clipping, norm):
 
 
 def test_where_no_unit_is_cut_the_coefficient_is_exactly_one():
-    """Summed by units or by tensors, a norm differs in its last bits."""
+    """A norm summed by units differs in its last bits from one summed by tensors."""
     model = small()
     for seed in range(20):
         give(model, 1e-5, seed)
@@ -106,7 +106,7 @@ def test_weights_of_zero_may_move_by_eps_and_rows_without_gradient_stay_zero():
     torch.testing.assert_close(lengths, expected, rtol=1e-5, atol=0)
 
 
-def test_one_poisoned_unit_leaves_every_other_unit_as_without_it():
+def test_one_non_finite_unit_does_not_change_the_other_units():
     clean, poisoned = small(), small()
     for model in (clean, poisoned):
         give(model, 1.0)
@@ -128,14 +128,14 @@ ADAGC_NORMS = [1.0, 3.0, 0.8, 0.5, 0.9, 0.6, 5.0, 0.7, 1.2, 0.1, 0.6, 40.0, 0.5]
 
 
 class AdaGCRule:
-    """The rule in Python floats, by tensor."""
+    """AdaGC's rule in Python floats, by tensor."""
 
     def __init__(self, max_norm, growth, beta, warmup_steps):
         self.max_norm, self.growth, self.beta, self.warmup_steps = max_norm, growth, beta, warmup_steps
         self.step, self.gamma = 0, {}
 
     def __call__(self, gradients):
-        """Each tensor's factor; moves the gammas."""
+        """Returns each tensor's factor and updates the gammas."""
         total = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
         factors = {}
         for name, gradient in gradients.items():
@@ -230,7 +230,7 @@ def test_a_tensor_without_a_gradient_keeps_its_gamma_and_a_new_one_starts_with_i
 
 
 def test_a_gradient_of_zero_never_becomes_the_bound():
-    """With gamma = 0 the tensor would be clipped to 0, and its gamma would stay 0, for ever."""
+    """With gamma = 0 the tensor would be clipped to 0, and its gamma would stay 0 forever."""
     kind, model = AdaGC(5.0, 1.05, 0.9, 2), small()
     for number in range(4):
         give(model, 1.0, number)
@@ -269,7 +269,7 @@ ZCLIP_NORMS = [1.0, 1.3, 0.8, 9.0, 1.1, 0.9, 1.2, 1.0, 4.0, 1.05, 0.95, 30.0, 31
 
 
 class ZClipRule:
-    """The rule in Python floats: a list while it warms up, then moving averages."""
+    """ZClip's rule in Python floats: a list during the warm-up, then moving averages."""
 
     def __init__(self, max_norm, z_threshold, alpha, warmup_steps):
         self.max_norm, self.z_threshold, self.alpha, self.warmup_steps = max_norm, z_threshold, alpha, warmup_steps
@@ -277,7 +277,7 @@ class ZClipRule:
         self.mean = self.var = None
 
     def __call__(self, norm):
-        """The norm after clipping."""
+        """Returns the norm after clipping."""
         if self.mean is None:
             norm = min(norm, self.max_norm)
             self.first.append(norm)

@@ -1,4 +1,4 @@
-"""Every kind within the real step: after unscaling, under accumulation, compiled, withheld, and resumed from disk."""
+"""Every kind in a real step: after unscaling, with accumulation, compiled, skipped, and resumed from disk."""
 
 import copy
 
@@ -73,8 +73,8 @@ def test_a_compiled_model_is_clipped_alike(name):
 @pytest.mark.parametrize("name", TIGHT)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_withheld_step_leaves_no_trace(name, precision, bad):
-    """As if it had not been: the statistics, and what later steps make of them."""
+def test_a_skipped_step_changes_nothing(name, precision, bad):
+    """Neither the statistics nor the clipping of later steps change."""
     skipping, plain = fresh(), fresh()
     for state, numbers in ((skipping, range(6)), (plain, (0, 2, 3, 5))):
         acting = tools(precision, clipping=TIGHT[name]())
@@ -91,7 +91,7 @@ def test_a_withheld_step_leaves_no_trace(name, precision, bad):
 
 @pytest.mark.parametrize("name", TIGHT)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_captured_state_goes_on_bit_for_bit(name, precision):
+def test_a_restored_state_continues_bitwise(name, precision):
     state, acting = fresh(), tools(precision, clipping=TIGHT[name]())
     for number in range(3):
         train_step(state, [batch(number)], acting)

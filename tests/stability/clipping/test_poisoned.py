@@ -1,4 +1,4 @@
-"""Poison through every kind of clipping: no statistic takes it in, and it spreads to no finite gradient."""
+"""Non-finite gradients in every kind of clipping: they enter no statistic and do not change finite gradients."""
 
 from functools import cache
 
@@ -32,7 +32,7 @@ def everywhere(value):
 
 
 def told(value):
-    """Norms of that value, whatever the gradients: also those between what fp32 can hold and what it can square."""
+    """Returns a poison that reports `value` for all norms; its square may be infinite."""
 
     def poison(model):
         each = torch.full_like(measure(model).each, value)
@@ -56,7 +56,7 @@ POISONS = {
 
 
 def run(kind, model, *, poison=None, gate=OPEN, at=(), steps=12):
-    """Clean steps, some with a poisoned one before them; what each clean step made of its gradients."""
+    """Runs clean steps, with a poisoned one before those in `at`; returns what each clean step measured."""
     made = []
     for number in range(steps):
         if number in at:
@@ -75,7 +75,7 @@ def run(kind, model, *, poison=None, gate=OPEN, at=(), steps=12):
 
 @cache
 def clean_run(name):
-    """A kind that saw no poison, and what it made."""
+    """Returns a kind after clean steps only, and the results of these steps."""
     kind = KINDS[name]()
     return kind, run(kind, small())
 
@@ -84,7 +84,7 @@ def clean_run(name):
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("gate", [OPEN, CLOSED], ids=["open", "closed"])
 def test_clean_steps_are_clipped_as_if_the_poisoned_ones_had_never_been(name, poison, gate):
-    """With the guard off the gate is open, whatever the norm."""
+    """Runs with an open gate too, because with the guard off the gate is always open."""
     clean, expected = clean_run(name)
     poisoned = KINDS[name]()
     made = run(poisoned, small(), poison=POISONS[poison], gate=gate, at=(0, 1, 4, 5, 6, 11))
@@ -97,7 +97,7 @@ def test_clean_steps_are_clipped_as_if_the_poisoned_ones_had_never_been(name, po
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "value"])
 @pytest.mark.parametrize("poison", ["all nan", "all inf", "all 1e30"])
 def test_a_norm_that_is_not_finite_decides_nothing(name, poison):
-    """1e30 is finite, its norm is not in fp32: a factor of 0 would say that there was no gradient."""
+    """1e30 is finite, but its norm is not in fp32: a coefficient of 0 would mean that there was no gradient."""
     kind, model = KINDS[name](), small()
     run(kind, model, steps=6)
     model.gain.grad = None  # a single 1e30 has a norm
@@ -121,7 +121,7 @@ def test_what_is_reported_of_a_poisoned_step_is_finite(name, poison):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_large_finite_spike_is_cut_and_moves_no_statistic_far(name):
-    """1e10 can be squared: it is a norm like any other, and is taken in as what it was cut to."""
+    """1e10 has a finite square, so its clipped norm enters the statistics."""
     clean, spiked = KINDS[name](), KINDS[name]()
     run(clean, small())
     run(spiked, small(), poison=lambda model: (give(model, 1e10), measure(model))[1], at=(1, 7))
@@ -133,7 +133,7 @@ def test_a_large_finite_spike_is_cut_and_moves_no_statistic_far(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_statistics_come_back_bit_for_bit_and_go_on_as_before(name):
+def test_restored_statistics_are_bitwise_equal_and_continue_as_before(name):
     whole, cut = KINDS[name](), KINDS[name]()
     model = small()
     run(cut, model)
@@ -166,7 +166,7 @@ def test_a_checkpoint_of_another_kind_or_none_starts_afresh(name, other):
 
 
 class NoHostReads(TorchDispatchMode):
-    """Refuses what would make the host wait for a device."""
+    """Raises on operations that make the host wait for a device."""
 
     READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "item")
 
@@ -177,7 +177,7 @@ class NoHostReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_no_kind_asks_the_host(name):
+def test_no_kind_reads_from_the_host(name):
     kind, model = KINDS[name](), small()
     for number in range(8):
         give(model, 1.0 + 5.0 * (number % 3), seed=number)

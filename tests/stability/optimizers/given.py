@@ -1,4 +1,4 @@
-"""What the tests of optimizers start from: values of each kind, and a small model with every sort of parameter."""
+"""Shared values of the optimizer tests: settings of each kind, and a small model with every kind of parameter."""
 
 import torch
 from torch import nn

@@ -113,7 +113,7 @@ def test_spam_equals_the_formula_through_spikes_and_two_resets():
     assert (state["step"].item(), state["resets"]) == (3, 2)
 
 
-def test_spam_leaves_a_coordinate_that_never_had_a_gradient_free_to_move():
+def test_spam_does_not_clip_a_coordinate_that_had_no_gradient_before():
     first, then = torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
     first[0, 0] = 0.0
     start, end, _ = trained(SPAM(**SPAM_ | {"weight_decay": 0.0}), [first, then])
@@ -136,6 +136,6 @@ def test_spam_after_a_reset_takes_steps_of_the_size_of_the_first_ones():
         (SPAM, SPAM_ | {"warmup_steps": 4}, r"optimizer\.warmup_steps=4 .*reset_interval=4"),
     ],
 )
-def test_a_bound_passed_is_named(kind, values, message):
+def test_a_value_out_of_bounds_is_named(kind, values, message):
     with pytest.raises(ConfigError, match=message):
         kind(**values)

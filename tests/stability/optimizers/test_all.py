@@ -1,4 +1,4 @@
-"""What every optimizer must keep: nothing at a closed gate, nothing non-finite, and the same bits after a resume."""
+"""Laws for every optimizer: a closed gate changes nothing, state stays finite, and resume is bitwise exact."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def fresh(kind):
 
 
 def fill(state, value):
-    """Gives every parameter a gradient: of this value, or random ones of that seed."""
+    """Sets every parameter's gradient to `value`, or to random values of this seed."""
     torch.manual_seed(value if isinstance(value, int) else 0)
     for p in state.model.parameters():
         p.grad = torch.randn_like(p) if isinstance(value, int) else torch.full_like(p, value)
@@ -68,7 +68,7 @@ def finite(state):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_withheld_update_keeps_every_bit_and_the_next_ones_are_as_if_it_had_not_been(kind, bad):
+def test_a_skipped_update_changes_no_bit_of_the_state_or_of_later_updates(kind, bad):
     state, clean = fresh(kind), fresh(kind)
     for seed in (1, 2):
         for each in (state, clean):
@@ -98,8 +98,8 @@ def test_no_gradient_that_the_gate_lets_through_makes_anything_non_finite(kind, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_withheld_first_update_leaves_no_trace_even_in_memory_full_of_nan(kind):
-    """PyTorch's fused SGD makes its momentum of uninitialised memory, and does not write it if the step is withheld."""
+def test_a_skipped_first_update_changes_nothing_even_in_memory_full_of_nan(kind):
+    """PyTorch's fused SGD allocates its momentum uninitialised, and does not write it if the update is skipped."""
     state, clean = fresh(kind), fresh(kind)
     for _ in range(8):  # what the allocator will hand out next
         kept = [torch.full_like(p, float("nan")) for p in state.model.parameters() for _ in range(8)]
@@ -115,7 +115,7 @@ def test_a_withheld_first_update_leaves_no_trace_even_in_memory_full_of_nan(kind
         assert torch.equal(p, other), name
 
 
-def test_momentum_is_there_before_the_first_step_and_changes_nothing_of_it():
+def test_momentum_exists_before_the_first_step_and_does_not_change_that_step():
     ours, torchs = fresh("sgd"), fresh("sgd")
     assert all((s["momentum_buffer"] == 0).all() for s in ours.optimizer.state.values())
     torchs.optimizer.state.clear()
@@ -128,7 +128,7 @@ def test_momentum_is_there_before_the_first_step_and_changes_nothing_of_it():
 
 @pytest.mark.parametrize("kind", ["stable_adamw", "spam"])
 def test_even_a_gradient_whose_square_is_infinite_leaves_no_infinite_moment(kind):
-    """What the guard would withhold, applied all the same: PyTorch's AdamW keeps v = Inf for ever."""
+    """Applies an update that the guard would skip: PyTorch's AdamW would keep v = Inf forever."""
     state = fresh(kind)
     for value in (1.0, 1e30, -1e30, 1.0, 1.0):
         fill(state, value)
@@ -143,13 +143,13 @@ def test_even_a_gradient_whose_square_is_infinite_leaves_no_infinite_moment(kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_gate_is_taken_on_the_device(kind):
-    """Where it is not, `step.apply` asks the host, once a step."""
+def test_the_gate_is_read_on_the_device(kind):
+    """Otherwise `step.apply` needs one host read per step."""
     assert getattr(fresh(kind).optimizer, "_step_supports_amp_scaling", False) == (kind != "adamw-unfused")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restored_optimizer_goes_on_with_the_same_bits(kind):
+def test_a_restored_optimizer_continues_bitwise(kind):
     whole, first, second = fresh(kind), fresh(kind), fresh(kind)
     fill(second, 99)
     apply(second.optimizer, OPEN)  # so that there is something to overwrite

@@ -28,7 +28,7 @@ def test_muon_moves_hidden_matrices_along_orthogonal_directions_and_the_rest_as_
         if name != "up.weight":
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
     sizes = torch.linalg.svdvals((model.up.weight.detach() - before).double())
-    # five Newton-Schulz iterations bring every singular value to some 0.7 ... 1.2 of the factor
+    # Five Newton-Schulz iterations bring every singular value to about 0.7 to 1.2 times the factor.
     assert sizes.max() < 1.3 * 0.2 * math.sqrt(6) * MUON["lr"]
     assert sizes.min() > 0.5 * 0.2 * math.sqrt(6) * MUON["lr"]
 
@@ -48,7 +48,7 @@ def test_muons_learning_rate_and_zero_grad_reach_both_parts():
     assert len(held) == len(set(held)) == len(list(model.parameters()))
 
 
-def test_muon_goes_on_with_the_same_bits_after_a_copy_and_after_a_load():
+def test_muon_continues_bitwise_after_a_copy_and_after_a_load():
     torch.manual_seed(0)
     model = Two()
     optimizer = Muon(**MUON)(model)
@@ -71,7 +71,7 @@ def test_muon_goes_on_with_the_same_bits_after_a_copy_and_after_a_load():
         assert torch.equal(loaded_model.get_parameter(name), p), name
 
 
-def test_muon_is_refused_where_there_is_nothing_for_it():
+def test_muon_is_refused_without_hidden_matrices():
     with pytest.raises(ConfigError, match="no hidden matrix.*optimizer=adamw"):
         Muon(**MUON)(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)))
 
@@ -84,6 +84,6 @@ def test_muon_is_refused_where_there_is_nothing_for_it():
         (Muon, MUON | {"ns_steps": 0}, r"optimizer\.ns_steps=0"),
     ],
 )
-def test_a_bound_passed_is_named(kind, values, message):
+def test_a_value_out_of_bounds_is_named(kind, values, message):
     with pytest.raises(ConfigError, match=message):
         kind(**values)

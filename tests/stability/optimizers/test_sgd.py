@@ -32,6 +32,6 @@ SGD_ = {"lr": 0.1, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
         (SGD, SGD_ | {"momentum": 0.0, "nesterov": True}, r"optimizer\.nesterov="),
     ],
 )
-def test_a_bound_passed_is_named(kind, values, message):
+def test_a_value_out_of_bounds_is_named(kind, values, message):
     with pytest.raises(ConfigError, match=message):
         kind(**values)

@@ -1,4 +1,4 @@
-"""What the tests of precision start from: devices, and fp16's values."""
+"""Shared values of the precision tests: devices and fp16 settings."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Islands of fp32: finite where fp16 overflows, equal to the fp32 reference, and the same module to everyone else."""
+"""fp32 modules: finite where fp16 overflows, equal to the fp32 reference, with unchanged names, types and state."""
 
 import copy
 from collections import namedtuple
@@ -62,7 +62,7 @@ class Seen(nn.Linear):
         return super().forward(x)
 
 
-def test_a_head_past_fp16s_largest_value_is_infinite_without_the_island_and_exact_with_it():
+def test_logits_beyond_fp16s_range_are_infinite_in_fp16_and_exact_in_an_fp32_head():
     model = nn.Sequential(nn.Identity(), nn.Linear(8, 4, bias=False))
     x = torch.full((2, 8), 128.0)
     nn.init.constant_(model[1].weight, 100.0)  # 8 * 128 * 100 = 102,400 > 65,504
@@ -89,7 +89,7 @@ def queries_keys_values(scale):
     return [(factor * torch.randn(1, 1, 6, 16)).half() for factor in (scale, scale, 1.0)]
 
 
-def test_scores_past_fp16s_largest_value_are_nan_without_the_island_and_exact_with_it():
+def test_scores_beyond_fp16s_range_are_nan_in_fp16_and_exact_in_an_fp32_module():
     model, inputs = nn.ModuleDict({"scores": WrittenOut()}), queries_keys_values(300.0)
     assert (inputs[0].double() @ inputs[1].double().mT).max() > 65_504
     wanted = WrittenOut()(*[x.double() for x in inputs])
@@ -104,7 +104,7 @@ def test_scores_past_fp16s_largest_value_are_nan_without_the_island_and_exact_wi
 
 
 @pytest.mark.parametrize("softcap", [NoSoftcap(), Gemma2Softcap(50.0, 30.0)], ids=["none", "gemma2"])
-def test_the_gpts_attention_is_exact_in_an_island(softcap):
+def test_the_gpts_attention_is_exact_in_fp32_modules(softcap):
     model, inputs = nn.ModuleDict({"dot_product": DotProduct(softcap, 0.0)}), queries_keys_values(1.0)
     wanted = model["dot_product"](*[x.double() for x in inputs])
     acting = fp16("dot_product")
@@ -119,7 +119,7 @@ def test_the_gpts_attention_is_exact_in_an_island(softcap):
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_inside_an_island_everything_is_fp32_and_outside_nothing_changes(name):
+def test_an_fp32_module_computes_in_fp32_and_other_modules_do_not_change(name):
     model = nn.Sequential(Seen(4, 4), Seen(4, 4), Seen(4, 4))
     acting = mode(name, "1")
     acting.wrap_fp32_modules(model)
@@ -134,10 +134,10 @@ def test_inside_an_island_everything_is_fp32_and_outside_nothing_changes(name):
     plain = nn.Linear(4, 4)
     plain.load_state_dict(model[1].state_dict())
     x = torch.randn(2, 4)
-    assert torch.equal(model[1](x), plain(x)), "outside of autocast an island is the module it was"
+    assert torch.equal(model[1](x), plain(x)), "outside of autocast an fp32 module computes as before"
 
 
-def test_inputs_are_widened_wherever_they_stand():
+def test_inputs_are_cast_to_fp32_inside_nested_containers():
     half, double, count = torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.float64), torch.ones(2).long()
     pair = namedtuple("pair", "a b")
     given = {"x": [half, (double, half.bfloat16())], "y": pair(half, count), "z": "text"}
@@ -150,7 +150,7 @@ def test_inputs_are_widened_wherever_they_stand():
     assert wide["z"] == "text"
 
 
-def test_keyword_inputs_and_nested_islands():
+def test_keyword_inputs_and_nested_fp32_modules():
     class Inner(nn.Module):
         def __init__(self):
             super().__init__()
@@ -173,7 +173,7 @@ def test_keyword_inputs_and_nested_islands():
     with acting.autocast():
         out = model(torch.randn(2, 4))
     assert model[0].inner.layer.dtypes == (torch.float32, False)
-    assert model[1].dtypes == (torch.float32, True), "autocast is on again after the island"
+    assert model[1].dtypes == (torch.float32, True), "autocast is on again after the fp32 module"
     assert out.dtype == torch.bfloat16
 
 
@@ -195,8 +195,8 @@ def test_names_types_and_state_stay():
     model = gpt()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     text, types = repr(model), [type(module).__name__ for module in model.modules()]
-    islands = precision.bf16(CPU, fp32_modules=["head", "blocks.*.attention.dot_product"]).wrap_fp32_modules(model)
-    assert islands == ["blocks.0.attention.dot_product", "blocks.1.attention.dot_product", "head"]
+    chosen = precision.bf16(CPU, fp32_modules=["head", "blocks.*.attention.dot_product"]).wrap_fp32_modules(model)
+    assert chosen == ["blocks.0.attention.dot_product", "blocks.1.attention.dot_product", "head"]
     assert repr(model) == text
     assert [type(module).__name__ for module in model.modules()] == types
     assert isinstance(model.head, nn.Linear)
@@ -236,12 +236,12 @@ def test_gradients_flow_in_fp32_and_come_close_to_the_fp32_models(name):
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_a_resnets_islands(name):
+def test_fp32_modules_of_a_resnet(name):
     torch.manual_seed(0)
     model = CifarResNet(depth=8, num_classes=10, in_channels=1)
     acting = mode(name, "fc", "bn1", "stages.0.*")
-    islands = acting.wrap_fp32_modules(model)
-    assert {"fc", "bn1", "stages.0.0.conv1"} <= set(islands)
+    chosen = acting.wrap_fp32_modules(model)
+    assert {"fc", "bn1", "stages.0.0.conv1"} <= set(chosen)
     x = torch.randn(2, 1, 8, 8)
     with acting.autocast():
         model(x).sum().backward()
@@ -290,7 +290,7 @@ def test_what_is_no_name_is_refused():
         check_patterns(["head", 3])
 
 
-def test_a_tied_head_is_an_island_like_any_other():
+def test_a_tied_head_can_be_an_fp32_module():
     model, inputs = gpt(tied_head=True), torch.arange(16)[None]
     nn.init.constant_(model.embedding.weight, 1.0)
     nn.init.constant_(model.norm.weight, 0.0)
@@ -302,7 +302,7 @@ def test_a_tied_head_is_an_island_like_any_other():
         assert torch.equal(model(inputs), torch.full((1, 16, 32), 16e4))
 
 
-def test_fp32_has_no_islands_and_says_so(monkeypatch):
+def test_fp32_wraps_no_modules_and_notes_it(monkeypatch):
     monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset({"avx2"}))
     acting = precision.auto(CPU, **SCALE, fp32_modules=["head"])
     assert acting.name == "fp32"
@@ -332,7 +332,7 @@ SWITCHES = [
 
 @pytest.fixture
 def switches():
-    """Reads all of them as `{"cudnn.conv": "ieee"}`, sets all to the coarsest there is, and puts them back."""
+    """Reads these settings or sets them to the lowest precision; restores them at the end."""
     found = {key: getattr(*key).fp32_precision for key in SWITCHES}
     reduced = cuda.matmul.allow_fp16_reduced_precision_reduction
 
@@ -491,7 +491,7 @@ def test_bounds_are_named(values, message):
         scaled(**values)
 
 
-def test_the_scale_stops_to_grow_before_it_could_become_infinite():
+def test_the_scale_stops_growing_before_it_becomes_infinite():
     acting = LossScaled("fp16", CPU, torch.float16, init_scale=2.0**100, growth_interval=1)
     no, yes = torch.tensor(False), torch.tensor(True)
     for _ in range(100):

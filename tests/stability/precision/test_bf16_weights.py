@@ -1,4 +1,4 @@
-"""Parameters kept in bf16: rounding is unbiased and safe, a step is exact, and resumes or is withheld as a whole."""
+"""Parameters stored in bf16: rounding is unbiased, steps and resume are exact, a skipped step changes nothing."""
 
 import copy
 import math
@@ -29,7 +29,7 @@ OPTIMIZERS = {
 
 
 class Small(nn.Module):
-    """An embedding, a norm, two layers and a convolution: what is stored narrow and what is not."""
+    """An embedding, a norm, two linear layers and a convolution: some stored in bf16, some in fp32."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ def test_matrices_and_kernels_are_bf16_and_everything_else_is_fp32():
     assert list(state.model.state_dict()) == list(Small().state_dict())
 
 
-def test_islands_and_shared_weights_stay_wide():
+def test_fp32_modules_and_shared_weights_stay_fp32():
     _, state = made(fp32_modules=["head"])
     assert state.model.head.weight.dtype == torch.float32
     nested, acting = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)), precision.bf16_params(CPU, ["0"])
@@ -212,7 +212,7 @@ def test_updates_too_small_for_bf16_arrive_in_the_mean():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("first", [True, False])
-def test_a_withheld_step_changes_no_bit(optimizer, poison, first):
+def test_a_skipped_step_changes_no_bit(optimizer, poison, first):
     acting, state = made(optimizer)
     train(acting, state, 0 if first else 3)
     before = bits(state)
@@ -240,7 +240,7 @@ def test_resume_is_exact(optimizer):
     assert [p.data_ptr() for p in other.model.parameters()] == addresses, "weights stay where they are in memory"
 
 
-def test_it_is_refused_where_bf16_is(monkeypatch):
+def test_bf16_params_is_refused_on_cards_without_bf16(monkeypatch):
     monkeypatch.setattr(hardware, "has_bf16", lambda device: False)
     monkeypatch.setattr(hardware, "name", lambda device: "Tesla V100")
     with pytest.raises(ConfigError, match="precision=bf16_params on Tesla V100.*precision=fp16"):
@@ -248,7 +248,7 @@ def test_it_is_refused_where_bf16_is(monkeypatch):
     assert "slower" in precision.bf16_params(CPU).why
 
 
-def test_a_model_with_nothing_to_narrow_is_refused():
+def test_a_model_without_weights_to_store_in_bf16_is_refused():
     model = nn.Sequential(nn.LayerNorm(4))
     with pytest.raises(ConfigError, match="no linear layer or convolution .*use precision=bf16"):
         precision.bf16_params(torch.device("cpu")).attach(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,4 +1,4 @@
-"""The modes: the dtype of each, what is refused where, and what `auto` takes on which hardware."""
+"""The modes: the dtype of each, the hardware on which each is refused, and the choices of `auto`."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def card(monkeypatch):
     return make
 
 
-def test_auto_takes_bf16_on_ampere_and_fp16_on_volta_and_says_why(card):
+def test_auto_chooses_bf16_on_ampere_and_fp16_on_volta_and_explains_why(card):
     card("NVIDIA A100", (8, 0))
     ampere = precision.auto(CUDA, **FP16)
     assert (ampere.name, ampere.why) == ("bf16", "auto: NVIDIA A100 (compute capability 8.0) has bf16")
@@ -68,5 +68,5 @@ def test_bf16_on_a_v100_is_refused_with_the_card_and_the_fix(card):
         precision.bf16(CUDA)
 
 
-def test_fp16_on_a_cpu_says_that_it_is_slow():
+def test_fp16_on_a_cpu_notes_that_it_is_slow():
     assert "slower" in precision.fp16(CPU, **FP16).why
