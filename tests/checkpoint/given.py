@@ -59,7 +59,7 @@ def flip(path: Path, byte: int | None = None, bit: int = 0) -> None:
 
 
 def rewrite_manifest(checkpoint: Path, **changes) -> None:
-    """As somebody would who means harm: with a checksum that is right."""
+    """Forges a manifest: changes values, with a checksum that matches."""
     manifest = json.loads((checkpoint / "manifest.json").read_text()) | changes
     del manifest["sha256"]
     (checkpoint / "manifest.json").write_bytes(reader.render(manifest))
