@@ -1,10 +1,7 @@
 """Captures the whole state of a run as a tree, restores it, and keeps snapshots in host memory.
 
-The tree holds everything a step starts from: the model, the optimizer state by parameter name, the step number, the
-skipped data and the states of other parts. PyTorch's `optimizer.state_dict()` identifies parameters by position, so
-reordering a model would silently assign it the wrong moments. Names make that impossible.
-
-A snapshot of a sharded model holds only the local shards of each rank.
+The optimizer state is stored by parameter name. PyTorch's `optimizer.state_dict()` stores it by position, so that
+reordering a model would silently assign the wrong moments.
 """
 
 import copy
@@ -19,9 +16,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
 
 NOT_RESTORED = frozenset({"params", "peak_lr"})
-"""Keys of a parameter group that are not restored, like the optimizer's own arguments: a learning rate that was changed
-for the resumed run takes effect.
-"""
+"""Keys of a parameter group that are not restored, so that a learning rate changed for the resumed run takes effect."""
 
 FIX = "resume with the options the run began with, or start a new run in another folder"
 
@@ -43,8 +38,8 @@ def capture(state: TrainState, parts: Mapping[str, Stateful]) -> Tree:
     """Returns the whole state as a tree that still shares memory with it. `to_host` makes it a snapshot.
 
     Args:
-        state: model (its `state_dict()`: parameters and persistent buffers), optimizer, counters. A model compiled in
-            place (`model.compile()`) keeps its parameter names; `torch.compile(model)` changes them.
+        state: model, optimizer and counters. `model.compile()` keeps the parameters' names; `torch.compile(model)` does
+            not.
         parts: further objects with state, by a name the caller chooses.
 
     Returns:
@@ -66,9 +61,7 @@ def capture(state: TrainState, parts: Mapping[str, Stateful]) -> Tree:
 def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> None:
     """Restores a captured state bit for bit into the existing tensors, on their devices and in their dtypes.
 
-    The tree is not modified and shares no memory with the state. Missing optimizer state is created on the parameter's
-    device in the saved dtype; `step` counters go to the CPU unless the group is fused or capturable, as in PyTorch.
-    Saved parts that are missing from `parts` are ignored.
+    The tree is not modified and shares no memory with the state. Saved parts that are missing from `parts` are ignored.
 
     Raises:
         ConfigError: the tree does not fit; names the first difference and the fix. Model, optimizer and counters are
@@ -154,6 +147,7 @@ def _restore_optimizer(tree: Tree, state: TrainState) -> None:
 
 
 def _home(key: str, parameter: Tensor, group: dict[str, Any]) -> torch.device:
+    # As PyTorch does: step counters stay on the CPU, unless the kernel reads them on the device.
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
     return torch.device("cpu") if on_host else parameter.device
 
@@ -217,16 +211,14 @@ def _check_optimizer(tree: Tree, state: TrainState) -> None:
 
 
 class Snapshots:
-    """Snapshots of the state in host memory, by step. Rolling back to one needs no disk."""
+    """Snapshots of the state in host memory, by step. Of a sharded model, only this rank's shards."""
 
     def __init__(self) -> None:
         self._trees: dict[int, Tree] = {}
 
     def take(self, step: int, tree: Tree) -> None:
-        """Copies a captured state, taken after `step` steps, to the host.
-
-        On CUDA the copy is asynchronous, into page-locked memory. The next change of the weights is queued behind it.
-        """
+        """Copies a captured state, taken after `step` steps, to the host. Does not wait for CUDA."""
+        # The copy runs on the current stream, so the next update of the weights is queued behind it.
         self._trees[step] = to_host(detach_shards(tree), wait=False)
 
     def retain(self, steps: Iterable[int]) -> None:

@@ -1,9 +1,8 @@
 """Writes checkpoints in the background, at the configured cadence.
 
-The state is copied to the host at once. Hashing, writing and fsync happen on a background thread, so training waits
-only if the previous write is still running. A failed write costs that checkpoint, never the run: the failure is
-reported once, the next checkpoint is tried as usual, and the first success after it is reported too. `folder.py`
-decides which checkpoints are kept and which one a run continues from.
+The state is copied to the host at once; a background thread hashes and writes it. Training waits only if the previous
+write is still running. A failed write costs that checkpoint, never the run. `folder.py` decides which checkpoints are
+kept and which one a run continues from.
 """
 
 import os
@@ -26,10 +25,7 @@ from stabletrain.errors import ConfigError
 
 
 class Background:
-    """Runs one piece of work at a time on a background thread.
-
-    Args:
-        asynchronous: False runs all work in the calling thread.
+    """Runs one piece of work at a time on a background thread; in the calling thread if not `asynchronous`.
 
     Attributes:
         ending: set when the run is ending with an error; work under way should finish soon.
@@ -77,16 +73,13 @@ class Background:
 class Checkpoints(NoCheckpoints):
     """Writes and reads the checkpoints in `<run folder>/checkpoints`.
 
-    The configuration creates it; `open` sets the folder, which is known only when the run starts. `find` needs no
-    `open`.
+    `open` sets the run folder, which is not known when the configuration creates this. `find` works without it.
 
     Attributes:
         every: steps between two checkpoints.
         keep: number of newest checkpoints to keep, in addition to the last healthy ones.
         keep_best: whether to keep the healthy checkpoint with the lowest validation loss too.
-
-    Args:
-        asynchronous: write on a background thread; False waits for each write.
+        asynchronous: whether a background thread writes; False waits for each write.
     """
 
     keeps = True
@@ -111,8 +104,7 @@ class Checkpoints(NoCheckpoints):
 
         Args:
             folder: the run folder; created if it does not exist.
-            on_event: receives `checkpoint`, `checkpoint_failed` and `checkpoint_skipped` events; also called from the
-                writing thread.
+            on_event: receives `checkpoint`, `checkpoint_failed` and `checkpoint_skipped`, also from the writing thread.
             run: id of the run. Checkpoints with another id in `info["run"]` are skipped.
 
         Raises:
@@ -221,9 +213,7 @@ class Checkpoints(NoCheckpoints):
         return any(checkpoint.step <= step for checkpoint in self._open_folder().known())
 
     def preferred(self) -> Checkpoint | None:
-        """Returns the checkpoint to resume from: the newest that verifies, or an older healthy one; see
-        `Folder.preferred`.
-        """
+        """Returns the checkpoint to resume from; see `Folder.preferred`."""
         self.wait()
         return self._open_folder().preferred()
 
@@ -239,8 +229,7 @@ class Checkpoints(NoCheckpoints):
     def rewind(self, step: int) -> None:
         """Deletes the checkpoints after `step`, which a rollback made obsolete.
 
-        The last healthy checkpoint is never deleted: if none at or before `step` verifies, the newest healthy one after
-        it is kept until another healthy one has been written.
+        If none at or before `step` is healthy, the newest healthy one after it is kept until another has been written.
         """
         self.wait()
         folder = self._open_folder()
@@ -260,7 +249,7 @@ class Checkpoints(NoCheckpoints):
     def _failed(self, step: int, error: OSError) -> None:
         self.failed += 1
         failing, self._reason = self._reason, reason_of(error)
-        if not failing:
+        if not failing:  # report a full disk once, not at every checkpoint
             warn(
                 f"the checkpoint of step {step} was not written ({self._reason}): training goes on, earlier "
                 "checkpoints are kept"

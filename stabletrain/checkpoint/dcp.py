@@ -1,13 +1,13 @@
 """Writes and reads sharded tensors with PyTorch's distributed checkpoint (DCP), without pickle.
 
-DCP plans which rank writes which shard (`DefaultSavePlanner`) and which stored pieces a rank has to read, whatever
-number of ranks wrote them (`DefaultLoadPlanner`). Its default format stores this plan as a pickle. Its safetensors
-format stores the position of every piece in the JSON header of the file (`hf_storage.py`, PyTorch 2.11), and can read
-the safetensors files of any other program as whole tensors.
+DCP plans which rank writes which shard (`DefaultSavePlanner`), and which stored pieces a rank has to read
+(`DefaultLoadPlanner`), whatever number of ranks wrote them. Its default format stores the plan as a pickle. Its
+safetensors format stores the position of every piece in the file's JSON header (`hf_storage.py`, PyTorch 2.11), and
+also reads the safetensors files of any other program.
 
-`dcp.save` and `dcp.load` use collectives to agree on which rank writes the tensors that all ranks have. A background
-thread must not use collectives. Here rank 0 always writes them, so every rank can plan alone. That is why this file
-calls DCP's planner, writer and reader one by one.
+`dcp.save` and `dcp.load` use collectives, which a background thread must not, to agree on which rank writes the tensors
+that all ranks have. Here it is always rank 0, so every rank can plan alone. That is why this file calls DCP's planner,
+writer and reader one by one.
 """
 
 import io
@@ -62,7 +62,7 @@ class Copies(DefaultSavePlanner):
         return self.copies[index.fqn]
 
     def write(self, folder: Path, rank: int, count: int, write_file: WriteFile) -> dict[str, dict[str, Any]]:
-        """Writes this rank's file into `folder`, if it has anything to write; returns the manifest entry by file name.
+        """Writes this rank's file into `folder`, if it has any tensors; returns its manifest entry by file name.
 
         Raises:
             OSError: the disk is full or gone.
@@ -125,13 +125,13 @@ class ListedFiles(FileSystem):
 
 
 def read(files: Sequence[Path], shapes: Shapes | None, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Reads all tensors of some safetensors files: sharded ones as this rank's shard, others whole and on the CPU.
+    """Reads the tensors of safetensors files: this rank's shards of those in `places`, all others whole and on the CPU.
 
     Args:
         files: written by any number of ranks, or by one process.
         shapes: of all tensors, by name; None if one process wrote them whole.
-        places: tensors by name, whose placement, device and memory format (not dtype) the result takes. A tensor that
-            has no entry, or one of another shape, is read whole.
+        places: tensors by name, whose placement, device and memory format (not dtype) the result takes. If the shapes
+            differ, a tensor is read whole.
 
     Raises:
         ValueError: the pieces of a tensor do not cover it.

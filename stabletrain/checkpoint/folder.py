@@ -1,7 +1,6 @@
 """Finds the checkpoint to continue from, and decides which checkpoints to keep.
 
-Reading needs no run. A checkpoint that is damaged or belongs to another run is skipped, and one line says which and
-why.
+A checkpoint that is damaged or belongs to another run is skipped, with one line that says which and why.
 
 | kept after a write | because |
 |---|---|
@@ -10,9 +9,8 @@ why.
 | the newest at or before the anchor | a rollback can recompute the state it needs from it |
 | the best, if `keep_best` is set | it is the result |
 
-Two healthy ones, because only reading a checkpoint in full shows that it is intact, and that would take as long as
-writing it. The second is the reserve if the first turns out to be damaged. Checkpoints known to be damaged do not
-count. `keep: 1` asks for a single copy, so there is no second.
+The second healthy one is a reserve in case the first turns out to be damaged. Verifying the first at each save instead
+would take as long as writing it. Checkpoints known to be damaged do not count.
 """
 
 import math
@@ -50,13 +48,13 @@ def reason_of(error: OSError) -> str:
 
 
 def kept(known: Sequence[Checkpoint], keep: int, keep_best: bool, anchor: int | None = None) -> set[Path]:
-    """Returns the folders of the checkpoints to keep.
+    """Returns the folders of the checkpoints to keep, by the table above.
 
     Args:
         known: the checkpoints that pass `reader.peek`, oldest first.
         keep: number of newest checkpoints to keep.
         keep_best: whether to keep the best one too.
-        anchor: also keep the newest checkpoint of at most this step; None for no anchor.
+        anchor: a step; None for no anchor.
     """
     healthy = [checkpoint for checkpoint in known if checkpoint.healthy]
     best = by_val_loss(known)[:1] if keep_best else []
@@ -70,8 +68,8 @@ def superseded(known: Sequence[Checkpoint], step: int, healthy: bool) -> set[Pat
     Args:
         known: the checkpoints that pass `reader.peek`, oldest first.
         step: where the run is.
-        healthy: whether the run has a healthy checkpoint at or before `step`. If not, the newest healthy one is
-            excluded, since it is the last.
+        healthy: whether a healthy checkpoint at or before `step` exists. If not, the newest healthy one is not
+            returned.
     """
     after = [checkpoint for checkpoint in known if checkpoint.step > step]
     spared = [] if healthy else [checkpoint for checkpoint in after if checkpoint.healthy][-1:]
@@ -104,7 +102,7 @@ class Folder:
         verify: reads a checkpoint in full.
 
     Attributes:
-        damaged: by path, why a checkpoint cannot be used. An entry is removed when the checkpoint verifies again.
+        damaged: by path, why a checkpoint cannot be used.
     """
 
     def __init__(
@@ -133,8 +131,7 @@ class Folder:
         Args:
             healthy_only: silently skip checkpoints that are not healthy.
             at_most: silently skip checkpoints of later steps.
-            again: also read those in full that this process has written or verified before and that are unchanged
-                since.
+            again: whether to verify again what this process has written or verified and what is unchanged since.
         """
         for path in reversed(self._paths()):
             if at_most is not None and number(path) > at_most:
@@ -222,8 +219,8 @@ def find(path: Path, *, best: bool = False, verify: Verify = verify) -> Checkpoi
     """Returns a checkpoint to read from, without a run.
 
     Args:
-        path: a checkpoint, which is returned even if it is not healthy; or a folder of checkpoints or a run folder, of
-            which the one is returned that a run would continue from.
+        path: a checkpoint; or a folder of checkpoints or a run folder, which stands for the one a run would continue
+            from.
         best: of a folder, return the healthy one with the lowest validation loss instead.
         verify: reads a checkpoint in full.
 

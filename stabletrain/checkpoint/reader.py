@@ -1,7 +1,7 @@
 """Reads a checkpoint after verifying it, without pickle.
 
-Verifies checksums before loading, and rejects a checkpoint if any byte differs from what was written: a truncated file,
-a flipped bit, a forged or foreign manifest. The error names the file and the reason. Nothing is ever unpickled.
+Verifies checksums before loading; rejects a checkpoint if any byte differs from what was written. The error names the
+file and the reason.
 
 One process (`writer.py`) or several ranks (`sharded.py`) may have written the checkpoint. Either kind can be read
 whole, or by each rank only as far as the rank needs it.
@@ -98,7 +98,7 @@ def parts_of(part: str, files: Mapping[str, Any]) -> list[str]:
 def tensors_in(
     path: Path, part: str, files: Mapping[str, Any], skeleton: Mapping[str, Tree], places: Mapping[str, Tensor] | None
 ) -> dict[str, Any]:
-    """Returns one part of the tree: whole, or with `places` (by the names in the files) only what this rank needs."""
+    """Returns one part of the tree, whole or with this rank's shards of `places` (keyed by the names in the files)."""
     names = parts_of(part, files)
     if places is None and names == [WHOLE[part]]:
         content = checked(path, names[0], files)
@@ -115,7 +115,7 @@ def tensors_in(
 
 
 def places_of_moments(path: Path, skeleton: Tree, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns, by the names in the files, the places of sharded optimizer state: those of its parameters."""
+    """Maps each moment of a sharded parameter, by its name in the files, to the parameter's place."""
     with naming(path, SKELETON):
         moments = _named(skeleton["optimizer"]["state"]) if "optimizer" in skeleton else {}
         return {
@@ -173,7 +173,6 @@ class Checkpoint:
     """One checkpoint on disk.
 
     Attributes:
-        path: its folder.
         step: steps done when it was taken.
         healthy: whether the caller judged it healthy and its weights and moments are sound (`writer.py`).
         val_loss: the last validation loss known then, nats per target; None if there was none.
@@ -187,12 +186,11 @@ class Checkpoint:
     info: Mapping[str, Any]
 
     def load(self, places: Mapping[str, Tensor] | None = None) -> Tree:
-        """Returns the tree, on the CPU, after verifying every checksum again. With `places`, tensor files are not
-        verified.
+        """Returns the tree, on the CPU. Verifies every checksum again, unless `places` are given.
 
         Args:
-            places: the sharded tensors of the live model by name, if any. They and their moments are read as they are
-                sharded there: each rank reads only its own shards. Everything else is read whole.
+            places: the sharded tensors of the live model by name. Each rank then reads only its shards of them and of
+                their moments; everything else is read whole.
 
         Raises:
             UnusableCheckpoint: a file is missing or differs from what was written.
@@ -223,12 +221,11 @@ def peek(path: Path) -> Checkpoint:
 
 
 def verify(path: Path, rank: int = 0, count: int = 1) -> Checkpoint:
-    """Returns a checkpoint after verifying the checksum of every file, and that the files fit together.
+    """Verifies the checksum of every file, and that the files fit together; returns the checkpoint.
 
     Args:
         path: its folder.
-        rank, count: this process among those that share the work. Each reads some of the files; the checkpoint is
-            verified only if none of them raises.
+        rank, count: this process among those that share the work. Only if none of them raises is everything verified.
 
     Raises:
         UnusableCheckpoint: a check failed; names the file and the reason.

@@ -45,10 +45,7 @@ def begin(folder: Path, step: int, serial: int) -> Path:
     Args:
         folder: the folder of checkpoints; created if it does not exist.
         step: of the checkpoint.
-        serial: number of the attempt. No two attempts share a folder, so late files of one cannot get into the next.
-
-    Raises:
-        OSError: the folder cannot be created.
+        serial: number of the attempt, so that late files of one attempt cannot get into the next.
     """
     temporary = writer.hidden(folder, step, f"-{serial}")
     writer.delete(temporary)
@@ -67,7 +64,7 @@ class RankShard:
     Args:
         place: where they are written.
         tree: the same on every rank except for the local shards; may live on a device, and change afterwards.
-        ending: set when the run is ending with an error, so that rank 0 waits no longer than `GRACE`.
+        ending: set when the run is ending with an error; rank 0 then waits for `GRACE` only.
     """
 
     def __init__(self, place: ShardTarget, tree: Tree, ending: threading.Event) -> None:
@@ -110,7 +107,7 @@ class RankShard:
         """Writes rank 0's files, waits for the other ranks' and publishes the checkpoint. Called by rank 0.
 
         Returns:
-            the checkpoint, and the first bad tensor in it if it was believed healthy; None if there is none.
+            the path, and why a checkpoint believed healthy is not; else None.
 
         Raises:
             OSError: a rank could not write its files, or was too late. Nothing is left of the checkpoint then, and an

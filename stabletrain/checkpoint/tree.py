@@ -3,9 +3,6 @@
 A tree consists of dicts with str keys, lists, tuples, tensors, str, bool, int, float and None. The skeleton is the same
 tree with `{"$tensor": name}` in place of each tensor. Tensors go to safetensors and the skeleton to JSON, so a
 checkpoint needs no pickle. A key that begins with `$` gets a second `$`.
-
-A snapshot of a sharded model holds each rank's local shards, copied to its own host: nothing is communicated, and no
-rank ever holds the whole tensors.
 """
 
 import math
@@ -18,7 +15,7 @@ import torch
 from torch import Tensor
 
 Tree = Any
-"""Nested dict, list, tuple, Tensor, str, bool, int, float or None. Type checkers do not support this recursive type."""
+"""A state tree; type checkers do not support the recursive type."""
 
 
 def flatten(tree: Tree) -> tuple[dict[str, Tensor], Tree]:
@@ -29,8 +26,8 @@ def flatten(tree: Tree) -> tuple[dict[str, Tensor], Tree]:
 
     Returns:
         the tensors by name, and the skeleton, which `json.dumps(skeleton, allow_nan=False)` accepts. A name is the path
-        of keys joined by `/`; if two paths give the same name, the later one gets a `~`. Tuples become lists. Floats
-        keep their exact value (NaN and infinities are written as strings; the payload of a NaN is lost).
+        of keys joined by `/`; if two paths give the same name, the later one gets a `~`. Tuples become lists. NaN and
+        infinities become strings (the payload of a NaN is lost).
 
     Raises:
         TypeError: a key is not a str, or a value has another type; names its path.
@@ -170,7 +167,10 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def detach_shards(tree: Tree) -> Tree:
-    """Returns the same tree with every sharded tensor replaced by a `Piece`. CUDA copies are not waited for."""
+    """Returns the same tree with every sharded tensor replaced by a `Piece`, without communication.
+
+    CUDA copies may still be running on return.
+    """
 
     def piece(tensor: Any) -> Any:
         if not is_sharded(tensor):

@@ -3,12 +3,10 @@
 `step-00000500/` holds `model.safetensors` (the names of `model.state_dict()`, for any program), `training.safetensors`
 (all other tensors), `state.json` (the skeletons of `checkpoint/tree.py`) and `manifest.json` (sizes and SHA-256 of the
 other three, and of itself). It is written under a hidden temporary name, each file and the folder are synchronized to
-disk, and one rename makes it appear. `reader.py` verifies every byte when reading. All ranks together write a sharded
-state into such a folder (`sharded.py`).
+disk, and one rename makes it appear. `sharded.py` writes such a folder from several ranks.
 
-This file writes safetensors itself: 8 bytes of length, a JSON header, the tensors' bytes
-(github.com/huggingface/safetensors, "Format"). The library's `save_file` offers no way to hash and synchronize what it
-writes, and creates files that only their owner can read. Reading uses the library.
+The safetensors files (8 bytes of length, a JSON header, the tensors' bytes) are written here, because the library's
+`save_file` cannot hash and synchronize what it writes, and creates files that only their owner can read.
 """
 
 import errno
@@ -41,14 +39,13 @@ def pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """Yields the bytes of a safetensors file, without copying the tensors.
 
     Args:
-        tensors: contiguous, on the CPU, any shape. Their memory is yielded itself, so it must not change.
+        tensors: contiguous, on the CPU, any shape. Views of their memory are yielded, so it must not change meanwhile.
 
     Raises:
         TypeError: safetensors does not support a dtype.
     """
-    order = sorted(
-        tensors, key=lambda name: (-tensors[name].element_size(), name)
-    )  # widest dtype first, so all are aligned
+    # Widest dtype first, so that every tensor is aligned.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
@@ -79,11 +76,9 @@ def unsound(tree: Tree) -> str | None:
 
 
 def unsound_among(tensors: Mapping[str, Tensor]) -> str | None:
-    """Does the same for tensors, or shards of them, named `model/<name>` and `optimizer/<name>/<kind>`.
-
-    A weight or moment must be finite. A second moment is a mean of squares and must be at least 0: a negative one was
-    corrupted, and its square root would be NaN in the next update.
-    """
+    """Does the same for tensors, or shards of them, named `model/<name>` and `optimizer/<name>/<kind>`."""
+    # Every value must be finite. A second moment is a mean of squares: a negative one was corrupted, and its square
+    # root would be NaN in the next update.
     for path, tensor in tensors.items():
         name = path.removeprefix("model/")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -126,8 +121,7 @@ def write(
         tree: contiguous CPU tensors that must not change during the write, with a `model` at the top.
 
     Raises:
-        OSError: the disk is full or gone. No incomplete checkpoint is left, and an older one of that name is still
-            there.
+        OSError: the disk is full or gone. No incomplete checkpoint is left, and an older one of that name is kept.
     """
     model, model_skeleton = flatten(tree["model"])
     training, training_skeleton = flatten({key: child for key, child in tree.items() if key != "model"})
@@ -155,7 +149,6 @@ def publish(
 
     Args:
         temporary: a hidden folder in `folder`, with the files.
-        folder: the folder of checkpoints.
         form: number of the format.
         about: `step`, `healthy`, `val_loss`, `info`.
         files: the manifest's entries, by name.
@@ -198,11 +191,7 @@ def write_skeleton(temporary: Path, skeleton: Mapping[str, Tree]) -> dict[str, A
 
 
 def remove(path: Path) -> None:
-    """Makes a checkpoint disappear by one rename, then deletes it.
-
-    Raises:
-        OSError: it is still there.
-    """
+    """Makes a checkpoint disappear by one rename, then deletes it. Raises OSError if it is still there."""
     gone = path.with_name(f".{path.name}.gone-{os.getpid()}")
     delete(gone)
     path.rename(gone)
@@ -227,11 +216,7 @@ def tidy(folder: Path) -> None:
 
 
 def try_out(folder: Path) -> None:
-    """Creates the folder if needed, and checks that a file can be written and synchronized there.
-
-    Raises:
-        OSError: no checkpoint can be written there.
-    """
+    """Creates the folder if needed, and writes and synchronizes a file there. Raises OSError if that fails."""
     probe = folder / f".step-probe.gone-{os.getpid()}"
     delete(probe)
     try:

@@ -2,7 +2,7 @@
 
 A step's bits must depend on its number alone. So compiled code runs only training passes over inputs of one shape, the
 run's own; every other pass (evaluation, sampling, shorter samples, monitors) runs eagerly. By default PyTorch would
-recompile for a second shape with dynamic sizes, and what a step computes would depend on what had run before it.
+recompile for a second shape with dynamic sizes, and a step would depend on what had run before.
 """
 
 import sys
@@ -30,9 +30,9 @@ def wanted(compile: str | bool, device: torch.device) -> bool:
 def inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     """Runs PyTorch's compiler, restricted to code that gives the same bits each time.
 
-    By default inductor sums the gradients of an embedding and of max-pooling with atomics, in whatever order threads
-    arrive, and selects kernels by measured speed. Here these gradients are summed in order, and nothing is measured.
-    Other scattered sums (a plug-in's `table[ids]`) are deterministic only with `determinism=strict`, as in eager mode.
+    By default inductor sums the gradients of an embedding and of max-pooling with atomics, in any order, and selects
+    kernels by measured speed. Here neither happens. Other scattered sums (a plug-in's `table[ids]`) are deterministic
+    only with `determinism=strict`, as in eager mode.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
@@ -107,9 +107,7 @@ def try_compiled(
 ) -> tuple[float, str]:
     """Compiles a model in place and tries it: one forward and backward pass, without side effects.
 
-    Weights, buffers, gradients and random generators are restored afterwards. If the trial fails on any rank, the model
-    is eager again on all. Code compiled by earlier runs of this process is dropped first: it would count against the
-    recompilation limit.
+    If the trial fails on any rank, the model is eager again on all.
 
     Args:
         model: on its device, wrapped for its ranks.
@@ -131,7 +129,8 @@ def try_compiled(
         parameter.grad = None  # the trial would accumulate into it in place
     loss, why = None, ""
     with rng_restored(model), torch.enable_grad():
-        torch.compiler.reset()  # inside `rng_restored`: importing the compiler draws random numbers
+        # Drop what earlier runs of this process compiled: it counts against the limit. This draws random numbers too.
+        torch.compiler.reset()
         compile_(model, shape)
         try:
             loss, why = attempt(forward, any_rank)
@@ -141,7 +140,7 @@ def try_compiled(
                 undo_compile_(model)
                 if loss is None:
                     forward()  # raises the error of a model that fails eagerly too
-        finally:
+        finally:  # leave no trace, whether the trial succeeded or not
             with torch.no_grad():
                 for buffer, before in zip(model.buffers(), held, strict=True):
                     buffer.copy_(before)

@@ -121,7 +121,7 @@ class Seeded(Off):
     def seed_step(self, seed: int, step: int) -> None:
         """Seeds torch (all devices), NumPy and random from (`seed`, `step`)."""
         mixed = mix(seed, step) >> 1  # torch takes 63 bits
-        # Faster than `torch.manual_seed`, which records a stack trace for each device type that has not started.
+        # Not `torch.manual_seed`: it also records a stack trace for each device type that has not started.
         torch.default_generator.manual_seed(mixed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(mixed)

@@ -1,12 +1,11 @@
-"""Checkpoints of several ranks: rank 0 asks the disk, and every rank acts on its answer.
+"""Checkpoints of several ranks: rank 0 checks the disk, and every rank acts on its answer.
 
-If each rank asked the disk itself, a disk that is full for one rank only, or a write that one rank has seen and another
-has not, would lead the ranks to different decisions. All ranks must make the same calls in the same order.
+If each rank checked by itself, a disk that is full for one rank only would lead the ranks to different decisions. All
+ranks must make the same calls in the same order.
 
-With DDP every rank has the whole state, and rank 0 writes it. With FSDP every rank writes its shards, and rank 0 turns
-them into one checkpoint (`checkpoint/sharded.py`). The ranks share the work of verifying a checkpoint: each reads some
-of its files, and the checkpoint is used only if no rank finds damage. Each rank then loads the checkpoint, or its
-shards, by itself, so the run folder must be visible to all machines.
+With DDP, rank 0 writes the whole state. With FSDP every rank writes its shards, and rank 0 turns them into one
+checkpoint (`checkpoint/sharded.py`). The ranks share the work of verifying a checkpoint. Each rank then loads it, or
+its shards, by itself, so the run folder must be visible to all machines.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,9 +20,7 @@ from stabletrain.parallel.ranks import Ranks, all_gather_object, broadcast_objec
 
 
 class SharedCheckpoints(NoCheckpoints):
-    """The checkpoints of a run with several ranks.
-
-    Every question about the disk is answered by rank 0, and every rank gets the same answer or exception.
+    """The checkpoints of a run with several ranks. Every rank gets rank 0's answers and exceptions.
 
     Args:
         own: the configured checkpoints. Only rank 0 opens them.

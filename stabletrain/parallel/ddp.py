@@ -154,8 +154,8 @@ def describe(hashes: Sequence[str], everyones: Sequence[Mapping[str, int]]) -> s
     """Returns the message for states that differ.
 
     Args:
-        hashes: of each rank's checksums.
-        everyones: each rank's checksums.
+        hashes: the hash of each rank's checksums.
+        everyones: the checksums of each rank.
     """
     common = max(set(hashes), key=lambda each: (hashes.count(each), -hashes.index(each)))
     others = [rank for rank, each in enumerate(hashes) if each != common]

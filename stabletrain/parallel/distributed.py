@@ -1,9 +1,8 @@
 """What DDP and FSDP share: one small all-gather per step, from which all ranks derive the same verdict.
 
-Each rank runs its slice of the batch and contributes one row of numbers: its loss terms, whether its data were bad, its
-largest input and buffer, whether it was asked to stop, and its gradient norm (FSDP: the squared norm of each local
-shard). All ranks then hold the same rows and compute the same sums in the same order. If any rank sees a fault, all
-ranks skip the update.
+Each rank runs its slice of the batch and contributes one row of numbers about its loss, data, buffers and gradients,
+and whether it was asked to stop. All ranks compute the same sums of the same rows in the same order. If any rank sees a
+fault, all ranks skip the update.
 """
 
 from contextlib import AbstractContextManager
@@ -21,9 +20,7 @@ HEAD = 7
 """Numbers in a row before those of the gradients."""
 
 OWN = 5
-"""The first of them, which describe this rank's slice alone and so can identify the culprit rank. Buffers are averaged
-over the ranks before.
-"""
+"""The first of them: numbers of this rank's slice alone, which identify the culprit rank. Buffers are averaged."""
 
 
 class Distributed(SingleProcess):
@@ -37,8 +34,7 @@ class Distributed(SingleProcess):
     def shard_batch(self, batch: Batch, size: int) -> Batch:
         """Returns this rank's samples, in order, with the number of valid targets of the whole batch.
 
-        An empty batch becomes zeros without valid targets: the step needs a forward pass on every rank, or the others
-        hang.
+        A rank with an empty batch runs on zeros without valid targets: the other ranks wait for it.
         """
         if not len(batch):
             inputs = batch.inputs.new_zeros(size, *batch.inputs.shape[1:])
@@ -54,11 +50,7 @@ class Distributed(SingleProcess):
 
     @torch.no_grad()
     def average_buffers_(self, model: nn.Module, held: list[Tensor]) -> None:
-        """Averages the changes of BatchNorm's statistics over the ranks.
-
-        Only persistent floating-point buffers; no forward pass writes the others. Averaging changes instead of values
-        keeps the bits of buffers that did not change.
-        """
+        """Averages the changes of BatchNorm's statistics over the ranks: persistent floating-point buffers only."""
         names = model.state_dict().keys()
         changed = [
             (buffer, before)
@@ -67,6 +59,7 @@ class Distributed(SingleProcess):
         ]
         if not changed:
             return
+        # Average the changes, not the values, so that a buffer that did not change keeps its bits.
         change = torch.cat([(buffer - before).flatten().float() for buffer, before in changed])
         dist.all_reduce(change)
         change /= self.ranks.world_size
@@ -118,7 +111,7 @@ class Distributed(SingleProcess):
         raise NotImplementedError
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, elementwise."""
+        """Returns the elementwise sum over the ranks."""
         dist.all_reduce(values)
         return values
 

@@ -84,14 +84,11 @@ def leave_process_group() -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends this process with `code`.
-
-    A rank that torchrun started skips the shutdown of the Python interpreter. There, a gloo thread that still holds a
-    tensor would abort the process: a run that finished would count as crashed, and torchrun would end the other ranks
-    (pytorch/pytorch#190489).
-    """
+    """Ends this process with `code`, without aborting in the interpreter's shutdown."""
+    # A gloo thread that still holds a tensor aborts the process during the interpreter's shutdown. A run that finished
+    # would count as crashed, and torchrun would end the other ranks (pytorch/pytorch#190489). So skip the shutdown, and
+    # do only what is needed of it: wait for threads, call `atexit` functions, flush the output.
     if current_ranks().launched:
-        # Do what the interpreter would: wait for threads, call `atexit` functions, flush the output.
         threading._shutdown()  # ty: ignore[missing-attribute]  no stub knows it
         atexit._run_exitfuncs()
         with suppress(OSError):  # the reader of the output is gone
@@ -102,14 +99,12 @@ def exit_process(code: int) -> NoReturn:
 
 
 def exit_together(ranks: Ranks) -> None:
-    """Waits until all ranks are about to exit, then ignores SIGTERM, so that each exits with its own code.
-
-    When one rank exits, torchrun ends the others. It must not do so while rank 0 still writes the run's record.
-    """
+    """Waits until all ranks are about to exit, then ignores SIGTERM, so that each exits with its own code."""
     if not ranks.distributed:
         return
     with suppress(RuntimeError):  # another rank is gone already
         all_gather_object(None)
+    # torchrun ends all ranks when one exits, but rank 0 may still be writing the run's record.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 

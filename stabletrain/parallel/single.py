@@ -102,9 +102,7 @@ class SingleProcess:
         return tree
 
     def gather_samples(self, samples: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-        """Returns the samples of the whole batch from those of this rank's slice, which has `size`; `index` is their
-        position.
-        """
+        """Returns the samples of the whole batch; `index` is their position. This rank's slice has `size` samples."""
         del size
         return samples
 
