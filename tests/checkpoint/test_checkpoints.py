@@ -1,4 +1,4 @@
-"""A disk that takes no more costs what cannot be written, never the run; and nothing half-written is ever resumed."""
+"""A full disk costs checkpoints, never the run; and no run is ever resumed from a half-written checkpoint."""
 
 import ctypes
 import errno
@@ -30,7 +30,7 @@ CHOSEN = ["hydra.run.dir=run", "checkpoint.every=3", "eval_every=3", "log_every=
 
 
 class Failing:
-    """The calls that write a checkpoint, of which the one of number `at`, and those after it, are refused."""
+    """Makes the `at`-th of the calls that write a checkpoint fail, and all later ones."""
 
     def __init__(self, monkeypatch, at: int, number: int, times: int = 1) -> None:
         self.at, self.number, self.times, self.calls = at, number, times, 0

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a checkpoint is noticed, the one before it is used, and one line names the file and why."""
+"""Any damage to a checkpoint is detected, the one before it is used, and one line names the file and the reason."""
 
 import errno
 import json

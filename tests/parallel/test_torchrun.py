@@ -1,4 +1,4 @@
-"""torchrun and `train.py`, as a user types them: ranks that are killed or stopped, one writer, messages said once."""
+"""torchrun and `train.py`, as a user types them: killed or stopped ranks, one writer, each message printed once."""
 
 import json
 import os
