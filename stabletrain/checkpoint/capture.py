@@ -1,16 +1,7 @@
-"""Captures the whole state of a run as a tree, keeps snapshots of it in memory, and restores it.
+"""Captures the whole state of a run as a tree, restores it, and keeps snapshots in host memory.
 
-Everything a step starts from, as one tree: model, optimizer by parameter name, step number, skipped data,
-parts.
-
-PyTorch's `optimizer.state_dict()` knows parameters by their position, so that a reordered model silently gets
-the wrong moments; here they are known by the name they have in the model.
-
-Snapshots: whole states in the host's memory, to go back to without reading the disk.
-
-Of a sharded model each rank puts its own part by. On CUDA the copy goes to page-locked memory and nobody waits for it;
-the weights' next change is queued behind it. Which states are kept, and which of them are healthy, the guard knows by
-their step numbers.
+The optimizer state is stored by parameter name. PyTorch's `optimizer.state_dict()` stores it by position, so that
+reordering a model would silently assign the wrong moments.
 """
 
 import copy
@@ -25,40 +16,37 @@ from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
 
 NOT_RESTORED = frozenset({"params", "peak_lr"})
-"""Keys of a parameter group that stay as the running program chose, beside the optimizer's own arguments: a learning
-rate that was changed for the resumed run is meant."""
+"""Keys of a parameter group that are not restored, so that a learning rate changed for the resumed run takes effect."""
 
 FIX = "resume with the options the run began with, or start a new run in another folder"
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with memory: a guard's window, a loss scale, a clipping's running mean."""
+    """An object with state to save: a guard's window, a loss scale, the running mean of a clipping."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state as a tree of `checkpoint/tree.py`."""
+        """Returns the state as a tree of `checkpoint/tree.py`."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Puts such a tree back; lists may stand where tuples were."""
+        """Restores such a tree. Tuples may have become lists."""
         ...
 
 
 def capture(state: TrainState, parts: Mapping[str, Stateful]) -> Tree:
-    """The whole state as a tree that still shares memory with it: `to_host` makes it a snapshot.
+    """Returns the whole state as a tree that still shares memory with it. `to_host` makes it a snapshot.
 
     Args:
-        state: model (its `state_dict()`: parameters and persistent buffers, under their own names),
-            optimizer, counters. A model compiled in place (`model.compile()`) keeps its names;
-            `torch.compile(model)` does not.
-        parts: what else has memory, by a name of the caller's.
+        state: model, optimizer and counters. `model.compile()` keeps the parameters' names; `torch.compile(model)` does
+            not.
+        parts: further objects with state, by a name the caller chooses.
 
     Returns:
         `{"model", "optimizer", "step", "skipped", "tick", "parts"}`.
 
     Raises:
-        ConfigError: the optimizer holds a parameter that the model does not, or state that belongs to no
-            parameter.
+        ConfigError: the optimizer holds a parameter that is not in the model, or state that belongs to no parameter.
     """
     return {
         "model": dict(state.model.state_dict()),
@@ -71,24 +59,21 @@ def capture(state: TrainState, parts: Mapping[str, Stateful]) -> Tree:
 
 
 def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> None:
-    """Puts a captured state back, bit for bit, into the memory that is there; the tree stays untouched and
-    its own.
+    """Restores a captured state bit for bit into the existing tensors, on their devices and in their dtypes.
 
-    Values are copied into the existing tensors, on their device and in their dtype. Optimizer state that does
-    not exist yet is made on the parameter's device in the saved dtype; `step` counters go to the CPU unless
-    the group is fused or capturable, which is PyTorch's own rule. Parts that are in the tree and not in
-    `parts` are left out.
+    The tree is not modified and shares no memory with the state. Saved parts that are missing from `parts` are ignored.
 
     Raises:
-        ConfigError: the tree does not fit; names the first difference and the fix. Model, optimizer and
-            counters are then unchanged.
+        ConfigError: the tree does not fit; names the first difference and the fix. Model, optimizer and counters are
+            then unchanged.
     """
+    # Check before changing anything: a checkpoint that does not fit must leave the model as it was.
     _check_model(tree["model"], state)
     _check_optimizer(tree["optimizer"], state)
     for name, part in parts.items():
         if name not in tree["parts"]:
             raise ConfigError(
-                f"the checkpoint has no state of '{name}': another version of stabletrain wrote it; go on with that "
+                f"the checkpoint has no state of '{name}': another version of stabletrain wrote it; resume with that "
                 "version, or start a new run in another folder"
             )
         try:
@@ -101,16 +86,16 @@ def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> Non
     _restore_optimizer(tree["optimizer"], state)
     state.step = tree["step"]
     state.skipped = [(start, stop) for start, stop in tree["skipped"]]
-    state.executed_steps = tree.get("tick", tree["step"])  # before there were rollbacks, both were one
+    state.executed_steps = tree.get("tick", tree["step"])  # older checkpoints have no "tick"
 
 
 def sharded_tensors(state: TrainState) -> dict[str, Tensor]:
-    """The sharded tensors of the model by name: by them every rank reads its own part of a checkpoint."""
+    """Returns the sharded tensors of the model by name. They tell a rank which shards of a checkpoint to read."""
     return {name: tensor for name, tensor in state.model.state_dict().items() if is_sharded(tensor)}
 
 
 def _names(state: TrainState) -> dict[Tensor, str]:
-    """Each parameter's name; a shared one has the first of its names."""
+    """Returns the name of each parameter. A shared parameter has the first of its names."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
     for group in state.optimizer.param_groups:
         for parameter in group["params"]:
@@ -126,6 +111,7 @@ def _capture_optimizer(state: TrainState) -> Tree:
     names = _names(state)
     packed = state.optimizer.state_dict()
     by_index = [names[p] for group in state.optimizer.param_groups for p in group["params"]]
+    # Only state that belongs to a parameter or a group can be saved by name.
     stray = [repr(key) for key in packed if key not in ("state", "param_groups")]
     stray += [f"state[{key!r}]" for key in packed["state"] if not isinstance(key, int)]
     if stray:
@@ -145,11 +131,12 @@ def _capture_optimizer(state: TrainState) -> Tree:
 def _restore_optimizer(tree: Tree, state: TrainState) -> None:
     names, optimizer = _names(state), state.optimizer
     for group, saved in zip(optimizer.param_groups, tree["param_groups"], strict=True):
+        # The optimizer's arguments (betas, weight decay ...) come from the configuration of the resumed run.
         for key in saved.keys() - NOT_RESTORED - optimizer.defaults.keys():
             group[key] = _copy_into(group.get(key), saved[key], torch.device("cpu"))
         for parameter in group["params"]:
             values = tree["state"].get(names[parameter])
-            if values is None:
+            if values is None:  # the parameter had no update before the capture
                 optimizer.state.pop(parameter, None)
                 continue
             live = optimizer.state[parameter]
@@ -160,26 +147,27 @@ def _restore_optimizer(tree: Tree, state: TrainState) -> None:
 
 
 def _home(key: str, parameter: Tensor, group: dict[str, Any]) -> torch.device:
+    # As PyTorch does: step counters stay on the CPU, unless the kernel reads them on the device.
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
     return torch.device("cpu") if on_host else parameter.device
 
 
 @torch.no_grad()
 def _copy_into(live: Any, saved: Any, device: torch.device, parameter: Tensor | None = None) -> Any:
-    """What to store in place of `live`: `live` itself, overwritten, where it is a tensor of that shape."""
-    if isinstance(live, Tensor) and isinstance(saved, float | int):  # a learning rate that became a tensor
+    """Returns the value to store in place of `live`: `live` itself, overwritten, if it is a tensor of that shape."""
+    if isinstance(live, Tensor) and isinstance(saved, float | int):  # the learning rate is a tensor now
         return live.fill_(saved)
     if not isinstance(saved, Tensor):
         return tuple(saved) if isinstance(live, tuple) else copy.deepcopy(saved)
     if isinstance(live, Tensor) and live.shape == saved.shape:
         return live.copy_(_like(live, saved))
     if parameter is not None and parameter.shape == saved.shape and device == parameter.device:
-        return torch.empty_like(parameter, dtype=saved.dtype).copy_(_like(parameter, saved))  # its memory format too
+        return torch.empty_like(parameter, dtype=saved.dtype).copy_(_like(parameter, saved))  # keeps the memory format
     return saved.to(device, copy=True)
 
 
 def _like(live: Tensor, saved: Tensor) -> Tensor:
-    """`saved` cut up as `live` is, where `live` is a DTensor; elsewhere as it stands."""
+    """Returns `saved` sharded like `live` if `live` is a DTensor; otherwise `saved` unchanged."""
     if not hasattr(live, "full_tensor") or hasattr(saved, "full_tensor"):
         return saved
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -223,25 +211,26 @@ def _check_optimizer(tree: Tree, state: TrainState) -> None:
 
 
 class Snapshots:
-    """States by step."""
+    """Snapshots of the state in host memory, by step. Of a sharded model, only this rank's shards."""
 
     def __init__(self) -> None:
         self._trees: dict[int, Tree] = {}
 
     def take(self, step: int, tree: Tree) -> None:
-        """Copies a state, from `capture`, that is the one after `step` steps."""
+        """Copies a captured state, taken after `step` steps, to the host. Does not wait for CUDA."""
+        # The copy runs on the current stream, so the next update of the weights is queued behind it.
         self._trees[step] = to_host(detach_shards(tree), wait=False)
 
     def retain(self, steps: Iterable[int]) -> None:
-        """Drops all states but those of `steps`."""
+        """Drops all snapshots except those of `steps`."""
         wanted = set(steps)
         self._trees = {step: tree for step, tree in self._trees.items() if step in wanted}
 
     def newest(self, at_most: int) -> Tree | None:
-        """The newest state of a step up to `at_most`, with its copy complete; None if there is none."""
+        """Returns the newest snapshot with a step of at most `at_most`; None if there is none."""
         steps = [step for step in self._trees if step <= at_most]
         if not steps:
             return None
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # `take` did not wait for its copy
         return attach_shards(self._trees[max(steps)])

@@ -1,13 +1,8 @@
 """Writes checkpoints in the background, at the configured cadence.
 
-One piece of work at a time on a thread of its own; what goes wrong in it is raised where it is waited for.
-
-When checkpoints are written, and what becomes of a run whose disk does not take them.
-
-The copy to the host is taken at once; hashing, writing and synchronising happen on a background thread, so training
-waits only if the write before has not ended. A write that fails costs that checkpoint, never the run: it is said once,
-the next one is tried in its turn, and once more it is said when that succeeds. Which checkpoints stay is in
-`folder.py`, and so does which one a run continues from.
+The state is copied to the host at once; a background thread hashes and writes it. Training waits only if the previous
+write is still running. A failed write costs that checkpoint, never the run. `folder.py` decides which checkpoints are
+kept and which one a run continues from.
 """
 
 import os
@@ -30,13 +25,10 @@ from stabletrain.errors import ConfigError
 
 
 class Background:
-    """A thread, or none.
-
-    Args:
-        asynchronous: False does all work at once.
+    """Runs one piece of work at a time on a background thread; in the calling thread if not `asynchronous`.
 
     Attributes:
-        ending: set when nobody will ask for the work any more.
+        ending: set when the run is ending with an error; work under way should finish soon.
     """
 
     def __init__(self, asynchronous: bool) -> None:
@@ -45,7 +37,7 @@ class Background:
         self._error: BaseException | None = None
 
     def start(self, work: Callable[[], None], name: str) -> None:
-        """Does `work`; the work before has been waited for."""
+        """Starts `work`. The caller must have waited for the previous work."""
 
         def attempt() -> None:
             try:
@@ -61,14 +53,14 @@ class Background:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when the work has ended; raises what it raised."""
+        """Waits for the work to end, and raises the exception it raised."""
         self._join()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def finish_quietly(self) -> None:
-        """Returns when the work has ended, soon; for a run that is ending with an error of its own already."""
+        """Asks the work to end soon, and waits for it without raising. For a run that already ends with an error."""
         self.ending.set()
         self._join()
 
@@ -79,17 +71,15 @@ class Background:
 
 
 class Checkpoints(NoCheckpoints):
-    """Checkpoints in `<run folder>/checkpoints`.
+    """Writes and reads the checkpoints in `<run folder>/checkpoints`.
 
-    Two moments make one: the configuration gives the policy, `open` the folder, since a run's folder is known
-    only when it starts, and reading (`find`) needs neither.
+    `open` sets the run folder, which is not known when the configuration creates this. `find` works without it.
 
     Attributes:
         every: steps between two checkpoints.
-        keep: so many of the newest are kept, besides the last healthy ones.
-        keep_best: also keep the healthy one of the lowest validation loss.
-    Args:
-        asynchronous: write on a background thread; False waits for each write.
+        keep: number of newest checkpoints to keep, in addition to the last healthy ones.
+        keep_best: whether to keep the healthy checkpoint with the lowest validation loss too.
+        asynchronous: whether a background thread writes; False waits for each write.
     """
 
     keeps = True
@@ -104,19 +94,18 @@ class Checkpoints(NoCheckpoints):
         self._on_event: OnEvent | None = None
         self.asynchronous = asynchronous
         self._background = Background(asynchronous)
-        self._begun = 0  # checkpoints of several ranks that were begun
+        self._begun = 0  # sharded checkpoints begun so far
         self._reason = ""  # why the last write failed; empty while writes succeed
-        self._written: int | None = None  # step of the last one that succeeded
-        self._stuck: set[Path] = set()  # said to be in the way
+        self._written: int | None = None  # step of the last successful write
+        self._stuck: set[Path] = set()  # paths already reported as impossible to delete
 
     def open(self, folder: Path, on_event: OnEvent, run: str | None = None) -> None:
-        """Chooses the run folder, and clears away what a killed process left half-written.
+        """Sets the run folder, and deletes what a killed process left half-written.
 
         Args:
-            folder: the run folder; made if it does not exist.
-            on_event: is told `checkpoint`, `checkpoint_failed` and `checkpoint_skipped`; from the writing
-                thread too.
-            run: the run's id: checkpoints whose `info["run"]` is another are not continued from.
+            folder: the run folder; created if it does not exist.
+            on_event: receives `checkpoint`, `checkpoint_failed` and `checkpoint_skipped`, also from the writing thread.
+            run: id of the run. Checkpoints with another id in `info["run"]` are skipped.
 
         Raises:
             ConfigError: no checkpoint can be written there.
@@ -128,16 +117,16 @@ class Checkpoints(NoCheckpoints):
             writer.tidy(self._folder.path)
         except OSError as error:
             raise ConfigError(
-                f"no checkpoint can be written to {self._folder.path} ({reason_of(error)}): mend that, choose another "
-                "hydra.run.dir, or train without, by checkpoint=off"
+                f"no checkpoint can be written to {self._folder.path} ({reason_of(error)}): fix this, choose another "
+                "hydra.run.dir, or train without checkpoints: checkpoint=off"
             ) from error
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be taken when `step` steps are done."""
+        """Returns whether a checkpoint is due after `step` steps."""
         return step > 0 and step % self.every == 0
 
     def begin(self, step: int) -> Path | None:
-        """Makes the folder in which several ranks write a checkpoint; None where that fails, which is said."""
+        """Creates the hidden folder for the shards of one checkpoint; reports a failure and returns None."""
         self._begun += 1
         folder = self._open_folder().path
         there = os.path.isdir(folder)
@@ -163,45 +152,45 @@ class Checkpoints(NoCheckpoints):
     ) -> None:
         """Copies the state to the host, then writes it in the background.
 
-        What is on the disk of later steps is then left behind by the run, and goes, unless it is the last healthy one.
+        Also deletes the checkpoints of later steps, which became obsolete when the run went back. The last healthy
+        checkpoint is kept.
 
         Args:
-            step: steps done; one of that number is replaced.
-            tree: from `capture`; may share memory with the live state, which may change as soon as this
-                returns.
-            info: plain JSON values kept with it.
-            healthy: the caller's judgement; weights or moments that are not sound (`writer.py`) overrule it.
+            step: steps done. An existing checkpoint of that step is replaced.
+            tree: from `capture`; may share memory with the live state, which may change as soon as this returns.
+            info: plain JSON values to store in the checkpoint.
+            healthy: the caller's judgement. A checkpoint with bad weights or moments (`writer.py`) is never healthy.
             val_loss: nats per target; None if not known.
-            anchor: the newest checkpoint of a step up to this one stays, whatever its age.
-            here: whether the run is at that step now; False for an older state, which leaves nothing behind.
-            place: where the ranks of a sharded state write their parts of it, each by a call of its own; None for a
-                state that is written by this process alone.
+            anchor: the newest checkpoint of at most this step is kept, however old it is.
+            here: whether the run is at that step now. False for an older state: no later checkpoint is deleted then.
+            place: where this rank writes its shards of a sharded state; None if this process writes the whole state.
 
         Raises:
-            TypeError: the tree or `info` holds something that needs pickle.
+            TypeError: the tree or `info` holds a value that cannot be saved without pickle.
         """
         self.wait()
-        flatten({"info": info, "tree": tree})  # what cannot be written is refused here, where its stack tells
+        flatten({"info": info, "tree": tree})  # raise here, where the stack shows the caller
         content = FullState(to_host(tree)) if place is None else RankShard(place, tree, self._background.ending)
         work = partial(self._attempt, step, content, to_host(dict(info)), healthy, val_loss, anchor, here)
+        # Of a sharded checkpoint, only rank 0 publishes, reports and deletes old checkpoints.
         if isinstance(content, RankShard) and content.place.rank > 0:
             work = partial(write_shard, content, healthy)
         self._background.start(work, f"checkpoint-{step}")
 
     def wait(self) -> None:
-        """Returns when the last write has ended."""
+        """Waits for the last write to end."""
         self._background.wait()
 
     def finish_quietly(self) -> None:
-        """Returns when the last write has ended; for a run that is ending with an error of its own already."""
+        """Waits for the last write to end, without raising. For a run that is already ending with an error."""
         self._background.finish_quietly()
 
     def saved(self, step: int) -> bool:
-        """Whether the newest write that ended was of `step`, and succeeded."""
+        """Returns whether the last write that ended was of `step` and succeeded."""
         return self._written == step and not self._reason
 
     def unsaved(self) -> str | None:
-        """One line for the end of a run whose last state could not be written; None if it could."""
+        """Returns one line for the end of a run whose last state could not be written; None if it was written."""
         if not self._reason:
             return None
         known = self._open_folder().known()
@@ -209,52 +198,50 @@ class Checkpoints(NoCheckpoints):
         return f"the last state could not be saved ({self._reason}): {left}; writes that failed: {self.failed}"
 
     def newest(self, *, healthy_only: bool = False, at_most: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint that verifies, of at most that step; see `Folder.newest`."""
+        """Returns the newest checkpoint that verifies; see `Folder.newest`."""
         self.wait()
         return self._open_folder().newest(healthy_only=healthy_only, at_most=at_most)
 
     def oldest(self) -> Checkpoint | None:
-        """The oldest healthy checkpoint that verifies."""
+        """Returns the oldest healthy checkpoint that verifies."""
         self.wait()
         return self._open_folder().oldest()
 
     def reaches(self, step: int) -> bool:
-        """Whether a checkpoint of that step or an earlier one looks whole."""
+        """Returns whether a checkpoint of `step` or an earlier step passes `reader.peek`."""
         self.wait()
         return any(checkpoint.step <= step for checkpoint in self._open_folder().known())
 
     def preferred(self) -> Checkpoint | None:
-        """What a run continues from: the newest that verifies, or an older one that is healthy; see
-        `Folder.preferred`."""
+        """Returns the checkpoint to resume from; see `Folder.preferred`."""
         self.wait()
         return self._open_folder().preferred()
 
     def best(self) -> Checkpoint | None:
-        """The healthy checkpoint of the lowest validation loss that verifies."""
+        """Returns the healthy checkpoint with the lowest validation loss that verifies."""
         self.wait()
         return self._open_folder().best()
 
     def find(self, path: Path) -> Checkpoint:
-        """A checkpoint of any run; see `folder.find`."""
+        """Returns a checkpoint of any run; see `folder.find`."""
         return find(path, verify=self.verify)
 
     def rewind(self, step: int) -> None:
-        """Forgets the checkpoints after `step`, which a rollback left behind.
+        """Deletes the checkpoints after `step`, which a rollback made obsolete.
 
-        The last healthy one that verifies is never among them: where none at or before `step` does, the newest after
-        it stays until a healthy one has been written.
+        If none at or before `step` is healthy, the newest healthy one after it is kept until another has been written.
         """
         self.wait()
         folder = self._open_folder()
         healthy = folder.newest(healthy_only=True, at_most=step, again=False)  # training waits for this
         if healthy is None:
-            folder.newest(healthy_only=True, again=False)  # so that one found damaged is not the one that stays
+            folder.newest(healthy_only=True, again=False)  # finds damaged ones, so that a sound one is kept
         self._forget(superseded(folder.known(), step, healthy is not None))
 
     def _attempt(self, step: int, *arguments: Any) -> None:
         try:
             fields = self._write(step, *arguments)
-        except OSError as error:  # any other is of the program, and raised where the loop waits
+        except OSError as error:  # other exceptions are bugs: `wait` raises them
             self._failed(step, error)
         else:
             self._succeeded(step, fields)
@@ -262,7 +249,7 @@ class Checkpoints(NoCheckpoints):
     def _failed(self, step: int, error: OSError) -> None:
         self.failed += 1
         failing, self._reason = self._reason, reason_of(error)
-        if not failing:
+        if not failing:  # report a full disk once, not at every checkpoint
             warn(
                 f"the checkpoint of step {step} was not written ({self._reason}): training goes on, earlier "
                 "checkpoints are kept"
@@ -292,6 +279,7 @@ class Checkpoints(NoCheckpoints):
         self._say_if_gone(there, step)
         folder.damaged.pop(path, None)
         folder.mark_verified(path)
+        # Delete old checkpoints only now that the new one is complete.
         if here:
             self._forget(superseded(folder.known(), step, healthy))
         known = folder.known()
@@ -302,16 +290,16 @@ class Checkpoints(NoCheckpoints):
     def _say_if_gone(self, there: bool, step: int) -> None:
         if not there:
             folder = self._open_folder().path
-            warn(f"{folder} had gone with all that was in it: it is made again, with the checkpoint of step {step}")
+            warn(f"{folder} was deleted with all its checkpoints: recreated it for the checkpoint of step {step}")
 
     def _forget(self, paths: set[Path]) -> None:
         for path in sorted(paths):
             try:
                 writer.remove(path)
-            except OSError as error:  # one too many on the disk is no reason to stop
+            except OSError as error:  # an extra checkpoint on disk is no reason to stop the run
                 if path not in self._stuck:
                     self._stuck.add(path)
-                    warn(f"{path} is of no more use and cannot be removed ({reason_of(error)}): please remove it")
+                    warn(f"{path} is no longer needed and cannot be deleted ({reason_of(error)}): please delete it")
 
     def _tell(self, kind: str, step: int, fields: dict) -> None:
         if self._on_event is not None:
@@ -324,6 +312,6 @@ class Checkpoints(NoCheckpoints):
 
 
 def write_shard(part: RankShard, healthy: bool) -> None:
-    """Writes the part of a rank that is not the first; where the disk does not take it, rank 0 hears of it."""
+    """Writes the shards of a rank other than 0. Ignores I/O errors: rank 0 finds and reports them."""
     with suppress(OSError):
         part.write(healthy)

@@ -1,13 +1,13 @@
-"""Tensors of which each rank has a part, written and read by PyTorch's distributed checkpoints, without a pickle.
+"""Writes and reads sharded tensors with PyTorch's distributed checkpoint (DCP), without pickle.
 
-DCP knows which part of a tensor is whose (`DefaultSavePlanner`), and of which stored pieces a rank's part is made,
-whatever number of ranks wrote them (`DefaultLoadPlanner`). Its usual format keeps that in a pickle; its safetensors
-format keeps the place of every piece in the JSON header of the file that holds it (`hf_storage.py`, PyTorch 2.11), and
-reads safetensors files of any other program as pieces that are whole.
+DCP plans which rank writes which shard (`DefaultSavePlanner`), and which stored pieces a rank has to read
+(`DefaultLoadPlanner`), whatever number of ranks wrote them. Its default format stores the plan as a pickle. Its
+safetensors format stores the position of every piece in the file's JSON header (`hf_storage.py`, PyTorch 2.11), and
+also reads the safetensors files of any other program.
 
-`dcp.save` and `dcp.load` would have the ranks meet, which a background thread must not, to agree on who writes what is
-on all of them. Here that is rank 0, so that every rank knows its own part of the plan; and so their planner, writer
-and reader are called one by one.
+`dcp.save` and `dcp.load` use collectives, which a background thread must not, to agree on which rank writes the tensors
+that all ranks have. Here it is always rank 0, so every rank can plan alone. That is why this file calls DCP's planner,
+writer and reader one by one.
 """
 
 import io
@@ -27,22 +27,22 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from stabletrain.checkpoint.tree import is_sharded, to_host
 
 WriteFile = Callable[[Path, Iterable[bytes | memoryview]], dict[str, Any]]
-"""Writes a file and returns its entry in the manifest: `disk.write_file`."""
+"""Writes a file and returns its entry in the manifest: `writer.write_file`."""
 
 
 Shapes = Mapping[str, Sequence[int]]
-"""Of whole tensors, by name."""
+"""Shapes of the whole tensors, by name."""
 
 
 class Copies(DefaultSavePlanner):
-    """What one rank writes: planned by the tensors as they live, and copied to the host at once.
+    """Plans what one rank writes, and copies it to the host at once.
 
     Attributes:
-        copies: by name: of a sharded tensor this rank's part; all others on rank 0 only.
+        copies: host copies by name: this rank's shard of each sharded tensor, and on rank 0 also all other tensors.
 
     Args:
-        tensors: the same names on every rank, in any memory.
-        rank: this one.
+        tensors: the same names on every rank, on any device.
+        rank: this rank.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], rank: int) -> None:
@@ -54,15 +54,15 @@ class Copies(DefaultSavePlanner):
         }
         self.set_up_planner(mine, is_coordinator=first)
         self.create_local_plan()
-        self.state_dict = {}  # what lives may change, and need not stay in memory
+        self.state_dict = {}  # drop the live tensors: `copies` replaces them
         self.copies: dict[str, Tensor] = to_host({name: parts[name] for name in mine})
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """What DCP writes in place of what it has planned for."""
+        """Returns the host copy that DCP writes in place of the planned tensor."""
         return self.copies[index.fqn]
 
     def write(self, folder: Path, rank: int, count: int, write_file: WriteFile) -> dict[str, dict[str, Any]]:
-        """Writes this rank's file into `folder`, or none where it has nothing; returns the file's entry by its name.
+        """Writes this rank's file into `folder`, if it has any tensors; returns its manifest entry by file name.
 
         Raises:
             OSError: the disk is full or gone.
@@ -76,10 +76,10 @@ class Copies(DefaultSavePlanner):
 
 
 class FileHandoff(FileSystem):
-    """Files whose content is handed to a function when it is complete.
+    """A DCP file system that passes the content of each complete file to a function.
 
     Attributes:
-        entries: what the function returned, by the file's name.
+        entries: what the function returned, by file name.
     """
 
     def __init__(self, write_file: WriteFile) -> None:
@@ -88,7 +88,7 @@ class FileHandoff(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any]:
-        """A stream to write to; nothing is copied."""
+        """Yields a stream to write to. Nothing is copied."""
         del mode
         content = ByteStream()
         yield content
@@ -96,46 +96,46 @@ class FileHandoff(FileSystem):
 
 
 class ByteStream(io.RawIOBase):
-    """A stream that keeps what is written to it, piece by piece."""
+    """A stream that keeps the pieces written to it, without joining them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pieces: list[bytes] = []
 
     def write(self, piece: Any) -> int:
-        """Keeps `piece`."""
+        """Appends `piece`."""
         self.pieces.append(piece)
         return len(piece)
 
     def tell(self) -> int:
-        """Bytes so far."""
+        """Returns the number of bytes so far."""
         return sum(map(len, self.pieces))
 
 
 class ListedFiles(FileSystem):
-    """A folder in which nothing is but `files`: what else somebody has laid there is not read."""
+    """A DCP file system that lists only `files`, so that unverified files in the folder are never read."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
 
     def ls(self, path: Any) -> list[str]:
-        """The paths of the files."""
+        """Returns the paths of the files."""
         del path
         return [str(file) for file in self._files]
 
 
 def read(files: Sequence[Path], shapes: Shapes | None, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors of some safetensors files: as this rank has them of sharded tensors, whole and on the CPU of others.
+    """Reads the tensors of safetensors files: this rank's shards of those in `places`, all others whole and on the CPU.
 
     Args:
         files: written by any number of ranks, or by one process.
-        shapes: of all tensors, by name; None where one process has written them whole.
-        places: by name a tensor whose placement, device and memory format are those of the one that is read; its dtype
-            need not be. Without one, and where shapes differ, a tensor is read whole.
+        shapes: of all tensors, by name; None if one process wrote them whole.
+        places: tensors by name, whose placement, device and memory format (not dtype) the result takes. If the shapes
+            differ, a tensor is read whole.
 
     Raises:
-        ValueError: the pieces of a tensor do not make it up.
-        SafetensorError, KeyError, TypeError, RuntimeError: a file does not hold what it should.
+        ValueError: the pieces of a tensor do not cover it.
+        SafetensorError, KeyError, TypeError, RuntimeError: a file has unexpected content.
     """
     if not files:
         return {}
@@ -156,19 +156,20 @@ def read(files: Sequence[Path], shapes: Shapes | None, places: Mapping[str, Tens
 def opened(
     files: Sequence[Path], shapes: Shapes | None
 ) -> tuple[HuggingFaceStorageReader, dict[str, TensorStorageMetadata]]:
-    """A reader of some files, and what they hold by name; takes and raises what `read` does."""
+    """Returns a reader of some files and the metadata of their tensors by name. Arguments and errors as in `read`."""
     reader = HuggingFaceStorageReader(str(files[0].parent))
     reader.fs = ListedFiles(files)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     known: dict[str, TensorStorageMetadata] = dict(metadata.state_dict_metadata)  # ty: ignore[invalid-assignment]
     for name, stored in known.items():
+        # DCP itself would leave uncovered elements uninitialized.
         there = sum(math.prod(piece.sizes) for piece in stored.chunks)
         if there != math.prod(stored.size) or (shapes is not None and list(stored.size) != shapes[name]):
-            raise ValueError(f"the pieces of '{name}' do not make it up")
+            raise ValueError(f"the stored pieces of '{name}' do not cover the tensor")
     return reader, known
 
 
 def local_part(tensor: Any) -> Tensor:
-    """This rank's part of a sharded tensor; any other tensor itself."""
+    """Returns this rank's shard of a sharded tensor; any other tensor unchanged."""
     return tensor.detach().to_local() if is_sharded(tensor) else tensor

@@ -1,23 +1,16 @@
-"""The folder of checkpoints: which of them to continue from, and which to keep.
+"""Finds the checkpoint to continue from, and decides which checkpoints to keep.
 
-Notice of what happens to checkpoints: an event for the record, a line for people.
+A checkpoint that is damaged or belongs to another run is skipped, with one line that says which and why.
 
-Retention: which checkpoints stay when another one has been written.
-
-| stays | since |
+| kept after a write | because |
 |---|---|
 | the `keep` newest | the run continues from one of them |
-| the two newest healthy ones; the newest alone, where `keep` is 1 | a rollback and a resume fall back to them |
-| the newest at or before the anchor | from it the state that a rollback asks for can be computed again |
-| the best, if it is asked for | it is the result |
+| the two newest healthy ones; only the newest if `keep` is 1 | a rollback and a resume fall back to them |
+| the newest at or before the anchor | a rollback can recompute the state it needs from it |
+| the best, if `keep_best` is set | it is the result |
 
-Why two: that a healthy checkpoint is still what was written shows only when all of it is read, which at each save would
-take as long as the write. So one stands in for the other, and nothing is read. One that was found damaged counts for
-nothing here (`folder.py` leaves it out). `keep: 1` asks for a single copy, and then there is no second.
-
-The checkpoints in a folder, and which of them to continue from: the newest that can be trusted, or a healthy one.
-
-Reading them needs no run. One that is damaged, or of another run, is passed over, and a line says which and why.
+The second healthy one is a reserve in case the first turns out to be damaged. Verifying the first at each save instead
+would take as long as writing it. Checkpoints known to be damaged do not count.
 """
 
 import math
@@ -32,36 +25,36 @@ from stabletrain.checkpoint.reader import MANIFEST, Checkpoint, UnusableCheckpoi
 from stabletrain.errors import ConfigError
 
 OnEvent = Callable[[str, int, dict], None]
-"""Takes an event's kind, its step and its fields; called from the writing thread too."""
+"""Receives an event's kind, its step and its fields. Also called from the writing thread."""
 
 ShowLine = Callable[[str], None]
-"""Shows a person a line."""
+"""Shows the user one line."""
 
 
 def silent(kind: str, step: int, fields: dict) -> None:
-    """A `Report` where there is no record."""
+    """Ignores the event: an `OnEvent` for reading without a run."""
     del kind, step, fields
 
 
 def warn(message: str) -> None:
-    """One line for people, if there is still anybody to read it."""
+    """Prints one line to stderr; ignores a closed stderr."""
     with suppress(OSError):
         print(f"stabletrain: {message}", file=sys.stderr)
 
 
 def reason_of(error: OSError) -> str:
-    """What the system says, and about which file: `No space left on device: /runs/a/checkpoints`."""
+    """Returns the system's error text and the file: `No space left on device: /runs/a/checkpoints`."""
     return ": ".join(str(part) for part in (error.strerror or error, error.filename) if part)
 
 
 def kept(known: Sequence[Checkpoint], keep: int, keep_best: bool, anchor: int | None = None) -> set[Path]:
-    """The folders of those that stay.
+    """Returns the folders of the checkpoints to keep, by the table above.
 
     Args:
-        known: all that look whole, oldest first.
-        keep: so many of the newest stay.
-        keep_best: the best stays too.
-        anchor: so does the newest of a step up to this one; None for no such wish.
+        known: the checkpoints that pass `reader.peek`, oldest first.
+        keep: number of newest checkpoints to keep.
+        keep_best: whether to keep the best one too.
+        anchor: a step; None for no anchor.
     """
     healthy = [checkpoint for checkpoint in known if checkpoint.healthy]
     best = by_val_loss(known)[:1] if keep_best else []
@@ -70,13 +63,13 @@ def kept(known: Sequence[Checkpoint], keep: int, keep_best: bool, anchor: int | 
 
 
 def superseded(known: Sequence[Checkpoint], step: int, healthy: bool) -> set[Path]:
-    """The folders of those after `step`, which a run that is at `step` again has left behind.
+    """Returns the folders of the checkpoints after `step`, obsolete since the run is at `step` again.
 
     Args:
-        known: all that look whole, oldest first.
+        known: the checkpoints that pass `reader.peek`, oldest first.
         step: where the run is.
-        healthy: whether it has a healthy checkpoint at or before `step`; otherwise the newest healthy one stays, for
-            it is the last.
+        healthy: whether a healthy checkpoint at or before `step` exists. If not, the newest healthy one is not
+            returned.
     """
     after = [checkpoint for checkpoint in known if checkpoint.step > step]
     spared = [] if healthy else [checkpoint for checkpoint in after if checkpoint.healthy][-1:]
@@ -84,16 +77,16 @@ def superseded(known: Sequence[Checkpoint], step: int, healthy: bool) -> set[Pat
 
 
 def by_val_loss(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """The healthy ones with a finite validation loss, best first, of equals the newest."""
+    """Returns the healthy checkpoints with a finite validation loss, best first; of equals, the newest first."""
     ranked = [c for c in checkpoints if c.healthy and c.val_loss is not None and math.isfinite(c.val_loss)]
     return sorted(ranked, key=lambda c: (c.val_loss, -c.step))
 
 
 Verify = Callable[[Path], Checkpoint]
-"""Reads a checkpoint through; raises UnusableCheckpoint, as `trust.verify` does."""
+"""Reads a checkpoint in full; raises UnusableCheckpoint, as `reader.verify` does."""
 
 Marks = list[tuple[str, int, int, int, int]]
-"""Of each file name, inode, size, and when it was written to and changed, in nanoseconds."""
+"""For each file: name, inode, size, and the times of its last write and last change in nanoseconds."""
 
 NAME = re.compile(r"step-([0-9]{8,})")
 
@@ -103,13 +96,13 @@ class Folder:
 
     Args:
         path: the folder; it need not exist.
-        report: is told `checkpoint_skipped`.
-        run: id of the run that they must be of, where their `info` names one; None takes any.
-        tell: shows a person a line.
-        verify: reads a checkpoint through.
+        report: receives `checkpoint_skipped` events.
+        run: id of the run that the checkpoints must belong to, if their `info` names one; None accepts any.
+        tell: shows the user one line.
+        verify: reads a checkpoint in full.
 
     Attributes:
-        damaged: why those could not be used that were found so, until they can be.
+        damaged: by path, why a checkpoint cannot be used.
     """
 
     def __init__(
@@ -126,19 +119,19 @@ class Folder:
         self._report, self._tell, self._verify = report, tell, verify
 
     def mark_verified(self, path: Path) -> None:
-        """Remembers that a checkpoint which this process has just written is what was written."""
+        """Records that a checkpoint this process has just written is intact."""
         if (marks := marks_of(path)) is not None:
             self._good[path] = marks
 
     def newest(
         self, *, healthy_only: bool = False, at_most: int | None = None, again: bool = True
     ) -> Checkpoint | None:
-        """The newest checkpoint that verifies; those that do not are reported with their reason and passed over.
+        """Returns the newest checkpoint that verifies. Skips those that do not, and reports why.
 
         Args:
-            healthy_only: pass over those that are not healthy, in silence.
-            at_most: pass over those of later steps, in silence.
-            again: read through also what this process has written or read through before, and nobody has touched since.
+            healthy_only: silently skip checkpoints that are not healthy.
+            at_most: silently skip checkpoints of later steps.
+            again: whether to verify again what this process has written or verified and what is unchanged since.
         """
         for path in reversed(self._paths()):
             if at_most is not None and number(path) > at_most:
@@ -149,30 +142,31 @@ class Folder:
         return None
 
     def oldest(self) -> Checkpoint | None:
-        """The oldest healthy checkpoint that verifies."""
+        """Returns the oldest healthy checkpoint that verifies."""
         return next((found for path in self._paths() if (found := self._verified(path, True)) is not None), None)
 
     def best(self) -> Checkpoint | None:
-        """The healthy checkpoint of the lowest validation loss that verifies."""
+        """Returns the healthy checkpoint with the lowest validation loss that verifies."""
         return next((c for c in by_val_loss(self.known()) if self._verified(c.path, True) is not None), None)
 
     def preferred(self) -> Checkpoint | None:
-        """What to continue from: the newest that verifies, if it is healthy; else the newest healthy one; else, where
-        no healthy one is left, the newest after all. A line says where it is not simply the newest and healthy.
+        """Returns the checkpoint to continue from: the newest that verifies if it is healthy, else the newest healthy.
+
+        If no healthy one is left, returns the newest anyway. Tells the user if the newest is not healthy.
         """
         newest = self.newest()
         if newest is None or newest.healthy:
             return newest
         healthy = self.newest(healthy_only=True, at_most=newest.step - 1)
         if healthy is None:
-            self._tell(f"{newest.path} is not healthy, and no healthy one is left: continuing from it all the same")
+            self._tell(f"{newest.path} is not healthy, and no healthy one is left: continuing from it anyway")
             return newest
         self._tell(f"checkpoint skipped: {newest.path} is not healthy: continuing from {healthy.path.name}, which is")
         self._report("checkpoint_skipped", newest.step, {"path": newest.path.name, "reason": "not healthy"})
         return healthy
 
     def known(self) -> list[Checkpoint]:
-        """All that look whole and were not found damaged, oldest first. The others are left for people to look at."""
+        """Returns the checkpoints that pass `reader.peek` and are not known to be damaged, oldest first."""
         known = []
         for path in self._paths():
             try:
@@ -193,7 +187,7 @@ class Folder:
             found = self._own(peek(path))
             if healthy_only and not found.healthy:
                 return None
-            marks = marks_of(path)
+            marks = marks_of(path)  # before reading, so that a change meanwhile is noticed next time
             if again or marks is None or self._good.get(path) != marks:
                 found = self._verify(path)
             if marks is not None:
@@ -206,32 +200,32 @@ class Folder:
         return found
 
     def _own(self, found: Checkpoint) -> Checkpoint:
-        """The checkpoint itself, if it is of this name and this run."""
+        """Returns `found` if its step matches its folder's name and it belongs to this run."""
         if found.step != number(found.path):
-            raise UnusableCheckpoint(f"{found.path}: its manifest is of step {found.step}")
+            raise UnusableCheckpoint(f"{found.path}: its manifest says step {found.step}")
         run = found.info.get("run")
         if None not in (run, self.run) and run != self.run:
-            raise UnusableCheckpoint(f"{found.path}: it is of run {run}, and this is run {self.run}")
+            raise UnusableCheckpoint(f"{found.path}: it belongs to run {run}, but this is run {self.run}")
         return found
 
     def _pass_over(self, path: Path, step: int, reason: str) -> None:
-        if self.damaged.get(path) != reason:  # said once
+        if self.damaged.get(path) != reason:  # report each reason once
             self.damaged[path] = reason
             self._tell(f"checkpoint skipped: {reason}")
             self._report("checkpoint_skipped", step, {"path": path.name, "reason": reason})
 
 
 def find(path: Path, *, best: bool = False, verify: Verify = verify) -> Checkpoint:
-    """A checkpoint to read from, without a run.
+    """Returns a checkpoint to read from, without a run.
 
     Args:
-        path: a checkpoint, which is taken as it is asked for; or a folder of checkpoints or a run folder, of which
-            the one is taken that a run would continue from.
-        best: of a folder, the healthy one of the lowest validation loss instead.
-        verify: reads a checkpoint through.
+        path: a checkpoint; or a folder of checkpoints or a run folder, which stands for the one a run would continue
+            from.
+        best: of a folder, return the healthy one with the lowest validation loss instead.
+        verify: reads a checkpoint in full.
 
     Raises:
-        ConfigError: there is none; names the folder and what is wrong with those that are there.
+        ConfigError: there is none; names the folder and why its checkpoints cannot be used.
     """
     if NAME.fullmatch(path.name) or os.path.exists(path / MANIFEST):
         return verify(path)
@@ -248,14 +242,13 @@ def find(path: Path, *, best: bool = False, verify: Verify = verify) -> Checkpoi
 
 
 def run_of(path: Path) -> str | None:
-    """The id of the run whose checkpoints are in a run folder, as the newest that looks whole has it; None where
-    nobody says."""
+    """Returns the run id of the newest readable checkpoint that has one; None if none has."""
     ids = [checkpoint.info.get("run") for checkpoint in Folder(inside(path)).known()]
     return next((run for run in reversed(ids) if run), None)
 
 
 def marks_of(path: Path) -> Marks | None:
-    """What changes when a file of a checkpoint is written to or replaced; None where the folder cannot be read."""
+    """Returns what changes when a file of a checkpoint is modified or replaced; None if the folder cannot be read."""
     try:
         stats = [(file, file.stat()) for file in sorted(path.rglob("*"))]
     except OSError:
@@ -264,15 +257,15 @@ def marks_of(path: Path) -> Marks | None:
 
 
 def inside(path: Path) -> Path:
-    """The folder of checkpoints of a run folder; any other folder itself."""
+    """Returns the checkpoints folder of a run folder; any other folder unchanged."""
     return path / "checkpoints" if os.path.isdir(path / "checkpoints") else path
 
 
 def steps_in(folder: Path) -> Iterator[Path]:
-    """The paths that are named like checkpoints, oldest first.
+    """Yields the paths named like checkpoints, oldest first.
 
     Raises:
-        UnusableCheckpoint: the folder is there and cannot be read.
+        UnusableCheckpoint: the folder exists and cannot be read.
     """
     try:
         named = [folder / name for name in os.listdir(folder) if NAME.fullmatch(name)]
@@ -284,5 +277,5 @@ def steps_in(folder: Path) -> Iterator[Path]:
 
 
 def number(path: Path) -> int:
-    """The step in a checkpoint's name."""
+    """Returns the step in a checkpoint's name."""
     return int(path.name.partition("-")[2])

@@ -1,4 +1,4 @@
-"""No checkpoints: nothing is kept on disk, for short runs and sweeps that nobody continues."""
+"""Checkpoints switched off, for short runs and sweeps that are never resumed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +10,12 @@ from stabletrain.checkpoint.tree import ShardTarget, Tree
 
 
 class NoCheckpoints:
-    """Keeps nothing on disk and continues from nothing.
+    """Writes nothing and resumes from nothing. The methods do the same as those of `Checkpoints`.
 
     Attributes:
-        keeps: whether anything is ever saved.
-        failed: writes that failed in this process.
-        verify: reads a checkpoint through before it is used; several ranks share that work.
+        keeps: whether any checkpoint is ever saved.
+        failed: number of failed writes in this process.
+        verify: reads a checkpoint in full before it is used; several ranks share that work.
     """
 
     keeps = False
@@ -23,14 +23,14 @@ class NoCheckpoints:
     verify: Verify = staticmethod(verify)
 
     def open(self, folder: Path, on_event: OnEvent, run: str | None = None) -> None:
-        """Nothing to open."""
+        """Does nothing."""
 
     def due(self, step: int) -> bool:
-        """Never."""
+        """Returns False."""
         return False
 
     def begin(self, step: int) -> Path | None:
-        """Nothing is written."""
+        """Returns None: nothing is written."""
         del step
         return None
 
@@ -46,47 +46,47 @@ class NoCheckpoints:
         here: bool = True,
         place: ShardTarget | None = None,
     ) -> None:
-        """Nothing is saved."""
+        """Does nothing."""
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Does nothing."""
 
     def finish_quietly(self) -> None:
-        """Nothing is under way."""
+        """Does nothing."""
 
     def saved(self, step: int) -> bool:
-        """Whether the newest write that ended was of `step`, and succeeded: no."""
+        """Returns False."""
         del step
         return False
 
     def unsaved(self) -> str | None:
-        """What a person must know at the end: nothing was to be saved."""
+        """Returns None: no state was to be saved."""
         return None
 
     def newest(self, *, healthy_only: bool = False, at_most: int | None = None) -> Checkpoint | None:
-        """None."""
+        """Returns None."""
         return None
 
     def oldest(self) -> Checkpoint | None:
-        """None."""
+        """Returns None."""
         return None
 
     def reaches(self, step: int) -> bool:
-        """Whether a checkpoint of that step or an earlier one is there: nothing is ever asked for."""
+        """Returns True, so that a rollback saves no older state."""
         del step
         return True
 
     def preferred(self) -> Checkpoint | None:
-        """None."""
+        """Returns None."""
         return None
 
     def best(self) -> Checkpoint | None:
-        """None."""
+        """Returns None."""
         return None
 
     def find(self, path: Path) -> Checkpoint:
-        """A checkpoint of any run; see `folder.find`."""
+        """Returns a checkpoint of any run; see `folder.find`."""
         return find(path, verify=self.verify)
 
     def rewind(self, step: int) -> None:
-        """Nothing to forget."""
+        """Does nothing."""

@@ -1,15 +1,10 @@
-"""Reads a checkpoint, or refuses it: every byte is verified, and nothing is unpickled.
+"""Reads a checkpoint after verifying it, without pickle.
 
-A file of a checkpoint, which is what was written, or is refused with its name and the reason.
+Verifies checksums before loading; rejects a checkpoint if any byte differs from what was written. The error names the
+file and the reason.
 
-Which files of a checkpoint hold what, and its tensors taken out of them: whole, or as far as a rank needs them.
-
-Reading a checkpoint without trusting it: it is what was written, byte for byte, or it is none.
-
-A checkpoint is the folder that one process (`writer.py`) or several ranks (`sharded.py`) write; either is read whole,
-or by each of several ranks as far as it needs it. Whatever else goes by its name, cut short, with one bit turned, not
-readable, made by another program or by somebody who means harm, is refused with the file's name and the reason; and no
-file is ever unpickled.
+One process (`writer.py`) or several ranks (`sharded.py`) may have written the checkpoint. Either kind can be read
+whole, or by each rank only as far as the rank needs it.
 """
 
 import hashlib
@@ -33,11 +28,11 @@ CHUNK = 1 << 20
 
 
 class UnusableCheckpoint(ConfigError):
-    """A folder that is no checkpoint, or no longer the one that was written; says which file and why."""
+    """Not a checkpoint, or one that differs from what was written. The message names the file and the reason."""
 
 
 def checked(path: Path, name: str, files: Mapping[str, Any]) -> bytes:
-    """A file's bytes, which are those that were written."""
+    """Returns a file's content; raises UnusableCheckpoint if its checksum is wrong."""
     with naming(path, name):
         content = (path / name).read_bytes()
     compare(path, name, files, hashlib.sha256(content).hexdigest())
@@ -45,8 +40,8 @@ def checked(path: Path, name: str, files: Mapping[str, Any]) -> bytes:
 
 
 def check(path: Path, name: str, files: Mapping[str, Any]) -> None:
-    """Reads a file through, whose bytes must be those that were written."""
-    size(path, name)  # no pipe, that is
+    """Reads a file in full; raises UnusableCheckpoint if its checksum is wrong."""
+    size(path, name)  # raises if it is not a regular file, e.g. a pipe
     digest = hashlib.sha256()
     with naming(path, name), open(path / name, "rb") as file:
         while chunk := file.read(CHUNK):
@@ -55,23 +50,24 @@ def check(path: Path, name: str, files: Mapping[str, Any]) -> None:
 
 
 def compare(path: Path, name: str, files: Mapping[str, Any], digest: str) -> None:
+    """Raises UnusableCheckpoint if `digest` is not the checksum in the manifest."""
     if digest != files[name]["sha256"]:
         raise UnusableCheckpoint(f"{path}: {name} does not match its checksum")
 
 
 def size(path: Path, name: str) -> int:
-    """Bytes of a plain file: a pipe or a device in its place could keep its reader for ever."""
+    """Returns the size of a regular file in bytes."""
     with naming(path, name):
         status = (path / name).stat()
+        # Reading a pipe or a device could block forever.
         if not stat.S_ISREG(status.st_mode):
-            raise UnusableCheckpoint(f"{path}: {name} is no file")
+            raise UnusableCheckpoint(f"{path}: {name} is not a regular file")
         return status.st_size
 
 
 @contextmanager
 def naming(path: Path, name: str) -> Generator[None, None, None]:
-    """Whatever goes wrong in reading a file says that this is no checkpoint, and names the file: its content is
-    anybody's."""
+    """Turns any error of reading a file into UnusableCheckpoint, with the file's name."""
     try:
         yield
     except FileNotFoundError as error:
@@ -80,28 +76,29 @@ def naming(path: Path, name: str) -> Generator[None, None, None]:
         raise UnusableCheckpoint(f"{path} is a file, not a folder") from error
     except OSError as error:
         raise UnusableCheckpoint(f"{path}: {name} cannot be read ({error.strerror or error})") from error
+    # The content can be anything, so parsing it can raise almost anything.
     except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError) as error:
-        raise UnusableCheckpoint(f"{path}: {name} does not hold what it should ({type(error).__name__})") from error
+        raise UnusableCheckpoint(f"{path}: {name} has unexpected content ({type(error).__name__})") from error
 
 
 MODEL, TRAINING, SKELETON, MANIFEST = ("model.safetensors", "training.safetensors", "state.json", "manifest.json")
 
 WHOLE = {"model": MODEL, "training": TRAINING}
-"""The file of each part, where one process has written it."""
+"""The file of each part, if one process wrote the checkpoint."""
 
 PIECE = re.compile(r"(model|training)/shard-[0-9]{5,}-model-00001-of-00001\.safetensors")
-"""The files of each part, where several ranks have; DCP's names."""
+"""The files of each part, if several ranks wrote the checkpoint. The names are DCP's."""
 
 
 def parts_of(part: str, files: Mapping[str, Any]) -> list[str]:
-    """The names of the files of `model` or of `training`, in order."""
+    """Returns the names of the files of `part` ("model" or "training"), sorted."""
     return sorted(name for name in files if name == WHOLE[part] or name.startswith(f"{part}/"))
 
 
 def tensors_in(
     path: Path, part: str, files: Mapping[str, Any], skeleton: Mapping[str, Tree], places: Mapping[str, Tensor] | None
 ) -> dict[str, Any]:
-    """A part of the tree; with `places`, of which the names are those in the files, what this rank needs of it."""
+    """Returns one part of the tree, whole or with this rank's shards of `places` (keyed by the names in the files)."""
     names = parts_of(part, files)
     if places is None and names == [WHOLE[part]]:
         content = checked(path, names[0], files)
@@ -109,6 +106,7 @@ def tensors_in(
             return unflatten(skeleton[part], safetensors.torch.load(content))
     from stabletrain.checkpoint import dcp
 
+    # With `places` nothing is verified again: for that, every rank would have to read every file.
     for name in names if places is None else ():
         check(path, name, files)
     with naming(path, label(part, names)):
@@ -117,7 +115,7 @@ def tensors_in(
 
 
 def places_of_moments(path: Path, skeleton: Tree, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The places of what an optimizer keeps of sharded parameters: the parameters'; by the names in the files."""
+    """Maps each moment of a sharded parameter, by its name in the files, to the parameter's place."""
     with naming(path, SKELETON):
         moments = _named(skeleton["optimizer"]["state"]) if "optimizer" in skeleton else {}
         return {
@@ -130,11 +128,11 @@ def places_of_moments(path: Path, skeleton: Tree, places: Mapping[str, Tensor]) 
 
 
 class _Name(str):
-    """A tensor's name, in its place in the tree."""
+    """A tensor's name, standing in for the tensor in a tree."""
 
 
 def _named(skeleton: Tree) -> Tree:
-    """The tree with the name of every tensor in its place."""
+    """Returns the tree with each tensor replaced by its name."""
 
     class Itself(dict):
         def __missing__(self, name: str) -> _Name:
@@ -144,7 +142,7 @@ def _named(skeleton: Tree) -> Tree:
 
 
 def names_in(path: Path, part: str, names: Sequence[str], skeleton: Mapping[str, Tree]) -> list[str]:
-    """The names of the tensors in the files of one part, of which the pieces are all there."""
+    """Returns the names of the tensors in the files of one part; checks that the stored pieces cover every tensor."""
     if names == [WHOLE[part]]:
         with safe_open(path / names[0], framework="pt") as tensors:
             return list(tensors.keys())
@@ -154,20 +152,20 @@ def names_in(path: Path, part: str, names: Sequence[str], skeleton: Mapping[str,
 
 
 def shapes_of(part: str, skeleton: Mapping[str, Tree]) -> Mapping[str, Sequence[int]] | None:
-    """The shapes of all tensors of a part that several ranks have written."""
+    """Returns the shapes of all tensors of a part by name; None if one process wrote it."""
     return dict(skeleton["shapes"][part]) if "shapes" in skeleton else None
 
 
 def label(part: str, names: Sequence[str]) -> str:
-    """What a message calls the files of a part."""
+    """Returns what messages call the files of a part."""
     return names[0] if names == [WHOLE[part]] else f"{part}/"
 
 
 FORMAT, PARTED = (1, 2)
-"""Numbers of the formats: a file for the model and one for all other tensors; two folders with a file of each rank."""
+"""Format numbers. 1: a file for the model and one for all other tensors. 2: a folder for each, a file per rank."""
 
 LARGEST_MANIFEST = 1 << 24
-"""Bytes; a manifest of ours has some hundred, and is read whole before anything is known about it."""
+"""Upper bound on the manifest in bytes (a few hundred are normal), since it is read whole before it can be verified."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +173,10 @@ class Checkpoint:
     """One checkpoint on disk.
 
     Attributes:
-        path: its folder.
         step: steps done when it was taken.
-        healthy: whether the caller judged it so, and its weights and moments are sound (`writer.py`).
-        val_loss: last validation loss known then, nats per target; None if there was none.
-        info: what the caller wanted kept with it, plain JSON values.
+        healthy: whether the caller judged it healthy and its weights and moments are sound (`writer.py`).
+        val_loss: the last validation loss known then, nats per target; None if there was none.
+        info: plain JSON values that the caller stored with it.
     """
 
     path: Path
@@ -189,14 +186,14 @@ class Checkpoint:
     info: Mapping[str, Any]
 
     def load(self, places: Mapping[str, Tensor] | None = None) -> Tree:
-        """The tree, on the CPU, every file of which is checked again; or what this rank needs of it, which is not.
+        """Returns the tree, on the CPU. Verifies every checksum again, unless `places` are given.
 
         Args:
-            places: by name the sharded tensors of the live model, if there are any. They and their moments are then
-                read as they are sharded there, by each rank its own part of the files and no more; all else is whole.
+            places: the sharded tensors of the live model by name. Each rank then reads only its shards of them and of
+                their moments; everything else is read whole.
 
         Raises:
-            UnusableCheckpoint: a file is missing or is not what was written.
+            UnusableCheckpoint: a file is missing or differs from what was written.
         """
         files = _manifest(self.path)["files"]
         skeleton = _skeleton(self.path, files)
@@ -205,16 +202,16 @@ class Checkpoint:
         return {"model": tensors_in(self.path, "model", files, skeleton, places or None), **training}
 
     def load_model(self) -> dict[str, Any]:
-        """The model's `state_dict` alone, on the CPU; raises as `load` does."""
+        """Returns the model's `state_dict` alone, on the CPU; raises as `load` does."""
         files = _manifest(self.path)["files"]
         return tensors_in(self.path, "model", files, _skeleton(self.path, files), None)
 
 
 def peek(path: Path) -> Checkpoint:
-    """A checkpoint by its manifest and the sizes of its files, without reading the tensors.
+    """Returns a checkpoint after checking its manifest and its files' sizes, without reading the tensors.
 
     Raises:
-        UnusableCheckpoint: it is none, was altered, or lacks bytes.
+        UnusableCheckpoint: it is not a checkpoint, was altered, or a file has the wrong size.
     """
     manifest = _manifest(path)
     for name, entry in manifest["files"].items():
@@ -224,15 +221,14 @@ def peek(path: Path) -> Checkpoint:
 
 
 def verify(path: Path, rank: int = 0, count: int = 1) -> Checkpoint:
-    """A checkpoint of which every byte is what was written, and whose files fit together.
+    """Verifies the checksum of every file, and that the files fit together; returns the checkpoint.
 
     Args:
         path: its folder.
-        rank, count: of several processes that share the work each reads some of the files; only if none of them raises
-            has all been verified.
+        rank, count: this process among those that share the work. Only if none of them raises is everything verified.
 
     Raises:
-        UnusableCheckpoint: it is not so; says which file and why.
+        UnusableCheckpoint: a check failed; names the file and the reason.
     """
     if rank == 0:
         peek(path)
@@ -250,7 +246,7 @@ def verify(path: Path, rank: int = 0, count: int = 1) -> Checkpoint:
 
 
 def render(manifest: Mapping[str, Any]) -> bytes:
-    """The one way to write a manifest: its values and, last, their SHA-256."""
+    """Returns the bytes of a manifest: its values and, last, their SHA-256."""
     return json.dumps({**manifest, "sha256": _digest(manifest)}, allow_nan=False, indent=2).encode()
 
 
@@ -259,23 +255,23 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """The manifest's values; `val_loss` and `info` as they were given."""
+    """Returns the verified values of the manifest, with `val_loss` and `info` as they were given."""
     with naming(path, MANIFEST):
         if (there := size(path, MANIFEST)) > LARGEST_MANIFEST:
-            raise UnusableCheckpoint(f"{path}: {MANIFEST} has {there} bytes, which is no manifest")
+            raise UnusableCheckpoint(f"{path}: {MANIFEST} has {there} bytes, too many for a manifest")
         content = (path / MANIFEST).read_bytes()
         manifest = json.loads(content)
         if (form := manifest["format"]) not in (FORMAT, PARTED):
-            raise UnusableCheckpoint(
-                f"{path}: {MANIFEST} is of format {form}; this version reads {FORMAT} and {PARTED}"
-            )
+            raise UnusableCheckpoint(f"{path}: {MANIFEST} has format {form}; this version reads {FORMAT} and {PARTED}")
         del manifest["sha256"]
         named = manifest["files"].keys() - {SKELETON}
         ours = all(map(PIECE.fullmatch, named)) if form == PARTED else named == {MODEL, TRAINING}
+        # Compare bytes, not values: a flipped bit need not change the parsed values.
         if content != render(manifest) or not ours or SKELETON not in manifest["files"]:
             raise UnusableCheckpoint(f"{path}: {MANIFEST} does not match its checksum")
         given = unflatten({"val_loss": manifest["val_loss"], "info": manifest["info"]}, {})
         manifest |= given
+        # A right checksum does not make the types right: another program may have written the manifest.
         kinds = {"step": int, "healthy": bool, "val_loss": int | float | None, "info": dict}
         sound = all(isinstance(manifest[key], kind) for key, kind in kinds.items())
         if not sound or not all(isinstance(entry["bytes"], int) for entry in manifest["files"].values()):
@@ -284,7 +280,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _skeleton(path: Path, files: Mapping[str, Any]) -> dict[str, Tree]:
-    """What `state.json` says of both parts, and of the shapes of tensors that are in pieces."""
+    """Returns the verified `state.json`: the skeletons of both parts, and the tensors' shapes if ranks wrote shards."""
     content = checked(path, SKELETON, files)
     with naming(path, SKELETON):
         skeleton = json.loads(content)

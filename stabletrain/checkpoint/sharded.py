@@ -1,13 +1,14 @@
-"""A checkpoint that several ranks write: each its own files, in one folder that appears when all of them are there.
+"""Writes a checkpoint from several ranks. Each writes its own files; the folder appears when all are complete.
 
-    .step-00000500.tmp-<pid>-<n>/   made by rank 0, which tells the others
-        model/  training/           a file of each rank in both, by `dcp.py`
-        .part-00003                 rank 3's last: what it has written, sizes and SHA-256, and what is unsound in it
-        state.json  manifest.json   rank 0's, when every rank has left its part; then one rename, as in `writer.py`
+    .step-00000500.tmp-<pid>-<n>/   created by rank 0, which broadcasts its name
+        model/  training/           one file per rank in each, written by `dcp.py`
+        .part-00003                 rank 3's note, written last: sizes and SHA-256 of its files, and any bad tensor
+        state.json  manifest.json   written by rank 0 after all ranks' notes; then one rename, as in `writer.py`
 
-The ranks do not talk meanwhile: this happens on background threads, and collectives are training's. A rank that cannot
-write its part renames the folder, for which a full disk has room: then nobody can make a checkpoint of it, and the
-new name tells rank 0 who failed and why. What rank 0 waits for, it waits for within bounds.
+Writing happens on background threads, where collectives are not allowed: they belong to training. So the ranks
+communicate through the folder. A rank that cannot write its files renames the folder, which works even on a full disk.
+No rank can complete the checkpoint then, and the new name tells rank 0 which rank failed and why. Rank 0 waits for a
+limited time.
 """
 
 import errno
@@ -29,25 +30,22 @@ from stabletrain.checkpoint.tree import ShardTarget, Tree, flatten
 from stabletrain.checkpoint.writer import unsound_among
 
 PATIENCE = 600.0
-"""Seconds that rank 0 waits for the last part after its own: less than ranks wait for each other in a collective."""
+"""Seconds that rank 0 waits for the other ranks after its own write. Less than the timeout of a collective."""
 
 GRACE = 10.0
-"""The same when the run is ending with an error: the other ranks may be gone."""
+"""The same if the run is ending with an error: the other ranks may be gone."""
 
 POLL = 0.02
-"""Seconds between two looks for the others' parts."""
+"""Seconds between two checks for the other ranks' notes."""
 
 
 def begin(folder: Path, step: int, serial: int) -> Path:
-    """Makes the hidden folder of a checkpoint; called by rank 0.
+    """Creates the hidden folder of a checkpoint. Called by rank 0.
 
     Args:
-        folder: the folder of checkpoints; made where it does not exist.
+        folder: the folder of checkpoints; created if it does not exist.
         step: of the checkpoint.
-        serial: of the attempt, so that no two share a folder: what is late of one must not get into the next.
-
-    Raises:
-        OSError: it cannot be made.
+        serial: number of the attempt, so that late files of one attempt cannot get into the next.
     """
     temporary = writer.hidden(folder, step, f"-{serial}")
     writer.delete(temporary)
@@ -61,12 +59,12 @@ def begin(folder: Path, step: int, serial: int) -> Path:
 
 
 class RankShard:
-    """One rank's part of a state, copied to the host, and its way to the disk.
+    """One rank's shards of a state, copied to the host, and the code that writes them.
 
     Args:
-        place: where it goes.
-        tree: the same on every rank but for the parts of sharded tensors; may live on a device, and change afterwards.
-        ending: set when the run is ending with an error, so that rank 0 waits no longer than `GRACE`.
+        place: where they are written.
+        tree: the same on every rank except for the local shards; may live on a device, and change afterwards.
+        ending: set when the run is ending with an error; rank 0 then waits for `GRACE` only.
     """
 
     def __init__(self, place: ShardTarget, tree: Tree, ending: threading.Event) -> None:
@@ -78,13 +76,13 @@ class RankShard:
         self._copies = {part: Copies(tensors, place.rank) for part, (tensors, _) in flat.items()}
 
     def write(self, healthy: bool) -> None:
-        """Writes this rank's files and, last, the note that they are there.
+        """Writes this rank's files and, last, the note that they are complete.
 
         Args:
-            healthy: what the caller believes; then the copies are looked at.
+            healthy: the caller's judgement; if True, the copies are inspected for bad values.
 
         Raises:
-            BaseException: whatever went wrong; the folder has another name then, and is no checkpoint any more.
+            BaseException: whatever went wrong. The folder is renamed first, so that it never becomes a checkpoint.
         """
         temporary, rank, count = self.place
         try:
@@ -93,26 +91,27 @@ class RankShard:
                 written = copies.write(temporary / part, rank, count, writer.write_file)
                 files |= {f"{part}/{name}": entry for name, entry in written.items()}
             note = {"files": files, "bad": self._unsound() if healthy else None}
+            # Write and rename: rank 0 must never read half a note.
             draft = temporary / f".draft-{rank:05d}"
             writer.write_file(draft, [json.dumps(note).encode()])
             draft.rename(note_of(temporary, rank))
         except BaseException as error:
             number = getattr(error, "errno", None) or 0
-            with suppress(OSError):  # another rank was before
+            with suppress(OSError):  # another rank has renamed it already
                 temporary.rename(temporary.with_name(f"{failed_prefix(temporary)}{rank}-{number}"))
             raise
 
     def publish(
         self, folder: Path, *, step: int, info: Mapping[str, Any], healthy: bool, val_loss: float | None
     ) -> tuple[Path, str | None]:
-        """Rank 0's: leaves its own part, waits for the others' and makes a checkpoint of them all.
+        """Writes rank 0's files, waits for the other ranks' and publishes the checkpoint. Called by rank 0.
 
         Returns:
-            the checkpoint, and what is unsound in it where it was believed healthy.
+            the path, and why a checkpoint believed healthy is not; else None.
 
         Raises:
-            OSError: a part could not be written, or did not come in time; nothing is left of the checkpoint then, and
-                one that was to be replaced is still there.
+            OSError: a rank could not write its files, or was too late. Nothing is left of the checkpoint then, and an
+                older one of the same step is still there.
         """
         temporary = self.place.temporary
         try:
@@ -137,7 +136,7 @@ class RankShard:
         return writer.publish(temporary, folder, PARTED, about, files), bad
 
     def _unsound(self) -> str | None:
-        """Why the first bad tensor among this rank's weights, buffers and moments is bad."""
+        """Returns why the first bad tensor among this rank's weights, buffers and moments is bad; None if none is."""
         moments = self._copies["training"].copies.items()
         named = {f"model/{name}": copy for name, copy in self._copies["model"].copies.items()}
         named |= {
@@ -146,11 +145,11 @@ class RankShard:
         return unsound_among(named)
 
     def _notes(self) -> list[dict[str, Any]]:
-        """What all ranks have left, when they have."""
+        """Waits for the notes of all ranks and returns them."""
         temporary, _, count = self.place
         since, ending, missing = time.monotonic(), None, list(range(count))
         while missing := [rank for rank in missing if not note_of(temporary, rank).exists()]:
-            if not temporary.exists():
+            if not temporary.exists():  # a rank has failed and renamed it
                 raise self._failure()
             now = time.monotonic()
             if ending is None and self._ending.is_set():
@@ -161,26 +160,26 @@ class RankShard:
         return [json.loads(note_of(temporary, rank).read_bytes()) for rank in range(count)]
 
     def _failure(self, own: OSError | None = None) -> OSError:
-        """What the folder's new name says of the rank that failed; rank 0's own error, where it was the first."""
+        """Returns the error of the rank that failed, from the folder's new name; `own` if rank 0 failed first."""
         temporary = self.place.temporary
         for path in temporary.parent.glob(f"{failed_prefix(temporary)}*"):
             rank, number = (int(word) for word in path.name.removeprefix(failed_prefix(temporary)).split("-"))
             if rank != self.place.rank:
-                reason = os.strerror(number) if number else "an error of the program"
+                reason = os.strerror(number) if number else "an exception that is no I/O error"
                 return OSError(number or errno.EIO, f"rank {rank}: {reason}")
         return own or OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(temporary))
 
 
 def shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """The shapes of whole tensors: without them, a piece that is lost at a tensor's end would go unseen."""
+    """Returns the shapes of whole tensors. Without them, a lost piece at the end of a tensor would go unnoticed."""
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
 def note_of(temporary: Path, rank: int) -> Path:
-    """What a rank leaves when its files are written."""
+    """Returns the path of the note that a rank writes when its files are complete."""
     return temporary / f".part-{rank:05d}"
 
 
 def failed_prefix(temporary: Path) -> str:
-    """How the folder's name begins when a rank has failed; its number follows, and that of the error."""
+    """Returns the prefix of the folder's name after a rank has failed; the rank and its errno follow."""
     return f"{temporary.name.replace('.tmp-', '.gone-')}-"

@@ -1,15 +1,8 @@
-"""A state as a tree of tensors and plain values, and the sharded tensors in it.
+"""Converts a state tree to named tensors and a JSON skeleton and back, and copies or gathers its sharded tensors.
 
-A state tree is taken apart into named tensors and a JSON skeleton, and put together again exactly.
-
-A tree is made of dicts with str keys, lists, tuples, tensors, str, bool, int, float and None. The skeleton is
-the same tree with `{"$tensor": name}` in each tensor's place, so a checkpoint needs no pickle: tensors go to
-safetensors, the skeleton to JSON. A key that itself begins with `$` gets a second one.
-
-Parts of sharded tensors: what one rank holds of a state, put by in memory and taken out again as sharded tensors.
-
-A snapshot of a sharded model is each rank's own part, copied to its own host: nothing is sent, and no rank ever holds
-the whole.
+A tree consists of dicts with str keys, lists, tuples, tensors, str, bool, int, float and None. The skeleton is the same
+tree with `{"$tensor": name}` in place of each tensor. Tensors go to safetensors and the skeleton to JSON, so a
+checkpoint needs no pickle. A key that begins with `$` gets a second `$`.
 """
 
 import math
@@ -22,23 +15,22 @@ import torch
 from torch import Tensor
 
 Tree = Any
-"""Nested dict, list, tuple, Tensor, str, bool, int, float or None; a recursive type that no checker knows."""
+"""A state tree; type checkers do not support the recursive type."""
 
 
 def flatten(tree: Tree) -> tuple[dict[str, Tensor], Tree]:
-    """Takes a tree apart.
+    """Converts a tree to its tensors and a skeleton.
 
     Args:
-        tree: see the module. Tensors of any shape and dtype; they are returned as they are, not copied.
+        tree: see the module. The tensors are returned as they are, not copied.
 
     Returns:
-        the tensors by name, and the skeleton that `json.dumps(skeleton, allow_nan=False)` accepts. A name is
-        the path of keys joined by `/`; should two paths read alike, the later one gets a `~`. Tuples become
-        lists. A float keeps every bit of its value (NaN and infinities are written as words; a NaN's payload
-        is not kept).
+        the tensors by name, and the skeleton, which `json.dumps(skeleton, allow_nan=False)` accepts. A name is the path
+        of keys joined by `/`; if two paths give the same name, the later one gets a `~`. Tuples become lists. NaN and
+        infinities become strings (the payload of a NaN is lost).
 
     Raises:
-        TypeError: a key that is no str, or a value of another type; names its path.
+        TypeError: a key is not a str, or a value has another type; names its path.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -72,10 +64,10 @@ def flatten(tree: Tree) -> tuple[dict[str, Tensor], Tree]:
 
 
 def unflatten(skeleton: Tree, tensors: Mapping[str, Any]) -> Tree:
-    """Puts together what `flatten` took apart; tuples come back as lists.
+    """Reverses `flatten`, except that tuples come back as lists.
 
     Raises:
-        KeyError: the skeleton names a tensor that is not there.
+        KeyError: the skeleton names a tensor that is missing.
     """
 
     def walk(node: Tree) -> Tree:
@@ -93,12 +85,11 @@ def unflatten(skeleton: Tree, tensors: Mapping[str, Any]) -> Tree:
 
 
 def to_host(tree: Tree, *, wait: bool = True) -> Tree:
-    """The same tree with detached, contiguous CPU copies that share no memory with the live state, nor each
-    other.
+    """Returns the same tree with detached, contiguous CPU copies that share no memory with the state or each other.
 
-    CUDA tensors are copied into page-locked memory without waiting, then waited for once; or not at all, where
-    `wait` is False: who reads them on the host must then synchronise first. A sharded tensor (DTensor) is gathered
-    whole, which is a collective: all its ranks must call. Mappings become dicts, tuples stay tuples.
+    CUDA tensors are copied into page-locked memory. With `wait=False` the copies may still be running on return:
+    synchronize before reading them on the host. Gathers sharded tensors (DTensor), which is a collective: all ranks
+    must call it. Mappings become dicts, tuples stay tuples.
     """
     streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -121,7 +112,7 @@ def to_host(tree: Tree, *, wait: bool = True) -> Tree:
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
-    """A new tree of the same form with `function` applied to each tensor; containers are never shared."""
+    """Returns a new tree of the same structure with `function` applied to each tensor. Containers are never shared."""
     match tree:
         case Tensor():
             return function(tree)
@@ -139,12 +130,12 @@ def _escape(key: str) -> str:
 
 
 class ShardTarget(NamedTuple):
-    """Where the ranks of a sharded state write a checkpoint of it.
+    """Where the ranks write a checkpoint of a sharded state.
 
     Attributes:
-        temporary: a hidden folder, which all of them see.
+        temporary: a hidden folder, visible to all ranks.
         rank: this process.
-        count: of ranks.
+        count: number of ranks.
     """
 
     temporary: Path
@@ -154,12 +145,12 @@ class ShardTarget(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of a tensor, and where it belongs.
+    """This rank's shard of a tensor, copied to the host.
 
     Attributes:
-        local: the part, on the host.
+        local: the shard, on the host.
         mesh, placements, shape, stride: of the sharded tensor.
-        device: where it lived.
+        device: where the shard came from.
     """
 
     local: Tensor
@@ -171,12 +162,15 @@ class Piece:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is one of which each rank has a part (a DTensor)."""
+    """Returns whether a tensor is sharded across ranks (a DTensor)."""
     return hasattr(tensor, "to_local")
 
 
 def detach_shards(tree: Tree) -> Tree:
-    """The same tree with every sharded tensor replaced by a `Piece`, a copy on the host that nobody waits for."""
+    """Returns the same tree with every sharded tensor replaced by a `Piece`, without communication.
+
+    CUDA copies may still be running on return.
+    """
 
     def piece(tensor: Any) -> Any:
         if not is_sharded(tensor):
@@ -190,7 +184,7 @@ def detach_shards(tree: Tree) -> Tree:
 
 
 def attach_shards(tree: Tree) -> Tree:
-    """The same tree with every `Piece` turned into a sharded tensor again, in new memory on its device."""
+    """Returns the same tree with every `Piece` turned back into a sharded tensor, in new memory on its device."""
     if isinstance(tree, Piece):
         from torch.distributed.tensor import DTensor
 
@@ -206,11 +200,11 @@ def attach_shards(tree: Tree) -> Tree:
 
 
 def gather_shards(tree: Tree, keep: bool) -> Tree:
-    """The same tree with every sharded tensor gathered, one at a time, by all ranks together.
+    """Returns the same tree with every sharded tensor gathered, one at a time. All ranks must call it.
 
     Args:
         tree: the same on every rank.
-        keep: whether this rank wants it; on others nothing is kept, and what is returned is of no use.
+        keep: whether this rank needs the result; otherwise empty tensors are returned for the gathered ones.
     """
 
     def gathered(tensor: Any) -> Tensor:

@@ -1,21 +1,12 @@
-"""Writes a checkpoint, complete or not at all.
-
-The safetensors format, piece by piece: a header, then each tensor's own memory, so that no second copy is
-made.
-
-Format: 8 bytes of length, a JSON header, the tensors' bytes (github.com/huggingface/safetensors, "Format").
-The library's `save_file` leaves no chance to hash and synchronise what is written, and makes files that only
-their owner can read. Reading is the library's.
-
-Health: what makes a checkpoint unhealthy whatever its owner believes of it.
-
-Writing a checkpoint: a folder that is complete or absent at every instant, and that nobody needs pickle to read.
+"""Writes a checkpoint that is complete or absent at every instant, and that needs no pickle to read.
 
 `step-00000500/` holds `model.safetensors` (the names of `model.state_dict()`, for any program), `training.safetensors`
 (all other tensors), `state.json` (the skeletons of `checkpoint/tree.py`) and `manifest.json` (sizes and SHA-256 of the
-other three, and of itself). It is written under a hidden temporary name, each file and the folder are synchronised to
-the disk, and one rename makes it appear. Reading (`reader.py`) checks every byte first. A state that is sharded is
-written by all ranks (`sharded.py`), into such a folder as well.
+other three, and of itself). It is written under a hidden temporary name, each file and the folder are synchronized to
+disk, and one rename makes it appear. `sharded.py` writes such a folder from several ranks.
+
+The safetensors files (8 bytes of length, a JSON header, the tensors' bytes) are written here, because the library's
+`save_file` cannot hash and synchronize what it writes, and creates files that only their owner can read.
 """
 
 import errno
@@ -41,19 +32,20 @@ DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""Safetensors' names of the dtypes it can hold."""
+"""Safetensors' names for the dtypes it supports."""
 
 
 def pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file.
+    """Yields the bytes of a safetensors file, without copying the tensors.
 
     Args:
-        tensors: contiguous, on the CPU, any shape; their memory is handed out, not copied.
+        tensors: contiguous, on the CPU, any shape. Views of their memory are yielded, so it must not change meanwhile.
 
     Raises:
-        TypeError: a dtype that the format does not know.
+        TypeError: safetensors does not support a dtype.
     """
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each one is aligned
+    # Widest dtype first, so that every tensor is aligned.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
@@ -74,21 +66,19 @@ def pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 SECOND_MOMENT = "exp_avg_sq"
-"""PyTorch's name of the running mean of squared gradients."""
+"""PyTorch's name for the running mean of squared gradients."""
 
 
 def unsound(tree: Tree) -> str | None:
-    """Why the first bad tensor among weights, buffers and optimizer state is bad; None if there is none."""
+    """Returns why the first bad tensor among weights, buffers and optimizer state is bad; None if there is none."""
     judged = {"model": tree["model"], "optimizer": tree.get("optimizer", {}).get("state", {})}
     return unsound_among(flatten(judged)[0])
 
 
 def unsound_among(tensors: Mapping[str, Tensor]) -> str | None:
-    """The same of tensors, or of parts of them, that are named `model/<name>` and `optimizer/<name>/<kind>`.
-
-    A weight or moment must be finite; a second moment, as a mean of squares, at least 0: one that is below was damaged,
-    and its square root would be NaN in the very next update.
-    """
+    """Does the same for tensors, or shards of them, named `model/<name>` and `optimizer/<name>/<kind>`."""
+    # Every value must be finite. A second moment is a mean of squares: a negative one was corrupted, and its square
+    # root would be NaN in the next update.
     for path, tensor in tensors.items():
         name = path.removeprefix("model/")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -99,15 +89,15 @@ def unsound_among(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM}
-"""What a file system answers that cannot synchronise a folder."""
+"""Error codes of file systems that cannot synchronize a folder."""
 
 
 @dataclass(frozen=True)
 class FullState:
-    """A state that one process has all of.
+    """A state that one process holds whole.
 
     Attributes:
-        tree: contiguous CPU tensors that nobody changes meanwhile, with a `model` at its top.
+        tree: contiguous CPU tensors that must not change during the write, with a `model` at the top.
     """
 
     tree: Tree
@@ -115,7 +105,7 @@ class FullState:
     def publish(
         self, folder: Path, *, step: int, info: Mapping[str, Any], healthy: bool, val_loss: float | None
     ) -> tuple[Path, str | None]:
-        """Writes the checkpoint, as `write` does, and says what is unsound in it where it was believed healthy."""
+        """Writes the checkpoint, as `write` does. Also returns its first bad tensor if it was believed healthy."""
         bad = unsound(self.tree) if healthy else None
         path = write(folder, self.tree, step=step, info=info, healthy=healthy and bad is None, val_loss=val_loss)
         return path, bad
@@ -124,15 +114,14 @@ class FullState:
 def write(
     folder: Path, tree: Tree, *, step: int, info: Mapping[str, Any], healthy: bool, val_loss: float | None
 ) -> Path:
-    """Writes `folder/step-XXXXXXXX` and returns it; one of that name is replaced.
+    """Writes `folder/step-XXXXXXXX` and returns its path. An existing checkpoint of that name is replaced.
 
     Args:
-        folder: the folder of checkpoints; made where it does not exist.
-        tree: contiguous CPU tensors that nobody changes meanwhile, with a `model` at its top.
+        folder: the folder of checkpoints; created if it does not exist.
+        tree: contiguous CPU tensors that must not change during the write, with a `model` at the top.
 
     Raises:
-        OSError: the disk is full or gone; nothing half-written is left under a checkpoint's name, and one that was to
-            be replaced is still there.
+        OSError: the disk is full or gone. No incomplete checkpoint is left, and an older one of that name is kept.
     """
     model, model_skeleton = flatten(tree["model"])
     training, training_skeleton = flatten({key: child for key, child in tree.items() if key != "model"})
@@ -156,17 +145,16 @@ def write(
 def publish(
     temporary: Path, folder: Path, form: int, about: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]
 ) -> Path:
-    """Makes files that are all on the disk a checkpoint: writes its manifest, and lets it appear by one rename.
+    """Turns files that are all on disk into a checkpoint: writes the manifest, then renames the folder.
 
     Args:
-        temporary: where the files are: a hidden folder in `folder`.
-        folder: the folder of checkpoints.
+        temporary: a hidden folder in `folder`, with the files.
         form: number of the format.
         about: `step`, `healthy`, `val_loss`, `info`.
         files: the manifest's entries, by name.
 
     Raises:
-        OSError: as `write`; `temporary` is gone then.
+        OSError: as `write`; `temporary` is deleted.
     """
     step, healthy = about["step"], about["healthy"]
     manifest: dict[str, Any] = {"format": form, "step": step, "healthy": healthy}
@@ -176,37 +164,34 @@ def publish(
     try:
         write_file(temporary / MANIFEST, [render({**manifest, "files": files})])
         sync(temporary)
+        # A rename cannot replace a folder that is not empty, so the old checkpoint is set aside first.
         if os.path.lexists(final):
             final.rename(old)
         temporary.rename(final)
     except BaseException:
         if os.path.lexists(old) and not os.path.lexists(final):
-            with suppress(OSError):  # what stopped the write matters more, and `tidy` brings it back too
+            with suppress(OSError):  # raise the first error; `tidy` restores it too
                 old.rename(final)
         delete(temporary)
         raise
-    with suppress(OSError):  # it is there, and whole; a power cut can at most take the name back
+    with suppress(OSError):  # complete already; a power cut can only undo the rename
         sync(folder)
     delete(old)
     return final
 
 
 def hidden(folder: Path, step: int, serial: str = "") -> Path:
-    """Where the checkpoint of `step` is written before it appears; `tidy` deletes what is left there."""
+    """Returns where the checkpoint of `step` is written before it appears. `tidy` deletes leftovers."""
     return folder / f".step-{step:08d}.tmp-{os.getpid()}{serial}"
 
 
 def write_skeleton(temporary: Path, skeleton: Mapping[str, Tree]) -> dict[str, Any]:
-    """Writes `state.json`; returns its entry."""
+    """Writes `state.json`; returns its manifest entry."""
     return write_file(temporary / SKELETON, [json.dumps(skeleton, allow_nan=False).encode()])
 
 
 def remove(path: Path) -> None:
-    """Makes a checkpoint absent at once, then deletes it.
-
-    Raises:
-        OSError: it is still there.
-    """
+    """Makes a checkpoint disappear by one rename, then deletes it. Raises OSError if it is still there."""
     gone = path.with_name(f".{path.name}.gone-{os.getpid()}")
     delete(gone)
     path.rename(gone)
@@ -214,11 +199,10 @@ def remove(path: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Deletes what a killed process left; a checkpoint that it had set aside to replace it comes back, unless the
-    new one is in its place and whole.
+    """Deletes what a killed process left. Restores a checkpoint it had set aside, unless its replacement is complete.
 
     Raises:
-        OSError: the folder cannot be read, or one that should come back cannot be renamed.
+        OSError: the folder cannot be read, or a checkpoint to restore cannot be renamed.
     """
     for left in sorted(folder.glob(".step-*")):
         final = folder / left.name[1:].partition(".")[0]
@@ -232,11 +216,7 @@ def tidy(folder: Path) -> None:
 
 
 def try_out(folder: Path) -> None:
-    """Makes the folder if there is none, and writes a byte into it and to the disk, as a checkpoint's would be.
-
-    Raises:
-        OSError: no checkpoint can be written there.
-    """
+    """Creates the folder if needed, and writes and synchronizes a file there. Raises OSError if that fails."""
     probe = folder / f".step-probe.gone-{os.getpid()}"
     delete(probe)
     try:
@@ -247,7 +227,7 @@ def try_out(folder: Path) -> None:
 
 
 def _stands(path: Path) -> bool:
-    """Whether there is a checkpoint that looks whole."""
+    """Returns whether a checkpoint passes `peek`."""
     try:
         peek(path)
     except UnusableCheckpoint:
@@ -256,7 +236,7 @@ def _stands(path: Path) -> bool:
 
 
 def write_file(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Writes and synchronises one file; returns its entry in the manifest."""
+    """Writes and synchronizes one file; returns its manifest entry."""
     digest, size = hashlib.sha256(), 0
     with open(path, "wb") as file:
         for piece in content:
@@ -269,7 +249,7 @@ def write_file(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, A
 
 
 def sync(folder: Path) -> None:
-    """Makes the names inside a folder survive a power cut, where the file system can."""
+    """Makes the names inside a folder survive a power cut, if the file system supports that."""
     try:
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -282,7 +262,7 @@ def sync(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Deletes a folder, a file or a link, as far as that can be done: what stays has a hidden name and harms nobody."""
+    """Deletes a folder, a file or a link as far as possible. Errors are ignored: leftovers have a hidden name."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -1,9 +1,8 @@
-"""Compiled training: `torch.compile`, tried on one batch before the first step, and plain Python where that fails.
+"""Compiles training with `torch.compile`: tried on one batch before the first step, with a fallback to eager mode.
 
-A step's bits must follow from its number alone. So compiled code runs training passes over inputs of one shape, the
-run's own, and nothing else; every other pass (evaluation, sampling, shorter samples, monitors) is plain Python. Left
-to itself PyTorch would compile anew for a second shape, with sizes left open, and what a step computes would depend on
-what had been run before it.
+A step's bits must depend on its number alone. So compiled code runs only training passes over inputs of one shape, the
+run's own; every other pass (evaluation, sampling, shorter samples, monitors) runs eagerly. By default PyTorch would
+recompile for a second shape with dynamic sizes, and a step would depend on what had run before.
 """
 
 import sys
@@ -19,20 +18,21 @@ from stabletrain.errors import StabletrainError
 from stabletrain.machine.determinism import rng_restored
 
 VARIANTS = 64
-"""Forms of one function that PyTorch may compile before it gives up, in silence; a model copied for a replay is one."""
+"""Recompilation limit per function: beyond it PyTorch silently runs eagerly. Each model copy for a replay counts."""
 
 
 def wanted(compile: str | bool, device: torch.device) -> bool:
-    """Whether to try: `auto` does on CUDA. On a CPU the products stay what they are, and compiling takes minutes."""
+    """Returns whether to try compiling; `auto` does on CUDA only."""
+    # On a CPU, compiling takes long and does not speed up the matrix products.
     return device.type == "cuda" if compile == "auto" else bool(compile)
 
 
 def inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-    """PyTorch's own compiler, kept to what gives the same bits each time.
+    """Runs PyTorch's compiler, restricted to code that gives the same bits each time.
 
-    It would add up the gradients of an embedding and of max-pooling with atomics, in the order in which threads happen
-    to come, and choose among kernels by their speed. Here these gradients are summed in order, and nothing is measured.
-    What else it scatters (a plug-in's `table[ids]`) is in order with `determinism=strict` only, as in plain Python.
+    By default inductor sums the gradients of an embedding and of max-pooling with atomics, in any order, and selects
+    kernels by measured speed. Here neither happens. Other scattered sums (a plug-in's `table[ids]`) are deterministic
+    only with `determinism=strict`, as in eager mode.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
@@ -40,14 +40,14 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
 
     aten = torch.ops.aten
     unordered = {aten.embedding_dense_backward.default, aten.max_pool2d_with_indices_backward.default}
-    for operation in unordered - {*lowerings}:  # where CI is set, PyTorch refuses what nobody announced
+    for operation in unordered - {*lowerings}:  # with CI set, PyTorch rejects unregistered fallbacks
         make_fallback(operation, require_contiguous, warn=False, override_decomp=True)
     table = {operation: rule for operation, rule in select_decomp_table().items() if operation not in unordered}
     return compile_fx(graph, inputs, config_patches={"deterministic": True}, decompositions=table)
 
 
 class Compiled:
-    """What a model's call is once it is compiled.
+    """Replaces the call of a compiled model.
 
     Attributes:
         shape: of the inputs that are compiled for.
@@ -59,7 +59,7 @@ class Compiled:
         self._code = torch.compile(model._call_impl, backend=inductor, dynamic=False)
 
     def __call__(self, inputs: Any, *more: Any, **named: Any) -> Any:
-        """Compiled, if this is a training pass over inputs of that shape."""
+        """Runs compiled code in a training pass over inputs of that shape; anything else eagerly."""
         training = self._model.training and torch.is_grad_enabled()
         if training and getattr(inputs, "shape", None) == self.shape:
             return self._code(inputs, *more, **named)
@@ -67,9 +67,9 @@ class Compiled:
 
 
 def compile_(model: nn.Module, shape: Sequence[int]) -> None:
-    """Compiles a model in place, for training passes over inputs of `shape`; it keeps its names.
+    """Compiles a model in place, for training passes over inputs of `shape`. Parameter names do not change.
 
-    Copies of it are not compiled. Compiling itself waits for the first such pass.
+    Copies of the model are not compiled. Compilation itself happens in the first such pass.
     """
     import torch._dynamo.config as limits
 
@@ -83,15 +83,15 @@ def undo_compile_(model: nn.Module) -> None:
 
 
 def compiled_shape(model: nn.Module) -> tuple[int, ...] | None:
-    """What a model was compiled for by `compile_`; None if it was not."""
+    """Returns the shape that `compile_` compiled a model for; None if it is not compiled."""
     code = getattr(model, "_compiled_call_impl", None)
     return code.shape if isinstance(code, Compiled) else None
 
 
 @contextmanager
 def uncompiled() -> Generator[None, None, None]:
-    """Within it all that is compiled, by whomever, runs as plain Python."""
-    if "torch._dynamo" not in sys.modules:  # nothing is, and loading it takes seconds
+    """A context in which all compiled code runs eagerly."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing dynamo takes seconds
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -105,21 +105,19 @@ def try_compiled(
     backward: Callable[[Tensor], None],
     any_rank: Callable[[bool], bool] = bool,
 ) -> tuple[float, str]:
-    """Compiles a model in place and tries it: one pass forward and backward, that leaves no trace.
+    """Compiles a model in place and tries it: one forward and backward pass, without side effects.
 
-    Weights, buffers, gradients and random generators are afterwards what they were. Where it fails, on any rank, the
-    model is plain again. What an earlier run of this process has compiled is forgotten first: it would count against
-    this run's limits.
+    If the trial fails on any rank, the model is eager again on all.
 
     Args:
         model: on its device, wrapped for its ranks.
         shape: of a micro-batch's inputs.
         forward: runs the model on such inputs, as a step does; returns the loss.
-        backward: differentiates it.
-        any_rank: whether something is so on any rank.
+        backward: differentiates the loss.
+        any_rank: returns whether its argument is true on any rank.
 
     Returns:
-        the seconds it took, and why it failed; empty where it did not.
+        the seconds it took, and why it failed; empty if it succeeded.
 
     Raises:
         Exception: what the model raises when it is not compiled either.
@@ -128,10 +126,11 @@ def try_compiled(
     held = [buffer.clone() for buffer in model.buffers()]
     gradients = [parameter.grad for parameter in model.parameters()]
     for parameter in model.parameters():
-        parameter.grad = None  # a backward pass would add to it in place
+        parameter.grad = None  # the trial would accumulate into it in place
     loss, why = None, ""
     with rng_restored(model), torch.enable_grad():
-        torch.compiler.reset()  # loading the compiler draws random numbers too
+        # Drop what earlier runs of this process compiled: it counts against the limit. This draws random numbers too.
+        torch.compiler.reset()
         compile_(model, shape)
         try:
             loss, why = attempt(forward, any_rank)
@@ -140,8 +139,8 @@ def try_compiled(
             if why:
                 undo_compile_(model)
                 if loss is None:
-                    forward()  # a mistake in the model itself is told as such
-        finally:
+                    forward()  # raises the error of a model that fails eagerly too
+        finally:  # leave no trace, whether the trial succeeded or not
             with torch.no_grad():
                 for buffer, before in zip(model.buffers(), held, strict=True):
                     buffer.copy_(before)
@@ -151,13 +150,13 @@ def try_compiled(
 
 
 def attempt(act: Callable[[], Any], any_rank: Callable[[bool], bool]) -> tuple[Any, str]:
-    """What `act` returns, and an empty reason; None and the reason, where it fails on any rank."""
+    """Returns the result of `act` and an empty reason; if it fails on any rank, None and the reason."""
     found, why = None, ""
     try:
         found = act()
-    except StabletrainError:  # the step's own checks
+    except StabletrainError:  # the step's own checks are not the compiler's errors
         raise
-    except Exception as error:  # whatever a compiler raises
+    except Exception as error:  # a compiler may raise anything
         why = " ".join(f"{type(error).__name__}: {error}".split())[:160]
     if any_rank(bool(why)):
         return None, why or "it failed on another rank"

@@ -1,11 +1,11 @@
-"""The machine: device, card, threads, support for bf16 and TF32, peak memory, and model FLOPs utilisation (MFU).
+"""The machine: device, threads, support for bf16 and TF32, peak memory, and model FLOPs utilization (MFU).
 
-    MFU = units per second * FLOPs per unit / (peak FLOPs of a card * cards)
+    MFU = units per second * FLOPs per unit / (peak FLOP/s of a GPU * GPUs)
 
-FLOPs are those the model needs: three times the matrix products of a forward pass, which for a decoder is
-6 N + 12 L d T per token, with N the weights of its matrices (PaLM, arXiv 2204.02311, appendix B). Recomputation, as in
-activation checkpointing, is not counted. Peaks are the vendors' dense figures. Where the peak is unknown, as on a CPU,
-there is no MFU.
+FLOPs are those the model needs: three times the matrix products of a forward pass. For a decoder that is 6 N + 12 L d T
+per token, with N the parameters of its matrices (PaLM, arXiv 2204.02311, appendix B). Recomputation, as in activation
+checkpointing, is not counted. Peaks are the vendors' dense figures. If the peak is unknown, as on a CPU, there is no
+MFU.
 """
 
 import copy
@@ -25,10 +25,10 @@ from stabletrain.errors import ConfigError
 
 
 def pick(wanted: str) -> torch.device:
-    """The device for `auto`, `cpu`, `cuda` or `cuda:N`.
+    """Returns the device for `auto`, `cpu`, `cuda` or `cuda:N`.
 
     Raises:
-        ConfigError: it is not there, or no device is called so.
+        ConfigError: the name is not a device, or the machine does not have it.
     """
     if wanted == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -45,7 +45,7 @@ def pick(wanted: str) -> torch.device:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """The CPU's feature flags as Linux names them; empty elsewhere."""
+    """Returns the CPU's feature flags as Linux names them; empty on other systems."""
     try:
         with open("/proc/cpuinfo") as lines:
             return frozenset(next(line for line in lines if line.startswith("flags")).split(":")[1].split())
@@ -54,19 +54,19 @@ def cpu_flags() -> frozenset[str]:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether bf16 arithmetic is in the hardware: compute capability >= 8.0, or AVX512-BF16 or AMX on a CPU."""
+    """Returns whether bf16 is supported in hardware: compute capability >= 8.0, or AVX512-BF16 or AMX on a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return bool({"avx512_bf16", "amx_bf16"} & cpu_flags())
 
 
 def has_tf32(device: torch.device) -> bool:
-    """Whether the device has TF32: NVIDIA's compute capability >= 8.0."""
+    """Returns whether the device supports TF32: an NVIDIA GPU of compute capability >= 8.0."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def bf16_reason(device: torch.device) -> str:
-    """One line on why `has_bf16` says what it says."""
+    """Returns one line with the reason for `has_bf16`'s answer."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         verdict = "has bf16" if has_bf16(device) else "has no bf16"
@@ -77,18 +77,18 @@ def bf16_reason(device: torch.device) -> str:
 
 
 def name(device: torch.device) -> str:
-    """The card's product name, or `cpu`."""
+    """Returns the GPU's product name, or `cpu`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def threads() -> str:
-    """`2 threads`: how many PyTorch computes with on the CPU."""
+    """Returns how many CPU threads PyTorch uses, e.g. `2 threads`."""
     count = torch.get_num_threads()
     return f"{count} thread{'s' if count > 1 else ''}"
 
 
 def describe(device: torch.device) -> dict:
-    """What `run.json` and W&B record of the machine: plain JSON values, memory in GiB."""
+    """Returns what `run.json` and W&B record about the machine: plain JSON values, memory in GiB."""
     facts = {
         "device": str(device),
         "name": name(device),
@@ -116,14 +116,14 @@ PEAKS = {
     r"H100 80GB HBM3$": {"fp32": 67.0, "tf32": 494.5, "half": 989.0},
     r"H200$": {"fp32": 67.0, "tf32": 494.5, "half": 989.0},
 }
-"""Dense peak in TFLOP/s by the end of the name that PyTorch gives a card; PCIe, NVL or a slice of one has none here."""
+"""Dense peak in TFLOP/s, by the end of PyTorch's name of the GPU. PCIe, NVL and MIG variants are not listed."""
 
 KINDS = {"fp32": "fp32", "tf32": "tf32", "fp16": "half", "bf16": "half", "bf16_params": "half"}
-"""Which peak a precision has."""
+"""Which peak applies to each precision."""
 
 
 def peak_flops(card: str, precision: str) -> float | None:
-    """The dense peak of a card, in FLOP/s, at a precision of the group of that name; None where it is not known."""
+    """Returns the dense peak of a GPU in FLOP/s for an option of `precision`; None if unknown."""
     for name, peaks in PEAKS.items():
         if re.search(name, card):
             peak = peaks.get(KINDS.get(precision, ""))
@@ -132,12 +132,12 @@ def peak_flops(card: str, precision: str) -> float | None:
 
 
 def flops_per_sample(model: nn.Module, inputs: Tensor) -> float | None:
-    """What one sample costs in training: three times the products of its forward pass, as PyTorch counts them.
+    """Returns the training FLOPs of one sample: three times the products of its forward pass, as PyTorch counts them.
 
-    Nothing is computed: a copy of the model without memory of its own is run. None for a model that cannot be run so.
+    Runs a copy of the model on the meta device, so nothing is computed. None if the model cannot run there.
 
     Args:
-        model: whole, and not compiled; it is not touched.
+        model: whole, and not compiled; it is not modified.
         inputs: `[1, ...]`, a batch of one sample.
     """
     from torch.utils.flop_counter import FlopCounterMode
@@ -150,19 +150,19 @@ def flops_per_sample(model: nn.Module, inputs: Tensor) -> float | None:
         model_copy = copy.deepcopy(model, memo).eval()
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model_copy(inputs.to("meta"))
-    except Exception:  # anybody's model: one that asks for values it has not got, or cannot be copied
+    except Exception:  # a user's model may read values, or be impossible to copy
         return None
     return 3.0 * counter.get_total_flops() or None
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a run uses, measured where it runs.
+    """Memory and FLOPs that a run uses.
 
     Attributes:
         device: where the model lives.
-        flops_per_unit: a token's or an image's, in training; None if not known.
-        peak: FLOP/s of all cards together; None if not known.
+        flops_per_unit: training FLOPs per token or image; None if unknown.
+        peak: FLOP/s of all GPUs together; None if unknown.
     """
 
     device: torch.device
@@ -170,13 +170,13 @@ class Usage:
     peak: float | None = None
 
     def facts(self, units: str) -> dict[str, float]:
-        """What is known of FLOPs, for `run.json`; `units` is `tokens` or the like."""
+        """Returns the known FLOPs for `run.json`; `units` is the plural, e.g. `tokens`."""
         if self.flops_per_unit is None or self.peak is None:
             return {}
         return {f"flops_per_{units.removesuffix('s')}": self.flops_per_unit, "peak_flops": self.peak}
 
     def metrics(self, rate: float) -> dict[str, float]:
-        """`memory/peak_gb` (1e9 bytes), and `throughput/mfu` (a share) at `rate` units a second; waits for nothing."""
+        """Returns `memory/peak_gb` (1e9 bytes) and `throughput/mfu` (a fraction) at `rate` units per second."""
         found = {"memory/peak_gb": round(peak_bytes(self.device) / 1e9, 4)}
         if self.flops_per_unit is not None and self.peak is not None:
             found["throughput/mfu"] = rate * self.flops_per_unit / self.peak
@@ -184,17 +184,17 @@ class Usage:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that was held since `forget_peak`: tensors' on a card; resident of the process on a CPU."""
+    """Returns the peak memory since `forget_peak`: of tensors on a GPU; resident size of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError), open("/proc/self/status") as lines:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux also of what started it
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux this includes the parent process's
     return highest if sys.platform == "darwin" else highest * 1024
 
 
 def forget_peak(device: torch.device) -> None:
-    """Begins anew, so that each of several runs in one process has its own peak; of a process only Linux forgets it."""
+    """Resets the peak, so that each of several runs in one process has its own. On a CPU, only Linux can reset it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: noted when they come, answered by the loop between two steps."""
+"""Signals that ask a run to stop: recorded when they arrive, handled by the loop between two steps."""
 
 import signal
 import threading
@@ -7,14 +7,14 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, TracebackType
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-"""Signals that ask a run to stop: Ctrl-C, the end of a job, and Slurm's notice that its time is up."""
+"""Signals that ask a run to stop: Ctrl-C, the end of a job, and Slurm's notice that its time is almost up."""
 
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Generator[None]:
-    """A context in which `STOPS` go to `handler`; afterwards the handlers are those of before.
+    """A context in which `handler` handles `STOPS`. Restores the previous handlers at the end.
 
-    Outside the main thread, where Python allows no handlers, nothing changes.
+    Does nothing outside the main thread, where Python allows no handlers.
     """
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -27,10 +27,10 @@ def handling(handler: Callable[[int, FrameType | None], None] | signal.Handlers)
 
 
 class StopRequest:
-    """A context in which a signal of `STOPS` only leaves its name; a second SIGINT interrupts at once.
+    """A context that records the last signal of `STOPS`. A second SIGINT raises KeyboardInterrupt at once.
 
     Attributes:
-        name: the signal that came, such as `SIGTERM`; empty until then.
+        name: the recorded signal, e.g. `SIGTERM`; empty if none.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class StopRequest:
         self._handling.__exit__(kind, value, trace)
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Takes a signal."""
+        """Handles a signal."""
         del frame
         if self.name == "SIGINT" and number == signal.SIGINT:
             raise KeyboardInterrupt

@@ -1,13 +1,13 @@
-"""Several processes that train one model: PyTorch's DDP and FSDP2 under torchrun, and what the ranks must agree on.
+"""Trains one model with several processes: PyTorch's DDP and FSDP2 under torchrun.
 
 | file | |
 |---|---|
-| ranks | which process this is, and what the processes tell each other; loads torch only when there are several |
-| single | one process: nothing is shared |
-| distributed | what every kind of several ranks has: parts of the batch, one small reduction a step, one verdict |
+| ranks | which rank this process is, and collectives for Python objects; imports torch only with several processes |
+| single | one process: nothing is communicated |
+| distributed | what DDP and FSDP share: slices of the batch, one small all-gather per step, one verdict |
 | ddp | every rank has the whole model; gradients are averaged, and replicas compared |
-| fsdp | every rank has a part of every weight, gradient and moment |
+| fsdp | weights, gradients and moments are sharded across ranks |
 | options | the options of the config group |
-| checkpoints | one writer, and answers that are the same on every rank |
-| failure_report | why a rank ended, for the others to report |
+| checkpoints | rank 0 accesses the disk, and all ranks get the same answers |
+| failure_report | why a rank died, for the others to report |
 """

@@ -1,13 +1,11 @@
-"""Checkpoints of several ranks: what rank 0 knows of the disk is what every rank acts by.
+"""Checkpoints of several ranks: rank 0 checks the disk, and every rank acts on its answer.
 
-What all ranks have whole (ddp), rank 0 writes. Of what is sharded (fsdp) every rank writes its part, which rank 0 makes
-one checkpoint of (`checkpoint/sharded.py`). Reading a checkpoint through before it is used is shared: each rank reads
-some of its files, and only if no rank finds fault is it used.
+If each rank checked by itself, a disk that is full for one rank only would lead the ranks to different decisions. All
+ranks must make the same calls in the same order.
 
-A disk that is full for one rank and not for the other, or a write that one has seen and the other has not, would lead
-the ranks to different decisions. So whatever is asked of the disk is asked on rank 0 and told to all. All ranks must
-make the same calls in the same order; each reads what it continues from, or its part of it, by itself: so the run
-folder must be one that all machines see.
+With DDP, rank 0 writes the whole state. With FSDP every rank writes its shards, and rank 0 turns them into one
+checkpoint (`checkpoint/sharded.py`). The ranks share the work of verifying a checkpoint. Each rank then loads it, or
+its shards, by itself, so the run folder must be visible to all machines.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,10 +20,10 @@ from stabletrain.parallel.ranks import Ranks, all_gather_object, broadcast_objec
 
 
 class SharedCheckpoints(NoCheckpoints):
-    """Another's checkpoints, as all ranks see them.
+    """The checkpoints of a run with several ranks. Every rank gets rank 0's answers and exceptions.
 
     Args:
-        own: what the configuration gave; only rank 0's is ever opened.
+        own: the configured checkpoints. Only rank 0 opens them.
         ranks: this process among those of the run.
     """
 
@@ -36,16 +34,16 @@ class SharedCheckpoints(NoCheckpoints):
 
     @property
     def failed(self) -> int:
-        """Writes that failed, as this rank knows."""
+        """Returns the number of failed writes that this rank knows of."""
         return self._own.failed
 
     def open(self, folder: Path, on_event: OnEvent, run: str | None = None) -> None:
-        """Opens rank 0's; all are refused if it is."""
+        """Opens the checkpoints on rank 0; raises on all ranks if that fails."""
 
         run_on_main(self._ranks, lambda: self._own.open(folder, on_event, run))
 
     def due(self, step: int) -> bool:
-        """As the cadence says, which is the same on every rank."""
+        """Returns whether a checkpoint is due after `step` steps, which is the same on every rank."""
         return self._own.due(step)
 
     def save(
@@ -60,7 +58,7 @@ class SharedCheckpoints(NoCheckpoints):
         here: bool = True,
         place: ShardTarget | None = None,
     ) -> None:
-        """Has rank 0 write a state that is whole on every rank, and every rank its part of one that is sharded."""
+        """Writes the whole state on rank 0, or the shards of a sharded state on every rank."""
         del place
         if not self.keeps:
             return
@@ -69,13 +67,14 @@ class SharedCheckpoints(NoCheckpoints):
             if self._ranks.is_main:
                 self._own.save(step, tree, **about)
             return
+        # The last write must have ended on all ranks before the next may use a folder.
         self.wait()
         temporary = self._ask(lambda: self._own.begin(step))
         if temporary is not None:
             self._own.save(step, tree, **about, place=ShardTarget(temporary, self._ranks.rank, self._ranks.world_size))
 
     def wait(self) -> None:
-        """Returns when the last write has ended, on every rank; raises what one of them has raised on all."""
+        """Waits for the last write to end on every rank; if it raised on any rank, raises on all."""
         if not self.keeps:
             return
         raised: BaseException | None = None
@@ -88,45 +87,45 @@ class SharedCheckpoints(NoCheckpoints):
                 raise error
 
     def finish_quietly(self) -> None:
-        """This rank's last write ends; the others may be gone by then."""
+        """Waits for this rank's last write only: the other ranks may be gone."""
         self._own.finish_quietly()
 
     def saved(self, step: int) -> bool:
-        """As rank 0 says."""
+        """Returns rank 0's answer."""
         return self._ask(lambda: self._own.saved(step))
 
     def unsaved(self) -> str | None:
-        """As rank 0 says."""
+        """Returns rank 0's answer."""
         return self._ask(self._own.unsaved)
 
     def newest(self, *, healthy_only: bool = False, at_most: int | None = None) -> Checkpoint | None:
-        """As rank 0 says."""
+        """Returns rank 0's answer."""
         return self._found(lambda: self._own.newest(healthy_only=healthy_only, at_most=at_most))
 
     def oldest(self) -> Checkpoint | None:
-        """As rank 0 says."""
+        """Returns rank 0's answer."""
         return self._found(self._own.oldest)
 
     def reaches(self, step: int) -> bool:
-        """As rank 0 says."""
+        """Returns rank 0's answer."""
         return self._ask(lambda: self._own.reaches(step))
 
     def preferred(self) -> Checkpoint | None:
-        """As rank 0 says."""
+        """Returns rank 0's answer."""
         return self._found(self._own.preferred)
 
     def best(self) -> Checkpoint | None:
-        """As rank 0 says."""
+        """Returns rank 0's answer."""
         return self._found(self._own.best)
 
     def find(self, path: Path) -> Checkpoint:
-        """As rank 0 says."""
+        """Returns rank 0's answer."""
         found = self._found(lambda: self._own.find(path))
-        assert found is not None, "find raises where there is none"
+        assert found is not None, "find raises if there is none"
         return found
 
     def rewind(self, step: int) -> None:
-        """On rank 0."""
+        """Deletes obsolete checkpoints, on rank 0."""
         self._ask(lambda: self._own.rewind(step))
 
     def _found(self, look: Callable[[], Checkpoint | None]) -> Checkpoint | None:
@@ -138,17 +137,20 @@ class SharedCheckpoints(NoCheckpoints):
         return None if known is None else peek(known)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """Rank 0's answer, or its refusal, on every rank; meanwhile the others read what it asks them to read."""
+        """Returns rank 0's answer, or raises its exception, on every rank.
+
+        While rank 0 looks for the answer, the other ranks do their share of each `_verify`.
+        """
         if self._ranks.is_main:
             answer, raised = None, None
             try:
                 answer = question()
-            except Exception as error:  # told to all: where one rank raises, so must the others
+            except Exception as error:  # if one rank raises, all must: another would wait forever
                 raised = error
             broadcast_object((None, answer, raised))
         else:
             path, answer, raised = broadcast_object(None)
-            while path is not None:
+            while path is not None:  # a request from `_verify`, not the answer yet
                 all_gather_object(self._fault(path))
                 path, answer, raised = broadcast_object(None)
         if raised is not None:
@@ -156,10 +158,10 @@ class SharedCheckpoints(NoCheckpoints):
         return answer
 
     def _verify(self, path: Path) -> Checkpoint:
-        """Rank 0's, within `_ask`: has every rank read its share of a checkpoint.
+        """Has every rank verify its share of a checkpoint. Runs on rank 0, within `_ask`.
 
         Raises:
-            UnusableCheckpoint: one of them finds fault with it.
+            UnusableCheckpoint: a rank found damage.
         """
         found = peek(path)
         broadcast_object((path, None, None))
@@ -169,6 +171,7 @@ class SharedCheckpoints(NoCheckpoints):
         return found
 
     def _fault(self, path: Path) -> str:
+        """Verifies this rank's share of a checkpoint. Returns what is wrong with it; empty if nothing is."""
         try:
             verify(path, self._ranks.rank, self._ranks.world_size)
         except UnusableCheckpoint as error:
@@ -177,5 +180,5 @@ class SharedCheckpoints(NoCheckpoints):
 
 
 def for_all_ranks(checkpoints: Checkpoints | NoCheckpoints, ranks: Ranks) -> Checkpoints | NoCheckpoints:
-    """The checkpoints that several ranks share; of one process its own."""
+    """Returns `checkpoints`, wrapped if there are several ranks."""
     return SharedCheckpoints(checkpoints, ranks) if ranks.distributed else checkpoints

@@ -2,15 +2,16 @@
 
 Source: Li et al., arXiv 2006.15704; `torch.nn.parallel.DistributedDataParallel`.
 
-DDP averages gradients and never compares weights again. If a bit flips in one card's memory, that rank's replica
-differs from then on, and nothing shows it: the losses of all ranks are summed, and rank 0's replica is saved. So before
-a state is evaluated, kept as a snapshot or saved, every rank computes a checksum of each of its tensors, and the ranks
-compare a hash of these checksums:
+DDP averages gradients but never compares weights again. If a bit flips in one GPU's memory, that rank's replica differs
+from then on without any sign: the losses of all ranks are summed, and rank 0's replica is saved. So before a state is
+evaluated, kept as a snapshot or saved, every rank computes a checksum of each of its tensors, and the ranks compare a
+hash of these checksums:
 
     sum of the bits of all elements, read as integers, modulo 2^64
 
 A single flipped bit always changes it; several can cancel with a probability of 2^-64. The check reads the state once
-(a fraction of a step), and each rank sends 64 characters. The checksums themselves are compared only if hashes differ.
+(a fraction of a step), and each rank sends 64 characters. The checksums themselves are compared only if the hashes
+differ.
 """
 
 import hashlib
@@ -33,14 +34,14 @@ SYNC_BUFFERS = next(
     for name in ("forward_sync_buffers", "broadcast_buffers")
     if name in signature(DistributedDataParallel).parameters
 )
-"""The argument by which every forward pass would take rank 0's buffers; an older PyTorch has another name for it."""
+"""The argument that makes every forward pass broadcast rank 0's buffers. Its name depends on the PyTorch version."""
 
 
 class DDP(Distributed):
-    """Whole models whose gradients meet.
+    """Whole model copies with averaged gradients.
 
     Attributes:
-        find_unused_parameters: for models of which a step may leave parameters without a gradient.
+        find_unused_parameters: set it if a step may leave parameters without a gradient.
         compare: whether the ranks compare their states before one is evaluated or saved.
     """
 
@@ -50,14 +51,14 @@ class DDP(Distributed):
         super().__init__(ranks)
         self.compare = compare
         self.find_unused_parameters = find_unused_parameters
-        self.head_apart = not find_unused_parameters  # it would be taken for unused
+        self.head_apart = not find_unused_parameters  # DDP would count the head as unused
         self._wrapped: DistributedDataParallel | None = None
 
     def check(self, choices: Mapping[str, str]) -> None:
-        """Refuses weights that are not the same tensors throughout: DDP would lose hold of their gradients.
+        """Rejects options that replace the parameters, since DDP holds on to the original tensors.
 
         Raises:
-            ConfigError: `precision=bf16_params`, which hands the optimizer others in their place.
+            ConfigError: `precision=bf16_params`, which gives the optimizer other tensors.
         """
         if choices.get("precision") == "bf16_params":
             raise ConfigError(
@@ -65,27 +66,27 @@ class DDP(Distributed):
             )
 
     def wrap(self, model: nn.Module) -> None:
-        """Gives every rank the weights of rank 0, and joins the gradients to the backward pass."""
+        """Wraps the model in DDP, which broadcasts rank 0's weights."""
         options: dict[str, Any] = {"find_unused_parameters": self.find_unused_parameters, SYNC_BUFFERS: False}
         self._wrapped = DistributedDataParallel(model, **options)
 
     def wrapped(self, model: nn.Module) -> nn.Module:
-        """DDP's wrapper, whose forward pass prepares to average the gradients."""
+        """Returns DDP's wrapper. Its forward pass prepares the averaging of the gradients."""
         del model
         assert self._wrapped is not None, "wrap(model) comes first"
         return self._wrapped
 
     def gradient_sync(self, model: nn.Module, last: bool) -> AbstractContextManager:
-        """Gradients of all micro-batches but the last stay on their rank."""
+        """Returns a context that averages gradients after the last micro-batch only."""
         assert self._wrapped is not None, "wrap(model) comes first"
         return self._all_meet(model) if last else self._wrapped.no_sync()
 
     @contextmanager
     def _all_meet(self, model: nn.Module) -> Generator[None]:
-        """Refuses a step that has left a parameter out: DDP waits for it, and reduces nothing of its neighbours.
+        """Checks that every parameter got a gradient. DDP reduces a bucket only if all its gradients are there.
 
         Raises:
-            ConfigError: names the parameter.
+            ConfigError: a parameter got none; names it.
         """
         yield
         if self.find_unused_parameters:
@@ -93,29 +94,29 @@ class DDP(Distributed):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
                 raise ConfigError(
-                    f"parallel.find_unused_parameters=false, and '{name}' had no part in a step's loss: the ranks "
-                    "would wait for its gradient; set parallel.find_unused_parameters=true, or take it out of the model"
+                    f"parallel.find_unused_parameters=false, but '{name}' got no gradient in a step: DDP would wait "
+                    "for it; set parallel.find_unused_parameters=true, or remove the parameter from the model"
                 )
 
     def find_divergence(self, state: TrainState) -> str:
-        """Which ranks' replicas differ, in words; empty if none does, or with `compare=false`."""
+        """Returns which ranks' replicas differ; empty if none does, or with `compare=false`."""
         return find_divergence(state) if self.compare else ""
 
     def of_gradients(self, norms: GradNorms) -> Tensor:
-        """The norm, which is the same everywhere unless a reduction went wrong."""
+        """Returns the gradient norm, which is the same on all ranks unless a reduction went wrong."""
         return norms.total[None]
 
     def norms_of(self, norms: GradNorms, rows: Tensor) -> GradNorms:
-        """The largest of them; NaN if there is one."""
+        """Returns the largest norm over the ranks; NaN if any is NaN."""
         return GradNorms(total=torch.amax(rows[:, 0]), each=norms.each)
 
 
 WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers by their bytes."""
+"""The integer dtype of each element size in bytes."""
 
 
 def find_divergence(state: TrainState) -> str:
-    """Which ranks have another state than the others, and where, in words; empty where all have the same.
+    """Returns which ranks have a different state than the others, and in which tensors; empty if all agree.
 
     All ranks must call it, and all get the same answer.
     """
@@ -126,9 +127,9 @@ def find_divergence(state: TrainState) -> str:
 
 @torch.no_grad()
 def checksums(state: TrainState) -> dict[str, int]:
-    """The sum of bits of each weight, each moment and each of BatchNorm's statistics, by name.
+    """Returns the sum of bits of each weight, each moment and each BatchNorm statistic, by name.
 
-    Buffers that no checkpoint holds, and those that are no floats, are left out: a model may keep there what it likes.
+    Excludes non-persistent buffers and integer tensors, since a model may use them for anything.
     """
     tensors, device = tensors_of(state), next(state.model.parameters()).device
     if not tensors:
@@ -138,7 +139,7 @@ def checksums(state: TrainState) -> dict[str, int]:
 
 
 def tensors_of(state: TrainState) -> dict[str, Tensor]:
-    """What must be the same on every rank, by name."""
+    """Returns the tensors that must be the same on every rank, by name."""
     saved = state.model.state_dict().keys()
     weights = dict(state.model.named_parameters())
     found = {name: weight.detach() for name, weight in weights.items()}
@@ -150,11 +151,11 @@ def tensors_of(state: TrainState) -> dict[str, Tensor]:
 
 
 def describe(hashes: Sequence[str], everyones: Sequence[Mapping[str, int]]) -> str:
-    """The sentence for states of which not all are the same.
+    """Returns the message for states that differ.
 
     Args:
-        hashes: of each rank's sums.
-        everyones: these sums.
+        hashes: the hash of each rank's checksums.
+        everyones: the checksums of each rank.
     """
     common = max(set(hashes), key=lambda each: (hashes.count(each), -hashes.index(each)))
     others = [rank for rank, each in enumerate(hashes) if each != common]

@@ -1,9 +1,8 @@
-"""What several ranks share in a step, whatever the kind: one small reduction, from which every rank judges alike.
+"""What DDP and FSDP share: one small all-gather per step, from which all ranks derive the same verdict.
 
-Each rank runs its part of the batch, and puts a row of numbers into one `all_gather`: its loss terms, whether its data
-were bad, its largest input, its gradient norm (or the squares of its part of every tensor), and whether it has been
-asked to stop. All ranks then hold the same rows and compute the same sums of them in the same order, so a fault that
-one rank alone has seen closes the gate on all of them.
+Each rank runs its slice of the batch and contributes one row of numbers about its loss, data, buffers and gradients,
+and whether it was asked to stop. All ranks compute the same sums of the same rows in the same order. If any rank sees a
+fault, all ranks skip the update.
 """
 
 from contextlib import AbstractContextManager
@@ -18,14 +17,14 @@ from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, StepChecks
 
 HEAD = 7
-"""Numbers of a row before those of the gradients."""
+"""Numbers in a row before those of the gradients."""
 
 OWN = 5
-"""Of them the first, which are of this rank's part alone; the buffers have met the other ranks' before."""
+"""The first of them: numbers of this rank's slice alone, which identify the culprit rank. Buffers are averaged."""
 
 
 class Distributed(SingleProcess):
-    """Ranks that each have a part of the batch."""
+    """Ranks that each train on a slice of the batch."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)
@@ -33,10 +32,9 @@ class Distributed(SingleProcess):
         self._learnt: list[Tensor] | None = None
 
     def shard_batch(self, batch: Batch, size: int) -> Batch:
-        """This rank's samples, in order, and how many targets count in the whole batch.
+        """Returns this rank's samples, in order, with the number of valid targets of the whole batch.
 
-        A rank whose batch is empty runs with the others all the same, for they wait for it: on zeros, of which no
-        target counts.
+        A rank with an empty batch runs on zeros without valid targets: the other ranks wait for it.
         """
         if not len(batch):
             inputs = batch.inputs.new_zeros(size, *batch.inputs.shape[1:])
@@ -47,16 +45,12 @@ class Distributed(SingleProcess):
         return mine.counting(int((batch.targets != IGNORE_INDEX).sum()))
 
     def scale_for_averaging(self, loss: Tensor) -> Tensor:
-        """The loss times the number of ranks: PyTorch takes the mean of the ranks' gradients, and the sum is wanted."""
+        """Returns the loss times the world size: PyTorch averages gradients over ranks, but their sum is needed."""
         return loss * self.ranks.world_size
 
     @torch.no_grad()
     def average_buffers_(self, model: nn.Module, held: list[Tensor]) -> None:
-        """Gives every rank the mean of what the ranks' parts have made of BatchNorm's statistics.
-
-        Buffers that are in the model's state dict, and floats: others are tables that no forward pass writes. The
-        changes are averaged, not the values, so that what has not changed keeps its bits.
-        """
+        """Averages the changes of BatchNorm's statistics over the ranks: persistent floating-point buffers only."""
         names = model.state_dict().keys()
         changed = [
             (buffer, before)
@@ -65,6 +59,7 @@ class Distributed(SingleProcess):
         ]
         if not changed:
             return
+        # Average the changes, not the values, so that a buffer that did not change keeps its bits.
         change = torch.cat([(buffer - before).flatten().float() for buffer, before in changed])
         dist.all_reduce(change)
         change /= self.ranks.world_size
@@ -73,7 +68,7 @@ class Distributed(SingleProcess):
 
     @torch.no_grad()
     def max_over_ranks_(self, values: list[Tensor]) -> None:
-        """The largest over the ranks, elementwise; where there are no values, nothing is sent."""
+        """Takes the elementwise maximum over the ranks, in place. Without values, nothing is sent."""
         if not values:
             return
         flat = torch.cat([value.flatten() for value in values])
@@ -84,7 +79,8 @@ class Distributed(SingleProcess):
     def reduce_stats(
         self, terms: LossTerms, norms: GradNorms, checks: StepChecks
     ) -> tuple[LossTerms, GradNorms, StepChecks]:
-        """See the module."""
+        """Combines the numbers of all ranks; see the module."""
+        # One row per rank: the numbers of its own slice (OWN), its buffers and stop request, its gradient norms.
         stop = torch.full_like(terms.total, float(bool(self._wish)))
         bad = checks.bad_data.float()
         head = torch.stack([terms.total, terms.ce, terms.zloss, bad, checks.inputs, checks.buffers, stop])
@@ -92,7 +88,9 @@ class Distributed(SingleProcess):
         rows = row.new_empty(self.ranks.world_size * row.numel())
         dist.all_gather_into_tensor(rows, row)
         rows = rows.view(self.ranks.world_size, -1)
+        # Every rank computes the same from the same rows, so all verdicts agree bit for bit.
         total, ce, zloss = rows[:, :3].sum(dim=0).unbind()
+        # The culprit is the first rank with bad data or a non-finite number of its own; -1 if there is none.
         culprits = (rows[:, 3] > 0) | ~torch.isfinite(rows[:, :OWN]).all(dim=1)
         first = torch.where(culprits.any(), culprits.float().argmax(), -1)
         met = StepChecks(
@@ -105,20 +103,23 @@ class Distributed(SingleProcess):
         return LossTerms(total, ce, zloss), self.norms_of(norms, rows[:, HEAD:]), met
 
     def of_gradients(self, norms: GradNorms) -> Tensor:
-        """What a row says of the gradients."""
+        """Returns the row's numbers about the gradients."""
         raise NotImplementedError
 
     def norms_of(self, norms: GradNorms, rows: Tensor) -> GradNorms:
-        """The norms of the whole gradient."""
+        """Returns the norms of the whole gradient, from those numbers of all ranks."""
         raise NotImplementedError
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, elementwise."""
+        """Returns the elementwise sum over the ranks."""
         dist.all_reduce(values)
         return values
 
     def gather_samples(self, samples: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-        """With the rank of each, and its place in the whole batch; what is so of the whole batch is said once."""
+        """Returns the samples of all ranks, with their rank and their index in the whole batch.
+
+        Entries without an index describe the whole batch and are returned once.
+        """
         found, of_whole = [], {}
         for rank, part in enumerate(all_gather_object(samples)):
             for each in part:
@@ -129,22 +130,22 @@ class Distributed(SingleProcess):
         return [*found, *of_whole.values()]
 
     def any_rank(self, here: bool) -> bool:
-        """As every rank says, told among the hosts."""
+        """Returns whether `here` is true on any rank. Communicates over the hosts' network (gloo)."""
         return any(all_gather_object(here))
 
     def request_stop(self, signal: str) -> None:
-        """Goes into the next row."""
+        """Puts the request into the next step's row."""
         self._wish = signal
 
     def note_stop(self, stop: bool) -> None:
-        """Remembered until the run stops."""
+        """Remembers the request until the run stops."""
         self._heard = self._heard or stop
 
     def stopping(self, signal: str) -> str:
-        """Empty until every rank has read that one of them has been asked to stop."""
+        """Returns the signal to stop for; empty until every rank has read that one of them was asked to stop."""
         return (signal or "a signal to another rank") if self._heard else ""
 
 
 def forked() -> AbstractContextManager:
-    """Random numbers drawn within it leave no trace in the generators of the CPU and of this process's card."""
+    """Returns a context that restores the random generators of the CPU and of this process's GPU."""
     return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])

@@ -1,4 +1,4 @@
-"""FSDP2: every rank has a part of every weight, gradient and moment; weights are gathered block by block to be used.
+"""FSDP2: weights, gradients and moments are sharded across ranks; each block's weights are gathered when used.
 
 Source: Zhao et al., arXiv 2304.11277; `torch.distributed.fsdp.fully_shard`.
 """
@@ -25,50 +25,50 @@ ABLE: Mapping[str, tuple[str, ...]] = {
     "monitors": ("none", "default"),
     "precision": ("auto", "fp32", "tf32", "bf16", "fp16"),
 }
-"""Options that look at each element by itself, or at nothing but the norm of the whole gradient."""
+"""Options that work on shards: they are elementwise, or use only the norm of the whole gradient."""
 
 
 COPIES = 5
-"""Times its weights that a model needs of a card to be run again: itself, a copy, gradients, and room to compute."""
+"""Free GPU memory that a rerun needs, in multiples of the weights: the model, a copy, gradients and working memory."""
 
 
 class FSDP(Distributed):
-    """Parts of tensors.
+    """Sharded tensors.
 
     Attributes:
-        reshard_after_forward: give a block's weights up after its forward pass, and gather them again for its
-            backward pass: less memory, half as much traffic again.
+        reshard_after_forward: free a block's gathered weights after its forward pass, and gather them again for its
+            backward pass: less memory, 1.5 times the traffic.
     """
 
     name = "fsdp"
     has_whole_moments = False
-    head_apart = False  # its weights are whole within the forward pass only
+    head_apart = False  # its weights are gathered within the forward pass only
 
     def __init__(self, ranks: Ranks, reshard_after_forward: bool = True) -> None:
         super().__init__(ranks)
         self.reshard_after_forward = reshard_after_forward
 
     def check(self, choices: Mapping[str, str]) -> None:
-        """Refuses options that need a tensor whole.
+        """Rejects options that need whole tensors.
 
         Raises:
-            ConfigError: one is chosen; names it and what can be had instead.
+            ConfigError: one is chosen; names it and the alternatives.
         """
         for group, able in ABLE.items():
             if (chosen := choices.get(group)) is not None and chosen not in able:
                 raise ConfigError(
-                    f"{group}={chosen} needs whole tensors, and parallel=fsdp parts them between the ranks: use "
+                    f"{group}={chosen} needs whole tensors, but parallel=fsdp shards them across the ranks: use "
                     f"parallel=ddp, or {group}={' or '.join(able)}"
                 )
 
     def optimizer_overrides(self, choice: str) -> Mapping[str, Any]:
-        """SGD without its fused kernel, which PyTorch has not taught to work on parts."""
+        """Disables the fused kernel of SGD, which PyTorch does not support for sharded tensors."""
         return {"fused": False} if choice == "sgd" else {}
 
     def shard(self, model: nn.Module) -> None:
-        """Parts the weights of every block (what stands in a list of modules), then the rest."""
+        """Shards the weights of every block (members of module lists), then the rest."""
         for parameter in model.parameters():
-            parameter.data = parameter.data.contiguous()  # kernels may lie with their channels last, which has no rows
+            parameter.data = parameter.data.contiguous()  # channels_last kernels cannot be sharded by rows
         device = next(model.parameters()).device.type
         mesh = init_device_mesh(device, (self.ranks.world_size,))
         for block in blocks(model):
@@ -76,7 +76,7 @@ class FSDP(Distributed):
         fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
 
     def gradient_sync(self, model: nn.Module, last: bool) -> AbstractContextManager:
-        """Gradients of all micro-batches but the last stay whole on their rank."""
+        """Returns a context that reduces gradients after the last micro-batch only, and keeps them unsharded before."""
         return self._gradient_sync(model, last)
 
     @contextmanager
@@ -86,7 +86,7 @@ class FSDP(Distributed):
         yield
 
     def full_model(self, model: nn.Module, model_factory: Callable[[], nn.Module]) -> nn.Module | None:
-        """Gathers the weights on every rank, if every rank has room for them, a copy and two gradients."""
+        """Returns a copy with gathered weights on every rank; None if any rank lacks the memory to run it."""
         size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         cuda = next(model.parameters()).device.type == "cuda"
         if self.any_rank(cuda and torch.cuda.mem_get_info()[0] < COPIES * size):
@@ -97,21 +97,21 @@ class FSDP(Distributed):
         return model_copy
 
     def full_state(self, tree: Tree | None) -> Tree | None:
-        """Gathers it on every rank."""
+        """Returns the state with gathered tensors, on every rank."""
         return None if tree is None else gather_shards(tree, keep=True)
 
     def of_gradients(self, norms: GradNorms) -> Tensor:
-        """The squares of this rank's part of every tensor."""
+        """Returns the squared norm of this rank's shard of every tensor."""
         return norms.each.square()
 
     def norms_of(self, norms: GradNorms, rows: Tensor) -> GradNorms:
-        """Their sums' roots."""
+        """Returns the norms from the sums of the squares over the ranks."""
         each = rows.sum(dim=0).sqrt()
         return GradNorms(total=torch.linalg.vector_norm(each), each=each)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of the model's lists of modules, the inner before the outer."""
+    """Returns the members of the model's module lists, inner before outer."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     found = [block for each in reversed(lists) for block in each if any(True for _ in block.parameters())]
     return list(dict.fromkeys(found))

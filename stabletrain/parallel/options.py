@@ -1,4 +1,4 @@
-"""The options of the group `parallel`: what each makes of the ranks that torchrun has started."""
+"""Builds the options of the config group `parallel` from the ranks that torchrun started."""
 
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ddp import DDP
@@ -8,26 +8,26 @@ from stabletrain.parallel.single import SingleProcess
 
 
 def auto(find_unused_parameters: bool, compare: bool) -> SingleProcess | DDP:
-    """DDP where there are several ranks; nothing where there is one process."""
+    """Returns DDP if there are several ranks, else SingleProcess."""
     ranks = current_ranks()
     return SingleProcess(ranks) if not ranks.distributed else DDP(ranks, find_unused_parameters, compare)
 
 
 def ddp(find_unused_parameters: bool, compare: bool) -> DDP:
-    """DDP."""
+    """Returns DDP; needs torchrun."""
     return DDP(started("ddp"), find_unused_parameters, compare)
 
 
 def fsdp(reshard_after_forward: bool) -> FSDP:
-    """FSDP2."""
+    """Returns FSDP2; needs torchrun."""
     return FSDP(started("fsdp"), reshard_after_forward)
 
 
 def started(name: str) -> Ranks:
-    """The ranks, if torchrun has started them.
+    """Returns the ranks that torchrun started.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: torchrun did not start this process.
     """
     ranks = current_ranks()
     if not ranks.launched:

@@ -1,6 +1,6 @@
-"""Which of several processes this is, as torchrun numbers them, and what they tell each other beside a step's numbers.
+"""Which rank this process is, as torchrun numbers them, and collectives for Python objects.
 
-This file loads torch only when there are several processes, so that a mistyped command is refused at once.
+Torch is imported only when there are several processes, so that a mistyped command is rejected at once.
 """
 
 import atexit
@@ -19,7 +19,7 @@ from stabletrain.errors import ConfigError
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=15)
-"""How long a rank waits for the others: longer than an evaluation or a diagnosis takes, shorter than a lost night."""
+"""How long a rank waits for the others: longer than an evaluation or a diagnosis takes, but not a whole night."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Ranks:
     """This process among those of one run.
 
     Attributes:
-        rank: its number, from 0; rank 0 writes files and speaks.
-        world_size: how many there are.
-        local_rank: its number on its own machine, which is the number of its card.
+        rank: its number, from 0. Rank 0 writes files and prints.
+        world_size: number of processes.
+        local_rank: its number on its own machine, which is also the index of its GPU.
         launched: whether torchrun started it.
-        restarts: how often torchrun has started the ranks anew, after one of them failed.
+        restarts: how often torchrun has restarted the ranks after a failure.
     """
 
     rank: int = 0
@@ -42,7 +42,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that writes and speaks."""
+        """Whether this is the main process, which writes files and prints."""
         return self.rank == 0
 
     @property
@@ -52,7 +52,7 @@ class Ranks:
 
 
 def current_ranks() -> Ranks:
-    """This process, by the variables that torchrun sets."""
+    """Returns this process's ranks, from torchrun's environment variables."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Ranks()
     rank, count, local, restarts = (
@@ -62,7 +62,7 @@ def current_ranks() -> Ranks:
 
 
 def join_process_group(ranks: Ranks) -> None:
-    """Meets the other ranks: gloo between CPUs, NCCL between cards. Does nothing the second time."""
+    """Joins the process group: gloo between CPUs, NCCL between GPUs. Does nothing if already joined."""
     import torch
     import torch.distributed as dist
 
@@ -76,7 +76,7 @@ def join_process_group(ranks: Ranks) -> None:
 
 
 def leave_process_group() -> None:
-    """Parts from the other ranks, at the end of the process."""
+    """Leaves the process group, at the end of the process."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -84,16 +84,14 @@ def leave_process_group() -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends this process with a code.
-
-    One of several ranks ends without the taking apart of Python's interpreter, in which a thread of gloo's that still
-    holds a tensor would abort it: a run that finished would count as crashed, and torchrun would end the other ranks
-    (pytorch/pytorch#190489). Threads are waited for, and what is registered with `atexit` is done, as ever.
-    """
+    """Ends this process with `code`, without aborting in the interpreter's shutdown."""
+    # A gloo thread that still holds a tensor aborts the process during the interpreter's shutdown. A run that finished
+    # would count as crashed, and torchrun would end the other ranks (pytorch/pytorch#190489). So skip the shutdown, and
+    # do only what is needed of it: wait for threads, call `atexit` functions, flush the output.
     if current_ranks().launched:
         threading._shutdown()  # ty: ignore[missing-attribute]  no stub knows it
         atexit._run_exitfuncs()
-        with suppress(OSError):  # whoever read the output is gone
+        with suppress(OSError):  # the reader of the output is gone
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
@@ -101,19 +99,17 @@ def exit_process(code: int) -> NoReturn:
 
 
 def exit_together(ranks: Ranks) -> None:
-    """Waits until all ranks are about to end with a code of their own, and then lets none be ended from outside.
-
-    torchrun ends all when one has ended: it must not do so while rank 0 still writes down how the run went.
-    """
+    """Waits until all ranks are about to exit, then ignores SIGTERM, so that each exits with its own code."""
     if not ranks.distributed:
         return
-    with suppress(RuntimeError):  # another is gone already
+    with suppress(RuntimeError):  # another rank is gone already
         all_gather_object(None)
+    # torchrun ends all ranks when one exits, but rank 0 may still be writing the run's record.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def broadcast_object(value: Any) -> Any:
-    """What rank 0 has, on every rank: a small value that Python can pickle."""
+    """Returns rank 0's value on every rank. The value must be small and picklable."""
     import torch
     import torch.distributed as dist
 
@@ -123,15 +119,15 @@ def broadcast_object(value: Any) -> Any:
 
 
 def run_on_main(ranks: Ranks, work: Callable[[], T], otherwise: Callable[[], T] | None = None) -> T:
-    """Has rank 0 do something that may be refused: its result, on every rank, or the same refusal.
+    """Runs `work` on rank 0, and returns its result or raises its ConfigError on every rank.
 
     Args:
         ranks: this process among those of the run.
-        work: done on rank 0 only.
-        otherwise: makes what the others get instead, where the result is no value that can be sent.
+        work: runs on rank 0 only.
+        otherwise: creates the return value of the other ranks, if the result cannot be sent.
 
     Raises:
-        ConfigError: rank 0's.
+        ConfigError: raised by `work` on rank 0.
     """
     if not ranks.distributed:
         return work()
@@ -157,11 +153,11 @@ GONE = (
     "timeout",
     "remote process",
 )
-"""What gloo and NCCL say where another process no longer answers, in lower case."""
+"""Phrases, in lower case, by which gloo and NCCL report a process that no longer responds."""
 
 
 def connection_error(error: BaseException) -> str:
-    """Why a rank that waits for the others no longer has them; empty for an error of any other kind."""
+    """Returns the message of an error that means a lost connection to another rank; empty for any other error."""
     text = " ".join(str(error).split())
     of_ranks = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistError") or "gloo" in text.lower()
     heard = isinstance(error, RuntimeError) and of_ranks and any(sign in text.lower() for sign in GONE)
@@ -169,7 +165,7 @@ def connection_error(error: BaseException) -> str:
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """What every rank has, in the order of ranks."""
+    """Returns the values of all ranks, in order of rank."""
     import torch.distributed as dist
 
     box: list[Any] = [None] * dist.get_world_size()
@@ -181,7 +177,7 @@ _BY_HOST: list[Any] = []
 
 
 def host_group() -> Any:
-    """The group that speaks over the hosts' network, where the default one speaks between cards."""
+    """Returns a gloo group over the hosts' network, for Python objects when the default group may be NCCL."""
     import torch.distributed as dist
 
     if not _BY_HOST:

@@ -1,4 +1,4 @@
-"""One process: the model is run as it is, every number is the step's own, and nobody else need agree."""
+"""One process: the model runs as it is, and nothing is communicated. Base class of the distributed options."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -12,13 +12,13 @@ from stabletrain.records import Batch, GradNorms, LossTerms, StepChecks, TrainSt
 
 
 class SingleProcess:
-    """Shares nothing.
+    """Training in one process, without communication.
 
     Attributes:
         ranks: this process among those of the run.
-        name: of the kind.
-        has_whole_moments: whether the optimizer's moments are whole on every rank.
-        head_apart: whether the model's head may run outside of its forward pass.
+        name: name of the kind.
+        has_whole_moments: whether every rank has the optimizer's whole moments.
+        head_apart: whether the model's head may run outside its forward pass.
     """
 
     name = "alone"
@@ -31,91 +31,91 @@ class SingleProcess:
     # ---- before the first step
 
     def check(self, choices: Mapping[str, str]) -> None:
-        """Refuses options that cannot work on several ranks."""
+        """Rejects options that cannot work with several ranks."""
 
     def optimizer_overrides(self, choice: str) -> Mapping[str, Any]:
-        """Arguments that the ranks ask of an optimizer, whatever its YAML says."""
+        """Returns optimizer arguments that override its YAML."""
         del choice
         return {}
 
     def shard(self, model: nn.Module) -> None:
-        """Parts the weights between the ranks, before there is an optimizer."""
+        """Shards the weights across ranks. Call this before creating the optimizer."""
 
     def wrap(self, model: nn.Module) -> None:
-        """Lets gradients meet, once all that writes the weights before the first step has done so."""
+        """Wraps the model to synchronize gradients. Call this after everything that initializes the weights."""
 
     def shard_batch(self, batch: Batch, size: int) -> Batch:
-        """This rank's part of a batch that should have `size` samples: all of it."""
+        """Returns this rank's slice of a batch that should have `size` samples: all of it."""
         del size
         return batch
 
     # ---- in a step
 
     def wrapped(self, model: nn.Module) -> nn.Module:
-        """The module to call for the model's forward pass: the model itself."""
+        """Returns the module to call for the forward pass: the model itself."""
         return model
 
     def gradient_sync(self, model: nn.Module, last: bool) -> AbstractContextManager:
-        """Around forward and backward of a micro-batch: gradients meet after the last one only."""
+        """Returns a context for one micro-batch, which synchronizes gradients after the last one only."""
         del model, last
         return nullcontext()
 
     def scale_for_averaging(self, loss: Tensor) -> Tensor:
-        """What is differentiated, so that gradients that are averaged over the ranks are those of the whole batch."""
+        """Scales the loss so that gradients averaged over the ranks are those of the whole batch."""
         return loss
 
     def average_buffers_(self, model: nn.Module, held: list[Tensor]) -> None:
-        """Makes buffers that a forward pass has written the same on every rank."""
+        """Makes buffers that a forward pass wrote the same on every rank. `held`: their values before it."""
 
     def max_over_ranks_(self, values: list[Tensor]) -> None:
-        """Makes maxima over this rank's part of the step those over the whole step."""
+        """Replaces maxima over this rank's slice by those over the whole batch."""
 
     def reduce_stats(
         self, terms: LossTerms, norms: GradNorms, checks: StepChecks
     ) -> tuple[LossTerms, GradNorms, StepChecks]:
-        """The numbers of the whole step, from those of this rank's part of it: the same on every rank."""
+        """Returns the numbers of the whole step from those of this rank's slice. They are the same on every rank."""
         return terms, norms, checks
 
     # ---- between steps
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, elementwise."""
+        """Returns the elementwise sum over the ranks."""
         return values
 
     def find_divergence(self, state: TrainState) -> str:
-        """Which ranks no longer have the state that the others have, in words; empty where all agree."""
+        """Returns which ranks have a different state than the others; empty if all agree."""
         del state
         return ""
 
     def full_model(self, model: nn.Module, model_factory: Callable[[], nn.Module]) -> nn.Module | None:
-        """A model with all weights, to be run without the other ranks; None where it would not fit.
+        """Returns a model with all weights that runs without the other ranks; None if it would not fit in memory.
 
         Args:
-            model: that is trained.
-            model_factory: makes another one, whose weights are anything.
+            model: the model in training.
+            model_factory: creates another instance, with any weights.
         """
         del model_factory
         return model
 
     def full_state(self, tree: Tree | None) -> Tree | None:
-        """A captured state with every tensor whole, for that model."""
+        """Returns a captured state with whole tensors, for that model."""
         return tree
 
     def gather_samples(self, samples: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-        """Samples of the whole batch, from those of this rank's part of it, which has `size`; `index` is the place."""
+        """Returns the samples of the whole batch; `index` is their position. This rank's slice has `size` samples."""
         del size
         return samples
 
     def any_rank(self, here: bool) -> bool:
-        """Whether something is so on any rank."""
+        """Returns whether `here` is true on any rank."""
         return here
 
     def request_stop(self, signal: str) -> None:
-        """Notes that this rank has been asked to stop, by a signal's name; empty for no."""
+        """Records the name of the signal that asked this rank to stop; empty for none."""
 
     def note_stop(self, stop: bool) -> None:
-        """Notes that some rank had been asked to stop, as a reading says."""
+        """Records that some rank was asked to stop, as a step's reading reports."""
 
     def stopping(self, signal: str) -> str:
-        """The signal that all ranks stop for now; empty for none."""
+        """Returns the signal for which all ranks stop now; empty for none."""
         return signal

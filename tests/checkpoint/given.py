@@ -15,7 +15,7 @@ FILES = ["model.safetensors", "training.safetensors", "state.json", "manifest.js
 
 
 def tree(step: int) -> dict:
-    """A state that can be told from that of any other step."""
+    """A state that differs from that of any other step."""
     return {"model": {"w": torch.full((64, 8), float(step))}, "optimizer": {"state": {}}, "step": step}
 
 
@@ -52,21 +52,21 @@ class Run:
 
 
 def flip(path: Path, byte: int | None = None, bit: int = 0) -> None:
-    """Turns one bit of a file, in the middle where no byte is named."""
+    """Flips one bit of a file; by default in the middle byte."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2 if byte is None else byte] ^= 1 << bit
     path.write_bytes(content)
 
 
 def rewrite_manifest(checkpoint: Path, **changes) -> None:
-    """As somebody would who means harm: with a checksum that is right."""
+    """Forges a manifest: changes values, with a checksum that matches."""
     manifest = json.loads((checkpoint / "manifest.json").read_text()) | changes
     del manifest["sha256"]
     (checkpoint / "manifest.json").write_bytes(reader.render(manifest))
 
 
 def forge(checkpoint: Path, contents: dict[str, bytes]) -> None:
-    """Replaces files by others, with a manifest that is right."""
+    """Replaces files, and updates the manifest to match."""
     files = json.loads((checkpoint / "manifest.json").read_text())["files"]
     for name, content in contents.items():
         (checkpoint / name).write_bytes(content)

@@ -1,4 +1,4 @@
-"""After a restore, training goes on bitwise as if nothing had happened; what does not fit is named."""
+"""After a restore, training continues bitwise as if uninterrupted; what does not fit is named."""
 
 import copy
 import json
@@ -211,7 +211,7 @@ def test_how_the_update_is_computed_stays_the_running_programs():
 
 
 def test_where_new_state_lives_follows_pytorchs_rule():
-    """A step counter is the host's, unless the kernel reads it on the device; `meta` stands for another device."""
+    """A step counter is on the CPU unless the kernel reads it on the device; `meta` stands for another device."""
     parameter = torch.zeros(2, device="meta")
     assert _home("step", parameter, {"fused": None, "capturable": False}) == torch.device("cpu")
     for group in ({"fused": True}, {"capturable": True}):

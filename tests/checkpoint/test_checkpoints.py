@@ -1,4 +1,4 @@
-"""A disk that takes no more costs what cannot be written, never the run; and nothing half-written is ever resumed."""
+"""A full disk costs checkpoints, never the run; and no run is ever resumed from a half-written checkpoint."""
 
 import ctypes
 import errno
@@ -30,7 +30,7 @@ CHOSEN = ["hydra.run.dir=run", "checkpoint.every=3", "eval_every=3", "log_every=
 
 
 class Failing:
-    """The calls that write a checkpoint, of which the one of number `at`, and those after it, are refused."""
+    """Makes the `at`-th of the calls that write a checkpoint fail, and all later ones."""
 
     def __init__(self, monkeypatch, at: int, number: int, times: int = 1) -> None:
         self.at, self.number, self.times, self.calls = at, number, times, 0
@@ -166,7 +166,7 @@ def test_what_cannot_be_removed_is_said_once_and_does_no_harm(tmp_path, monkeypa
     assert run.steps() == [10, 40, 50]
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith(
-        f"stabletrain: {run.path(10)} is of no more use and cannot be removed (Device or resource busy"
+        f"stabletrain: {run.path(10)} is no longer needed and cannot be deleted (Device or resource busy"
     )
 
 
@@ -216,7 +216,7 @@ def test_a_run_folder_that_is_deleted_is_made_again(tmp_path, capfd):
     assert record.read()["status"] == "finished"
     first, second = capfd.readouterr().err.splitlines()
     assert "metrics.jsonl had been deleted: it is made again, without the lines up to here" in first
-    assert f"{run.folder} had gone with all that was in it: it is made again, with the checkpoint of step 20" in second
+    assert f"{run.folder} was deleted with all its checkpoints: recreated it for the checkpoint of step 20" in second
 
 
 def test_a_file_in_the_folders_place_costs_checkpoints_until_it_is_gone(tmp_path, capfd):
@@ -315,8 +315,8 @@ def test_checkpoints_that_cannot_be_written_are_refused_before_the_first_step(tm
             with pytest.raises(ConfigError) as caught:
                 Run(tmp_path)
         assert str(caught.value) == (
-            f"no checkpoint can be written to {tmp_path / 'checkpoints'} ({os.strerror(number)}): mend that, choose "
-            "another hydra.run.dir, or train without, by checkpoint=off"
+            f"no checkpoint can be written to {tmp_path / 'checkpoints'} ({os.strerror(number)}): fix this, choose "
+            "another hydra.run.dir, or train without checkpoints: checkpoint=off"
         )
         assert list((tmp_path / "checkpoints").iterdir()) == []
 
@@ -343,7 +343,7 @@ def test_a_run_that_did_not_start_leaves_what_the_folder_said(tmp_path, monkeypa
 
 
 def in_a_small_world(script: str, folder: Path) -> subprocess.CompletedProcess:
-    """Runs a shell script that may mount file systems, which nobody else sees and which end with it."""
+    """Runs a shell script in its own mount namespace: its mounts are invisible to others and end with it."""
     alone = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
     probe = "mount -t tmpfs -o size=1m tmpfs disk"
     folder.joinpath("disk").mkdir()

@@ -175,7 +175,7 @@ def test_where_none_is_healthy_the_newest_is_used_and_a_line_says_so(tmp_path, c
     assert run.preferred().step == 20
     damaged, sick = capfd.readouterr().err.splitlines()
     assert f"{run.path(30)}: state.json does not match" in damaged
-    says = f"{run.path(20)} is not healthy, and no healthy one is left: continuing from it all the same"
+    says = f"{run.path(20)} is not healthy, and no healthy one is left: continuing from it anyway"
     assert sick == f"stabletrain: {says}"
     assert [(kind, step) for kind, step, _ in run.events] == [("checkpoint_skipped", 30)]
 

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a checkpoint is noticed, the one before it is used, and one line names the file and why."""
+"""Any damage to a checkpoint is detected, the one before it is used, and one line names the file and the reason."""
 
 import errno
 import json
@@ -35,20 +35,20 @@ DAMAGE |= {
 DAMAGE |= {f"missing-{name}": (lambda c, n=name: (c / n).unlink(), f"{name} is missing") for name in FILES}
 DAMAGE |= {f"empty-{name}": (lambda c, n=name: (c / n).write_bytes(b""), name) for name in FILES}
 DAMAGE |= {f"longer-{name}": (lambda c, n=name: append(c / n), name) for name in FILES}
-DAMAGE |= {f"pipe-{name}": (lambda c, n=name: pipe(c / n), f"{name} is no file") for name in FILES}
-DAMAGE |= {f"folder-{name}": (lambda c, n=name: folder(c / n), f"{name} is no file") for name in FILES}
+DAMAGE |= {f"pipe-{name}": (lambda c, n=name: pipe(c / n), f"{name} is not a regular file") for name in FILES}
+DAMAGE |= {f"folder-{name}": (lambda c, n=name: folder(c / n), f"{name} is not a regular file") for name in FILES}
 DAMAGE |= {
     f"link-loop-{name}": (lambda c, n=name: loop(c / n), f"{name} cannot be read .Too many levels of symbolic links")
     for name in FILES
 }
 DAMAGE |= {
-    "manifest-cut": (lambda c: cut(c / "manifest.json", 1), "manifest.json does not hold what it should"),
+    "manifest-cut": (lambda c: cut(c / "manifest.json", 1), "manifest.json has unexpected content"),
     "manifest-edited": (lambda c: edit(c / "manifest.json", "true", "false"), f"manifest.json {CHECKSUM}"),
-    "manifest-no-object": (lambda c: (c / "manifest.json").write_text("[]"), "manifest.json does not hold"),
-    "manifest-deep": (lambda c: (c / "manifest.json").write_text("[" * 100_000), "manifest.json does not hold"),
+    "manifest-no-object": (lambda c: (c / "manifest.json").write_text("[]"), "manifest.json has unexpected content"),
+    "manifest-deep": (lambda c: (c / "manifest.json").write_text("[" * 100_000), "has unexpected content"),
     "manifest-endless": (
         lambda c: os.truncate(c / "manifest.json", reader.LARGEST_MANIFEST + 1),
-        "which is no manifest",
+        "too many for a manifest",
     ),
     "empty-folder": (lambda c: (shutil.rmtree(c), c.mkdir()), "manifest.json is missing"),
     "foreign-folder": (lambda c: (shutil.rmtree(c), c.mkdir(), (c / "a.txt").touch()), "manifest.json is missing"),
@@ -57,45 +57,45 @@ DAMAGE |= {
     "a-link-to-nothing": (lambda c: (shutil.rmtree(c), c.symlink_to("gone")), "manifest.json is missing"),
     "another-steps": (
         lambda c: (shutil.rmtree(c), shutil.copytree(c.with_name("step-00000010"), c)),
-        "its manifest is of step 10",
+        "its manifest says step 10",
     ),
     "other-format": (
         lambda c: rewrite_manifest(c, format=99),
-        "manifest.json is of format 99; this version reads 1 and 2",
+        "manifest.json has format 99; this version reads 1 and 2",
     ),
     "another-runs": (
         lambda c: rewrite_manifest(c, info={"run": "a2b3c4d5"}),
-        "it is of run a2b3c4d5, and this is run ours0000",
+        "it belongs to run a2b3c4d5, but this is run ours0000",
     ),
 }
-# With a manifest that is right: made by somebody who means harm, or by another program.
+# With a manifest that is right: forged, or written by another program.
 DAMAGE |= {
     "forged-escape": (
         lambda c: rewrite_manifest(c, files={"../../secret": {"bytes": 1, "sha256": ""}}),
         f"manifest.json {CHECKSUM}",
     ),
-    "forged-step": (lambda c: rewrite_manifest(c, step="20"), "manifest.json does not hold what it should"),
-    "forged-health": (lambda c: rewrite_manifest(c, healthy="yes"), "manifest.json does not hold what it should"),
-    "forged-loss": (lambda c: rewrite_manifest(c, val_loss="low"), "manifest.json does not hold what it should"),
-    "forged-info": (lambda c: rewrite_manifest(c, info=[1]), "manifest.json does not hold what it should"),
+    "forged-step": (lambda c: rewrite_manifest(c, step="20"), "manifest.json has unexpected content"),
+    "forged-health": (lambda c: rewrite_manifest(c, healthy="yes"), "manifest.json has unexpected content"),
+    "forged-loss": (lambda c: rewrite_manifest(c, val_loss="low"), "manifest.json has unexpected content"),
+    "forged-info": (lambda c: rewrite_manifest(c, info=[1]), "manifest.json has unexpected content"),
     "forged-files": (
         lambda c: rewrite_manifest(c, files=dict.fromkeys(FILES[:3], 7)),
-        "manifest.json does not hold what it should",
+        "manifest.json has unexpected content",
     ),
     "forged-skeleton": (
         lambda c: forge(c, {"state.json": b'{"model": {"w": {"$tensor": "absent"}}, "training": {}}'}),
-        "model.safetensors does not hold what it should",
+        "model.safetensors has unexpected content",
     ),
-    "forged-skeleton-list": (lambda c: forge(c, {"state.json": b"[]"}), "state.json does not hold what it should"),
+    "forged-skeleton-list": (lambda c: forge(c, {"state.json": b"[]"}), "state.json has unexpected content"),
     "forged-deep-skeleton": (
         lambda c: forge(c, {"state.json": b"[" * 100_000}),
-        "state.json does not hold what it should",
+        "state.json has unexpected content",
     ),
 }
 DAMAGE |= {
     f"forged-header-{kind}": (
         lambda c, h=header: forge(c, {"model.safetensors": h}),
-        "model.safetensors does not hold what it should",
+        "model.safetensors has unexpected content",
     )
     for kind, header in {
         "huge": (1 << 62).to_bytes(8, "little") + b"{}",
@@ -466,7 +466,7 @@ def test_another_models_checkpoint_in_the_folder_is_passed_over(tmp_path, traine
     shutil.copytree(other.path(6), newest)
     done = command(*TINY_GPT, *CHOSEN, "resume=auto", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"checkpoint skipped: {newest}: it is of run theirs00, and this is run " in done.stderr
+    assert f"checkpoint skipped: {newest}: it belongs to run theirs00, but this is run " in done.stderr
     assert "resumed after step 3, from" in done.stdout
 
 

@@ -1,4 +1,4 @@
-"""A tree survives the way through JSON and safetensors bit for bit; its host copy is nobody else's memory."""
+"""A tree survives JSON and safetensors bit for bit; its host copy shares no memory."""
 
 import json
 import math

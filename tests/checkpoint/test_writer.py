@@ -1,4 +1,4 @@
-"""What is saved is what is loaded, and a checkpoint is complete or absent, whenever the process is killed."""
+"""What is loaded is what was saved, and a checkpoint is complete or absent, whenever the process is killed."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""A compiled model: proved without a trace, compiled for one shape only, plain again where it cannot be compiled."""
+"""A compiled model: tried without side effects, compiled for one shape only, eager again if it cannot be compiled."""
 
 import numpy as np
 import pytest
@@ -110,7 +110,7 @@ def test_no_gradient_is_summed_in_the_order_in_which_threads_come():
 
 
 def test_a_late_run_of_a_process_is_compiled_as_the_first_was(compiled):
-    """PyTorch gives up in silence after eight forms of one function."""
+    """By default PyTorch silently runs eagerly after eight recompilations."""
     for number in range(12):
         width = 4 + number
         model, inputs = Worn(width), torch.randn(4, width)

@@ -67,7 +67,7 @@ def test_strict_refuses_what_has_no_deterministic_form_and_seeded_lifts_that_aga
 
 
 def switches():
-    """What PyTorch itself says of everything that strict sets."""
+    """PyTorch's current values of all switches that strict sets."""
     return {
         "use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "fill_uninitialized_memory": torch.are_deterministic_algorithms_enabled()

@@ -229,7 +229,7 @@ def test_utilisation_is_work_over_what_the_cards_could_do():
 
 @pytest.mark.slow
 def test_the_peak_memory_of_a_run_does_not_count_what_was_freed_before_it():
-    """Nor what the process held that started it: it has one of its own, started by this one, which is larger."""
+    """In a process of its own, started by this larger one, whose memory must not count."""
     subprocess.run([sys.executable, "-c", PEAKS], cwd=ROOT, check=True)
 
 

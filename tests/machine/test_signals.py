@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted, answered once, and the handlers of before come back."""
+"""Signals that ask a run to stop: recorded, handled once, and the previous handlers are restored."""
 
 import signal
 import threading

@@ -41,7 +41,7 @@ def start(count: int, *arguments: str, cwd: Path) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen, timeout: float = PATIENCE) -> subprocess.CompletedProcess:
-    """Waits for its end, which is in time or an error.
+    """Waits for the process to end; raises if it takes too long.
 
     Raises:
         AssertionError: it hangs; with what it had said.
@@ -84,7 +84,7 @@ def until(reached: Callable[[], bool], process: subprocess.Popen) -> None:
 
 
 def performed(place: Path, count: int, cases: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What each rank saw of each case; run once, by the first of several test processes that asks."""
+    """Results of each case on each rank. The first test process to ask runs them all, once."""
     place.mkdir(parents=True, exist_ok=True)
     with alone(place / "lock"):
         if not (place / "done").exists():
@@ -95,7 +95,7 @@ def performed(place: Path, count: int, cases: Mapping[str, Any]) -> list[dict[st
 
 
 class OnDemand(Mapping[str, dict[str, Any]]):
-    """What one rank saw of each case; a case runs when it is first asked for."""
+    """Results of each case on one rank; a case runs when it is first asked for."""
 
     def __init__(self, rank: int, names: Collection[str], seen: Callable[[str], list[dict[str, Any]]]) -> None:
         self._rank, self._names, self._seen = rank, names, seen
@@ -111,7 +111,7 @@ class OnDemand(Mapping[str, dict[str, Any]]):
 
 
 def on_demand(place: Path, count: int, cases: Mapping[str, Any]) -> list[OnDemand]:
-    """What each rank sees of each case, which only the tests that were chosen ask for; its folder is `place / name`."""
+    """Results on each rank of the cases that the selected tests ask for; a case's folder is `place / name`."""
 
     @cache
     def seen(name: str) -> list[dict[str, Any]]:
@@ -122,7 +122,7 @@ def on_demand(place: Path, count: int, cases: Mapping[str, Any]) -> list[OnDeman
 
 
 def forked(count: int, *argv: str, cwd: Path, logs: Path) -> None:
-    """Runs `count` ranks to their end, as forks of one process: torchrun would import torch once for each of them.
+    """Runs `count` ranks as forks of one process: torchrun would import torch in each of them.
 
     They see the variables that torchrun sets, and a store that outlives each of them, as torchrun's does.
 

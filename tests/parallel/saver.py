@@ -45,7 +45,7 @@ def trained(place: Path, name: str, *overrides: str) -> TrainingRun:
 
 
 def gathering(work: Callable[[], Any]) -> tuple[Any, int]:
-    """What `work` returns, and how often it had the ranks exchange parts of a sharded tensor."""
+    """Returns the result of `work`, and how often it communicated shards."""
     count, kept = 0, (DTensor.full_tensor, DTensor.redistribute)
 
     def counting(function: Callable) -> Callable:
@@ -91,13 +91,13 @@ def counted(save: Callable) -> tuple[Callable, list[int]]:
 
 
 def failing(place: Path) -> dict[str, Any]:
-    """A run of which rank 1 alone finds the disk full at step 4."""
+    """Runs with a disk that is full at step 4 for rank 1 only."""
     job = trained(place, "full", "faults=disk_full", "faults.at=[4]", "faults.rank=1")
     return {"left": left(place / "full"), "step": job.state.step}
 
 
 def ill(place: Path) -> dict[str, Any]:
-    """Checkpoints of which rank 1's part is not as it should be, each in another way."""
+    """Damages rank 1's files of a checkpoint, in a different way each time."""
     seen: dict[str, Any] = {}
     job = made(place, "ill")
     checkpoints = job.rollback.checkpoints
@@ -140,7 +140,7 @@ def left(folder: Path) -> list[str]:
 
 
 def damaged(place: Path) -> dict[str, Any]:
-    """A run that goes on after one bit of rank 1's part of its newest checkpoint has turned."""
+    """Resumes a run after one bit has flipped in rank 1's files of the newest checkpoint."""
     trained(place, "bad")
     if current_ranks().rank == 0:
         file = (
@@ -159,7 +159,7 @@ def damaged(place: Path) -> dict[str, Any]:
 
 
 def main(place: Path) -> int:
-    """All of it; a rank's results are there when it is done."""
+    """Runs everything. A rank's results appear when it is done."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)  # a rank that hangs says where
     seen, since = {}, time.monotonic()

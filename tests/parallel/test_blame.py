@@ -1,4 +1,4 @@
-"""Forensics on two ranks: one folder for one incident, and in it the rank that is to blame."""
+"""Forensics on two ranks: one folder per incident, which names the culprit rank."""
 
 import json
 

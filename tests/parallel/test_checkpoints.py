@@ -153,7 +153,7 @@ def test_a_manifest_that_leaves_a_part_out_is_refused(checkpoint):
     files = json.loads((checkpoint / "manifest.json").read_text())["files"]
     for lost, says in ((SHARDS[1], "model/"), (SHARDS[0], "model/"), (SHARDS[2], "training/")):
         rewrite_manifest(checkpoint, files={name: entry for name, entry in files.items() if name != lost})
-        with pytest.raises(UnusableCheckpoint, match=f"{says} does not hold what it should"):
+        with pytest.raises(UnusableCheckpoint, match=f"{says} has unexpected content"):
             reader.verify(checkpoint)
     rewrite_manifest(checkpoint, files=files | {"../shard-00003-model-00001-of-00001.safetensors": files[SHARDS[0]]})
     with pytest.raises(UnusableCheckpoint, match="does not match its checksum"):

@@ -18,7 +18,7 @@ QUICK = ["forensics=off", "monitors=none", "log_every=1", "precision=fp32", "sch
 GPT = [*TINY_GPT, *QUICK, "model.dropout=0.1", "steps=16", "checkpoint.every=4", "eval_every=8"]
 ROLLBACK = ["guard.snapshot_every=5", "guard.healthy_after=2"]
 FLIP = ["faults=bitflip", "faults.at=[6]", "faults.rank=1", "faults.bit=12"]
-"""Of a mantissa: no loss and no gradient norm shows it."""
+"""A bit of the mantissa: too small to show in the loss or the gradient norm."""
 RESNET = [*TINY_RESNET, *QUICK, "model.depth=8", "guard.snapshot_every=2", "guard.healthy_after=1"]
 
 CASES = {

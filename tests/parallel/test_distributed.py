@@ -41,7 +41,7 @@ DDP_ONLY = {
     "monitors": [*GPT, "monitors=full", "monitors.every=2"],
     "chunks": [*GPT, "loss_chunk=7", "grad_accum_steps=2"],
 }
-"""What looks at whole tensors."""
+"""Options that need whole tensors."""
 
 NARROW = {
     "bf16": [*GPT, "precision=bf16"],
@@ -69,7 +69,7 @@ REFUSED = {
     "fsdp/monitors": ["monitors=full"],
     "fsdp/bf16_params": ["precision=bf16_params"],
 }
-"""What needs whole tensors, refused."""
+"""Options that need whole tensors, rejected with fsdp."""
 
 UNUSED = [*RESNET, "model._target_=tests.parallel.given.Unused", "init=torch"]
 UNUSED_CASES = {
@@ -147,7 +147,7 @@ def test_what_looks_at_whole_tensors_does_so_with_ddp(two, one, name):
 def test_and_is_refused_with_fsdp(two, name):
     for seen in two:
         assert seen[name]["error"] == "ConfigError"
-        assert "needs whole tensors, and parallel=fsdp parts them between the ranks: use " in seen[name]["message"]
+        assert "needs whole tensors, but parallel=fsdp shards them across the ranks: use " in seen[name]["message"]
         assert REFUSED[name][0] in seen[name]["message"]
 
 
@@ -158,7 +158,7 @@ def test_chunks_of_a_loss_are_refused_with_fsdp(two):
 
 
 def test_weights_that_are_replaced_for_the_update_are_refused_with_ddp(two):
-    """Its hold on gradients is on the tensors that it was given; it raised in the second step."""
+    """DDP holds on to the tensors it was given: without this check it raised in the second step."""
     for seen in two:
         assert seen["ddp/bf16_params"]["error"] == "ConfigError"
         assert "precision=bf16_params trains in one process only" in seen["ddp/bf16_params"]["message"]
@@ -185,7 +185,7 @@ def test_four_ranks_compute_what_one_does(four, one, kind):
 @pytest.mark.slow(unless=lambda name: name.partition("/")[2] in ESSENTIAL)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_rank_reads_the_same_numbers(two, name):
-    """To the last bit: whatever is decided by them is decided alike."""
+    """Bitwise, so that all ranks decide alike."""
     first, second = (seen[name] for seen in two)
     assert first["error"] is None, first["message"]
     for field in ("readings", "verdicts", "weights", "parts", "val"):
@@ -227,16 +227,16 @@ def test_several_ranks_without_a_choice_are_ddp(two):
 
 
 def test_uneven_targets_make_a_difference(one):
-    """The mean over the ranks' means would not be the mean over the targets; the test above would be blind to it."""
+    """With equal numbers of targets, the test above could not tell a mean of means from the mean over targets."""
     assert numbers(one(*BOTH["uneven"]), "loss") != pytest.approx(numbers(one(*GPT), "loss"), rel=1e-3)
 
 
 @pytest.mark.slow
 def test_a_model_with_a_parameter_that_a_step_leaves_out(two, one):
-    """DDP would reduce nothing of that parameter's neighbours, and go on with a gradient for each rank."""
+    """DDP would not reduce that parameter's bucket, and each rank would continue with its own gradients."""
     for seen in two:
         for name in ("found", "sharded"):
             agree(seen[name], one(*UNUSED))
         assert seen["not_found"]["error"] == "ConfigError"
-        assert "parallel.find_unused_parameters=false, and 'spare.weight'" in seen["not_found"]["message"]
+        assert "parallel.find_unused_parameters=false, but 'spare.weight'" in seen["not_found"]["message"]
         assert seen["not_found"]["readings"] == [], "refused before the first update"

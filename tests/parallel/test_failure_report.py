@@ -1,4 +1,4 @@
-"""What a rank leaves in the store when it ends, and what the others make of it."""
+"""What a rank publishes when it dies, and what the others report."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ from stabletrain.parallel.ranks import Ranks
 
 HERE = platform.node()
 CLOSED = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1234")
-"""What gloo raises where another rank has ended."""
+"""What gloo raises if another rank has ended."""
 
 
 class Store(dict):
@@ -40,7 +40,7 @@ class Store(dict):
 
 @pytest.fixture
 def store(monkeypatch):
-    """A store in place of torchrun's, and no waiting for words that do not come."""
+    """Replaces torchrun's store, and does not wait for missing messages."""
     made = Store()
     monkeypatch.setattr(failure_report, "register", lambda: made)
     monkeypatch.setattr(failure_report, "PATIENCE", 0.0)
@@ -74,7 +74,7 @@ def test_an_error_of_another_kind_is_left_alone(store):
     assert as_rank_lost(ValueError("Connection closed by peer"), rank(0)) is None
     assert as_rank_lost(RuntimeError("out of memory"), rank(0)) is None
     assert as_rank_lost(ConfigError("steps=0 is below 1"), rank(0)) is None
-    assert as_rank_lost(CLOSED, Ranks()) is None, "one process has lost nobody"
+    assert as_rank_lost(CLOSED, Ranks()) is None, "one process cannot lose a rank"
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -83,17 +83,17 @@ def test_a_loss_that_is_known_already_stays_as_it_is(store):
     assert as_rank_lost(error, rank(0)) is error
 
 
-def test_a_process_that_is_gone_without_a_word_is_named(store):
+def test_a_process_that_ended_without_a_message_is_named(store):
     process = subprocess.Popen(["true"])
     process.wait()
     put(rank(1), "at", f"{HERE} {process.pid}")
     told = describe_lost_rank(rank(0))
-    assert told.startswith(f"rank 1 of 2 (process {process.pid} on {HERE}) has ended without a word")
+    assert told.startswith(f"rank 1 of 2 (process {process.pid} on {HERE}) has ended without an error message")
 
 
 def test_processes_that_still_run_are_not_accused(store):
     publish_location(rank(1))
-    assert describe_lost_rank(rank(0)) == "another rank no longer answers, though all still run"
+    assert describe_lost_rank(rank(0)) == "another rank no longer responds, although all still run"
 
 
 def test_of_another_machine_only_its_name_is_known(store):
@@ -102,25 +102,25 @@ def test_of_another_machine_only_its_name_is_known(store):
     assert describe_lost_rank(rank(0, 3)).endswith("one of those on other machines (2 on far_away)")
 
 
-def test_a_word_that_comes_late_is_waited_for(store, monkeypatch):
+def test_a_late_message_is_waited_for(store, monkeypatch):
     monkeypatch.setattr(failure_report, "PATIENCE", 60.0)
     monkeypatch.setattr(failure_report.time, "sleep", lambda seconds: publish_failure(rank(1), ValueError("late")))
     publish_location(rank(1))
     assert describe_lost_rank(rank(0)) == "rank 1 of 2 has ended: ValueError: late"
 
 
-def test_words_of_an_earlier_start_do_not_count(store):
+def test_messages_from_before_a_restart_are_ignored(store):
     publish_failure(rank(1), ValueError("before"))
     assert get(rank(0), "last", 1) == "ValueError: before"
     assert get(rank(0, restarts=1), "last", 1) == ""
 
 
-def test_words_are_one_short_line(store):
+def test_a_message_is_one_short_line(store):
     put(rank(1), "last", "a\n b " + "x" * 1000)
     assert get(rank(0), "last", 1) == ("a b " + "x" * 1000)[: failure_report.LENGTH]
 
 
-def test_one_process_leaves_no_word(store):
+def test_one_process_publishes_nothing(store):
     publish_failure(Ranks(), ValueError("alone"))
     assert store == {}
 
@@ -135,7 +135,7 @@ def test_a_store_that_is_gone_does_no_harm(monkeypatch):
     assert get(rank(0), "at", 1) == ""
 
 
-def test_a_process_that_waits_to_be_collected_is_over():
+def test_a_zombie_counts_as_ended():
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert not lives(str(process.pid))

@@ -1,4 +1,4 @@
-"""Laws 3 and 8 on two ranks: whichever rank meets a fault, all withhold the same steps, and nothing changes on any."""
+"""Laws 3 and 8 on two ranks: if any rank sees a fault, all skip the update, and no state changes."""
 
 import itertools
 
@@ -145,5 +145,5 @@ def test_the_guilty_rank_is_known(both):
     for seen in both:
         named = {reading["step"] - 1: reading["rank"] for reading in seen["readings"] if reading["rank"] >= 0}
         for fault in FAULTS["gpt"]:
-            if fault["kind"] != "gradient":  # which has met the others' before anybody looks
+            if fault["kind"] != "gradient":  # gradients are reduced before they are inspected
                 assert named[fault["at"][0]] == fault["rank"], fault

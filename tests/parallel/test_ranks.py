@@ -1,4 +1,4 @@
-"""How a rank ends: with its own code, whatever the threads that it leaves behind are doing."""
+"""A rank exits with its own code, whatever its remaining threads are doing."""
 
 import pytest
 

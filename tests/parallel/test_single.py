@@ -1,4 +1,4 @@
-"""One process: what it is given comes back as it was."""
+"""One process: every method returns its argument unchanged."""
 
 from contextlib import nullcontext
 

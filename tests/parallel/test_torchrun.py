@@ -1,4 +1,4 @@
-"""torchrun and `train.py`, as a user types them: ranks that are killed or stopped, one writer, messages said once."""
+"""torchrun and `train.py`, as a user types them: killed or stopped ranks, one writer, each message printed once."""
 
 import json
 import os
@@ -29,7 +29,7 @@ FORCED = "forcefully exiting"
 
 @pytest.fixture(scope="module")
 def whole(shared_place):
-    """The run folders of runs that nobody disturbed."""
+    """Run folders of undisturbed runs."""
     performed(shared_place / "undisturbed_two", 2, CASES)
     return shared_place / "undisturbed_two"
 
@@ -73,11 +73,11 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_is_continued(tmp_path, whole
     assert FORCED not in done.stderr, "the other rank has ended by itself"
     assert f"[rank {1 - killed}] stabletrain: rank {killed} of 2 (process {process_killed} on " in done.stderr
     assert f"[rank {1 - killed}] Traceback" not in done.stderr
-    if killed:  # else nobody is left who writes
+    if killed:  # else no process is left to write
         found = record(tmp_path / "run")
         assert found["status"] == "failed"
         assert found["reason"].startswith(f"rank 1 of 2 (process {process_killed} on ")
-        assert "has ended without a word: it was killed" in found["reason"]
+        assert "has ended without an error message: it was killed" in found["reason"]
     root = done.stderr[done.stderr.index("Root Cause") :]
     assert f"rank      : {killed} " in root
     assert "SIGKILL" in root

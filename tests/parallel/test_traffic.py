@@ -1,4 +1,4 @@
-"""The formula of traffic and memory is what two ranks that train really send and hold.
+"""The formula of traffic and memory equals what two ranks in training really send and hold.
 
 The runs are made once, by torchrun: `python -m tests.parallel.test_traffic <folder>` on each rank. A dispatch mode sees
 every collective that the loop calls between the beginnings of two steps, and of what size; the sizes of what it holds
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 RANKS = 2
 SMALL = ["steps=5", "warmup.steps=1", "eval_every=99", "checkpoint=off", "monitors=none", "forensics=off"]
 UNEVEN = ["model.n_head=1", "model.n_embd=17", "model.position=learned"]
-"""Widths that two ranks do not divide."""
+"""Widths that are not divisible by two ranks."""
 
 CASES: dict[str, list[str]] = {
     "ddp": [*TINY_GPT, "parallel=ddp"],
@@ -71,7 +71,7 @@ class Seen(TorchDispatchMode):
 
 
 def train(overrides: list[str], folder: Path) -> dict[str, Any]:
-    """What one step of the run sends, and what the rank holds when that step is over."""
+    """What one step of the run sends, and the memory the rank holds after it."""
     from stabletrain.trainer import loop
     from stabletrain.trainer.build import build
 
@@ -112,12 +112,12 @@ def held(state: TrainState) -> dict[str, int]:
 
 
 def moments(states: Mapping[Any, Mapping[str, Any]]) -> list[Any]:
-    """All that an optimizer keeps for a parameter but the number of its steps."""
+    """The optimizer state of a parameter, without its step counter."""
     return [value for values in states.values() for key, value in values.items() if key != "step"]
 
 
 def nbytes(tensors: list[Any]) -> int:
-    """Bytes of this rank's parts; a counter is no part."""
+    """Bytes of this rank's shards; step counters are excluded."""
     parts = [each.local if isinstance(each, Piece) else each for each in tensors]
     local = [part.to_local() if is_sharded(part) else part for part in parts]
     return sum(part.nbytes for part in local if part.is_floating_point())
@@ -135,7 +135,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def sizes_of(overrides: list[str]) -> traffic.Sizes:
-    """The sizes of a configuration's model, of which nothing is allocated."""
+    """The sizes of a configuration's model, without allocating it."""
     with composed(*overrides) as cfg, torch.device("meta"):
         data = make(cfg, "data")
         return traffic.of(make_model(cfg, data))
@@ -165,7 +165,7 @@ def test_a_rank_holds_what_the_formula_says(name: str, found: dict[str, Any]):
 
 
 def test_gradients_lie_beside_the_buckets(found: dict[str, Any]):
-    """Were they views into the buckets, `Memory.whole` of DDP would be nothing."""
+    """If gradients were views into DDP's buckets, `Memory.whole` would be 0."""
     assert found["ddp"]["views"] is False
 
 
@@ -181,7 +181,7 @@ def test_the_cases_are_not_trivial(found: dict[str, Any]):
 
 
 def test_ring():
-    """Closed forms at four ranks: each sends 3/4 of the whole for every time that it goes round."""
+    """Closed forms at four ranks: each sends 3/4 of the whole per pass around the ring."""
     assert traffic.Collective("all_gather", 400).sent(4) == traffic.Collective("reduce_scatter", 400).sent(4) == 300
     assert traffic.Collective("all_reduce", 400).sent(4) == 600
     assert traffic.Collective("all_reduce", 400).messages(4) == 6
@@ -206,7 +206,7 @@ def test_every_model_can_be_asked(name: str):
 
 @pytest.mark.parametrize("ranks", [2, 7, 64])
 def test_parts_cover_the_whole(ranks: int):
-    """No rank's part is short of its share, and padding is less than a row of each tensor a rank."""
+    """No rank holds less than its share, and padding is at most a row of each tensor per rank."""
     sizes = traffic.gpt(2, 24, 100, 16)
     padded = ranks * traffic.part(sizes.shapes, ranks)
     rows = sum(ranks * shape[-1] if len(shape) > 1 else ranks for shape in sizes.shapes)

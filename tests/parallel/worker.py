@@ -26,7 +26,7 @@ from stabletrain.trainer.run import TrainingRun
 from tests.runs import composed
 
 PARTS = ("clipping", "precision")
-"""What else a withheld step must leave alone, beside model, buffers and optimizer."""
+"""What a skipped step must not change, besides model, buffers and optimizer."""
 
 
 PATIENCE = 270
@@ -34,7 +34,7 @@ PATIENCE = 270
 
 
 class Crash(Exception):
-    """What a killed group of processes looks like from inside: nothing more runs."""
+    """Stands for a killed group of processes: nothing runs after it."""
 
 
 def perform(place: Path, name: str, case: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,13 +114,13 @@ def finish(job: TrainingRun, seen: dict[str, Any]) -> None:
 
 
 def bits(job: TrainingRun) -> str:
-    """All that this rank holds of weights, buffers, moments and step counters, and of what has memory in a step."""
+    """This rank's weights, buffers, moments and step counters, and the state of all stateful parts."""
     tree = capture(job.state, {name: job.rollback.parts[name] for name in PARTS})
     return digest({"state": {**tree, "step": 0, "tick": 0}, "buffers": dict(job.state.model.named_buffers())})
 
 
 def digest(tree: Any) -> str:
-    """A hash of all tensors, of a sharded one this rank's part, and of everything beside them."""
+    """A hash of all tensors (of sharded ones, the local shard) and of all other values."""
     tensors, skeleton = flatten(tree)
     found = hashlib.sha256(repr(skeleton).encode())
     for name, tensor in tensors.items():
@@ -143,7 +143,7 @@ def tensors_of(job: TrainingRun) -> dict[str, str]:
 
 
 def main(place: Path) -> int:
-    """Performs every case in turn; a rank's results are there when all are done."""
+    """Runs every case in turn. A rank's results appear when all are done."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)  # a rank that hangs says where
     cases = json.loads((place / "cases.json").read_text())
@@ -157,7 +157,7 @@ def main(place: Path) -> int:
 
 
 def numbers(seen: Mapping[str, Any], field: str) -> list[float]:
-    """One number of every reading, in the order of steps; NaN where it is not finite, so that lists compare."""
+    """One number of every reading, in order of steps; NaN if it is not finite, so that lists compare."""
     return [value if math.isfinite(value := reading[field]) else math.nan for reading in seen["readings"]]
 
 
