@@ -9,13 +9,7 @@ from collections.abc import Iterable
 
 
 def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Returns the known name most similar to `word`; empty if none is close.
-
-    Args:
-        word: the typed name.
-        known: all valid names.
-        cutoff: minimum similarity, in [0, 1]; see `difflib.get_close_matches`.
-    """
+    """Returns the known name most similar to `word`; empty if none reaches `cutoff`, in [0, 1] (see `difflib`)."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
 
 

@@ -66,9 +66,7 @@ class RunFailed(Exception):
 def launch(main: Callable[[], Any], config_dir: Path) -> int:
     """Runs `main`, Hydra's decorated entry point, with `sys.argv`; returns the process's exit code.
 
-    Args:
-        main: composes the configuration and runs the jobs.
-        config_dir: the project's `conf/`.
+    `config_dir` is the project's `conf/`.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra must raise its errors: they are explained below
     # the config store is a singleton, but --help would deep-copy it 160 times
@@ -207,8 +205,6 @@ def build_and_train(cfg: DictConfig, folder: Path, shown: Any = None) -> float |
     """Builds a run and trains it; returns the last validation loss, in nats.
 
     Args:
-        cfg: checked by `check`.
-        folder: the run folder.
         shown: shows the progress; None for the terminal.
     """
     from stabletrain.trainer.build import build  # imports torch, which the checks do without

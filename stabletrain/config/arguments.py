@@ -177,7 +177,6 @@ def newest_of_same(typed: Arguments, part: str = ".") -> str | None:
     """Finds the newest run below `outputs/` (or sweep below `multirun/`) that was started with the same overrides.
 
     Args:
-        typed: the command line.
         part: the subfolder of a sweep that records its command, if the sweep's own folder does not.
     """
     if typed.sweeps:
@@ -209,12 +208,7 @@ def program(ranks: Ranks) -> list[str]:
 
 
 def resume_command(ranks: Ranks, folder: Path) -> str:
-    """Returns the command that continues an interrupted run: the typed one with `resume=auto`.
-
-    Args:
-        ranks: this process's rank and the world size.
-        folder: the run folder.
-    """
+    """Returns the command that continues an interrupted run: the typed one with `resume=auto`."""
     words = program(ranks)
     if LAUNCH in os.environ:
         return f"automatically if Slurm requeues the job; otherwise: {shlex.join([*words, f'resume={folder}'])}"

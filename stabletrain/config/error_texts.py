@@ -23,10 +23,7 @@ EXTRAS = ("joblib", "optuna")
 def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
     """Turns Hydra's error about a command line into one message; None if the error has another cause.
 
-    Args:
-        error: raised while Hydra composed the configuration.
-        config_dir: the project's `conf/`.
-        typed: the command line.
+    Unknown names are looked up in `config_dir` and in the user's own config folders.
     """
     origin = {raised_in(error), type(error).__module__.split(".")[0]}
     text = str(error)

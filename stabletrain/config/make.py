@@ -15,11 +15,6 @@ from stabletrain.errors import ConfigError, StabletrainError
 def make(cfg: DictConfig, group: str, **given: Any) -> Any:
     """Builds the object of a config group; its arguments are plain Python values, not OmegaConf containers.
 
-    Args:
-        cfg: the composed configuration.
-        group: the config group.
-        given: more keyword arguments for the target.
-
     Raises:
         ConfigError: the option has an unknown key, or a value is out of bounds.
     """

@@ -23,14 +23,7 @@ def opening(
     machine: str,
     folder: str,
 ) -> str:
-    """Returns three lines: model, data and machine; the settings; the run folder.
-
-    Args:
-        choices: the chosen option of each config group.
-        config: the composed configuration as plain values.
-        tools: the step's `Tools`.
-        machine: names the device and the number of threads.
-    """
+    """Returns three lines: model, data and machine; the settings; the run folder."""
     size = sum(p.numel() for p in model.parameters())
     about = getattr(data, "summary", choices["data"])
     precision = tools.precision
@@ -99,12 +92,9 @@ def closing(
     """Returns the last lines: the result, the guard's work, the pace, a text sample, the run folder, the next command.
 
     Args:
-        state: the run's `TrainState` at its end.
-        history: the run's `History`.
         unit: unit of throughput: `tok`, `img` or `sample`.
         per: unit of the loss, such as `byte`.
-        sample: generated text; None for data that is not text.
-        again: a command to try next.
+        again: the command to try next.
     """
     loss = history.val.get("val/loss", math.nan)
     result = f"val loss {loss:.3f} nats/{per} ({loss / math.log(2):.2f} bits)"
@@ -141,7 +131,6 @@ def suggestion(typed: Arguments, has_attention: bool, per: str) -> str:
     """Returns a command that sweeps a few settings of the run that just ended.
 
     Args:
-        typed: the run's command line.
         has_attention: whether the model takes QK-norm, so that every `stability` preset fits it.
         per: unit of the loss.
     """

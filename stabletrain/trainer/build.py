@@ -2,12 +2,8 @@
 
     process -> data -> model and optimizer -> tools -> output -> restored state -> the run
 
-Hydra builds one object for each config group, from the `_target_` of the chosen option. Groups depend on each other in
-only three ways, all visible in the YAML or below:
-
-- a model's YAML takes `${qknorm}`, `${softcap}` and `${qkclip}`;
-- null sizes of a model (`vocab_size`, `block_size`, `num_classes`, `in_channels`) are taken from the data;
-- a precision gets the device.
+Hydra builds one object for each config group. Groups depend on each other in only three ways: a model's YAML takes
+`${qknorm}`, `${softcap}` and `${qkclip}`; null sizes of a model are taken from the data; a precision gets the device.
 """
 
 import sys
@@ -66,11 +62,8 @@ class Opened:
     """The run's outputs.
 
     Attributes:
-        folder: the path of the run folder.
         run_folder: keeps `run.json`, which is already written.
-        tracker: receives metrics, events and messages.
-        wandb: the W&B run, not started yet.
-        checkpoints: not opened yet.
+        wandb, checkpoints: not started or opened yet.
     """
 
     folder: Path
@@ -94,7 +87,6 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
 
     Args:
         cfg: checked by `config.checks.check`.
-        folder: the run folder.
         shown: shows the progress; None for the terminal.
 
     Raises:
@@ -343,10 +335,8 @@ def start_forensics(
 def closing_lines(
     cfg: DictConfig, source: Source, state: TrainState, history: History, guard: Guard, page: roles.Page, folder: Path
 ) -> str:
-    """Writes the run's page, and returns the last lines on the terminal.
-
-    All ranks must call it, because the model that generates the sample may be sharded.
-    """
+    """Writes the run's page, and returns the last lines on the terminal."""
+    # all ranks must call this, because the model that generates the sample may be sharded
     sample = sample_text(state.model, source.data, next(state.model.parameters()).device)
     page.write(sample)
     return closing(

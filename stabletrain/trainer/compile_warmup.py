@@ -23,7 +23,6 @@ def warm_up_compiled(
     Args:
         state: its model is compiled in place; nothing else changes.
         batch: a micro-batch on the model's device.
-        tools: everything that acts in a step.
         must: raise an error if the model cannot be compiled.
         any_rank: returns whether its argument is true on any rank.
 
@@ -55,11 +54,7 @@ def warm_up_compiled(
 
 
 def left_uncompiled(why: str, must: bool) -> tuple[Mapping[str, Any], str]:
-    """Returns the facts to record and the line to print for a model that stays uncompiled.
-
-    Raises:
-        ConfigError: `must` is set.
-    """
+    """Returns the same for a model that stays uncompiled; raises ConfigError if `must` is set."""
     if must:
         raise ConfigError(f"compile=true: the model cannot be compiled here ({why}): use compile=auto or compile=false")
     return {"compiled": False}, f"compile  off: {why}; training continues uncompiled (compile=false skips this attempt)"

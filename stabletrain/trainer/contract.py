@@ -50,10 +50,7 @@ def make_model(cfg: DictConfig, data: Any) -> nn.Module:
 
 
 def vocabulary(model: nn.Module, data: Any) -> int | None:
-    """Returns the model's vocabulary size, or None if it is unknown.
-
-    The model's `vocab_size` comes first, then the data's, then the size of the model's first embedding.
-    """
+    """Returns the model's `vocab_size`, else the data's, else the size of the first embedding; None if unknown."""
     for knows in (model, data):
         if isinstance(size := getattr(knows, "vocab_size", None), int):
             return size
@@ -106,13 +103,9 @@ def checked(batch: Any) -> Batch:
 
 
 def validation(data: Any, size: int, limit: int | None, ranks: Ranks) -> Iterator[Batch]:
-    """Yields this rank's share of the validation batches, in a fixed order.
+    """Yields this rank's share of the validation split, or of its first `limit` batches, in a fixed order.
 
     Every rank gets the same number of batches. A rank that runs out repeats the last one with all targets ignored.
-
-    Args:
-        size: samples per batch.
-        limit: batches over all ranks; None for the whole split.
     """
     count = data.batches(size, "val") if hasattr(data, "batches") else DEFAULT_VAL_BATCHES
     count = min(count, limit or count)

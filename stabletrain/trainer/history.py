@@ -17,7 +17,7 @@ class History:
     Attributes:
         best_loss: lowest validation loss so far, in nats, reached at `best_step`.
         val: metrics of the newest evaluation, after `val_step` steps.
-        updates: optimizer updates in the current weights.
+        updates: updates in the current weights; rolled-back ones are not counted.
         seconds: training time, without evaluations and checkpoints.
         units: tokens, images or samples consumed.
         lost_steps, lost_seconds: steps and training time that were rolled back.

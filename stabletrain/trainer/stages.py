@@ -30,9 +30,7 @@ class Process:
     """This process: its rank, its device, and how it computes.
 
     Attributes:
-        ranks: this process's rank and the world size.
         choices: the chosen option of each config group.
-        parallel, determinism, precision: the objects of these groups, ready to use.
         switches: the determinism settings in force, recorded in `run.json`.
     """
 
@@ -50,7 +48,6 @@ class Source:
     """The run's data.
 
     Attributes:
-        data: the data set, with a method `batch(step, size, split)`.
         unit: unit of throughput: `tok`, `img` or `sample`.
         per: unit of the loss, such as `byte`.
     """
@@ -65,8 +62,6 @@ class Trained:
     """The model and the optimizer, before the first step.
 
     Attributes:
-        state: holds both.
-        usage: measures memory use and, on known devices, FLOPs utilization.
         fp32_modules: names of the modules kept in fp32.
         parameters: number of parameters of the whole model.
     """

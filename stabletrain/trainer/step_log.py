@@ -12,14 +12,7 @@ NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 def log_step(run: TrainingRun, reading: Reading, throughput: Throughput, seen: Mapping[str, float]) -> None:
-    """Logs a step's metrics if they are due, and updates the progress line.
-
-    Args:
-        run: the training run.
-        reading: the step's numbers.
-        throughput: measured here if metrics are logged.
-        seen: metrics from the monitors; if there are any, the step is logged even if it is not due.
-    """
+    """Logs a step's metrics if they are due or if monitors have `seen` anything, and updates the progress line."""
     guard, tracker, plan = run.tools.guard, run.rollback.tracker, run.plan
     skipped = sum(guard.skips.values())
     metrics = reading_metrics(reading, skipped) | run.monitoring.rolling.metrics()

@@ -35,9 +35,6 @@ def build_tools(
 
     The defaults: cross-entropy, gradients clipped at norm 1, a `SkipGuard` that halts at the tenth skip in a row, a
     constant learning rate, randomness seeded by step number, one process.
-
-    Args:
-        precision: prepared, for the training device.
     """
     return Tools(
         sanitizer=sanitizer or sanitize.Sanitizer(),
@@ -70,10 +67,8 @@ def tools_from_config(
 
     Args:
         cfg: checked by `config.checks.check`.
-        model: on its device.
-        vocab_size: the model's vocabulary size; None if unknown.
-        precision, clipping, guard, determinism, parallel: the objects of these groups.
-        seed: seed of this rank's randomness.
+        vocab_size: None if unknown.
+        seed: this rank's.
         head_apart: whether the model's head may run outside the model's forward pass.
 
     Raises:

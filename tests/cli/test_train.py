@@ -1,4 +1,4 @@
-"""The command line as a user meets it: mistakes, signals, sweeps, and what is left in the folders."""
+"""The command line as a user sees it: mistakes, signals, sweeps, and what the run folders contain."""
 
 import json
 import signal
@@ -299,7 +299,7 @@ def test_a_halt_has_its_own_code_and_says_why(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
+def test_a_closed_output_pipe_does_not_end_the_run(tmp_path):
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *QUICK], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -22,7 +22,7 @@ from stabletrain.trainer.contract import (
 
 
 class Sized(nn.Module):
-    """Remembers the sizes it was given."""
+    """Records the sizes it was given."""
 
     def __init__(self, vocab_size=1, block_size=1, num_classes=1, in_channels=1, width=1):
         super().__init__()
