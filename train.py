@@ -1,4 +1,4 @@
-"""Trains one configuration, or with `-m` a sweep of them: compose, build, run. See `python train.py --help`."""
+"""Trains one configuration, or with `-m` sweeps over several. See `python train.py --help`."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from stabletrain.parallel.ranks import exit_process
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> float | None:
-    """One run; the returned validation loss is what Hydra's optimising sweepers minimise."""
+    """Trains one run; returns the validation loss, which Hydra's optimizing sweepers minimize."""
     return run_job(cfg)
 
 

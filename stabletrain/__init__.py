@@ -1,9 +1,6 @@
-"""stabletrain: a trainer in which no unsafe update ever reaches the weights.
+"""stabletrain: a trainer in which no unsafe update ever reaches the weights."""
 
-Imports nothing but the table of moved modules, so that `python train.py --help` and a config error answer without
-loading torch.
-"""
-
+# import nothing heavier here: `python train.py --help` and config errors must not load torch
 from stabletrain.config.moved import install
 
 __version__ = "0.1.0"

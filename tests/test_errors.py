@@ -25,7 +25,7 @@ def test_a_higher_cutoff_requires_more_similarity():
     assert closest("stabs", ["steps"], cutoff=0.9) == ""
 
 
-def test_a_proposal_is_a_question_or_nothing():
+def test_a_suggestion_is_a_question_or_empty():
     assert did_you_mean("stepz", iter(["steps"])) == "; did you mean steps?"
     assert did_you_mean("banana", ["steps"]) == ""
     assert did_you_mean("stabs", ["steps"], cutoff=0.9) == ""

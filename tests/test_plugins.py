@@ -88,7 +88,7 @@ def test_a_misspelt_key_of_a_users_own_is_found(plugin):
     [
         (
             "return Batch(inputs, targets)",
-            "data: batch() gave a tuple: return stabletrain.records.Batch(inputs, targets)",
+            "data: batch() returned a tuple: return stabletrain.records.Batch(inputs, targets)",
         ),
         ("return self.net(inputs)", "model: forward() gave a tuple for targets of [16]: logits are [batch, classes], "),
     ],

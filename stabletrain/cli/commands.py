@@ -1,13 +1,13 @@
-"""`stabletrain`: what one does with runs and data beside training them.
+"""The command `stabletrain`: everything except training, which is `python train.py`.
 
-stabletrain prepare <text or data set> <out>    token shards for data=tokens
-stabletrain sample <run>                        text from a trained model
-stabletrain compare <runs or sweeps>            runs side by side: a table, and a page of pictures
-stabletrain losses <runs> <file>                a picture of runs' training losses, rollbacks included
-stabletrain diagnose <run>                      a run's incidents: where, why, and what to do
-stabletrain replay <incident> [key=value ...]   an incident's step again, as it was or with a fix to try
-stabletrain sync [<runs>]                       what offline runs have kept, uploaded to Weights & Biases
-stabletrain wandb-report <entity/project>       a comparison of its runs, as a report there
+stabletrain prepare <text or data set> <out>    tokenize text into shards for data=tokens
+stabletrain sample <run>                        generate text with a trained model
+stabletrain compare <runs or sweeps>            compare runs in a table and on an HTML page
+stabletrain losses <runs> <file>                plot the runs' training losses, rollbacks included
+stabletrain diagnose <run>                      list a run's incidents: where, why, and how to fix them
+stabletrain replay <incident> [key=value ...]   replay an incident's step, unchanged or with a fix
+stabletrain sync [<runs>]                       upload offline runs to Weights & Biases
+stabletrain wandb-report <entity/project>       write a W&B report that compares a project's runs
 """
 
 import argparse
@@ -23,62 +23,67 @@ from stabletrain.errors import ConfigError, StabletrainError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the process's exit code."""
-    parser = argparse.ArgumentParser(prog="stabletrain", description="Beside `python train.py`: data and runs.")
+    parser = argparse.ArgumentParser(
+        prog="stabletrain",
+        description="Works on data and runs. To train: python train.py --help",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     from stabletrain.data import prepare
 
-    preparing = commands.add_parser("prepare", help="turn text into token shards for data=tokens")
+    preparing = commands.add_parser("prepare", help="tokenize text into shards for data=tokens")
     prepare.add_arguments(preparing)
     preparing.set_defaults(do=prepare.run)
 
-    sampling = commands.add_parser("sample", help="write text with a trained model")
+    sampling = commands.add_parser("sample", help="generate text with a trained model")
     sampling.add_argument("run", type=Path, help="a run folder, or one of its checkpoints")
-    sampling.add_argument("--prompt", help="what the text begins with (default: the data's own)")
-    sampling.add_argument("--tokens", type=int, default=500, help="how many to add (default: %(default)s)")
-    sampling.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")
-    sampling.add_argument("--top-k", type=int, default=50, help="draw from so many likeliest (default: %(default)s)")
-    sampling.add_argument("--seed", type=int, default=0, help="of the drawing (default: %(default)s)")
-    sampling.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
+    sampling.add_argument("--prompt", help="start of the text (default: the data set's prompt)")
+    sampling.add_argument("--tokens", type=int, default=500, help="number of tokens to generate (default: %(default)s)")
+    sampling.add_argument("--temperature", type=float, default=0.8, help="0 is greedy decoding (default: %(default)s)")
+    sampling.add_argument(
+        "--top-k", type=int, default=50, help="sample from the k likeliest tokens (default: %(default)s)"
+    )
+    sampling.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: %(default)s)")
+    sampling.add_argument("--best", action="store_true", help="use the checkpoint with the lowest validation loss")
     sampling.set_defaults(do=sample)
 
-    comparing = commands.add_parser("compare", help="runs side by side: a table, and a page with their curves")
+    comparing = commands.add_parser("compare", help="compare runs in a table and on an HTML page")
     comparing.add_argument("runs", type=Path, nargs="+", help="a sweep's folder, or folders of runs")
-    comparing.add_argument("--each", action="store_true", help="a row for each run, also where only the seed differs")
+    comparing.add_argument("--each", action="store_true", help="one row per run, even if only the seed differs")
     comparing.add_argument("--sort", metavar="COLUMN", help="a column of --csv, such as units_per_s or optimizer.lr")
     comparing.add_argument(
-        "--rows", type=int, default=50, help="how many are printed, 0 for all (default: %(default)s)"
+        "--rows", type=int, default=50, help="number of rows to print, 0 for all (default: %(default)s)"
     )
-    comparing.add_argument("--wide", action="store_true", help="every column, whatever the width of the terminal")
-    comparing.add_argument("--csv", type=Path, help="write all rows and columns into this file")
-    comparing.add_argument("--png", "--picture", type=Path, help="draw the curves into this file (.png, .svg, .pdf)")
-    comparing.add_argument("--html", type=Path, help="where the page goes (default: report.html in the first folder)")
+    comparing.add_argument("--wide", action="store_true", help="print every column, even if the terminal is too narrow")
+    comparing.add_argument("--csv", type=Path, help="write all rows and columns to this file")
+    comparing.add_argument("--png", "--picture", type=Path, help="plot the curves to this file (.png, .svg, .pdf)")
+    comparing.add_argument("--html", type=Path, help="the page to write (default: report.html in the first folder)")
     comparing.set_defaults(do=compare)
 
-    drawing = commands.add_parser("losses", help="draw the training losses of some runs")
+    drawing = commands.add_parser("losses", help="plot the training losses of runs")
     drawing.add_argument("runs", type=Path, nargs="+", help="a sweep's folder, or folders of runs")
-    drawing.add_argument("file", type=Path, help="the picture to write (.svg, .png)")
+    drawing.add_argument("file", type=Path, help="the image to write (.svg, .png)")
     drawing.set_defaults(do=losses)
 
-    diagnosing = commands.add_parser("diagnose", help="list a run's incidents: where, why, and what to do")
+    diagnosing = commands.add_parser("diagnose", help="list a run's incidents: where, why, and how to fix them")
     diagnosing.add_argument("run", type=Path, help="a run folder, or one of its incidents")
-    diagnosing.add_argument("--json", action="store_true", help="every diagnosis.json, as one list")
+    diagnosing.add_argument("--json", action="store_true", help="print every diagnosis.json, as one JSON list")
     diagnosing.set_defaults(do=diagnose)
 
-    replaying = commands.add_parser("replay", help="run an incident's step again, to see it or to try a fix")
-    replaying.add_argument("incident", type=Path, help="its folder, <run>/incidents/step-...")
+    replaying = commands.add_parser("replay", help="replay an incident's step, unchanged or with a fix")
+    replaying.add_argument("incident", type=Path, help="the incident's folder, <run>/incidents/step-...")
     replaying.add_argument("overrides", nargs="*", metavar="key=value", help="a fix to try, such as precision=bf16")
-    replaying.add_argument("--config-dir", type=Path, help="your own groups, if an override names an option of theirs")
-    replaying.add_argument("--json", action="store_true", help="the result for programs")
+    replaying.add_argument("--config-dir", type=Path, help="your own config groups, if an override uses one")
+    replaying.add_argument("--json", action="store_true", help="print the result as JSON")
     replaying.set_defaults(do=replay)
 
     from stabletrain.tracking import wandb_report, wandb_sync
 
-    syncing = commands.add_parser("sync", help="upload what offline runs have kept to Weights & Biases")
+    syncing = commands.add_parser("sync", help="upload offline runs to Weights & Biases")
     wandb_sync.add_arguments(syncing)
     syncing.set_defaults(do=wandb_sync.run)
 
-    reporting = commands.add_parser("wandb-report", help="compare a project's runs in a report of Weights & Biases")
+    reporting = commands.add_parser("wandb-report", help="write a W&B report that compares a project's runs")
     wandb_report.add_arguments(reporting)
     reporting.set_defaults(do=wandb_report.run)
 
@@ -88,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StabletrainError as error:
         print(f"stabletrain: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # whoever read has seen enough, as `head` does
+    except BrokenPipeError:  # the reader of a pipe has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(f"stabletrain: {error}", file=sys.stderr)
@@ -99,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def sample(chosen: argparse.Namespace) -> None:
-    """Prints text that the run's model continues from the prompt."""
+    """Generates text with the run's model, and prints it."""
     import torch
     from omegaconf import DictConfig, OmegaConf
 
@@ -117,7 +122,7 @@ def sample(chosen: argparse.Namespace) -> None:
     cfg = cast("DictConfig", OmegaConf.load(file))
     data = make(cfg, "data")
     if not hasattr(data, "encode"):
-        raise ConfigError(f"{chosen.run}: its model was trained on {cfg.data._target_}, which is no text to continue")
+        raise ConfigError(f"{chosen.run}: its model was trained on {cfg.data._target_}, which is not text")
     model = make_model(cfg, data)
     model.load_state_dict(checkpoint.load_model())
     prompt = torch.tensor([data.encode(data.prompt if chosen.prompt is None else chosen.prompt)])
@@ -127,7 +132,7 @@ def sample(chosen: argparse.Namespace) -> None:
 
 
 def compare(chosen: argparse.Namespace) -> None:
-    """Prints the table of some runs and what it says of the learning rate; writes what else is asked for."""
+    """Prints a table of runs and their sensitivity to the learning rate; writes the requested files."""
     from stabletrain.compare.command import compare as show
 
     show(
@@ -143,7 +148,7 @@ def compare(chosen: argparse.Namespace) -> None:
 
 
 def losses(chosen: argparse.Namespace) -> None:
-    """Draws the training losses of some runs."""
+    """Plots the training losses of runs."""
     from stabletrain.compare.pictures import draw_losses
     from stabletrain.compare.reading.runs import read_runs
 
@@ -164,7 +169,7 @@ def diagnose(chosen: argparse.Namespace) -> None:
 
 
 def replay(chosen: argparse.Namespace) -> None:
-    """Runs an incident's step again, and prints what came of it."""
+    """Replays an incident's step, and prints the result."""
     from stabletrain.cli.replay import replay_incident
 
     found = replay_incident(chosen.incident, chosen.overrides, chosen.config_dir)

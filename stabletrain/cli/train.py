@@ -1,4 +1,4 @@
-"""The command line around a run: where `resume` continues, what an error says, and with which code the process ends.
+"""The entry point of `train.py`: resolves `resume`, runs one job or a sweep, reports errors, returns the exit code.
 
 | code | meaning |
 |---|---|
@@ -6,11 +6,11 @@
 | 1 | failed: an error of the program or the machine, with its traceback |
 | 2 | refused: the configuration cannot work |
 | 3 | halted by the guard |
-| 75 | interrupted by a signal, saved; `resume=auto` continues |
-| 130 | interrupted twice, or without checkpoints to save to: stopped |
+| 75 | interrupted by a signal, state saved; `resume=auto` continues |
+| 130 | interrupted twice, or without checkpoints: stopped, state not saved |
 
-In a sweep a failing run does not stop the others, a run that is over is not run again, and the end is the code of the
-first run that did not finish.
+In a sweep, a failed run does not stop the others, and a run that is over is not started again. The exit code of a sweep
+is that of its first run that did not finish.
 """
 
 import json
@@ -49,34 +49,33 @@ from stabletrain.parallel.ranks import (
 )
 
 ALIKE = 5.0
-"""Seconds within which ranks that refuse the same configuration all have said so."""
+"""Seconds that other ranks wait before they report an error that rank 0 may have met too."""
 
 LEFT = 5.0
-"""Seconds within which torchrun has noticed that a rank is gone, and ends the others."""
+"""Seconds within which torchrun notices that a rank has ended, and ends the others."""
 
 
 class RunFailed(Exception):
-    """A run of a search failed, and has said why: no loss can be told for it."""
+    """A run of a search failed and has reported why; it has no loss to return to the sweeper."""
 
     def __init__(self, exit_code: int) -> None:
-        super().__init__(exit_code)  # what is sent between processes is made anew from this
+        super().__init__(exit_code)  # unpickling in another process passes these arguments again
         self.exit_code = exit_code
 
 
 def launch(main: Callable[[], Any], config_dir: Path) -> int:
-    """Runs `main`, Hydra's decorated entry point, over `sys.argv`; returns the process's exit code.
+    """Runs `main`, Hydra's decorated entry point, with `sys.argv`; returns the process's exit code.
 
-    Args:
-        main: composes the configuration and runs the jobs.
-        config_dir: the project's `conf/`.
+    `config_dir` is the project's `conf/`.
     """
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come here, and are worded here
-    setattr(ConfigStore, "__deepcopy__", lambda store, _: store)  # noqa: B010  there is one; --help copies it 160 times
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra must raise its errors: they are explained below
+    # the config store is a singleton, but --help would deep-copy it 160 times
+    setattr(ConfigStore, "__deepcopy__", lambda store, _: store)  # noqa: B010
     typed, ranks = parse_arguments(sys.argv[1:]), current_ranks()
     sweep: Sweep | None = None
     try:
         sweep, arguments = resolve_arguments(typed, ranks, config_dir)
-        sys.argv[1:] = [*chain(*arguments)]
+        sys.argv[1:] = [*chain(*arguments)]  # Hydra reads the resolved command line
         if sweep is not None and ranks.is_main:
             print(lines.opening(sweep), flush=True)
         with nullcontext() if sweep is None or sweep.launcher == "basic" else stopping_all(sweep.folder):
@@ -85,16 +84,16 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         return refuse(str(error), ranks)
     except RunFailed as failure:
         return failure.exit_code
-    except SystemExit as stop:  # of a run that did not finish, and of Hydra's own commands
+    except SystemExit as stop:  # raised by a run that did not finish, and by Hydra's own commands such as --help
         if not isinstance(stop.code, int):
             raise
         return stop.code
     except KeyboardInterrupt:
-        print("\nstabletrain: stopped at once; the last checkpoint is kept", file=sys.stderr)
+        print("\nstabletrain: stopped immediately; the last checkpoint is kept", file=sys.stderr)
         return 130
     except Exception as error:
         message = explain(error, config_dir, typed)
-        if message is None:
+        if message is None:  # not a mistake on the command line
             traceback.print_exc()
             return 1
         return refuse(message, ranks)
@@ -107,23 +106,23 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
 
 
 def resolve_arguments(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple[Sweep | None, Arguments]:
-    """The command line with `resume` resolved and, for several ranks, with the one folder that rank 0 chose; and its
-    sweep, if it is one.
-
-    Ranks that torchrun has started anew, because one of them failed, continue what they had begun.
-    """
+    """Resolves `resume`, and agrees on one run folder among the ranks; returns the sweep, if any, and the arguments."""
     if not ranks.launched:
         return start(resolve_resume(typed), config_dir)
     join_process_group(ranks)
     publish_location(ranks)
-    if ranks.restarts:
+    if ranks.restarts:  # torchrun restarted all ranks because one failed: continue the run
         typed = with_overrides(typed, "resume=auto")
     sweep, found = run_on_main(ranks, lambda: start(with_folder(resolve_resume(typed)), config_dir))
+    # only the main process writes `.hydra/`
     return sweep, found if ranks.is_main else with_overrides(found, "hydra.output_subdir=null")
 
 
 def with_folder(arguments: Arguments) -> Arguments:
-    """The arguments with the folder that Hydra would choose; it is named by the time, so ranks would choose several."""
+    """Returns the arguments with the run folder that Hydra would choose.
+
+    Hydra names it after the current time, so each rank would choose its own.
+    """
     kind, root = ("sweep", "multirun") if arguments.sweeps else ("run", "outputs")
     if arguments.value(f"hydra.{kind}.dir"):
         return arguments
@@ -131,11 +130,11 @@ def with_folder(arguments: Arguments) -> Arguments:
 
 
 def run_job(cfg: DictConfig) -> float | None:
-    """One run, from a composed configuration to its end; returns the last validation loss in nats.
+    """Trains one run from a composed configuration; returns the last validation loss, in nats.
 
     Raises:
-        SystemExit: with the run's exit code, where it did not finish (single runs, and an interrupted sweep).
-        RunFailed: the same for a run of a search that failed.
+        SystemExit: the run did not finish, or its sweep was interrupted; carries the exit code.
+        RunFailed: a run of a search failed.
     """
     hydra, ranks = HydraConfig.get(), current_ranks()
     if hydra.mode == RunMode.MULTIRUN:
@@ -146,9 +145,9 @@ def run_job(cfg: DictConfig) -> float | None:
         done = None
         if cfg.resume == "auto":
             done = run_on_main(ranks, lambda: finished_run(folder, overrides, cfg.steps, ("finished",)))
-        if done and not done.get("reason"):  # such as that its end could not be saved
+        if done and not done.get("reason"):  # a reason says what is missing, such as a final state that was not saved
             if ranks.is_main:
-                print(f"{folder} is finished already, {lines.result(done)}: nothing to do; raise steps to go on")
+                print(f"{folder} is finished already, {lines.result(done)}: nothing to do; raise steps to continue")
             return done["final"].get("val/loss")
         return build_and_train(cfg, folder)
     except Exception as raised:
@@ -156,15 +155,15 @@ def run_job(cfg: DictConfig) -> float | None:
         report_error(error, ranks, folder)
         if ranks.is_main:
             record_failure(folder, error)
-        if isinstance(error, Interrupted | TrainingHalted):
+        if isinstance(error, Interrupted | TrainingHalted):  # all ranks raise these: none may be ended early
             exit_together(ranks)
         sys.exit(getattr(error, "exit_code", 1))
 
 
 def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
-    """One run of a sweep, or what it came to before; returns what a search is to minimise.
+    """Trains one run of a sweep, or reads its result if it is over; returns the value that a search minimizes.
 
-    That is the validation loss, and infinity for a run that the guard halted, or whose loss is NaN.
+    This is the validation loss, or infinity if the guard halted the run or its loss is NaN.
     """
     member, done, loss = Member(), None, None
     if member.unwanted:
@@ -177,7 +176,7 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
                 member.keep(cfg)
             with member.listening():
                 loss = build_and_train(cfg, member.folder, member.progress(cfg.log_every))
-    except TrainingHalted:
+    except TrainingHalted:  # a result, not a failure: its loss is infinite
         exit_together(ranks)
     except Interrupted as error:
         if ranks.is_main:
@@ -203,14 +202,12 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
 
 
 def build_and_train(cfg: DictConfig, folder: Path, shown: Any = None) -> float | None:
-    """Builds a run and trains it; returns the last validation loss in nats.
+    """Builds a run and trains it; returns the last validation loss, in nats.
 
     Args:
-        cfg: checked.
-        folder: the run's.
-        shown: how its progress is shown; None as that of a run by itself.
+        shown: shows the progress; None for the terminal.
     """
-    from stabletrain.trainer.build import build  # loads torch; the checks before do without it
+    from stabletrain.trainer.build import build  # imports torch, which the checks do without
     from stabletrain.trainer.loop import train
 
     run = build(cfg, folder, shown)
@@ -220,12 +217,11 @@ def build_and_train(cfg: DictConfig, folder: Path, shown: Any = None) -> float |
 
 
 def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
-    """Says why a run ended: what all ranks raise alike rank 0 says, and what one alone has met says that one.
-
-    A refusal may be either. Rank 0's ends the other processes soon; one that is still there then has met it alone.
-    """
+    """Prints why a run ended: rank 0 reports an error that all ranks raise, otherwise the rank that raised it."""
     if isinstance(error, Interrupted | TrainingHalted) and not ranks.is_main:
         return
+    # Either all ranks refuse, or this one alone. If rank 0 refuses too, torchrun ends this process during the wait, so
+    # the message is printed only once.
     if isinstance(error, StabletrainError) and not isinstance(error, RankLost) and not ranks.is_main:
         time.sleep(ALIKE)
     where = "" if not ranks.distributed else f"[rank {ranks.rank}] "
@@ -233,7 +229,7 @@ def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
         print(f"{where}stabletrain: {error}", file=sys.stderr, flush=True)
         if ranks.is_main:
             print(f"continue  {resume_command(ranks, folder)}", file=sys.stderr, flush=True)
-        time.sleep(LEFT)  # torchrun ends this process meanwhile, and names the rank that was the first to end
+        time.sleep(LEFT)  # meanwhile torchrun ends this process, and names the rank that ended first
         return
     if isinstance(error, StabletrainError):
         print(f"{where if not ranks.is_main else ''}stabletrain: {error}", file=sys.stderr)
@@ -246,11 +242,11 @@ def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
     if ranks.launched:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)  # torchrun's own summary ends with it
+        get_error_handler().record_exception(error)  # shown at the end of torchrun's own summary
 
 
 def record_failure(folder: Path, error: Exception) -> None:
-    """Leaves in `run.json` with which code a failed run ends; and all that it says, where the run had none yet."""
+    """Writes the exit code of a failed run into its `run.json`; creates the file if the run has none yet."""
     hydra = HydraConfig.get()
     record: dict[str, Any] = {
         "id": None,
@@ -271,7 +267,7 @@ def record_failure(folder: Path, error: Exception) -> None:
 
 
 def refuse(message: str, ranks: Ranks) -> int:
-    """Prints a configuration error, which every rank has met, on rank 0; returns its exit code."""
+    """Prints on rank 0 a configuration error that all ranks have met; returns its exit code."""
     if ranks.is_main:
         print(f"stabletrain: {message}", file=sys.stderr)
     else:

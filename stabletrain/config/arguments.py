@@ -1,11 +1,7 @@
-"""The command line: as typed, where `resume` continues, and what a user types to go on.
+"""The command line: parses it, resolves `resume` to a folder, and builds the command that continues a run.
 
-The command line as it was typed: options before overrides, and `resume` resolved to the folder it continues in.
-
-A run's `run.json` keeps the arguments it was first started with; that record, and not Hydra's own, which each start
-rewrites, says which command a folder belongs to.
-
-How this process was started, by python, torchrun or Slurm, so that a person can be told a command to go on with.
+A run's `run.json` records the arguments of its first start. This record, not Hydra's own, decides which command a run
+folder belongs to.
 """
 
 import json
@@ -38,17 +34,17 @@ WITH_VALUE = frozenset(
         "-sc",
     ]
 )
-"""Hydra's options that are followed by a value."""
+"""Hydra's options that take a value as the next word."""
 
 SWEEP = frozenset({"-m", "--multirun"})
 
 
 class Arguments(NamedTuple):
-    """A command line, taken apart.
+    """A parsed command line.
 
     Attributes:
-        options: Hydra's, such as `--config-dir my_conf`, each with its value, in order.
-        overrides: `key=value` and the like, in order, of the same key only the last.
+        options: Hydra's options with their values, in order, such as `--config-dir my_conf`.
+        overrides: `key=value`, `+key=value` and `~key`, in order; of a repeated key only the last.
     """
 
     options: list[str]
@@ -56,30 +52,30 @@ class Arguments(NamedTuple):
 
     @property
     def sweeps(self) -> bool:
-        """Whether every combination is to be run."""
+        """Whether this is a sweep (`-m`)."""
         return bool(SWEEP & set(self.options))
 
     def value(self, key: str) -> str | None:
-        """The value an override gives `key`, without quotes; None where there is no such override."""
+        """Returns the value that an override gives `key`, without quotes; None if there is none."""
         found = [o.partition("=")[2] for o in self.overrides if key_of(o) == key and "=" in o]
         return found[-1].strip("'\"") if found else None
 
     def without(self, key: str) -> "Arguments":
-        """The same without the overrides of `key`."""
+        """Returns the arguments without the overrides of `key`."""
         return Arguments(self.options, [o for o in self.overrides if key_of(o) != key])
 
     def identity(self) -> list[str]:
-        """What makes a command the same command: its overrides, sorted, but for `resume` and Hydra's own."""
+        """Returns what identifies a command: its overrides, sorted, without `resume` and Hydra's own."""
         return sorted(o for o in self.overrides if key_of(o) != "resume" and not key_of(o).startswith("hydra"))
 
 
 def key_of(override: str) -> str:
-    """The key of `key=value`, `+key=value`, `~key`."""
+    """Returns the key of `key=value`, `+key=value` or `~key`."""
     return override.lstrip("+~").partition("=")[0]
 
 
 def parse_arguments(typed: list[str]) -> Arguments:
-    """Options wherever they stand, which Hydra wants first, and overrides."""
+    """Splits a command line into options and overrides. Options may stand anywhere; Hydra expects them first."""
     options: list[str] = []
     overrides: dict[str, str] = {}
     rest = iter(typed)
@@ -95,15 +91,16 @@ def parse_arguments(typed: list[str]) -> Arguments:
 
 
 def resolve_resume(typed: Arguments) -> Arguments:
-    """The command line with `resume` resolved; one without it as it is.
+    """Replaces `resume` by the folder or the checkpoint to continue from; without `resume` nothing changes.
 
-    `resume=auto` looks for the newest run (or, with `-m`, sweep) of the same overrides, and continues in its folder.
-    `resume=<run or sweep folder>` continues there with the arguments it was started with; those typed now win.
-    `resume=<checkpoint folder>` does the same in a new run folder.
-    With `-m` the folder of a sweep, named by `hydra.sweep.dir`, is enough.
+    - `resume=auto` continues the newest run (with `-m`: sweep) that has the same overrides, in its folder.
+    - `resume=<run or sweep folder>` continues in that folder, with the arguments it was started with. Arguments typed
+      now take precedence.
+    - `resume=<checkpoint folder>` does the same in a new run folder.
+    - With `-m`, `hydra.sweep.dir=<folder of a sweep>` alone is enough.
 
     Raises:
-        ConfigError: `resume` names nothing that could be continued.
+        ConfigError: `resume` names neither a run, a sweep nor a checkpoint.
     """
     resume = typed.value("resume")
     if resume is None and typed.sweeps and sweep_arguments(Path(typed.value("hydra.sweep.dir") or "/")) is not None:
@@ -117,10 +114,10 @@ def resolve_resume(typed: Arguments) -> Arguments:
     if resume == "auto":
         folder = typed.value(key) or newest_of_same(typed)
         if folder is None:
-            print("resume=auto: no earlier run of this command here; a new one starts", file=sys.stderr)
+            print("resume=auto: no earlier run of this command found here; starting a new run", file=sys.stderr)
             return with_overrides(typed, "resume=none")
         return in_folder(with_overrides(typed, "resume=auto"), key, Path(folder))
-    path = Path(resume)
+    path = Path(resume)  # a sweep's folder, a run's folder, its checkpoints/ folder, or one checkpoint
     if (first := sweep_arguments(path)) is not None:
         typed = merged(Arguments(["-m", *first.options], first.overrides), typed)
         return in_folder(with_overrides(typed, "resume=auto"), "hydra.sweep.dir", path)
@@ -135,24 +132,25 @@ def resolve_resume(typed: Arguments) -> Arguments:
 
 
 def with_overrides(arguments: Arguments, *overrides: str) -> Arguments:
-    """The arguments with more overrides, which win over those before."""
+    """Returns the arguments with more overrides, which take precedence over the existing ones."""
     return parse_arguments([*arguments.options, *arguments.overrides, *overrides])
 
 
 def merged(first: Arguments, then: Arguments) -> Arguments:
-    """Recorded arguments, and those typed now, which win."""
+    """Merges recorded arguments with those typed now, which take precedence."""
     options = then.options if set(first.options) <= set(then.options) else [*first.options, *then.options]
     return parse_arguments([*options, *first.overrides, *then.overrides])
 
 
 def in_folder(arguments: Arguments, key: str, folder: Path) -> Arguments:
-    """The arguments with the folder to continue in; Hydra leaves its record of the first start there alone."""
+    """Returns the arguments with the folder to continue in."""
+    # null keeps Hydra from overwriting `.hydra/`, its record of the first start
     kept = ["hydra.output_subdir=null"] if (folder / "run.json").exists() else []
     return with_overrides(arguments, f"{key}='{folder}'", *kept)
 
 
 def recorded_arguments(folder: Path) -> Arguments:
-    """The arguments that the run in `folder` was first started with; none where they are not recorded."""
+    """Reads the arguments that the run in `folder` was first started with; empty if they are not recorded."""
     try:
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         return parse_arguments([*record.get("options", []), *record.get("overrides", [])]).without("resume")
@@ -161,26 +159,25 @@ def recorded_arguments(folder: Path) -> Arguments:
 
 
 def sweep_arguments(folder: Path) -> Arguments | None:
-    """The arguments that the sweep in `folder` was started with; None where there is none."""
+    """Reads the arguments that the sweep in `folder` was started with; None if it is no sweep."""
     try:
         if (folder / "sweep.json").exists():
             record = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
             options = [option for option in record["options"] if option not in SWEEP]
             return parse_arguments([*options, *record["overrides"]])
-        if (folder / "multirun.yaml").exists():  # of a job array
+        if (folder / "multirun.yaml").exists():  # written by a Slurm job array
             tasks = OmegaConf.select(OmegaConf.load(folder / "multirun.yaml"), "hydra.overrides.task") or []
             return parse_arguments([str(task) for task in tasks]).without("resume")
-    except Exception:  # whatever a parser of JSON or YAML raises: a damaged record is none
+    except Exception:  # JSON and YAML parsers raise many types; a damaged record counts as none
         return None
     return None
 
 
 def newest_of_same(typed: Arguments, part: str = ".") -> str | None:
-    """The newest run folder (or sweep folder) below the current one that was started with the same overrides.
+    """Finds the newest run below `outputs/` (or sweep below `multirun/`) that was started with the same overrides.
 
     Args:
-        typed: the command line.
-        part: a folder in the sweep's that records the command, where not the sweep's own does.
+        part: the subfolder of a sweep that records its command, if the sweep's own folder does not.
     """
     if typed.sweeps:
         for folder in sorted(Path("multirun").glob("*/*/"), reverse=True):
@@ -194,36 +191,31 @@ def newest_of_same(typed: Arguments, part: str = ".") -> str | None:
 
 
 LAUNCH = "STABLETRAIN_LAUNCH"
-"""In a Slurm job's environment: `slurm/launch.sh` and its options, as its script has them."""
+"""Environment variable that the Slurm job script sets: `slurm/launch.sh` with its options."""
 
 
 def program(ranks: Ranks) -> list[str]:
-    """The words before what `train.py` is given: `python train.py`, `torchrun --nproc_per_node=2 train.py` ..."""
+    """Returns how this process was started: `python train.py`, `torchrun --nproc_per_node=2 train.py` and so on."""
     if launch := os.environ.get(LAUNCH):
         return shlex.split(launch)
     if not ranks.launched:
         return ["python", sys.argv[0]]
     each, nodes = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world_size)), os.environ.get("GROUP_WORLD_SIZE", "1")
     rendezvous = []
-    if nodes != "1":  # typed on each of them
+    if nodes != "1":  # the same command is typed on each node
         rendezvous = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={os.environ['MASTER_ADDR']}:29400"]
     return ["torchrun", *rendezvous, f"--nproc_per_node={each}", sys.argv[0]]
 
 
 def resume_command(ranks: Ranks, folder: Path) -> str:
-    """How to go on with a run that was interrupted: what was typed, with `resume=auto`.
-
-    Args:
-        ranks: this process among those of the run.
-        folder: the run's.
-    """
+    """Returns the command that continues an interrupted run: the typed one with `resume=auto`."""
     words = program(ranks)
     if LAUNCH in os.environ:
-        return f"by itself, where the job queues again; else {shlex.join([*words, f'resume={folder}'])}"
+        return f"automatically if Slurm requeues the job; otherwise: {shlex.join([*words, f'resume={folder}'])}"
     typed = [word for word in arguments(sys.orig_argv, sys.argv[0]) if key_of(word) != "resume"]
     return shlex.join([*words, *typed, "resume=auto"])
 
 
 def arguments(command: list[str], script: str) -> list[str]:
-    """What follows the script in a command line."""
+    """Returns the words after the script in a command line."""
     return command[command.index(script) + 1 :] if script in command else command[1:]

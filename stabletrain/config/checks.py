@@ -1,11 +1,12 @@
-"""Checks of a configuration before anything is built; they need no torch.
+"""Checks a configuration before anything is built, without importing torch.
 
-A value of the wrong type is refused with the right type and what to type instead; a combination that cannot work is
-refused with both sides named. Bounds of a single option are checked in that option's class.
+The checks cover unknown keys, types, and combinations of options that cannot work. The bounds of a single option are
+checked in that option's class.
 
-Types are taken from the defaults in the YAML, so a plug-in's YAML needs no schema. pydantic (2.14) was tried: it
-imports fast enough (0.08 s), but needs a second declaration of every key, and its errors know neither the default nor
-the fix (`steps=1e3 is not a whole number: write steps=1000`), so all messages would still be written here.
+The type of a key is the type of its default in the YAML, so a plug-in's YAML needs no schema. pydantic (2.14) was
+tried: it imports fast enough (0.08 s), but every key would have to be declared a second time. Its errors know neither
+the default nor the fix (`steps=1e3 is not a whole number: write steps=1000`), so the messages would still be written
+here.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ LOWEST = {
     "log_every": 1,
     "data.length_warmup": 0,
 }
-"""Top-level numbers and their lowest value."""
+"""Numbers and their lowest allowed values."""
 
 NULLS = {
     "eval_batches": 1,
@@ -43,7 +44,7 @@ NULLS = {
     "faults.module": "",
     "faults.parameter": "",
 }
-"""Keys whose default is null, and a value of the type that they take otherwise."""
+"""Keys whose default is null, each with an example of the type it takes otherwise."""
 
 MIXED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "compile": (lambda value: value == "auto" or isinstance(value, bool), "auto, true or false"),
@@ -52,19 +53,17 @@ MIXED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "auto, none, or a number of tokens of at least 1",
     ),
 }
-"""Keys whose values are not all of one type: what they may be, and the same in words."""
+"""Keys that accept values of several types: a test of a value, and the allowed values in words."""
 
 CHOSEN_PARTS = ("qknorm", "softcap", "qkclip")
-"""Groups that a model must take up by naming them in its own YAML (`qknorm: ${qknorm}`)."""
+"""Groups that have an effect only if the model's YAML refers to them (`qknorm: ${qknorm}`)."""
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuses a configuration that cannot work, before anything is built or torch is imported.
-
-    Must be called inside a Hydra job.
+    """Checks a whole configuration. Must be called inside a Hydra job.
 
     Raises:
-        ConfigError: naming the key, its value, the bound and the fix.
+        ConfigError: names the key, its value, the bound and the fix.
     """
     choices = HydraConfig.get().runtime.choices
     values = dict(leaves(OmegaConf.to_container(cfg, resolve=True)))
@@ -77,23 +76,23 @@ def check(cfg: DictConfig) -> None:
     if cfg.batch_size % cfg.grad_accum_steps:
         raise ConfigError(
             f"batch_size={cfg.batch_size} does not divide into grad_accum_steps={cfg.grad_accum_steps} micro-batches: "
-            f"the nearest batch_size is {max(1, cfg.batch_size // cfg.grad_accum_steps) * cfg.grad_accum_steps}"
+            f"use batch_size={max(1, cfg.batch_size // cfg.grad_accum_steps) * cfg.grad_accum_steps}"
         )
     if (growing := values.get("data.length_warmup")) and growing >= cfg.steps:
         raise ConfigError(
-            f"data.length_warmup={growing} >= steps={cfg.steps}: samples would never have their full length; lower "
+            f"data.length_warmup={growing} >= steps={cfg.steps}: samples never reach their full length; lower "
             "data.length_warmup or raise steps"
         )
     check_ranks(cfg, current_ranks())
     check_parts(cfg, choices)
-    LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps)  # its bounds need no torch
+    LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps)  # checks its own bounds, without torch
 
 
 def check_ranks(cfg: DictConfig, ranks: Ranks) -> None:
-    """Refuses a batch that does not divide among the ranks and their micro-batches.
+    """Checks that the batch divides evenly among the ranks and their micro-batches.
 
     Raises:
-        ConfigError: names the sizes that do.
+        ConfigError: it does not; names the nearest sizes that do.
     """
     parts = ranks.world_size * cfg.grad_accum_steps
     if cfg.batch_size % parts:
@@ -106,7 +105,7 @@ def check_ranks(cfg: DictConfig, ranks: Ranks) -> None:
 
 
 def reference() -> dict[str, Any]:
-    """The leaves of the same choice of options without any value of the user's: what types are measured by."""
+    """Composes the chosen options without the user's values: the default of every key."""
     hydra = HydraConfig.get()
     chosen = [o for o in hydra.overrides.task if o.lstrip("+").partition("=")[0] in hydra.runtime.choices]
     name = hydra.job.config_name
@@ -114,7 +113,7 @@ def reference() -> dict[str, Any]:
 
 
 def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Refuses keys that no option has (`+typo=1`), keys taken away, and values of another type than the default's."""
+    """Refuses unknown keys (`+typo=1`), removed keys (`~guard`), and values of another type than the default."""
     for key, value in values.items():
         if key not in defaults:
             raise ConfigError(f"{key}={value}: there is no such key{did_you_mean(key, defaults, cutoff=0.75)}")
@@ -134,12 +133,12 @@ def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
         raise ConfigError(f"{key}={show(value)} is not {kind_of(default)}: {hint}")
     if missing := sorted(set(defaults) - set(values)):
         raise ConfigError(
-            f"{missing[0]} was taken away: every group has an option that does nothing, such as none or off"
+            f"{missing[0]} was removed: to turn a group off, use its option that does nothing, such as none or off"
         )
 
 
 def fits(value: Any, default: Any) -> bool:
-    """Whether `value` has the type that `default` shows; an int serves as a float, a bool never as a number."""
+    """Returns whether `value` has the type of `default`. An int is accepted as a float; a bool is never a number."""
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(default, bool) and isinstance(value, bool)
     if isinstance(default, float):
@@ -150,48 +149,48 @@ def fits(value: Any, default: Any) -> bool:
 
 
 def whole(value: Any) -> bool:
-    """Whether `value` is a float that could be written as an int, such as 1e3."""
+    """Returns whether `value` is a float that can be written as an int, such as 1e3."""
     return isinstance(value, float) and value.is_integer()
 
 
 def kind_of(default: Any) -> str:
-    """The type of a default in words."""
+    """Names the type of a default."""
     if isinstance(default, list):
-        return f"a list of {'names' if not default or isinstance(default[0], str) else 'numbers'}"
+        return f"a list of {'strings' if not default or isinstance(default[0], str) else 'numbers'}"
     words = {
         bool: "true or false",
         int: "a whole number",
         float: "a number",
-        str: "a name",
+        str: "a string",
     }
     return words.get(type(default), f"of type {type(default).__name__}")
 
 
 def show(value: Any) -> str:
-    """A value as one would type it."""
+    """Formats a value as it is typed on the command line."""
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
 def check_parts(cfg: DictConfig, choices: Mapping[str, str]) -> None:
-    """Refuses parts that the chosen model cannot take, and data that it cannot read."""
+    """Refuses options that have no effect with the chosen model, and data that it cannot read."""
     model, data = choices["model"], choices["data"]
     typed = {override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task}
 
     def named(group: str) -> str:
-        """`qknorm=layernorm`, and which preset chose it where nobody typed it."""
+        """Returns `qknorm=layernorm`, preceded by the preset that set it if the user did not type it."""
         preset = "" if group in typed or choices["stability"] == "none" else f"stability={choices['stability']} sets "
         return f"{preset}{group}={choices[group]}, which" if preset else f"{group}={choices[group]}"
 
     for group in CHOSEN_PARTS:
         if choices[group] != "none" and group not in cfg.model:
             raise ConfigError(
-                f"{named(group)} does nothing with model={model}, which has no attention to apply it to: "
-                f"use {group}=none, or a model whose YAML names `{group}: ${{{group}}}`"
+                f"{named(group)} does nothing with model={model}, because the model has no attention: "
+                f"use {group}=none, or a model whose YAML has `{group}: ${{{group}}}`"
             )
     if choices["qkclip"] != "none" and choices["qknorm"] != "none":
         raise ConfigError(
-            f"{named('qknorm')} takes out the scale of the projections that qkclip={choices['qkclip']} clips, so both "
-            "together do nothing more: use qkclip=none, or qknorm=none"
+            f"{named('qknorm')} removes the scale of the projections that qkclip={choices['qkclip']} clips, so qkclip "
+            "has no effect: use qkclip=none, or qknorm=none"
         )
     reads = cfg.model.get("modality")
     for group in ("data", "init"):

@@ -1,6 +1,6 @@
-"""The words for a mistake on the command line: what was meant, what there is, and where to look.
+"""Explains mistakes on the command line: what the user probably meant, which names exist, and what to type.
 
-Needs no torch, so that a typing error is answered in a second.
+Imports no torch, so that a mistyped command fails within a second.
 """
 
 import re
@@ -17,16 +17,13 @@ from stabletrain.config.make import leaves
 from stabletrain.errors import closest
 
 EXTRAS = ("joblib", "optuna")
-"""Hydra's plugins that come as extras of the same name."""
+"""Hydra plugins that are installed as extras of the same name."""
 
 
 def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
-    """Hydra's complaint about a command line as one message; None where the error is about something else.
+    """Turns Hydra's error about a command line into one message; None if the error has another cause.
 
-    Args:
-        error: what Hydra raised while it composed.
-        config_dir: the project's `conf/`, where the real names are looked up.
-        typed: the command line.
+    Unknown names are looked up in `config_dir` and in the user's own config folders.
     """
     origin = {raised_in(error), type(error).__module__.split(".")[0]}
     text = str(error)
@@ -37,7 +34,7 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
     if "yaml" in origin:
         return f"a YAML file cannot be read: {' '.join(text.split())}"
     if isinstance(error, OSError) and type(error).__module__ == "builtins":
-        return f"the run folder cannot be made ({error}): choose another hydra.run.dir"
+        return f"the run folder cannot be created ({error}): choose another hydra.run.dir"
     if not {"hydra", "omegaconf", "antlr4"} & origin:
         return None
     options: dict[str, list[str]] = {}
@@ -57,10 +54,10 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
         if override.partition("=")[2] == "" and not override.startswith("~"):
             return f"{override}: a value is missing: write {key_of(override)}=<value>"
         if key_of(override) in options and override.partition("=")[2] == "null":
-            return f"{override}: every group has an option that does nothing, such as none or off"
+            return f"{override}: to turn a group off, use its option that does nothing, such as none or off"
     if "Ambiguous value" in text:
         several = next((o for o in typed.overrides if "," in o.partition("=")[2]), typed.overrides[0])
-        return f"{several}: these are several values: add -m to run one after the other, python train.py -m ..."
+        return f"{several}: these are several values: to sweep over them, add -m (python train.py -m ...)"
     lines = text.strip().splitlines() or [type(error).__name__]
     if "antlr4" in origin or "override_grammar" in text:
         quoting = "quote values with special characters: \"data.path='a=b, c.txt'\""
@@ -69,14 +66,18 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
 
 
 def no_such_key(key: str, typed: Arguments, folders: list[Path], options: dict[str, list[str]]) -> str:
-    """The message for a key that is not there: the options that have it, or the nearest key that is."""
+    """Returns the message for an unknown key, with the options that have this key, or the closest known key."""
     group, _, name = key.partition(".")
     having = [file.stem for folder in folders for file in sorted(folder.glob(f"{group}/*.yaml")) if has(file, name)]
     if name and having:
-        return f"{key}: the chosen {group} has no such key; {', '.join(f'{group}={option}' for option in having)} would"
+        return (
+            f"{key}: the chosen {group} has no such key; it belongs to "
+            f"{', '.join(f'{group}={option}' for option in having)}"
+        )
     known = [name for name in (*options, *known_keys(folders[0], typed, options)) if name != key]
     mine = [name for name in known if name.startswith(f"{group}.") and "_target_" not in name]
     own = sorted(name.removeprefix(f"{group}.") for name in mine)
+    # a key below a known group can only be one of that group's keys: propose no others
     hint = nearest(key, [f"{group}.{name}" for name in own] if group in options and group != key else known)
     if not hint and group in options and group != key:
         keys = f"has the keys {', '.join(own)}" if own else "has no keys"
@@ -85,29 +86,29 @@ def no_such_key(key: str, typed: Arguments, folders: list[Path], options: dict[s
 
 
 def has(file: Path, name: str) -> bool:
-    """Whether an option's YAML has a key of that name."""
+    """Returns whether an option's YAML has this top-level key."""
     return any(line.partition(":")[0] == name for line in file.read_text(encoding="utf-8").splitlines())
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` for the closest of `known`, or nothing."""
+    """Returns `; did you mean ...?` with the closest of `known`; empty if none is close."""
     known = list(known)
     near = closest(word, known, cutoff=0.75)
-    if not near and "." not in word:  # the right name without its group
+    if not near and "." not in word:  # try the last part: lr finds optimizer.lr
         last = {key.rsplit(".", 1)[-1]: key for key in known}
         near = last.get(closest(word, last, cutoff=0.8), "")
     return f"; did you mean {near}?" if near else ""
 
 
 def own_folders(typed: Arguments) -> list[Path]:
-    """The user's config folders, as `--config-dir` names them."""
+    """Returns the user's config folders, given by `--config-dir`."""
     found = [b for a, b in zip(typed.options, typed.options[1:], strict=False) if a in ("--config-dir", "-cd")]
     found += [option.partition("=")[2] for option in typed.options if option.startswith(("--config-dir=", "-cd="))]
     return [Path(name) for name in found]
 
 
 def raised_in(error: Exception) -> str:
-    """The package whose code raised `error`: Hydra's parser answers some typing errors with a bare ValueError."""
+    """Returns the package whose code raised `error`: for some mistakes Hydra's parser raises a plain ValueError."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -115,7 +116,7 @@ def raised_in(error: Exception) -> str:
 
 
 def known_keys(config_dir: Path, typed: Arguments, options: dict[str, list[str]]) -> list[str]:
-    """Every dotted key of the configuration that the typed group choices compose; of a sweep, its first."""
+    """Returns all dotted keys of the configuration with the typed group choices; of a sweep, of its first run."""
     chosen = [f"{key_of(o)}={o.partition('=')[2].split(',')[0]}" for o in typed.overrides if key_of(o) in options]
     chosen = [o for o in chosen if o.partition("=")[2] in options[key_of(o)]]
     search = [f"hydra.searchpath=[{','.join(f'file://{folder.resolve()}' for folder in own_folders(typed))}]"]

@@ -1,4 +1,4 @@
-"""The table of import paths that have moved, so that stored files and users' code with the old paths keep working.
+"""A table of moved import paths, so that stored files and users' code with the old paths keep working.
 
 Run folders and incidents store the `_target_` of every option. Users' YAML files have `_target_`s too, and users' code
 imports modules such as `stabletrain.records`. When a module or a class moves, its old path is added to `MOVED`.
@@ -31,14 +31,14 @@ MOVED: dict[str, str] = {
     "stabletrain.tools": "stabletrain.protocols",
     "stabletrain.watch.monitors": "stabletrain.monitors.monitors",
 }
-"""Old dotted path -> new one, of a package (with everything below it), a module, or a class.
+"""Old dotted path -> new one, for a package (with everything below it), a module or a class.
 
 A class maps in `_target_`s only. If users import a class that has a new name, its module keeps the old name as well.
 """
 
 
 def now(path: str) -> str:
-    """The path under which something is found today: the longest beginning of `path` that moved is replaced."""
+    """Returns today's path: replaces the longest prefix of `path` that has moved."""
     head, tail = path, ""
     while head:
         if head in MOVED:
@@ -49,7 +49,7 @@ def now(path: str) -> str:
 
 
 def updated(tree: Any) -> Any:
-    """A configuration, as plain values, whose `_target_`s are those of today."""
+    """Returns a copy of a configuration (plain values) with every `_target_` replaced by today's path."""
     if isinstance(tree, dict):
         return {
             key: now(value) if key == "_target_" and isinstance(value, str) else updated(value)
@@ -62,33 +62,33 @@ class Finder(MetaPathFinder):
     """Finds a module by its old path."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec of a module that moved, and of a package that is gone because its modules did; else None."""
+        """Returns the spec of a moved module, or of a package whose modules have all moved; else None."""
         new, gone = now(fullname), any(old.startswith(f"{fullname}.") for old in MOVED)
         if new == fullname and not gone:
             return None
-        if PathFinder.find_spec(fullname, path) is not None:  # such as `parallel.ddp`, which was an option's name too
+        if PathFinder.find_spec(fullname, path) is not None:  # the old path still exists, such as `parallel.ddp`
             return None
         return ModuleSpec(fullname, None, is_package=True) if new == fullname else ModuleSpec(fullname, Moved(new))
 
 
 class Moved(Loader):
-    """Gives the module of another path: the same object, so that its classes are the same under both."""
+    """Loads the module at the new path: the same object, so its classes are identical under both paths."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module of the new path."""
+        """Imports the module at the new path."""
         module = import_module(self.path)
         self.spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is run again; the module keeps what it says of itself, which the import has just replaced."""
+        """Restores the module's own spec, which the import has replaced. Does not execute the module again."""
         module.__spec__ = self.spec
 
 
 def install() -> None:
-    """Has every later import consult the table first."""
+    """Makes every later import look into the table first."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())

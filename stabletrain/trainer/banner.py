@@ -1,4 +1,4 @@
-"""What a person reads first and last of a run: what was chosen and why, what came of it, and what to try next."""
+"""The first and the last lines that a run prints: what was chosen and why, the result, and a command to try next."""
 
 import math
 import shlex
@@ -23,22 +23,14 @@ def opening(
     machine: str,
     folder: str,
 ) -> str:
-    """Three lines: what is trained on what, with which settings, and where the run is kept.
-
-    Args:
-        choices: option by group.
-        config: the composed configuration, plain values.
-        model, data: the objects.
-        tools: the step's `Tools`.
-        machine: the device and its threads.
-        folder: the run folder.
-    """
+    """Returns three lines: model, data and machine; the settings; the run folder."""
     size = sum(p.numel() for p in model.parameters())
     about = getattr(data, "summary", choices["data"])
     precision = tools.precision
     settings = [f"precision {precision.name}{f' ({precision.why})' if precision.why else ''}"]
     if config["precision"].get("fp32_modules"):
         settings.append(f"in fp32 {', '.join(config['precision']['fp32_modules'])}")
+    # warmup.steps=null is resolved from `steps`: show the length that is used
     resolved = {"warmup": {"steps": tools.learning_rate.warmup.length(tools.learning_rate.total)}}
     settings += [
         option_text(group, choices[group], {**config[group], **resolved.get(group, {})})
@@ -55,20 +47,20 @@ def opening(
 
 
 def relative_path(folder: str) -> str:
-    """A folder as one would type it: relative, if it lies below the current one."""
+    """Returns a folder relative to the current one if it lies below it, else unchanged."""
     path = Path(folder)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else folder
 
 
 SHOWN = ("optimizer", "clipping", "warmup", "guard", "zloss", "qknorm", "softcap", "qkclip", "faults")
-"""Groups of the opening's second line."""
+"""Config groups shown in the opening's second line."""
 
 FIRST_VALUE = ("lr", "max_norm", "clip_value", "clipping", "steps", "coefficient", "attention_cap", "max_logit")
-"""The value shown beside an option, where it has one of these."""
+"""Keys to look for in an option: the first one that is set is shown beside the option's name."""
 
 
 def option_text(group: str, option: str, values: Mapping[str, Any]) -> str:
-    """`clipping norm 1.0`: a group, its option and the value that matters most."""
+    """Formats a group, its option and its most important value: `clipping norm 1`."""
     shown = [
         f"{key} {values[key]:g}" if key == "lr" else f"{values[key]:g}"
         for key in FIRST_VALUE
@@ -78,7 +70,7 @@ def option_text(group: str, option: str, values: Mapping[str, Any]) -> str:
 
 
 def parameter_count(count: int) -> str:
-    """0.85 M, 124 M, 1.2 B."""
+    """Formats a number of parameters: 0.85 M, 124 M, 1.2 B."""
     for least, size, letter in ((1e9, 1e9, "B"), (1e5, 1e6, "M")):
         if count >= least:
             value = count / size
@@ -97,17 +89,12 @@ def closing(
     sample: str | None,
     again: str,
 ) -> str:
-    """The result, a sample of generated text, the pace, the run folder, and a command to try next.
+    """Returns the last lines: the result, the guard's work, the pace, a text sample, the run folder, the next command.
 
     Args:
-        state: the run's `TrainState` at its end.
-        history: its `History`.
-        guard: its guard.
-        unit: what the pace counts, `tok` or `img`.
-        per: what a loss is per, such as `byte`.
-        folder: the run folder.
-        sample: generated text, or None.
-        again: a command to try next.
+        unit: unit of throughput: `tok`, `img` or `sample`.
+        per: unit of the loss, such as `byte`.
+        again: the command to try next.
     """
     loss = history.val.get("val/loss", math.nan)
     result = f"val loss {loss:.3f} nats/{per} ({loss / math.log(2):.2f} bits)"
@@ -128,7 +115,7 @@ def closing(
 
 
 def guard_summary(state: Any, history: Any, guard: Any) -> str:
-    """What the guard did: updates, skips by kind, rollbacks, data passed over, time lost."""
+    """Summarizes what the guard did: updates, skips by kind, rollbacks, time lost, batches never read again."""
     again = f", {state.executed_steps:,} executed" if state.executed_steps != state.step else ""
     words = [f"{history.updates:,} updates in {state.step:,} steps{again}"]
     words += [f"{count} skipped ({kind.replace('_', ' ')})" for kind, count in guard.skips.items() if count]
@@ -136,23 +123,23 @@ def guard_summary(state: Any, history: Any, guard: Any) -> str:
         words.append(f"{guard.rollbacks} rollback{'s' if guard.rollbacks > 1 else ''}")
         words.append(f"{history.lost_steps} steps ({history.lost_seconds:.0f} s) lost")
         if state.skipped:
-            words.append("batches passed over " + " ".join(f"{start}-{stop - 1}" for start, stop in state.skipped))
-    return ", ".join(words) if len(words) > 1 else f"{words[0]}, nothing withheld"
+            words.append("batches never read again " + " ".join(f"{start}-{stop - 1}" for start, stop in state.skipped))
+    return ", ".join(words) if len(words) > 1 else f"{words[0]}, none skipped"
 
 
 def suggestion(typed: Arguments, has_attention: bool, per: str) -> str:
-    """A sweep to try next, over what was just run.
+    """Returns a command that sweeps a few settings of the run that just ended.
 
     Args:
-        typed: its command line.
-        has_attention: whether the model takes QK-norm, so that every preset fits it.
-        per: what its loss is per.
+        has_attention: whether the model takes QK-norm, so that every `stability` preset fits it.
+        per: unit of the loss.
     """
     sweep = ["clipping=none,norm", "optimizer.lr=0.03,3"]
     if has_attention:
         sweep = ["stability=none,zloss_qknorm", "optimizer.lr=1e-3,1e-1"]
     elif per != "image":
         sweep = ["clipping=none,norm", "optimizer.lr=1e-3,1e-1"]
+    # drop the keys that the sweep or its presets set: a typed key would win over the preset
     swept = {key_of(each) for each in sweep} | {"resume", "zloss", "qknorm", "qkclip", "stability"}
     kept = [o for o in typed.overrides if key_of(o) not in swept and not key_of(o).startswith(("hydra", "faults"))]
     options = [option for option in typed.options if option not in SWEEP]
@@ -160,12 +147,12 @@ def suggestion(typed: Arguments, has_attention: bool, per: str) -> str:
 
 
 def sample_text(model: nn.Module, data: Any, device: torch.device, tokens: int = 200) -> str | None:
-    """Text that the model continues from the data's prompt; None for data that is no text. Leaves no trace."""
+    """Generates text from the data's prompt; None if the data is not text. Leaves the model and the RNG unchanged."""
     if not all(hasattr(data, name) for name in ("encode", "decode", "prompt")):
         return None
     prompt = torch.tensor([data.encode(data.prompt)], device=device)
     generator = torch.Generator(device).manual_seed(0)
     try:
         return data.decode(generate(model, prompt, tokens, 0.8, 50, generator)[0].tolist())
-    except Exception as error:  # the run is over and saved: a sample is no reason to call it failed
+    except Exception as error:  # the run is finished and saved: a failed sample must not fail it
         return f"(none: {error})"

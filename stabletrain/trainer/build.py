@@ -1,10 +1,9 @@
-"""From a configuration to a run, in stages; what cannot work is refused here, before a step is taken.
+"""Builds a training run from a configuration, in stages. What cannot work is refused here, before the first step.
 
     process -> data -> model and optimizer -> tools -> output -> restored state -> the run
 
-Every group's option is one object, made by Hydra from its `_target_`. The groups meet in three ways only, all visible
-in the YAML or below: a model takes `${qknorm}` and `${softcap}` into its own YAML; a model's nulls are filled from the
-data (`vocab_size`, `block_size`, `num_classes`, `in_channels`); and a precision is told the device.
+Hydra builds one object for each config group. Groups depend on each other in only three ways: a model's YAML takes
+`${qknorm}`, `${softcap}` and `${qkclip}`; null sizes of a model are taken from the data; a precision gets the device.
 """
 
 import sys
@@ -60,14 +59,11 @@ from stabletrain.trainer.stages import (
 
 @dataclass(frozen=True)
 class Opened:
-    """Where the run's results go.
+    """The run's outputs.
 
     Attributes:
-        folder: the run folder.
-        run_folder: keeps its `run.json`, which is written.
-        tracker: takes metrics, events and messages.
-        wandb: the W&B run, not started yet.
-        checkpoints: not opened yet.
+        run_folder: keeps `run.json`, which is already written.
+        wandb, checkpoints: not started or opened yet.
     """
 
     folder: Path
@@ -77,7 +73,7 @@ class Opened:
     checkpoints: roles.Checkpoints
 
     def open_checkpoints(self) -> None:
-        """Opens the folder of checkpoints; what happens to them becomes an event."""
+        """Opens the checkpoint folder, and records what happens there as events."""
         tracker = self.tracker
         self.checkpoints.open(
             self.folder, lambda kind, step, fields: tracker.event(kind, step, **fields), self.run_folder.id
@@ -85,16 +81,18 @@ class Opened:
 
 
 def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> TrainingRun:
-    """The run that `cfg` describes, resumed if it asks for that, ready for `loop.train`.
+    """Builds the run that `cfg` describes, restored from a checkpoint if `resume` asks for it.
+
+    Must be called inside a Hydra job, which knows the chosen options.
 
     Args:
-        cfg: checked by `config.checks.check`. Call this inside a Hydra job, which knows the choice of options.
-        folder: the run folder.
-        shown: how progress is shown; None for the terminal.
+        cfg: checked by `config.checks.check`.
+        shown: shows the progress; None for the terminal.
 
     Raises:
-        ConfigError: a bound is passed, a combination cannot work, or the folder already holds a run.
+        ConfigError: a value is out of bounds, a combination cannot work, or the folder already holds a run.
     """
+    # the process comes first: determinism must be set up before CUDA starts
     process = start_process(cfg)
     guard, clipping, monitors, faults = (make(cfg, group) for group in ("guard", "clipping", "monitors", "faults"))
     source = load_data(cfg, process, faults)
@@ -110,6 +108,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     )
     monitoring, history = Monitoring(monitors, RollingStats(), trained.usage), History()
     rollback = saved_states(trained.state, tools, monitoring, history, data, opened)
+    # the run folder is claimed by now: an error must be recorded in its run.json
     try:
         start_wandb(cfg, process, trained, opened)
         opened.open_checkpoints()
@@ -136,7 +135,7 @@ def open_output(
     faults: Any,
     shown: Progress | None,
 ) -> Opened:
-    """Claims the run folder and opens what writes to it."""
+    """Claims the run folder and opens everything that writes to it."""
     ranks = process.ranks
     checkpoints = checkpoints_for_all_ranks(faults.checkpoints(make(cfg, "checkpoint")), ranks)
     wandb = faults.wandb(make(cfg, "wandb")) if ranks.is_main else NoWandb()
@@ -148,10 +147,10 @@ def open_output(
 def start_run_folder(
     cfg: DictConfig, folder: Path, process: Process, source: Source, trained: Trained
 ) -> roles.RunFolder:
-    """Claims the run folder, and writes `run.json`; the main process only.
+    """Claims the run folder and writes `run.json`, on the main process only.
 
     Raises:
-        ConfigError: the folder already holds a run, or cannot be written.
+        ConfigError: the folder already holds a run, or is not writable.
     """
     run_folder = RunFolder(folder) if process.ranks.is_main else NoRunFolder(folder)
     typed, data = parse_arguments([*sys.argv[1:]]), source.data
@@ -173,7 +172,7 @@ def start_run_folder(
 
 
 def machine_record(process: Process, trained: Trained) -> dict[str, Any]:
-    """The machine, and how it computes, for `run.json` and W&B."""
+    """Describes the machine, its precision and its determinism, for `run.json` and W&B."""
     return hardware.describe(process.device) | {
         "precision": process.precision.name,
         "fp32_modules": trained.fp32_modules,
@@ -184,7 +183,7 @@ def machine_record(process: Process, trained: Trained) -> dict[str, Any]:
 def start_tracker(
     cfg: DictConfig, folder: Path, ranks: Ranks, wandb: NoWandb, run_folder: roles.RunFolder, shown: Progress | None
 ) -> roles.Tracker:
-    """Opens metrics, events and the progress line; the main process only."""
+    """Opens metrics, events and the progress line, on the main process only."""
     try:
         return run_on_main(ranks, lambda: Tracker(Metrics(folder), wandb, shown or Progress(cfg.log_every)), NoTracker)
     except ConfigError as error:
@@ -193,7 +192,7 @@ def start_tracker(
 
 
 def start_wandb(cfg: DictConfig, process: Process, trained: Trained, opened: Opened) -> None:
-    """Starts the W&B run, with the configuration and the machine."""
+    """Starts the W&B run with the configuration and the description of the machine."""
     hydra = HydraConfig.get()
     about = {
         **plain(cfg),
@@ -209,16 +208,16 @@ def start_wandb(cfg: DictConfig, process: Process, trained: Trained, opened: Ope
 
 
 def restore_state(cfg: DictConfig, rollback: Rollback, guard: Guard, tracker: roles.Tracker) -> None:
-    """Restores the checkpoint that `resume` asks for.
+    """Restores the checkpoint that `resume` names, if any.
 
     Raises:
-        ConfigError: the run has passed `steps` already.
+        ConfigError: the checkpoint is already past `steps`.
     """
     rollback.resume(cfg.resume)
     if cfg.resume != "auto":
-        guard.states.forget()  # their checkpoints are in another folder
+        guard.states.forget()  # the checkpoints it retained are in another run folder
     if rollback.state.step > cfg.steps:
-        raise ConfigError(f"steps={cfg.steps} is below the {rollback.state.step} steps that are done: raise steps")
+        raise ConfigError(f"steps={cfg.steps} is below the {rollback.state.step} steps already done: raise steps")
     tracker.rewind(rollback.state.executed_steps)
 
 
@@ -233,9 +232,10 @@ def compile_model(
     """Compiles the model in place and tries it on one micro-batch.
 
     Raises:
-        ConfigError: `compile=true`, and the model cannot be compiled.
+        ConfigError: `compile=true`, but the model cannot be compiled.
     """
-    batch = load(cfg.steps - 1).to(process.device).split(cfg.grad_accum_steps)[0]  # of full length by then
+    # the last step's batch: with data.length_warmup, earlier ones may be shorter than the shape to compile for
+    batch = load(cfg.steps - 1).to(process.device).split(cfg.grad_accum_steps)[0]
     facts, told = warm_up_compiled(state, batch, tools, must=cfg.compile is True, any_rank=process.parallel.any_rank)
     opened.run_folder.learn(facts)
     opened.tracker.note(told)
@@ -247,8 +247,8 @@ def compile_model(
 def saved_states(
     state: TrainState, tools: Tools, monitoring: Monitoring, history: History, data: TrainingData, opened: Opened
 ) -> Rollback:
-    """The saved states of the run, none yet."""
-    parts = {  # what is stateful beside model and optimizer, under its name in checkpoints
+    """Creates the run's `Rollback`, which has no saved state yet."""
+    parts = {  # everything stateful besides model and optimizer, by its name in checkpoints
         "guard": tools.guard,
         "precision": tools.precision,
         "clipping": tools.clipping,
@@ -280,7 +280,7 @@ def assemble(
     rollback: Rollback,
     opened: Opened,
 ) -> TrainingRun:
-    """The run, of parts that are ready."""
+    """Assembles the run from its parts."""
     page = PageAtEnd(opened.folder) if cfg.report and process.ranks.is_main else NoPage()
     closing_text = partial(closing_lines, cfg, source, trained.state, history, tools.guard, page, opened.folder)
     opened.tracker.start(cfg.steps, trained.state.step)
@@ -302,7 +302,7 @@ def assemble(
 def opening_lines(
     cfg: DictConfig, process: Process, source: Source, trained: Trained, tools: Tools, folder: Path
 ) -> str:
-    """The first lines on the terminal."""
+    """Returns the first lines on the terminal."""
     machine = f"{hardware.name(process.device)}, {hardware.threads()}"
     return opening(process.choices, plain(cfg), trained.state.model, source.data, tools, machine, str(folder))
 
@@ -310,7 +310,7 @@ def opening_lines(
 def start_forensics(
     cfg: DictConfig, folder: Path, process: Process, source: Source, model: nn.Module, tools: Any
 ) -> Forensics:
-    """The incident handler, with what it must know of the run."""
+    """Opens the incident handler and gives it the run's settings."""
     config, choices = plain(cfg), process.choices
 
     def model_factory() -> nn.Module:
@@ -319,6 +319,7 @@ def start_forensics(
         return copy
 
     handler = for_all_ranks(make(cfg, "forensics"), process.ranks)
+    # plain PyTorch on a CPU is deterministic even without determinism=strict
     uncompiled_cpu = process.device.type == "cpu" and compiling.compiled_shape(model) is None
     settings = RunSettings(
         choices=choices,
@@ -334,7 +335,8 @@ def start_forensics(
 def closing_lines(
     cfg: DictConfig, source: Source, state: TrainState, history: History, guard: Guard, page: roles.Page, folder: Path
 ) -> str:
-    """The last lines on the terminal; writes the run's page too. All ranks must call it: the model may be sharded."""
+    """Writes the run's page, and returns the last lines on the terminal."""
+    # all ranks must call this, because the model that generates the sample may be sharded
     sample = sample_text(state.model, source.data, next(state.model.parameters()).device)
     page.write(sample)
     return closing(

@@ -1,6 +1,6 @@
-"""The trial of a compiled model: one pass as a step makes it, before the first step.
+"""Compiles the model and tries it on one micro-batch, before the first step.
 
-A compiler that is missing, or does not know an operation, shows here and not within a step.
+A missing compiler or an unsupported operation shows up here, not in the middle of training.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,25 +18,25 @@ from stabletrain.step import count_targets
 def warm_up_compiled(
     state: TrainState, batch: Batch, tools: Tools, *, must: bool, any_rank: Callable[[bool], bool]
 ) -> tuple[Mapping[str, Any], str]:
-    """Compiles the model for micro-batches like this one, if it can be.
+    """Compiles the model for micro-batches of this shape, if possible.
 
     Args:
-        state: its model is compiled in place; all else stays as it is.
+        state: its model is compiled in place; nothing else changes.
         batch: a micro-batch on the model's device.
-        tools: everything that acts.
-        must: whether it may not be left uncompiled.
-        any_rank: whether something is so on any rank.
+        must: raise an error if the model cannot be compiled.
+        any_rank: returns whether its argument is true on any rank.
 
     Returns:
-        what is to be recorded: `compiled`, and the seconds it took; and a line for people.
+        the facts to record (`compiled`, `compile_seconds`), and a line for the terminal.
 
     Raises:
-        ConfigError: it must, and cannot be.
+        ConfigError: `must` is set, but the model cannot be compiled.
     """
     if not batch.targets.numel():
-        return left_uncompiled("the batch to try it on is empty", must)
+        return left_uncompiled("the trial batch is empty", must)
     model = tools.wrap(state.model)
 
+    # the same operations as in a step, so that the trial compiles exactly what training runs
     def forward() -> Tensor:
         inputs, _, _ = tools.sanitizer.inputs(batch.inputs)
         with tools.precision.autocast():
@@ -54,11 +54,7 @@ def warm_up_compiled(
 
 
 def left_uncompiled(why: str, must: bool) -> tuple[Mapping[str, Any], str]:
-    """What is recorded and said of a model that is left uncompiled.
-
-    Raises:
-        ConfigError: it must not be.
-    """
+    """Returns the same for a model that stays uncompiled; raises ConfigError if `must` is set."""
     if must:
         raise ConfigError(f"compile=true: the model cannot be compiled here ({why}): use compile=auto or compile=false")
-    return {"compiled": False}, f"compile  off: {why}; training goes on uncompiled (compile=false does not try)"
+    return {"compiled": False}, f"compile  off: {why}; training continues uncompiled (compile=false skips this attempt)"

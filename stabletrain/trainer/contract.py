@@ -1,7 +1,6 @@
-"""What a model and its data must agree on: sizes that the one leaves to the other, and what a batch is.
+"""The contract between a model and its data: the sizes they must agree on, and the format of a batch.
 
-Both may be anybody's: a plug-in's model or data is asked for what it offers, and what breaks the contract is refused by
-name.
+Both may be the user's own plug-ins. Whatever breaks the contract is refused with a message that names it.
 """
 
 from collections.abc import Iterator
@@ -19,21 +18,25 @@ from stabletrain.parallel.ranks import Ranks
 from stabletrain.records import IGNORE_INDEX, Batch
 
 FROM_DATA = ("vocab_size", "block_size", "num_classes", "in_channels")
-"""Keys of a model that null leaves to the data."""
+"""Sizes of a model that are taken from the data if they are null."""
 
 DEFAULT_VAL_BATCHES = 20
-"""Batches of an evaluation over a plug-in's data that does not say how many it has."""
+"""Batches in an evaluation if the data has no method `batches(size, split)`."""
 
 
 def make_model(cfg: DictConfig, data: Any) -> nn.Module:
-    """The model, its nulls filled from the data."""
+    """Builds the model; sizes that are null are taken from the data.
+
+    Raises:
+        ConfigError: a size is missing or does not fit the data, or the target is not a trainable `nn.Module`.
+    """
     given = {}
     for key in FROM_DATA:
         if key not in cfg.model:
             continue
         wanted, needed = cfg.model[key], getattr(data, key, None)
         if wanted is None and needed is None:
-            raise ConfigError(f"model.{key} is null, and the data does not say it: set model.{key}")
+            raise ConfigError(f"model.{key} is null, and the data has no {key}: set model.{key}")
         if wanted is None:
             given[key] = needed
         elif needed is not None and (wanted < needed or (key == "in_channels" and wanted != needed)):
@@ -47,7 +50,7 @@ def make_model(cfg: DictConfig, data: Any) -> nn.Module:
 
 
 def vocabulary(model: nn.Module, data: Any) -> int | None:
-    """How many token ids the model knows, so that others are kept away from its kernels; None where nobody says."""
+    """Returns the model's `vocab_size`, else the data's, else the size of the first embedding; None if unknown."""
     for knows in (model, data):
         if isinstance(size := getattr(knows, "vocab_size", None), int):
             return size
@@ -56,59 +59,58 @@ def vocabulary(model: nn.Module, data: Any) -> int | None:
 
 
 def units(cfg: DictConfig, data: Any) -> tuple[str, str]:
-    """What the pace counts, and what a loss is per: an image, a byte where the vocabulary is the 256 bytes, a token.
-
-    Data that does not say its modality is asked for a sample: a target for each is one class, not a text.
-    """
+    """Returns the unit of throughput and the unit of the loss, such as `("tok", "byte")`."""
     if cfg.data.get("modality") == "images":
         return "img", "image"
+    # data without a modality is asked for one sample: a single target is a class, several are text
     if cfg.data.get("modality") is None and checked(data.batch(0, 1, "val")).targets.ndim == 1:
         return "sample", "sample"
-    return "tok", "byte" if getattr(data, "vocab_size", None) == 256 else "token"
+    return "tok", "byte" if getattr(data, "vocab_size", None) == 256 else "token"  # 256 ids: text as raw bytes
 
 
 def cost(model: nn.Module, data: Any) -> float | None:
-    """FLOPs of a unit of the pace in training; None where the data or the model cannot be asked."""
+    """Returns the training FLOPs per unit of throughput; None if they cannot be counted."""
     try:
         sample = checked(data.batch(0, 1, "val"))
-    except Exception:  # what is wrong with the data is told where it is read for good
+    except Exception:  # an error in the data is reported when training reads it
         return None
     flops = flops_per_sample(model, sample.inputs)
     return None if flops is None else flops / sample.targets.numel()
 
 
 def checked(batch: Any) -> Batch:
-    """The batch, if the data keeps its contract.
+    """Returns the batch unchanged if it keeps the contract.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the batch breaks the contract.
     """
     if not isinstance(batch, Batch):
         raise ConfigError(
-            f"data: batch() gave a {type(batch).__name__}: return stabletrain.records.Batch(inputs, targets)"
+            f"data: batch() returned a {type(batch).__name__}: return stabletrain.records.Batch(inputs, targets)"
         )
     for name in ("inputs", "targets"):
         value = getattr(batch, name)
         if not isinstance(value, Tensor):
-            raise ConfigError(f"data: {name} is a {type(value).__name__}: a batch holds tensors; stack them into one")
+            raise ConfigError(f"data: {name} is a {type(value).__name__}, not a tensor: stack its elements into one")
     if len(batch.inputs) != len(batch.targets):
         raise ConfigError(
-            f"data: a batch has {len(batch.inputs)} inputs and {len(batch.targets)} targets: one for each"
+            f"data: a batch has {len(batch.inputs)} inputs and {len(batch.targets)} targets: return one target "
+            "per input"
         )
     if batch.targets.is_floating_point():
-        raise ConfigError(f"data: targets are {batch.targets.dtype}: they are class ids, so return whole numbers")
+        raise ConfigError(f"data: targets are {batch.targets.dtype}, not class ids: return an integer dtype")
     return batch
 
 
 def validation(data: Any, size: int, limit: int | None, ranks: Ranks) -> Iterator[Batch]:
-    """The validation split's batches in their fixed order: all, or the first `limit`, every rank those in its turn.
+    """Yields this rank's share of the validation split, or of its first `limit` batches, in a fixed order.
 
-    Ranks take equally many, since sharded weights are gathered by all of them together: one that has none left takes
-    the last once more, with no target that counts.
+    Every rank gets the same number of batches. A rank that runs out repeats the last one with all targets ignored.
     """
     count = data.batches(size, "val") if hasattr(data, "batches") else DEFAULT_VAL_BATCHES
     count = min(count, limit or count)
     for first in range(0, count, ranks.world_size):
         number = first + ranks.rank
         batch = checked(data.batch(min(number, count - 1), size, "val"))
+        # all ranks must run equally many forward passes, because each pass gathers sharded weights from all of them
         yield batch if number < count else replace(batch, targets=torch.full_like(batch.targets, IGNORE_INDEX))

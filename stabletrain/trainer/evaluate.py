@@ -1,4 +1,4 @@
-"""Evaluation: one pass over the validation split, in a fixed order, that leaves no trace in the training state."""
+"""Evaluation: one pass over the validation split, which does not change the training state."""
 
 from collections.abc import Iterator
 
@@ -14,22 +14,22 @@ from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE, Batch
 def evaluate(
     model: nn.Module, batches: Iterator[Batch], precision: Precision, sanitizer: Sanitizer, parallel: Parallel
 ) -> dict[str, float]:
-    """Mean cross-entropy over all valid targets, in nats, without label smoothing or z-loss.
+    """Computes the mean cross-entropy over all valid targets, in nats, without label smoothing or z-loss.
 
     Args:
-        model: put into evaluation mode for the pass; afterwards each module is back in the mode it was in.
-        batches: on the model's device; sizes may differ.
-        precision: its autocast is used.
-        sanitizer: finds bad data; a label out of range is not counted, nor is a batch with bad inputs.
-        parallel: the ranks, each of which has batches of its own.
+        model: runs in evaluation mode; afterwards each module is back in its previous mode.
+        batches: this rank's batches, on the model's device; sizes may differ.
+        precision: runs the forward pass under its autocast.
+        sanitizer: finds bad data. Labels out of range and batches with bad inputs are not counted.
+        parallel: sums the results over all ranks.
 
     Returns:
-        `val/loss`, and for `[batch, classes]` logits `val/accuracy`, in [0, 1]. NaN where no target is valid. Where a
-        batch held bad data, `val/bad_batches` says how many did.
+        `val/loss`; for `[batch, classes]` logits also `val/accuracy`, in [0, 1]. Both are NaN if no target is valid.
+        `val/bad_batches` is the number of batches with bad data, present only if there are any.
     """
     modes, device = [(module, module.training) for module in model.modules()], next(model.parameters()).device
     model.eval()
-    loss = count = correct = spoilt = 0
+    loss = count = correct = spoilt = 0  # become tensors on the device: one host read after the last batch
     classifies = False
     try:
         for batch in batches:
@@ -49,7 +49,7 @@ def evaluate(
                     correct = correct + ((rows.argmax(dim=-1) == wanted) & valid).sum()
     finally:
         model.train(modes[0][1])
-        for module, training in modes:  # a model may keep some of its modules in evaluation mode always
+        for module, training in modes:  # some may always be in evaluation mode, such as a frozen BatchNorm
             module.training = training
     mine = [torch.as_tensor(each, dtype=torch.float64, device=device) for each in (loss, count, correct, spoilt)]
     loss, total, correct, spoilt = parallel.all_reduce_sum(torch.stack(mine)).tolist()
@@ -60,6 +60,6 @@ def evaluate(
 
 
 def in_parts(rows: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of logits and their targets, no more at once than `LOGITS_AT_ONCE` of them."""
+    """Splits rows of logits and their targets into parts of at most `LOGITS_AT_ONCE` logits, but at least one row."""
     size = max(1, LOGITS_AT_ONCE // max(rows.shape[-1], 1))
     return zip(rows.split(size), targets.split(size), strict=True)

@@ -1,4 +1,4 @@
-"""What a run remembers of itself: its best evaluation, the time and data spent, its throughput."""
+"""The history of a run: its best evaluation, the time and data spent, its throughput."""
 
 import math
 import time
@@ -7,20 +7,20 @@ from dataclasses import asdict, dataclass, field
 from stabletrain.records import Batch
 
 UNITS = {"tok": "tokens", "img": "images", "sample": "samples"}
-"""Units of throughput: as shown on the terminal, and as named in the metrics."""
+"""Units of throughput: on the terminal, and in metric names."""
 
 
 @dataclass
 class History:
-    """What a run remembers of itself across interruptions.
+    """Results and costs of a run so far; saved in checkpoints.
 
     Attributes:
-        best_loss: lowest validation loss so far, nats; at `best_step`.
-        val: the newest evaluation's metrics, after `val_step` steps.
-        updates: optimizer steps that are in the weights.
+        best_loss: lowest validation loss so far, in nats, reached at `best_step`.
+        val: metrics of the newest evaluation, after `val_step` steps.
+        updates: updates in the current weights; rolled-back ones are not counted.
         seconds: training time, without evaluations and checkpoints.
-        units: tokens or images consumed.
-        lost_steps, lost_seconds: how much of it was rolled back.
+        units: tokens, images or samples consumed.
+        lost_steps, lost_seconds: steps and training time that were rolled back.
     """
 
     best_loss: float = math.inf
@@ -34,30 +34,30 @@ class History:
     lost_seconds: float = 0.0
 
     def cumulative_state(self) -> dict:
-        """What a rollback does not undo: time and data spent."""
+        """Returns what a rollback does not undo: time and data spent."""
         names = ("seconds", "units", "lost_steps", "lost_seconds")
         return {name: getattr(self, name) for name in names}
 
     def load_cumulative_state(self, state: dict) -> None:
-        """Puts that back over a restored history. The time since the restored state counts as lost."""
+        """Restores the cumulative part after a rollback. The time since the restored state counts as lost."""
         lost = state["seconds"] - self.seconds
         self.load_state_dict({**state, "lost_seconds": state["lost_seconds"] + lost})
 
     def state_dict(self) -> dict:
-        """For the checkpoint."""
+        """Returns all fields, for a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: dict) -> None:
-        """From a checkpoint."""
+        """Restores fields from a checkpoint."""
         for name, value in state.items():
             setattr(self, name, value)
 
 
 class Throughput:
-    """Tokens or images a second of training; evaluations and checkpoints do not count.
+    """Measures tokens, images or samples per second of training, without evaluations and checkpoints.
 
     Attributes:
-        rate: units a second over the last stretch.
+        rate: units per second over the last interval.
     """
 
     def __init__(self, history: History, ranks: int = 1) -> None:
@@ -67,11 +67,11 @@ class Throughput:
         self._since, self._units = time.perf_counter(), 0
 
     def count(self, batch: Batch) -> None:
-        """Counts a batch, and the other ranks' parts: one unit a target, so tokens for text and images for classes."""
+        """Counts this batch and the other ranks': one unit per target, which is a token of text or one image."""
         self._units += batch.targets.numel() * self._ranks
 
     def measure(self) -> None:
-        """Ends a stretch, adds it to the history, and begins the next."""
+        """Ends the interval, adds it to the history, and starts the next."""
         now = time.perf_counter()
         seconds = now - self._since
         self.rate = self._units / seconds if seconds > 0 else 0.0
@@ -80,5 +80,5 @@ class Throughput:
         self._since, self._units = now, 0
 
     def resume(self) -> None:
-        """Begins a stretch now: the time since the last one was not spent on training."""
+        """Starts the interval now, because the time since the last one was not spent on training."""
         self._since = time.perf_counter()

@@ -1,4 +1,4 @@
-"""From a withheld step, or an alarm, to the incident handler: which steps are investigated, and what that needs."""
+"""Decides which skipped steps and alarms are investigated, and collects what an investigation needs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,17 +14,17 @@ from stabletrain.step import InFlight
 from stabletrain.trainer.run import TrainingRun
 
 FAR = 1_000_003
-"""Steps ahead of a step, times its number, from where a batch is taken that the run has not read and never will."""
+"""Multiple of the step number at which the fresh batch of a replay is read: a position that the run never reaches."""
 
 
 class ExecutedStep(NamedTuple):
-    """A step that was committed, with what investigating it needs.
+    """A committed step, with what is needed to investigate it.
 
     Attributes:
-        in_flight: its reading, on the way to the host.
-        batch: what it was computed from, on the host.
+        in_flight: the step's reading, on its way to the host.
+        batch: the step's batch, on the host.
         classes: the last dimension of its logits; None if there was nothing to run.
-        saved_buffers: the model's buffers before it; the next step's forward overwrites the live ones.
+        saved_buffers: copies of the model's buffers before the step; the next forward pass overwrites the live ones.
     """
 
     in_flight: InFlight
@@ -33,19 +33,19 @@ class ExecutedStep(NamedTuple):
     saved_buffers: list[Tensor]
 
     def reading(self) -> Reading:
-        """The step's numbers; waits for them."""
+        """Waits for the step's reading and returns it."""
         return self.in_flight.wait()
 
 
 def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict: Verdict) -> None:
-    """Records a step whose update was withheld; investigates the first of several in a row.
+    """Records a skipped step, and investigates it if it is the first in a row.
 
-    The last of them is investigated too if it ends the run for another reason than the first was withheld for. Steps
-    that are not investigated are mentioned now and then, unless a graver verdict is reported anyway.
+    A skipped step that halts the run is investigated too, if it was skipped for another reason than the newest
+    incident. Skipped steps without an incident are logged at the counts that `is_round` selects.
     """
     guard, tracker = run.tools.guard, run.rollback.tracker
     reason, samples = guard.reason, {}
-    if guard.kind == "bad_data":
+    if guard.kind == "bad_data":  # name the samples: each rank inspects its own part of the batch
         mine = bad_samples(executed.batch, run.tools.sanitizer.vocab_size, executed.classes)
         bad = run.parallel.gather_samples(mine, len(executed.batch))[:MOST]
         reason, samples = describe(bad), {"samples": bad}
@@ -60,7 +60,7 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
         loss_scale=reading.loss_scale,
         **samples,
     )
-    if guard.kind == "overflow":  # fp16's routine overflow calibrates the loss scale and is no incident
+    if guard.kind == "overflow":  # routine in fp16: an overflow only lowers the loss scale
         return
     handler = run.forensics.handler
     if guard.consecutive == 1 or (verdict is Verdict.HALT and guard.kind != handler.newest):
@@ -69,19 +69,21 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
             handler.newest = guard.kind
             return
     number = guard.skips[guard.kind]
+    # a rollback or a halt prints its own message, so only plain skips are logged here
     if verdict is Verdict.SKIP and is_round(number):
-        tracker.note(f"step {reading.step}: {reason}; update withheld ({guard.kind}, number {number})")
+        tracker.note(f"step {reading.step}: {reason}; update skipped ({guard.kind}, number {number})")
 
 
 def investigate_alarm(run: TrainingRun, executed: ExecutedStep, reading: Reading, alarms: Sequence[Alarm]) -> None:
-    """Investigates an applied step in which gradients vanish, if fp16 may be the reason."""
+    """Investigates an applied step with vanishing gradients, if the precision uses a loss scale (fp16)."""
+    # a rank sees only its own part of the gradients, but all ranks must take part in an investigation
     vanishing = run.parallel.any_rank(any(alarm.kind == "vanishing" for alarm in alarms))
     if vanishing and reading.applied and is_scaled(run.tools.precision):
         handle_incident(run, executed, reading, "loss_scale")
 
 
 def handle_incident(run: TrainingRun, executed: ExecutedStep, reading: Reading, kind: str) -> bool:
-    """Has a step investigated; returns whether an incident was filed and shown."""
+    """Investigates a step; returns whether an incident was filed and shown."""
     tracker = run.rollback.tracker
     filed = run.forensics.handler.handle(
         lambda deadline: make_repro(run, executed, reading, deadline),
@@ -109,11 +111,13 @@ def handle_incident(run: TrainingRun, executed: ExecutedStep, reading: Reading, 
 
 
 def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading, deadline: float) -> Repro | None:
-    """All that running the step again needs; None if this rank has no room for it.
+    """Collects everything needed to replay the step; None if a full copy of a sharded model does not fit in memory.
 
-    A withheld step has left everything as it found it. The state before an applied step is gone: its batch is run on
-    the weights and buffers that the step has made, before the next step touches them.
+    A skipped step has left the state unchanged, so it is replayed as it was. After an applied step the state before it
+    is gone: its batch is replayed on the weights and buffers after the update. Call this before the next step changes
+    them.
     """
+    # these two gather sharded tensors: every rank must call both before any of them returns
     model = run.parallel.full_model(run.state.model, run.forensics.model_factory)
     older = run.parallel.full_state(run.rollback.older_state(reading.step - 2))
     if model is None:
@@ -138,5 +142,5 @@ def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading, deadl
 
 
 def is_round(count: int) -> bool:
-    """1, 2, 3, 10, 100, 1000 ...: how often the same line is worth reading."""
+    """Returns whether a repeated message is logged at this count: at 1, 2, 3, 10, 100, 1000 and so on."""
     return count <= 3 or count in (10**power for power in range(1, 9))

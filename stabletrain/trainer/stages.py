@@ -1,4 +1,4 @@
-"""The first stages of building a run: this process, its data, what is trained, and what acts in a step."""
+"""The first stages of building a run: process, data, model and optimizer, and the tools of a step."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,19 +22,16 @@ from stabletrain.trainer.contract import checked, cost, make_model, units, vocab
 from stabletrain.trainer.tools import tools_from_config
 
 RANK_SEEDS = 1 << 40
-"""Beyond every step's number: the seeds of the other ranks are drawn from here on."""
+"""Larger than any step number, so that seeds of ranks and seeds of steps come from different numbers."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """This process: its place among the ranks, its device, and how it computes.
+    """This process: its rank, its device, and how it computes.
 
     Attributes:
-        ranks: this process among those of the run.
-        choices: option by config group.
-        parallel, determinism, precision: the objects of their groups, prepared.
-        switches: what determinism has set, for the record.
-        device: where the model lives.
+        choices: the chosen option of each config group.
+        switches: the determinism settings in force, recorded in `run.json`.
     """
 
     ranks: Ranks
@@ -51,9 +48,8 @@ class Source:
     """The run's data.
 
     Attributes:
-        data: the data set, with `batch(step, size, split)`.
-        unit: what throughput counts: `tok`, `img` or `sample`.
-        per: what a loss is per, such as `byte`.
+        unit: unit of throughput: `tok`, `img` or `sample`.
+        per: unit of the loss, such as `byte`.
     """
 
     data: Any
@@ -63,13 +59,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained.
+    """The model and the optimizer, before the first step.
 
     Attributes:
-        state: model and optimizer, before the first step.
-        usage: measures how much of the machine is used.
         fp32_modules: names of the modules kept in fp32.
-        parameters: how many the model has.
+        parameters: number of parameters of the whole model.
     """
 
     state: TrainState
@@ -82,7 +76,7 @@ class Trained:
 
 
 def start_process(cfg: DictConfig) -> Process:
-    """Joins the other ranks, and prepares the device and how it computes."""
+    """Joins the other ranks, and prepares determinism, device and precision."""
     ranks = current_ranks()
     if ranks.launched:
         join_process_group(ranks)
@@ -98,7 +92,8 @@ def start_process(cfg: DictConfig) -> Process:
 
 
 def rank_seed(seed: int, ranks: Ranks) -> int:
-    """The seed of a rank's randomness in a step: the main process has `seed`, every other rank one of its own."""
+    """Returns the seed of a rank's randomness, in [0, 2^63): each rank has a different one."""
+    # the main process keeps `seed` itself, so it draws the same numbers as a run of one process
     return seed if ranks.is_main else mix(seed, RANK_SEEDS + ranks.rank) >> 1
 
 
@@ -106,22 +101,27 @@ def rank_seed(seed: int, ranks: Ranks) -> int:
 
 
 def load_data(cfg: DictConfig, process: Process, faults: Any) -> Source:
-    """The data set, with the faults that a test of the guard puts into it."""
+    """Builds the data set, with the faults that the `faults` group injects.
+
+    Raises:
+        ConfigError: the data set has no method `batch`.
+    """
     data = make(cfg, "data")
     if not callable(getattr(data, "batch", None)):
         raise ConfigError(f"data: {cfg.data._target_} has no batch(step, size, split)")
-    if callable(getattr(data, "to", None)):  # data that can make its batches on the training device
+    if callable(getattr(data, "to", None)):  # this data can build its batches on the training device
         data.to(process.device)
     data = faults.data(data)
     return Source(data, *units(cfg, data))
 
 
 def build_model(cfg: DictConfig, process: Process, source: Source, faults: Any) -> Trained:
-    """Model and optimizer on their device, spread over the ranks."""
+    """Builds the model and the optimizer on their device, sharded or replicated over the ranks."""
     device, precision, parallel = process.device, process.precision, process.parallel
     process.determinism.seed_run(cfg.seed)
     model = make_model(cfg, source.data)
     parameters = sum(p.numel() for p in model.parameters())
+    # counting FLOPs reads a sample of the data: only do it if the device's peak is known
     peak = peak_flops(hardware.name(device), precision.name)
     usage = Usage(device)
     if peak is not None:
@@ -130,26 +130,27 @@ def build_model(cfg: DictConfig, process: Process, source: Source, faults: Any) 
     make(cfg, "init")(model)  # on the CPU, so every device starts from the same weights
     model.to(device)
     fp32_modules = precision.wrap_fp32_modules(model)
-    parallel.shard(model)
+    parallel.shard(model)  # before the optimizer is built, which must hold the sharded parameters
     overrides = parallel.optimizer_overrides(process.choices["optimizer"])
     state = TrainState(model, make(cfg, "optimizer", **overrides)(model))
     precision.attach(model, state.optimizer)
     faults.state(state, precision)
-    parallel.wrap(model)  # last, because it sends the main process's weights to all ranks
+    parallel.wrap(model)  # last, because it broadcasts the main process's weights to all ranks
     return Trained(state, usage, fp32_modules, parameters)
 
 
 def batch_loader(cfg: DictConfig, process: Process, source: Source, state: TrainState) -> Callable[[int], Batch]:
-    """Loads this rank's part of the training batch of a step."""
+    """Returns a function that loads this rank's part of the training batch of a step."""
     world_size = process.ranks.world_size
 
     def load(step: int) -> Batch:
+        # `position` leaves out the batches that a rollback has excluded
         batch = checked(source.data.batch(position(step, state.skipped), cfg.batch_size, "train"))
         if len(batch) % (cfg.grad_accum_steps * world_size):
-            among = f" on {world_size} ranks" if world_size > 1 else ""
+            among = f" x {world_size} ranks" if world_size > 1 else ""
             raise ConfigError(
-                f"data: batch {step} has {len(batch)} samples, which grad_accum_steps={cfg.grad_accum_steps}{among} "
-                f"does not divide: return batch_size={cfg.batch_size} samples, or use grad_accum_steps=1"
+                f"data: batch {step} has {len(batch)} samples, not a multiple of grad_accum_steps="
+                f"{cfg.grad_accum_steps}{among}: return batch_size={cfg.batch_size} samples, or use grad_accum_steps=1"
             )
         return process.parallel.shard_batch(batch, cfg.batch_size)
 
@@ -160,7 +161,7 @@ def batch_loader(cfg: DictConfig, process: Process, source: Source, state: Train
 
 
 def make_tools(cfg: DictConfig, process: Process, source: Source, model: nn.Module, clipping: Any, guard: Any) -> Tools:
-    """Everything that acts in a step."""
+    """Builds everything that acts in a step."""
     return tools_from_config(
         cfg,
         model,

@@ -1,4 +1,4 @@
-"""What is logged of an executed step: a line of metrics, the progress line, alarms."""
+"""Logs an executed step: its metrics, the progress line, and alarms."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -12,7 +12,7 @@ NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 def log_step(run: TrainingRun, reading: Reading, throughput: Throughput, seen: Mapping[str, float]) -> None:
-    """Logs a step's metrics if a line is due, together with what the monitors have `seen`; moves the progress line."""
+    """Logs a step's metrics if they are due or if monitors have `seen` anything, and updates the progress line."""
     guard, tracker, plan = run.tools.guard, run.rollback.tracker, run.plan
     skipped = sum(guard.skips.values())
     metrics = reading_metrics(reading, skipped) | run.monitoring.rolling.metrics()
@@ -29,7 +29,7 @@ def log_step(run: TrainingRun, reading: Reading, throughput: Throughput, seen: M
 
 
 def log_alarms(run: TrainingRun, step: int, alarms: Sequence[Alarm]) -> None:
-    """Records each alarm, shows it, and sends it as a W&B alert."""
+    """Records each alarm as an event, prints it, and sends it as a W&B alert."""
     tracker = run.rollback.tracker
     for alarm in alarms:
         tracker.event("alarm", step, kind=alarm.kind, text=alarm.text)
@@ -38,7 +38,7 @@ def log_alarms(run: TrainingRun, step: int, alarms: Sequence[Alarm]) -> None:
 
 
 def reading_metrics(reading: Reading, skipped: int) -> dict[str, float]:
-    """A reading under the names of `metrics.jsonl`."""
+    """Returns a reading's numbers under their names in `metrics.jsonl`."""
     return {
         "train/loss": reading.loss,
         "train/ce": reading.ce,

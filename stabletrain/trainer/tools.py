@@ -1,4 +1,4 @@
-"""Builds `Tools`, everything that acts in a step: from a configuration, or from objects with plain defaults."""
+"""Builds `Tools`, everything that acts in a step: from a configuration, or from objects with defaults."""
 
 from typing import Any
 
@@ -31,13 +31,10 @@ def build_tools(
     seed: int = 0,
     parallel: Parallel | None = None,
 ) -> Tools:
-    """The tools of a step.
+    """Builds the tools of a step from objects.
 
-    Args:
-        precision: prepared and on its device.
-        sanitizer, objective, clipping, after_update, guard, learning_rate, determinism, seed, parallel: each defaults
-            to the usual: cross-entropy, clipping at norm 1, steps withheld if not finite, a constant learning rate,
-            randomness seeded by step, one process.
+    The defaults: cross-entropy, gradients clipped at norm 1, a `SkipGuard` that halts at the tenth skip in a row, a
+    constant learning rate, randomness seeded by step number, one process.
     """
     return Tools(
         sanitizer=sanitizer or sanitize.Sanitizer(),
@@ -66,18 +63,16 @@ def tools_from_config(
     parallel: Parallel,
     head_apart: bool = True,
 ) -> Tools:
-    """The tools that a configuration describes, for training and for replay.
+    """Builds the tools that a configuration describes, for training and for replay.
 
     Args:
-        cfg: checked.
-        model: on its device.
-        vocab_size: how many token ids the model knows; None if unknown.
-        precision, clipping, guard, determinism, parallel: the objects of their groups.
-        seed: of this rank's randomness.
-        head_apart: whether the model's head may run outside of its forward pass.
+        cfg: checked by `config.checks.check`.
+        vocab_size: None if unknown.
+        seed: this rank's.
+        head_apart: whether the model's head may run outside the model's forward pass.
 
     Raises:
-        ConfigError: an option's bound is passed.
+        ConfigError: a value is out of bounds.
     """
     learning_rate = ScheduledRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps)
     objective = Objective(make(cfg, "zloss"), cfg.label_smoothing)

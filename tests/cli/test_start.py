@@ -1,4 +1,4 @@
-"""Nobody waits for more than need be: what is loaded only when it is used, and what is said at once."""
+"""A fast start: heavy modules are loaded only when they are used, and the first step is logged immediately."""
 
 import subprocess
 import sys

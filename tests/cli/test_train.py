@@ -1,4 +1,4 @@
-"""The command line as a user meets it: mistakes, signals, sweeps, and what is left in the folders."""
+"""The command line as a user sees it: mistakes, signals, sweeps, and what the run folders contain."""
 
 import json
 import signal
@@ -36,44 +36,43 @@ MISTAKES = {
     "warmup.steps=2.5": "warmup.steps=2.5 is not a whole number: the default is null",
     "eval_batches=abc": "eval_batches=abc is not a whole number: the default is null",
     "optimizer.betas=[0.9,abc]": "optimizer.betas=[0.9, 'abc'] is not a list of numbers: the default is [0.9, 0.95]",
-    "precision.fp32_modules=head": "precision.fp32_modules=head is not a list of names: "
+    "precision.fp32_modules=head": "precision.fp32_modules=head is not a list of strings: "
     "write precision.fp32_modules=[head]",
     "optimizer.lr=1e-3,1e-1": "optimizer.lr=1e-3,1e-1: these are several values: "
-    "add -m to run one after the other, python train.py -m ...",
+    "to sweep over them, add -m (python train.py -m ...)",
     "optimizer=muon,spam": "optimizer=muon,spam: these are several values: "
-    "add -m to run one after the other, python train.py -m ...",
-    "data.length_warmup=2000": "data.length_warmup=2000 >= steps=1000: samples would never have their full length; "
+    "to sweep over them, add -m (python train.py -m ...)",
+    "data.length_warmup=2000": "data.length_warmup=2000 >= steps=1000: samples never reach their full length; "
     "lower data.length_warmup or raise steps",
     "model=resnet20 data=digits stability=full": "stability=full sets qknorm=layernorm, which does nothing with "
-    "model=resnet20, which has no attention to apply it to: use qknorm=none, or a model whose YAML names "
+    "model=resnet20, because the model has no attention: use qknorm=none, or a model whose YAML has "
     "`qknorm: ${qknorm}`",
-    "qkclip=kimi stability=v100": "stability=v100 sets qknorm=layernorm, which takes out the scale of the projections "
-    "that qkclip=kimi clips, so both together do nothing more: use qkclip=none, or qknorm=none",
-    "qkclip=kimi qknorm=rmsnorm": "qknorm=rmsnorm takes out the scale of the projections that qkclip=kimi clips, so "
-    "both together do nothing more: use qkclip=none, or qknorm=none",
+    "qkclip=kimi stability=v100": "stability=v100 sets qknorm=layernorm, which removes the scale of the projections "
+    "that qkclip=kimi clips, so qkclip has no effect: use qkclip=none, or qknorm=none",
+    "qkclip=kimi qknorm=rmsnorm": "qknorm=rmsnorm removes the scale of the projections that qkclip=kimi clips, so "
+    "qkclip has no effect: use qkclip=none, or qknorm=none",
     "steps=true": "steps=true is not a whole number: the default is 1000",
     "optimizer.fused=1": "optimizer.fused=1 is not true or false: the default is true",
     "optimizer.lr=null": "optimizer.lr=null is not a number: the default is 0.003",
     "optimizer.betas=0.9": "optimizer.betas=0.9 is not a list of numbers: the default is [0.9, 0.95]",
     "+foo=1": "foo=1: there is no such key",
-    "~guard": "guard._target_ was taken away: every group has an option that does nothing, such as none or off",
-    "init=null": "init=null: every group has an option that does nothing, such as none or off",
+    "~guard": "guard._target_ was removed: to turn a group off, use its option that does nothing, such as none or off",
+    "init=null": "init=null: to turn a group off, use its option that does nothing, such as none or off",
     "steps=[": "the command line cannot be read: no viable alternative at input '['\n"
     "quote values with special characters: \"data.path='a=b, c.txt'\"",
     "steps": "steps: a value is missing: write steps=<value>",
     "seed=-1": "seed=-1 is outside [0, 2^63)",
     "resume=": "resume= has no value: use auto, none, a run folder or a checkpoint",
     "model.num_classes=2": "model.num_classes: the chosen model has no such key; "
-    "model=nf_resnet20, model=resnet18, model=resnet20, model=resnet50 would",
-    "zloss.coefficient=1": "zloss.coefficient: the chosen zloss has no such key; zloss=olmo, zloss=palm would",
-    "data.path=x": "data.path: the chosen data has no such key; data=imagefolder, data=text, data=tokens would",
+    "it belongs to model=nf_resnet20, model=resnet18, model=resnet20, model=resnet50",
+    "zloss.coefficient=1": "zloss.coefficient: the chosen zloss has no such key; it belongs to zloss=olmo, zloss=palm",
+    "data.path=x": "data.path: the chosen data has no such key; it belongs to data=imagefolder, data=text, data=tokens",
     "zloss.strength=1": "zloss.strength: there is no such key; the chosen zloss has no keys; "
     "options of zloss: none, olmo, palm",
     "warmup.steps=2000": "warmup.steps=2000 >= steps=1000: the peak learning rate is never reached; "
     "lower warmup.steps or raise steps",
     "warmup.steps=0": "warmup.steps=0 is below 1: use warmup=none for no warmup",
-    "grad_accum_steps=3": "batch_size=16 does not divide into grad_accum_steps=3 micro-batches: "
-    "the nearest batch_size is 15",
+    "grad_accum_steps=3": "batch_size=16 does not divide into grad_accum_steps=3 micro-batches: use batch_size=15",
     "model=resnet20": "data=stdlib is for tokens, model=resnet20 reads images: use data=digits or data=cifar10, "
     "or a model for tokens such as model=gpt_nano",
     "resume=nowhere": "resume=nowhere is neither a run folder nor a checkpoint: "
@@ -282,7 +281,7 @@ def test_without_checkpoints_a_signal_does_not_claim_that_anything_was_saved(tmp
     assert "continue" not in errors
 
 
-def test_options_may_stand_anywhere_and_a_folder_that_is_not_there_is_named(tmp_path):
+def test_options_may_stand_anywhere_and_a_missing_folder_is_named(tmp_path):
     done = command("steps=5", "--cfg", "job", "zloss=olmo", cwd=tmp_path)
     assert "coefficient: 1.0e-05" in done.stdout
     missing = command("steps=5", "--config-dir", "nowhere", cwd=tmp_path)
@@ -300,7 +299,7 @@ def test_a_halt_has_its_own_code_and_says_why(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
+def test_a_closed_output_pipe_does_not_end_the_run(tmp_path):
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *QUICK], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -1,4 +1,4 @@
-"""The command line: options and overrides taken apart, what `resume` becomes, and the command that continues a run."""
+"""The command line: parsing, what `resume` becomes, and the command that continues a run."""
 
 import json
 import sys
@@ -75,7 +75,7 @@ def test_a_value_has_no_quotes_and_may_hold_an_equals_sign():
     assert found.without("data.path").overrides == ["~guard"]
 
 
-def test_neither_order_nor_resume_nor_hydras_keys_make_another_command():
+def test_order_resume_and_hydras_keys_do_not_change_the_identity_of_a_command():
     one = parse_arguments(["seed=1", "steps=5", "resume=auto", "hydra.run.dir=run"])
     assert one.identity() == parse_arguments(["steps=5", "hydra/launcher=joblib", "seed=1"]).identity()
     assert one.identity() != parse_arguments(["steps=6", "seed=1"]).identity()
@@ -102,10 +102,10 @@ def test_auto_continues_the_newest_run_of_the_same_overrides_that_has_checkpoint
     assert found.value("hydra.output_subdir") == "null", "Hydra keeps its record of the first start"
 
 
-def test_auto_starts_a_new_run_where_there_is_none_and_says_so(place, capsys):
+def test_auto_starts_a_new_run_if_there_is_none_and_says_so(place, capsys):
     run_folder(place / "outputs" / "day" / "time", "seed=2")
     assert resolved("seed=1", "resume=auto").overrides == ["seed=1", "resume=none"]
-    assert "a new one starts" in capsys.readouterr().err
+    assert "starting a new run" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("place")
@@ -116,7 +116,7 @@ def test_auto_takes_the_folder_that_is_typed():
 
 
 @pytest.mark.parametrize("name", ["run", "run/checkpoints"])
-def test_a_run_folder_brings_its_arguments_and_those_typed_win(place, name):
+def test_a_run_folder_brings_its_arguments_and_typed_ones_take_precedence(place, name):
     run_folder(place / "run", "seed=1", "steps=5", "resume=none", options=["--config-dir", "mine"])
     found = resolved("steps=9", f"resume={name}")
     assert found.options == ["--config-dir", "mine"]
@@ -219,9 +219,9 @@ def test_several_ranks_are_continued_by_torchrun(typed):
 
 def test_a_slurm_job_is_continued_by_its_launcher(typed):
     typed.setenv(LAUNCH, "slurm/launch.sh 'my cluster'")
-    assert resume_command(Ranks(), Path("run")).endswith("else slurm/launch.sh 'my cluster' resume=run")
+    assert resume_command(Ranks(), Path("run")).endswith("otherwise: slurm/launch.sh 'my cluster' resume=run")
 
 
-def test_a_damaged_record_of_a_sweep_is_none(tmp_path):
+def test_a_damaged_record_of_a_sweep_counts_as_none(tmp_path):
     (tmp_path / "multirun.yaml").write_text("hydra: [unclosed")
     assert sweep_arguments(tmp_path) is None

@@ -36,7 +36,7 @@ DEFAULTS = {
         ("loss_chunk", "none"),
     ],
 )
-def test_a_value_of_the_defaults_type_is_taken(key, value):
+def test_a_value_of_the_defaults_type_is_accepted(key, value):
     check_keys(DEFAULTS | {key: value}, DEFAULTS)
 
 
@@ -50,7 +50,7 @@ def test_a_value_of_the_defaults_type_is_taken(key, value):
         ("optimizer.lr", "fast", "optimizer.lr=fast is not a number: the default is 0.003"),
         ("optimizer.fused", 1, "optimizer.fused=1 is not true or false: the default is true"),
         ("optimizer.betas", [0.9, "x"], "is not a list of numbers: the default is [0.9, 0.95]"),
-        ("precision.fp32_modules", "head", "is not a list of names: write precision.fp32_modules=[head]"),
+        ("precision.fp32_modules", "head", "is not a list of strings: write precision.fp32_modules=[head]"),
         ("warmup.steps", 2.5, "warmup.steps=2.5 is not a whole number: the default is null"),
         ("compile", "yes", "compile=yes is not auto, true or false: the default is auto"),
         ("loss_chunk", 0, "loss_chunk=0 is not auto, none, or a number of tokens of at least 1"),
@@ -63,16 +63,16 @@ def test_a_value_of_another_type_is_refused_with_the_right_one(key, value, messa
     assert message in str(refusal.value)
 
 
-def test_keys_that_are_new_or_taken_away_are_refused():
+def test_unknown_and_removed_keys_are_refused():
     with pytest.raises(ConfigError, match=r"stepz=1: there is no such key; did you mean steps\?"):
         check_keys({**DEFAULTS, "stepz": 1}, DEFAULTS)
     with pytest.raises(ConfigError, match=r"foo=1: there is no such key$"):
         check_keys({**DEFAULTS, "foo": 1}, DEFAULTS)
-    with pytest.raises(ConfigError, match="steps was taken away"):
+    with pytest.raises(ConfigError, match="steps was removed"):
         check_keys({key: value for key, value in DEFAULTS.items() if key != "steps"}, DEFAULTS)
 
 
-def test_an_int_serves_as_a_float_and_a_bool_never_as_a_number():
+def test_an_int_is_accepted_as_a_float_and_a_bool_never_as_a_number():
     assert fits(1, 0.5)
     assert not fits(0.5, 1)
     assert not fits(True, 0.5)
@@ -88,9 +88,9 @@ def test_types_and_values_in_words():
         "true or false",
         "a whole number",
         "a number",
-        "a name",
-        "a list of names",
-        "a list of names",
+        "a string",
+        "a list of strings",
+        "a list of strings",
         "a list of numbers",
     ]
     assert kind_of({}) == "of type dict"
@@ -115,7 +115,7 @@ def test_a_batch_that_does_not_divide_among_the_ranks_names_sizes_that_do(batch,
         (["warmup.steps=2000"], "the peak learning rate is never reached"),
         (["model=resnet20"], "data=stdlib is for tokens, model=resnet20 reads images"),
         (["model=resnet20", "data=digits", "init=gpt2"], "init=gpt2 is for tokens"),
-        (["qkclip=kimi", "stability=v100"], "stability=v100 sets qknorm=layernorm, which takes out the scale"),
+        (["qkclip=kimi", "stability=v100"], "stability=v100 sets qknorm=layernorm, which removes the scale"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )

@@ -1,4 +1,4 @@
-"""The words for a mistyped command line: what was meant, what there is, and nothing for an error of another kind."""
+"""Messages for a mistyped command line: what was meant, what exists, and None for an error of another kind."""
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -41,7 +41,7 @@ def explained(conf, *typed):
         "fusd=1": "fusd: there is no such key; did you mean optimizer.fused?",
         "stepz=3": "stepz: there is no such key; did you mean steps?",
         "banana=3": "banana: there is no such key; python train.py --help lists them",
-        "optimizer.momentum=1": "optimizer.momentum: the chosen optimizer has no such key; optimizer=sgd would",
+        "optimizer.momentum=1": "optimizer.momentum: the chosen optimizer has no such key; it belongs to optimizer=sgd",
         "optimizer.banana=1": "optimizer.banana: there is no such key; the chosen optimizer has the keys fused, lr; "
         "options of optimizer: adamw, sgd",
         "zloss.banana=1": "zloss.banana: there is no such key; the chosen zloss has no keys; "
@@ -49,12 +49,12 @@ def explained(conf, *typed):
         "optimizer=adamv": "optimizer=adamv: there is no such option; did you mean adamw?\n"
         "options of optimizer: adamw, sgd",
         "optimizer=banana": "optimizer=banana: there is no such option\noptions of optimizer: adamw, sgd",
-        "optimizer=null": "optimizer=null: every group has an option that does nothing, such as none or off",
+        "optimizer=null": "optimizer=null: to turn a group off, use its option that does nothing, such as none or off",
         "steps": "steps: a value is missing: write steps=<value>",
-        "steps=1,2": "steps=1,2: these are several values: add -m to run one after the other, python train.py -m ...",
+        "steps=1,2": "steps=1,2: these are several values: to sweep over them, add -m (python train.py -m ...)",
     }.items(),
 )
-def test_a_mistake_is_told_with_what_was_meant(conf, typed, message):
+def test_a_mistake_is_explained(conf, typed, message):
     assert explained(conf, typed) == message
 
 
@@ -74,15 +74,15 @@ def test_the_users_own_options_are_named_too(conf, tmp_path):
     (tmp_path / "own" / "optimizer" / "mine.yaml").write_text("_target_: mine.Mine\nspecial: 1\n")
     own = ["--config-dir", str(tmp_path / "own")]
     assert explained(conf, *own, "optimizer=banana").endswith("options of optimizer: adamw, mine, sgd")
-    assert explained(conf, *own, "optimizer.special=1").endswith("optimizer=mine would")
+    assert explained(conf, *own, "optimizer.special=1").endswith("it belongs to optimizer=mine")
 
 
-def test_a_config_folder_that_is_not_there_is_named(conf):
+def test_a_missing_config_folder_is_named(conf):
     arguments = parse_arguments(["--config-dir=nowhere"])
     assert explain(RuntimeError(), conf, arguments).startswith("--config-dir nowhere does not exist")
 
 
-def test_yaml_that_cannot_be_read_is_told_in_one_line(conf):
+def test_unreadable_yaml_is_reported_in_one_line(conf):
     (conf / "optimizer" / "adamw.yaml").write_text("lr: [1\n")
     told = explained(conf, "steps=5")
     assert told.startswith("a YAML file cannot be read: ")
@@ -90,9 +90,9 @@ def test_yaml_that_cannot_be_read_is_told_in_one_line(conf):
     assert "adamw.yaml" in told
 
 
-def test_a_run_folder_that_cannot_be_made_is_told(conf):
+def test_a_run_folder_that_cannot_be_created_is_reported(conf):
     told = explain(PermissionError("denied"), conf, parse_arguments([]))
-    assert told == "the run folder cannot be made (denied): choose another hydra.run.dir"
+    assert told == "the run folder cannot be created (denied): choose another hydra.run.dir"
 
 
 def test_an_error_of_another_kind_is_left_alone(conf):

@@ -1,4 +1,4 @@
-"""Objects of config groups: plain values in, and a refusal in the option's own words out."""
+"""Building the objects of config groups: plain values in, and the option's own error message out."""
 
 import pytest
 from hydra.errors import InstantiationException
@@ -47,7 +47,7 @@ def test_the_configuration_stays_as_it_was():
     assert cfg.mine.modality == "tokens"
 
 
-def test_a_refusal_of_the_option_itself_comes_through_alone():
+def test_the_options_own_error_is_raised_without_hydras():
     with pytest.raises(ConfigError, match=r"^mine.size=0 is below 1$") as refusal:
         make(option(size=0), "mine")
     assert refusal.value.__cause__ is None

@@ -184,7 +184,7 @@ def test_fewer_steps_than_are_done_are_refused(tmp_path):
     trained(tmp_path, *TINY_GPT, "steps=4")
     with (
         composed(*TINY_GPT, "steps=3", "resume=auto") as cfg,
-        pytest.raises(ConfigError, match="steps=3 is below the 4 steps that are done"),
+        pytest.raises(ConfigError, match="steps=3 is below the 4 steps already done"),
     ):
         build(cfg, tmp_path)
 

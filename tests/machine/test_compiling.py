@@ -172,6 +172,6 @@ def test_an_empty_batch_cannot_be_tried_and_that_is_said(tmp_path):
     empty = job.data.load(0).rows(slice(0))
     facts, told = tried(job.state, empty, job.tools, must=False, any_rank=bool)
     assert facts == {"compiled": False}
-    assert "the batch to try it on is empty; training goes on uncompiled" in told
-    with pytest.raises(ConfigError, match=r"compile=true: .*the batch to try it on is empty"):
+    assert "the trial batch is empty; training continues uncompiled" in told
+    with pytest.raises(ConfigError, match=r"compile=true: .*the trial batch is empty"):
         tried(job.state, empty, job.tools, must=True, any_rank=bool)

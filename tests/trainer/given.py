@@ -1,4 +1,4 @@
-"""A training run of small real parts, without Hydra and without a folder; what it tells is remembered in lists."""
+"""A training run of small real parts, without Hydra and without a folder; everything it reports is kept in lists."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,14 +31,14 @@ FP32 = precisions.fp32(CPU)
 
 
 def batch(step: int = 0, size: int = 4) -> Batch:
-    """Four numbers a sample, one of three classes."""
+    """A batch with four numbers per sample and one of three classes."""
     generator = torch.Generator().manual_seed(step)
     inputs, targets = torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator)
     return Batch(inputs, targets, ids=torch.arange(size))
 
 
 def reading(step: int = 1, **changed: Any) -> Reading:
-    """A healthy step's numbers, each of which can be changed."""
+    """The reading of a healthy step, with some values changed."""
     values = {
         "loss": 2.0,
         "ce": 1.75,
@@ -58,14 +58,14 @@ def reading(step: int = 1, **changed: Any) -> Reading:
 
 
 def executed(numbers: Reading, read: Batch | None = None) -> ExecutedStep:
-    """The step that measured `numbers`."""
+    """The executed step whose reading is `numbers`."""
     flags = [float(numbers.applied), float(numbers.bad_data), float(numbers.overflow)]
     values = torch.tensor([*numbers[1:10], *flags])
     return ExecutedStep(InFlight(numbers.step, numbers.lr, values), read or batch(), 3, [])
 
 
 class Recorder(NoTracker):
-    """Remembers all that it is told."""
+    """Records everything it receives."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, Any]]] = []
@@ -99,7 +99,7 @@ class Recorder(NoTracker):
 
 
 class Folder(NoRunFolder):
-    """Remembers how the run ended."""
+    """Records how the run ended."""
 
     def __init__(self) -> None:
         super().__init__(Path())
@@ -110,7 +110,7 @@ class Folder(NoRunFolder):
 
 
 class Saves(NoCheckpoints):
-    """Remembers after which steps it was to save; saves after every `every` steps."""
+    """Records at which steps it saved; saves every `every` steps."""
 
     keeps = True
 
@@ -126,7 +126,7 @@ class Saves(NoCheckpoints):
 
 
 class Handler(NoIncidentHandler):
-    """Remembers which kinds it was asked to investigate; files an incident of each if it `files` at all."""
+    """Records the kinds it was asked to investigate; files an incident for each if `files` is set."""
 
     def __init__(self, files: bool = True) -> None:
         self.newest = ""
@@ -141,7 +141,7 @@ class Handler(NoIncidentHandler):
 
 
 class Batches:
-    """Training batches by step number; remembers whether it was closed."""
+    """Training batches by step number; records whether it was closed."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -166,7 +166,7 @@ def make_run(
     checkpoints: Any = None,
     handler: Any = None,
 ) -> TrainingRun:
-    """A linear model on four numbers; nothing is due but the last step's evaluation, unless it is asked for."""
+    """A run of a linear model; by default only the evaluation at the last step is due."""
     model = nn.Linear(4, 3)
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
     parallel, tracker, history, batches = parallel or SingleProcess(), Recorder(), History(), Batches()

@@ -1,4 +1,4 @@
-"""What is read first and last of a run: sizes, settings, the result, what the guard did, what to try next."""
+"""The first and last lines of a run: sizes, settings, the result, the guard's work, the next command."""
 
 import math
 import shlex
@@ -55,7 +55,7 @@ def test_a_number_of_parameters_is_shown_with_two_digits(count, text):
     assert parameter_count(count) == text
 
 
-def test_a_folder_is_shown_as_one_would_type_it(tmp_path, monkeypatch):
+def test_a_folder_is_shown_relative_to_the_current_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert relative_path(str(tmp_path / "outputs" / "a")) == "outputs/a"
     assert relative_path("/somewhere/else") == "/somewhere/else"
@@ -103,7 +103,7 @@ def closed(**changed):
 def test_the_closing_gives_result_guard_pace_folder_and_the_next_command():
     assert closed() == [
         "val loss 1.386 nats/byte (2.00 bits) after 1,000 steps in 20 s, best at step 800",
-        "guard    1,000 updates in 1,000 steps, nothing withheld",
+        "guard    1,000 updates in 1,000 steps, none skipped",
         "pace     2,500 tok/s",
         "run      /run",
         "next     python train.py -m",
@@ -111,12 +111,12 @@ def test_the_closing_gives_result_guard_pace_folder_and_the_next_command():
 
 
 @pytest.mark.parametrize("val", [{}, {"val/loss": math.nan}])
-def test_a_loss_that_is_not_a_number_is_said_in_words(val):
+def test_a_nan_loss_is_explained(val):
     first = closed(history=History(val=val))[0]
     assert first.startswith("val loss nan: the weights are not finite, or nothing was evaluated after")
 
 
-def test_of_classes_the_accuracy_comes_first():
+def test_a_classifier_shows_its_accuracy_first():
     first = closed(history=History(val={"val/loss": 0.5, "val/accuracy": 0.98765}))[0]
     assert first.startswith("val accuracy 98.77 %, loss 0.500 nats after")
 
@@ -134,7 +134,7 @@ def test_the_guards_line_counts_skips_rollbacks_and_what_was_lost():
     skips = "993 updates in 1,000 steps, 1,040 executed, 2 skipped (bad data), 5 skipped (spike)"
     assert guard_summary(state, history, guard) == skips
     guard.rollbacks = 2
-    lost = "2 rollbacks, 40 steps (4 s) lost, batches passed over 300-309 700-700"
+    lost = "2 rollbacks, 40 steps (4 s) lost, batches never read again 300-309 700-700"
     assert guard_summary(state, history, guard) == f"{skips}, {lost}"
     guard.rollbacks = 1
     assert "1 rollback, " in guard_summary(state, history, guard)

@@ -1,4 +1,4 @@
-"""From a configuration to a run: its parts are joined as they should be, and a refusal leaves nothing open."""
+"""Building a run from a configuration: its parts fit together, and a refusal leaves nothing open."""
 
 import io
 import json
@@ -84,7 +84,7 @@ def test_an_investigation_gets_a_model_of_its_own_and_the_whole_configuration(bu
     assert run.forensics.metadata["choices"]["model"] == "gpt_nano"
 
 
-def test_the_run_folder_says_what_runs_before_the_first_step(built):
+def test_the_run_folder_describes_the_run_before_the_first_step(built):
     run, folder, shown = built
     record = json.loads((folder / "run.json").read_text())
     assert (record["status"], record["id"]) == ("running", run.output.folder.id)
@@ -97,7 +97,7 @@ def test_the_run_folder_says_what_runs_before_the_first_step(built):
     assert where == f"run {folder}"
 
 
-def test_the_closing_has_a_sample_and_the_run_it_is_of(built):
+def test_the_closing_has_a_sample_and_the_run_folder(built):
     run, folder, _ = built
     lines = run.output.closing().splitlines()
     assert lines[0].startswith("val loss nan: the weights are not finite, or nothing was evaluated after 0 steps")
@@ -123,7 +123,7 @@ def test_what_fails_while_building_is_recorded_and_leaves_the_folder_free(tmp_pa
     assert read_jsonl(tmp_path / "metrics.jsonl") == []
 
 
-def test_only_a_run_that_is_continued_in_its_own_folder_keeps_what_the_guard_remembers():
+def test_only_a_run_continued_in_its_own_folder_keeps_the_guards_retained_states():
     for resume, forgotten in (("auto", 0), ("none", 1), ("other/checkpoints/step-10", 1)):
         run, asked, calls, rewound = make_run(), [], [], []
         run.rollback.resume = asked.append
@@ -135,7 +135,7 @@ def test_only_a_run_that_is_continued_in_its_own_folder_keeps_what_the_guard_rem
         assert (asked, len(calls), rewound) == ([resume], forgotten, [13])
 
 
-def test_no_state_is_saved_before_the_first_is_asked_for():
+def test_no_state_is_saved_at_first():
     run, saves = make_run(), Saves()
     opened = module.Opened(run.output.folder.path, run.output.folder, Recorder(), module.NoWandb(), saves)
     rollback = saved_states(run.state, run.tools, run.monitoring, run.history, run.data, opened)
@@ -144,7 +144,7 @@ def test_no_state_is_saved_before_the_first_is_asked_for():
     assert rollback.checkpoints is saves
 
 
-def test_the_machines_record_says_how_it_computes():
+def test_the_machine_record_has_precision_and_determinism():
     process = Process(Ranks(), {}, SingleProcess(), Seeded(), FP32, {"switch": True}, CPU)
     model = nn.Linear(1, 1)
     trained = Trained(TrainState(model, torch.optim.SGD(model.parameters())), make_run().monitoring.usage, ["head"], 2)

@@ -1,7 +1,7 @@
 """`compile=true`: the compiled model trains, its checkpoint has the plain names, a step is replayed bit for bit.
 
-In processes of their own, because the shape checks of the tests cannot be traced; and with `CI` set, as it is where
-tests run by themselves, because PyTorch refuses more then.
+The runs are in processes of their own, because the tests' shape checks cannot be traced, and with `CI` set, because
+PyTorch is stricter then.
 """
 
 import json
@@ -34,16 +34,16 @@ CHOSEN = [
     "faults.factor=3e3",
     "report=false",
 ]
-"""A run that an update far too long spoils: the steps after it are spikes, of finite losses."""
+"""A run in which one update is far too large: the steps after it are spikes with finite losses."""
 
 RUNS = {"compiled": ["compile=true"], "chunks": ["compile=true", "loss_chunk=5"], "plain": ["compile=false"]}
 WHERE = {"cpu": ["device=cpu"], "cuda": ["device=cuda", "determinism=strict"]}
-"""The same bits twice are what `strict` promises on a card."""
+"""On a GPU only `strict` promises bitwise equal results."""
 
 
 @pytest.fixture(scope="module", params=["cpu", CARD])
 def place(request, tmp_path_factory):
-    """Where the runs were."""
+    """The folder that holds the runs."""
     place = tmp_path_factory.mktemp("runs")
     for name, chosen in RUNS.items():
         typed = [*CHOSEN, *WHERE[request.param], *chosen, f"hydra.run.dir={name}"]

@@ -1,4 +1,4 @@
-"""What a model and its data must agree on: what null leaves to the data, what is refused, and how ranks share it."""
+"""What a model and its data must agree on: sizes taken from the data, refusals, and how ranks share batches."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ from stabletrain.trainer.contract import (
 
 
 class Sized(nn.Module):
-    """Remembers the sizes it was given."""
+    """Records the sizes it was given."""
 
     def __init__(self, vocab_size=1, block_size=1, num_classes=1, in_channels=1, width=1):
         super().__init__()
@@ -90,8 +90,8 @@ def test_a_size_that_does_not_fit_the_data_is_refused(key, wanted, needed):
         model_of({key: needed}, **{key: wanted})
 
 
-def test_a_size_that_neither_says_is_asked_for():
-    with pytest.raises(ConfigError, match="model.vocab_size is null, and the data does not say it"):
+def test_a_size_that_is_null_and_not_in_the_data_is_refused():
+    with pytest.raises(ConfigError, match="model.vocab_size is null, and the data has no vocab_size: set"):
         model_of({}, vocab_size=None)
     assert model_of({}, vocab_size=7).sizes["vocab_size"] == 7
 
@@ -104,7 +104,7 @@ def test_what_is_no_model_to_train_is_refused():
         model_of({}, target="Frozen")
 
 
-def test_the_vocabulary_is_the_models_word_then_the_datas_then_its_first_table():
+def test_the_vocabulary_is_the_models_then_the_datas_then_that_of_the_first_embedding():
     plain = nn.Sequential(nn.Embedding(50, 2), nn.Embedding(7, 2))
     assert vocabulary(plain, SimpleNamespace()) == 50
     assert vocabulary(plain, SimpleNamespace(vocab_size=40)) == 40
@@ -132,7 +132,7 @@ def test_what_the_pace_counts_and_a_loss_is_per(modality, data, expected):
     assert units(cfg, data) == expected
 
 
-def test_the_cost_is_of_one_target_and_none_where_nobody_can_say():
+def test_the_cost_is_per_target_and_none_if_unknown():
     linear = nn.Linear(2, 5)
     assert cost(linear, Endless()) == 3 * 2 * 2 * 5
     assert cost(nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 5)), Counted()) == 3 * 2 * 4 * 5  # of two tokens
@@ -150,10 +150,10 @@ def test_a_batch_that_keeps_the_contract_is_returned_as_it_is():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((torch.zeros(2), torch.zeros(2)), "batch\\(\\) gave a tuple: return stabletrain.records.Batch"),
-        (None, "batch\\(\\) gave a NoneType"),
+        ((torch.zeros(2), torch.zeros(2)), "batch\\(\\) returned a tuple: return stabletrain.records.Batch"),
+        (None, "batch\\(\\) returned a NoneType"),
         ((2, 3), "a batch has 2 inputs and 3 targets"),
-        ((2, 2, torch.float32), "targets are torch.float32: they are class ids"),
+        ((2, 2, torch.float32), "targets are torch.float32, not class ids"),
     ],
 )
 def test_a_batch_that_breaks_the_contract_is_refused(given, message):
@@ -168,7 +168,7 @@ def test_a_batch_that_breaks_the_contract_is_refused(given, message):
 def test_what_is_no_tensor_is_refused_by_name(name):
     given = Batch(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
     object.__setattr__(given, name, [1, 2])
-    with pytest.raises(ConfigError, match=f"data: {name} is a list: a batch holds tensors"):
+    with pytest.raises(ConfigError, match=f"data: {name} is a list, not a tensor"):
         checked(given)
 
 
@@ -176,7 +176,7 @@ def test_what_is_no_tensor_is_refused_by_name(name):
 
 
 def numbers(data, limit, *, rank=0, world_size=1):
-    """Of each batch a rank takes: its number, and whether it counts."""
+    """For each batch a rank takes: its number, and whether its targets count."""
     batches = validation(data, 4, limit, Ranks(rank, world_size))
     return [(int(batch.inputs.flatten()[0]), bool((batch.targets != IGNORE_INDEX).all())) for batch in batches]
 
@@ -200,7 +200,7 @@ def test_ranks_take_equally_many_and_count_each_batch_once(world_size, limit):
     assert repeated <= {(limit or 3) - 1}
 
 
-def test_of_a_batch_taken_once_more_no_target_counts():
+def test_a_repeated_batch_has_all_targets_ignored():
     *_, last = validation(Counted(), 4, None, Ranks(1, 2))
     assert (last.targets == IGNORE_INDEX).all()
     assert last.targets.shape == last.inputs.shape == (1, 2)
@@ -211,5 +211,5 @@ def test_a_validation_batch_that_breaks_the_contract_is_refused():
         def batch(self, step, size, split):
             return None
 
-    with pytest.raises(ConfigError, match="gave a NoneType"):
+    with pytest.raises(ConfigError, match="returned a NoneType"):
         next(validation(Broken(), 4, None, Ranks()))

@@ -79,7 +79,7 @@ def test_the_loss_is_the_mean_over_targets_and_not_over_batches():
     assert evaluated(model, batches) == {"val/loss": pytest.approx(loss, rel=1e-5)}
 
 
-def test_the_accuracy_of_classes_is_the_share_of_those_that_are_right():
+def test_the_accuracy_is_the_share_of_correct_classes():
     batches = [points(1, 64), points(2, 5)]
     loss, accuracy = in_float64(model := Points(), batches)
     assert 0 < accuracy < 1
@@ -87,7 +87,7 @@ def test_the_accuracy_of_classes_is_the_share_of_those_that_are_right():
 
 
 @pytest.mark.parametrize("at_once", [1, 11, 25, 10**6])
-def test_in_how_many_parts_logits_are_widened_changes_nothing(monkeypatch, at_once):
+def test_the_number_of_parts_in_which_logits_are_upcast_changes_nothing(monkeypatch, at_once):
     batches = [words(1, 4, ignored=3)]
     loss, _ = in_float64(model := Words(), batches)
     monkeypatch.setattr(module, "LOGITS_AT_ONCE", at_once)
@@ -116,7 +116,7 @@ def test_a_module_that_was_in_evaluation_mode_stays_in_it():
     assert [model.training, model.drop.training, model.norm.training] == [True, True, False]
 
 
-def test_the_mode_is_put_back_after_an_error_too():
+def test_the_mode_is_restored_after_an_error_too():
     def broken():
         yield words(1, 4)
         raise OSError("the disk is gone")
@@ -127,7 +127,7 @@ def test_the_mode_is_put_back_after_an_error_too():
     assert model.training
 
 
-def test_bad_data_is_not_counted_and_is_told():
+def test_bad_data_is_not_counted_but_reported():
     good, bad_input, bad_label = points(1, 8), points(2, 8), points(3, 8)
     bad_input.inputs[3, 1] = math.nan  # the whole batch is left out
     bad_label.targets[5] = 3  # this label only

@@ -1,4 +1,4 @@
-"""What a run remembers: exactly through a checkpoint, with what a rollback keeps; and its pace, by a clock of ours."""
+"""The run's history: exact through a checkpoint, partly kept by a rollback; and the throughput, by a fake clock."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def test_a_history_goes_through_json_exactly():
     assert math.isinf(fresh.best_loss)
 
 
-def test_after_a_rollback_time_and_data_stay_spent_and_results_are_those_of_the_old_state():
+def test_a_rollback_keeps_time_and_data_spent_and_restores_the_results_of_the_old_state():
     live = History(best_loss=9.0, best_step=90, updates=90, seconds=30.0, units=900, lost_steps=5, lost_seconds=2.0)
     lasting = live.cumulative_state()
     restored = History(best_loss=1.0, best_step=50, updates=50, seconds=18.0, units=500, lost_steps=0, lost_seconds=0.0)
@@ -49,7 +49,7 @@ def test_the_cumulative_state_is_a_copy():
     assert lasting["seconds"] == 3.0
 
 
-def test_the_rate_is_of_the_last_stretch_and_the_history_adds_up_all(clock):
+def test_the_rate_is_of_the_last_interval_and_the_history_adds_up_all(clock):
     kept = History(seconds=1.0, units=10)
     pace = Throughput(kept)
     pace.count(batch(size=4))

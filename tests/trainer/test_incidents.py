@@ -1,4 +1,4 @@
-"""Which withheld steps are investigated, what is recorded of each, and what an investigation is given."""
+"""Which skipped steps are investigated, what is recorded of each, and what an investigation gets."""
 
 import math
 
@@ -25,7 +25,7 @@ OVERFLOW = {"applied": False, "overflow": True, "loss_scale": 1024.0}
 
 
 def skipped(*rows, handler=None, guard=None, data=None):
-    """A run whose steps, from 7 on, were all withheld."""
+    """A run whose steps, from 7 on, were all skipped."""
     run = make_run(guard=guard or SkipGuard(max_consecutive=4), handler=handler)
     for step, row in enumerate(rows, 7):
         numbers = reading(step, **row)
@@ -39,7 +39,7 @@ def events(run, kind):
     return [(step, fields) for each, step, fields in run.output.tracker.events if each == kind]
 
 
-def test_a_withheld_step_is_recorded_with_its_numbers():
+def test_a_skipped_step_is_recorded_with_its_numbers():
     run = skipped(NAN)
     ((step, fields),) = events(run, "skip")
     assert step == 7
@@ -88,8 +88,8 @@ def test_the_step_that_ends_the_run_is_investigated_if_its_reason_is_another(las
 def test_what_is_not_investigated_is_mentioned_with_its_number():
     run = skipped(NAN, NAN, handler=Handler(files=False))
     assert run.output.tracker.notes == [
-        "step 7: loss is nan; update withheld (nonfinite, number 1)",
-        "step 8: loss is nan; update withheld (nonfinite, number 2)",
+        "step 7: loss is nan; update skipped (nonfinite, number 1)",
+        "step 8: loss is nan; update skipped (nonfinite, number 2)",
     ]
     assert run.forensics.handler.newest == ""
 
@@ -174,6 +174,6 @@ def test_the_state_given_to_an_investigation_is_older_than_the_step():
     assert repro.older() == {"step": 6}
 
 
-def test_a_number_is_round_ever_more_seldom():
+def test_repeated_messages_are_logged_less_and_less_often():
     assert [count for count in range(1, 2001) if is_round(count)] == [1, 2, 3, 10, 100, 1000]
     assert is_round(10**6)

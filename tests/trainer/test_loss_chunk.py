@@ -1,4 +1,4 @@
-"""`loss_chunk`: a run whose logits are made in chunks is the same run, guarded and replayed as any other."""
+"""`loss_chunk`: a run that computes its logits in chunks is the same run, guarded and replayed as any other."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.runs import ROOT, TINY_GPT, composed
 FEW = ["steps=6", "eval_every=3", "log_every=1", "checkpoint=off", "report=false", "warmup.steps=2"]
 
 SCALES = {"fp16": ["precision.init_scale=256"]}
-"""Whole logits sum more in fp16 than a chunk does, and would overflow earlier."""
+"""A low initial scale: whole logits sum more terms in fp16 than a chunk, so they would overflow earlier."""
 
 
 def trained(folder, *overrides):
@@ -33,7 +33,7 @@ def trained(folder, *overrides):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("more", [[], ["zloss=palm", "softcap=gemma2", "grad_accum_steps=2", "model.tied_head=true"]])
-def test_the_run_is_that_of_whole_logits_but_for_rounding(tmp_path, precision, more):
+def test_the_run_equals_that_with_whole_logits_up_to_rounding(tmp_path, precision, more):
     chosen = [f"precision={precision}", *more, *SCALES.get(precision, [])]
     whole = trained(tmp_path / "whole", "loss_chunk=none", *chosen)
     chunks = trained(tmp_path / "chunks", "loss_chunk=5", *chosen)
@@ -51,7 +51,7 @@ def test_chunks_larger_than_the_batch_change_no_bit(tmp_path):
     assert all(torch.equal(whole[name], auto[name]) for name in whole)
 
 
-def test_a_bad_step_is_withheld_named_and_replayed(tmp_path):
+def test_a_bad_step_is_skipped_named_and_replayed(tmp_path):
     with pytest.raises(TrainingHalted):
         trained(tmp_path, "loss_chunk=5", "optimizer.lr=1e25", "warmup.steps=1", "precision=fp32")
     found = sorted((tmp_path / "incidents").iterdir())[0]
@@ -78,8 +78,8 @@ def test_a_finite_step_is_replayed_to_the_bit_in_chunks(tmp_path, monkeypatch, p
 
 
 @pytest.mark.slow
-def test_of_a_gpt2_at_32_x_1024_tokens_a_step_takes_a_third_of_the_memory(tmp_path):
-    """Counted on tensors that have sizes and no values, so that it takes no such memory here."""
+def test_a_gpt2_step_at_32_x_1024_tokens_takes_a_third_of_the_memory(tmp_path):
+    """Counted on fake tensors, so that the test needs no such memory."""
     found = tmp_path / "memory.json"
     chosen = [sys.executable, ROOT / "benchmarks" / "memory.py", "--device", "cpu", "--zloss", "palm", "--json", found]
     done = subprocess.run(chosen, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})

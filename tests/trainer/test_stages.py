@@ -77,11 +77,11 @@ def test_every_rank_has_randomness_of_its_own_in_every_step():
     assert len(drawn) == 8 * 500
 
 
-def test_the_main_process_draws_as_a_run_of_one_process_does():
+def test_the_main_process_draws_the_same_numbers_as_a_single_process():
     assert [rank_seed(seed, Ranks(0, 8)) for seed in (0, 1, 7)] == [0, 1, 7]
 
 
-def test_a_process_has_what_its_groups_say():
+def test_a_process_has_the_objects_of_its_groups():
     with composed(*TINY_GPT, "precision=bf16") as cfg:
         started = start_process(cfg)
     assert (started.ranks, started.device) == (Ranks(), CPU)
@@ -109,7 +109,7 @@ def test_data_is_loaded_with_its_units_and_told_of_the_device():
     assert data_of("Numbered").data.device is None
 
 
-def test_what_cannot_be_asked_for_a_batch_is_refused():
+def test_data_without_a_batch_method_is_refused():
     with pytest.raises(ConfigError, match="NoData has no batch\\(step, size, split\\)"):
         data_of("NoData")
 
@@ -133,9 +133,9 @@ def test_a_step_reads_the_batch_of_its_position_in_the_data():
     [
         (12, 3, 1, None),
         (12, 3, 4, None),
-        (12, 5, 1, "has 12 samples, which grad_accum_steps=5 does not divide: return batch_size=12 samples"),
-        (12, 3, 8, "has 12 samples, which grad_accum_steps=3 on 8 ranks does not divide"),
-        (10, 3, 1, "batch 2 has 10 samples, which grad_accum_steps=3 does not divide"),
+        (12, 5, 1, "has 12 samples, not a multiple of grad_accum_steps=5: return batch_size=12 samples"),
+        (12, 3, 8, "has 12 samples, not a multiple of grad_accum_steps=3 x 8 ranks"),
+        (10, 3, 1, "batch 2 has 10 samples, not a multiple of grad_accum_steps=3:"),
     ],
 )
 def test_a_batch_that_does_not_divide_is_refused(rows, grad_accum_steps, world_size, refused):
@@ -156,17 +156,17 @@ def test_a_rank_gets_its_own_part():
     assert len(loaded(0, parallel=Half(), world_size=2)) == 6
 
 
-def test_what_is_no_batch_is_refused_when_it_is_read():
+def test_a_batch_of_another_type_is_refused_when_it_is_read():
     data = Numbered()
     data.batch = lambda step, size, split: [1, 2]
-    with pytest.raises(ConfigError, match="gave a list"):
+    with pytest.raises(ConfigError, match="returned a list"):
         loaded(0, data=data)
 
 
 # ---- model and tools
 
 
-def test_the_model_is_that_of_the_seed_and_its_parts_are_in_place():
+def test_the_model_follows_from_the_seed_and_its_parts_are_in_place():
     made = []
     with composed(*TINY_GPT, "model.n_layer=1", "precision=bf16", "precision.fp32_modules=[head]") as cfg:
         here = start_process(cfg)

@@ -1,4 +1,4 @@
-"""What is logged of a step: a line only when one is due, under the names of `metrics.jsonl`; alarms three times."""
+"""What is logged of a step: metrics only when due, under their names in `metrics.jsonl`; alarms three times."""
 
 import pytest
 
@@ -55,7 +55,7 @@ def test_the_line_has_each_number_under_its_name():
     assert set(metrics) - set(expected) == others | {"samples_per_s", "memory/peak_gb"}
 
 
-def test_every_step_moves_the_progress_line_and_only_a_written_one_ends_a_stretch():
+def test_every_step_updates_the_progress_line_and_only_a_logged_one_ends_an_interval():
     run = make_run(guard=SkipGuard())
     run.tools.guard.skips["spike"] = 2
     throughput = Throughput(run.history)

@@ -1,4 +1,4 @@
-"""What acts in a step: plain defaults for a loop of one's own, and from a configuration what its groups say."""
+"""The tools of a step: defaults for a user's own loop, and those that a configuration describes."""
 
 import pytest
 import torch

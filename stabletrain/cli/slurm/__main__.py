@@ -91,7 +91,7 @@ def resumed_arguments(request: Request) -> tuple[Arguments, Path | None]:
         named = typed.value(key) or newest_of_same(typed, part)
         found = Path(named) if named else None
         if found is None:
-            print("resume=auto: no earlier run of this command here; a new one starts", file=sys.stderr)
+            print("resume=auto: no earlier run of this command found here; starting a new run", file=sys.stderr)
         return typed, found
     folder, mark = Path(resume), "multirun.yaml" if typed.sweeps else "run.json"
     places = [folder / card for card in request.cards] if len(request.cards) > 1 else [folder]

@@ -21,7 +21,7 @@ MISTAKES = {
     "key": (["optimizer.lrr=1"], "optimizer.lrr: there is no such key; did you mean optimizer.lr?"),
     "option": (["model=gpt3"], "model=gpt3: there is no such option"),
     "bound": (["batch_size=0"], "batch_size=0 is below 1"),
-    "several": (["seed=0,1"], "seed=0,1: these are several values: add -m"),
+    "several": (["seed=0,1"], "seed=0,1: these are several values: to sweep over them, add -m"),
     "run": (["-m", "steps=10,0,20"], "run 1 of 3 (steps=0): steps=0 is below 1"),
     "subdir": (["-m", "hydra.sweep.subdir=x", "seed=0,1"], "hydra.sweep.subdir: the tasks of an array"),
     "resume": (["resume=nowhere"], "resume=nowhere: there is no nowhere/run.json"),
