@@ -66,11 +66,7 @@ def compare(
 
 
 def write_or_warn(runs: Sequence[Run], found: Any, page: Path, *, wanted: bool) -> None:
-    """Writes the page. If the user did not request it, a failure only prints a line.
-
-    Raises:
-        ConfigError: the user requested the page (`wanted`), and it cannot be written.
-    """
+    """Writes the page. A failure raises ConfigError if the user requested the page (`wanted`), else prints a line."""
     try:
         write_page(runs, found, page)
     except ConfigError as error:
@@ -82,11 +78,7 @@ def write_or_warn(runs: Sequence[Run], found: Any, page: Path, *, wanted: bool) 
 
 
 def check_arguments(rows: int, csv: Path | None, picture: Path | None, html: Path | None) -> None:
-    """Validates the arguments before any run is read.
-
-    Raises:
-        ConfigError: `rows` is negative, or a file cannot be written.
-    """
+    """Validates the arguments before any run is read; raises ConfigError."""
     if rows < 0:
         raise ConfigError(f"--rows {rows} is below 0: give the number of rows, or 0 for all")
     if picture is not None:

@@ -21,10 +21,7 @@ def draw(found: Sequence[Arm], file: Path) -> None:
     """Draws the final loss, and the largest attention logit if it was logged, against the learning rate.
 
     A line is the mean over the seeds, a band spans the lowest to the highest, and a cross marks a diverged run.
-
-    Args:
-        found: the arms, one line each.
-        file: the picture; its extension, such as .svg or .png, sets the format.
+    The file extension, such as .svg, sets the format.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written in that format or folder.
@@ -54,11 +51,7 @@ def draw(found: Sequence[Arm], file: Path) -> None:
 
 @contextmanager
 def canvas(file: Path, *, width: float, panels: int = 1) -> Generator[list[Any], None, None]:
-    """Yields axes side by side, and saves the figure to `file`. The same drawing gives the same bytes.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Yields axes side by side, and saves the figure to `file`. The same drawing gives the same bytes."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -76,11 +69,7 @@ def canvas(file: Path, *, width: float, panels: int = 1) -> Generator[list[Any],
 
 
 def check_name(file: Path) -> None:
-    """Checks that a picture can be written to `file`.
-
-    Raises:
-        ConfigError: the extension is not supported, or the folder does not exist.
-    """
+    """Checks the extension and the folder of a picture; raises ConfigError."""
     if file.suffix not in FORMATS:
         raise ConfigError(f"{file}: unsupported file extension: use {', '.join(FORMATS)}")
     if not file.parent.is_dir():
@@ -98,11 +87,7 @@ def draw_losses(runs: Sequence[Run], file: Path) -> None:
     """Draws the training losses of some runs over the steps.
 
     A line is the running mean (`SMOOTHING`) over the applied steps. A cross marks a skipped step, and a thin line the
-    losses that were rolled back.
-
-    Args:
-        runs: at most `MOST` of them are drawn.
-        file: the picture; its extension, such as .svg or .png, sets the format.
+    losses that were rolled back. The file extension, such as .svg, sets the format.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written in that format or folder.

@@ -115,7 +115,6 @@ def show(rows: pd.DataFrame, console: Console, most: int = 0) -> None:
 
     Args:
         rows: sorted, from `frame` or `by_seed`, with their `attrs`.
-        console: where to print; its width limits the table.
         most: number of rows to print; 0 for all.
     """
     cells = {name: words for name, words in cell_text(rows).items() if any(words)}

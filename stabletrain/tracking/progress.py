@@ -28,19 +28,12 @@ REFRESH = 0.1
 
 
 class Progress:
-    """Shows progress as one live line, or as plain lines.
-
-    Attributes:
-        log_every: steps between two plain lines.
-    """
+    """Shows progress as one live line, or as a plain line every `log_every` steps."""
 
     def __init__(self, log_every: int, stream: Any = None, label: str = "") -> None:
-        """Initializes the progress; the line is live if the stream is a terminal that can move its cursor.
+        """Uses a live line if `stream` (default: standard output) is a terminal that can move its cursor.
 
-        Args:
-            log_every: steps between two plain lines.
-            stream: a text file; None is standard output.
-            label: text before the live line, for one run of several. Such a line is erased at the end.
+        A line with a `label` in front belongs to one run of several, and is erased at the end.
         """
         self.log_every = log_every
         self._stream = stream or sys.stdout
@@ -70,14 +63,12 @@ class Progress:
             self._live.start()
 
     def update(self, step: int, metrics: Mapping[str, Any], rate: float, unit: str, skipped: int) -> None:
-        """Shows a step.
+        """Shows a step: its `train/loss`, `grad/norm` and `lr`, and the number of skipped steps so far.
 
         Args:
             step: steps done.
-            metrics: shows `train/loss`, `grad/norm` and `lr`.
             rate: samples or tokens per second.
             unit: unit of `rate`, `tok` or `img`.
-            skipped: number of skipped steps so far.
         """
         self._step = step
         self._parts = parts(step, self._total, metrics, rate, unit, skipped, self._seconds_left())
@@ -175,14 +166,7 @@ class InSweep(Progress):
     """Shows a run of a sweep: plain lines in its `output.txt`, and a live line on the terminal."""
 
     def __init__(self, log_every: int, folder: Path, label: str, live: bool) -> None:
-        """Initializes the progress without opening the file or the terminal.
-
-        Args:
-            log_every: steps between two plain lines in the file.
-            folder: the run folder.
-            label: name of the run, shown before the live line.
-            live: whether this run may use the terminal; only one run may at a time.
-        """
+        """Opens neither file nor terminal. Only one run at a time may have a `live` line."""
         super().__init__(log_every, Page(folder / "output.txt"))
         shown = Progress(log_every, label=label)
         self._shown = shown if live and shown.moves else None

@@ -32,12 +32,7 @@ def new_id() -> str:
 
 
 class NoRunFolder:
-    """Records nothing: for all ranks except the main process.
-
-    Attributes:
-        path: the run folder.
-        id: the id of the run.
-    """
+    """Records nothing: for all ranks except the main process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -72,7 +67,6 @@ class RunFolder(NoRunFolder):
     """Writes `run.json`, atomically, and locks the run folder while the run is active.
 
     Attributes:
-        path: the run folder.
         id: eight letters and digits, which a resumed run keeps; empty before `start`.
     """
 
@@ -99,7 +93,6 @@ class RunFolder(NoRunFolder):
         Args:
             resuming: whether to continue the run in the folder, if there is one, with its id and start time.
             choices: option chosen in each config group.
-            hardware: the machine.
             data: fingerprint of the data set.
             model: number of parameters, and FLOPs.
             run_id: the id of a resumed run whose folder has lost its `run.json`.

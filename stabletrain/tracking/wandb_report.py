@@ -101,13 +101,7 @@ def specification(entity: str, project: str, sweeps: Sequence[str] = (), by: str
 
 
 def runset(wr: Any, setting: Any, sweeps: Sequence[str]) -> Any:
-    """Returns the runs of the report, lowest validation loss first, and the columns of their table.
-
-    Args:
-        wr: the module `wandb_workspaces.reports.v2`, which is imported only when a report is built.
-        setting: the setting by which runs are compared.
-        sweeps: W&B groups; empty means all runs.
-    """
+    """Returns the runs of the report, lowest validation loss first, and the columns of their table."""
     filters = f"Metric('Group') in {json.dumps([*sweeps])}" if sweeps else ""
     measured = [f"summary:{key}" for name in IN_WANDB for key in COLUMNS[name].summary]
     settings = [f"config:{backend(setting.name)}", f"config:{backend(RATE)}"]
@@ -161,11 +155,7 @@ def curve_panels(wr: Any, card: Any) -> list[Any]:
 
 
 def setting_key(by: str) -> str:
-    """Returns the W&B config key of a config group's option, or of a key.
-
-    Raises:
-        ConfigError: there is neither a group nor a top-level key of that name.
-    """
+    """Returns the W&B config key of a config group's option or of a key; raises ConfigError if neither exists."""
     groups = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
     keys = re.findall(r"^(\w+):", (CONF / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
     if by in groups:
@@ -228,11 +218,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Builds the report, and saves it and prints its URL, or prints it as JSON.
-
-    Raises:
-        ConfigError: the project is not given as entity/project; see also `specification` and `save`.
-    """
+    """Builds the report; saves it and prints its URL, or prints it as JSON. Raises as `specification` and `save`."""
     entity, slash, project = arguments.project.partition("/")
     if not (entity and slash and project) or "/" in project:
         raise ConfigError(f"{arguments.project!r} is not entity/project: name both, such as my-team/stabletrain")

@@ -27,12 +27,9 @@ MISLEADING = ("WANDB_MODE", "WANDB_RUN_ID")
 
 
 class Piece(NamedTuple):
-    """The offline data of a run between one start and the next.
+    """The offline data that a run wrote after one start: `offline-run-<time>-<id>` in the run folder `run`.
 
-    Attributes:
-        folder: `offline-run-<time>-<id>`.
-        run: the run folder.
-        growing: whether the run may still be writing to it.
+    `growing` is True if the run may still be writing to it.
     """
 
     folder: Path

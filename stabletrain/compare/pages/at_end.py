@@ -20,11 +20,7 @@ class PageAtEnd(NoPage):
         self.folder = folder
 
     def write(self, sample: str | None = None) -> None:
-        """Writes the page, and `sample.txt` if there is a sample. Any failure prints one warning.
-
-        Args:
-            sample: text that the finished model generated; None keeps the existing file.
-        """
+        """Writes the page, and the text that the model generated to `sample.txt`. Any failure prints one warning."""
         try:
             if sample is not None:
                 replace(self.folder / "sample.txt", sample.encode("utf-8", "replace").decode("utf-8"))

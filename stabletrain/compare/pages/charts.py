@@ -80,8 +80,7 @@ def panels(runs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def chart_data(run: Run, points: int) -> dict[str, Any]:
     """Returns a run's `curves` by metric, the `abandoned` (rolled-back) stretches of its loss, `skips` and `rollbacks`.
 
-    Args:
-        points: maximum number of points per curve.
+    A curve has at most `points` points.
     """
     curves = {name: as_lists(run.curve(name), points) for name in NAMES if len(run.curve(name)[0])}
     for name in ("precision/loss_scale", "clip/fraction"):  # a constant is not worth a chart
@@ -137,11 +136,7 @@ def rounded(value: float | None) -> float | None:
 
 
 def incident_rows(run: Run, above: Path) -> list[dict[str, Any]]:
-    """Returns a run's incidents, each with a link to its report if that exists.
-
-    Args:
-        above: the folder of the page.
-    """
+    """Returns a run's incidents, each with a link from a page in `above` to its report, if that exists."""
     return [
         {
             **{name: one.get(name) for name in ("step", "kind", "cause", "verdict")},

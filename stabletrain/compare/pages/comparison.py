@@ -134,7 +134,6 @@ def write_page(runs: Sequence[Run], frame: "DataFrame", file: Path) -> None:
     """Writes the page of a comparison.
 
     Args:
-        runs: as returned by `read_runs`.
         frame: one row per run, in the same order; the page omits columns that are missing.
         file: a file in an existing folder, to which links on the page are relative.
 

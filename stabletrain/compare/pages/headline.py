@@ -24,8 +24,7 @@ def headline(
     """Returns the sentences, the most important one first.
 
     Args:
-        runs: all runs.
-        rows: their rows, in the same order.
+        rows: the rows of `runs`, in the same order.
         arms: learning-rate sensitivity, as returned by `comparison.arm_of`.
         keys: the settings that tell the runs apart.
     """

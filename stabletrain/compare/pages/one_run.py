@@ -25,11 +25,7 @@ UNITS = ("tokens", "images", "samples")
 
 
 def write_run_page(folder: Path) -> None:
-    """Writes the page of a run, whatever its state, into its folder.
-
-    Raises:
-        OSError: the page cannot be written.
-    """
+    """Writes the page of a run, whatever its state, into its folder; raises OSError if that fails."""
     write(run_page(read_run(folder.absolute())), folder / "report.html")
 
 

@@ -66,11 +66,7 @@ def page(title: str, body: str, data: Any, *, scripts: Sequence[str], styles: Se
 
 
 def write(text: str, file: Path) -> None:
-    """Writes a page atomically.
-
-    Raises:
-        OSError: the page cannot be written.
-    """
+    """Writes a page atomically; raises OSError if that fails."""
     replace(file, text.encode("utf-8", "replace").decode("utf-8"))  # file names may contain invalid Unicode
 
 
@@ -81,11 +77,7 @@ def words(text: Any) -> str:
 
 
 def embedded(data: Any) -> str:
-    """Returns JSON for a script element. It contains no `<`, so it cannot end the element.
-
-    Raises:
-        ValueError: the data contains NaN or an infinity.
-    """
+    """Returns JSON without `<`, so that it cannot end a script element; raises ValueError on NaN and infinities."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -173,11 +165,7 @@ def folded(title: str, body: str) -> str:
 
 
 def incidents(found: Sequence[tuple[str | None, Mapping[str, Any]]]) -> str:
-    """Returns a table of incidents with cause, finding and fix.
-
-    Args:
-        found: incidents, each with the name of its run, or None on the page of a single run.
-    """
+    """Returns a table of incidents, each given with the name of its run, or None on the page of a single run."""
     if not found:
         return ""
     named = any(name is not None for name, _ in found)

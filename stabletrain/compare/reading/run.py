@@ -105,7 +105,6 @@ class Run:
     """One run. Holds the `Range` of each metric but no curves, and can be pickled.
 
     Attributes:
-        folder: the run folder.
         status: finished, halted, preempted, failed or running, as recorded; `empty` if the run never took a step,
             `broken` if its record or metrics cannot be read.
         problem: one sentence on what the reader should know about the run, or None.
@@ -116,10 +115,8 @@ class Run:
         steps: the last logged step; 0 if there is none.
         incidents: mappings with step, kind, cause, verdict, fix and path, in order.
         skips: the skipped steps in order, without fp16's routine overflows.
-        rollbacks: number of rollbacks.
         best: the lowest validation loss and its step; NaN and 0 if there is none.
         seconds: time between the first and the last line.
-        ranges: metric name to `Range`.
     """
 
     folder: Path

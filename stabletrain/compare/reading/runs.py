@@ -83,7 +83,6 @@ class Happened:
         incidents: mappings with step, kind, cause, verdict, fix (a list) and path (relative to the run folder; None if
             nothing could be written), in order.
         skips: the skipped steps in order, without fp16's routine overflows.
-        rollbacks: number of rollbacks.
     """
 
     incidents: list[dict[str, Any]] = field(default_factory=list)
@@ -92,11 +91,7 @@ class Happened:
 
 
 def read_events(folder: Path) -> Happened:
-    """Reads the events of the run in `folder`.
-
-    Raises:
-        OSError: `events.jsonl` exists but cannot be read.
-    """
+    """Reads the events of the run in `folder`; raises OSError if `events.jsonl` exists but cannot be read."""
     told: dict[tuple[str, Any], dict[str, Any]] = {}
     for lines, _ in blocks(folder / "events.jsonl"):
         for line in lines:
