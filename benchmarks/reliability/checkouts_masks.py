@@ -28,7 +28,7 @@ CLOCK = {
 HEADS = {"tokens/s", "images/s", "samples/s", "units/s", "peak GB", "memory, GB", "time", "seconds"}
 """The same for columns of printed tables and of pages."""
 
-FACTS = "tokens a second|images a second|samples a second|GB of memory at the peak|seconds of training"
+FACTS = "(?:tokens|images|samples) (?:per|a) second|GB of (?:peak memory|memory at the peak)|seconds of training"
 """The same for figures of a page."""
 
 TEXT = [

@@ -1,10 +1,10 @@
-"""What runs show side by side, finished or not.
+"""Compares runs, finished or not, side by side.
 
 from stabletrain.compare import by_seed, frame
 
-runs = frame("multirun/2026-11-21/16-45-39")        # a pandas.DataFrame, one row a run
-by_seed(runs).sort_values("val_loss")               # one row for runs that differ in their seed only
-runs.attrs["shared"]                                # the settings that all of them have in common
+runs = frame("multirun/2026-11-21/16-45-39")        # a pandas.DataFrame, one row per run
+by_seed(runs).sort_values("val_loss")               # one row for runs that differ only in their seed
+runs.attrs["shared"]                                # the settings that all runs have in common
 """
 
 from importlib import import_module
@@ -24,7 +24,7 @@ ROOMS = {
     "Run": "reading.run",
     "read_runs": "reading.runs",
 }
-"""The file of each name: loaded when it is asked for, since not all who draw a picture want pandas."""
+"""The submodule of each name. It is imported on first use, because drawing a picture needs no pandas."""
 
 
 def __getattr__(name: str) -> Any:

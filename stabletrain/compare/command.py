@@ -1,4 +1,4 @@
-"""`stabletrain compare`: reads runs, prints their table, and writes the files that are asked for."""
+"""`stabletrain compare`: reads runs, prints their table, and writes the requested files."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ from stabletrain.compare.table import ENDLESS, ranked, show
 from stabletrain.errors import ConfigError
 
 MISSING_SHOWN = 5
-"""Lines on runs that an arm lacks; of more only the number is said."""
+"""Maximum number of missing runs that are printed by name."""
 
 
 def compare(
@@ -35,17 +35,16 @@ def compare(
     """Compares the runs in `folders`.
 
     Args:
-        each: a row for each run, also where only the seed differs.
-        sort: a column of the frame, or the key of a setting; by default what ended best comes first.
-        rows: how many are printed; 0 for all.
-        wide: print every column, whatever the width.
-        csv: where all rows and columns are written.
-        picture: where the curves are drawn: over the learning rate where it differs, else the training losses.
-        html: where the page is written; by default `report.html` in the first folder, or beside it if that is a run's,
-            which has a page of its own.
+        each: print one row per run, even if only the seed differs.
+        sort: a column of the frame or the key of a setting; by default the best run comes first.
+        rows: number of rows to print; 0 for all.
+        wide: print all columns, even if they do not fit the terminal.
+        csv: file for all rows and columns.
+        picture: file for the sensitivity curves if the learning rate differs between runs, else the training losses.
+        html: file for the page; by default `report.html` in the first folder, or in its parent if it is a run folder.
 
     Raises:
-        ConfigError: a folder holds no run, there is no such column, or a file cannot be written.
+        ConfigError: a folder contains no runs, the column does not exist, or a file cannot be written.
     """
     check_arguments(rows, csv, picture, html)
     runs = read_runs(folders)
@@ -67,53 +66,45 @@ def compare(
 
 
 def write_or_warn(runs: Sequence[Run], found: Any, page: Path, *, wanted: bool) -> None:
-    """Writes the page. If the user did not ask for one, a folder that cannot be written costs a line only.
-
-    Raises:
-        ConfigError: the page was asked for, and cannot be written.
-    """
+    """Writes the page. A failure raises ConfigError if the user requested the page (`wanted`), else prints a line."""
     try:
         write_page(runs, found, page)
     except ConfigError as error:
         if wanted:
             raise
-        print(f"no page  {error}", file=sys.stderr)  # the folder may be another user's
+        print(f"no page  {error}", file=sys.stderr)  # the folder may belong to another user
     else:
         print(f"page     {page}", file=sys.stderr)
 
 
 def check_arguments(rows: int, csv: Path | None, picture: Path | None, html: Path | None) -> None:
-    """Refuses what cannot be printed or written, before any run is read.
-
-    Raises:
-        ConfigError: names the value and what to type.
-    """
+    """Validates the arguments before any run is read; raises ConfigError."""
     if rows < 0:
         raise ConfigError(f"--rows {rows} is below 0: give the number of rows, or 0 for all")
     if picture is not None:
         check_name(picture)
     for file in (csv, html):
         if file is not None and not file.parent.is_dir():
-            raise ConfigError(f"{file}: there is no folder {file.parent}: make it first")
+            raise ConfigError(f"{file}: the folder {file.parent} does not exist: create it first")
 
 
 def print_sensitivity(swept: Sequence[Arm]) -> None:
-    """Prints the table of learning-rate sensitivity, and the runs that it lacks."""
+    """Prints the learning-rate sensitivity table, and which runs it lacks."""
     print(f"\n{markdown(swept)}")
     missing = [line for arm in swept for line in arm.missing]
     for line in missing[:MISSING_SHOWN]:
-        print(f"not there  {line}")
+        print(f"missing  {line}")
     if len(missing) > MISSING_SHOWN:
-        print(f"not there  and {len(missing) - MISSING_SHOWN} more")
+        print(f"missing  and {len(missing) - MISSING_SHOWN} more")
 
 
 def page_beside(folder: Path, first: Run) -> Path:
-    """Where the page of a comparison goes: into the folder named first, or above it where that is a run's own."""
+    """Returns where the page goes: the first folder, or its parent if it is a run folder, which has its own page."""
     return (folder.absolute().parent if first.folder == folder else folder) / "report.html"
 
 
 def terminal(wide: bool) -> Console:
-    """Standard output: as wide as it is, or as COLUMNS says; `wide`, or in a pipe, without end."""
+    """Returns a console on standard output, without a width limit if `wide` or in a pipe without COLUMNS."""
     if not wide and (sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()):
         return Console(highlight=False)
     return Console(highlight=False, width=ENDLESS)

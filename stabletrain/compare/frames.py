@@ -1,10 +1,10 @@
-"""Runs as a data frame, one row a run: what `stabletrain compare` shows, for your own analysis.
+"""Runs as a pandas data frame, one row per run: the data of `stabletrain compare`, for your own analysis.
 
 from stabletrain.compare import by_seed, frame
 
 runs = frame("multirun/2026-11-21/16-45-39")
 runs.sort_values("val_loss")[["run", "settings.optimizer.lr", "val_loss", "cause"]]
-by_seed(runs)                                         # one row for runs that differ in their seed only
+by_seed(runs)                                         # one row for runs that differ only in their seed
 """
 
 import math
@@ -22,52 +22,52 @@ from stabletrain.compare.sensitivity import SEED, Arm, arms, grouped
 from stabletrain.tracking.columns import COLUMNS, IN_FRAME
 
 UNITS = ("tokens", "images", "samples")
-"""What a run's pace can be counted in."""
+"""Units that throughput may be logged in."""
 
 DTYPES = {name: COLUMNS[name].dtype for name in IN_FRAME}
-"""The columns that are always there, in their order, and their types."""
+"""The columns that always exist, in order, with their dtypes."""
 
 
 def frame(*folders: str | Path, processes: int | None = None) -> pd.DataFrame:
-    """Runs as a data frame, one row each; the index is the run's folder.
+    """Reads runs into a data frame with one row per run, indexed by the run folder.
 
     | column | |
     |---|---|
-    | run, sweep | names of its folder and of the one above |
+    | run, sweep | names of the run folder and of its parent folder |
     | status | finished, halted, preempted, failed, running; `empty`, `broken` |
-    | problem | what a reader should know of it, one sentence |
-    | steps | the last that was logged |
-    | val_loss, val_accuracy | of the last evaluation: nats a target, and a share |
-    | best_val_loss, best_step | the lowest, and its step |
+    | problem | one sentence on what the reader should know about the run |
+    | steps | last logged step |
+    | val_loss, val_accuracy | last evaluation: nats per target, and a fraction |
+    | best_val_loss, best_step | lowest validation loss, and its step |
     | loss_at_init | cross-entropy of the first step, nats |
-    | diverged | halted, or ended in a loss that is not finite |
-    | sensitivity | to the learning rate, nats: of the runs that differ from it in rate and seed only |
-    | spike_score | share of steps whose loss was a spike, as the run counted them |
-    | skips, rollbacks, incidents | how many; skips without fp16's routine overflows |
-    | cause | of the first incident |
-    | units_per_s, unit | pace of training, in tokens, images or samples |
-    | mfu | model FLOPs utilisation, a share of the card's peak; missing where that is not known, as on a CPU |
-    | peak_memory_gb | 1e9 bytes: a card's allocated memory, or the process's resident memory on a CPU |
-    | card, precision | what it ran on, and in |
-    | seed, parameters | |
-    | seconds | of training |
-    | settings.<key> | one for each setting that differs between the runs |
+    | diverged | the run was halted, or finished with a loss that is not finite |
+    | sensitivity | learning-rate sensitivity in nats, over runs that differ only in learning rate and seed |
+    | spike_score | fraction of steps whose loss was a spike, as the run logged it |
+    | skips, rollbacks, incidents | their numbers; skips without fp16's routine overflows |
+    | cause | cause of the first incident |
+    | units_per_s, unit | training throughput, in tokens, images or samples |
+    | mfu | model FLOPs utilization, a fraction of the card's peak; missing if the peak is unknown, as on a CPU |
+    | peak_memory_gb | in 1e9 bytes: allocated GPU memory, or the resident memory of the process on a CPU |
+    | card, precision | GPU (or `cpu`) and precision that the run used |
+    | seed, parameters | seed, and number of model parameters |
+    | seconds | training time |
+    | settings.<key> | one column per setting that differs between the runs |
 
-    `attrs["shared"]` of the frame holds the settings that all runs have in common, `attrs["typed"]` the keys that were
-    typed for any of them, and `attrs["telling"]` those that are enough to tell the runs apart.
+    The frame's `attrs["shared"]` holds the settings that all runs have in common, `attrs["typed"]` the overridden keys,
+    and `attrs["telling"]` the keys that are enough to tell the runs apart.
 
     Args:
-        folders: run folders, sweeps', or folders above several of them.
-        processes: that read at the same time; by default as many as there are cores to use.
+        folders: run folders, sweep folders, or folders that contain them.
+        processes: number of worker processes; by default one per available core.
 
     Raises:
-        ConfigError: a folder is not there, or holds no run.
+        ConfigError: a folder does not exist, or contains no runs.
     """
     return frame_of(read_runs([Path(folder) for folder in folders], processes))
 
 
 def frame_of(runs: Sequence[Run]) -> pd.DataFrame:
-    """The data frame of runs that have been read."""
+    """Returns the data frame of runs that are already read; see `frame`."""
     found = pd.DataFrame([row(run) for run in runs], columns=list(DTYPES))
     index = sensitivities(runs)
     found["sensitivity"] = [index.get(id(run), math.nan) for run in runs]
@@ -80,11 +80,11 @@ def frame_of(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def row(run: Run) -> dict[str, Any]:
-    """The columns of one run, but for the settings and what needs the others."""
+    """Returns the columns that depend on one run only, without settings."""
     final, seed = run.record.get("final", {}), run.settings.get(SEED)
     unit = next((unit for unit in UNITS if f"{unit}_per_s" in run.ranges or f"{unit}_per_s" in final), None)
 
-    def ended(name: str, otherwise: float) -> float:
+    def ended(name: str, otherwise: float) -> float:  # run.json has the value only after the end of the run
         value = final.get(name)
         return value if isinstance(value, int | float) else otherwise
 
@@ -118,7 +118,7 @@ def row(run: Run) -> dict[str, Any]:
 
 
 def sensitivities(runs: Sequence[Run]) -> dict[int, float]:
-    """The mean sensitivity of each run's arm, by the run's `id()`; missing where its arm is incomplete."""
+    """Returns the mean sensitivity of each run's arm by the run's `id()`, without runs of incomplete arms."""
     found: dict[str, Arm] = {arm.name: arm for arm in arms(runs)}
     members = grouped(runs) if found else {}
     values = {name: found[name].sensitivities() for name in members if name in found}
@@ -136,13 +136,21 @@ PACE = ("units_per_s", "mfu", "peak_memory_gb", "seconds")
 
 
 def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row for the runs that differ in their seed only, in the order of their first.
+    """Merges runs that differ only in their seed into one row, in the order of their first runs.
 
-    Columns: those of `frame`, with, of every measured number, the mean under its own name and the lowest and highest
-    under `<name>_min` and `<name>_max`; `n`, the runs of the group; `finished`, those that finished and did not
-    diverge, over which losses are taken; `diverged`, how many did; `skips`, `rollbacks` and `incidents` summed;
-    `cause`, the first; `status`, such as `2 finished, 1 halted`; `run` and `seed`, all of them in words. The index is
-    the first run's folder.
+    The columns are those of `frame`, with these differences:
+
+    | column | |
+    |---|---|
+    | measured numbers | mean over the group, with the extremes in `<name>_min` and `<name>_max` |
+    | n | number of runs in the group |
+    | finished | number of runs that finished and did not diverge; losses are means over these runs, if there are any |
+    | diverged, skips, rollbacks, incidents | sums over the group |
+    | cause | first cause in the group |
+    | status | such as `2 finished, 1 halted` |
+    | run, seed | all values, separated by commas |
+
+    The index is the folder of the group's first run.
     """
     keys = [*(name for name in runs.columns if name.startswith("settings.")), "card", "precision"]
     label = runs[keys].map(repr).agg("\n".join, axis=1) if len(runs) else pd.Series(dtype=str)
@@ -156,7 +164,7 @@ def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def summary(group: pd.DataFrame, keys: Sequence[str]) -> dict[str, Any]:
-    """The row of one group."""
+    """Returns the row of one group of `by_seed`."""
     well = group[(group["status"] == "finished") & ~group["diverged"]]
     first = group.iloc[0]
     statuses = group["status"].value_counts(sort=False)

@@ -1,9 +1,4 @@
-"""Pictures: curves of a learning-rate sensitivity, and training losses.
-
-The curves behind a sensitivity table: final loss, and largest attention logit, against the learning rate.
-
-Training losses of some runs against their steps, with what was rolled back drawn thin beside the run's course.
-"""
+"""Draws learning-rate sensitivity curves and training losses with matplotlib."""
 
 import math
 from collections.abc import Generator, Sequence
@@ -23,16 +18,17 @@ FORMATS = (".svg", ".png", ".pdf")
 
 
 def draw(found: Sequence[Arm], file: Path) -> None:
-    """Writes the picture; its ending, such as .svg or .png, decides the format.
+    """Draws the final loss, and the largest attention logit if it was logged, against the learning rate.
 
-    Each line is the mean over the seeds, its band the lowest to the highest; a cross marks each run that diverged.
+    A line is the mean over the seeds, a band spans the lowest to the highest, and a cross marks a diverged run.
+    The file extension, such as .svg, sets the format.
 
     Raises:
-        ConfigError: matplotlib is not installed, or does not know the format.
+        ConfigError: matplotlib is not installed, or the file cannot be written in that format or folder.
     """
     check_name(file)
     seen = any(not math.isnan(point.logit) for arm in found for curve in arm.curves.values() for point in curve)
-    panels = [("final loss (or that at init), nats", "loss"), ("largest attention logit", "logit")][: 2 if seen else 1]
+    panels = [("min(final, initial) loss (nats)", "loss"), ("largest attention logit", "logit")][: 2 if seen else 1]
     with canvas(file, width=9 if seen else 5, panels=len(panels)) as axes:
         for axis, (label, field) in zip(axes, panels, strict=True):
             for arm in found:
@@ -48,22 +44,20 @@ def draw(found: Sequence[Arm], file: Path) -> None:
             axis.grid(alpha=0.3)
         if seen:
             axes[1].set_yscale("log")
+            # Runs with larger logits diverged in arXiv 2309.14322.
             axes[1].axhline(1e4, color="grey", lw=0.8, ls="--")
         axes[0].legend(fontsize=8)
 
 
 @contextmanager
 def canvas(file: Path, *, width: float, panels: int = 1) -> Generator[list[Any], None, None]:
-    """Axes side by side to draw on; what is drawn within is written to `file`, the same bytes for the same drawing.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Yields axes side by side, and saves the figure to `file`. The same drawing gives the same bytes."""
     try:
         import matplotlib as mpl
     except ImportError:
         raise ConfigError('a picture needs matplotlib: pip install "stabletrain[picture]"') from None
     mpl.use("agg")
+    # A fixed salt for ids, and no date below: otherwise the bytes of an SVG differ each time.
     mpl.rcParams["svg.hashsalt"] = "stabletrain"
     from matplotlib import pyplot
 
@@ -75,27 +69,28 @@ def canvas(file: Path, *, width: float, panels: int = 1) -> Generator[list[Any],
 
 
 def check_name(file: Path) -> None:
-    """Refuses a file that could not be written."""
+    """Checks the extension and the folder of a picture; raises ConfigError."""
     if file.suffix not in FORMATS:
-        raise ConfigError(f"{file}: the ending says the format: use {', '.join(FORMATS)}")
+        raise ConfigError(f"{file}: unsupported file extension: use {', '.join(FORMATS)}")
     if not file.parent.is_dir():
-        raise ConfigError(f"{file}: there is no folder {file.parent}: make it first")
+        raise ConfigError(f"{file}: the folder {file.parent} does not exist: create it first")
 
 
 SMOOTHING = 0.9
-"""Weight of the past in the mean that is drawn."""
+"""Weight of the past in the running mean of the losses."""
 
 MOST = 30
-"""Runs in one picture; of more, those with the lowest and highest losses."""
+"""Maximum number of runs in one picture. Of more runs, those with the lowest and highest losses are drawn."""
 
 
 def draw_losses(runs: Sequence[Run], file: Path) -> None:
-    """Writes the picture; its ending, such as .svg or .png, decides the format.
+    """Draws the training losses of some runs over the steps.
 
-    Lines are running means (`SMOOTHING`), and losses of skipped steps are left out of them; a cross marks each skip.
+    A line is the running mean (`SMOOTHING`) over the applied steps. A cross marks a skipped step, and a thin line the
+    losses that were rolled back. The file extension, such as .svg, sets the format.
 
     Raises:
-        ConfigError: matplotlib is not installed, or does not know the format.
+        ConfigError: matplotlib is not installed, or the file cannot be written in that format or folder.
     """
     check_name(file)
     drawn = ends([run for run in runs if run.steps], MOST)
@@ -108,21 +103,21 @@ def draw_losses(runs: Sequence[Run], file: Path) -> None:
             axis.plot(skipped, lost, "x", ms=3, color=line.get_color())
             for steps, losses in run.abandoned("train/loss"):
                 axis.plot(steps, losses, color=line.get_color(), lw=0.5, alpha=0.5)
-        axis.set(xlabel="step", ylabel="training loss, nats")
+        axis.set(xlabel="step", ylabel="training loss (nats)")
         axis.grid(alpha=0.3)
         if drawn:
             axis.legend(fontsize=8 if len(drawn) < 10 else 5)
 
 
 def ends(runs: Sequence[Run], most: int) -> list[Run]:
-    """At most so many of the runs, in their order: half with the lowest losses, half with the highest."""
+    """Selects at most `most` runs, half with the lowest and half with the highest losses, and keeps their order."""
     ranked = sorted(runs, key=lambda run: np.nan_to_num(run.last("train/loss"), nan=np.inf))
     chosen = ranked if len(ranked) <= most else ranked[: most // 2] + ranked[-(most // 2) :]
     return [run for run in runs if any(run is each for each in chosen)]
 
 
 def course(run: Run) -> tuple[Curve, Curve]:
-    """Steps and losses of the applied steps, and of those that were skipped."""
+    """Returns the loss curve of the applied steps, and that of the skipped steps."""
     steps, losses = run.curve("train/loss", points=-1)
     gates, applied = run.curve("guard/applied", points=-1)
     skipped = np.isin(steps, gates[applied == 0])
@@ -130,7 +125,7 @@ def course(run: Run) -> tuple[Curve, Curve]:
 
 
 def smooth(values: Sequence[float] | np.ndarray) -> list[float]:
-    """Running means that give the past `SMOOTHING`, without a bias towards the first value."""
+    """Returns bias-corrected exponential running means with weight `SMOOTHING`."""
     means, total, weight = [], 0.0, 0.0
     for value in values:
         total, weight = SMOOTHING * total + value, SMOOTHING * weight + 1.0

@@ -1,9 +1,10 @@
-"""Sensitivity to the learning rate: how much a run loses, on average over a grid of rates, against the best of them.
+"""Learning-rate sensitivity: how far the final loss is from the best one, on average over a grid of learning rates.
 
     sensitivity = mean over the grid of min(final validation loss, loss at init)  -  the lowest of these
 
-A run that ended in NaN, or was halted, counts as its loss at init. The number alone can deceive, for a model stuck at
-chance at every rate scores 0: always look at the curves. Source: Wortsman et al., arXiv 2309.14322, section 2.2.
+A diverged run (it ended in NaN, or was halted) counts as its loss at init. The number alone can mislead: a model that
+stays at chance at every rate scores 0. Always look at the curves too. Source: Wortsman et al., arXiv 2309.14322,
+section 2.2.
 """
 
 import math
@@ -24,9 +25,9 @@ class Point:
 
     Attributes:
         rate: peak learning rate.
-        loss: what counts: the final validation loss, or the loss at init where that is lower or the run diverged.
-        ended: the final validation loss; NaN where the run diverged.
-        logit: largest attention logit that the monitors saw; NaN where they saw none.
+        loss: the final validation loss, or the loss at init if that is lower or the run diverged.
+        ended: the final validation loss; NaN if the run diverged.
+        logit: largest attention logit that the monitors measured; NaN if they measured none.
         diverged: whether the run ended in NaN, or was halted.
     """
 
@@ -39,13 +40,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Arm:
-    """The runs that share everything but learning rate and seed.
+    """The runs that share all settings except learning rate and seed.
 
     Attributes:
-        name: what tells them from the others, such as `stability=qknorm`; `all` where nothing does.
-        curves: for each seed, its points by rising rate; where runs are missing, fewer than the grid has.
-        grid: every rate of the comparison, rising.
-        missing: why it is incomplete, a line for each run that is not there or not over.
+        name: the settings that distinguish the arm, such as `stability=qknorm`; `all` if there is only one arm.
+        curves: for each seed, its points by increasing rate; fewer than the grid has if runs are missing.
+        grid: all learning rates of the comparison, increasing.
+        missing: one line for each run that does not exist or is not over.
     """
 
     name: str
@@ -54,22 +55,22 @@ class Arm:
     missing: list[str] = field(default_factory=list)
 
     def sensitivities(self) -> list[float]:
-        """The sensitivity of each seed whose grid is complete, in nats."""
+        """Returns the sensitivity of each seed whose grid is complete, in nats."""
         whole = [curve for curve in self.curves.values() if len(curve) == len(self.grid)]
         return [sensitivity([point.loss for point in curve]) for curve in whole]
 
     def at(self, rate: float) -> list[Point]:
-        """The points at one rate, one a seed."""
+        """Returns the points at one learning rate, one per seed."""
         return [point for curve in self.curves.values() for point in curve if point.rate == rate]
 
 
 def sensitivity(losses: Sequence[float]) -> float:
-    """Mean distance of the losses from their lowest, in nats."""
+    """Returns the mean distance of the losses from the lowest one, in nats."""
     return statistics.fmean(losses) - min(losses)
 
 
 def point(run: Run) -> Point | None:
-    """What a run contributes: nothing before it is over, for it does not say where it would have ended."""
+    """Returns the point of a run, or None if the run is not over or never logged a loss."""
     start = run.first("train/ce")
     if run.status not in ("finished", "halted") or math.isnan(start):
         return None
@@ -84,15 +85,16 @@ def point(run: Run) -> Point | None:
 
 
 def arms(runs: Sequence[Run]) -> list[Arm]:
-    """The runs sorted into arms; those that share everything with no run of another learning rate are in none.
+    """Groups runs into arms. A run that has no counterpart at another learning rate belongs to no arm.
 
-    Of runs that share everything, the last that is over counts.
+    Of several runs with the same settings, the last one that is over counts.
     """
     sorted_runs = {
         name: seeds
         for name, seeds in grouped([run for run in runs if not math.isnan(rate_of(run))]).items()
         if any(len(seed) > 1 for seed in seeds.values())
     }
+    # One grid for all arms: sensitivities are comparable only over the same learning rates.
     grid = tuple(sorted({rate for seeds in sorted_runs.values() for seed in seeds.values() for rate in seed}))
     found = []
     for name, seeds in sorted_runs.items():
@@ -113,7 +115,7 @@ def arms(runs: Sequence[Run]) -> list[Arm]:
 
 
 def grouped(runs: Sequence[Run]) -> dict[str, dict[str, dict[float, Run]]]:
-    """Runs by what tells them apart, by seed and by rate."""
+    """Groups runs by the settings that tell them apart, then by seed, then by learning rate."""
     where = [name for name in ("card", "precision") if len({getattr(run, name) for run in runs}) > 1]
     keys = enough(runs, [key for key in telling(runs, but=(RATE, SEED)) if key not in where])
     found: dict[str, dict[str, dict[float, Run]]] = {}
@@ -129,13 +131,13 @@ def grouped(runs: Sequence[Run]) -> dict[str, dict[str, dict[float, Run]]]:
 
 
 def rate_of(run: Run) -> float:
-    """A run's peak learning rate; NaN where it is not known."""
+    """Returns the peak learning rate of a run; NaN if it is unknown."""
     value = value_of(run, RATE)
     return float(value) if isinstance(value, int | float) else math.nan
 
 
 def markdown(found: Sequence[Arm]) -> str:
-    """A Markdown table: final loss by rate, mean over the seeds, and each arm's sensitivity with its spread."""
+    """Returns a Markdown table of the mean final loss per learning rate, and of each arm's sensitivity."""
     rates = found[0].grid
     head = [RATE, *(f"{rate:g}" for rate in rates), "sensitivity"]
     rows = [head, ["---"] * len(head)]
@@ -150,7 +152,7 @@ def markdown(found: Sequence[Arm]) -> str:
 
 
 def cell(points: Sequence[Point]) -> str:
-    """Mean loss over the seeds, and how many of them diverged, or ended above their loss at init, which then counts."""
+    """Formats the mean loss over the seeds, and how many of them diverged or ended above their loss at init."""
     if not points:
         return "-"
     diverged, above = sum(p.diverged for p in points), sum(p.ended > p.loss for p in points)
@@ -160,7 +162,7 @@ def cell(points: Sequence[Point]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation over the seeds; `incomplete` where no seed has its whole grid."""
+    """Formats the mean and standard deviation over the seeds; `incomplete` if no seed has its whole grid."""
     if not values:
         return "incomplete"
     mean = statistics.fmean(values)

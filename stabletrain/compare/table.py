@@ -1,10 +1,7 @@
-"""The comparison on a terminal: which columns it has, and how they are printed.
+"""The comparison on a terminal: one row per run or per group of seeds, the best first.
 
-The columns that a comparison's table may have: their heads, their values in words, and which of them matter most.
-
-The comparison on a terminal: a row a run, or a group of seeds, the best first; what is the same everywhere above it.
-
-Columns that do not fit are left out, the least important first, and named. In a pipe there is no width to fit.
+Values that all rows have in common are printed once, above the table. Columns that do not fit are left out, the least
+important first, and named below the table. In a pipe, all columns are printed.
 """
 
 import math
@@ -23,7 +20,7 @@ from stabletrain.tracking.columns import BY_IMPORTANCE, COLUMNS, IN_TABLE
 
 
 def cell_text(rows: pd.DataFrame) -> dict[str, list[str]]:
-    """Every column of the table in words, `""` for what is missing."""
+    """Formats the values of every column; a missing value is an empty string."""
     found = {"run": [short(str(name)) for name in rows["run"]]}
     for key in rows.attrs["telling"]:
         if f"settings.{key}" in rows:
@@ -35,7 +32,7 @@ def cell_text(rows: pd.DataFrame) -> dict[str, list[str]]:
             text = COLUMNS[name].text
             found[name] = ["" if missing(value) else text(value) for value in values(rows[name])]
     found["diverged"] = ["" if not count else str(int(count)) if "n" in rows else "yes" for count in rows["diverged"]]
-    if "settings.precision" in found:  # what it ran in says more than what was asked for, such as auto
+    if "settings.precision" in found:  # show the precision the run used, not the setting, which may be auto
         found["settings.precision"] = found.pop("precision")
     if "n" in rows and rows["n"].max() > 1:
         pairs = zip(rows["val_loss_min"], rows["val_loss_max"], rows["finished"], strict=True)
@@ -44,52 +41,52 @@ def cell_text(rows: pd.DataFrame) -> dict[str, list[str]]:
 
 
 def values(column: pd.Series) -> list[Any]:
-    """A column's values as Python's own."""
+    """Converts a column to Python scalars."""
     return [value.item() if hasattr(value, "item") else value for value in column.tolist()]
 
 
 def missing(value: Any) -> bool:
-    """Whether a cell holds nothing."""
+    """Returns whether a cell is empty."""
     return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
 
 
 def setting(value: Any) -> str:
-    """A setting in a cell."""
+    """Formats a setting for a cell."""
     return shown(None if missing(value) else value)
 
 
 def short(names: str, most: int = 12) -> str:
-    """The names of a group's runs: all, or the first and how many more."""
+    """Returns the run names of a group, or the first one and the number of the others."""
     first, _, rest = names.partition(", ")
     return names if len(names) <= most or not rest else f"{first} +{rest.count(', ') + 1}"
 
 
 ENDLESS = 10**5
-"""Columns of a terminal that is never full."""
+"""Width of a console without a width limit."""
 
 SHARED = (
     *("status", "cause", "incidents", "skips", "rollbacks", "spike_score", "card", "precision", "steps"),
     *("parameters", "sweep", "diverged"),
 )
-"""Columns that are said once, above the table, if they are the same in all rows; in the order in which they are."""
+"""Columns that are printed once above the table, in this order, if all rows have the same value."""
 
 ALWAYS = ("run", "val_loss")
-"""Columns that are never left out; nor are the settings."""
+"""Columns that are never left out."""
 
 BEST = {"val_loss": min, "best_val_loss": min, "val_accuracy": max}
-"""Columns whose best value is marked."""
+"""Columns whose best value is marked, and the function that picks it."""
 
 
 def ranked(rows: pd.DataFrame, by: str | None) -> pd.DataFrame:
-    """The rows in their order.
+    """Sorts the rows.
 
     Args:
         rows: from `frame` or `by_seed`.
-        by: a column; None puts what finished first, by validation loss, then what is not over, what diverged, and what
-            cannot be read.
+        by: a column or the key of a setting. None sorts by how the run ended (finished, not over, diverged, unreadable)
+            and then by validation loss.
 
     Raises:
-        ConfigError: there is no such column.
+        ConfigError: the column does not exist.
     """
     if by is None:
         ranks = [rank(status, diverged) for status, diverged in zip(rows["status"], rows["diverged"], strict=True)]
@@ -105,7 +102,7 @@ def ranked(rows: pd.DataFrame, by: str | None) -> pd.DataFrame:
 
 
 def rank(status: str, diverged: int | bool) -> int:
-    """0 for what ended well, 1 for what is not over or failed, 2 for what diverged, 3 for what cannot be read."""
+    """Returns 0 for runs that ended well, 1 if not over or failed, 2 if diverged, 3 if unreadable or empty."""
     if diverged:
         return 2
     if "broken" in status or "empty" in status:
@@ -117,14 +114,13 @@ def show(rows: pd.DataFrame, console: Console, most: int = 0) -> None:
     """Prints the table.
 
     Args:
-        rows: in their order, from `frame` or `by_seed`, with their `attrs`.
-        console: into whose width it is to fit.
-        most: rows that are printed; 0 for all.
+        rows: sorted, from `frame` or `by_seed`, with their `attrs`.
+        most: number of rows to print; 0 for all.
     """
     cells = {name: words for name, words in cell_text(rows).items() if any(words)}
     shareable = [name for name in SHARED if name in cells]
     same = {name: cells[name][0] for name in shareable if len(set(cells[name])) == 1}
-    if len(rows) == 1:
+    if len(rows) == 1:  # a single row has everything in common with itself, so keep its columns
         same = {}
     heads = headings(rows)
     settings = [name for name in cells if name.startswith("settings.") or name == "seed"]
@@ -132,7 +128,7 @@ def show(rows: pd.DataFrame, console: Console, most: int = 0) -> None:
     printed = len(rows) if most == 0 else min(most, len(rows))
     marked = {name: best_row(rows, name) for name in names if name in BEST}
     dropped: list[str] = []
-    while True:
+    while True:  # leave out one column at a time until the table fits
         table = build(names, heads, cells, marked, printed)
         needed = console.measure(table, options=console.options.update(width=ENDLESS)).maximum
         least = next((name for name in first_to_drop(names, cells)), None)
@@ -145,13 +141,13 @@ def show(rows: pd.DataFrame, console: Console, most: int = 0) -> None:
     if printed < len(rows):
         console.print(Text(f"{len(rows) - printed:,} more rows: --rows 0 shows all, --csv <file> writes them"))
     if dropped:
-        console.print(Text(f"left out, for want of width: {', '.join(reversed(dropped))}; --wide shows them"))
+        console.print(Text(f"columns that do not fit: {', '.join(reversed(dropped))}; --wide shows them"))
 
 
 def first_to_drop(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> list[str]:
-    """The columns that can be left out, the first to go first.
+    """Returns the columns that may be left out, the least important first.
 
-    First come settings that follow from those before them, then what was measured, then what else differs.
+    These are the settings that follow from other settings, then the measurements, then the remaining settings.
     """
     settings = [name for name in names if name.startswith("settings.")]
     idle, kept = [], []
@@ -164,7 +160,7 @@ def first_to_drop(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> l
 
 
 def headings(rows: pd.DataFrame) -> dict[str, str]:
-    """What stands above each column."""
+    """Returns the heading of each column."""
     units = set(rows["unit"].dropna())
     return (
         {name: COLUMNS[name].head for name in IN_TABLE}
@@ -181,7 +177,7 @@ def build(
     marked: Mapping[str, int | None],
     printed: int,
 ) -> Table:
-    """The table with these columns; the best value of each that has one is bold, and has a star."""
+    """Builds the table. The best value of a marked column is bold and has a star."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in names:
         numbers = name in IN_TABLE and COLUMNS[name].dtype != "object"
@@ -192,12 +188,12 @@ def build(
 
 
 def cell(word: str, can_be_best: bool, is_best: bool) -> Text:
-    """A value; in a column that has a best one there is room for its star."""
+    """Formats a value. A column that can have a best value leaves room for the star."""
     return Text(f"{word}{' *' if is_best else '  '}" if can_be_best else word, style="bold green" if is_best else "")
 
 
 def best_row(rows: pd.DataFrame, name: str) -> int | None:
-    """The row with the best value among those that ended well; None where there are not two to choose from."""
+    """Returns the row with the best value among runs that ended well, or None if fewer than two did."""
     values = {
         row: value
         for row, (value, status, diverged) in enumerate(zip(rows[name], rows["status"], rows["diverged"], strict=True))
@@ -207,7 +203,7 @@ def best_row(rows: pd.DataFrame, name: str) -> int | None:
 
 
 def sentence(rows: pd.DataFrame, same: Mapping[str, str], heads: Mapping[str, str]) -> str:
-    """How many runs there are, and what all of them have in common: of the settings what was typed."""
+    """Returns a line with the number of runs and what they have in common, including overridden settings."""
     count = int(rows["n"].sum()) if "n" in rows else len(rows)
     parts = [f"{count:,} run{'s' if count != 1 else ''}"]
     parts += [f"{heads[name]} {word}" for name, word in same.items() if name != "status"]

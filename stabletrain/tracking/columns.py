@@ -1,6 +1,6 @@
-"""The columns that a run has in a comparison: in the data frame and its CSV, the table, the page and the W&B report.
+"""The columns of a comparison: for the data frame and its CSV, the table, the page and the W&B report.
 
-One entry a column says all that any of these outputs needs of it. Each output has an order of its own.
+Each column is defined once, for all of these outputs. Each output has its own order of columns.
 """
 
 from collections.abc import Callable
@@ -8,32 +8,32 @@ from typing import Any, NamedTuple
 
 
 def as_text(value: Any) -> str:
-    """A name, or a whole number."""
+    """Formats a name or a whole number."""
     return str(value)
 
 
 def digits(places: int) -> Callable[[float], str]:
-    """So many digits after the point."""
+    """Returns a formatter with that many decimal places."""
     return lambda value: f"{value:.{places}f}"
 
 
 def three_digits(value: float) -> str:
-    """Three significant digits."""
+    """Formats a number with three significant digits."""
     return f"{value:.3g}"
 
 
 def percent(value: float) -> str:
-    """A share."""
+    """Formats a fraction as a percentage."""
     return f"{100 * value:.1f} %" if value >= 1e-3 or value == 0 else f"{100 * value:.2g} %"
 
 
 def thousands(value: float | int) -> str:
-    """950, 14.6k, 1.2M."""
+    """Formats a number briefly: 950, 14.6k, 1.2M."""
     return f"{value / 1e6:.3g}M" if value >= 1e6 else f"{value / 1e3:.3g}k" if value >= 1e3 else f"{value:.3g}"
 
 
 def duration(value: float | int) -> str:
-    """48 s, 12 min, 3.4 h."""
+    """Formats seconds briefly: 48 s, 12 min, 3.4 h."""
     return f"{value / 3600:.1f} h" if value >= 3600 else f"{value / 60:.0f} min" if value >= 600 else f"{value:.0f} s"
 
 
@@ -41,15 +41,15 @@ class Column(NamedTuple):
     """A column.
 
     Attributes:
-        name: in the data frame.
-        dtype: pandas' type there; empty for a column that only the table makes.
-        text: a value as the table prints it.
-        head: its heading in the table; empty if the table does not have it.
-        page_head: its heading on the page; empty if the page does not have it.
-        about: what the page explains of it.
-        page: more that the page's table is told.
-        summary: its keys in the summary of a W&B run.
-        higher_is_better: how a table sorts by it.
+        name: name in the data frame.
+        dtype: pandas dtype; empty if only the table has the column.
+        text: formats a value for the table.
+        head: heading in the table; empty if the table does not have the column.
+        page_head: heading on the page; empty if the page does not have the column.
+        about: explanation on the page.
+        page: flags for the page's table; `high` sorts in descending order first.
+        summary: keys in the summary of a W&B run.
+        higher_is_better: whether the table sorts the column in descending order.
     """
 
     name: str
@@ -71,9 +71,9 @@ COLUMNS = {
         Column("run", "object"),
         Column("sweep", "object", head="sweep", page_head="sweep"),
         Column("status", "object", head="status", page_head="status", page=("status",)),
-        Column("problem", "object", page_head="what is to know"),
+        Column("problem", "object", page_head="note"),
         Column("steps", "Int64", head="steps", page_head="steps", page=HIGH),
-        Column("val_loss", "float64", digits(4), "val loss", "val loss", "at the end, nats", summary=("val/loss",)),
+        Column("val_loss", "float64", digits(4), "val loss", "val loss", "last value, nats", summary=("val/loss",)),
         Column("best_val_loss", "float64", digits(4), "best", "best val loss", summary=("best/val_loss",)),
         Column("best_step", "Int64", page_head="at step", about="step of the best validation loss"),
         Column(
@@ -94,7 +94,7 @@ COLUMNS = {
             digits(3),
             "sensitivity",
             "sensitivity",
-            "to the learning rate, of the runs that differ from it in that only",
+            "to the learning rate, over runs that differ only in learning rate and seed",
         ),
         Column(
             "spike_score",
@@ -102,7 +102,7 @@ COLUMNS = {
             percent,
             "spikes",
             "spike score",
-            "share of steps whose loss was a spike",
+            "fraction of steps whose loss was a spike",
             HIGH,
             ("spike/score",),
         ),
@@ -112,7 +112,7 @@ COLUMNS = {
             as_text,
             "skips",
             "skips",
-            "steps whose update was withheld",
+            "skipped steps, whose update was not applied",
             HIGH,
             ("guard/skipped",),
         ),
@@ -132,7 +132,7 @@ COLUMNS = {
             thousands,
             "/s",
             "units/s",
-            "tokens, images or samples a second",
+            "tokens, images or samples per second",
             HIGH,
             ("tokens_per_s", "images_per_s"),
             higher_is_better=True,
@@ -144,7 +144,7 @@ COLUMNS = {
             percent,
             "MFU",
             "MFU",
-            "model FLOP/s as a share of the card's peak",
+            "model FLOP/s as a fraction of the card's peak",
             HIGH,
             ("throughput/mfu",),
             higher_is_better=True,
@@ -155,7 +155,7 @@ COLUMNS = {
             three_digits,
             "peak GB",
             "memory, GB",
-            "at its peak",
+            "peak memory, in 1e9 bytes",
             HIGH,
             ("memory/peak_gb",),
         ),
@@ -170,21 +170,21 @@ COLUMNS = {
 """The columns by name."""
 
 IN_FRAME = tuple(name for name, column in COLUMNS.items() if column.dtype)
-"""Columns of the data frame, in its order."""
+"""Columns of the data frame, in order."""
 
 IN_TABLE = (
     *("val_loss", "range", "best_val_loss", "val_accuracy", "sensitivity", "diverged", "status", "cause", "incidents"),
     *("skips", "rollbacks", "spike_score", "units_per_s", "mfu", "peak_memory_gb", "card", "precision", "steps"),
     *("parameters", "seconds", "sweep"),
 )
-"""Columns of the table beside the run's name and its settings, from left to right."""
+"""Columns of the table after the run's name and settings, from left to right."""
 
 BY_IMPORTANCE = (
     *("card", "precision", "status", "val_loss", "cause", "range", "best_val_loss", "val_accuracy", "diverged"),
     *("sensitivity", "spike_score", "units_per_s", "skips", "rollbacks", "incidents", "mfu", "peak_memory_gb"),
     *("seconds", "steps", "sweep", "parameters"),
 )
-"""Which of them a narrow table keeps, the most important first: what differs in hardware, then how the run ended."""
+"""Columns of the table, the most important first; a narrow table drops them from the end."""
 
 ON_PAGE = (
     *("status", "val_loss", "best_val_loss", "best_step", "val_accuracy", "diverged", "sensitivity", "spike_score"),

@@ -1,9 +1,8 @@
-"""Metrics and events as lines of JSON: the record that is always there, whatever else is switched off.
+"""Writes metrics and events as JSON lines. This record always exists, even if all other logging is off.
 
-`metrics.jsonl` has an object for each logged step, `events.jsonl` one for each thing that happened. NaN and infinities
-are written as the strings "NaN", "Infinity", "-Infinity": never hidden, and every line is valid JSON to any reader.
-A line reaches the file in one write, so a killed process tears at most the last one, and that is mended when the files
-are next opened.
+`metrics.jsonl` has one object per logged step, `events.jsonl` one per event. NaN and infinities are written as the
+strings "NaN", "Infinity" and "-Infinity", so they are never hidden and every line is strict JSON. Each line is a single
+write. A killed process leaves at most the last line incomplete, and the next process that opens the file removes it.
 """
 
 import json
@@ -21,55 +20,55 @@ from typing import Any
 from stabletrain.errors import ConfigError
 
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""How a float that JSON does not know is written."""
+"""The words for floats that JSON cannot represent, and their values."""
 
 
 class Metrics:
-    """Appends to `metrics.jsonl` and `events.jsonl` of a run folder; may be called from several threads."""
+    """Appends to `metrics.jsonl` and `events.jsonl` of a run folder. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens both files, making the folder if need be; a torn last line, left by a killed process, is dropped.
+        """Opens both files, creates the folder if necessary, and removes an incomplete last line.
 
         Raises:
-            ConfigError: they cannot be written.
+            ConfigError: the files cannot be written.
         """
         try:
             self._metrics, self._events = Lines(folder / "metrics.jsonl"), Lines(folder / "events.jsonl")
         except OSError as error:
             raise ConfigError(
-                f"hydra.run.dir={folder}: its metrics cannot be written ({error}): mend that, or choose another "
+                f"hydra.run.dir={folder}: its metrics cannot be written ({error}): fix that, or choose another "
                 "hydra.run.dir"
             ) from error
         self._unmarked: list[tuple[int, int]] = []
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """One line: `step`, `time` (seconds since 1970) and the values, floats in full precision."""
+        """Writes one line: `step`, `time` (seconds since 1970) and the values, with floats in full precision."""
         self._metrics.append({"step": step, "time": round(time.time(), 3), **values})
 
     def event(self, kind: str, step: int, /, **fields: Any) -> None:
-        """One line: `event`, `step`, `time` (ISO 8601, UTC) and the fields."""
+        """Writes one line: `event`, `step`, `time` (ISO 8601, UTC) and the fields."""
         self._events.append({"event": kind, "step": step, "time": now(), **fields})
 
     def started(self) -> bool:
-        """Whether `metrics.jsonl` holds a line."""
+        """Returns whether `metrics.jsonl` contains a line."""
         return self._metrics.path.exists() and self._metrics.path.stat().st_size > 0
 
     def rewind(self, tick: int) -> None:
-        """Drops the metrics after `tick`, at once or not at all; events stay, for they did happen.
+        """Removes the metrics after `tick` atomically, and keeps all events, because they did happen.
 
-        A run that continues there writes those lines again, so that its file ends as that of a run which was never
-        interrupted.
+        A resumed run logs the removed steps again, so its file ends like that of a run without interruption.
 
         Args:
-            tick: steps executed, those that were rolled back included; a line without it has its step for one.
+            tick: number of executed steps, including those that were rolled back. A line without a tick counts by its
+                step.
         """
         kept = [line for line in read_jsonl(self._metrics.path) if not line.get("tick", line.get("step", 0)) > tick]
         self._metrics.rewrite(kept)
 
     def mark(self, step: int, tick: int) -> None:
-        """Marks the metrics after `step`, up to `tick`, `rolled_back: true`: they stay, but are not the run's course.
+        """Adds `rolled_back: true` to the metrics after `step`, up to `tick` executed steps.
 
-        What cannot be marked now, on a full disk, is tried again with the next mark and at the end.
+        If that fails, for example on a full disk, the next call and `close` try again.
         """
         self._unmarked.append((step, tick))
         self._mark()
@@ -85,31 +84,31 @@ class Metrics:
             self._metrics.rewrite(lines)
             self._unmarked.clear()
         except OSError as error:
-            warn(f"{self._metrics.path}: its lines after step {step} are rolled back, but not marked so ({error})")
+            warn(f"{self._metrics.path}: the lines after step {step} could not be marked as rolled back ({error})")
 
     def close(self) -> None:
-        """Closes both files; a later `log` raises."""
+        """Closes both files; a later `log` raises ValueError."""
         self._mark()
         self._metrics.close()
         self._events.close()
 
 
 class Lines:
-    """A file of JSON lines that is only ever whole: each line is one write, and a failed write is taken back.
+    """A file of complete JSON lines: each line is one write, and a failed write is undone.
 
-    A disk that takes no more, and a file that is deleted meanwhile, cost lines and never the run. It is said once when
-    lines are lost, and once when they are written again.
+    A full disk or a deleted file loses lines but never stops the run. A warning is printed when the first line is lost,
+    and another one when writing succeeds again.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._file: int | None = None
-        self._lost = 0  # lines, since the disk last took one
+        self._lost = 0  # lines lost since the last successful write
         self._open()
 
     def append(self, fields: Mapping[str, Any]) -> None:
-        """Writes one line, or loses it."""
+        """Writes one line. If the write fails, the line is lost."""
         line = (json.dumps(plain(fields), allow_nan=False) + "\n").encode()
         with self._lock:
             if self._file is None:
@@ -119,20 +118,20 @@ class Lines:
             except OSError as error:
                 self._lost += 1
                 if self._lost == 1:
-                    warn(f"{self.path} lacks lines from here on ({error}): training goes on")
+                    warn(f"{self.path} cannot be written ({error}): lines are lost from here on, training continues")
                 return
             if self._lost:
-                warn(f"{self.path} is written again; lines that are missing: {self._lost}")
+                warn(f"{self.path} is written again; lost lines: {self._lost}")
                 self._lost = 0
 
     def rewrite(self, lines: list[dict[str, Any]]) -> None:
-        """Replaces the content by these lines in one rename."""
+        """Replaces the content of the file by these lines atomically."""
         with self._lock:
             replace(self.path, "".join(json.dumps(plain(line), allow_nan=False) + "\n" for line in lines))
             self._open()
 
     def close(self) -> None:
-        """Closes the file; a later `append` raises."""
+        """Closes the file; a later `append` raises ValueError."""
         with self._lock:
             if self._file is not None:
                 os.close(self._file)
@@ -140,21 +139,21 @@ class Lines:
 
     def _write(self, line: bytes) -> None:
         assert self._file is not None
-        if self._lost:  # what stands half-written is mended, and a disk that was mounted anew is found
+        if self._lost:  # removes an incomplete line, and finds a disk that was mounted again
             self._open()
         elif os.fstat(self._file).st_nlink == 0:
             self._open()
-            warn(f"{self.path} had been deleted: it is made again, without the lines up to here")
+            warn(f"{self.path} was deleted: it is created again, without the earlier lines")
         before = os.fstat(self._file).st_size
         try:
             if os.write(self._file, line) != len(line):
                 raise OSError("only part of a line was written")
         except OSError:
-            os.ftruncate(self._file, before)
+            os.ftruncate(self._file, before)  # no incomplete line may stay
             raise
 
     def _open(self) -> None:
-        """Opens the file, in place of the one that is open, and drops a torn last line."""
+        """Opens the file, replaces the open descriptor, and removes an incomplete last line."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         opened = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         size = os.fstat(opened).st_size
@@ -174,7 +173,7 @@ class Lines:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of either kind, with NaN and infinities as floats; what is torn or no object is left out."""
+    """Reads metrics or events, with NaN and infinities as floats. Ignores lines that are not JSON objects."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []:
         try:
@@ -187,7 +186,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """The same as strict JSON knows it: non-finite floats as words, scalars of numpy and torch as numbers."""
+    """Converts a value to strict JSON: non-finite floats to words, scalars of numpy and torch to numbers."""
     if isinstance(value, Mapping):
         return {str(key): plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -200,7 +199,7 @@ def plain(value: Any) -> Any:
 
 
 def numbers(value: Any) -> Any:
-    """The inverse of `plain` for floats."""
+    """Converts the words for non-finite floats back to floats."""
     if isinstance(value, dict):
         return {key: numbers(child) for key, child in value.items()}
     if isinstance(value, list):
@@ -209,7 +208,7 @@ def numbers(value: Any) -> Any:
 
 
 def replace(path: Path, text: str) -> None:
-    """Gives a file new content in one rename, after it has reached the disk; one that fails leaves nothing behind."""
+    """Replaces the content of a file atomically and durably. If that fails, the file is unchanged."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -224,11 +223,11 @@ def replace(path: Path, text: str) -> None:
 
 
 def warn(message: str) -> None:
-    """One line for people, if there is still anybody to read it."""
+    """Prints a warning to standard error. Ignores a closed stream."""
     with suppress(OSError):
         print(f"stabletrain: {message}", file=sys.stderr)
 
 
 def now() -> str:
-    """The time, ISO 8601 in UTC, to the millisecond."""
+    """Returns the current time in UTC, in ISO 8601 with milliseconds."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")

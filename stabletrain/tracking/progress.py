@@ -1,14 +1,10 @@
-"""The progress of a run on the terminal, alone or as one of a sweep.
-
-What a person watching sees: one live line on a terminal, plain lines of the same content anywhere else.
+"""The progress of a run: one live line on a terminal, plain lines with the same content anywhere else.
 
     step  300/1500 ━━━━━━╸━━━━━━━━━ loss 2.31  grad 0.84  lr 2.9e-03  27.4k tok/s  skipped 0  1:32 left
 
-Where the line does not fit, its least important parts go first: skipped (while it is 0), lr, rate, grad. The columns of
-`rich.progress` cannot do that, they wrap or cut off what stands last; so only rich's `Live` is used.
-
-What a run of a sweep shows: all that it would say by itself goes into `output.txt` of its folder, one live line to
-the terminal.
+If the line does not fit, its least important parts are dropped first (`DROPPED_FIRST`). `rich.progress` wraps or crops
+columns instead, so only rich's `Live` is used. In a sweep, the output of a run goes to `output.txt` in its folder, and
+only its live line goes to the terminal.
 """
 
 import os
@@ -22,26 +18,22 @@ from typing import Any
 from stabletrain.tracking.columns import thousands
 
 LEAST_BAR, MOST_BAR = 8, 40
-"""Columns of the bar."""
+"""Smallest and largest width of the bar, in columns."""
 
 DROPPED_FIRST = ("quiet", "lr", "rate", "grad", "left", "skipped")
-"""Parts of the line in the order in which they are given up; step and loss always stay."""
+"""Parts of the line in the order in which they are dropped; `quiet` is a skipped count of 0. Step and loss stay."""
 
 REFRESH = 0.1
-"""Seconds between two pictures of the live line."""
+"""Minimum seconds between two redraws of the live line."""
 
 
 class Progress:
-    """The live line, or plain lines.
-
-    Attributes:
-        log_every: steps between two plain lines.
-    """
+    """Shows progress as one live line, or as a plain line every `log_every` steps."""
 
     def __init__(self, log_every: int, stream: Any = None, label: str = "") -> None:
-        """`stream`, a text file, defaults to standard output; live on a terminal that can move its cursor.
+        """Uses a live line if `stream` (default: standard output) is a terminal that can move its cursor.
 
-        A line with a `label`, which stands before it, is one of several: it leaves no last picture.
+        A line with a `label` in front belongs to one run of several, and is erased at the end.
         """
         self.log_every = log_every
         self._stream = stream or sys.stdout
@@ -57,7 +49,7 @@ class Progress:
         return self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
     def start(self, total: int, first: int) -> None:
-        """Begins at `first` steps done of `total`."""
+        """Starts with `first` of `total` steps done; a resumed run starts above 0."""
         self._total, self._first, self._step = total, first, first
         self._started = time.monotonic()
         if self.moves:
@@ -71,14 +63,12 @@ class Progress:
             self._live.start()
 
     def update(self, step: int, metrics: Mapping[str, Any], rate: float, unit: str, skipped: int) -> None:
-        """Shows a step.
+        """Shows a step: its `train/loss`, `grad/norm` and `lr`, and the number of skipped steps so far.
 
         Args:
             step: steps done.
-            metrics: of which `train/loss`, `grad/norm` and `lr` are shown.
-            rate: samples or tokens a second.
-            unit: what `rate` counts, `tok` or `img`.
-            skipped: steps withheld so far.
+            rate: samples or tokens per second.
+            unit: unit of `rate`, `tok` or `img`.
         """
         self._step = step
         self._parts = parts(step, self._total, metrics, rate, unit, skipped, self._seconds_left())
@@ -90,20 +80,20 @@ class Progress:
             self._live.refresh()
 
     def note(self, text: str) -> None:
-        """A line of its own, above the live one."""
+        """Prints a separate line, above the live one."""
         if self._live is None:
             self._print(text)
         else:
             self._live.console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leaves the last picture standing; may be called twice."""
+        """Ends the live line; may be called twice."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def _print(self, text: str) -> None:
-        with suppress(OSError):  # whoever read along is gone (`| head`): no reason to stop training
+        with suppress(OSError):  # a closed pipe (`| head`) must not stop training
             print(text, file=self._stream, flush=True)
 
     def _seconds_left(self) -> float | None:
@@ -126,7 +116,7 @@ class Progress:
 def parts(
     step: int, total: int, metrics: Mapping[str, Any], rate: float, unit: str, skipped: int, left: float | None
 ) -> dict[str, str]:
-    """The words of the line by name, in order; what is not known is left out."""
+    """Returns the parts of the line by name, in order, without those that are unknown."""
     words = {"step": f"step {step:>{len(str(total))}}/{total}"}
     if "train/loss" in metrics:
         words["loss"] = f"loss {short_number(metrics['train/loss'])}"
@@ -142,48 +132,41 @@ def parts(
 
 
 def fit(words: Mapping[str, str], width: int) -> dict[str, Any]:
-    """The words that fit beside a bar into `width` columns, and `bar`, its columns (0 if there is room for none)."""
+    """Returns the parts that fit into `width` columns, and the width of the `bar` (0 if there is no room for it)."""
     kept = dict(words)
     for name in (None, *DROPPED_FIRST):
         kept.pop(name or "", None)
-        room = width - len("  ".join(kept.values()))  # the bar stands where two spaces would: "step ━━━ loss"
+        room = width - len("  ".join(kept.values()))  # the bar replaces one separator: "step ━━━ loss"
         if room >= LEAST_BAR:
             break
     return {**kept, "bar": min(room, MOST_BAR) if room >= LEAST_BAR else 0}
 
 
 def bar_of(share: float, columns: int) -> tuple[str, str]:
-    """The done and the open part of a bar, by half columns."""
+    """Returns the filled and the empty part of a bar, in half columns."""
     halves = round(min(max(share, 0.0), 1.0) * columns * 2)
     done = "━" * (halves // 2) + "╸" * (halves % 2)
     return done, "━" * (columns - len(done))
 
 
 def short_number(value: float) -> str:
-    """Three digits or so: 2.31, 0.0042, 1234, 1.2e+05, nan."""
+    """Formats a number briefly: 2.31, 0.0042, 1234, 1.2e+05, nan."""
     size = abs(value)
     return f"{value:.2f}" if 0.1 <= size < 1000 else f"{value:.0f}" if 1000 <= size < 1e5 else f"{value:.2g}"
 
 
 def elapsed(seconds: float) -> str:
-    """1:32, 2:05:00."""
+    """Formats a duration: 1:32, 2:05:00."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 class InSweep(Progress):
-    """A run's progress within a sweep."""
+    """Shows a run of a sweep: plain lines in its `output.txt`, and a live line on the terminal."""
 
     def __init__(self, log_every: int, folder: Path, label: str, live: bool) -> None:
-        """Nothing is opened before `start`.
-
-        Args:
-            log_every: steps between two plain lines in the file.
-            folder: the run's.
-            label: which run it is, before the live line.
-            live: whether this run alone may use the terminal.
-        """
+        """Opens neither file nor terminal. Only one run at a time may have a `live` line."""
         super().__init__(log_every, Page(folder / "output.txt"))
         shown = Progress(log_every, label=label)
         self._shown = shown if live and shown.moves else None
@@ -205,19 +188,19 @@ class InSweep(Progress):
 
 
 class Page:
-    """A text file as a stream that is open only while it is written to."""
+    """A stream that appends to a text file and keeps it open only during a write."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def write(self, text: str) -> int:
-        """Adds text at the end."""
+        """Appends text to the file."""
         with open(self._path, "a", encoding="utf-8") as file:
             return file.write(text)
 
     def flush(self) -> None:
-        """Everything is written already."""
+        """Does nothing: every write is complete."""
 
     def isatty(self) -> bool:
-        """No terminal."""
+        """Returns False."""
         return False

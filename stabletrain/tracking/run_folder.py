@@ -1,4 +1,4 @@
-"""`run.json`: what a run is, on what it ran, and how it ended; written whole or not at all."""
+"""The run folder and its `run.json`: what the run is, which machine it uses, and how it ended."""
 
 import fcntl
 import json
@@ -21,24 +21,18 @@ from stabletrain.tracking.metrics import now, numbers, plain, replace, warn
 STATUSES = ("running", "finished", "halted", "preempted", "failed")
 
 PACKAGES = ("stabletrain", "torch", "torchvision", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
-"""Whose versions are recorded."""
-
+"""Packages whose versions are recorded."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def new_id() -> str:
-    """A random run id: eight letters and digits."""
+    """Returns a random run id of eight letters and digits."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
 
 class NoRunFolder:
-    """Records nothing: what every rank but the first has.
-
-    Attributes:
-        path: the folder.
-        id: the run's.
-    """
+    """Records nothing: for all ranks except the main process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,25 +50,24 @@ class NoRunFolder:
         options: Sequence[str] = (),
         overrides: Sequence[str] = (),
     ) -> str:
-        """Nothing is written; returns the run's id."""
+        """Returns the id of the run."""
         return self.id
 
     def abandon(self, reason: str) -> None:
-        """Nothing is written."""
+        """Does nothing."""
 
     def learn(self, hardware: Mapping[str, Any]) -> None:
-        """Nothing is written."""
+        """Does nothing."""
 
     def finish(self, status: str, reason: str | None, final: Mapping[str, Any]) -> None:
-        """Nothing is written."""
+        """Does nothing."""
 
 
 class RunFolder(NoRunFolder):
-    """A run's folder and its `run.json`.
+    """Writes `run.json`, atomically, and locks the run folder while the run is active.
 
     Attributes:
-        path: the folder.
-        id: eight letters and digits, the same for a run and whatever continues it; empty before `start`.
+        id: eight letters and digits, which a resumed run keeps; empty before `start`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,21 +91,20 @@ class RunFolder(NoRunFolder):
         """Writes `run.json` with status `running`.
 
         Args:
-            resuming: continue the run that the folder holds, if it holds one: same id, same start.
+            resuming: whether to continue the run in the folder, if there is one, with its id and start time.
             choices: option chosen in each config group.
-            hardware: what it runs on.
             data: fingerprint of the data set.
-            model: its number of parameters, and FLOPs.
-            run_id: the id to go on under where the folder has lost its `run.json`.
-            options, overrides: the command line; those of the first start are kept, since they are what `resume=auto`
-                knows the run by.
+            model: number of parameters, and FLOPs.
+            run_id: the id of a resumed run whose folder has lost its `run.json`.
+            options, overrides: the command line. A resumed run keeps those of its first start, by which `resume=auto`
+                recognizes it.
 
         Returns:
-            the run's id.
+            the id of the run.
 
         Raises:
-            ConfigError: the folder holds a run, and this is not to continue it; another process is at it; or it cannot
-                be written.
+            ConfigError: the folder contains a run that this one does not continue, another process uses the folder, or
+                it cannot be written.
         """
         earlier = self._claim_for(resuming)
         self.id = earlier.get("id") or run_id or new_id()
@@ -138,7 +130,7 @@ class RunFolder(NoRunFolder):
         return self.id
 
     def _claim_for(self, resuming: bool) -> dict[str, Any]:
-        """Creates and locks the folder; returns the `run.json` it holds already."""
+        """Creates and locks the folder; returns its existing `run.json`."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             earlier, metrics = self.read(), self.path / "metrics.jsonl"
@@ -154,11 +146,11 @@ class RunFolder(NoRunFolder):
         return earlier
 
     def learn(self, hardware: Mapping[str, Any]) -> None:
-        """Adds to what the record says of the machine; it is written with how the run ends."""
+        """Adds to the record of the machine; `finish` writes it."""
         self._record["hardware"] |= hardware
 
     def abandon(self, reason: str) -> None:
-        """Ends a start that led to nothing: what the folder said before stands again, or that it failed."""
+        """Ends a run that failed to start: restores the record of the run it was to continue, or records `failed`."""
         if self._earlier.get("id"):
             self._record = self._earlier
             self._write_at_last()
@@ -170,7 +162,7 @@ class RunFolder(NoRunFolder):
 
         Args:
             status: finished, halted, preempted or failed.
-            reason: one line for people; None where there is nothing to say.
+            reason: one line for the user, or None.
             final: the last metrics; NaN and infinities as in `metrics.jsonl`.
         """
         assert status in STATUSES[1:], status
@@ -180,17 +172,17 @@ class RunFolder(NoRunFolder):
     def _write_at_last(self) -> None:
         try:
             self._write()
-        except OSError as error:  # the run is over: no reason to call it failed
+        except OSError as error:  # the run itself has ended well, so only warn
             warn(f"{self.path / 'run.json'} still says running ({error})")
         self._release()
 
     def _unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(
-            f"hydra.run.dir={self.path} cannot be written ({error}): mend that, or choose another hydra.run.dir"
+            f"hydra.run.dir={self.path} cannot be written ({error}): fix that, or choose another hydra.run.dir"
         )
 
     def _claim(self, earlier: Mapping[str, Any]) -> None:
-        """Takes the folder for this process; the system gives it free when the process ends, however it ends."""
+        """Locks the folder for this process. The system releases it when the process ends or is killed."""
         self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,7 +192,7 @@ class RunFolder(NoRunFolder):
                 f"hydra.run.dir={self.path} is in use by process {earlier.get('pid')} on {earlier.get('host')}: "
                 "wait for it, stop it, or choose another hydra.run.dir"
             ) from None
-        except OSError:  # a file system without locks: nothing can be known
+        except OSError:  # the file system does not support locks
             pass
 
     def _release(self) -> None:
@@ -212,7 +204,7 @@ class RunFolder(NoRunFolder):
         self._release()
 
     def read(self) -> dict[str, Any]:
-        """What `run.json` says; empty where there is none that can be read."""
+        """Returns the content of `run.json`; empty if it cannot be read."""
         try:
             record = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -225,7 +217,7 @@ class RunFolder(NoRunFolder):
 
 
 def first_record(run_id: str, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """The first keys of `run.json`: which run this is, and when it began; `earlier` is the record it continues."""
+    """Returns the first keys of `run.json`; `earlier` is the record that the run continues, or empty."""
     time = now()
     return {
         "id": run_id,
@@ -239,7 +231,7 @@ def first_record(run_id: str, earlier: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def git(checkout: Path) -> dict[str, Any] | None:
-    """Commit of a checkout, and whether tracked files differ from it; None where it is none of its own."""
+    """Returns the commit of a git checkout, and whether tracked files differ from it; None if it is not a checkout."""
 
     def ask(*words: str) -> str:
         command = ["git", "-C", str(checkout), *words]
@@ -247,17 +239,17 @@ def git(checkout: Path) -> dict[str, Any] | None:
 
     try:
         if Path(ask("rev-parse", "--show-toplevel")).resolve() != checkout.resolve():
-            return None  # installed somewhere inside another project's checkout
+            return None  # installed inside the checkout of another project
         return {"commit": ask("rev-parse", "HEAD"), "dirty": ask("status", "--porcelain", "-uno") != ""}
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages that decide what a run computes."""
+    """Returns the versions of Python and of `PACKAGES`; None for a package that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:  # a loaded module knows more than its metadata: torch's says which CUDA it was built for
+        try:  # a loaded module says more than its metadata: torch's version names its CUDA build
             found[package] = str(getattr(sys.modules.get(package), "__version__", None) or version(package))
         except PackageNotFoundError:
             found[package] = None

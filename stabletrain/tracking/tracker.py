@@ -1,4 +1,4 @@
-"""The one thing the loop talks to: it passes on what happens to the files, to W&B and to the person watching."""
+"""The training loop's interface for logging: it forwards to the files, to W&B and to the progress line."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,47 +9,47 @@ from stabletrain.tracking.wandb import NoWandb, Wandb
 
 
 class NoTracker:
-    """Tells nobody: what every rank but the first has."""
+    """Logs nothing: for all ranks except the main process."""
 
     def start(self, total: int, first: int) -> None:
-        """Begins to show how far the run is: `first` steps done of `total`."""
+        """Starts the progress line with `first` of `total` steps done."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Records the metrics of a step, under the names of the config groups: `train/loss`, `grad/norm`, `lr` ..."""
+        """Records the metrics of a step, such as `train/loss`, `grad/norm` and `lr`."""
 
     def event(self, kind: str, step: int, /, **fields: Any) -> None:
-        """Records that something happened: skip, spike, rollback, checkpoint, resume, preempt, alarm, halt."""
+        """Records an event: skip, spike, rollback, checkpoint, resume, preempt, alarm, incident, halt ..."""
 
     def note(self, text: str) -> None:
-        """Shows a line to the person watching."""
+        """Prints a line on the terminal."""
 
     def alert(self, title: str, text: str) -> None:
-        """Reaches a person who is not watching."""
+        """Sends an alert through W&B."""
 
     def progress(self, step: int, metrics: Mapping[str, Any], rate: float, unit: str, skipped: int) -> None:
-        """Shows how far the run is; arguments as `Progress.update`."""
+        """Updates the progress line; see `Progress.update`."""
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Sets what stands in the run's line of a table: the final values, and what is known of them before."""
+        """Sets summary values of the run, such as its final metrics."""
 
     def started(self) -> bool:
-        """Whether there is a record already."""
+        """Returns whether any metrics are recorded already."""
         return False
 
     def rewind(self, tick: int) -> None:
-        """Forgets the metrics after `tick` executed steps, which will be measured again."""
+        """Removes the metrics after `tick` executed steps, which the run will execute again."""
 
     def mark(self, step: int, tick: int) -> None:
         """Marks the metrics after `step`, up to `tick` executed steps, as rolled back."""
 
     def close(self, exit_code: int) -> None:
-        """Ends the record; 0 is a run that finished."""
+        """Ends the record with the exit code of the run."""
 
 
 class Tracker(NoTracker):
-    """Files, W&B and a progress line, in that order: what is seen has been written.
+    """Logs to the files first, then to W&B. Also shows the progress line.
 
-    The parts are started by whoever builds them; `close` ends them all.
+    The caller starts `metrics` and `wandb`; `close` ends all three.
     """
 
     def __init__(self, metrics: Metrics, wandb: Wandb | NoWandb, progress: Progress) -> None:

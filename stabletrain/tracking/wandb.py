@@ -1,11 +1,12 @@
-"""Weights & Biases as a spectator: it is told what happens, never asks for an account, and can never stop training.
+"""Logs a run to Weights & Biases (W&B).
 
-`offline` needs no account: everything is kept in `<run folder>/wandb`, and `stabletrain sync` uploads it later.
-Whatever goes wrong inside the library is one warning; `metrics.jsonl` holds the same numbers anyway.
+The default mode `offline` needs no account. It writes to `<run folder>/wandb`, and `stabletrain sync` uploads that
+later. W&B never prompts the user and never stops training. The first error in the library prints a warning;
+`metrics.jsonl` has the same numbers.
 
-The names are those of `metrics.jsonl`, so that W&B's sections are the config groups. Each is drawn against `step`.
-Hidden from the automatic plots, though they can be added by hand, are counters, and what the monitors measure at single
-places, `monitors/<what>/<place>`: these would be hundreds.
+Metrics have the same names as in `metrics.jsonl`, so W&B's sections are the config groups. They are plotted against
+`step`. Counters and the metrics of single module groups, `monitors/<metric>/<group>`, have no automatic plots, because
+there would be hundreds. The user can add such plots in W&B.
 """
 
 import os
@@ -19,17 +20,17 @@ from stabletrain.tracking.metrics import plain, read_jsonl
 from stabletrain.tracking.wandb_setup import card_of, has_key, name_of, sweep_of, tags_of
 
 FINISH_TIMEOUT = 120.0
-"""Seconds that the end of an online run waits for its upload; what is left stays on the disk for `wandb sync`."""
+"""Seconds that an online run waits for its upload to finish. `wandb sync` can upload the rest from disk."""
 
 INCIDENT = ("step", "kind", "cause", "verdict", "fix", "path")
-"""Columns of the table `incidents`."""
+"""Columns of the W&B table `incidents`."""
 
 HIDDEN = ("step", "tick", "guard/applied")
-"""Counters that nobody plots."""
+"""Counters without automatic plots."""
 
 
 class NoWandb:
-    """Tells nobody."""
+    """Logs nothing."""
 
     def start(
         self,
@@ -39,33 +40,33 @@ class NoWandb:
         typed: Sequence[str] = (),
         sweeping: bool = False,
     ) -> str:
-        """Nothing is started; returns the id it was given."""
+        """Returns `run_id`, or an empty string."""
         return run_id or ""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Nothing is logged."""
+        """Does nothing."""
 
     def event(self, kind: str, step: int, /, **fields: Any) -> None:
-        """Nothing is kept."""
+        """Does nothing."""
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Nothing is kept."""
+        """Does nothing."""
 
     def alert(self, title: str, text: str) -> None:
-        """Nobody is alerted."""
+        """Does nothing."""
 
     def finish(self, exit_code: int) -> None:
-        """Nothing is finished."""
+        """Does nothing."""
 
 
 class Wandb(NoWandb):
     """One run of Weights & Biases.
 
     Attributes:
-        mode: `offline`, or `online`, which warns and goes on offline where there is no API key or no network.
-        project, entity, group, name: where the run is filed; None leaves the choice to `WANDB_RUN_GROUP` and the like,
-            then to `filing`, then to the library.
-        tags: beside the options of the config groups.
+        mode: `offline` or `online`. Without an API key or a network, `online` warns and continues offline.
+        project, entity, group, name: where W&B stores the run. None uses environment variables such as
+            `WANDB_RUN_GROUP`, then the defaults of `wandb_setup.py`, then those of the library.
+        tags: tags in addition to the options of the config groups.
     """
 
     def __init__(
@@ -95,20 +96,20 @@ class Wandb(NoWandb):
         typed: Sequence[str] = (),
         sweeping: bool = False,
     ) -> str:
-        """Begins the run, or goes on with it.
+        """Starts the run, or continues it.
 
         Args:
             folder: the run folder; files go to its `wandb/`.
-            run_id: of this run; None lets the library choose. An interrupted run that is continued under its id stays
-                one run online; offline each stretch has a file of its own with the same id, for `stabletrain sync`.
-            config: the whole configuration, plain values; `groups` are the options chosen, `hardware` what it runs on.
-            typed: the run's overrides.
-            sweeping: whether it is one of a sweep.
+            run_id: the id of the run; None lets W&B choose. A resumed run keeps its id. Online it stays one run.
+                Offline each start writes its own piece, and `stabletrain sync` joins them.
+            config: the whole configuration in plain values; `groups` has the chosen options, `hardware` the machine.
+            typed: the command-line overrides.
+            sweeping: whether the run is part of a sweep.
 
         Returns:
-            the run's id, to be kept with the checkpoint; `run_id` or "" if the library would not start.
+            the id of the run, to be stored in the checkpoint; `run_id` or "" if W&B could not start.
         """
-        so = "this run is kept offline" if self.mode == "online" else "this run is not recorded there"
+        so = "this run is logged offline" if self.mode == "online" else "this run is not logged to W&B"
         card, sweep = card_of(config.get("hardware", {})), sweep_of(folder, sweeping)
         filed = {
             "group": self.group or (None if os.environ.get("WANDB_RUN_GROUP") else sweep),
@@ -128,43 +129,41 @@ class Wandb(NoWandb):
         return self._run.id
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adds a point at `step`. The step is a metric of its own: after a rollback it may go back, which the
-        library's own step counter answers by dropping the point."""
+        """Logs the metrics of a step."""
         if self._run is not None:
+            # `step` is a metric, not W&B's own step: W&B drops points whose step goes back, as after a rollback.
             point = {"step": step, **metrics}
             self._try(lambda: self._define(point))
             self._try(lambda: self._run.log(point))
 
     def event(self, kind: str, step: int, /, **fields: Any) -> None:
-        """Adds an incident to the table of them, which is logged whole again; other events stay in `events.jsonl`."""
+        """Adds an incident to the table `incidents`. Other events are only in `events.jsonl`."""
         if self._run is not None and kind == "incident":
             self._incidents.append(row({"step": step, **fields}))
             self._show_incidents()
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Sets values of the run's line in W&B's table; NaN and infinities as words, where the library has null."""
+        """Sets summary values of the run. NaN and infinities become words, because W&B would store null."""
         if self._run is not None:
             self._try(lambda: self._run.summary.update(plain(values)))
 
     def alert(self, title: str, text: str) -> None:
-        """Sends a message to the run's owner, as far as their account is set up for it."""
+        """Sends an alert to the owner of the run, if their W&B account allows alerts."""
         if self._run is not None:
             self._try(lambda: self._run.alert(title=title[:60], text=text))
 
     def finish(self, exit_code: int) -> None:
-        """Ends the run with its own exit code, so that runs of one process are not told apart by the last one's."""
-        if self._run is not None and len(self._incidents) > self._shown:  # of a run that is continued
+        """Ends the run with its exit code."""
+        if self._run is not None and len(self._incidents) > self._shown:  # incidents from before a resume
             self._show_incidents()
         run, self._run = self._run, None
         if run is not None:
             self._try(lambda: run.finish(exit_code=exit_code))
 
     def _define(self, names: Iterable[str]) -> None:
-        """Says of each new name that it is drawn against the step, and whether it is drawn unasked.
-
-        One by one: of a pattern, `*`, an uploaded offline run keeps only what the server makes of it. No name gets the
-        summary `min`: once it has met a NaN, the library's stays NaN for ever.
-        """
+        """Defines each new metric: plotted against `step`, with or without an automatic plot."""
+        # One by one: of a pattern such as `*`, an uploaded offline run keeps only what the server makes of it.
+        # No metric gets the summary `min`: in W&B it stays NaN after the first NaN.
         for name in names:
             if name not in self._defined:
                 self._defined.add(name)
@@ -176,6 +175,7 @@ class Wandb(NoWandb):
             import wandb
 
             self._define(["step"])
+            # The whole table is logged again with each incident.
             table = wandb.Table(columns=[*INCIDENT], data=[*self._incidents])
             self._run.log({"step": self._incidents[-1][0], "incidents": table})
 
@@ -193,12 +193,12 @@ class Wandb(NoWandb):
         import wandb
         from wandb.sdk.wandb_run import Run
 
-        # W&B Launch's inputs: who looks for them, and finds none, loads modules for a second; to begin a run took 1.1
-        # to 1.8 s with that, and 0.5 s without (W&B 0.31).
+        # Disable the search for inputs of W&B Launch, which loads many modules: starting a run took 1.1 to 1.8 s with
+        # it, and 0.5 s without it (W&B 0.31).
         if hasattr(Run, "_detect_and_apply_job_inputs"):
             Run._detect_and_apply_job_inputs = lambda self: None
         if mode == "online" and not has_key(wandb):
-            raise RuntimeError("no API key was found, and none is asked for: log in with `wandb login`")
+            raise RuntimeError("no API key was found; log in with `wandb login`")
         settings: dict[str, Any] = {"mode": mode, "silent": True, "console": "off", "reinit": "create_new"}
         settings |= {"disable_code": True, "init_timeout": 30.0}
         if "finish_timeout" in wandb.Settings.model_fields:
@@ -207,7 +207,7 @@ class Wandb(NoWandb):
         return wandb.init(
             id=run_id,
             dir=str(folder),
-            config=plain(config),  # its NaN and infinities would be null
+            config=plain(config),  # W&B would store NaN and infinities as null
             resume="allow" if mode == "online" else None,
             settings=wandb.Settings(**settings),
             project=self.project,
@@ -215,20 +215,20 @@ class Wandb(NoWandb):
             **filed,
         )
 
-    def _try(self, call: Callable[[], Any], so: str = "some of this run may be missing there") -> Any:
-        """The call's value; None and, the first time, a warning if it raises anything at all."""
+    def _try(self, call: Callable[[], Any], so: str = "W&B may miss parts of this run") -> Any:
+        """Returns the value of the call. If it raises, returns None, and prints a warning the first time."""
         try:
             return call()
         except Exception as error:
             if not self._warned:
                 self._warned = True
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                print(f"stabletrain: wandb: {reason}: {so}, metrics.jsonl has everything", file=sys.stderr)
+                print(f"stabletrain: wandb: {reason}: {so}; metrics.jsonl has everything", file=sys.stderr)
             return None
 
 
 def row(incident: Mapping[str, Any]) -> list[Any]:
-    """A line of the table `incidents`: plain values, of which text is never null, in the order of `INCIDENT`."""
+    """Converts an incident to a row of the table `incidents`. Missing text is an empty string, never null."""
     fixes = "; ".join(map(str, incident.get("fix") or ()))
     texts = {"fix": fixes, "step": int(incident.get("step", 0))}
     return [texts[name] if name in texts else str(incident.get(name) or "") for name in INCIDENT]

@@ -1,8 +1,7 @@
-"""`stabletrain wandb-report`: a project's runs compared in a report of Weights & Biases, made by its own library.
+"""`stabletrain wandb-report`: compares the runs of a project in a report on Weights & Biases (W&B).
 
-It asks what one asks of a sweep: which setting bears which learning rate, what the runs look like on each card, and
-what went wrong. `specification` needs neither account nor network; `wandb-workspaces`, the library's part for reports,
-is the extra `report`.
+The report shows which setting tolerates which learning rates, the curves and throughput on each card, and incidents. It
+needs `wandb-workspaces`, which the extra `report` installs. `specification` needs neither an account nor a network.
 """
 
 import argparse
@@ -22,48 +21,48 @@ CURVES = {
     "train/loss": "Training loss",
     "val/loss": "Validation loss",
     "grad/norm": "Gradient norm, before clipping",
-    "clip/fraction": "Share of the last updates that were clipped",
+    "clip/fraction": "Fraction of recent updates that were clipped",
     "monitors/attn_logit_max": "Largest attention logit",
-    "monitors/headroom_min": "Headroom to fp16's largest number, in powers of two",
+    "monitors/headroom_min": "Headroom below the largest fp16 number, in powers of two",
 }
-"""What is drawn over the steps for each card, and its title."""
+"""Metrics that are drawn over the steps for each card, and the titles of their plots."""
 
 LOGARITHMIC = {"grad/norm", "monitors/attn_logit_max"}
-"""Those of them that span orders of magnitude."""
+"""Metrics in `CURVES` that need a logarithmic axis."""
 
 PACE = {
-    "tokens_per_s": "Tokens a second",
-    "images_per_s": "Images a second",
-    "throughput/mfu": "MFU: share of the card's peak",
+    "tokens_per_s": "Tokens per second",
+    "images_per_s": "Images per second",
+    "throughput/mfu": "MFU: fraction of the card's peak",
     "memory/peak_gb": "Peak memory, GB",
 }
-"""What is compared between cards; a CPU has no MFU."""
+"""Metrics that are compared between cards; a CPU has no MFU."""
 
 TROUBLE = {
     "incident/count": "Incidents",
-    "guard/skipped": "Updates withheld",
+    "guard/skipped": "Skipped steps",
     "guard/rollbacks": "Rollbacks",
-    "spike/score": "Spike score: share of the losses that were spikes",
+    "spike/score": "Spike score: fraction of losses that were spikes",
 }
-"""What tells how badly a run went."""
+"""Metrics that show how unstable a run was."""
 
 RATE, LOSS = "optimizer.lr", "val/loss"
 
 WIDE, HALF, ROW = 24, 12, 8
-"""Of the grid that panels are placed in: its width, half of it, and a panel's height."""
+"""Width of the panel grid, half of it, and the height of a panel."""
 
 
 def specification(entity: str, project: str, sweeps: Sequence[str] = (), by: str = "stability", title: str = "") -> Any:
-    """The report, not yet saved; nothing is asked of the network.
+    """Builds the report without saving it. Does not use the network.
 
     Args:
-        entity, project: whose runs are compared.
-        sweeps: only the runs of these groups; none: all.
-        by: a config group, such as `precision`, or a key, such as `model.n_layer`: what the runs differ in.
-        title: of the report; without one it is named by the sweeps or the project.
+        entity, project: the project whose runs are compared.
+        sweeps: compare only the runs of these W&B groups; empty means all runs.
+        by: the config group, such as `precision`, or the key, such as `model.n_layer`, by which runs are compared.
+        title: title of the report; by default it names the sweeps or the project.
 
     Raises:
-        ConfigError: the extra is not installed, or `by` is nothing that runs could differ in.
+        ConfigError: the extra is not installed, or `by` is neither a config group nor a key.
     """
     try:
         import wandb_workspaces.reports.v2 as wr
@@ -86,29 +85,23 @@ def specification(entity: str, project: str, sweeps: Sequence[str] = (), by: str
         blocks=[
             wr.H1(f"Sensitivity by {by}"),
             wr.P(
-                "The wider the range of learning rates at which a setting's loss stays low, the closer its mean lies "
-                "to its lowest. A run that ended in NaN has no point and no part in a mean here, only its line in the "
-                "table of runs; stabletrain compare counts it as its loss at init."
+                "If the loss of a setting stays low over a wide range of learning rates, its mean is close to its "
+                "lowest loss. A run that ended in NaN is only in the table of runs: it has no point here and is not "
+                "part of any mean. stabletrain compare counts such a run as its loss at init."
             ),
             panels(placed(sensitivity_panels(wr, setting, by))),
             wr.H1("By card"),
-            wr.P("The mean of the runs on each card, and their range."),
+            wr.P("Mean and range of the runs on each card."),
             panels(placed([*curve_panels(wr, card), *bar_panels(wr, PACE, card)])),
             wr.H1("Incidents"),
-            wr.P("Steps whose update was withheld, why, and what to do: a line for each that was looked into."),
+            wr.P("The skipped steps that were investigated, one row each, with the cause and the fix."),
             panels([*placed(bar_panels(wr, TROUBLE, setting)), below(table, len(TROUBLE))]),
         ],
     )
 
 
 def runset(wr: Any, setting: Any, sweeps: Sequence[str]) -> Any:
-    """The runs of the report, lowest validation loss first, and the columns of their table.
-
-    Args:
-        wr: the library, which is imported only when a report is made.
-        setting: what the runs differ in.
-        sweeps: only the runs of these groups; none: all.
-    """
+    """Returns the runs of the report, lowest validation loss first, and the columns of their table."""
     filters = f"Metric('Group') in {json.dumps([*sweeps])}" if sweeps else ""
     measured = [f"summary:{key}" for name in IN_WANDB for key in COLUMNS[name].summary]
     settings = [f"config:{backend(setting.name)}", f"config:{backend(RATE)}"]
@@ -118,13 +111,13 @@ def runset(wr: Any, setting: Any, sweeps: Sequence[str]) -> Any:
 
 
 def bar_panels(wr: Any, names: Mapping[str, str], key: Any) -> list[Any]:
-    """Bars of each metric, grouped by `key`: mean, lowest and highest."""
+    """Returns a bar plot per metric, grouped by `key`: mean, lowest and highest."""
     grouped: dict[str, Any] = {"groupby": key, "groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
     return [wr.BarPlot(title=text, metrics=[name], **grouped) for name, text in names.items()]
 
 
 def sensitivity_panels(wr: Any, setting: Any, by: str) -> list[Any]:
-    """Final losses by setting and by learning rate."""
+    """Returns plots of the final loss by setting and by learning rate."""
     rate, loss = wr.Config(RATE), wr.SummaryMetric(LOSS)
 
     def axis(metric: Any, text: str, log: bool = False) -> Any:
@@ -146,7 +139,7 @@ def sensitivity_panels(wr: Any, setting: Any, by: str) -> list[Any]:
 
 
 def curve_panels(wr: Any, card: Any) -> list[Any]:
-    """The mean curve of the runs on each card, over the steps."""
+    """Returns line plots of the mean over the runs on each card."""
     return [
         wr.LinePlot(
             title=text,
@@ -162,11 +155,7 @@ def curve_panels(wr: Any, card: Any) -> list[Any]:
 
 
 def setting_key(by: str) -> str:
-    """Where W&B's config has a config group's option, or a key's value.
-
-    Raises:
-        ConfigError: there is neither a group nor a top-level key of that name.
-    """
+    """Returns the W&B config key of a config group's option or of a key; raises ConfigError if neither exists."""
     groups = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
     keys = re.findall(r"^(\w+):", (CONF / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
     if by in groups:
@@ -178,13 +167,13 @@ def setting_key(by: str) -> str:
 
 
 def backend(key: str) -> str:
-    """`optimizer.lr` as `optimizer.value.lr`: how a column of the table of runs names a config key."""
+    """Converts a config key to its name in a column of the table of runs: `optimizer.lr` to `optimizer.value.lr`."""
     first, *rest = key.split(".")
     return ".".join([first, "value", *rest])
 
 
 def placed(panels: Sequence[Any]) -> list[Any]:
-    """The panels, two in a row."""
+    """Places the panels, two per row."""
     for number, panel in enumerate(panels):
         panel.layout.x, panel.layout.y = number % 2 * HALF, number // 2 * ROW
         panel.layout.w, panel.layout.h = HALF, ROW
@@ -192,17 +181,17 @@ def placed(panels: Sequence[Any]) -> list[Any]:
 
 
 def below(panel: Any, panels: int) -> Any:
-    """The panel, under so many that are `placed`."""
+    """Places a panel below that many `placed` panels."""
     panel.layout.y = (panels + 1) // 2 * ROW
     return panel
 
 
 def save(report: Any, entity: str, project: str, draft: bool) -> str:
-    """Saves a report; returns its address.
+    """Saves a report and returns its URL.
 
     Raises:
-        ConfigError: there is no key or no such project, or the server does not answer.
-        StabletrainError: the library could not save it.
+        ConfigError: there is no API key, the project does not exist, or the server does not answer.
+        StabletrainError: W&B could not save the report.
     """
     check_reach()
     import wandb
@@ -211,29 +200,25 @@ def save(report: Any, entity: str, project: str, draft: bool) -> str:
         known = [found.name for found in wandb.Api().projects(entity)]
         if project in known:
             return report.save(draft=draft).url
-    except Exception as error:  # whatever it is, the library has words for it
+    except Exception as error:  # of any type: its first line is the reason
         words = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise StabletrainError(f"{entity}/{project}: the report was not saved: {words}") from error
-    there = f"there are {', '.join(known[:10])}" if known else f"{entity} has none that this key can see"
-    raise ConfigError(f"{entity}/{project} is no project: {there}; `stabletrain sync` uploads runs to one")
+    there = f"existing projects are {', '.join(known[:10])}" if known else f"{entity} has none that this key can see"
+    raise ConfigError(f"the project {entity}/{project} does not exist: {there}; `stabletrain sync` uploads runs")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `stabletrain wandb-report`."""
-    parser.add_argument("project", metavar="entity/project", help="whose runs are compared")
-    parser.add_argument("--sweep", action="append", default=[], help="only runs of this group; may be given again")
+    """Adds the arguments of `stabletrain wandb-report`."""
+    parser.add_argument("project", metavar="entity/project", help="the project whose runs are compared")
+    parser.add_argument("--sweep", action="append", default=[], help="only runs of this W&B group; can be repeated")
     parser.add_argument("--by", default="stability", help="the group or key to compare by (default: %(default)s)")
-    parser.add_argument("--title", default="", help="of the report")
+    parser.add_argument("--title", default="", help="title of the report")
     parser.add_argument("--draft", action="store_true", help="save it as a draft")
-    parser.add_argument("--json", action="store_true", help="only print its specification; needs no account")
+    parser.add_argument("--json", action="store_true", help="only print the report as JSON; needs no account")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Makes the report and prints its address, or its specification.
-
-    Raises:
-        ConfigError: the project is not named as entity/project, or as `specification` and `save`.
-    """
+    """Builds the report; saves it and prints its URL, or prints it as JSON. Raises as `specification` and `save`."""
     entity, slash, project = arguments.project.partition("/")
     if not (entity and slash and project) or "/" in project:
         raise ConfigError(f"{arguments.project!r} is not entity/project: name both, such as my-team/stabletrain")
@@ -245,5 +230,5 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def spec(report: Any) -> dict[str, Any]:
-    """What the library would send, as plain JSON values."""
+    """Converts a report to the JSON values that W&B would receive."""
     return json.loads(report._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))

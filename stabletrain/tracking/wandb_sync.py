@@ -1,9 +1,7 @@
-"""`stabletrain sync`: uploads to Weights & Biases what offline runs have kept, a continued run as one.
+"""`stabletrain sync`: uploads the offline runs in run folders to Weights & Biases (W&B).
 
-A run that was continued has a piece for each of its stretches, all under one id. They are uploaded by `wandb sync`, the
-oldest first, and told to go on where the uploaded run ends (`WANDB_RESUME=allow`): without that each would begin at the
-library's step 0 again, over the one before. The library marks what it has uploaded with a file `*.wandb.synced`; that
-is what is believed, for its exit code is 0 also where it failed.
+A run that was resumed consists of several pieces (offline runs of W&B) with the same id. `wandb sync` uploads them, the
+oldest first, as one run.
 """
 
 import argparse
@@ -22,19 +20,16 @@ from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.tracking.wandb_setup import check_reach
 
 TOGETHER = 50
-"""Runs that one call of the library uploads: it starts anew for each, and their folders are its command line."""
+"""Maximum number of runs per call of `wandb sync`, because all folders go on its command line."""
 
 MISLEADING = ("WANDB_MODE", "WANDB_RUN_ID")
-"""Variables that would keep the library offline, or give every run one id."""
+"""Environment variables that would keep W&B offline, or give all runs the same id."""
 
 
 class Piece(NamedTuple):
-    """What one stretch of a run has kept.
+    """The offline data that a run wrote after one start: `offline-run-<time>-<id>` in the run folder `run`.
 
-    Attributes:
-        folder: `offline-run-<time>-<id>`.
-        run: the run folder.
-        growing: whether the run may still be writing it.
+    `growing` is True if the run may still be writing to it.
     """
 
     folder: Path
@@ -43,21 +38,22 @@ class Piece(NamedTuple):
 
     @property
     def uploaded(self) -> bool:
-        """Whether the library has said so."""
+        """Whether W&B has marked the piece as uploaded."""
+        # The exit code of `wandb sync` does not tell: it is 0 also after a failure.
         return any(self.folder.glob("*.wandb.synced"))
 
 
 def pieces(folders: Sequence[Path]) -> list[Piece]:
-    """What the runs in these folders have kept, run by run, the oldest piece of each first.
+    """Returns the pieces of all runs at or below these folders, grouped by run, the oldest piece of each run first.
 
     Args:
-        folders: of runs, of sweeps, or above them; none twice, though it may lie in another.
+        folders: run folders, sweep folders, or folders that contain them. They may overlap.
 
     Raises:
-        ConfigError: one is not there.
+        ConfigError: a folder does not exist.
     """
     if missing := [folder for folder in folders if not folder.is_dir()]:
-        raise ConfigError(f"{missing[0]} is not a folder: name those of runs or sweeps, such as multirun/<date>/<time>")
+        raise ConfigError(f"{missing[0]} is not a folder: name run or sweep folders, such as multirun/<date>/<time>")
     found = {path.resolve(): path for folder in folders for path in folder.rglob("wandb/offline-run-*") if files(path)}
     sorted_paths = sorted(found.values(), key=lambda path: (path.parent, path.name))
     listed = []
@@ -69,21 +65,21 @@ def pieces(folders: Sequence[Path]) -> list[Piece]:
 
 
 def files(piece: Path) -> list[Path]:
-    """The library's own files in a piece."""
+    """Returns W&B's own files in a piece."""
     return [*piece.glob("*.wandb")]
 
 
 def is_running(run: Path) -> bool:
-    """Whether a process is at this run, as far as can be known.
+    """Returns whether a process is still executing this run, as far as this machine can tell.
 
-    Its record says so, but that of a killed run does as well: on this machine a process must hold its lock, too. A run
-    of another machine is believed.
+    The record of a killed run still has the status `running`. A run on this machine must therefore also hold its lock.
+    For a run on another machine, the record decides.
     """
     try:
         record = json.loads((run / "run.json").read_text(encoding="utf-8"))
         if record.get("status") != "running":
             return False
-        with open(run / ".lock") as lock:
+        with open(run / ".lock") as lock:  # a running process holds it exclusively
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -93,18 +89,19 @@ def is_running(run: Path) -> bool:
 
 
 def batches(chosen: Sequence[Piece], runs: int = TOGETHER) -> Iterator[list[Piece]]:
-    """The pieces in bundles of so many runs, none of which is divided: the library sorts a run's pieces itself."""
+    """Yields the pieces in bundles of at most `runs` runs. All pieces of a run are in the same bundle."""
     grouped = [[*group] for _, group in groupby(chosen, key=lambda piece: piece.run)]
     for first in range(0, len(grouped), runs):
         yield [piece for group in grouped[first : first + runs] for piece in group]
 
 
 def upload(chosen: Sequence[Piece], entity: str | None, project: str | None) -> None:
-    """Has the library upload the pieces; which of them it has, their marks say afterwards."""
+    """Uploads the pieces with `wandb sync`. Afterwards, `Piece.uploaded` tells which uploads succeeded."""
     command = [sys.executable, "-m", "wandb", "sync"]
     command += ["--entity", entity] if entity else []
     command += ["--project", project] if project else []
     environment = {name: value for name, value in os.environ.items() if name not in MISLEADING}
+    # WANDB_RESUME=allow appends each piece to the uploaded run; without it, each would overwrite the one before it.
     subprocess.run(
         [*command, *(str(piece.folder.absolute()) for piece in chosen)],
         env=environment | {"WANDB_RESUME": "allow"},
@@ -114,25 +111,25 @@ def upload(chosen: Sequence[Piece], entity: str | None, project: str | None) -> 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `stabletrain sync`."""
-    default = "; without any: outputs and multirun"
-    parser.add_argument("folders", type=Path, nargs="*", help=f"folders of runs or sweeps{default}")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be uploaded")
-    parser.add_argument("--all", action="store_true", help="also pieces that look as if a run were still writing them")
-    parser.add_argument("--entity", help="upload to this user or team, whatever the runs say")
-    parser.add_argument("--project", help="upload to this project, whatever the runs say")
+    """Adds the arguments of `stabletrain sync`."""
+    default = " (default: outputs and multirun)"
+    parser.add_argument("folders", type=Path, nargs="*", help=f"run or sweep folders{default}")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be uploaded")
+    parser.add_argument("--all", action="store_true", help="also upload pieces that a run may still be writing")
+    parser.add_argument("--entity", help="upload to this user or team, not to the one that the runs name")
+    parser.add_argument("--project", help="upload to this project, not to the one that the runs name")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Uploads, and says what was done.
+    """Uploads the pieces that are not uploaded yet, and prints what was done.
 
     Raises:
-        ConfigError: a folder is not there, or nothing can be uploaded from here.
-        StabletrainError: some of it was not uploaded.
+        ConfigError: a folder does not exist, W&B has no API key, or its server does not answer.
+        StabletrainError: some pieces were not uploaded.
     """
     folders = arguments.folders or [folder for folder in map(Path, ("outputs", "multirun")) if folder.is_dir()]
     if not folders:
-        raise ConfigError("there is neither outputs nor multirun here: name the folders of runs or sweeps")
+        raise ConfigError("there is neither outputs nor multirun here: name run or sweep folders")
     found = pieces(folders)
     new = [piece for piece in found if not piece.uploaded]
     chosen = [piece for piece in new if arguments.all or not piece.growing]
@@ -147,11 +144,11 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"not uploaded  {piece.folder}")
     for piece in new:
         if piece not in chosen:
-            print(f"still running {piece.folder} (--all uploads it none the less)")
+            print(f"still running {piece.folder} (--all uploads it anyway)")
     done = f"{len(chosen)} to upload" if arguments.dry_run else f"{len(chosen) - len(failed)} uploaded"
     print(f"{done}, {len(new) - len(chosen)} still running, {len(found) - len(new)} uploaded before")
     if failed:
         raise StabletrainError(
-            f"{len(failed)} of {len(chosen)} were not uploaded, for the reasons that wandb gives above: mend that, and "
-            "run the same command again"
+            f"{len(failed)} of {len(chosen)} were not uploaded; wandb prints the reasons above: fix them, and run the "
+            "same command again"
         )

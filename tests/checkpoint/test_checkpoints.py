@@ -215,7 +215,7 @@ def test_a_run_folder_that_is_deleted_is_made_again(tmp_path, capfd):
     assert [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [20, 21]
     assert record.read()["status"] == "finished"
     first, second = capfd.readouterr().err.splitlines()
-    assert "metrics.jsonl had been deleted: it is made again, without the lines up to here" in first
+    assert "metrics.jsonl was deleted: it is created again, without the earlier lines" in first
     assert f"{run.folder} was deleted with all its checkpoints: recreated it for the checkpoint of step 20" in second
 
 
@@ -244,7 +244,7 @@ def test_a_rewriting_that_fails_leaves_the_metrics_as_they_are(tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         metrics.mark(1, 99)
-    assert "its lines after step 1 are rolled back, but not marked so" in capfd.readouterr().err
+    assert "the lines after step 1 could not be marked as rolled back" in capfd.readouterr().err
     assert (tmp_path / "metrics.jsonl").read_bytes() == whole
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
     metrics.mark(1, 99)
@@ -270,8 +270,9 @@ def test_half_a_line_that_cannot_be_taken_back_is_mended_by_the_next(tmp_path, m
     metrics.log(4, {})
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 4]
     lost, again = capfd.readouterr().err.splitlines()
-    assert "metrics.jsonl lacks lines from here on ([Errno 5] Input/output error): training goes on" in lost
-    assert "metrics.jsonl is written again; lines that are missing: 2" in again
+    reason = "[Errno 5] Input/output error"
+    assert f"metrics.jsonl cannot be written ({reason}): lines are lost from here on, training continues" in lost
+    assert "metrics.jsonl is written again; lost lines: 2" in again
 
 
 def test_a_closed_record_is_not_written(tmp_path):
@@ -442,10 +443,10 @@ def test_a_disk_that_becomes_read_only_costs_what_is_written_meanwhile(tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == ["10 2", "40", "10 40"]
     says = [
-        "lacks lines from here on",
+        "lines are lost from here on, training continues",
         "the checkpoint of step 20 was not written (Read-only file system",
         "still says running (",
-        "is written again; lines that are missing: 2",
+        "is written again; lost lines: 2",
         "checkpoints are written again, from step 40 on",
     ]
     lines = ran.stderr.splitlines()

@@ -1,4 +1,4 @@
-"""A real browser, offline: whatever a page writes to its console, raises or asks for is an error of the test."""
+"""Opens pages in a real browser, offline. A console message, an error or a request fails the test."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """Chromium without a window; skips where there is none."""
+    """Yields headless Chromium; skips the test if it is not installed."""
     playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install -e '.[test]'")
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
@@ -30,11 +30,11 @@ def browser() -> Iterator[Any]:
 
 @contextmanager
 def opened(running: Any, file: Path, width: int = 1280, scheme: str = "light") -> Iterator[Any]:
-    """The page of a file; fails the test for a message on its console, an error, or a request for anything else.
+    """Opens a file. Fails the test on a console message, an error, or a request for anything else.
 
     Args:
         width: of the window, pixels.
-        scheme: `light` or `dark`, as the system of the reader is.
+        scheme: `light` or `dark`.
     """
     context = running.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
     said: list[str] = []
@@ -81,7 +81,7 @@ def contrast(page: Any, selector: str) -> float:
 
 
 def painted(page: Any, selector: str) -> list[float]:
-    """Of each canvas below `selector`, the share of its pixels that anything was drawn on."""
+    """Returns the fraction of drawn pixels of each canvas below `selector`."""
     return page.evaluate(
         """(selector) => [...document.querySelectorAll(selector + ' canvas')].map((canvas) => {
           const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);

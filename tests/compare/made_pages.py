@@ -1,4 +1,4 @@
-"""Run folders for the pages: small, made without training, with everything that a page must show."""
+"""Writes small run folders without training, with everything that a page must show."""
 
 import json
 import math
@@ -25,14 +25,14 @@ def made(
     pace: float = 1000.0,
     sample: str | None = None,
 ) -> Path:
-    """A run's folder; returns it.
+    """Writes a run folder and returns it.
 
     Args:
-        overrides: what was typed.
-        level: where its losses end.
-        nan_at: a step whose loss is NaN and whose update was withheld.
-        incident: the fields of an incident, beside `step`; it has a page of its own.
-        rolled_back: the first and the last step of a stretch that was rolled back.
+        overrides: the command-line overrides.
+        level: the level that the losses converge to.
+        nan_at: a skipped step whose loss is NaN.
+        incident: the fields of an incident, including `step`; its report is written too.
+        rolled_back: first and last of the steps that were rolled back.
     """
     folder.mkdir(parents=True)
     lines = [line(step, level, steps, nan_at) for step in range(1, steps + 1)]

@@ -1,6 +1,6 @@
-"""`python -m tests.compare.many <folder> <file>`: a page of ten thousand runs, the sweep of `pages` under many seeds.
+"""`python -m tests.compare.many <folder> <file>` writes the page of ten thousand runs: a small sweep with many seeds.
 
-In a process of its own, because the tests check every argument's type, which a million calls would take minutes for.
+It is a separate process because pytest checks the types of all arguments, which takes minutes for a million calls.
 """
 
 import sys

@@ -112,7 +112,7 @@ def test_settings_that_differ_are_columns_and_the_others_are_kept_apart(tmp_path
     assert found.attrs["shared"] == {"steps": 9, "data": "stdlib"}
 
 
-def test_a_setting_that_nobody_typed_tells_runs_apart_where_nothing_else_does(tmp_path):
+def test_a_default_setting_tells_runs_apart_if_nothing_else_does(tmp_path):
     for number, width in enumerate((16, 32)):
         folder = write(tmp_path / str(number), ["seed=0"])
         (folder / ".hydra").mkdir()

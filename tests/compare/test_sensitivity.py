@@ -92,7 +92,7 @@ def test_a_run_that_is_not_there_is_named_in_the_printed_table(sweep, capsys):
     assert main(["compare", str(sweep)]) == 0
     out = capsys.readouterr().out
     assert "| stability=qknorm | - | 1.850 | 2.200 | incomplete |" in out
-    assert "not there  stability=qknorm, optimizer.lr=0.001, seed=1: no such run" in out
+    assert "missing  stability=qknorm, optimizer.lr=0.001, seed=1: no such run" in out
 
 
 def test_runs_at_one_rate_have_no_sensitivity(sweep):

@@ -20,7 +20,7 @@ RUNS = [
 
 @pytest.fixture(autouse=True)
 def a_pipe(monkeypatch):
-    """Nobody says how wide it is."""
+    """Standard output is a pipe without a known width."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
@@ -91,11 +91,11 @@ def test_a_table_fits_the_terminal_and_names_what_it_left_out(sweep, capsys, mon
     assert "val loss" in out
     assert "stability" in out
     wide = printed(capsys, sweep, "--each", "--wide")
-    left_out = " ".join(out.split("left out, for want of width: ")[1].split(";")[0].split()).split(", ")
+    left_out = " ".join(out.split("columns that do not fit: ")[1].split(";")[0].split()).split(", ")
     head = next(line for line in wide.splitlines() if line.startswith("run "))
     assert left_out
     assert all(name in head for name in left_out)
-    assert "left out" not in wide
+    assert "do not fit" not in wide
 
 
 def test_a_run_of_another_kind_among_a_sweep_leaves_the_table_readable(sweep, capsys, monkeypatch):
@@ -120,7 +120,7 @@ def test_a_pipe_gets_every_column_as_plain_text(sweep, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     out = printed(capsys, sweep)
     assert "\x1b" not in out
-    assert "left out" not in out
+    assert "do not fit" not in out
     assert "parameters" in out
 
 
@@ -163,9 +163,9 @@ def test_a_single_run_is_a_row(sweep, capsys):
         (["--sort", "nothing"], "--sort nothing: there is no such column: use one of run"),
         (["--rows", "-1"], "--rows -1 is below 0"),
         (["--png", "a.xyz"], "use .svg, .png, .pdf"),
-        (["--png", "no/a.svg"], "there is no folder"),
-        (["--csv", "no/a.csv"], "there is no folder"),
-        (["--html", "no/a.html"], "there is no folder"),
+        (["--png", "no/a.svg"], "the folder no does not exist: create it first"),
+        (["--csv", "no/a.csv"], "the folder no does not exist: create it first"),
+        (["--html", "no/a.html"], "the folder no does not exist: create it first"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -202,4 +202,4 @@ def test_a_place_that_cannot_be_written_costs_the_page_only_unless_it_was_asked_
 
 def test_a_folder_without_runs_is_refused(tmp_path, capsys):
     assert main(["compare", str(tmp_path)]) == 2
-    assert "there is no run here" in capsys.readouterr().err
+    assert "contains no runs" in capsys.readouterr().err

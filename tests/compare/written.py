@@ -1,4 +1,4 @@
-"""Run folders written by hand, for what a comparison must find in them."""
+"""Writes run folders by hand, for tests of what a comparison reads from them."""
 
 import json
 import math
@@ -7,12 +7,12 @@ AT_INIT = 5.5
 
 
 def word(value):
-    """A float as `metrics.jsonl` has it."""
+    """Formats a float as in `metrics.jsonl`."""
     return "NaN" if math.isnan(value) else "Infinity" if value == math.inf else value
 
 
 def write(folder, overrides=(), loss=2.0, status="finished", lines=None, events=(), **record):
-    """A run folder; without `lines` one of nine steps that begins at `AT_INIT` and ends at `loss`."""
+    """Writes a run folder; without `lines`, a run of nine steps whose loss starts at `AT_INIT` and ends at `loss`."""
     folder.mkdir(parents=True)
     text = json.dumps({"status": status, "overrides": list(overrides), **record})
     (folder / "run.json").write_text(text)

@@ -107,7 +107,7 @@ def test_wandb_is_lost_from_a_tick_on_and_training_never_hears_of_it(capsys):
     lost.finish(0)
     assert library.logged == [1, 2]
     assert library.ended == [0]
-    assert capsys.readouterr().err.count("some of this run may be missing there") == 1
+    assert capsys.readouterr().err.count("W&B may miss parts of this run") == 1
 
 
 def test_wandb_that_is_lost_from_the_start_is_not_started(tmp_path, capsys):

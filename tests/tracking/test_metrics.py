@@ -159,8 +159,8 @@ metrics.log(10, {"x": 0.1})
 def test_a_full_disk_costs_lines_and_one_warning_and_tears_nothing(tmp_path):
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
     lost, again = done.stderr.splitlines()
-    assert "metrics.jsonl lacks lines from here on" in lost
-    assert "metrics.jsonl is written again; lines that are missing: " in again
+    assert "metrics.jsonl cannot be written (only part of a line was written): lines are lost from here on" in lost
+    assert "metrics.jsonl is written again; lost lines: " in again
     steps = [line["step"] for line in strict(tmp_path / "metrics.jsonl")]
     assert steps[-1] == 10
     assert steps[:-1] == list(range(len(steps) - 1))

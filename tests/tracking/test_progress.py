@@ -1,4 +1,4 @@
-"""The live line fits its terminal and keeps what matters; anywhere else there are plain lines and nothing but them."""
+"""The live line fits its terminal and keeps the important parts; anywhere else there are only plain lines."""
 
 import io
 import math
@@ -101,7 +101,7 @@ class Gone(io.StringIO):
         raise BrokenPipeError
 
 
-def test_nobody_reading_along_is_no_reason_to_stop():
+def test_a_closed_pipe_does_not_stop_training():
     stream = Gone()
     progress = Progress(1, stream)
     progress.start(2, 0)
@@ -128,7 +128,7 @@ print("rich" in sys.modules)
 
 
 def on_terminal(columns: int, **environment: str) -> str:
-    """What a terminal of so many columns is sent."""
+    """Returns the output on a terminal with that many columns."""
     ours, theirs = pty.openpty()
     done = subprocess.Popen(
         [sys.executable, "-c", LIVE], stdout=theirs, stdin=theirs, stderr=subprocess.PIPE, cwd=ROOT,

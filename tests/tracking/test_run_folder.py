@@ -1,4 +1,4 @@
-"""run.json says what a run is and how it ended, and no run is written over another."""
+"""run.json says what a run is and how it ended, and no run overwrites another."""
 
 import json
 import math
@@ -102,7 +102,7 @@ def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch, capsys):
     assert "still says running (No space left on device)" in capsys.readouterr().err
 
 
-def test_whoever_is_reading_keeps_a_whole_one(tmp_path):
+def test_an_open_reader_keeps_the_complete_old_record(tmp_path):
     run = RunFolder(tmp_path)
     run.start(resuming=False, **WHAT)
     with open(tmp_path / "run.json") as reader:
@@ -129,5 +129,5 @@ def test_git_is_the_commit_of_the_checkout_itself(tmp_path):
     assert git(tmp_path) == {"commit": run("rev-parse", "HEAD"), "dirty": False}
     (tmp_path / "file").write_text("2")
     assert git(tmp_path) == {"commit": run("rev-parse", "HEAD"), "dirty": True}
-    assert git(tmp_path / "inner") is None  # installed inside somebody else's checkout
+    assert git(tmp_path / "inner") is None  # installed inside the checkout of another project
     assert git(tmp_path / "absent") is None

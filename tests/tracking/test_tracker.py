@@ -1,4 +1,4 @@
-"""The tracker passes each thing on to all who should hear it, in an order that loses nothing."""
+"""The tracker forwards each call to the files, W&B and the progress line, in an order that loses nothing."""
 
 import inspect
 

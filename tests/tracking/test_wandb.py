@@ -1,4 +1,4 @@
-"""W&B's own file holds what the run said, and nothing that W&B does can stop a run."""
+"""W&B's own file contains everything that the run logged, and no failure of W&B stops a run."""
 
 import math
 import os
@@ -39,7 +39,7 @@ RUNS = textwrap.dedent("""
 
 
 def run_python(script: str, *arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
-    """A process of its own: W&B keeps a service running, and reads its environment once."""
+    """Runs a script in its own process, because W&B keeps a service running and reads its environment only once."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     clean |= {"HOME": str(folder / "home"), "PYTHONPATH": str(Path(__file__).parents[2])} | environment
     (folder / "home").mkdir(exist_ok=True)
@@ -125,7 +125,7 @@ def test_online_without_a_key_warns_once_and_goes_on_offline(tmp_path):
     assert done.stdout == "abcd1234\n"
     assert done.stderr.count("\n") == 1
     assert (
-        "no API key was found, and none is asked for: log in with `wandb login`: this run is kept offline"
+        "no API key was found; log in with `wandb login`: this run is logged offline; metrics.jsonl has everything"
         in done.stderr
     )
     assert read(tmp_path)["history"][0]["x"] == 1.0
@@ -153,7 +153,7 @@ def test_a_key_that_wandb_login_has_filed_is_found(tmp_path, monkeypatch, netrc,
 
 
 class Broken:
-    """A run of W&B of which every call fails."""
+    """A W&B run whose calls all fail."""
 
     id = "abcd1234"
 

@@ -1,4 +1,4 @@
-"""`stabletrain wandb-report`: what it has W&B draw is what runs really log, and it is saved through the library."""
+"""`stabletrain wandb-report` plots only what runs log, and saves the report through the library."""
 
 import os
 import re
@@ -27,7 +27,7 @@ SHORT = ["wandb=offline", "steps=12", "eval_every=6", "monitors.every=3"]
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
-    """What W&B holds of a GPT that met a NaN and of a ResNet: names of points, of summaries and of config keys."""
+    """The names of metrics, summaries and config keys that W&B has of a GPT with a NaN and of a ResNet."""
     found = {"history": set(), "summary": set(), "config": set()}
     faulty = [*TINY_GPT, *SHORT, "faults=gradient", "faults.at=[8]"]
     with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +59,7 @@ def panels(grids, kind):
 
 
 def plain_key(name):
-    """A config key as W&B's interface names it, `optimizer.value.lr`, as it is here, `optimizer.lr`."""
+    """Converts a config key from W&B's form, `optimizer.value.lr`, to ours, `optimizer.lr`."""
     first, value, *rest = name.split(".")
     assert value == "value"
     return ".".join([first, *rest])
@@ -166,4 +166,4 @@ def test_it_is_saved_by_the_library_and_never_to_a_project_that_is_not_there(tmp
     assert done.stdout.splitlines()[-1] == "[0, 2]", done.stderr
     assert done.stdout.startswith(f"report   {server.url}/me/proof/reports/")
     assert (saved["entityName"], saved["projectName"], saved["type"]) == ("me", "proof", "runs")
-    assert "me/profo is no project: there are proof" in done.stderr.splitlines()[-1]
+    assert "the project me/profo does not exist: existing projects are proof" in done.stderr.splitlines()[-1]

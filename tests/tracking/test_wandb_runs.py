@@ -1,4 +1,4 @@
-"""What offline runs of `train.py` hold, read back from W&B's own files: every metric, config key and exit status."""
+"""Offline runs of `train.py`, read back from W&B's files, contain every metric, config key and exit status."""
 
 import json
 import math
@@ -109,7 +109,7 @@ def test_plots_are_drawn_against_the_step_and_only_what_one_wants_to_see(sweep):
 
 
 def ended(folder, *overrides, ends=None):
-    """What W&B holds of a run of this process that ends by raising `ends`."""
+    """Trains in this process until it raises `ends`, and returns what W&B has of the run."""
     with composed(*overrides) as cfg, pytest.raises(ends) if ends else nullcontext():
         train(build(cfg, folder))
     return read(folder)

@@ -1,4 +1,4 @@
-"""Where a run is filed: group, name, job type, tags, by what is said and what is not."""
+"""The default group, name, job type and tags of a run in W&B."""
 
 from pathlib import Path
 

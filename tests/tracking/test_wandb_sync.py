@@ -42,7 +42,7 @@ RUNS = textwrap.dedent("""
 
 
 def environment(home, url=None, key=KEY):
-    """That of a user whose key and server are these."""
+    """Returns the environment of a user with this key and server."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     clean |= {"HOME": str(home), "PYTHONPATH": str(ROOT)}
     clean |= {"WANDB_BASE_URL": url, "WANDB_ERROR_REPORTING": "false"} if url else {}
@@ -51,7 +51,7 @@ def environment(home, url=None, key=KEY):
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """Two runs, one of them continued, in one folder."""
+    """Offline data of two runs in one folder; one of the runs was resumed."""
     home = tmp_path_factory.mktemp("kept")
     (home / "sweep").mkdir()
     done = forkserver.run(["-c", RUNS, str(home / "sweep")], home, environment(home), timeout=240)
@@ -113,7 +113,7 @@ def test_what_the_server_does_not_take_is_not_called_uploaded(runs, tmp_path):
 def test_without_a_network_it_says_so_at_once(runs, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"  # nobody listens there
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"  # no server listens there
         done = sync(tmp_path, runs, url=url)
     assert done.returncode == 2
     assert done.stderr.startswith(f"stabletrain: {url} cannot be reached")
@@ -127,7 +127,7 @@ def test_without_a_key_it_says_so_at_once(runs, capsys, monkeypatch):
 
 
 def made(run, *times, status="finished", host=None):
-    """The folder of a run that has these pieces, as far as files go."""
+    """Writes a run folder with these pieces, whose files are empty."""
     for time in times:
         piece = run / "wandb" / f"offline-run-{time}-x"
         piece.mkdir(parents=True)
@@ -137,7 +137,7 @@ def made(run, *times, status="finished", host=None):
     return run
 
 
-def test_a_dry_run_asks_nobody_and_says_what_would_be_done(tmp_path, capsys, monkeypatch):
+def test_a_dry_run_contacts_no_server_and_prints_what_would_be_done(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("stabletrain.tracking.wandb_sync.upload", None)
     made(tmp_path / "outputs" / "done, it is", 1, 2)
@@ -148,7 +148,7 @@ def test_a_dry_run_asks_nobody_and_says_what_would_be_done(tmp_path, capsys, mon
     assert capsys.readouterr().out.splitlines() == [
         "would upload  multirun/1/0/wandb/offline-run-1-x",
         "would upload  outputs/done, it is/wandb/offline-run-2-x",
-        "still running multirun/1/0/wandb/offline-run-2-x (--all uploads it none the less)",
+        "still running multirun/1/0/wandb/offline-run-2-x (--all uploads it anyway)",
         "2 to upload, 1 still running, 1 uploaded before",
     ]
     assert main(["sync", "--dry-run", "--all"]) == 0

@@ -31,7 +31,7 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def table(folder: Path) -> list[dict[str, Any]]:
-    """The newest table `incidents` of the only offline run below `folder`, a row each."""
+    """Returns the rows of the newest table `incidents` of the only offline run below `folder`."""
     newest = read(folder)["summary"]["incidents.path"]
     [file] = folder.rglob(newest)
     content = json.loads(file.read_text())
@@ -44,13 +44,13 @@ def items(entries: Any) -> dict[str, Any]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What the only offline run below `folder` holds: id, config, history, summary, metrics, exit_code ..."""
+    """Reads the only offline run below `folder`: id, config, history, summary, metrics, exit_code ..."""
     [path] = folder.rglob("run-*.wandb")
     return read_file(path)
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The same of one file."""
+    """Reads one offline run; see `read`."""
     found: dict[str, Any] = {"config": {}, "history": [], "summary": {}, "axes": {}, "hidden": set(), "alerts": []}
     found["exit_code"] = None
     for record in records(path):

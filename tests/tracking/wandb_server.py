@@ -1,4 +1,4 @@
-"""A stand-in for W&B's server on this machine: it takes runs and reports, and remembers what it was given."""
+"""A local fake of W&B's server: it accepts runs and reports, and stores what it receives."""
 
 import gzip
 import json
@@ -15,10 +15,10 @@ class Server(ThreadingHTTPServer):
     """The server.
 
     Attributes:
-        runs: by id, what was said of each: `lines` of its files, `config`, `groupName`, `exitcode` ...
-        reports: what was saved of each.
+        runs: data received for each run, by id: `lines` of its files, `config`, `groupName`, `exitcode` ...
+        reports: data received for each saved report.
         asked: names of the GraphQL operations, in order.
-        refuses: whether a key is good for nothing.
+        refuses: whether to reject every API key.
     """
 
     daemon_threads = True
@@ -72,7 +72,7 @@ class Server(ThreadingHTTPServer):
         return {"viewer": viewer, "serverInfo": {"cliVersionInfo": {}, "latestLocalVersionInfo": None, "features": []}}
 
     def resumed(self, name: str) -> dict[str, Any] | None:
-        """What there is of a run that is to go on."""
+        """Returns the state of a run that a client wants to resume, or None if there is none."""
         if name not in self.runs:
             return None
         run = self.runs[name]

@@ -1,1 +1,1 @@
-"""Pages of HTML that open offline: of a comparison, and of one run."""
+"""HTML pages of a comparison and of a single run. They open offline."""

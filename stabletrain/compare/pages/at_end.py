@@ -1,4 +1,4 @@
-"""When a run ends, its own page is written. It is a convenience: a run never fails or ends otherwise because of it."""
+"""Writes a run's own page when the run ends. A failure prints a warning and never affects the run."""
 
 from pathlib import Path
 
@@ -6,31 +6,28 @@ from stabletrain.tracking.metrics import replace, warn
 
 
 class NoPage:
-    """Writes nothing: what `report=false` asks for, and what every rank but the first has."""
+    """Writes nothing: for `report=false`, and for all ranks except the main process."""
 
     def write(self, sample: str | None = None) -> None:
-        """Nothing is written."""
+        """Does nothing."""
         del sample
 
 
 class PageAtEnd(NoPage):
-    """Writes `report.html` of the run in `folder`; what reads and draws is loaded only then."""
+    """Writes `report.html` into the run folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def write(self, sample: str | None = None) -> None:
-        """Writes the page, and `sample.txt` where there is a sample; what goes wrong is one warning.
-
-        Args:
-            sample: text that the finished model wrote; None leaves what is there.
-        """
+        """Writes the page, and the text that the model generated to `sample.txt`. Any failure prints one warning."""
         try:
             if sample is not None:
                 replace(self.folder / "sample.txt", sample.encode("utf-8", "replace").decode("utf-8"))
+            # Imported only here: a run without a page needs none of it.
             from stabletrain.compare.pages.one_run import write_run_page
 
             write_run_page(self.folder)
-        except Exception as error:  # the record is whole without a page
+        except Exception as error:  # the run's record is complete without the page
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             warn(f"{self.folder / 'report.html'} could not be written ({reason}): the run is not affected")

@@ -1,6 +1,7 @@
-"""What of a run is drawn: its curves as short lists of numbers, and the marks on them.
+"""The data of the charts: each run's curves as short lists of numbers, and the marks on them.
 
-Numbers have six figures; what is no number is null in the list and has a mark of its own: a NaN is never hidden.
+Numbers are rounded to six significant digits. NaN and infinities are null in the list, and each has a mark of its own,
+so that they are never hidden.
 """
 
 import math
@@ -18,7 +19,7 @@ from stabletrain.compare.reading.run import Run
 PANELS: list[dict[str, Any]] = [
     {
         "title": "Training loss (nats)",
-        "note": "Cross: update withheld. Triangle: incident. Faint: rolled back.",
+        "note": "Cross: skipped step. Triangle: incident. Faint line: rolled back.",
         "names": ["train/loss"],
         "cap": True,
         "smooth": True,
@@ -29,44 +30,44 @@ PANELS: list[dict[str, Any]] = [
     {"title": "Gradient norm", "names": ["grad/norm"], "log": True, "smooth": True},
     {
         "title": "Spike score",
-        "note": "Share of the steps so far whose loss was a spike, or whose gradient norm was.",
+        "note": "Fraction of steps so far whose loss, or whose gradient norm, was a spike.",
         "names": ["spike/score", "spike/grad_norm_score"],
         "floor": 0,
     },
     {
-        "title": "Attention logits: their bound, max|q| max|k| / √d",
+        "title": "Attention logits: upper bound max|q| max|k| / √d",
         "names": ["monitors/attn_logit_bound", "monitors/attn_logit_max"],
         "log": True,
-        "lines": [{"y": 1e4, "text": "10,000: runs beyond it diverged in arXiv 2309.14322"}],
+        "lines": [{"y": 1e4, "text": "10,000: runs above it diverged in arXiv 2309.14322"}],
     },
     {
         "title": "fp16 headroom (bits)",
-        "note": "How often the largest activation could still double before it is too large for fp16.",
+        "note": "How many times the largest activation can still double before it overflows in fp16.",
         "names": ["monitors/headroom_min"],
-        "lines": [{"y": 0, "text": "0: too large for fp16"}],
+        "lines": [{"y": 0, "text": "0: overflow in fp16"}],
     },
     {"title": "Loss scale", "names": ["precision/loss_scale"], "log": True},
-    {"title": "Share of steps that were clipped", "names": ["clip/fraction"], "floor": 0},
+    {"title": "Fraction of steps that were clipped", "names": ["clip/fraction"], "floor": 0},
     {"title": "Learning rate", "names": ["lr"], "log": True},
     {
-        "title": "Throughput (units a second)",
+        "title": "Throughput (units per second)",
         "names": ["tokens_per_s", "images_per_s", "samples_per_s"],
         "floor": 0,
         "smooth": True,
     },
 ]
-"""The pictures over steps: which metrics, on which axis, and what a reader has to know."""
+"""The charts over steps: title, metrics, axis, and a note for the reader."""
 
 LOSS = "train/loss"
 
 NAMES = [name for panel in PANELS for name in panel["names"]]
 
 MOST_SKIPS = 200
-"""Crosses of a run at most; beyond them they would only hide its line."""
+"""Maximum number of crosses per run; more would hide its line."""
 
 
 def panels(runs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The pictures for which at least one of these drawn runs has a curve, with the names that there are."""
+    """Returns the charts for which at least one run has a curve, with the metrics that exist."""
     there = {name for run in runs for name in run["curves"]}
     found = []
     for panel in PANELS:
@@ -77,13 +78,12 @@ def panels(runs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def chart_data(run: Run, points: int) -> dict[str, Any]:
-    """A run's curves and marks: `curves` by name, `abandoned` stretches of the loss, `skips`, `rollbacks`.
+    """Returns a run's `curves` by metric, the `abandoned` (rolled-back) stretches of its loss, `skips` and `rollbacks`.
 
-    Args:
-        points: of each curve, at most.
+    A curve has at most `points` points.
     """
     curves = {name: as_lists(run.curve(name), points) for name in NAMES if len(run.curve(name)[0])}
-    for name in ("precision/loss_scale", "clip/fraction"):  # of most runs one number for ever, which is no picture
+    for name in ("precision/loss_scale", "clip/fraction"):  # a constant is not worth a chart
         if name in curves and len({*curves[name]["y"]}) == 1:
             del curves[name]
     stretches = run.abandoned(LOSS)
@@ -101,7 +101,7 @@ def chart_data(run: Run, points: int) -> dict[str, Any]:
 
 
 def split(run: Run) -> tuple[Curve, Curve]:
-    """The losses of the steps whose update was applied, and of those whose update was withheld."""
+    """Returns the loss curve of the applied steps, and that of the skipped steps."""
     steps, losses = run.curve(LOSS, -1)
     at, flags = run.curve("guard/applied", -1)
     gone = np.isin(steps, at[flags == 0])
@@ -109,7 +109,7 @@ def split(run: Run) -> tuple[Curve, Curve]:
 
 
 def skip_marks(run: Run, withheld: Curve, stretches: list[Curve]) -> list[list[float | None]]:
-    """Step and loss of the skips; None for a loss that was not logged, or was no number."""
+    """Returns step and loss of the skips; the loss is None if it was not logged or is not finite."""
     known: dict[int, float] = {}
     for steps, losses in (*stretches, withheld):
         known.update(zip(steps.tolist(), losses.tolist(), strict=True))
@@ -118,7 +118,7 @@ def skip_marks(run: Run, withheld: Curve, stretches: list[Curve]) -> list[list[f
 
 
 def as_lists(curve: Curve, points: int) -> dict[str, Any]:
-    """`x` and `y`, and `bad`: step and word of what is no number."""
+    """Returns a curve as lists `x` and `y`, and in `bad` step and word of each value that is not finite."""
     steps, values = thin(curve, max(points, 8))
     words = [(int(step), word(value)) for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
     listed: dict[str, Any] = {"x": steps.tolist(), "y": [rounded(value) for value in values.tolist()]}
@@ -126,21 +126,17 @@ def as_lists(curve: Curve, points: int) -> dict[str, Any]:
 
 
 def word(value: float) -> str:
-    """NaN, Infinity or -Infinity."""
+    """Returns `NaN`, `Infinity` or `-Infinity`."""
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def rounded(value: float | None) -> float | None:
-    """Six figures; None for what is no number."""
+    """Rounds to six significant digits; None if the value is missing or not finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
 def incident_rows(run: Run, above: Path) -> list[dict[str, Any]]:
-    """A run's incidents, each with a link to its own page where there is one.
-
-    Args:
-        above: the folder that the page is in.
-    """
+    """Returns a run's incidents, each with a link from a page in `above` to its report, if that exists."""
     return [
         {
             **{name: one.get(name) for name in ("step", "kind", "cause", "verdict")},
@@ -152,14 +148,14 @@ def incident_rows(run: Run, above: Path) -> list[dict[str, Any]]:
 
 
 def link(file: Path, above: Path) -> str | None:
-    """How a page in the folder `above` names a file; None where there is none."""
+    """Returns a link to `file` from a page in the folder `above`; None if the file does not exist."""
     if not file.is_file():
         return None
     return quote(os.path.relpath(file.absolute(), above.absolute()).encode("utf-8", "surrogateescape"))
 
 
 def sample(run: Run, most: int = 4000) -> str | None:
-    """The text that the finished run wrote, at most so many characters; None where there is none."""
+    """Returns up to `most` characters of the text that the finished model generated; None if there is none."""
     if run.status != "finished":
         return None
     try:

@@ -1,11 +1,8 @@
-"""The page of a comparison: its table, and everything around it.
+"""The page of a comparison, `report.html`: one file that opens offline.
 
-The rows and columns of the page's table: what differs is a column, and what is the same everywhere is not.
-
-The page of a comparison, `report.html`: what came of which settings, on which card, in one file that opens offline.
-
-First the answer in words, then the table of all runs, then pictures of some of them, which the table chooses. With ten
-thousand runs all are in the table and the curves of the best, the worst and those with incidents are in the page.
+The page begins with a summary in sentences. A table of all runs and charts follow; the table selects the runs to draw.
+A value that all runs have in common is not a column. Of many runs, the page contains only the curves of the best, the
+worst and those with incidents.
 """
 
 import math
@@ -27,11 +24,11 @@ from stabletrain.errors import ConfigError
 from stabletrain.tracking.columns import COLUMNS, ON_PAGE
 
 ALWAYS = ("status", "val_loss", "incidents")
-"""Columns that are shown even where every run has the same value."""
+"""Columns that are shown even if all runs have the same value."""
 
 
 def rank(row: Row) -> tuple[int, float]:
-    """Finished runs by their loss, then those that are going on, then those that failed or diverged, then the rest."""
+    """Returns a sort key: finished runs by loss, then unfinished, then failed or diverged, then unreadable runs."""
     order = {"finished": 0, "running": 1, "preempted": 1, "halted": 2, "failed": 3}
     place = 2 if row.get("diverged") else order.get(str(row.get("status")), 4)
     loss = row.get("val_loss")
@@ -39,7 +36,7 @@ def rank(row: Row) -> tuple[int, float]:
 
 
 def unique(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
-    """The names, with the folder's beside one that several runs have."""
+    """Adds the folder name to each name that several runs share."""
     known = Counter(names)
     return [
         f"{name} ({run.name})" if known[name] > 1 and name != run.name else name
@@ -48,7 +45,7 @@ def unique(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
 
 
 def folders(runs: Sequence[Run]) -> list[str]:
-    """The runs by their folders, with the sweep's where there are several sweeps."""
+    """Names the runs by their folders, with the sweep's folder if there are several sweeps."""
     several = len({run.sweep for run in runs}) > 1
     return [f"{run.sweep}/{run.name}" if several else run.name for run in runs]
 
@@ -56,7 +53,7 @@ def folders(runs: Sequence[Run]) -> list[str]:
 def columns_of(
     runs: Sequence[Run], table: Sequence[Row], keys: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[list[Any]], dict[str, Any]]:
-    """The table's columns, its rows, and what is the same in every row and therefore no column."""
+    """Returns the table's columns, its rows, and the values that all rows have in common, which are not columns."""
     columns: list[dict[str, Any]] = [{"title": "run", "kind": "text", "name": True}]
     cells: list[Sequence[Any]] = [folders(runs)]
     settings = [(key, alike([setting(value_of(run, key)) for run in runs])) for key in keys]
@@ -76,14 +73,14 @@ def columns_of(
             continue
         columns.append({"title": heading, "kind": kind(values), **more})
         cells.append(values)
-    if len(keys) > FEW:  # what came of the runs must not be far to the right
+    if len(keys) > FEW:  # many settings would push the results far to the right
         columns += [{"title": key, "kind": kind(values), "setting": True} for key, values in settings]
         cells += [values for _, values in settings]
     return columns, [list(row) for row in zip(*cells, strict=True)], same
 
 
 def setting(value: Value) -> Any:
-    """A setting's value for the table: a number, or text."""
+    """Converts a setting to a number or text."""
     value = scalar(value) if isinstance(value, str) else value
     return (
         value if number(value) else None if value is None else str(value).lower() if value in (True, False) else value
@@ -91,19 +88,19 @@ def setting(value: Value) -> Any:
 
 
 def alike(values: Sequence[Any]) -> list[Any]:
-    """The values, as text where not all of them are numbers."""
+    """Converts all values to text, unless all are numbers."""
     if all(value is None or number(value) for value in values):
         return list(values)
     return [None if value is None else f"{value:g}" if isinstance(value, float) else str(value) for value in values]
 
 
 def kind(values: Sequence[Any]) -> str:
-    """`number` or `text`."""
+    """Returns `number` if all values are numbers or None, else `text`."""
     return "number" if all(value is None or number(value) for value in values) else "text"
 
 
 def plain(value: Any) -> Any:
-    """A cell of the frame as JSON knows it; None for what is missing."""
+    """Converts a cell of the frame to a JSON value; None if it is missing."""
     if type(value) is float:
         return rounded(value)
     if value is None or isinstance(value, str | bool):
@@ -121,10 +118,10 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 EMBEDDED = 300
-"""Runs at most whose curves are in the page."""
+"""Maximum number of runs whose curves are in the page."""
 
 NUMBERS = 400_000
-"""Numbers that all curves may have together: some megabytes."""
+"""Maximum number of values in all curves together, to limit the page to a few megabytes."""
 
 SCRIPTS = [
     *("uplot.min.js", "tabulator.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "grid.js", "table.js"),
@@ -137,12 +134,11 @@ def write_page(runs: Sequence[Run], frame: "DataFrame", file: Path) -> None:
     """Writes the page of a comparison.
 
     Args:
-        runs: as `read_runs` gives them.
-        frame: one row a run, in the same order; columns that are missing are left out.
-        file: in an existing folder; links in it are relative to that.
+        frame: one row per run, in the same order; the page omits columns that are missing.
+        file: a file in an existing folder, to which links on the page are relative.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the page cannot be written.
     """
     made = comparison(runs, frame, file)
     try:
@@ -152,7 +148,7 @@ def write_page(runs: Sequence[Run], frame: "DataFrame", file: Path) -> None:
 
 
 def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path) -> str:
-    """The page as text."""
+    """Returns the HTML of the page; see `write_page`."""
     table = [{key: plain(value) for key, value in row.items()} for row in frame.to_dict("records")]
     order = sorted(range(len(runs)), key=lambda i: rank(table[i]))
     runs, table = [runs[i] for i in order], [table[i] for i in order]
@@ -162,6 +158,7 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path) -> str:
     chosen = embedded(runs)
     swept = [arm for arm in sensitivity.arms(runs) if sum(bool(arm.at(rate)) for rate in arm.grid) > 1]
     arms = [arm_of(arm) for arm in swept]
+    # Each point has an x and a y, and a run is taken to have about 8 curves.
     points = max(40, min(400, NUMBERS // (2 * 8 * max(len(chosen), 1))))
     curves = {i: charts.chart_data(runs[i], points) for i in chosen}
     curves = {i: each for i, each in curves.items() if each["curves"]}
@@ -181,8 +178,8 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path) -> str:
             f"<h1>{words(title(runs))}</h1>",
             shell.sentences(headline(runs, table, arms, keys)),
             shell.section("Runs", table_part(runs, same, keys)),
-            shell.section("Sensitivity to the learning rate", grid_part(swept)),
-            shell.section("Over the steps", shell.pictures(coloring(columns))) if curves else "",
+            shell.section("Learning-rate sensitivity", grid_part(swept)),
+            shell.section("Curves over steps", shell.pictures(coloring(columns))) if curves else "",
             shell.section("Throughput by card and precision", shell.throughputs(throughput(table))),
             shell.section(
                 "Incidents", shell.incidents([(names[i], one) for i in about for one in about[i]["incidents"]])
@@ -193,13 +190,13 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path) -> str:
 
 
 def title(runs: Sequence[Run]) -> str:
-    """What is compared: the sweeps by their folders."""
+    """Returns the title: the folder names of the sweeps."""
     sweeps = list(dict.fromkeys(run.folder.absolute().parent.name for run in runs))
     return f"stabletrain · {', '.join(sweeps[:3])}{' ...' if len(sweeps) > 3 else ''}"
 
 
 def embedded(runs: Sequence[Run]) -> list[int]:
-    """Which runs' curves go into the page: of sorted runs the best, the worst, and those with incidents."""
+    """Selects the sorted runs whose curves go into the page: the best, the worst, and those with incidents."""
     if len(runs) <= EMBEDDED:
         return list(range(len(runs)))
     troubled = [i for i, run in enumerate(runs) if run.incidents][: EMBEDDED // 3]
@@ -208,7 +205,7 @@ def embedded(runs: Sequence[Run]) -> list[int]:
 
 
 def about_run(run: Run, row: Row, name: str, above: Path, whole: bool) -> dict[str, Any]:
-    """What is told of a run when it is asked for: its reason, page and incidents, and if `whole` its sample."""
+    """Returns the details of a run: its problem, page and incidents, and its sample if `whole`."""
     reason = row.get("problem") or run.problem
     about = {
         "name": name,
@@ -220,15 +217,15 @@ def about_run(run: Run, row: Row, name: str, above: Path, whole: bool) -> dict[s
 
 
 def arm_of(arm: sensitivity.Arm) -> dict[str, Any]:
-    """An arm: rates, mean loss with its range over the seeds, largest logit, where it diverged, its sensitivity.
+    """Converts an arm to JSON values: losses, logits and diverged runs by learning rate, and its sensitivity.
 
-    A rate of the grid at which no run is over is left out.
+    Leaves out learning rates at which no run is over.
     """
     rates = [rate for rate in arm.grid if arm.at(rate)]
     losses = [[point.loss for point in arm.at(rate)] for rate in rates]
     logits = [[point.logit for point in arm.at(rate) if math.isfinite(point.logit)] for rate in rates]
     scores = arm.sensitivities()
-    index = f"sensitivity {sensitivity.spread(scores)}" if scores else "incomplete: no sensitivity"
+    index = f"sensitivity {sensitivity.spread(scores)}" if scores else "incomplete grid: no sensitivity"
     return {
         "name": arm.name,
         "rates": rates,
@@ -236,7 +233,7 @@ def arm_of(arm: sensitivity.Arm) -> dict[str, Any]:
         "loss_range": [[charts.rounded(pick(each)) for each in losses] for pick in (min, max)],
         "logit": [charts.rounded(max(each, default=math.nan)) for each in logits],
         "diverged": [
-            [rate, charts.rounded(point.loss), f"learning rate {rate:g}: diverged, counts as its loss at init"]
+            [rate, charts.rounded(point.loss), f"learning rate {rate:g}: diverged, counted as its loss at init"]
             for rate in rates
             for point in arm.at(rate)
             if point.diverged
@@ -247,7 +244,7 @@ def arm_of(arm: sensitivity.Arm) -> dict[str, Any]:
 
 
 def table_part(runs: Sequence[Run], same: dict[str, Any], keys: Sequence[str]) -> str:
-    """Where the table goes, and under it what does not differ."""
+    """Returns the element of the table and its controls, and the settings that the table does not show."""
     equal = shared(runs)
     others = [key for key in varied(runs) if key not in keys]
     common = {**same, **equal}
@@ -256,33 +253,33 @@ def table_part(runs: Sequence[Run], same: dict[str, Any], keys: Sequence[str]) -
         '<button type="button" id="usual">all rows</button><button type="button" id="best">draw the best 5</button>'
         '<button type="button" id="none">draw none</button></div>'
         '<div id="table"></div>'
-        '<p class="soft" style="margin-top:8px">Click a heading to sort; type under it to filter, also &gt; 1 or 2..3. '
-        "Filters and ticks choose what is drawn. Shaded: the settings that differ.</p>"
-        + shell.folded(f"The same in all runs: {len(common)} settings and figures", shell.facts(common))
+        '<p class="soft" style="margin-top:8px">Click a heading to sort. Type below it to filter: text, &gt; 1, 2..3. '
+        "Filters and checkboxes select the runs to draw. Shaded columns are the settings that differ.</p>"
+        + shell.folded(f"The same in all runs: {len(common)} settings and results", shell.facts(common))
         + shell.folded(
-            f"Differs only because of the above: {len(others)} settings",
+            f"Determined by the settings in the table: {len(others)} settings",
             f'<p class="code">{words(", ".join(others))}</p>' if others else "",
         )
     )
 
 
 def grid_part(arms: Sequence[sensitivity.Arm]) -> str:
-    """Where the sensitivity pictures go, and which runs they lack; nothing where no learning rate was swept."""
+    """Returns the element of the sensitivity charts, and the missing runs; empty if no learning rate was swept."""
     if not arms:
         return ""
     lacking = [line for arm in arms for line in arm.missing]
     lines = "".join(f"<li>{words(line)}</li>" for line in lacking[: shell.MOST])
     return (
-        "<p>How much the final loss minds the learning rate: the mean over the grid of its distance to the best, in "
-        "nats (arXiv 2309.14322). 0 is best; but a model that is stuck at every rate scores 0 too, so look at the "
-        "curves.</p>"
+        "<p>Sensitivity is how far the final loss is above the best one, in nats, on average over all learning rates "
+        "(arXiv 2309.14322). Lower is better. A model that learns nothing at any rate also scores 0, so look at the "
+        "curves too.</p>"
         '<div id="sensitivity"></div>'
         + shell.folded(f"{plural(len(lacking), 'run')} missing", f'<ul class="words">{lines}</ul>' if lines else "")
     )
 
 
 def coloring(columns: Sequence[dict[str, Any]]) -> str:
-    """What chooses the colours: a setting that differs, or each run by itself."""
+    """Returns the control that selects what the colours show: a setting that differs, or the run."""
     fields = [(c, str(column["title"])) for c, column in enumerate(columns) if column.get("setting")]
     usual = next((c for c, title in fields if title not in ("seed", sensitivity.RATE)), None)
     usual = next((c for c, title in fields if title != "seed"), -1) if usual is None else usual

@@ -1,4 +1,4 @@
-"""What a comparison says, in words: which runs are best, what diverged, what went wrong, where it was fast."""
+"""Summarizes a comparison in sentences: the best runs, divergence, incidents, sensitivity and throughput."""
 
 import math
 from collections import Counter, defaultdict
@@ -9,25 +9,23 @@ from stabletrain.compare.reading.run import Run
 from stabletrain.compare.reading.settings import shown, value_of
 
 Row = Mapping[str, Any]
-"""What the table says of a run, by column; None where it says nothing."""
+"""A run's row of the table, column name to value; None if the cell is empty."""
 
 NAMED = 3
-"""Runs or groups that a sentence names before it says how many more there are."""
-
+"""Maximum number of names in a sentence; the others are only counted."""
 
 FEW = 5
-"""Settings that can name a run; where more differ, its folder is the better name."""
+"""If more settings than this differ, a run is named by its folder and not by its settings."""
 
 
 def headline(
     runs: Sequence[Run], rows: Sequence[Row], arms: Sequence[Mapping[str, Any]], keys: Sequence[str]
 ) -> list[str]:
-    """Sentences, the one that matters most first.
+    """Returns the sentences, the most important one first.
 
     Args:
-        runs: all of them.
-        rows: theirs, in the same order.
-        arms: learning-rate sensitivity, as `page.arm_of` gives it.
+        rows: the rows of `runs`, in the same order.
+        arms: learning-rate sensitivity, as returned by `comparison.arm_of`.
         keys: the settings that tell the runs apart.
     """
     sentences = [best(runs, rows, keys), over_seeds(runs, rows, keys), counts(rows)]
@@ -36,7 +34,7 @@ def headline(
 
 
 def name_of(run: Run, keys: Sequence[str]) -> str:
-    """A run by what tells it apart, `qknorm=none optimizer.lr=0.1`; by its folder where nothing does, or too much."""
+    """Names a run by its settings, `qknorm=none optimizer.lr=0.1`, or by its folder if none or too many differ."""
     if not run.settings or not keys:
         return run.name
     if len(keys) > FEW:
@@ -45,7 +43,7 @@ def name_of(run: Run, keys: Sequence[str]) -> str:
 
 
 def best(runs: Sequence[Run], rows: Sequence[Row], keys: Sequence[str]) -> str:
-    """The finished run with the lowest loss."""
+    """Names the finished run with the lowest loss."""
     ended = [i for i, row in enumerate(rows) if number(row.get("val_loss")) and row.get("status") == "finished"]
     if not ended:
         return "No run has finished with a validation loss yet." if rows else "There are no runs."
@@ -59,7 +57,7 @@ def best(runs: Sequence[Run], rows: Sequence[Row], keys: Sequence[str]) -> str:
 
 
 def over_seeds(runs: Sequence[Run], rows: Sequence[Row], keys: Sequence[str]) -> str:
-    """The settings with the lowest mean loss over their seeds, where there are several seeds."""
+    """Names the settings with the lowest mean loss over seeds, if at least two settings have several seeds."""
     keys = [key for key in keys if key != "seed"]
     if len(keys) > FEW:
         return ""
@@ -75,13 +73,11 @@ def over_seeds(runs: Sequence[Run], rows: Sequence[Row], keys: Sequence[str]) ->
         return ""
     name, losses = min(several.items(), key=lambda each: math.fsum(each[1]) / len(each[1]))
     mean = math.fsum(losses) / len(losses)
-    return (
-        f"Over {len(losses)} seeds the best is {name}: {mean:.4g} on average, {min(losses):.4g} to {max(losses):.4g}."
-    )
+    return f"Best mean over {len(losses)} seeds: {name}, {mean:.4g} nats, from {min(losses):.4g} to {max(losses):.4g}."
 
 
 def counts(rows: Sequence[Row]) -> str:
-    """How many runs there are, and in which state."""
+    """Counts the runs by status."""
     states = Counter(str(row.get("status")) for row in rows)
     if not rows or (len(rows) == 1 and states.get("finished")):
         return ""
@@ -90,17 +86,17 @@ def counts(rows: Sequence[Row]) -> str:
 
 
 def diverged(runs: Sequence[Run], rows: Sequence[Row], keys: Sequence[str]) -> str:
-    """Which runs diverged."""
+    """Names the runs that diverged."""
     gone = [run for run, row in zip(runs, rows, strict=True) if row.get("diverged")]
     if not gone:
         return ""
     if len(runs) == 1:
-        return "It diverged."
+        return "The run diverged."
     return f"{len(gone):,} diverged: {several([name_of(run, keys) for run in gone[: NAMED + 1]], len(gone))}."
 
 
 def incidents(runs: Sequence[Run]) -> str:
-    """How many incidents there were, in how many runs, and what caused most of them."""
+    """Counts the incidents, the runs that had any, and the most common causes."""
     causes = Counter(one.get("cause") or one.get("kind") or "unknown" for run in runs for one in run.incidents)
     if not causes:
         return "No incidents."
@@ -111,29 +107,31 @@ def incidents(runs: Sequence[Run]) -> str:
 
 
 def sensitivities(arms: Sequence[Mapping[str, Any]]) -> str:
-    """Which arm minds its learning rate least, and which most."""
+    """Names the arms that are least and most sensitive to the learning rate."""
     known = [arm for arm in arms if number(arm.get("sensitivity"))]
     if len(known) < 2:
         return ""
     least, most = (pick(known, key=lambda arm: arm["sensitivity"]) for pick in (min, max))
     return (
         f"Least sensitive to the learning rate: {least['name']} ({least['sensitivity']:.3f} nats); "
-        f"most: {most['name']} ({most['sensitivity']:.3f})."
+        f"most sensitive: {most['name']} ({most['sensitivity']:.3f})."
     )
 
 
 def fastest(rows: Sequence[Row]) -> str:
-    """The fastest card and precision, where there are several."""
+    """Names the fastest card and precision, if there are several and all use the same unit."""
     groups = throughput(rows)
     if len(groups) < 2 or len({group["unit"] for group in groups}) > 1:
         return ""
     first, second = groups[0], groups[1]
-    ratio = f", {first['median'] / second['median']:.2g} times {second['card']} in {second['precision']}"
-    return f"Fastest: {first['card']} in {first['precision']}, {first['median']:,.0f} {first['unit']} a second{ratio}."
+    ratio = f", {first['median'] / second['median']:.2g} times as fast as {second['card']} in {second['precision']}"
+    return (
+        f"Fastest: {first['card']} in {first['precision']}, {first['median']:,.0f} {first['unit']} per second{ratio}."
+    )
 
 
 def throughput(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Units a second by card and precision: median, lowest, highest and number of runs; the fastest first."""
+    """Returns units per second by card and precision: median, lowest, highest and number of runs, fastest first."""
     groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for row in rows:
         if number(row.get("units_per_s")) and row["units_per_s"] > 0:
@@ -149,7 +147,7 @@ def throughput(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def several(names: Sequence[str], total: int | None = None) -> str:
-    """The first of the names, and how many more of `total` there are."""
+    """Joins the first names, followed by how many more of `total` there are."""
     more = (len(names) if total is None else total) - NAMED
     return "; ".join(names[:NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
@@ -160,5 +158,5 @@ def plural(count: int, word: str) -> str:
 
 
 def number(value: Any) -> TypeGuard[float]:
-    """Whether this is a finite number."""
+    """Returns whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

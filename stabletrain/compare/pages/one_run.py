@@ -1,6 +1,7 @@
-"""A run's own page, `report.html` in its folder: the pictures of a comparison for this run alone, and all its words.
+"""A run's own page, `report.html` in its folder.
 
-How it ended, what the guard did, its incidents, what it wrote, what it was set to, on what it ran.
+The page says how the run ended and what the guard did. It shows the incidents, curves, generated sample, settings,
+machine and package versions.
 """
 
 import math
@@ -18,22 +19,18 @@ SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js",
 STYLES = ["uplot.min.css", "page.css"]
 
 POINTS = 500
-"""Points of each curve at most."""
+"""Maximum number of points of a curve."""
 
 UNITS = ("tokens", "images", "samples")
 
 
 def write_run_page(folder: Path) -> None:
-    """Writes the page of a run, whatever state it is in, into its folder.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes the page of a run, whatever its state, into its folder; raises OSError if that fails."""
     write(run_page(read_run(folder.absolute())), folder / "report.html")
 
 
 def run_page(run: Run) -> str:
-    """The page as text."""
+    """Returns the HTML of a run's page."""
     lines = charts.chart_data(run, POINTS)
     told = charts.incident_rows(run, run.folder)
     data = {"panels": charts.panels([lines]), "run": {**lines, "name": run.name, "incidents": told}}
@@ -45,7 +42,7 @@ def run_page(run: Run) -> str:
             shell.sentences(outcome(run)),
             shell.figures(figures(run)),
             shell.section("Incidents", shell.incidents([(None, one) for one in told])),
-            shell.section("Over the steps", shell.pictures()) if lines["curves"] else "",
+            shell.section("Curves over steps", shell.pictures()) if lines["curves"] else "",
             shell.section("Sample", f'<pre class="sample" tabindex="0">{words(sample)}</pre>' if sample else ""),
             shell.section("Settings", settings(run)),
             shell.section("Machine and versions", shell.facts(machine(run.record))),
@@ -55,7 +52,7 @@ def run_page(run: Run) -> str:
 
 
 def outcome(run: Run) -> list[str]:
-    """How it ended, why, and what the guard did."""
+    """Returns sentences on how the run ended, why, what the guard did, and the number of incidents."""
     final = run.record.get("final", {})
     loss, steps = final.get("val/loss"), final.get("steps", run.steps)
     first = f"{run.status.capitalize()} after {steps:,} steps"
@@ -64,14 +61,14 @@ def outcome(run: Run) -> list[str]:
         if number(final.get("val/accuracy")):
             first += f", accuracy {100 * final['val/accuracy']:.2f} %"
     elif loss is not None:
-        first += ", and the validation loss is no finite number: it diverged"
+        first += ", but the validation loss is not finite: the run diverged"
     reason = run.problem or run.record.get("reason")
     found = [f"{first}.", str(reason) if reason else "", guard(final), causes(run)]
     return [sentence for sentence in found if sentence]
 
 
 def guard(final: Mapping[str, Any]) -> str:
-    """What the guard did; nothing where that was not recorded."""
+    """Returns a sentence on what the guard did; empty if that was not recorded."""
     if "guard/updates" not in final:
         return ""
     said = [f"{final['guard/updates']:,} updates in {final.get('steps', 0):,} steps"]
@@ -81,24 +78,24 @@ def guard(final: Mapping[str, Any]) -> str:
     if final.get("guard/rollbacks"):
         said.append(plural(final["guard/rollbacks"], "rollback"))
         said.append(f"{final.get('guard/lost_steps', 0):,} steps ({final.get('guard/lost_seconds', 0):.0f} s) lost")
-    return f"Guard: {', '.join(said) if len(said) > 1 else f'{said[0]}, nothing withheld'}."
+    return f"Guard: {', '.join(said) if len(said) > 1 else f'{said[0]}, no step skipped'}."
 
 
 def causes(run: Run) -> str:
-    """How many incidents there were."""
-    return f"{plural(len(run.incidents), 'incident')}, below." if run.incidents else "No incidents."
+    """Returns a sentence on the number of incidents."""
+    return f"{plural(len(run.incidents), 'incident')}, listed below." if run.incidents else "No incidents."
 
 
 def figures(run: Run) -> list[tuple[str, str]]:
-    """The numbers that are read first; those that were not measured are left out."""
+    """Returns the key numbers of the run, without those that were not measured."""
     final = run.record.get("final", {})
     unit = next((unit for unit in UNITS if f"{unit}_per_s" in final), "units")
     best, step = final.get("best/val_loss", run.best[0]), final.get("best/step", run.best[1])
     found = [
         ("best validation loss", f"{best:.4g} at step {step:,}" if number(best) else None),
-        (f"{unit} a second", figure(final.get(f"{unit}_per_s"), ",.0f")),
-        ("of the card's peak", figure(run.last("throughput/mfu"), ".1%")),
-        ("GB of memory at the peak", figure(run.highest("memory/peak_gb"), ".3g")),
+        (f"{unit} per second", figure(final.get(f"{unit}_per_s"), ",.0f")),
+        ("of the card's peak FLOP/s", figure(run.last("throughput/mfu"), ".1%")),
+        ("GB of peak memory", figure(run.highest("memory/peak_gb"), ".3g")),
         ("spike score", figure(run.spike_score, ".2g")),
         ("seconds of training", figure(final.get("seconds"), ",.0f")),
     ]
@@ -106,29 +103,29 @@ def figures(run: Run) -> list[tuple[str, str]]:
 
 
 def figure(value: Any, form: str) -> str | None:
-    """A number as it is shown; None where there is none."""
+    """Formats a number; None if it is missing or not finite."""
     return format(value, form) if number(value) and math.isfinite(value) else None
 
 
 def settings(run: Run) -> str:
-    """What was typed, and, folded, everything else."""
+    """Returns the command and the overrides, and all other settings collapsed."""
     typed = {key: run.settings.get(key, value) for key, value in run.overrides.items() if not key.startswith("hydra.")}
     others = {key: value for key, value in run.settings.items() if key not in typed}
     command = run.record.get("command")
     return (
         (f'<p class="code">{words(command)}</p>' if command else "")
-        + (shell.facts(typed) if typed else '<p class="soft">Nothing was typed: every setting has its default.</p>')
-        + shell.folded(f"{len(others)} more, at their defaults or chosen by a preset", shell.facts(others))
+        + (shell.facts(typed) if typed else '<p class="soft">No overrides: every setting has its default value.</p>')
+        + shell.folded(f"{len(others)} more settings, from defaults or a preset", shell.facts(others))
     )
 
 
 def machine(record: Mapping[str, Any]) -> dict[str, Any]:
-    """On what it ran and with which versions, flat; what is empty is left out."""
+    """Returns the run's machine, versions and commit as one flat mapping, without empty values."""
     hardware, versions, git = (record.get(name) or {} for name in ("hardware", "versions", "git"))
     found: dict[str, Any] = {name: record.get(name) for name in ("id", "started", "ended")}
     for name, value in hardware.items():
         found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
     found |= dict(versions)
     if git.get("commit"):
-        found["commit"] = f"{git['commit'][:12]}{', with changes' if git.get('dirty') else ''}"
+        found["commit"] = f"{git['commit'][:12]}{', with uncommitted changes' if git.get('dirty') else ''}"
     return {name: value for name, value in found.items() if value not in (None, [], "", {})}

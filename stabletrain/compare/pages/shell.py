@@ -1,11 +1,8 @@
-"""The frame of a page of HTML, and the parts that all pages share.
+"""The frame of an HTML page, and the parts that all pages share.
 
-A page of HTML that needs nothing but itself: scripts, styles and numbers are in one file, and it may load nothing.
-
-A policy in its head lets only the scripts run that were put in here, by their SHA-256, and forbids every request.
-So a name or a text in the data that looks like a script stays text, whatever a library makes of it.
-
-Parts of the pages that are words and tables, and need no script: incidents, settings, throughput, facts.
+A page is one self-contained file: scripts, styles and data are embedded. Its Content Security Policy allows only the
+embedded scripts, by their SHA-256, and forbids every request. Text in the data that looks like a script therefore stays
+text, whatever a library does with it.
 """
 
 import base64
@@ -22,20 +19,20 @@ from stabletrain.compare.reading.settings import shown
 from stabletrain.tracking.metrics import replace
 
 WEB = Path(__file__).parent / "web"
-"""Scripts and styles; `web/README.md` says which are whose."""
+"""Folder of the scripts and styles; see its `README.md`."""
 
 ICON = "<link rel='icon' href='data:,'>"
-"""An empty picture, so that no browser asks for one."""
+"""An empty icon, so that no browser requests one."""
 
 
 def page(title: str, body: str, data: Any, *, scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """The whole page.
+    """Returns the whole page.
 
     Args:
-        title: of the window, plain text.
-        body: HTML; what comes from outside in it has gone through `words`.
-        data: what the scripts read, plain JSON values.
-        scripts, styles: names of files of `web/`, in their order.
+        title: title of the window, plain text.
+        body: HTML; the caller has escaped all outside text with `words`.
+        data: plain JSON values that the scripts read.
+        scripts, styles: names of files in `web/`, in the order they are embedded.
     """
     codes = [script(name) for name in scripts]
     allowed = " ".join(f"'sha256-{fingerprint(code)}'" for code in codes)
@@ -69,36 +66,28 @@ def page(title: str, body: str, data: Any, *, scripts: Sequence[str], styles: Se
 
 
 def write(text: str, file: Path) -> None:
-    """Writes a page, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    replace(file, text.encode("utf-8", "replace").decode("utf-8"))  # names of files may hold what is no Unicode
+    """Writes a page atomically; raises OSError if that fails."""
+    replace(file, text.encode("utf-8", "replace").decode("utf-8"))  # file names may contain invalid Unicode
 
 
 def words(text: Any) -> str:
-    """Text as HTML that shows it and does nothing else."""
+    """Escapes text for HTML, and replaces control characters."""
     shown = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", str(text))
     return html.escape(shown, quote=True)
 
 
 def embedded(data: Any) -> str:
-    """JSON that can stand in a script element: no `<` in it, so nothing that would end it.
-
-    Raises:
-        ValueError: it holds NaN or an infinity, which JSON does not know.
-    """
+    """Returns JSON without `<`, so that it cannot end a script element; raises ValueError on NaN and infinities."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def fingerprint(code: str) -> str:
-    """SHA-256 in base64, as a policy names a script."""
+    """Returns the SHA-256 of a script in base64, as a Content Security Policy needs it."""
     return base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
 
 
 def credits(scripts: Sequence[str]) -> str:
-    """Whose libraries draw the page, and under which licence."""
+    """Returns the footer: the libraries that the page uses, and their licences."""
     libraries = json.loads(read("libraries.json"))
     used = [library for name, library in libraries.items() if f"{name}.min.js" in scripts]
     names = " and ".join(f"{library['name']} {library['release']}" for library in used)
@@ -111,13 +100,13 @@ def credits(scripts: Sequence[str]) -> str:
 
 @cache
 def read(name: str) -> str:
-    """A file of `web/`, with newlines as a browser counts them."""
+    """Reads a file of `web/`, with normalized newlines: browsers hash a script in that form."""
     return (WEB / name).read_text(encoding="utf-8").replace("\r\n", "\n")
 
 
 @cache
 def style(name: str) -> str:
-    """A style sheet of `web/`, without the comment that names its source map."""
+    """Returns a style sheet of `web/` without its source map comment."""
     code = re.sub(r"/\*# sourceMappingURL=.*?\*/", "", read(name))
     assert not re.search(r"</style|@import", code, re.IGNORECASE), (
         f"web/{name} would end its own element, or load another"
@@ -127,7 +116,7 @@ def style(name: str) -> str:
 
 @cache
 def script(name: str) -> str:
-    """A script of `web/`, without the comments of a release that hold addresses: of its home, of its source map."""
+    """Returns a script of `web/` without the comments that contain addresses: home page and source map."""
     code = re.sub(r"\A\s*/\*.*?\*/", "", read(name), flags=re.DOTALL) if name.endswith(".min.js") else read(name)
     code = re.sub(r"^//# sourceMappingURL=.*$", "", code, flags=re.MULTILINE)
     assert not re.search(r"</script|<!--", code, re.IGNORECASE), f"web/{name} would end its own element"
@@ -135,34 +124,34 @@ def script(name: str) -> str:
 
 
 MOST = 200
-"""Lines of a list at most."""
+"""Maximum number of rows in a list."""
 
 HELP = (
-    "Drag across a picture to look closer, double-click to come back. With the keyboard: arrows, + and −, 0. "
-    "All pictures show the same steps."
+    "Drag across a chart to zoom in; double-click to zoom out. Keyboard: arrow keys move the cursor, + and − zoom, "
+    "0 shows all steps. All charts show the same range of steps."
 )
 
 
 def section(title: str, body: str, name: str = "") -> str:
-    """A heading and what is under it; nothing where there is nothing."""
+    """Returns a section with a heading; empty if the body is empty."""
     return f"<section{f' id={name!r}' if name else ''}><h2>{words(title)}</h2>{body}</section>" if body else ""
 
 
 def sentences(found: Sequence[str]) -> str:
-    """The first one large, the others as a list."""
+    """Returns the first sentence in large type, and the others as a list."""
     first, *rest = found or [""]
     items = "".join(f"<li>{words(sentence)}</li>" for sentence in rest)
     return f'<p class="verdict">{words(first)}</p>' + (f'<ul class="words">{items}</ul>' if items else "")
 
 
 def figures(pairs: Iterable[tuple[str, str]]) -> str:
-    """The numbers that are read first, large, each with its name."""
+    """Returns the key numbers of a page in large type, each with its name."""
     items = "".join(f"<div><dt>{words(name)}</dt><dd>{words(value)}</dd></div>" for name, value in pairs)
     return f'<dl class="figures">{items}</dl>' if items else ""
 
 
 def facts(pairs: Mapping[str, Any]) -> str:
-    """Names and values in columns."""
+    """Returns names and values in columns."""
     items = "".join(
         f"<div><dt>{words(name)}</dt><dd>{words(value if isinstance(value, str) else shown(value))}</dd></div>"
         for name, value in pairs.items()
@@ -171,25 +160,21 @@ def facts(pairs: Mapping[str, Any]) -> str:
 
 
 def folded(title: str, body: str) -> str:
-    """A part that opens when it is asked for."""
+    """Returns a part that is collapsed at first; empty if the body is empty."""
     return f"<details><summary>{words(title)}</summary>{body}</details>" if body else ""
 
 
 def incidents(found: Sequence[tuple[str | None, Mapping[str, Any]]]) -> str:
-    """A table of incidents: where, why, what to do.
-
-    Args:
-        found: each with the name of its run, or None where the page is of one run.
-    """
+    """Returns a table of incidents, each given with the name of its run, or None on the page of a single run."""
     if not found:
         return ""
     named = any(name is not None for name, _ in found)
-    head = ["run"] * named + ["step", "cause", "what was found", "do this"]
+    head = ["run"] * named + ["step", "cause", "finding", "fix"]
     lines = ["<tr>" + "".join(f"<th>{each}</th>" for each in head) + "</tr>"]
     for name, one in found[:MOST]:
         step = f"{one['step']:,}"
         place = f'<a href="{words(one["link"])}">{step}</a>' if one.get("link") else step
-        cause = words(one.get("cause") or one.get("kind") or "not looked into")
+        cause = words(one.get("cause") or one.get("kind") or "not investigated")
         fixes = "<br>".join(f"<span class='code'>{words(fix)}</span>" for fix in one.get("fix") or [])
         cells = [f"<td>{words(name)}</td>"] * named + [
             f'<td class="number">{place}</td>',
@@ -202,12 +187,12 @@ def incidents(found: Sequence[tuple[str | None, Mapping[str, Any]]]) -> str:
 
 
 def throughputs(groups: Sequence[Mapping[str, Any]]) -> str:
-    """A table of cards and precisions, each with a bar."""
+    """Returns a table of throughput by card and precision, each with a bar."""
     if not groups:
         return ""
     units = {str(group["unit"]) for group in groups}
     longest = {unit: max(group["median"] for group in groups if group["unit"] == unit) for unit in units}
-    names = ("card", "precision", "a second, median", "lowest to highest", "runs", "")
+    names = ("card", "precision", "median per second", "lowest to highest", "runs", "")
     head = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
     lines = []
     for group in groups:
@@ -223,10 +208,10 @@ def throughputs(groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def pictures(more: str = "") -> str:
-    """Where the scripts draw, and what chooses how."""
+    """Returns the elements that the scripts draw charts in, and their controls."""
     smooth = '<label>smooth <input type="range" id="smooth" min="0" max="0.98" step="0.02" value="0"></label>'
     return (
         f'<p class="soft">{HELP}</p><div class="bar">{more}{smooth}</div>'
         '<ul class="legend" id="legend"></ul><div class="pictures" id="pictures"></div>'
-        "<noscript><p>The pictures need JavaScript; nothing is loaded from anywhere.</p></noscript>"
+        "<noscript><p>The charts need JavaScript. The page loads nothing from the network.</p></noscript>"
     )

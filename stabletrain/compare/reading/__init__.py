@@ -1,1 +1,1 @@
-"""From run folders to runs: whole, running, broken or empty, ten thousand in a minute."""
+"""Reads run folders, whether the run is complete, running, broken or empty."""

@@ -1,7 +1,7 @@
-"""`metrics.jsonl` as columns: an array of steps and one of values for each name, instead of a dict for each line.
+"""Reads `metrics.jsonl` as columns: for each metric, an array of steps and an array of values.
 
-Ten million lines as dicts would be some tens of gigabytes. Lines of the same names are one matrix of float64; NaN and
-infinities, which the file writes as words, are floats again.
+Lines with the same metric names become one float64 matrix, which needs far less memory than one dict per line. NaN and
+infinities, which the file stores as words, become floats again.
 """
 
 import json
@@ -16,10 +16,10 @@ import numpy as np
 import orjson
 
 BLOCK = 1 << 22
-"""Bytes that are parsed at once: what bounds the memory that a long file takes."""
+"""Bytes parsed at once, which bounds the memory that a long file needs."""
 
 POINTS = 500
-"""Points at most of a curve that is to be drawn."""
+"""Default maximum number of points of a curve."""
 
 Curve = tuple[np.ndarray, np.ndarray]
 """Steps (int64) and values (float64), of equal length."""
@@ -27,12 +27,12 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 @dataclass
 class Sheet:
-    """The lines that have the same names.
+    """All lines with the same metric names.
 
     Attributes:
-        names: theirs, in the order of the lines.
-        rows: which lines of the file these are, int64 `[lines]`.
-        values: float64 `[lines, names]`; NaN where a value is no number.
+        names: the metric names, in the order of the lines.
+        rows: the line numbers in the file, int64 `[lines]`.
+        values: float64 `[lines, names]`; NaN if a value is not a number.
     """
 
     names: tuple[str, ...]
@@ -40,23 +40,23 @@ class Sheet:
     values: np.ndarray
 
     def column(self, name: str) -> np.ndarray:
-        """The values of one name, `[lines]`."""
+        """Returns the values of one metric, `[lines]`."""
         return self.values[:, self.names.index(name)]
 
     def where(self, chosen: np.ndarray) -> "Sheet":
-        """The lines for which `chosen`, bool `[lines]`, is true."""
+        """Selects the lines for which `chosen`, bool `[lines]`, is true."""
         return Sheet(self.names, self.rows[chosen], self.values[chosen])
 
 
 @dataclass
 class Columns:
-    """A file's lines.
+    """All lines of a file.
 
     Attributes:
-        kept: the lines that are the run's course, by their names.
-        rolled_back: those that a rollback took back.
-        lines: how many could be read.
-        unreadable: how many could not, not counting a last one without its end.
+        kept: the lines that no rollback discarded, grouped by their names.
+        rolled_back: the lines that a rollback discarded, grouped by their names.
+        lines: number of readable lines.
+        unreadable: number of unreadable lines, not counting an unfinished last line.
     """
 
     kept: list[Sheet] = field(default_factory=list)
@@ -65,18 +65,18 @@ class Columns:
     unreadable: int = 0
 
     def curve(self, name: str) -> Curve:
-        """Every value of the run's course under `name`; empty where there is none."""
+        """Returns the kept values of a metric; empty if there are none."""
         return joined(self.kept, name)
 
     def abandoned(self, name: str) -> list[Curve]:
-        """Every value under `name` that was rolled back, each stretch by itself, in the order they were run in."""
+        """Returns the rolled-back values of a metric, one curve per rollback, in the order they were executed."""
         found = [sheet for sheet in self.rolled_back if name in sheet.names]
         attempts = np.unique(np.concatenate([attempt(sheet) for sheet in found])) if found else []
         return [joined([sheet.where(attempt(sheet) == number) for sheet in found], name) for number in attempts]
 
 
 def joined(sheets: list[Sheet], name: str) -> Curve:
-    """One name's values from several sheets, in the order of the file."""
+    """Joins the values of one metric from several sheets, in file order."""
     found = [sheet for sheet in sheets if name in sheet.names]
     if not found:
         return np.empty(0, np.int64), np.empty(0)
@@ -87,14 +87,14 @@ def joined(sheets: list[Sheet], name: str) -> Curve:
 
 
 def attempt(sheet: Sheet) -> np.ndarray:
-    """How many rollbacks there had been when each line was written, `[lines]`."""
+    """Returns the number of rollbacks before each line, `[lines]`."""
     return sheet.column("guard/rollbacks") if "guard/rollbacks" in sheet.names else np.zeros(len(sheet.rows))
 
 
 def read_columns(file: Path) -> Columns:
-    """The lines of a `metrics.jsonl`; none of a file that is not there.
+    """Reads a `metrics.jsonl`. A file that does not exist has no lines.
 
-    Lines that are torn, no object, or without a step are left out.
+    Ignores lines that are incomplete, are not JSON objects, or have no step.
 
     Raises:
         OSError: the file cannot be read.
@@ -104,7 +104,7 @@ def read_columns(file: Path) -> Columns:
     for values, unreadable in blocks(file):
         lines = [line for line in values if isinstance(line, dict) and isinstance(line.get("step"), int)]
         found.unreadable += unreadable + len(values) - len(lines)
-        alike: dict[tuple[str, ...], list[int]] = {}
+        alike: dict[tuple[str, ...], list[int]] = {}  # rows by their metric names
         for row, names in enumerate(map(tuple, lines)):
             alike.setdefault(names, []).append(row)
         for names, rows in alike.items():
@@ -126,9 +126,9 @@ def read_columns(file: Path) -> Columns:
 
 
 def blocks(file: Path) -> Iterator[tuple[list[Any], int]]:
-    """The values of a file of JSON lines, some megabytes at a time, and how many lines of these are no JSON.
+    """Yields the values of a file of JSON lines, block by block, with the number of invalid lines in each block.
 
-    A last line without its end that is no JSON, as of a run that is just writing it, is no such line.
+    An unfinished last line, which the run may just be writing, does not count as invalid.
     """
     if not file.exists():
         return
@@ -143,9 +143,9 @@ def blocks(file: Path) -> Iterator[tuple[list[Any], int]]:
 
 
 def parse(text: bytes) -> tuple[list[Any], int]:
-    """The values of some lines, and how many of the lines are no JSON."""
+    """Parses lines of JSON; returns their values and the number of invalid lines."""
     try:
-        return orjson.loads(b"[" + text.replace(b"\n", b",") + b"]"), 0  # a third faster than line by line
+        return orjson.loads(b"[" + text.replace(b"\n", b",") + b"]"), 0  # one call is faster than one per line
     except ValueError:
         pass
     values, unreadable = [], 0
@@ -153,24 +153,24 @@ def parse(text: bytes) -> tuple[list[Any], int]:
         if not line.strip():
             continue
         try:
-            values.append(json.loads(line))  # takes what others write: a bare NaN, numbers above 64 bits
+            values.append(json.loads(line))  # also accepts a bare NaN and integers above 64 bits
         except ValueError:
             unreadable += 1
     return values, unreadable
 
 
 def matrix(lines: list[dict[str, Any]], names: int) -> np.ndarray:
-    """Lines of the same names as float64 `[lines, names]`; what is no number, nor the word for one, becomes NaN."""
+    """Converts lines with the same names to float64 `[lines, names]`; values that are not numbers become NaN."""
     values = chain.from_iterable(map(dict.values, lines))
     try:
-        numbers = np.fromiter(values, np.float64, len(lines) * names)  # a list of rows would take twice as long
+        numbers = np.fromiter(values, np.float64, len(lines) * names)  # faster than from a list of rows
     except (TypeError, ValueError, OverflowError):
         numbers = np.array([as_float(value) for line in lines for value in line.values()], np.float64)
     return numbers.reshape(len(lines), names)
 
 
 def as_float(value: Any) -> float:
-    """A JSON value as a number, NaN where it is none."""
+    """Converts a JSON value to a float; NaN if it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -178,12 +178,13 @@ def as_float(value: Any) -> float:
 
 
 def thin(curve: Curve, points: int = POINTS) -> Curve:
-    """At most `points` of a curve's points: both ends, and the lowest, highest and a non-finite one of each stretch.
+    """Reduces a curve to at most `points` points.
 
-    So a spike of one step, and a single NaN, stay visible.
+    Keeps both ends, and the lowest, the highest and one non-finite value of each stretch, so that a spike of one step
+    and a single NaN stay visible.
 
     Raises:
-        ValueError: `points` below 8.
+        ValueError: `points` is below 8.
     """
     if points < 8:
         raise ValueError(f"points={points} is below 8")

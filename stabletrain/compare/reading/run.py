@@ -1,11 +1,7 @@
-"""One run, read and reduced to what a comparison needs.
+"""One run, finished or not, reduced to what a comparison needs.
 
-What is kept of each metric of a run: its first, last, lowest and highest value, in four floats a name.
-
-A run, finished or not, whole or damaged, reduced to what a comparison needs.
-
-Of its `metrics.jsonl` only the first, last, lowest and highest value of every name stay, so that ten thousand runs are
-held in some hundred megabytes; a curve is read from the file when it is asked for. `runs.py` makes it from its folder.
+Only the first, last, lowest and highest value of each metric stay in memory, so that thousands of runs fit. A curve is
+read from `metrics.jsonl` when it is requested. `runs.py` reads a run from its folder.
 """
 
 import math
@@ -22,11 +18,11 @@ from stabletrain.compare.reading.settings import Value
 
 
 class Range(NamedTuple):
-    """What was logged under one name, rolled-back lines left out; each NaN where nothing was, or no number.
+    """The range of one metric without rolled-back lines; NaN if it was never logged, or never as a number.
 
     Attributes:
-        first, last: as they are, so NaN and infinities too.
-        lowest, highest: of all but NaN.
+        first, last: as logged, so they may be NaN or infinite.
+        lowest, highest: over all values except NaN.
     """
 
     first: float = math.nan
@@ -36,19 +32,19 @@ class Range(NamedTuple):
 
 
 NOTHING = Range()
-"""Of a name that was never logged."""
+"""The range of a metric that was never logged."""
 
 
 class Ranges(Mapping[str, Range]):
-    """Name to `Range`, read only; ten thousand of them share their names."""
+    """Read-only mapping from metric name to `Range`. Runs with the same metrics share the tuple of names."""
 
     def __init__(self, names: tuple[str, ...], values: np.ndarray) -> None:
-        """`values`: float64 `[names, 4]`, in the order of `Range`."""
+        """`values` is float64 `[names, 4]`, with columns in the order of `Range`."""
         self._names, self._values = names, values
 
     @classmethod
     def of(cls, sheets: list[Sheet]) -> "Ranges":
-        """Those of a file's lines."""
+        """Computes the ranges of all metrics in a file's lines."""
         found: dict[str, list[float]] = {}
         ends: dict[str, tuple[int, int]] = {}
         for sheet in sheets:
@@ -58,6 +54,7 @@ class Ranges(Mapping[str, Range]):
                 if name not in found:
                     found[name], ends[name] = numbers, (first, last)
                     continue
+                # A metric may occur in several sheets: the line numbers say which value was first and which last.
                 so_far, (begin, end) = found[name], ends[name]
                 found[name] = [
                     numbers[0] if first < begin else so_far[0],
@@ -78,50 +75,48 @@ class Ranges(Mapping[str, Range]):
         return len(self._names)
 
     def __reduce__(self) -> tuple:
+        # Raw bytes: the header of a pickled array would be longer than its few numbers.
         return restored, (self._names, self._values.tobytes())
 
 
 @lru_cache(maxsize=1024)
 def places(names: tuple[str, ...]) -> dict[str, int]:
-    """The row of each name."""
+    """Returns the row of each name."""
     return {name: row for row, name in enumerate(names)}
 
 
 @lru_cache(maxsize=1024)
 def one(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The first tuple that was equal to this one, so that the others can be forgotten."""
+    """Returns the cached tuple that equals this one, so that equal tuples are stored once."""
     return names
 
 
 def restored(names: tuple[str, ...], values: bytes) -> Ranges:
-    """From its pickle, in which an array's own description would be longer than its numbers."""
+    """Restores `Ranges` from a pickle."""
     return Ranges(one(names), np.frombuffer(values).reshape(-1, 4))
 
 
 ENDED = ("finished", "halted", "preempted", "failed")
-"""What a run can say of itself once it has stopped."""
+"""The statuses of a run that has stopped."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run; it holds no metric's values but their `Range`, and can be pickled.
+    """One run. Holds the `Range` of each metric but no curves, and can be pickled.
 
     Attributes:
-        folder: where it lies.
-        status: finished, halted, preempted, failed or running, as its record says; `empty` where it never took a step,
-            `broken` where its record or metrics cannot be read.
-        problem: what a reader should know of it, one sentence; None where there is nothing.
-        record: its `run.json`; empty where that cannot be read.
+        status: finished, halted, preempted, failed or running, as recorded; `empty` if the run never took a step,
+            `broken` if its record or metrics cannot be read.
+        problem: one sentence on what the reader should know about the run, or None.
+        record: the content of `run.json`; empty if it cannot be read.
         settings: key to plain value; see `settings.py`.
-        composed: whether `settings` is the whole configuration, and not only what was typed.
-        overrides: what was typed for it, key to value, later ones winning.
-        steps: the last step that was logged; 0 without one.
-        incidents: mappings with step, kind, cause, verdict, fix and path, in their order.
-        skips: the steps whose update was withheld, but for fp16's routine overflow, in their order.
-        rollbacks: how many.
-        best: lowest validation loss, and its step; NaN and 0 without one.
-        seconds: between the first and the last line.
-        ranges: name to its `Range`.
+        composed: whether `settings` is the whole configuration, and not only the overrides.
+        overrides: the command-line overrides, key to value; the last one of a key wins.
+        steps: the last logged step; 0 if there is none.
+        incidents: mappings with step, kind, cause, verdict, fix and path, in order.
+        skips: the skipped steps in order, without fp16's routine overflows.
+        best: the lowest validation loss and its step; NaN and 0 if there is none.
+        seconds: time between the first and the last line.
     """
 
     folder: Path
@@ -141,64 +136,64 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder's own name: of a sweep's run its number."""
+        """The name of the run folder; in a sweep, the number of the run."""
         return self.folder.name
 
     @property
     def sweep(self) -> str:
-        """The name of the folder that holds it and its siblings."""
+        """The name of the folder that contains the run folder."""
         return self.folder.parent.name
 
     @property
     def card(self) -> str | None:
-        """The product name of what it ran on, `cpu` where that was no card; None if that is not recorded."""
+        """The product name of the GPU, or `cpu`; None if not recorded."""
         return self.record.get("hardware", {}).get("name")
 
     @property
     def precision(self) -> str | None:
-        """The precision it ran in; what was asked for, such as auto, where that is not recorded."""
+        """The precision the run used; the configured one, such as auto, if that is not recorded."""
         return self.record.get("hardware", {}).get("precision") or self.record.get("choices", {}).get("precision")
 
     @property
     def parameters(self) -> int | None:
-        """How many numbers its model trains, or holds; None if that is not recorded."""
+        """The number of model parameters; None if not recorded."""
         count = self.record.get("model", {}).get("parameters")
         return count if isinstance(count, int) else None
 
     @property
     def spike_score(self) -> float:
-        """Share of the steps whose loss was a spike, as the run itself counted them at every step (`watch/spikes`)."""
+        """The fraction of steps whose loss was a spike, as the run logged it."""
         return self.last("spike/score")
 
     @property
     def diverged(self) -> bool:
-        """Whether it was halted, or ended with a validation loss that is not finite."""
+        """Whether the run was halted, or finished with a validation loss that is not finite."""
         return self.status == "halted" or (self.status == "finished" and not math.isfinite(self.last("val/loss")))
 
     def first(self, name: str) -> float:
-        """The first value logged under `name`; NaN where there is none."""
+        """Returns the first value of a metric; NaN if there is none."""
         return self.ranges.get(name, NOTHING).first
 
     def last(self, name: str) -> float:
-        """The last value logged under `name`; NaN where there is none."""
+        """Returns the last value of a metric; NaN if there is none."""
         return self.ranges.get(name, NOTHING).last
 
     def lowest(self, name: str) -> float:
-        """The lowest value logged under `name` or under a name that continues it after a slash; NaN without any."""
+        """Returns the lowest value of `name` and of all metrics that begin with `name/`; NaN if there is none."""
         return float(np.fmin.reduce([each.lowest for each in self._below(name)], initial=math.nan))
 
     def highest(self, name: str) -> float:
-        """The highest of the same."""
+        """Returns the highest value of `name` and of all metrics that begin with `name/`; NaN if there is none."""
         return float(np.fmax.reduce([each.highest for each in self._below(name)], initial=math.nan))
 
     def curve(self, name: str, points: int | None = None) -> Curve:
-        """Steps and values of a metric, rolled-back lines left out; empty where there is none.
+        """Returns the steps and values of a metric without rolled-back lines; empty if it was never logged.
 
-        Read from the folder when first asked for, so that it can be newer than the rest of a run that is going on.
-        Thinned to at most 500 points, those with the lowest and highest values of each stretch and both ends kept.
+        Reads the file on first use, so the curve of a running run may be newer than its other attributes.
 
         Args:
-            points: another number of points; -1 for all of them, which reads the file once more.
+            points: maximum number of points (see `thin`), -1 for all of them. Any number reads the file again; the
+                default of 500 does so only once.
         """
         if points is not None:
             curve = self._columns().curve(name)
@@ -206,7 +201,7 @@ class Run:
         return self._curves[0].get(name) or joined([], name)
 
     def abandoned(self, name: str) -> list[Curve]:
-        """The same for what was rolled back, each stretch by itself, in the order in which they were run."""
+        """Returns the rolled-back values of a metric, one curve per rollback, in the order they were executed."""
         return self._curves[1].get(name, [])
 
     def _below(self, name: str) -> list[Range]:

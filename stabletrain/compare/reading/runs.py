@@ -1,13 +1,8 @@
-"""Finds run folders, and reads them as runs, ten thousand in well under a minute.
+"""Finds run folders and reads each of them as a `Run`.
 
-Where runs lie: below the folders that a person names.
-
-What happened in a run, from its `events.jsonl`: incidents, skips, rollbacks.
-
-Events are never cut back: a run that was continued from a checkpoint runs some steps again and tells of them again. An
-event with the same `tick`, the number of steps executed, is the same event, and the newest telling counts.
-
-Run folders to `Run`s: ten thousand of a thousand lines in well under a minute on two cores.
+Incidents, skips and rollbacks are read from `events.jsonl`, which is never truncated: a run that resumes from a
+checkpoint executes some steps again and logs their events again. Events of the same kind with the same `tick` (number
+of executed steps) are the same event, and the last one counts. `benchmarks/reading.py` measures the speed.
 """
 
 import json
@@ -30,34 +25,36 @@ from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.tracking.metrics import numbers
 
 SIGNS = ("run.json", "metrics.jsonl", ".hydra")
-"""What makes a folder a run's: one of these; a run that was refused before it began has `.hydra` only."""
+"""A folder that contains one of these is a run folder. A run that was rejected at startup has only `.hydra`."""
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """The run folders that these are, or that lie below them, each once; 2 comes before 10.
+    """Returns the run folders at or below `folders`, each once, sorted by name with 2 before 10.
 
-    Nothing is looked for inside a run's folder, so its checkpoints cost no time.
+    Does not search inside run folders.
 
     Raises:
-        ConfigError: a folder is not there, or holds no run.
+        ConfigError: a folder does not exist, or contains no runs.
     """
     found: dict[str, Path] = {}
     for folder in folders:
         if not folder.is_dir():
-            what = "is no folder" if folder.exists() else "is not there"
-            raise ConfigError(f"{folder} {what}: name a run folder or a sweep's, such as multirun/<date>/<time>")
+            what = "is not a folder" if folder.exists() else "does not exist"
+            raise ConfigError(f"{folder} {what}: name a run folder or a sweep folder, such as multirun/<date>/<time>")
         runs = sorted(below(folder, set()), key=lambda run: [natural(part) for part in run.parts])
         if not runs:
-            raise ConfigError(f"{folder}: there is no run here: name a run folder or a sweep's, multirun/<date>/<time>")
+            raise ConfigError(
+                f"{folder} contains no runs: name a run folder or a sweep folder, such as multirun/<date>/<time>"
+            )
         for run in runs:
             found.setdefault(os.path.realpath(run), run)
     return [*found.values()]
 
 
 def below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
-    """The run folders at or below one; what cannot be listed is passed over, and a circle of links walked once."""
+    """Yields the run folders at or below `folder`. Ignores folders that cannot be listed."""
     try:
-        here = os.stat(folder)
+        here = os.stat(folder)  # links may form a cycle, so visit each folder once
         if (here.st_dev, here.st_ino) in seen:
             return
         seen.add((here.st_dev, here.st_ino))
@@ -74,19 +71,18 @@ def below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
 
 
 def natural(name: str) -> tuple[int, str]:
-    """Sorts 2 before 10."""
+    """Returns a sort key that puts 2 before 10."""
     return (int(name), "") if name.isdecimal() else (10**9, name)
 
 
 @dataclass
 class Happened:
-    """A run's events.
+    """What happened in a run.
 
     Attributes:
-        incidents: mappings with step, kind, cause, verdict, fix (a list) and path (relative to the run's folder; None
-            where nothing could be written), in their order.
-        skips: the steps whose update was withheld, but for fp16's routine overflow, in their order.
-        rollbacks: how many.
+        incidents: mappings with step, kind, cause, verdict, fix (a list) and path (relative to the run folder; None if
+            nothing could be written), in order.
+        skips: the skipped steps in order, without fp16's routine overflows.
     """
 
     incidents: list[dict[str, Any]] = field(default_factory=list)
@@ -95,11 +91,7 @@ class Happened:
 
 
 def read_events(folder: Path) -> Happened:
-    """The events of the run in `folder`.
-
-    Raises:
-        OSError: its `events.jsonl` is there and cannot be read.
-    """
+    """Reads the events of the run in `folder`; raises OSError if `events.jsonl` exists but cannot be read."""
     told: dict[tuple[str, Any], dict[str, Any]] = {}
     for lines, _ in blocks(folder / "events.jsonl"):
         for line in lines:
@@ -117,11 +109,11 @@ def read_events(folder: Path) -> Happened:
 
 
 KINDS = ("incident", "skip", "rollback")
-"""Events that are looked at."""
+"""Event kinds that are read; all others are ignored."""
 
 
 def incident(folder: Path, line: dict[str, Any]) -> dict[str, Any]:
-    """An incident as it is compared; its kind (nonfinite, spike, loss_scale) stands in its own folder."""
+    """Returns the fields of an incident; its kind is read from its `diagnosis.json`."""
     path = line.get("path") if isinstance(line.get("path"), str) else None
     return {
         "step": line["step"],
@@ -134,7 +126,7 @@ def incident(folder: Path, line: dict[str, Any]) -> dict[str, Any]:
 
 
 def kind_of(file: Path) -> str | None:
-    """The kind that a diagnosis names; None where it cannot be read."""
+    """Returns the kind in a `diagnosis.json` (nonfinite, spike, loss_scale ...), or None if it cannot be read."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -143,21 +135,22 @@ def kind_of(file: Path) -> str | None:
 
 
 CHUNK = 32
-"""Runs that a process reads at a time; fewer are read without other processes."""
+"""Runs per task of a worker process. Up to this many runs are read without worker processes."""
 
 SILENT = 3600.0
-"""Seconds without a line after which a run that says it is running may have been killed."""
+"""Seconds without output after which a run with status `running` may have been killed."""
 
 
 def read_runs(folders: Sequence[Path | str], processes: int | None = None) -> list[Run]:
-    """The runs in these folders: each is a run's own, or one of a sweep, or one above several of them.
+    """Reads all runs at or below these folders.
 
     Args:
-        processes: that read at the same time; by default as many as there are cores to use.
+        folders: run folders, sweep folders, or folders that contain them.
+        processes: number of worker processes; by default one per available core.
 
     Raises:
-        ConfigError: a folder is not there, or holds no run. A run that is damaged is no error: its status is `broken`.
-        StabletrainError: one of the processes was killed.
+        ConfigError: a folder does not exist, or contains no runs. A damaged run only has the status `broken`.
+        StabletrainError: a worker process was killed.
     """
     found = find_runs([Path(folder) for folder in folders])
     if len(found) <= CHUNK or processes == 1:
@@ -170,19 +163,19 @@ def read_runs(folders: Sequence[Path | str], processes: int | None = None) -> li
             read = joblib.Parallel(batch_size=1, max_nbytes=None)(joblib.delayed(read_some)(chunk) for chunk in chunks)
         except BrokenProcessPool as error:
             raise StabletrainError(
-                f"a process that read runs was killed, perhaps for its memory ({type(error).__name__}): compare fewer "
-                "runs at a time"
+                f"a worker process that reads runs was killed ({type(error).__name__}), perhaps because memory ran "
+                "out: compare fewer runs at a time"
             ) from error
     return [run for runs in read for run in runs]
 
 
 def read_some(folders: Sequence[Path]) -> list[Run]:
-    """The runs of these folders."""
+    """Reads several runs, as one task of a worker process."""
     return [read_run(folder) for folder in folders]
 
 
 def read_run(folder: Path) -> Run:
-    """The run of one folder, whatever state it is in."""
+    """Reads the run in `folder`, whatever its state."""
     record, damage = read_record(folder / "run.json")
     overrides = typed(record)
     settings, composed = read_settings(folder, record["choices"], overrides)
@@ -212,18 +205,18 @@ def read_run(folder: Path) -> Run:
 
 
 def read_record(file: Path) -> tuple[dict[str, Any], str | None]:
-    """What a `run.json` says, and what is wrong with it; what should be a mapping in it is one, if only empty."""
+    """Returns the content of a `run.json`, and what is wrong with it. Missing nested mappings become empty."""
     record, damage = {}, None
     try:
         record = orjson.loads(file.read_bytes())
     except FileNotFoundError:
-        damage = "there is no run.json"
+        damage = "run.json is missing"
     except OSError as error:
         damage = f"run.json cannot be read: {error.strerror}"
     except ValueError:
-        damage = "run.json is no JSON"
+        damage = "run.json is not valid JSON"
     if not isinstance(record, dict):
-        record, damage = {}, "run.json is no JSON object"
+        record, damage = {}, "run.json is not a JSON object"
     record = numbers(record)
     for name in ("choices", "hardware", "model", "final", "data", "versions"):
         if not isinstance(record.get(name), dict):
@@ -232,21 +225,21 @@ def read_record(file: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def typed(record: dict[str, Any]) -> dict[str, str]:
-    """What was typed, key to value, later ones winning."""
+    """Returns the command-line overrides, key to value; the last one of a key wins."""
     overrides = record.get("overrides")
     pairs = [str(each).lstrip("+").partition("=") for each in overrides] if isinstance(overrides, list) else []
     return {key: value for key, _, value in pairs}
 
 
 def condition(folder: Path, record: dict[str, Any], damage: str | None, columns: Columns) -> tuple[str, str | None]:
-    """A run's status, and what a reader should know of it."""
+    """Returns a run's status, and one sentence on what the reader should know about it, or None."""
     status = record.get("status")
     if damage and not (columns.lines or columns.unreadable) and not (folder / "run.json").exists():
-        return "empty", "it never began: there is no run.json"
+        return "empty", "the run never started: run.json is missing"
     if damage:
         return "broken", damage
     if status not in (*ENDED, "running"):
-        return "broken", f"run.json says status {status!r}, which there is not"
+        return "broken", f"run.json has an unknown status: {status!r}"
     if columns.unreadable and not columns.lines:
         return "broken", "no line of metrics.jsonl can be read"
     count = columns.unreadable
@@ -261,9 +254,9 @@ def condition(folder: Path, record: dict[str, Any], damage: str | None, columns:
 
 
 def silence(folder: Path) -> str | None:
-    """A sentence on a run that says it is running and has written nothing for long."""
+    """Returns a sentence if a run with status `running` has written nothing for `SILENT` seconds, else None."""
     written = [file.stat().st_mtime for file in (folder / "metrics.jsonl", folder / "run.json") if file.exists()]
     silent = time.time() - max(written, default=0.0)
     if silent < SILENT:
         return None
-    return f"it says it is running, and has written nothing for {silent / 3600:.1f} h: it may have been killed"
+    return f"the status is running, but nothing was written for {silent / 3600:.1f} h: the run may have been killed"

@@ -1,7 +1,7 @@
-"""What a run was set to, as one flat mapping, and what of it differs between runs.
+"""A run's settings as one flat mapping, and which of them differ between runs.
 
-From `.hydra/config.yaml`, the configuration as composed, where it is there; the options chosen in the groups come from
-`run.json`. A sweep's files are nearly the same text, so each block of one is parsed once in a process.
+Settings are read from `.hydra/config.yaml`, the composed configuration. The option chosen in each config group is read
+from `run.json`. The configurations of a sweep are nearly the same text, so each top-level block is parsed only once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 import yaml
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""LibYAML's where PyYAML was built with it: ten times as fast."""
+"""LibYAML's loader if PyYAML was built with it, because it is much faster."""
 
 WITHOUT_EFFECT = ("resume", "wandb", "report")
-"""Keys, and groups, that change nothing that is compared."""
+"""Keys and groups that do not affect training. A comparison ignores them."""
 
 ABSENT = None
 """The value of a key that a run does not have."""
@@ -25,7 +25,7 @@ Value = str | int | float | bool | None
 
 @runtime_checkable
 class Configured(Protocol):
-    """A run, as far as its settings go; see `runs.py`."""
+    """The part of a `Run` that holds its settings."""
 
     @property
     def settings(self) -> Mapping[str, Value]: ...
@@ -38,10 +38,10 @@ class Configured(Protocol):
 def read_settings(
     folder: Path, choices: Mapping[str, Any], overrides: Mapping[str, str]
 ) -> tuple[dict[str, Value], bool]:
-    """The settings of the run in `folder`: key to number, word, truth value or None; a list, or NaN, as its text.
+    """Returns the settings of the run in `folder`, and whether they are complete.
 
-    A group's name stands for the option that was chosen in it. Where the configuration is missing or damaged there are
-    only the choices and what was typed: then the second value is False.
+    Lists and NaN are returned as text. The name of a config group maps to the option chosen in it. If the configuration
+    is missing or damaged, only these choices and the overrides are known, and the second value is False.
     """
     settings: dict[str, Value] = {}
     composed = True
@@ -56,7 +56,7 @@ def read_settings(
 
 
 def split(text: str) -> list[str]:
-    """The blocks of a YAML mapping in block style, one for each key of the outermost level."""
+    """Splits a block-style YAML mapping into one block per top-level key."""
     blocks: list[list[str]] = []
     for line in text.splitlines(keepends=True):
         if not blocks or line[0] not in " \t-#\r\n":
@@ -67,11 +67,11 @@ def split(text: str) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def parse(block: str) -> dict[str, Value]:
-    """A block's settings, dotted keys to plain values; what builds an object (`_target_`) is no setting.
+    """Parses one block into dotted keys and plain values, without `_target_`.
 
     Raises:
-        ValueError: it is no mapping.
-        yaml.YAMLError: it is no YAML.
+        ValueError: the block is not a mapping.
+        yaml.YAMLError: the block is not valid YAML.
     """
     tree = yaml.load(block, LOADER)
     if not isinstance(tree, dict):
@@ -80,18 +80,18 @@ def parse(block: str) -> dict[str, Value]:
 
 
 def leaves(tree: Mapping[Any, Any], above: str = "") -> Iterable[tuple[str, Value]]:
-    """Every leaf of a nested mapping with its dotted key."""
+    """Yields the dotted key and value of every leaf of a nested mapping."""
     for name, value in tree.items():
         key = f"{above}{name}"
         if isinstance(value, dict):
             yield from leaves(value, f"{key}.")
         elif name != "_target_":
             is_plain = value is None or (isinstance(value, str | int | float) and value == value)
-            yield key, value if is_plain else str(value)  # NaN, which equals nothing, as its name
+            yield key, value if is_plain else str(value)  # NaN as text: it is not equal to itself
 
 
 def scalar(text: str) -> Value:
-    """What was typed as a value: `1e-3` is a number, `true` a truth value, anything else that is no scalar its text."""
+    """Parses an override: `1e-3` is a number, `true` a bool, `null` None, and anything else is text."""
     try:
         return float(text) if any(letter in text for letter in ".eE") else int(text)
     except ValueError:
@@ -99,17 +99,18 @@ def scalar(text: str) -> Value:
 
 
 def shown(value: Value) -> str:
-    """A setting as one would type it."""
+    """Formats a setting as the user would type it."""
     if value is ABSENT:
         return "-"
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def varied(runs: Sequence[Configured]) -> list[str]:
-    """The keys whose values differ between the runs: those that were typed, in that order, then all others.
+    """Returns the keys whose values differ between runs: first the overridden keys in their order, then the others.
 
-    Runs that nothing is known of, as their record is damaged, are left out.
+    Ignores runs whose settings are unknown because their record is damaged.
     """
+    # A run without its full configuration takes part only in keys that it has.
     known = [run for run in runs if run.settings]
     typed = dict.fromkeys(typed_keys(known))
     keys = typed | dict.fromkeys(key for run in known for key in run.settings)
@@ -121,7 +122,7 @@ def varied(runs: Sequence[Configured]) -> list[str]:
 
 
 def shared(runs: Sequence[Configured]) -> dict[str, Value]:
-    """The settings that all runs have in common, key to value; those that were typed first."""
+    """Returns the settings that all runs have in common, overridden keys first."""
     known = [run for run in runs if run.settings]
     others = set(varied(known))
     values = {key: value for run in known for key, value in run.settings.items()}
@@ -130,12 +131,13 @@ def shared(runs: Sequence[Configured]) -> dict[str, Value]:
 
 
 def telling(runs: Sequence[Configured], but: Sequence[str] = ("seed",)) -> list[str]:
-    """The varied keys that tell runs apart: those that were typed, and of the others what does not follow from them.
+    """Returns the varied keys that are needed to tell runs apart.
 
-    `stability=qknorm` chooses the option of `qknorm`, and so on: such a key says nothing that is not said already.
+    Keeps every overridden key. Keeps any other key only if its value does not follow from the keys kept before it. For
+    example, `stability=qknorm` also sets `qknorm`, so `qknorm` is left out.
 
     Args:
-        but: keys that are no matter, in which runs of one group may differ.
+        but: keys to ignore.
     """
     known = [run for run in runs if run.settings]
     keys, typed = [key for key in varied(known) if key not in but], set(typed_keys(known))
@@ -147,7 +149,7 @@ def telling(runs: Sequence[Configured], but: Sequence[str] = ("seed",)) -> list[
 
 
 def enough(runs: Sequence[Configured], keys: Sequence[str]) -> list[str]:
-    """As few of the keys as tell the same runs apart: each that follows from those before it is left out."""
+    """Leaves out every key whose value follows from the keys before it."""
     known, found = [run for run in runs if run.settings], []
     for key in keys:
         if not follows(known, key, found):
@@ -156,7 +158,7 @@ def enough(runs: Sequence[Configured], keys: Sequence[str]) -> list[str]:
 
 
 def follows(runs: Sequence[Configured], key: str, others: Sequence[str]) -> bool:
-    """Whether runs that agree in the other keys agree in this one."""
+    """Returns whether runs that agree in `others` also agree in `key`."""
     values: dict[tuple, Value] = {}
     return all(
         values.setdefault(tuple(value_of(run, other) for other in others), value_of(run, key)) == value_of(run, key)
@@ -165,11 +167,11 @@ def follows(runs: Sequence[Configured], key: str, others: Sequence[str]) -> bool
 
 
 def typed_keys(runs: Sequence[Configured]) -> list[str]:
-    """The keys that were typed for any of the runs, in that order, without those that change nothing."""
+    """Returns the keys that any run overrides, in order, without keys that do not affect training."""
     keys = dict.fromkeys(key for run in runs for key in run.overrides)
     return [key for key in keys if key.partition(".")[0] not in (*WITHOUT_EFFECT, "hydra")]
 
 
 def value_of(run: Configured, key: str) -> Value:
-    """A run's value of a key; a typed key that is no setting of the composed run, such as `experiment`, as typed."""
+    """Returns a run's value of a key. An override that is not in the configuration, such as `experiment`, is text."""
     return run.settings[key] if key in run.settings else run.overrides.get(key, ABSENT)

@@ -1,4 +1,4 @@
-"""The pages as text: self-contained, escaped, and saying what is true of the runs."""
+"""The pages as text: self-contained, escaped, and true to the runs."""
 
 import json
 import re
@@ -71,7 +71,7 @@ def test_what_is_no_number_is_a_gap_with_a_mark(tmp_path):
     made(tmp_path / "run", nan_at=20)
     lines = drawn.chart_data(read_run(tmp_path / "run"), 500)
     loss, norm = lines["curves"]["train/loss"], lines["curves"]["grad/norm"]
-    assert 20 not in loss["x"]  # a withheld step's loss is no part of the run's course
+    assert 20 not in loss["x"]  # the curve leaves out the loss of a skipped step
     assert lines["skips"] == [[20, None]]
     assert norm["y"][norm["x"].index(20)] is None
     assert norm["bad"] == [(20, "NaN")]
@@ -100,7 +100,7 @@ def test_the_words_say_which_run_is_best_what_diverged_and_what_went_wrong(folde
     assert "6 runs: 5 finished, 1 halted." in text
     assert "1 diverged: stability=none optimizer.lr=0.1." in text
     assert "1 incident in 1 run: lr_too_high (1)." in text
-    assert "Fastest: NVIDIA H100 in bf16, 4,000 tokens a second, 2 times cpu in bf16." in text
+    assert "Fastest: NVIDIA H100 in bf16, 4,000 tokens per second, 2 times as fast as cpu in bf16." in text
 
 
 def test_the_best_over_seeds_is_that_of_the_lowest_mean(tmp_path):
@@ -110,7 +110,7 @@ def test_the_best_over_seeds_is_that_of_the_lowest_mean(tmp_path):
     rows = frame_of(runs).to_dict("records")
     sentences = headline(runs, rows, [], telling(runs, but=()))
     assert sentences[0].startswith("Best: stability=a seed=0, validation loss 1.025")
-    assert sentences[1] == "Over 2 seeds the best is stability=b: 1.525 on average, 1.425 to 1.625."
+    assert sentences[1] == "Best mean over 2 seeds: stability=b, 1.525 nats, from 1.425 to 1.625."
 
 
 def test_what_differs_is_a_column_and_what_does_not_is_not(folder):

@@ -135,7 +135,7 @@ def test_hovering_says_which_run_which_step_and_which_value(chromium, folder):
         over.hover(position={"x": page.evaluate("pictures.all()[0].u.valToPos(20, 'x')"), "y": 100})
         said = page.locator(f"{LOSS} .tip").inner_text()
         assert "lr_too_high: it climbs" in said
-        assert "update withheld" in said
+        assert "step 20: skipped" in said
 
 
 def test_the_incident_is_drawn_and_leads_to_its_page(chromium, folder):
@@ -154,7 +154,7 @@ def test_a_run_opens_from_the_table_and_closes_with_escape(chromium, folder):
         page.locator("button.name", has_text="5").first.click()
         dialog = page.locator("dialog")
         assert "some text" in dialog.inner_text()
-        assert dialog.get_by_role("link", name="its own report").get_attribute("href") == "5/report.html"
+        assert dialog.get_by_role("link", name="report of this run").get_attribute("href") == "5/report.html"
         page.keyboard.press("Escape")
         dialog.wait_for(state="detached")  # or it fails: a browser tells of the closing later
 
@@ -206,7 +206,7 @@ def test_runs_that_are_empty_broken_or_going_on_are_shown_as_such(chromium, tmp_
         states = dict(zip(column(page, "run"), column(page, "status"), strict=True))
         assert states == {"whole": "finished", "going": "running", "none": "empty", "torn": "broken"}
         page.locator("button.name", has_text="torn").click()
-        assert "run.json is no JSON" in page.locator("dialog").inner_text()
+        assert "run.json is not valid JSON" in page.locator("dialog").inner_text()
     for name in ("going", "none", "torn"):
         write_run_page(tmp_path / "runs" / name)
         with opened(chromium, tmp_path / "runs" / name / "report.html") as page:
@@ -221,7 +221,7 @@ def test_ten_thousand_rows_stay_usable(chromium, tmp_path):
     assert file.stat().st_size < 6e6
     with opened(chromium, file) as page:
         assert "10,000 runs, 30 drawn" in page.locator("#drawn").inner_text()
-        assert "curves of 300 are in this page" in page.locator("#drawn").inner_text()
+        assert "this page contains the curves of 300" in page.locator("#drawn").inner_text()
         rows, there = page.evaluate("""() => {
           const table = Tabulator.findTable('#table')[0];
           table.setSort(table.getColumns()[1].getField(), 'asc');

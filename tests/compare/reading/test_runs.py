@@ -1,4 +1,4 @@
-"""Runs in every state, read from folders written by hand; and ten thousand of them."""
+"""Reads runs in every state from folders written by hand, and ten thousand runs at once."""
 
 import copy
 import json
@@ -130,7 +130,7 @@ def test_settings_are_those_composed_and_without_a_configuration_those_typed(tmp
 
 
 def damaged(folder, state):
-    """A run folder in a state that a machine, a person or a full disk can leave it in."""
+    """Writes a run folder in a state that a crash, a user or a full disk can leave it in."""
     write(folder, lines=[{"step": 1, "train/ce": 5.0}, {"step": 2, "val/loss": 2.0}])
     record, metrics = folder / "run.json", folder / "metrics.jsonl"
     if state == "never began":
@@ -169,19 +169,19 @@ def damaged(folder, state):
 @pytest.mark.parametrize(
     ("state", "status", "problem"),
     [
-        ("never began", "empty", "it never began: there is no run.json"),
-        ("record gone", "broken", "there is no run.json"),
-        ("record torn", "broken", "run.json is no JSON"),
-        ("record a list", "broken", "run.json is no JSON object"),
+        ("never began", "empty", "the run never started: run.json is missing"),
+        ("record gone", "broken", "run.json is missing"),
+        ("record torn", "broken", "run.json is not valid JSON"),
+        ("record a list", "broken", "run.json is not a JSON object"),
         ("record of odd parts", "finished", None),
-        ("unknown status", "broken", "run.json says status 'winning', which there is not"),
+        ("unknown status", "broken", "run.json has an unknown status: 'winning'"),
         ("metrics binary", "broken", "no line of metrics.jsonl can be read"),
         ("metrics empty", "empty", "no step was logged"),
         ("metrics a folder", "broken", "its files cannot be read: Is a directory"),
         ("a line torn", "finished", None),
         ("a line spoilt", "finished", "1 line of metrics.jsonl cannot be read"),
         ("running", "running", None),
-        ("killed", "running", "it says it is running, and has written nothing for 2.0 h: it may have been killed"),
+        ("killed", "running", "the status is running, but nothing was written for 2.0 h: the run may have been killed"),
         ("failed", "failed", "no space left"),
         ("whole", "finished", None),
     ],
@@ -208,12 +208,12 @@ def test_runs_are_found_at_any_depth_once_and_in_their_order(tmp_path):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="there is no run here: name a run folder"):
+    with pytest.raises(ConfigError, match="contains no runs: name a run folder"):
         read_runs([tmp_path])
-    with pytest.raises(ConfigError, match="missing is not there: name a run folder"):
+    with pytest.raises(ConfigError, match="missing does not exist: name a run folder"):
         read_runs([tmp_path / "missing"])
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file is no folder"):
+    with pytest.raises(ConfigError, match="file is not a folder"):
         read_runs([tmp_path / "file"])
 
 
@@ -240,7 +240,7 @@ def test_blocks_of_a_long_file_meet_without_a_gap(tmp_path, monkeypatch):
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="peak memory is asked of Linux")
 def test_ten_thousand_runs_are_read_as_they_are_in_little_memory(tmp_path):
-    """How long that takes, with ten times as many lines: `python benchmarks/reading.py`."""
+    """`python benchmarks/reading.py` measures how long this takes with ten times as many lines."""
     made_runs.sweep(tmp_path / "sweep", runs=10_000, lines=100)
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "read_runs.py"), str(tmp_path / "sweep")],

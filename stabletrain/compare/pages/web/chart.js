@@ -1,10 +1,10 @@
-// One picture: lines over a shared axis, marks on them, a thread to hover along, zoom by dragging or by keys.
+// One chart: lines over a shared axis, marks, a cursor with a tooltip, and zoom by mouse or keyboard.
 "use strict";
 class Chart {
   /**
    * host: an element of a fixed height. plan: { title, series, log, x: {log, label}, cap, lines, together }.
    * series: [{ name, style, x, y, width, faint, dots, marks: [{x, y, kind, text}], bad: [[x, word]], band: [low, high] }]
-   * cap: the largest y shown at first; floor: the lowest that there can be; domain: the range of x; lines: [{y, text}] across the picture; together: charts that share their x.
+   * cap: the largest y shown on a linear axis; floor: the lowest possible y; domain: the range of x; lines: horizontal lines [{y, text}]; together: charts that share their x.
    */
   constructor(host, plan) {
     this.host = host;
@@ -22,7 +22,7 @@ class Chart {
     host.addEventListener("blur", () => this.leave());
   }
 
-  /** Draws the picture anew; the range of x stays where it was. */
+  /** Redraws the chart and keeps a zoomed range of x. */
   draw(plan) {
     const range = this.zoom ? this.range() : null;
     if (this.u) this.u.destroy();
@@ -107,13 +107,13 @@ class Chart {
     if (this.u && (size.width !== this.u.width || size.height !== this.u.height)) this.u.setSize(size);
   }
 
-  /** The range of x that is shown, or null before there is one. */
+  /** The visible range of x, or null if nothing is drawn yet. */
   range() {
     const x = this.u && this.u.scales.x;
     return x && x.min != null ? [x.min, x.max] : null;
   }
 
-  /** The range of x that holds everything. */
+  /** The full range of x. */
   whole() {
     if (this.plan.domain) return this.plan.domain;
     const steps = this.plan.series.flatMap((one) => one.x);
@@ -133,7 +133,7 @@ class Chart {
     return [Math.max(low - room, Math.min(floor, low)), high + room];
   }
 
-  /** Shows a range of x; null shows all. Charts that share their x follow. */
+  /** Shows a range of x, or all of it for null. Charts that share their x follow. */
   show(range) {
     const [min, max] = range || this.full;
     this.zoom = !!range;
@@ -155,10 +155,10 @@ class Chart {
     }
   }
 
-  /** Says that the range has changed; whoever shows a button for it sets `told`. */
+  /** Called when the range of x has changed; the owner of the chart may replace it. */
   told() {}
 
-  /** Lines across, marks, and what was no number. */
+  /** Draws horizontal lines, marks, and crosses for values that are not finite. */
   decorate(u) {
     const { ctx, bbox } = u;
     const dpr = uPlot.pxRatio;
@@ -229,7 +229,7 @@ class Chart {
     ctx.stroke();
   }
 
-  /** The tip beside the thread: the line nearest to the pointer, and every mark there. */
+  /** Shows a tooltip with the nearest line and all marks at the cursor. */
   hover(u) {
     const { left, top } = u.cursor;
     if (!this.active || left == null || left < 0 || !this.plan.series.length) return this.hide();
@@ -250,7 +250,7 @@ class Chart {
     if (this.plan.series.length > 1 && this.focused !== series) u.setSeries((this.focused = series), { focus: true });
   }
 
-  /** Series and index of the point nearest to a place in the picture. */
+  /** Series and index of the point nearest to a position in the chart. */
   nearest(u, left, top) {
     const at = u.posToVal(left, "x");
     let best = null;
@@ -267,7 +267,7 @@ class Chart {
     return best;
   }
 
-  /** What the marks within reach of a place along x say. */
+  /** The texts of all marks near a position along x. */
   marked(u, left) {
     const texts = [];
     for (const one of this.plan.series) {
@@ -299,13 +299,13 @@ class Chart {
     this.hide();
   }
 
-  /** Lets the lines called `name` stand out; null ends it. */
+  /** Highlights the lines named `name`; null ends the highlight. */
   point(name) {
     const i = name === null ? -1 : this.plan.series.findIndex((one) => one.group === name || one.name === name);
     this.u.setSeries(i < 0 ? null : i + 1, { focus: true });
   }
 
-  /** A finger moves the thread; it draws no zoom, for it also scrolls the page. */
+  /** A finger moves the cursor but does not zoom, because it also scrolls the page. */
   touch(event) {
     this.active = true;
     if (event.pointerType === "mouse") return;
@@ -330,7 +330,7 @@ class Chart {
     event.preventDefault();
   }
 
-  /** Shows `factor` times as much of x, around a place of the picture. */
+  /** Scales the visible range of x by `factor` around a position in the chart. */
   scale(factor, at) {
     const width = this.u.over.clientWidth;
     const place = (left) => this.u.posToVal(left, "x");
@@ -339,7 +339,7 @@ class Chart {
     if (high > low) this.show(low <= this.full[0] && high >= this.full[1] ? null : [low, high]);
   }
 
-  /** Takes the page's colours as they are now. */
+  /** Redraws with the current colours of the page. */
   recolor() {
     this.u.redraw(false, true);
   }

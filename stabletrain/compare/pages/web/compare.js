@@ -1,11 +1,11 @@
-// The page of a comparison, put together: the table chooses the runs, the pictures draw them.
+// Sets up the page of a comparison: the table selects the runs, and the charts draw them.
 "use strict";
-const DRAWN = 30; // lines that can still be told apart
+const DRAWN = 30; // more lines cannot be told apart
 const drawn = document.getElementById("drawn");
 const by = document.getElementById("by");
 const legend = document.getElementById("legend");
 
-/** Of these runs, in the order of the table as it was made: the best, the worst, and those with incidents. */
+/** Selects the best, the worst, and those with incidents among these runs, by the initial order of the table. */
 function telling(ids) {
   const there = ids.filter((id) => PAGE.curves[id]).sort((a, b) => a - b);
   if (there.length <= DRAWN) return there;
@@ -53,14 +53,14 @@ function choose() {
   const total = PAGE.rows.length;
   const there = Object.keys(PAGE.curves).length;
   const rows = left.length === total ? Numbers.count(total, "run") : `${left.length.toLocaleString("en-US")} of ${Numbers.count(total, "run")}`;
-  const few = !table.chosen && ids.length < left.filter((id) => PAGE.curves[id]).length ? " (the best, the worst, those with incidents)" : "";
-  const some = there < total ? `; curves of ${there.toLocaleString("en-US")} are in this page` : "";
+  const few = !table.chosen && ids.length < left.filter((id) => PAGE.curves[id]).length ? " (the best, the worst, and those with incidents)" : "";
+  const some = there < total ? `; this page contains the curves of ${there.toLocaleString("en-US")}` : "";
   drawn.textContent = `${rows}, ${ids.length} drawn${few}${some}`;
   draw(ids);
 }
 
 const place = document.getElementById("pictures");
-const pictures = place && new Pictures(place, PAGE.panels); // none where no run has measured anything
+const pictures = place && new Pictures(place, PAGE.panels); // absent if no run has logged a metric
 const table = new Runs(document.getElementById("table"), PAGE, { told: choose, opened: Details.open });
 document.getElementById("best").addEventListener("click", () => (table.tickOnly(table.filtered().filter((id) => PAGE.curves[id]).sort((a, b) => a - b).slice(0, 5), true), choose()));
 document.getElementById("usual").addEventListener("click", () => ((table.chosen = false), table.table.clearHeaderFilter(), choose()));

@@ -1,4 +1,4 @@
-// Learning-rate sensitivity: the final loss, and the largest attention logit, against the peak rate, a line for each arm.
+// Learning-rate sensitivity: final loss and largest attention logit against the peak learning rate, one line per arm.
 "use strict";
 function sensitivity(host, found) {
   const style = (i) => Colors.style(i, found.arms.length, false);
@@ -30,9 +30,9 @@ function sensitivity(host, found) {
     }));
     charts.push(new Chart(plot, { title, series, log, lines, x: { log: true, label: "learning rate" } }));
   };
-  panel("Final loss, or the loss at init where a run diverged (nats)", "A cross: a run diverged there. A band: lowest to highest of the seeds.", "loss", false, [], true);
+  panel("Final loss, at most the loss at init (nats)", "Cross: a run diverged. Band: lowest to highest over the seeds.", "loss", false, [], true);
   if (found.arms.some((arm) => arm.logit.some((v) => v !== null)))
-    panel("Largest attention logit", "", "logit", true, [{ y: 1e4, text: "10,000: runs beyond it diverged in arXiv 2309.14322" }], false);
+    panel("Largest attention logit", "", "logit", true, [{ y: 1e4, text: "10,000: runs above it diverged in arXiv 2309.14322" }], false);
   const again = () => charts.forEach((chart) => chart.recolor());
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   addEventListener("beforeprint", again);

@@ -1,7 +1,7 @@
-// How a value is written: numbers with four figures, and never more than a reader can use.
+// Formats values: numbers have four significant digits.
 "use strict";
 const Numbers = {
-  /** `value` for people; null, which is what NaN has become on its way here, is a dash. */
+  /** A value in short form; a dash for null, which also stands for NaN in the page's data. */
   short(value) {
     if (value === null || value === undefined || value === "") return "–";
     if (typeof value === "boolean") return value ? "yes" : "no";
@@ -12,7 +12,7 @@ const Numbers = {
     if (size >= 1e4) return Math.round(value).toLocaleString("en-US");
     return String(Number(value.toPrecision(4)));
   },
-  /** A learning rate or another setting: as it was typed, but without a float's tail. */
+  /** A setting, such as a learning rate, with all its digits. */
   setting(value) {
     if (typeof value !== "number") return Numbers.short(value);
     const size = Math.abs(value);
@@ -27,7 +27,7 @@ const Numbers = {
       return String(Number(value.toPrecision(6)));
     });
   },
-  /** Of an axis by powers of ten the round ones: 1, 10, 100, and where they are few 2 and 5 as well. */
+  /** The ticks of a logarithmic axis that get a label: powers of ten, and also 2 and 5 if there are few. */
   round(u, values) {
     const known = values.filter((value) => value > 0);
     const few = known.length && Math.log10(Math.max(...known) / Math.min(...known)) < 1.7;
@@ -36,12 +36,12 @@ const Numbers = {
       return lead === 1 || (few && (lead === 2 || lead === 5)) ? value : null;
     });
   },
-  /** How often something is the case, with the word in the right number. */
+  /** A count with its noun in the singular or plural. */
   count(number, word, many) {
     return `${number.toLocaleString("en-US")} ${number === 1 ? word : many || `${word}s`}`;
   },
 };
-/** An element with attributes, and with children that are elements or text; text is never read as HTML. */
+/** Creates an element with attributes and children. A text child is never read as HTML. */
 function make(tag, attributes, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes || {})) {
@@ -52,5 +52,5 @@ function make(tag, attributes, ...children) {
   element.append(...children.filter((child) => child !== null && child !== undefined));
   return element;
 }
-/** What the page was given. */
+/** The data of the page. */
 const PAGE = JSON.parse(document.getElementById("data").textContent);

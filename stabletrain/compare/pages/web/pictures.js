@@ -1,7 +1,7 @@
-// All pictures of a page that run over steps: the same runs, the same colours and the same steps in each of them.
+// All charts over steps of a page. They share the runs, the colours and the range of steps.
 "use strict";
 class Pictures {
-  /** panels: [{ title, note, names, log, cap, lines, smooth, one }]; host: where they go, each in a figure of its own. */
+  /** panels: [{ title, note, names, log, cap, lines, smooth, one }]; host: their parent element, in which each gets its own figure. */
   constructor(host, panels) {
     this.together = { key: "steps", charts: [] };
     this.smoothing = 0;
@@ -17,7 +17,7 @@ class Pictures {
   }
 
   figure(host, panel) {
-    const log = make("button", { type: "button", title: "a logarithmic axis, or a linear one", "aria-pressed": String(!!panel.log) }, "log");
+    const log = make("button", { type: "button", title: "switch between a logarithmic and a linear axis", "aria-pressed": String(!!panel.log) }, "log");
     const back = make("button", { type: "button", title: "show all steps again" }, "all steps");
     back.style.visibility = "hidden";
     const note = make("p", { class: "note" });
@@ -55,8 +55,8 @@ class Pictures {
     const series = this.runs.flatMap((run) => this.lines(run, panel));
     const cap = panel.cap ? Pictures.cap(series) : null;
     const above = cap !== null && series.some((one) => one.y.some((v) => v > cap));
-    const missing = this.runs.length && !series.length ? "None of the drawn runs has measured this." : "";
-    const out = above && !shown.log ? " Some goes beyond the top: log shows all." : "";
+    const missing = this.runs.length && !series.length ? "None of the drawn runs has logged this metric." : "";
+    const out = above && !shown.log ? " Some values are above the top of the chart; the log axis shows them all." : "";
     const names = series.length > 1 && this.runs.every((run) => run.alone) ? series.filter((one) => !one.faint) : [];
     const lines = names.length > 1 ? names.flatMap((one) => [Colors.swatch(one.style), `${one.name}\u2003`]) : [];
     shown.note.replaceChildren(...lines, missing || `${panel.note || ""}${out}`);
@@ -67,7 +67,7 @@ class Pictures {
     this.together.charts.push(shown.chart);
   }
 
-  /** A run's lines in a panel: every name it has of the panel's, or the first one of them where several runs are drawn. */
+  /** A run's lines in a panel: all metrics that it has logged, or only the first one if several runs are drawn. */
   lines(run, panel) {
     const there = panel.names.filter((name) => run.curves[name] && run.curves[name].x.length);
     const names = run.alone ? there : there.slice(0, 1);
@@ -85,13 +85,13 @@ class Pictures {
     return lines;
   }
 
-  /** Skipped steps as crosses, rollbacks as lines down, incidents as triangles on the curve. */
+  /** Marks: a cross for a skipped step, a vertical line for a rollback, a triangle on the curve for an incident. */
   static marks(run, curve) {
-    const withheld = new Map(run.skips || []); // at the loss that was withheld, where that is known
+    const withheld = new Map(run.skips || []); // at the loss of the skipped step, if it is known
     const height = (x) => withheld.get(x) ?? curve.y[Chart.index(curve.x, x)];
     return [
       ...(run.rollbacks || []).map((x) => ({ x, kind: "rollback", text: `step ${Numbers.short(x)}: rolled back` })),
-      ...(run.skips || []).map(([x, y]) => ({ x, y, kind: "cross", text: `step ${Numbers.short(x)}: update withheld${y === null ? "" : `, loss ${Numbers.short(y)}`}` })),
+      ...(run.skips || []).map(([x, y]) => ({ x, y, kind: "cross", text: `step ${Numbers.short(x)}: skipped${y === null ? "" : `, loss ${Numbers.short(y)}`}` })),
       ...(run.incidents || []).map((one) => ({ x: one.step, y: height(one.step), kind: "incident", text: Pictures.told(run, one) })),
     ];
   }
@@ -101,13 +101,13 @@ class Pictures {
     return `${where}step ${Numbers.short(one.step)}: ${[one.cause || one.kind, one.verdict].filter(Boolean).join(": ")}`;
   }
 
-  /** A quarter above the highest start: what lies far beyond it has diverged, and would flatten everything else. */
+  /** 1.25 times the highest first value. Losses far above it have diverged, and would flatten all other lines. */
   static cap(series) {
     const starts = series.map((one) => one.y.find((v) => v !== null)).filter((v) => v > 0);
     return starts.length ? 1.25 * Math.max(...starts) : null;
   }
 
-  /** Running means that give the past `weight`, without a bias towards the first value. */
+  /** Bias-corrected exponential running means; `weight` is the weight of the past. */
   static mean(values, weight) {
     let total = 0;
     let mass = 0;

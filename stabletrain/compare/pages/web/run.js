@@ -1,4 +1,4 @@
-// The page of one run, put together: its own curves, a picture each; none where it measured nothing.
+// Sets up the page of one run: a chart per panel, and none if the run has logged no metric.
 "use strict";
 const place = document.getElementById("pictures");
 const pictures = place && new Pictures(place, PAGE.panels);

@@ -1,11 +1,11 @@
-// The table of runs: sorts by a click on a column's head, filters by what is typed below it, and says which runs are drawn.
+// The table of runs: a click on a heading sorts, the field below it filters, and checkboxes select the runs to draw.
 "use strict";
 class Runs {
-  /** host: where it goes. page: { columns, rows }. told: called when filters or ticks may have changed what to draw. */
+  /** host: the parent element. page: { columns, rows }. told: called when the selection of runs may have changed. */
   constructor(host, page, { told, opened }) {
     this.told = told;
     this.ticked = new Set();
-    this.chosen = false; // whether the reader has ticked anything: until then filters choose
+    this.chosen = false; // whether the reader has used a checkbox; until then the filters select the runs
     const rows = page.rows.map((row, i) => Object.fromEntries([["id", i], ...row.map((value, c) => [`c${c}`, value])]));
     const narrow = innerWidth < 700;
     this.columns = page.columns;
@@ -17,7 +17,7 @@ class Runs {
         height: rows.length > 14 ? 520 : undefined,
         layout: "fitData",
         nestedFieldSeparator: false,
-        placeholder: "No run fits these filters.",
+        placeholder: "No run matches these filters.",
         columnHeaderVertAlign: "bottom",
         printAsHtml: true,
         printRowRange: "visible",
@@ -39,7 +39,7 @@ class Runs {
       formatter: (cell) => {
         const { id } = cell.getData();
         const there = PAGE.curves[id] !== undefined;
-        const title = there ? "draw this run" : "its curves are not in this page";
+        const title = there ? "draw this run" : "this page does not contain the curves of this run";
         const box = make("input", { type: "checkbox", "aria-label": title, title, disabled: !there });
         box.checked = this.ticked.has(id);
         box.addEventListener("change", () => {
@@ -87,7 +87,7 @@ class Runs {
     return status === "running" || status === "preempted" ? "warn" : "bad";
   }
 
-  /** Whether a value fits a filter: `> 1`, `<= 0.5`, `2..3` compare numbers; anything else is looked for in the text. */
+  /** Whether a value matches a filter: `> 1`, `<= 0.5` and `2..3` compare numbers; anything else searches the text. */
   static fits(wanted, value) {
     const text = String(wanted).trim().toLowerCase();
     const between = /^(-?[\d.]+(?:e[-+]?\d+)?)\s*\.\.\s*(-?[\d.]+(?:e[-+]?\d+)?)$/.exec(text);
@@ -104,12 +104,12 @@ class Runs {
     return [Numbers.short(value), Numbers.setting(value), String(value ?? "")].some((form) => form.toLowerCase().includes(text));
   }
 
-  /** Text that the library takes for HTML. */
+  /** Escapes text for the library, which reads it as HTML. */
   static safe(text) {
     return make("span", {}, text).innerHTML;
   }
 
-  /** Column heads that the keyboard reaches too. */
+  /** Makes the headings reachable by keyboard. */
   reachable(host) {
     for (const column of this.table.getColumns()) {
       const head = column.getElement();
@@ -126,12 +126,12 @@ class Runs {
     host.querySelectorAll(".tabulator-header-filter input").forEach((input, i) => input.setAttribute("aria-label", `filter by ${this.columns[i].title}`));
   }
 
-  /** The ids of the rows that the filters leave. */
+  /** The ids of the rows that match the filters. */
   filtered() {
     return this.table.getData("active").map((row) => row.id);
   }
 
-  /** Ticks exactly these runs. */
+  /** Selects exactly these runs. */
   tickOnly(ids, chosen) {
     this.ticked = new Set(ids);
     this.chosen = chosen;
