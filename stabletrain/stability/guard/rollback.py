@@ -165,7 +165,7 @@ class RollbackGuard(SkipGuard):
         return {**super().state_dict(), **self.cumulative_state(), **self.states.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores them. What a checkpoint of another kind of guard lacks starts from its initial value."""
+        """Restores them, as far as the checkpoint has them: another kind of guard stores fewer."""
         super().load_state_dict(state)
         self.states.load_state_dict(state)
         self.load_cumulative_state({name: state[name] for name in CUMULATIVE[1:] if name in state})

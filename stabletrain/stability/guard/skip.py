@@ -206,7 +206,7 @@ class SkipGuard(NoGuard):
         return {"skips": dict(self.skips), **counts, "limits": self.limits.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores counts and windows. What a checkpoint of another kind of guard lacks starts from its initial value."""
+        """Restores counts and windows, as far as the checkpoint has them: another kind of guard stores fewer."""
         super().load_state_dict(state)
         self.consecutive = state.get("consecutive", 0)
         self.trouble = state.get("trouble", 0)
