@@ -1,6 +1,6 @@
 """Inspects one step in several parts, and combines their results into alarms.
 
-Each part may fail without affecting the others. It computes on the device, synchronizes with the host once, and
+Each part may fail without affecting the others. It computes on the device, synchronises with the host once, and
 returns metrics by name.
 """
 
@@ -86,7 +86,7 @@ class Probe:
             values[("attn_logit_max", name_of[name])] = head.largest.amax()
             values[("attn_entropy", name_of[name])] = head.entropy.mean()
             values[("attn_entropy_min", name_of[name])] = head.entropy.amin()
-        *sizes, z_mean, z_max = torch.stack([*values.values(), *z]).tolist()  # the only host synchronization
+        *sizes, z_mean, z_max = torch.stack([*values.values(), *z]).tolist()  # the only host synchronisation
         found: Sizes = {}
         for (what, name), size in zip(values, sizes, strict=True):
             found.setdefault(what, {})[name] = size

@@ -27,7 +27,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def measure(model: nn.Module) -> GradNorms:
-    """Returns L2 norms of the gradients, per parameter and total; fp32, on their device, without host synchronization.
+    """Returns L2 norms of the gradients, per parameter and total; fp32, on their device, without host synchronisation.
 
     A NaN or Inf in any gradient makes the total non-finite. So does a norm above 1.8e19, whose square overflows fp32.
     The total is 0 without gradients. For sharded gradients the norms are those of this rank's shards.
@@ -41,7 +41,7 @@ def measure(model: nn.Module) -> GradNorms:
 
 
 def buffer_norm(model: nn.Module) -> Tensor:
-    """Returns the L2 norm over all floating-point buffers; 0-d fp32, on their device, without host synchronization.
+    """Returns the L2 norm over all floating-point buffers; 0-d fp32, on their device, without host synchronisation.
 
     Non-finite if any buffer is.
     """

@@ -6,7 +6,7 @@
 | skip | also bad data, non-finite values and spikes | halts |
 | rollback | the same as skip | rolls back to a healthy state; halts if that does not help |
 
-`gate` runs inside the step, on the device, and must not synchronize with the host. `judge` runs on the host after the
+`gate` runs inside the step, on the device, and must not synchronise with the host. `judge` runs on the host after the
 step, on its reading, and updates the guard's statistics. A step is skipped for one of these reasons:
 
 - `bad_data`: the batch cannot be trained on (`stability/sanitize.py`).

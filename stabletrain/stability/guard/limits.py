@@ -4,7 +4,7 @@
 
 `mean + sigma std` is the package's only definition of a spike (`monitors/rolling.py`). The other two terms prevent
 false alarms. `ratio` tolerates small fluctuations when the values in the window are nearly equal. `share`, a fraction
-of the first step's value, tolerates a single hard sample when the model has memorized its data and losses are near 0.
+of the first step's value, tolerates a single hard sample when the model has memorised its data and losses are near 0.
 
 A window is cold until it is half full. Until then the limit is a multiple of the first step's value: 3 for the loss,
 100 for the gradient norm. Skipped steps never enter a window.
