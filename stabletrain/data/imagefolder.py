@@ -20,7 +20,6 @@ class Files:
     """Image files, decoded on access.
 
     Args:
-        root: folder of the files.
         files: name relative to `root` and class id of each file.
         channels: 3 for colour, 1 for grey.
     """

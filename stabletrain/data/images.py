@@ -88,13 +88,11 @@ class Images:
         """Combines two splits into a data set.
 
         Args:
-            name: name of the data set.
             splits: `train` and `val`.
             classes: names of the classes, in the order of their ids.
             size: height and width of the model's input, in pixels.
             mean, std: mean and standard deviation of each channel, of pixels scaled to [0, 1].
             augment: `none`, `crop`, `crop_flip` or `resized_crop`; applies to training only.
-            seed: seed of order and augmentation.
             cache_mb: decoded images of a split are cached if they take at most this many MB together.
 
         Raises:
@@ -152,6 +150,7 @@ class Images:
             images = self._gather(split, ids)
         else:
             ids, _ = sample_ids(step * size, size, len(pictures.labels), self._seed)
+            # Looked up by the sample's number in the run: a replay draws the same, another epoch does not.
             numbers = np.arange(step * size, (step + 1) * size)
             draws = uniform(numbers, key(self._seed, "augment"), DRAWS)
             if self._augment.whole:

@@ -62,13 +62,13 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     """
     if index.size and not (index.min() >= 0 and index.max() < n):
         raise ValueError(f"an index in [{index.min()}, {index.max()}] lies outside [0, {n})")
-    side = math.isqrt(n - 1) + 1
+    side = math.isqrt(n - 1) + 1  # ceil(sqrt(n))
     a, b = np.uint64(side), np.uint64(-(-n // side))
     keys = mix(np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(key & MASK))
     value = index.astype(np.uint64).ravel()
     outside = np.arange(value.size)
     while outside.size:  # cycle walking: permute again what falls outside [0, n)
-        right, left = np.divmod(value[outside], a)
+        right, left = np.divmod(value[outside], a)  # point (left, right) of the grid a x b
         for r in range(0, ROUNDS, 2):
             left = (left + mix(right ^ keys[r]) % a) % a
             right = (right + mix(left ^ keys[r + 1]) % b) % b

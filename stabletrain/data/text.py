@@ -151,11 +151,7 @@ class Text(Corpus):
 
     Args:
         path: file, folder or glob, relative to the current folder.
-        block_size: bytes in a sample.
-        val_fraction: share held out for validation.
-        seed: seed of the sample order.
-        length_warmup: steps over which samples grow to `block_size`; 0 disables it.
-        length_start: bytes in the first samples of the length warmup.
+        length_warmup, length_start: see `LengthWarmup`.
 
     Raises:
         ConfigError: see `Corpus`; or the path is not set or does not exist.
@@ -193,11 +189,7 @@ class Stdlib(Corpus):
     version.
 
     Args:
-        block_size: bytes in a sample.
-        val_fraction: share of the files held out for validation.
-        seed: seed of the sample order.
-        length_warmup: steps over which samples grow to `block_size`; 0 disables it.
-        length_start: bytes in the first samples of the length warmup.
+        length_warmup, length_start: see `LengthWarmup`.
 
     Raises:
         ConfigError: see `Corpus`; for example if Python's library is in an archive.

@@ -15,7 +15,6 @@ class Shards:
     """A `Stream` over the shards of one split.
 
     Args:
-        folder: folder of the shards.
         shards: file name and number of tokens of each shard, in order.
         dtype: dtype of a token id.
 
@@ -63,10 +62,7 @@ class Tokens(Windows):
 
     Args:
         path: the folder that `stabletrain prepare` wrote.
-        block_size: tokens in a sample.
-        seed: seed of the sample order.
-        length_warmup: steps over which samples grow to `block_size`; 0 disables it.
-        length_start: tokens in the first samples of the length warmup.
+        length_warmup, length_start: see `LengthWarmup`.
 
     Attributes:
         vocab_size: size of the tokenizer's vocabulary.

@@ -129,7 +129,7 @@ class Windows:
         Args:
             step: data position; unbounded for training, below `batches(size, "val")` for validation.
             size: samples in the batch.
-            split: `train` or `val`.
+            split: `train` (windows move each epoch) or `val`.
 
         Returns:
             inputs and targets int64 `[size, block_size]`, shorter during the length warmup; ids are the positions of
@@ -142,6 +142,7 @@ class Windows:
         stream = {"train": self._train, "val": self._val}[split]
         if split == "train":
             index, epochs = sample_ids(step * size, size, self._train_windows, self.seed)
+            # A batch may cross an epoch, and each epoch has its own phase.
             phases = {epoch: key(self.seed, epoch, "phase") % self._phases for epoch in set(epochs.tolist())}
             starts = index * self.block_size + np.array([phases[epoch] for epoch in epochs.tolist()])
             length = self.length_warmup.length(step, self.block_size)

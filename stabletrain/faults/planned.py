@@ -46,9 +46,6 @@ class Planned(NoFaults):
 
     Attributes:
         at: the numbers, from 0; each kind defines what they count.
-
-    Raises:
-        ConfigError: `at` is empty, or a number is not an integer of at least 0.
     """
 
     at: Sequence[int]

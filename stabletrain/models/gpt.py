@@ -73,9 +73,7 @@ class GPT(nn.Module):
     Parameters are fp32 with PyTorch's default initialisation; `stability/init.py` overwrites it.
 
     Args:
-        vocab_size: number of tokens.
         block_size: maximum sequence length.
-        n_layer: number of blocks.
         n_head: number of attention heads; divides `n_embd`.
         n_embd: width of the residual stream.
         position: `rope` or `learned`.

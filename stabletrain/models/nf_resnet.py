@@ -69,8 +69,6 @@ class NFBlock(nn.Module):
     The shortcut is `x`, or a 1 x 1 convolution of `a(x / beta)` if the block changes resolution or width.
 
     Args:
-        in_channels: channels of the input.
-        channels: channels of the output.
         stride: 1, or 2 to halve the resolution.
         alpha: standard deviation of the branch at initialisation.
         variance: variance of the input at initialisation.
@@ -107,7 +105,6 @@ class NFResNet(nn.Module):
 
     Args:
         depth: 6 n + 2, such as 20, 32, 44, 56 or 110.
-        num_classes: number of classes.
         in_channels: 3 for colour, 1 for grey images; their values should have a variance of about 1.
         alpha: standard deviation of each block's branch at initialisation, 0.2 in the paper.
         skipinit: whether to multiply each branch by a learned scalar that starts at 0.

@@ -43,7 +43,6 @@ class CifarResNet(nn.Module):
 
     Args:
         depth: 6 n + 2; 20, 32, 44, 56 or 110 in the paper.
-        num_classes: number of classes.
         in_channels: 3 for colour, 1 for grey images.
 
     Raises:
@@ -89,7 +88,6 @@ class TorchvisionResNet(ResNet):
 
     Args:
         depth: 18, 34, 50, 101 or 152.
-        num_classes: number of classes.
         in_channels: 3 for colour, 1 for grey images.
         stem: `large`: 7 x 7 with stride 2 and a max-pool, as in the paper, for images of about 224 pixels; `small`:
             3 x 3 with stride 1 and no max-pool, for images of at most 64 pixels.

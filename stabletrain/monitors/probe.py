@@ -114,7 +114,7 @@ class Probe:
         self._gradient_norms = dict(zip(parameters, read[:count], strict=True))
         self._weight_norms = dict(zip(parameters, read[2 * count :], strict=True))
         zeros = dict(zip(parameters, read[count : 2 * count], strict=True))
-        self._held = [p.clone() for p in values]
+        self._held = [p.clone() for p in values]  # the update is the difference to these
         found: Sizes = {"grad_norm": {}, "zero_grads": {}}
         grad_rms = self._sizes["grad_rms"] = {}
         for where, names in by_place(parameters, watched).items():
@@ -135,7 +135,7 @@ class Probe:
         parameters, watched = trained(model), blocks(model)
         moved = torch._foreach_sub([*parameters.values()], self._held)
         adaptive = Adaptive(optimizer, parameters)
-        parts = [norms([*moved])]
+        parts = [norms([*moved])]  # collected on the device: `torch.cat(parts).tolist()` is the only synchronisation
         if adaptive.names:
             parts += [norms(adaptive.gradients), adaptive.g_over_sqrt_v()]
         read = torch.cat(parts).tolist()

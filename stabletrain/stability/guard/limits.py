@@ -96,10 +96,6 @@ class Limit:
 class Limits:
     """The limits of loss, gradient norm and magnitude of the inputs.
 
-    Args:
-        sigma: standard deviations above the mean at which a spike begins.
-        window: number of applied steps over which mean and standard deviation are taken.
-
     Raises:
         ConfigError: a value is out of range.
     """

@@ -145,7 +145,7 @@ class SkipGuard(NoGuard):
             return Verdict.APPLY
         self.kind, self.reason = self.why(reading)
         self.skips[self.kind] += 1
-        if self.kind == "overflow":
+        if self.kind == "overflow":  # routine calibration: neither trouble nor a consecutive skip
             return Verdict.SKIP
         self.consecutive += 1
         if self.kind != "bad_data":  # bad data says nothing about the weights
