@@ -178,7 +178,7 @@ class SkipGuard(NoGuard):
         return self.trouble == 0
 
     def trouble_at_end(self) -> str | None:
-        """Warns if the last steps of the run were skipped; None if the run ended healthy."""
+        """Returns a warning if the run ended in trouble, or else None."""
         if self.healthy:
             return None
         skipped = self.consecutive or self.trouble
