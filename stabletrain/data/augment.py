@@ -1,8 +1,8 @@
-"""Augmentation: random crops and flips of images as a pure function of the sample's number in the run.
+"""Augmentation: random crops and flips, a pure function of the sample's number in the run.
 
-torchvision's transforms draw from the global generator, which a background thread must not touch and a replay could not
-repeat. So the parameters are looked up by number (`order.uniform`). Small images are gathered whole batches at a time,
-wherever they are held; large ones are cut and scaled one by one, by torchvision's functional kernels.
+torchvision's transforms draw from the global generator, which a background thread must not use and a replay could not
+reproduce. Here random numbers are looked up by sample number (`order.uniform`). Small images are cropped a batch at a
+time, on the device that holds them; large images one by one on the host.
 """
 
 import math
@@ -17,39 +17,39 @@ from torch import Tensor
 from stabletrain.errors import ConfigError
 
 DRAWS = 42
-"""Random numbers an image may use: a flip, and ten tries of four for a resized crop."""
+"""Random numbers available per image: 2 (one for the flip), and 4 for each of 10 attempts at a resized crop."""
 
 
 def fit(image: UInt8[Tensor, "channels _ _"], size: int) -> UInt8[Tensor, "channels {size} {size}"]:
-    """The middle square of the image, its shorter side scaled to `size`; the image itself if it is one already."""
+    """Scales the shorter side of the image to `size` and crops the center; returns an image of that size unchanged."""
     if image.shape[-2:] == (size, size):
         return image
-    from torchvision.transforms.v2 import functional as kernels  # it takes a second to load
+    from torchvision.transforms.v2 import functional as kernels  # slow to import
 
     return kernels.center_crop(kernels.resize(image, [size], antialias=True), [size, size])
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Images as they are, but for their size."""
+    """No augmentation."""
 
     whole = False
-    """Whether it wants the image before it is brought to size."""
+    """Whether the augmentation needs the image at its original size."""
 
     def __call__(
         self, images: UInt8[Tensor, "batch channels size size"], draws: np.ndarray
     ) -> UInt8[Tensor, "batch channels size size"]:
-        """The images themselves."""
+        """Returns the images unchanged."""
         del draws
         return images
 
 
 @dataclass(frozen=True)
 class CropFlip:
-    """Zero padding by an eighth, a random crop of the old size, half of them mirrored (arXiv 1512.03385, section 4.2).
+    """Pads by an eighth with zeros, crops the original size at random, flips half (arXiv 1512.03385, section 4.2).
 
     Attributes:
-        flip: whether to mirror; digits and text are another thing mirrored.
+        flip: whether to flip; do not flip digits or text.
     """
 
     flip: bool = True
@@ -58,7 +58,7 @@ class CropFlip:
     def __call__(
         self, images: UInt8[Tensor, "batch channels size size"], draws: np.ndarray
     ) -> UInt8[Tensor, "batch channels size size"]:
-        """One crop of each image, all in one gather, on the images' device."""
+        """Returns one crop of each image, on the images' device."""
         count, channels, size, _ = images.shape
         pad = max(1, size // 8)
         places = torch.from_numpy(self.places(draws, size, pad)).to(images.device, non_blocking=True)
@@ -70,7 +70,7 @@ class CropFlip:
         ]
 
     def places(self, draws: np.ndarray, size: int, pad: int) -> np.ndarray:
-        """The rows and columns of each padded image that are kept, in order: int64 `[batch, 2, size]`."""
+        """Returns rows and columns of each padded image to gather: int64 `[batch, 2, size]`."""
         start = (draws[:, :2] * (2 * pad + 1)).astype(np.int64)
         found = start[:, :, None] + np.arange(size)
         if self.flip:
@@ -81,17 +81,17 @@ class CropFlip:
 
 @dataclass(frozen=True)
 class ResizedCrop:
-    """A random part of 8 to 100 % of the area at a ratio of 3/4 to 4/3, scaled; half mirrored (arXiv 1409.4842).
+    """Crops 8 to 100 % of the area at an aspect ratio of 3/4 to 4/3, resizes it, flips half (arXiv 1409.4842).
 
     Attributes:
-        size: pixels of a side.
+        size: height and width of the result, in pixels.
     """
 
     size: int
     whole = True
 
     def __call__(self, image: UInt8[Tensor, "channels _ _"], draws: np.ndarray) -> UInt8[Tensor, "channels size size"]:
-        """A part of one image; the middle, where ten tries find none that fits."""
+        """Returns a crop of one image; the center square if none of ten attempts fits into the image."""
         from torchvision.transforms.v2 import functional as kernels
 
         height, width = image.shape[-2:]
@@ -110,10 +110,10 @@ class ResizedCrop:
 
 
 def augmentation(name: str, size: int) -> Plain | CropFlip | ResizedCrop:
-    """The augmentation of that name, for images of `size` pixels.
+    """Returns the augmentation of that name for images of `size` pixels.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name is unknown.
     """
     kinds = {"none": Plain(), "crop": CropFlip(flip=False), "crop_flip": CropFlip(), "resized_crop": ResizedCrop(size)}
     if name not in kinds:

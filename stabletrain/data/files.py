@@ -1,7 +1,6 @@
-"""Which files a path means, and the manifest of token shards. Needs no torch.
+"""Finds the text files of a path, and reads the manifest of token shards. Does not import torch.
 
-A path that means no file is answered with the nearest one. The manifest is what `stabletrain prepare` writes and
-`data=tokens` reads.
+`stabletrain prepare` writes the manifest; `data=tokens` reads it.
 
 meta.json     {"version", "tokenizer", "vocab_size", "dtype", "splits": {"train": [{"file", "tokens"}], "val": ...}}
 *.bin         raw little-endian token ids of that dtype
@@ -15,18 +14,18 @@ from pathlib import Path
 from stabletrain.errors import ConfigError, closest
 
 MAGIC = frozenset("*?[")
-SNIFF = 8000  # bytes; git looks at as many to tell text from binary
+SNIFF = 8000  # bytes that git reads to tell text from binary
 
 
 def existing(path: str, name: str) -> Path:
-    """`path` as a Path, if it exists.
+    """Returns `path` as a Path; expands `~`.
 
     Args:
-        path: as the user wrote it; `~` is the home folder.
-        name: what the user calls it in the error, such as `data.path`.
+        path: the user's value.
+        name: the user's key, such as `data.path`, for errors.
 
     Raises:
-        ConfigError: nothing is there; the message names the nearest thing that is.
+        ConfigError: the path does not exist; the message suggests the nearest one that does.
     """
     found = Path(path).expanduser()
     if found.exists():
@@ -41,18 +40,18 @@ def existing(path: str, name: str) -> Path:
 
 
 def find_text(path: str, name: str) -> tuple[Path, list[str]]:
-    """The text files a path means, in a fixed order.
+    """Finds the text files of a path.
 
-    A file means itself. A folder means all files below it, and a glob (`**` goes any depth) all files it matches,
-    that are not empty and look like text by git's rule: no NUL among the first 8000 bytes. Below a folder, hidden
-    names and `__pycache__` are left out and links to folders are not followed.
+    A file is taken as it is. A folder or a glob (`**` matches any depth) gives all files in it that are not empty and
+    are text by git's rule: no NUL among the first 8000 bytes. In a folder, hidden names and `__pycache__` are excluded,
+    and links to folders are not followed.
 
     Args:
         path: file, folder or glob.
-        name: what the user calls it in the error.
+        name: the user's key, for errors.
 
     Returns:
-        a folder, and the files' names relative to it with forward slashes, sorted.
+        a folder, and sorted file names relative to it, with forward slashes.
 
     Raises:
         ConfigError: the path does not exist, nothing matches, or a file cannot be read.
@@ -71,16 +70,16 @@ def find_text(path: str, name: str) -> tuple[Path, list[str]]:
     files = sorted(file.relative_to(root).as_posix() for file in found if looks_like_text(file, name))
     if not files:
         raise ConfigError(
-            f"{name}={path} holds no text files ({len(found)} files looked at): name a file, folder or glob"
+            f"{name}={path} holds no text files ({len(found)} files checked): name a file, folder or glob"
         )
     return root, files
 
 
 def looks_like_text(file: Path, name: str) -> bool:
-    """Whether a file is not empty and its first bytes hold no NUL.
+    """Whether a file is not empty and its first 8000 bytes hold no NUL.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
         with file.open("rb") as handle:
@@ -103,10 +102,10 @@ DTYPES = ("uint8", "uint16", "uint32")
 
 
 def read_meta(folder: Path) -> dict:
-    """The manifest of a folder of shards.
+    """Reads the manifest of a folder of shards.
 
     Raises:
-        ConfigError: it is missing, is no such manifest, or is of another version.
+        ConfigError: it is missing, invalid, or of another version.
     """
     file = folder / "meta.json"
     try:
@@ -121,11 +120,11 @@ def read_meta(folder: Path) -> dict:
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"data.path: {file} is no manifest of token shards ({error!r}): prepare the data again"
+            f"data.path: {file} is not a manifest of token shards ({error!r}): prepare the data again"
         ) from None
     if not whole or meta.get("version") != VERSION or meta.get("dtype") not in DTYPES:
         raise ConfigError(
-            f"data.path: {file} is of version {meta.get('version')} with dtype {meta.get('dtype')}, "
-            f"this program reads version {VERSION} with {', '.join(DTYPES)}: prepare the data again"
+            f"data.path: {file} has version {meta.get('version')} and dtype {meta.get('dtype')}, "
+            f"but this program reads version {VERSION} with dtype {', '.join(DTYPES)}: prepare the data again"
         )
     return meta

@@ -1,4 +1,4 @@
-"""A folder of class folders: `<path>/<class>/*.jpg`, or `<path>/train/<class>/...` beside `val/` or `test/`."""
+"""Image folders: `<path>/<class>/*.jpg`, or `<path>/train/<class>/...` beside `val/` or `test/`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +17,10 @@ ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".
 
 
 class Files:
-    """Picture files, decoded when they are asked for.
+    """Image files, decoded on access.
 
     Args:
-        root: folder that names are relative to.
-        files: names, and the class id of each.
+        files: name relative to `root` and class id of each file.
         channels: 3 for colour, 1 for grey.
     """
 
@@ -30,34 +29,33 @@ class Files:
         self.labels = np.array([label for _, label in files], np.int64)
 
     def __call__(self, index: int) -> Tensor:
-        """Picture `index`, uint8 `[channels, height, width]`.
+        """Returns image `index`, uint8 `[channels, height, width]`.
 
         Raises:
-            ConfigError: the file cannot be read as a picture.
+            ConfigError: the file cannot be decoded.
         """
         path = self._root / self._names[index]
         try:
             with Image.open(path) as opened:
                 pixels = np.array(opened.convert(self._mode))
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise ConfigError(
-                f"data.path: {path} cannot be read as a picture ({error}): repair it or move it away"
-            ) from None
+            raise ConfigError(f"data.path: {path} cannot be read as an image ({error}): repair or remove it") from None
         return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
 
     def locate(self, index: int) -> str:
-        """The file."""
+        """Returns the file's path."""
         return str(self._root / self._names[index])
 
 
 class ImageFolder(Images):
-    """Pictures in one folder a class.
+    """Images in one folder per class.
 
-    With `train/` and `val/` (or `test/`) below the path these are the splits; otherwise `val_fraction` of the files (in
-    `train/`, if there is one), by a hash of their names, is kept for validation.
+    The splits are `train/` and `val/` (or `test/`) if they exist. Otherwise `val_fraction` of the files (those in
+    `train/` if it exists) is held out for validation, chosen by a hash of their names.
 
     Raises:
-        ConfigError: no path, no class folders, or splits of different classes.
+        ConfigError: the path is not set, a value is out of range, or the class folders are missing or differ between
+            the splits.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class ImageFolder(Images):
         if not 0 < val_fraction < 1:
             raise ConfigError(f"data.val_fraction={val_fraction} is not between 0 and 1: 0.1 holds out a tenth")
         if len(mean) not in (1, 3):
-            raise ConfigError(f"data.mean={list(mean)} has {len(mean)} numbers: 3 for colour, 1 for grey")
+            raise ConfigError(f"data.mean={list(mean)} has {len(mean)} numbers: use 3 for colour, 1 for grey")
         root = existing(path, "data.path")
         splits: dict[str, Pictures]
         second = next((name for name in ("val", "test") if (root / name).is_dir()), None)
@@ -112,17 +110,17 @@ class ImageFolder(Images):
 
 
 def class_folders(root: Path) -> list[str]:
-    """Names of the class folders, sorted; refuses fewer than two."""
+    """Returns the sorted names of the class folders; raises ConfigError for fewer than two."""
     found = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if len(found) < 2:
         raise ConfigError(
-            f"data.path: {root} has {len(found)} class folders: put the pictures of each class into one of its own"
+            f"data.path: {root} has {len(found)} class folders: put the images of each class into a folder of its own"
         )
     return found
 
 
 def files_of(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
-    """Name relative to `root` and class id of every picture file, in a fixed order."""
+    """Returns name relative to `root` and class id of every image file, in a fixed order."""
     return [
         (file.relative_to(root).as_posix(), label)
         for label, name in enumerate(classes)

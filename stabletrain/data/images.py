@@ -1,6 +1,6 @@
-"""Images: class-labelled pictures looked up by number, decoded once where they are small, augmented by number.
+"""Image classification data: batches and augmentation are functions of the batch number.
 
-Pictures are held as uint8 and normalised when a batch is made: `(pixel / 255 - mean) / std` for each channel.
+Images are stored as uint8. A batch is normalised for each channel: `(pixel / 255 - mean) / std`.
 """
 
 import hashlib
@@ -23,27 +23,27 @@ CPU = torch.device("cpu")
 
 @runtime_checkable
 class Pictures(Protocol):
-    """The pictures of one split."""
+    """The images of one split."""
 
     labels: np.ndarray
     """int64 `[n]`."""
 
     def __call__(self, index: int) -> Tensor:
-        """Picture `index`, uint8 `[channels, height, width]`."""
+        """Returns image `index`, uint8 `[channels, height, width]`."""
         ...
 
     def locate(self, index: int) -> str:
-        """Where it comes from, for people."""
+        """Describes where image `index` comes from."""
         ...
 
 
 class Held:
-    """Pictures in memory, all of one size.
+    """Images in memory, all of one size.
 
     Args:
         pixels: uint8 `[n, channels, size, size]`.
         labels: class ids.
-        name: what a picture is called in `sources`: `name:index`.
+        name: prefix of an image's source, `name:index`.
     """
 
     def __init__(self, pixels: UInt8[Tensor, "n channels size size"], labels: Sequence[int], name: str) -> None:
@@ -51,25 +51,25 @@ class Held:
         self.targets = torch.from_numpy(self.labels)
 
     def to(self, device: torch.device) -> None:
-        """Moves pictures and labels to a device; `labels` stays on the host as well."""
+        """Moves pixels and targets to a device; `labels` stays on the host."""
         self.pixels, self.targets = self.pixels.to(device), self.targets.to(device)
 
     def __call__(self, index: int) -> UInt8[Tensor, "channels size size"]:
-        """Picture `index`."""
+        """Returns image `index`."""
         return self.pixels[index]
 
     def locate(self, index: int) -> str:
-        """`name:index`."""
+        """Returns `name:index`."""
         return f"{self._name}:{index}"
 
 
 class Images:
-    """Batches of images over a training and a validation split, looked up by number.
+    """Batches of images from a training and a validation split, looked up by number.
 
     Attributes:
         classes: names of the classes.
-        num_classes, in_channels: what a model must fit.
-        summary: for people.
+        num_classes, in_channels: sizes that the model must have.
+        summary: description in one line.
     """
 
     def __init__(
@@ -85,30 +85,28 @@ class Images:
         seed: int,
         cache_mb: float = 0,
     ) -> None:
-        """Joins two splits to a data set.
+        """Combines two splits into a data set.
 
         Args:
-            name: for people.
             splits: `train` and `val`.
-            classes: their names, in the order of their ids.
-            size: pixels of a side of what the model sees.
-            mean, std: of each channel, of pixels in [0, 1].
-            augment: `none`, `crop`, `crop_flip` or `resized_crop`; in training only.
-            seed: of order and augmentation.
-            cache_mb: decoded pictures of a split are kept if all of them take at most so many MB.
+            classes: names of the classes, in the order of their ids.
+            size: height and width of the model's input, in pixels.
+            mean, std: mean and standard deviation of each channel, of pixels scaled to [0, 1].
+            augment: `none`, `crop`, `crop_flip` or `resized_crop`; applies to training only.
+            cache_mb: decoded images of a split are cached if they take at most this many MB together.
 
         Raises:
-            ConfigError: a value out of range, or a split without pictures.
+            ConfigError: a value is out of range, or a split has no images.
         """
         if size < 1:
             raise ConfigError(f"data.image_size={size} is below 1")
         if len(mean) != len(std) or not len(mean):
-            raise ConfigError(f"data.mean has {len(mean)} numbers and data.std {len(std)}: one of each a channel")
+            raise ConfigError(f"data.mean has {len(mean)} numbers and data.std {len(std)}: use one per channel in each")
         if not all(value > 0 for value in std):
             raise ConfigError(f"data.std={list(std)} is not above 0 everywhere: pixels are divided by it")
         for split, pictures in splits.items():
             if not len(pictures.labels):
-                raise ConfigError(f"data={name} has no pictures to {'train' if split == 'train' else 'validate'} on")
+                raise ConfigError(f"data={name} has no images to {'train' if split == 'train' else 'validate'} on")
         self.classes, self.num_classes, self.in_channels = list(classes), len(classes), len(mean)
         self._name, self._splits, self._size, self._seed = name, splits, size, seed
         middle, spread = (torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))
@@ -123,7 +121,7 @@ class Images:
         self.summary = f"{name}, {counts} images of {size} x {size} in {self.num_classes} classes"
 
     def to(self, device: torch.device) -> None:
-        """Lets batches be made on `device`, where that spares copies: of pictures that are held, at their size."""
+        """Moves splits that are in memory at the model's input size to `device`, where their batches are then made."""
         for split, pictures in self._splits.items():
             if isinstance(pictures, Held) and self._whole(split):
                 pictures.to(device)
@@ -131,20 +129,20 @@ class Images:
                 self._scales[mean.device] = mean, std
 
     def batches(self, size: int, split: str) -> int:
-        """Batches of `size` in one pass; validation's last may be smaller."""
+        """Returns the number of batches of `size` in one pass; the last validation batch may be smaller."""
         return -(-len(self._splits[split].labels) // size)
 
     def batch(self, step: int, size: int, split: str) -> Batch:
-        """The batch of a number: a pure function of its arguments.
+        """Returns batch number `step`, a pure function of the arguments.
 
         Args:
-            step: from 0; in training without end.
-            size: images.
-            split: `train` (shuffled anew each epoch, augmented) or `val` (in a fixed order).
+            step: batch number from 0; unbounded for training.
+            size: samples in the batch.
+            split: `train` (reshuffled each epoch, augmented) or `val` (in a fixed order).
 
         Returns:
-            inputs fp32 `[size, channels, image_size, image_size]`, channels last in memory; targets int64 `[size]`;
-            both where the pictures are.
+            inputs fp32 `[size, channels, image_size, image_size]`, channels_last, and targets int64 `[size]`, on the
+            device of the images.
         """
         pictures = self._splits[split]
         if split == "val":
@@ -152,6 +150,7 @@ class Images:
             images = self._gather(split, ids)
         else:
             ids, _ = sample_ids(step * size, size, len(pictures.labels), self._seed)
+            # Looked up by the sample's number in the run: a replay draws the same, another epoch does not.
             numbers = np.arange(step * size, (step + 1) * size)
             draws = uniform(numbers, key(self._seed, "augment"), DRAWS)
             if self._augment.whole:
@@ -166,7 +165,7 @@ class Images:
         return Batch(self._normalise(images), targets, where, Sources(pictures.locate, ids))
 
     def fingerprint(self) -> dict:
-        """Which data this is: sizes, and a hash of the labels and of every thousandth picture."""
+        """Identifies the data by its sizes and a hash of the labels and of every 1000th image."""
         digest = hashlib.sha256()
         for split in ("train", "val"):
             pictures = self._splits[split]
@@ -177,7 +176,7 @@ class Images:
         return {"name": self._name, **sizes, "classes": self.num_classes, "sha256": digest.hexdigest()}
 
     def _gather(self, split: str, ids: np.ndarray) -> UInt8[Tensor, "batch channels size size"]:
-        """Pictures brought to size, from memory where they are kept."""
+        """Returns images at the model's input size, from the cache if possible."""
         pictures, kept = self._splits[split], self._kept[split]
         if isinstance(pictures, Held) and self._whole(split):
             return pictures.pixels[torch.from_numpy(ids).to(pictures.pixels.device, non_blocking=True)]
@@ -188,7 +187,7 @@ class Images:
         return torch.stack([made[index] if index in made else kept[index] for index in ids.tolist()])  # ty: ignore
 
     def _whole(self, split: str) -> bool:
-        """Whether a split's pictures are gathered as they are held: at their size, and not augmented one by one."""
+        """Whether a batch is gathered in one operation: images in memory, at input size, not augmented one by one."""
         pictures = self._splits[split]
         held = isinstance(pictures, Held) and pictures.pixels.shape[-2:] == (self._size, self._size)
         return held and not (split == "train" and self._augment.whole)
@@ -202,7 +201,7 @@ class Images:
 
 
 class Digits(Images):
-    """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; every fifth, by a hash, is kept for validation."""
+    """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; a hash selects a fifth of them for validation."""
 
     def __init__(self, augment: str, seed: int) -> None:
         from sklearn.datasets import load_digits
@@ -215,7 +214,7 @@ class Digits(Images):
 
 
 def held_out(pixels: Tensor, labels: Sequence[int], fraction: float, name: str) -> dict[str, Pictures]:
-    """Splits pictures in memory, class by class, so that both sides have each class in its share."""
+    """Splits images in memory, stratified by class; `fraction` of each class goes to `val`, chosen by a hash."""
     labels_of = np.asarray(labels)
     val: list[int] = []
     for label in np.unique(labels_of):
@@ -230,10 +229,10 @@ def held_out(pixels: Tensor, labels: Sequence[int], fraction: float, name: str) 
 
 
 class Cifar10(Images):
-    """CIFAR-10 (Krizhevsky 2009): torchvision's copy, downloaded only when asked for.
+    """CIFAR-10 (Krizhevsky 2009) from torchvision.
 
     Raises:
-        ConfigError: the files are not there and `download` is off, or the download fails.
+        ConfigError: the files are missing and `download` is False, or the download fails.
     """
 
     def __init__(
@@ -244,12 +243,12 @@ class Cifar10(Images):
         def load(train: bool) -> Held:
             try:
                 found = torchvision.datasets.CIFAR10(root, train=train, download=download)
-            except Exception as error:  # of the network, the disk or a broken archive: one message for all
+            except Exception as error:  # network, disk or a broken archive
                 if not download:
                     raise ConfigError(
-                        f"data.root={root} does not hold CIFAR-10: data.download=true fetches it (170 MB)"
+                        f"data.root={root} does not hold CIFAR-10: data.download=true downloads it (170 MB)"
                     ) from None
-                raise ConfigError(f"data.download=true: CIFAR-10 could not be fetched to {root}: {error}") from None
+                raise ConfigError(f"data.download=true: CIFAR-10 could not be downloaded to {root}: {error}") from None
             names.extend(found.classes[len(names) :])
             pixels = torch.from_numpy(np.ascontiguousarray(found.data.transpose(0, 3, 1, 2)))
             return Held(pixels, found.targets, f"cifar10/{'train' if train else 'test'}")

@@ -1,10 +1,9 @@
-"""Order: which samples a step reads is computed from its number, so no cursor has to be saved.
+"""Sample order: computes which samples a step reads from the step's number, so a checkpoint needs no data cursor.
 
-Each epoch is its own permutation, evaluated point by point in O(1) memory: a Feistel network permutes the smallest
-grid `a x b` that holds `n` points, and a value that falls outside `[0, n)` is sent through again ("cycle walking").
-Both are in Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, sections 3 and 5; with about
-sqrt(n) spare points the second trip is rare. Random numbers come from a counter in the same way, so everything here
-is a pure function of its arguments and safe to call from any thread.
+Each epoch has its own permutation, evaluated point by point in O(1) memory: a Feistel network permutes a grid `a x b`
+of at least `n` points, and a value outside `[0, n)` is permuted again ("cycle walking"). Both are in Black and Rogaway,
+"Ciphers with Arbitrary Finite Domains", CT-RSA 2002, sections 3 and 5. The grid has at most about sqrt(n) spare points,
+so permuting twice is rare. Random numbers are counter-based. All functions here are pure and thread-safe.
 """
 
 import hashlib
@@ -14,62 +13,62 @@ from typing import overload
 
 import numpy as np
 
-ROUNDS = 8  # four suffice for a good round function (Luby and Rackoff 1988); the rest costs microseconds
+ROUNDS = 8  # four suffice for a good round function (Luby and Rackoff 1988)
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
 
 
 def key(*parts: int | str) -> int:
-    """A 64-bit key from numbers and words, such as `key(seed, epoch, "phase")` (BLAKE2b)."""
+    """Hashes numbers and strings to a 64-bit key with BLAKE2b, such as `key(seed, epoch, "phase")`."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 def place(name: str) -> float:
-    """Where in [0, 1) a name falls, always and everywhere: validation is what falls below `val_fraction`.
+    """Hashes a name to [0, 1); samples below `val_fraction` are held out for validation.
 
-    It knows neither the seed nor the other names, so runs of different seeds are compared on the same samples, and
-    a sample that is added moves no other from one side to the other.
+    Depends neither on the seed nor on other names: runs with different seeds validate on the same samples, and adding a
+    sample moves no other sample between the splits.
     """
     return key("stabletrain validation", name) / 2**64
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Scrambles uint64 values one to one: the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Applies a bijective hash to uint64 values: the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def uniform(index: np.ndarray, key: int, count: int) -> np.ndarray:
-    """Random numbers looked up by number: float64 `[len(index), count]` in [0, 1), row i a function of index[i]."""
+    """Returns random numbers, float64 `[len(index), count]` in [0, 1); row i depends only on `index[i]` and `key`."""
     row = mix(index.astype(np.uint64) * np.uint64(GOLDEN) ^ np.uint64(key))
     column = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     return (mix(row[:, None] + column) >> np.uint64(11)) * 2.0**-53
 
 
 def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Where each of `index` goes under the permutation of [0, n) that `key` names.
+    """Applies the permutation of [0, n) that belongs to `key`.
 
     Args:
         index: integers in [0, n), any shape.
         n: size of the domain, 1 to 2^62.
-        key: 64 bits; every key is another permutation.
+        key: 64 bits; selects the permutation.
 
     Returns:
-        int64, the shape of `index`.
+        int64, of the shape of `index`.
 
     Raises:
-        ValueError: an index lies outside [0, n).
+        ValueError: an index is outside [0, n).
     """
     if index.size and not (index.min() >= 0 and index.max() < n):
         raise ValueError(f"an index in [{index.min()}, {index.max()}] lies outside [0, {n})")
-    side = math.isqrt(n - 1) + 1
+    side = math.isqrt(n - 1) + 1  # ceil(sqrt(n))
     a, b = np.uint64(side), np.uint64(-(-n // side))
     keys = mix(np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(key & MASK))
     value = index.astype(np.uint64).ravel()
     outside = np.arange(value.size)
-    while outside.size:
-        right, left = np.divmod(value[outside], a)
+    while outside.size:  # cycle walking: permute again what falls outside [0, n)
+        right, left = np.divmod(value[outside], a)  # point (left, right) of the grid a x b
         for r in range(0, ROUNDS, 2):
             left = (left + mix(right ^ keys[r]) % a) % a
             right = (right + mix(left ^ keys[r + 1]) % b) % b
@@ -80,13 +79,13 @@ def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
 
 
 def sample_ids(start: int, count: int, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The samples at positions `start ... start + count - 1` of an endless training run over `n` samples.
+    """Returns the samples at positions `start ... start + count - 1` of an endless training run over `n` samples.
 
     Args:
-        start: number of samples read before; position p lies in epoch p // n.
-        count: how many samples.
+        start: number of samples read before; position p is in epoch p // n.
+        count: number of samples to return.
         n: samples in one epoch.
-        seed: with the epoch, names the permutation.
+        seed: selects the permutation, together with the epoch.
 
     Returns:
         ids and epochs, both int64 `[count]`.
@@ -101,25 +100,25 @@ def sample_ids(start: int, count: int, n: int, seed: int) -> tuple[np.ndarray, n
 
 
 def pass_ids(step: int, size: int, n: int) -> np.ndarray:
-    """The samples of batch `step` of one pass in fixed order: int64 `[size]`, fewer in the last batch.
+    """Returns the samples of batch `step` of one pass in fixed order: int64 `[size]`, fewer in the last batch.
 
     Raises:
-        IndexError: the pass is over.
+        IndexError: the pass has no such batch.
     """
     if not 0 <= step < -(-n // size):
-        raise IndexError(f"batch {step} of a pass of {-(-n // size)} batches ({n} samples, {size} a batch)")
+        raise IndexError(f"batch {step} of a pass of {-(-n // size)} batches ({n} samples, {size} per batch)")
     return np.arange(step * size, min((step + 1) * size, n), dtype=np.int64)
 
 
 def position(step: int, skipped: Iterable[Sequence[int]]) -> int:
-    """The data position that step number `step` reads when the ranges `[start, stop)` in `skipped` are never read.
+    """Returns the data position that step number `step` reads if the ranges `[start, stop)` in `skipped` are not read.
 
-    The remaining positions keep their order, so a range added at or after the current position changes nothing
-    that was read before; with no ranges the position is the step.
+    The other positions keep their order, so adding a range at or after the current position does not change earlier
+    steps. Without ranges the position is the step.
     """
     end = 0
     for start, stop in sorted((start, stop) for start, stop in skipped):
-        start = max(start, end)  # ranges may overlap or lie within one another
+        start = max(start, end)  # ranges may overlap or contain each other
         if stop <= start:
             continue
         if step < start:
@@ -130,10 +129,10 @@ def position(step: int, skipped: Iterable[Sequence[int]]) -> int:
 
 
 class Sources(Sequence[str]):
-    """Where each sample of a batch came from, put into words only when somebody asks.
+    """The source of each sample of a batch, formatted on access.
 
     Args:
-        locate: words for one id.
+        locate: describes the source of one sample id.
         ids: int64 `[batch]`.
     """
 

@@ -1,7 +1,7 @@
-"""The next batches, computed on a background thread while the current one is trained on.
+"""Prefetching: computes the next batches on a background thread while the current one is trained on.
 
-A batch is a pure function of its number, so guessing ahead cannot go wrong: a number that was not guessed (after a
-rollback) is simply computed, and stale guesses are dropped.
+A batch is a pure function of its number. After a rollback, batches of other numbers are therefore computed on demand,
+and unneeded ones are dropped.
 """
 
 from collections.abc import Callable
@@ -11,21 +11,21 @@ from stabletrain.records import Batch
 
 
 class Prefetch:
-    """Batches by number, `ahead` of them under way.
+    """Returns batches by number and prefetches the next ones.
 
     Attributes:
-        ahead: how many to compute beyond the one asked for.
+        ahead: number of batches to compute beyond the requested one.
     """
 
     def __init__(self, load: Callable[[int], Batch], ahead: int = 2, pin: bool = False) -> None:
-        """`load` gives the batch of a number; with `pin` it is put into page-locked memory on the thread too."""
+        """Takes `load`, which returns the batch of a number; `pin` also pins its memory on the background thread."""
         self.ahead = ahead
         self._load, self._pin = load, pin
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._waiting: dict[int, Future[Batch]] = {}
 
     def get(self, step: int) -> Batch:
-        """The batch of number `step`; an error of `load` is raised here, at the step it belongs to."""
+        """Returns batch number `step`; raises an error of `load` at the step it belongs to."""
         wanted = range(step, step + self.ahead + 1)
         for number in [number for number in self._waiting if number not in wanted]:
             self._waiting.pop(number).cancel()
@@ -35,7 +35,7 @@ class Prefetch:
         return self._waiting.pop(step).result()
 
     def forget(self) -> None:
-        """Drops every guess: the batches of the same numbers have become others."""
+        """Drops all prefetched batches. Call this if `load` now returns other batches for the same numbers."""
         for number in list(self._waiting):
             self._waiting.pop(number).cancel()
 
@@ -44,5 +44,5 @@ class Prefetch:
         return batch.pin_memory() if self._pin else batch
 
     def close(self) -> None:
-        """Stops the thread; what it is computing is dropped."""
+        """Stops the thread and drops the batches it has not finished."""
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -1,8 +1,7 @@
-"""`stabletrain prepare`: text, or a Hugging Face data set, becomes token shards for `data=tokens`.
+"""`stabletrain prepare`: converts text files or a Hugging Face data set to token shards for `data=tokens`.
 
-Documents are streamed, so memory holds one of them and not the data. Each is followed by the tokenizer's separator;
-which are kept for validation depends on a hash of their names alone. Everything is written to a folder with a temporary
-name, which is renamed at the end: a half-written set is never used.
+Documents are streamed: memory holds one document at a time. The tokenizer's separator follows each document. Only a
+hash of its name decides whether a document is held out for validation.
 """
 
 import argparse
@@ -20,10 +19,10 @@ from stabletrain.data.tokenizers import Tokenizer, load_tokenizer
 from stabletrain.errors import ConfigError
 
 FEW = 20
-"""With fewer documents each is split at its end; with more, whole documents are kept for validation."""
+"""From this many documents on, whole documents are held out; with fewer, the end of each document is."""
 
 EVERY = 100_000_000
-"""Tokens between two lines about the progress."""
+"""Tokens between two lines of progress."""
 
 
 class Writer:
@@ -36,7 +35,7 @@ class Writer:
         self._room, self._file = 0, None
 
     def add(self, ids: Sequence[int]) -> None:
-        """Appends tokens, beginning new shards as needed."""
+        """Appends tokens; starts new shards as needed."""
         values = np.asarray(ids, dtype=self._dtype)
         while len(values):
             if not self._room:
@@ -52,7 +51,7 @@ class Writer:
             self.shards[-1]["tokens"] = int(self.shards[-1]["tokens"]) + len(piece)
 
     def close(self) -> None:
-        """Brings the shard that is open to the disk."""
+        """Flushes the open shard to disk and closes it."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -75,21 +74,24 @@ def prepare(
     """Writes the shards; returns the manifest.
 
     Args:
-        source: a file, folder or glob of text; with `hf` the name, or local folder, of a Hugging Face data set.
-        out: the folder to write; must not exist, or be empty.
+        source: a file, folder or glob of text; with `hf` the name or local folder of a Hugging Face data set.
+        out: the folder to write; must not exist, or must be empty.
         tokenizer: `bytes`, or the name of a tiktoken encoding such as `gpt2`.
-        val_fraction: share kept for validation, in (0, 1).
-        shard_tokens: tokens of a shard.
-        hf_config, hf_split, column: which part of a Hugging Face data set, and which column holds the text.
+        val_fraction: share held out for validation, in (0, 1).
+        shard_tokens: maximum number of tokens in a shard.
+        hf: whether `source` is a Hugging Face data set.
+        hf_config, hf_split: configuration and split of a Hugging Face data set.
+        column: column of a Hugging Face data set that holds the text.
 
     Raises:
-        ConfigError: a value out of range, nothing to read, or `out` holds something.
+        ConfigError: a value is out of range, there is nothing to read, or `out` is not empty.
     """
     target = check_arguments(out, val_fraction, shard_tokens)
     coder = load_tokenizer(tokenizer)
     few, documents = huggingface(source, hf_config, hf_split, column) if hf else texts(source)
     dtype = np.dtype("uint8" if coder.vocab_size <= 2**8 else "uint16" if coder.vocab_size <= 2**16 else "uint32")
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")  # renamed when it is complete
+    # Renamed at the end, so that an interrupted run leaves no half-written data.
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     splits = {split: Writer(partial, split, dtype.newbyteorder("<"), shard_tokens) for split in ("train", "val")}
@@ -99,7 +101,7 @@ def prepare(
             writer.close()
             if not writer.tokens:
                 to = "train" if split == "train" else "validate"
-                raise ConfigError(f"{source} leaves nothing to {to} on: give more text")
+                raise ConfigError(f"{source} has too little text: nothing is left to {to} on; give more text")
         meta = {"version": VERSION, "tokenizer": coder.name, "vocab_size": coder.vocab_size, "dtype": dtype.name}
         meta |= {"source": source, "splits": {split: writer.shards for split, writer in splits.items()}}
         (partial / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
@@ -115,7 +117,7 @@ def prepare(
 
 
 def check_arguments(out: str, val_fraction: float, shard_tokens: int) -> Path:
-    """The folder to write, once the arguments are known to be valid.
+    """Validates the arguments; returns the folder to write.
 
     Raises:
         ConfigError: a value is out of range, or `out` is not an empty folder.
@@ -133,7 +135,7 @@ def check_arguments(out: str, val_fraction: float, shard_tokens: int) -> Path:
 def write_tokens(
     documents: Iterator[tuple[str, str]], few: bool, val_fraction: float, coder: Tokenizer, splits: dict[str, Writer]
 ) -> None:
-    """Writes the tokens of all documents, each to its split, and says now and then how many there are."""
+    """Writes the tokens of each document to its split, and prints progress."""
     said = 0
     for name, text in documents:
         for split, piece in divided(name, text, val_fraction, few):
@@ -146,13 +148,13 @@ def write_tokens(
 
 
 def texts(source: str) -> tuple[bool, Iterator[tuple[str, str]]]:
-    """Whether there are few documents, and the name and text of each file; what is no UTF-8 is replaced."""
+    """Returns whether there are few documents, and name and text of each file; replaces invalid UTF-8."""
     root, files = find_text(source, "source")
     return len(files) < FEW, ((file, (root / file).read_bytes().decode(errors="replace")) for file in files)
 
 
 def divided(name: str, text: str, val_fraction: float, few: bool) -> Iterator[tuple[str, str]]:
-    """The splits a document goes to: one of them whole or, of few documents, its end to validation."""
+    """Yields split and text: the whole document for one split or, if `few`, its end for `val`, the rest for `train`."""
     if not few:
         yield ("val" if place(name) < val_fraction else "train"), text
         return
@@ -163,9 +165,9 @@ def divided(name: str, text: str, val_fraction: float, few: bool) -> Iterator[tu
 
 
 def parts(text: str, size: int = 1 << 20) -> Iterator[str]:
-    """A text in pieces of at most `size` characters, cut after line ends where there are any.
+    """Yields a text in pieces of at most `size` characters, cut after line ends if possible.
 
-    The ids of a long document at once would take some ten times its memory.
+    Encoding a long document at once would need several times its memory.
     """
     start = 0
     while start < len(text):
@@ -177,20 +179,20 @@ def parts(text: str, size: int = 1 << 20) -> Iterator[str]:
 
 
 def huggingface(source: str, config: str | None, split: str, column: str) -> tuple[bool, Iterator[tuple[str, str]]]:
-    """False (documents are many), and number and text of each row of a data set, streamed."""
+    """Returns False (there are many documents), and number and text of each row of a data set, streamed."""
     try:
         import datasets
-    except ImportError as error:  # it is missing, or what it imports refuses (pyarrow with an old NumPy)
+    except ImportError as error:  # missing, or a dependency is incompatible (pyarrow with an old NumPy)
         raise ConfigError(
             f"--hf needs the package datasets, which cannot be imported ({error}): pip install 'stabletrain[hf]'"
         ) from None
     try:
         rows = datasets.load_dataset(source, config, split=split, streaming=True)
         first = next(iter(rows), None)
-    except Exception as error:  # whatever the network layer or a wrong name raises
+    except Exception as error:  # the network or a wrong name may raise anything
         raise unreadable(source, "could not be opened", error) from None
     if first is None or column not in first:
-        columns = ", ".join(first) if first else "none, it is empty"
+        columns = ", ".join(first) if first else "none, because it is empty"
         raise ConfigError(f"--column={column} is not in {source}: its columns are {columns}")
 
     def documents() -> Iterator[tuple[str, str]]:
@@ -199,37 +201,39 @@ def huggingface(source: str, config: str | None, split: str, column: str) -> tup
             for number, row in enumerate(rows):
                 if row[column] is not None:
                     yield str(number), str(row[column])
-        except Exception as error:  # the network again, in mid-stream
-            raise unreadable(source, f"broke off after row {number}", error) from None
+        except Exception as error:  # the network may fail in the middle of the stream
+            raise unreadable(source, f"could not be read after row {number}", error) from None
 
     return False, documents()
 
 
 def unreadable(source: str, what: str, error: Exception) -> ConfigError:
-    """One message for whatever the library raised."""
+    """Returns one error message for any error of the library."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ConfigError(f"{source}: the data set {what} ({type(error).__name__}: {reason})")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The subcommand's arguments."""
+    """Adds the arguments of `stabletrain prepare`."""
     parser.add_argument("source", help="a file, folder or glob of text; with --hf a Hugging Face data set")
     parser.add_argument("out", help="the folder to write")
     parser.add_argument(
         "--tokenizer", default="bytes", help="bytes, or a tiktoken encoding such as gpt2 (default: bytes)"
     )
-    parser.add_argument("--val-fraction", type=float, default=0.01, help="share kept for validation (default: 0.01)")
-    parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens of a shard (default: 100000000)")
     parser.add_argument(
-        "--hf", action="store_true", help="source is a data set of the Hugging Face hub, or a local one"
+        "--val-fraction", type=float, default=0.01, help="share held out for validation (default: 0.01)"
     )
-    parser.add_argument("--hf-config", help="its configuration, such as sample-10BT")
-    parser.add_argument("--hf-split", default="train", help="its split (default: train)")
-    parser.add_argument("--column", default="text", help="its column that holds the text (default: text)")
+    parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens per shard (default: 100000000)")
+    parser.add_argument(
+        "--hf", action="store_true", help="source is a data set on the Hugging Face hub, or a local one"
+    )
+    parser.add_argument("--hf-config", help="configuration of the data set, such as sample-10BT")
+    parser.add_argument("--hf-split", default="train", help="split of the data set (default: train)")
+    parser.add_argument("--column", default="text", help="column that holds the text (default: text)")
 
 
 def run(chosen: argparse.Namespace) -> None:
-    """The subcommand."""
+    """Runs `stabletrain prepare`."""
     names = ("tokenizer", "val_fraction", "shard_tokens", "hf", "hf_config", "hf_split", "column")
     meta = prepare(chosen.source, chosen.out, **{name: getattr(chosen, name) for name in names})
     sizes = {split: sum(shard["tokens"] for shard in shards) for split, shards in meta["splits"].items()}

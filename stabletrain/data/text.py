@@ -1,4 +1,4 @@
-"""Text: files are read as bytes, and each byte is a token, so any text is data without a tokenizer."""
+"""Byte-level text: each byte of a file is a token, so no tokenizer is needed."""
 
 import hashlib
 import math
@@ -14,15 +14,15 @@ from stabletrain.data.tokenizers import Bytes
 from stabletrain.data.windows import LengthWarmup, Windows
 from stabletrain.errors import ConfigError
 
-MANY = 20  # files from which on whole files are held out
+MANY = 20  # from this many files on, whole files are held out
 NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
 class Pieces:
-    """Bytes of files put one after another; a `Stream`.
+    """A `Stream` over the concatenated bytes of files.
 
     Args:
-        pieces: (file, offset in it, bytes), in order.
+        pieces: (file, offset in the file, bytes) of each piece, in order.
     """
 
     def __init__(self, pieces: list[tuple[str, int, bytes]]) -> None:
@@ -34,11 +34,11 @@ class Pieces:
         return len(self._bytes)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Bytes `start ... stop - 1` as uint8."""
+        """Returns bytes `start ... stop - 1`, uint8."""
         return self._bytes[start:stop]
 
     def locate(self, position: int) -> str:
-        """`file:offset` of a byte."""
+        """Returns `file:offset` of a byte."""
         piece = int(np.searchsorted(self._starts, position, "right")) - 1
         name, offset = self._where[piece]
         return f"{name}:{offset + position - int(self._starts[piece])}"
@@ -47,21 +47,21 @@ class Pieces:
 class Corpus(Windows):
     """Byte-level text of a list of files.
 
-    With 20 files or more, whole files are held out for validation, chosen by a hash of their names alone (and the
-    one of lowest hash if that chooses none); with fewer, the last `val_fraction` of each. Neither depends on the
-    seed: runs of different seeds are measured on the same text.
+    With 20 or more files, whole files are held out for validation: those whose name hashes below `val_fraction`, at
+    least one. With fewer files, the last `val_fraction` of each file is held out. Neither depends on the seed, so runs
+    with different seeds validate on the same text.
 
     Args:
-        name: what people call it.
-        where: the key and its value, for errors.
+        name: name of the data set.
+        where: the user's key and its value, for errors.
         root: folder of the files.
         files: names relative to `root`.
         block_size: bytes in a sample.
-        val_fraction: share held out, in (0, 1).
-        seed: names the order.
-        prompt: a fitting start for generated text.
-        length_warmup: how training samples grow to `block_size`.
-        skip_unreadable: leave out files that cannot be read, where otherwise they are an error.
+        val_fraction: share held out for validation, in (0, 1).
+        seed: seed of the sample order.
+        prompt: default prompt for generated text.
+        length_warmup: sequence-length warmup of training samples.
+        skip_unreadable: ignore files that cannot be read, instead of raising.
 
     Raises:
         ConfigError: a value is out of range, a file cannot be read, or there is too little text.
@@ -92,11 +92,12 @@ class Corpus(Windows):
             except OSError as error:
                 if not skip_unreadable:
                     raise ConfigError(
-                        f"{where}: {root / file} cannot be read ({error.strerror}): move it away"
+                        f"{where}: {root / file} cannot be read ({error.strerror}): change its permissions or move it"
                     ) from None
         train: list[tuple[str, int, bytes]] = []
         val: list[tuple[str, int, bytes]] = []
         if len(contents) >= MANY:
+            # Just above the lowest hash at least, so that validation is never empty.
             limit = max(val_fraction, math.nextafter(min(place(file) for file, _ in contents), 1))
             for file, content in contents:
                 (val if place(file) < limit else train).append((str(root / file), 0, content))
@@ -124,7 +125,7 @@ class Corpus(Windows):
         return f"{self.name}, {sum(self._sizes) / 1e6:.1f} MB, {number}"
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What was read: name, sizes and a BLAKE2b hash of names, sizes and both splits' bytes."""
+        """Identifies the data by its name, sizes and a BLAKE2b hash of file names, file sizes and all bytes."""
         digest = hashlib.blake2b(repr(list(zip(self._files, self._sizes, strict=True))).encode(), digest_size=16)
         for stream in (self._train, self._val):
             digest.update(np.ascontiguousarray(stream.read(0, len(stream))).data)
@@ -137,27 +138,23 @@ class Corpus(Windows):
         }
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of `text` in UTF-8."""
+        """Returns the UTF-8 bytes of `text`."""
         return Bytes().encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of bytes."""
+        """Returns the text of bytes."""
         return Bytes().decode(ids)
 
 
 class Text(Corpus):
-    """Any text: a file, all text files below a folder, or all that a glob matches (`find_text` has the rule).
+    """The user's text: a file, all text files in a folder, or all that match a glob (see `find_text`).
 
     Args:
-        path: file, folder or glob, relative to the folder the user stands in.
-        block_size: bytes in a sample.
-        val_fraction: share held out for validation.
-        seed: names the order.
-        length_warmup: steps over which samples grow to `block_size`; 0 for none.
-        length_start: bytes of the first samples, where they grow.
+        path: file, folder or glob, relative to the current folder.
+        length_warmup, length_start: see `LengthWarmup`.
 
     Raises:
-        ConfigError: as `Corpus`, or the path is not set or not there.
+        ConfigError: see `Corpus`; or the path is not set or does not exist.
     """
 
     def __init__(
@@ -186,20 +183,16 @@ class Text(Corpus):
 
 
 class Stdlib(Corpus):
-    """The Python standard library's own source: some 11 MB of text that is there wherever this runs.
+    """The source of the Python standard library: about 11 MB of text that every machine with Python has.
 
-    Tests, installed packages and files that cannot be read are left out. What it holds depends on the Python
-    version; `fingerprint` tells two versions apart.
+    Excludes tests, installed packages and files that cannot be read. The text and `fingerprint` depend on the Python
+    version.
 
     Args:
-        block_size: bytes in a sample.
-        val_fraction: share of the files held out for validation.
-        seed: names the order.
-        length_warmup: steps over which samples grow to `block_size`; 0 for none.
-        length_start: bytes of the first samples, where they grow.
+        length_warmup, length_start: see `LengthWarmup`.
 
     Raises:
-        ConfigError: as `Corpus`, as on a Python that keeps its library in an archive.
+        ConfigError: see `Corpus`; for example if Python's library is in an archive.
     """
 
     def __init__(

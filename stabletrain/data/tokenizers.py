@@ -1,4 +1,4 @@
-"""Tokenizers: text to numbers and back; bytes need nothing, byte-pair vocabularies need tiktoken. Needs no torch."""
+"""Tokenizers: bytes, which need no package, and byte-pair encodings, which need tiktoken. Does not import torch."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
@@ -8,45 +8,46 @@ from stabletrain.errors import ConfigError
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What turns text into numbers below `vocab_size`; `separator` is the number put after each document."""
+    """Converts text to token ids below `vocab_size` and back; `separator` is the id that ends each document."""
 
     name: str
     vocab_size: int
     separator: int
 
     def encode(self, text: str) -> list[int]:
-        """Numbers of `text`; never the separator's by way of special words in the text."""
+        """Returns the ids of `text`; treats special tokens in the text as ordinary text."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; what is no valid UTF-8 becomes U+FFFD."""
+        """Returns the text of `ids`; replaces invalid UTF-8 by U+FFFD."""
         ...
 
 
 class Bytes:
-    """Every byte of the UTF-8 text is a token; byte 0, which text does not hold, separates documents."""
+    """Each UTF-8 byte is a token; byte 0, which does not occur in text, separates documents."""
 
     name = "bytes"
     vocab_size = 256
     separator = 0
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of `text` in UTF-8."""
+        """Returns the UTF-8 bytes of `text`."""
         return list(text.encode())
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of bytes; ids past them, which a model with a larger vocabulary may draw, become U+FFFD."""
+        """Returns the text of bytes; invalid UTF-8 and ids above 255 become U+FFFD."""
+        # A model with a larger vocabulary may sample ids above 255; 0xFF is never valid UTF-8.
         return bytes(i if i < 256 else 0xFF for i in ids).decode(errors="replace")
 
 
 class BytePair:
-    """A byte-pair vocabulary by its tiktoken name, such as `gpt2` (Sennrich et al., arXiv 1508.07909).
+    """A byte-pair encoding from tiktoken, such as `gpt2` (Sennrich et al., arXiv 1508.07909).
 
     Args:
         name: tiktoken's name of the encoding.
 
     Raises:
-        ConfigError: tiktoken is missing, does not know the name, or cannot get the vocabulary.
+        ConfigError: tiktoken is missing, does not know the name, or cannot download the vocabulary.
     """
 
     def __init__(self, name: str) -> None:
@@ -61,7 +62,7 @@ class BytePair:
             raise ConfigError(f"tokenizer={name} is none of bytes, {', '.join(known)}: choose one of them")
         try:
             self._encoding: Any = tiktoken.get_encoding(name)
-        except Exception as error:  # whatever the network layer raises
+        except Exception as error:  # the network may raise anything
             raise ConfigError(
                 f"tokenizer={name}: its vocabulary could not be downloaded ({type(error).__name__}): run once where "
                 "there is a network with TIKTOKEN_CACHE_DIR set to a folder, and set the same folder here"
@@ -71,18 +72,18 @@ class BytePair:
         self.separator: int = self._encoding.eot_token
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; special words in it are ordinary text."""
+        """Returns the ids of `text`; treats special tokens in it as ordinary text."""
         return self._encoding.encode_ordinary(text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`."""
+        """Returns the text of `ids`; replaces invalid UTF-8 by U+FFFD."""
         return self._encoding.decode(list(ids), errors="replace")
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called `name`: `bytes`, or a tiktoken encoding.
+    """Returns the tokenizer called `name`: `bytes`, or a tiktoken encoding.
 
     Raises:
-        ConfigError: it cannot be had; the message says why and what to do.
+        ConfigError: see `BytePair`.
     """
     return Bytes() if name == "bytes" else BytePair(name)

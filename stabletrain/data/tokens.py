@@ -1,8 +1,4 @@
-"""Token shards: memory-mapped files that are never read whole, as `stabletrain prepare` writes them.
-
-meta.json     {"version", "tokenizer", "vocab_size", "dtype", "splits": {"train": [{"file", "tokens"}], "val": ...}}
-*.bin         raw little-endian token ids of that dtype
-"""
+"""Token shards: memory-mapped files that `stabletrain prepare` writes. See `files.py` for the format."""
 
 import hashlib
 from pathlib import Path
@@ -16,15 +12,14 @@ from stabletrain.errors import ConfigError
 
 
 class Shards:
-    """The shards of one split as one row of tokens; a `Stream`.
+    """A `Stream` over the shards of one split.
 
     Args:
-        folder: where they lie.
-        shards: file name and tokens of each, in order.
-        dtype: of a token.
+        shards: file name and number of tokens of each shard, in order.
+        dtype: dtype of a token id.
 
     Raises:
-        ConfigError: a shard is missing, or is not as long as the manifest says.
+        ConfigError: a shard is missing, or its size differs from the manifest.
     """
 
     def __init__(self, folder: Path, shards: list[tuple[str, int]], dtype: np.dtype) -> None:
@@ -36,7 +31,7 @@ class Shards:
                 found = "is missing" if size < 0 else f"has {size:,} bytes"
                 wanted = tokens * dtype.itemsize
                 raise ConfigError(
-                    f"data.path: shard {file} {found}, the manifest says {wanted:,}: prepare the data again"
+                    f"data.path: shard {file} {found}, but the manifest says {wanted:,}: prepare the data again"
                 )
         self._maps = [np.memmap(file, dtype, "r") for file, (_, n) in zip(self._files, shards, strict=True) if n]
         self._files = [file for file, (_, n) in zip(self._files, shards, strict=True) if n]
@@ -46,7 +41,7 @@ class Shards:
         return int(self._starts[-1])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start ... stop - 1`; a stretch may cross shards."""
+        """Returns tokens `start ... stop - 1`; the range may cross shards."""
         pieces = []
         first = int(np.searchsorted(self._starts, start, "right")) - 1
         for shard in range(first, len(self._maps)):
@@ -57,27 +52,24 @@ class Shards:
         return np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
 
     def locate(self, position: int) -> str:
-        """`shard:offset` of a token, the offset in bytes."""
+        """Returns `shard:offset` of a token; the offset is in bytes."""
         shard = int(np.searchsorted(self._starts, position, "right")) - 1
         return f"{self._files[shard]}:{(position - int(self._starts[shard])) * self._itemsize}"
 
 
 class Tokens(Windows):
-    """Token shards, looked up by number; opening 10^9 tokens costs what opening ten does.
-
-    Attributes:
-        vocab_size: of the tokenizer.
-        prompt: what a sample of generated text begins with.
+    """Batches of windows over memory-mapped token shards.
 
     Args:
         path: the folder that `stabletrain prepare` wrote.
-        block_size: tokens of a sample.
-        seed: names the order.
-        length_warmup: steps over which samples grow to `block_size`; 0 for none.
-        length_start: tokens of the first samples, where they grow.
+        length_warmup, length_start: see `LengthWarmup`.
+
+    Attributes:
+        vocab_size: size of the tokenizer's vocabulary.
+        prompt: default prompt for generated text.
 
     Raises:
-        ConfigError: no path, no manifest there, a shard that does not fit it, or too few tokens.
+        ConfigError: the path is not set, it has no valid manifest, a shard is invalid, or there are too few tokens.
     """
 
     prompt = "\n"
@@ -111,19 +103,19 @@ class Tokens(Windows):
 
     @property
     def summary(self) -> str:
-        """Name, tokens and tokenizer."""
+        """Name, number of tokens and tokenizer."""
         return f"{self._folder.name}, {len(self._train) + len(self._val):,} tokens of {self._tokenizer_name}"
 
     def fingerprint(self) -> dict:
-        """Which data this is: the manifest's numbers and hash; the tokens themselves are not read."""
+        """Identifies the data by the manifest's numbers and hash; does not read the tokens."""
         digest = hashlib.sha256((self._folder / "meta.json").read_bytes()).hexdigest()
         sizes = {"train_tokens": len(self._train), "val_tokens": len(self._val)}
         return {"name": self._folder.name, "tokenizer": self._tokenizer_name, **sizes, "meta_sha256": digest}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Returns the ids of a text."""
         return load_tokenizer(self._tokenizer_name).encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids."""
+        """Returns the text of ids."""
         return load_tokenizer(self._tokenizer_name).decode(ids)

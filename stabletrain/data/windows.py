@@ -1,9 +1,9 @@
-"""Windows: a row of tokens is cut into samples of `block_size`, anew each epoch for training, fixed for validation.
+"""Windows: cuts a token stream into samples of `block_size`, differently in each training epoch.
 
-Sample i of an epoch reads `block_size + 1` tokens from `phase + i * block_size`; its targets are its inputs shifted
-by one, so every token but the first is predicted once. The phase in [0, block_size) is drawn for each epoch, so
-that the cuts do not fall on the same tokens for ever. While sequences are still warming up, a training sample is cut
-off after its first tokens: which samples a step reads, and from where, stays the same.
+Sample i of an epoch reads `block_size + 1` tokens from `phase + i * block_size`. Its targets are its inputs shifted by
+one, so an epoch predicts each token of its windows once. A random phase in [0, block_size) for each epoch moves the
+window boundaries; validation has phase 0. A length warmup truncates training samples, but does not change which samples
+a step reads.
 """
 
 from dataclasses import dataclass
@@ -19,28 +19,28 @@ from stabletrain.records import IGNORE_INDEX, Batch
 
 @runtime_checkable
 class Stream(Protocol):
-    """Tokens in a row, wherever they are kept."""
+    """A sequence of tokens."""
 
     def __len__(self) -> int:
         """Number of tokens."""
         ...
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start ... stop - 1`, an integer array."""
+        """Returns tokens `start ... stop - 1`, an integer array."""
         ...
 
     def locate(self, position: int) -> str:
-        """`file:offset` of a token, the offset in bytes."""
+        """Returns `file:offset` of a token; the offset is in bytes."""
         ...
 
 
 @dataclass(frozen=True)
 class LengthWarmup:
-    """Sequence-length warmup: short sequences first, whose gradients vary less (Li et al., arXiv 2108.06084).
+    """Sequence-length warmup: begins with short sequences, whose gradients vary less (Li et al., arXiv 2108.06084).
 
     Attributes:
-        steps: data positions over which the length rises in a straight line; 0 for none.
-        start: length at position 0, in tokens.
+        steps: data positions over which the length grows linearly; 0 disables the warmup.
+        start: length at data position 0, in tokens.
     """
 
     steps: int = 0
@@ -53,15 +53,16 @@ class LengthWarmup:
             raise ConfigError(f"data.length_start={self.start} is below 1: the paper starts with 8 tokens")
         if not self.steps and self.start != LengthWarmup.start:
             raise ConfigError(
-                f"data.length_start={self.start} does nothing with data.length_warmup=0: set data.length_warmup to the "
-                "steps over which samples grow"
+                f"data.length_start={self.start} has no effect with data.length_warmup=0: set data.length_warmup to "
+                "the number of steps over which samples grow"
             )
 
     def length(self, position: int, block_size: int) -> int:
-        """Tokens of a training sample: from `start` to `block_size`, in multiples of 8, as tensor cores like them."""
+        """Returns the length of a training sample: from `start` to `block_size`, in multiples of 8 tokens."""
         if position >= self.steps or self.start >= block_size:
             return block_size
         length = self.start + (block_size - self.start) * position // self.steps
+        # Tensor cores need multiples of 8 for full speed.
         return max(self.start, length - length % 8)
 
 
@@ -69,16 +70,16 @@ class Windows:
     """Batches of windows over a training stream and a validation stream, looked up by number.
 
     Args:
-        train: tokens to learn from.
-        val: tokens to be measured on.
+        train: tokens to train on.
+        val: tokens to validate on.
         block_size: tokens in a sample.
-        seed: names the order and the phases.
-        where: the path in words, for errors.
-        unit: what a token is called in errors.
-        length_warmup: how training samples grow to `block_size`.
+        seed: seed of the sample order and the phases.
+        where: the user's key and its value, for errors.
+        unit: name of a token in errors, such as `bytes`.
+        length_warmup: sequence-length warmup of training samples.
 
     Raises:
-        ConfigError: the block size is not positive, a stream is too short, or the warmup starts past the block size.
+        ConfigError: the block size is below 1, a stream is too short, or the warmup starts at the block size or above.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Windows:
     ) -> None:
         if block_size < 1:
             raise ConfigError(
-                f"data.block_size={block_size} is below 1: choose the number of tokens in a sample, 256 say"
+                f"data.block_size={block_size} is below 1: it is the number of tokens in a sample, for example 256"
             )
         if len(train) < block_size + 1:
             raise ConfigError(
@@ -104,36 +105,36 @@ class Windows:
         if len(val) < 2:
             raise ConfigError(
                 f"{where} has {len(val)} {unit} for validation, at least 2 are needed: "
-                "give more text or raise the val_fraction it is split with"
+                "give more text or raise val_fraction"
             )
         if length_warmup.steps and length_warmup.start >= block_size:
             raise ConfigError(
                 f"data.length_start={length_warmup.start} >= data.block_size={block_size}: the warmup of "
-                "data.length_warmup would do nothing; lower data.length_start"
+                "data.length_warmup would have no effect; lower data.length_start"
             )
         self.block_size, self.seed, self.length_warmup = block_size, seed, length_warmup
         self._train, self._val = train, val
-        # One window fewer than would fit at phase 0, so that an epoch has as many at every phase.
+        # One window fewer than fits at phase 0, so that every phase has the same number of windows.
         self._train_windows = max(1, (len(train) - block_size) // block_size)
         self._phases = min(block_size, len(train) - self._train_windows * block_size)
         self._val_windows = -(-(len(val) - 1) // block_size)
 
     def batches(self, size: int, split: str) -> int:
-        """Number of batches of `size` in one pass over `split`; the last one of a validation pass may be smaller."""
+        """Returns the number of batches of `size` in one pass; the last validation batch may be smaller."""
         return -(-{"train": self._train_windows, "val": self._val_windows}[split] // size)
 
     def batch(self, step: int, size: int, split: str) -> Batch:
-        """Batch number `step`, a pure function of the arguments.
+        """Returns batch number `step`, a pure function of the arguments.
 
         Args:
-            step: data position; any for training, below `batches(size, "val")` for validation.
+            step: data position; unbounded for training, below `batches(size, "val")` for validation.
             size: samples in the batch.
-            split: `train` or `val`.
+            split: `train` (windows move each epoch) or `val`.
 
         Returns:
-            inputs and targets int64 `[size, block_size]`, shorter while `length_warmup` lasts; ids are the positions
-            of the samples' first tokens in their stream. What lies past the end of the validation stream is 0 with
-            target `IGNORE_INDEX`.
+            inputs and targets int64 `[size, block_size]`, shorter during the length warmup; ids are the positions of
+            the samples' first tokens in their stream. The end of the validation stream is padded with inputs 0 and
+            targets `IGNORE_INDEX`.
 
         Raises:
             IndexError: a validation pass has no such batch.
@@ -141,6 +142,7 @@ class Windows:
         stream = {"train": self._train, "val": self._val}[split]
         if split == "train":
             index, epochs = sample_ids(step * size, size, self._train_windows, self.seed)
+            # A batch may cross an epoch, and each epoch has its own phase.
             phases = {epoch: key(self.seed, epoch, "phase") % self._phases for epoch in set(epochs.tolist())}
             starts = index * self.block_size + np.array([phases[epoch] for epoch in epochs.tolist()])
             length = self.length_warmup.length(step, self.block_size)

@@ -1,16 +1,16 @@
-"""Faults, put in on purpose: to test what keeps a training run alive, and to watch it at work.
+"""Fault injection: tests and demonstrates how a run survives faults.
 
-| kind | what happens | `at` counts |
+| kind | fault | `at` counts |
 |---|---|---|
 | input, label, ignored, empty, poison | bad data | data positions |
-| activation, gradient, learning_rate, bitflip | a bad number within a step | ticks |
-| disk_full, kill | a checkpoint's write does not end | ticks done |
-| wandb | W&B is out of reach from there on | ticks done |
+| activation, gradient, learning_rate, bitflip | a bad number in a step | ticks |
+| disk_full, kill | an interrupted write of a checkpoint | ticks done |
+| wandb | W&B is unreachable from then on | ticks done |
 | plan | several of these | |
 
-A tick is a step executed, whether it was rolled back later or not. Each kind wraps one object of the run, or has a step
-begin with a preparation; with `none` there is nothing of all this in a run, and between two faults the step runs the
-code it runs with `none`. Everything here is a function of the planned numbers; nothing is remembered.
+A tick is an executed step, including steps that are rolled back later. Each kind wraps one object of the run or adds
+hooks at the start of a step. With `none`, and between two faults, a step runs exactly the same code. Faults are
+stateless: each is a function of the planned numbers.
 """
 
 from stabletrain.faults.bit_flip import BitFlip

@@ -1,7 +1,7 @@
-"""A flipped bit, as of a memory error: in a weight or in a moment of the optimizer, before the forward pass.
+"""A bit flip in a weight or in an optimizer moment before the forward pass, as a memory error causes.
 
-Bits count from the lowest. In fp32, 0 to 22 are the mantissa, 23 to 30 the exponent, 31 the sign: bit 30 makes a number
-about 1e38 of a weight below 2, bit 22 one that is at most half as large again.
+Bit 0 is the lowest. In fp32, bits 0 to 22 are the mantissa, 23 to 30 the exponent, 31 the sign. Flipping bit 30
+multiplies a weight below 1 by 2^128 (3e38); flipping bit 22 changes a weight by at most half.
 """
 
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from stabletrain.faults.planned import check_at_least, own, place, say
 from stabletrain.records import TrainState
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Names that optimizers give to their moments."""
+"""Names of moments in the state of optimizers."""
 
 WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers by their bytes."""
+"""Integer dtypes by their size in bytes."""
 
 
 @dataclass(frozen=True)
 class BitFlip(StepFault):
-    """One flipped bit in one element.
+    """Flips one bit of one element.
 
     Attributes:
-        where: `weight`, or `moment`: whatever the optimizer keeps first of `exp_avg`, `exp_avg_sq` and
-            `momentum_buffer`; or one of these by name.
+        where: `weight`; `exp_avg`, `exp_avg_sq` or `momentum_buffer`; or `moment` for the first of these that the
+            optimizer has.
         bit: 0 to 31 in fp32, 0 to 15 in bf16.
         parameter: dotted name; None for the middle one of the matrices and kernels.
-        seed: which element.
+        seed: selects the element.
     """
 
     where: str = "weight"
@@ -54,11 +54,11 @@ class BitFlip(StepFault):
         name, parameter = chosen_parameter(state.model, self.parameter)
         kind, tensor = self._find(state, parameter)
         if tensor is None:
-            say(f"none: the optimizer has no {kind} of {name} yet at tick {state.executed_steps}")
+            say(f"none, because the optimizer has no {kind} of {name} yet at tick {state.executed_steps}")
             return []
         self._check_bit(name, tensor.dtype)
         tensor = own(tensor)
-        if not tensor.numel():  # another rank has all of it
+        if not tensor.numel():  # this rank's shard is empty
             return []
         where = place(tensor, self.seed, state.executed_steps)
         before = float(tensor[where])
@@ -70,7 +70,7 @@ class BitFlip(StepFault):
         return []
 
     def _find(self, state: TrainState, parameter: nn.Parameter) -> tuple[str, Tensor | None]:
-        """What is to be hit, and its name; None while the optimizer does not have it yet."""
+        """Returns kind and tensor to change; None for a moment that the optimizer has not created yet."""
         if self.where == "weight":
             return self.where, parameter.data
         kept = state.optimizer.state.get(parameter, {})
@@ -80,12 +80,14 @@ class BitFlip(StepFault):
 
     def _check_bit(self, name: str, dtype: torch.dtype) -> None:
         if self.bit >= 8 * dtype.itemsize:
-            raise ConfigError(f"faults.bit={self.bit} is above {8 * dtype.itemsize - 1}, the sign of {name} in {dtype}")
+            raise ConfigError(
+                f"faults.bit={self.bit} is above {8 * dtype.itemsize - 1}, the sign bit of {name} in {dtype}"
+            )
 
 
 @torch.no_grad()
 def flip_(tensor: Tensor, where: tuple[int, ...], bit: int) -> None:
-    """Flips one bit of one element, in place; `tensor` may have any strides and any dtype."""
+    """Flips one bit of one element in place; `tensor` may have any strides and dtype."""
     width = 8 * tensor.element_size()
     mask = 1 << bit if bit < width - 1 else -(1 << bit)
     tensor.view(WHOLE[tensor.element_size()])[where] ^= mask

@@ -1,7 +1,7 @@
-"""Bad data: what a broken file, a wrong label or an empty shard hands to a training run.
+"""Bad training data, as a corrupt file, a wrong label or an empty shard causes.
 
-Faults of the data happen by data position, the `step` that `batch` is asked for: bad data stays where it is, however
-often it is read, and only a rollback, which passes positions over, gets past it. Validation stays as it is.
+These faults happen at data positions, the `step` argument of `batch`. Reading a position again gives the same bad
+batch; only a rollback that skips the position avoids it. Validation data is not changed.
 """
 
 from dataclasses import dataclass, replace
@@ -16,23 +16,23 @@ from stabletrain.records import IGNORE_INDEX, Batch
 
 
 class CorruptedData:
-    """A data set of which some training batches are spoilt; all else it is asked for is the data's own.
+    """A data set with corrupted training batches; forwards all other attributes to the original data set.
 
     Args:
-        data: the data set; it is never written to.
-        fault: what spoils it.
+        data: the original data set, which is not modified.
+        fault: corrupts the planned batches.
     """
 
     def __init__(self, data: Any, fault: "DataFault") -> None:
         self._data, self._fault = data, fault
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_data", "_fault"):  # not there yet, while this object is being copied
+        if name in ("_data", "_fault"):  # not set yet while this object is being copied: avoids infinite recursion
             raise AttributeError(name)
         return getattr(self._data, name)
 
     def batch(self, step: int, size: int, split: str) -> Any:
-        """The data's batch, spoilt if it is one of training at a planned position."""
+        """Returns the data's batch, corrupted if it is a training batch at a planned position."""
         batch = self._data.batch(step, size, split)
         if split != "train" or not self._fault.hits(step) or not isinstance(batch, Batch):
             return batch
@@ -45,11 +45,11 @@ class DataFault(OnRank):
     """A fault of the training data; `at` counts data positions."""
 
     def data(self, data: Any) -> Any:
-        """The data with its planned batches spoilt."""
+        """Returns the data with its planned batches corrupted."""
         return CorruptedData(data, self)
 
     def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
-        """The spoilt batch; must copy what it changes."""
+        """Returns the corrupted batch; must copy the tensors it changes."""
         raise NotImplementedError
 
 
@@ -58,9 +58,9 @@ class Input(DataFault):
     """One bad element in the inputs of one sample.
 
     Attributes:
-        value: what is written: NaN, Inf or any other number. Token ids cannot be NaN or Inf: for them it is an id far
-            out of range, 2^31 - 1, as a corrupt file would hold.
-        seed: which element.
+        value: new value: NaN, Inf or any other number. Token ids cannot be NaN or Inf: they become 2^31 - 1, an id far
+            out of range.
+        seed: selects the element.
     """
 
     value: float = float("nan")
@@ -76,11 +76,11 @@ class Input(DataFault):
 
 @dataclass(frozen=True)
 class Label(DataFault):
-    """One target that is no class.
+    """One target out of range, or a wrong label.
 
     Attributes:
-        value: what is written. A class, from 0 to their number less 1, makes a wrong label of it.
-        seed: which target.
+        value: new target; a value between 0 and the number of classes minus 1 is a valid but wrong label.
+        seed: selects the target.
     """
 
     value: int = 10**6
@@ -90,7 +90,7 @@ class Label(DataFault):
         super().__post_init__()
         if self.value == IGNORE_INDEX:
             raise ConfigError(
-                f"faults.value={IGNORE_INDEX} is a target that is not counted: use faults=ignored, or faults.value=-1"
+                f"faults.value={IGNORE_INDEX} is a target that the loss ignores: use faults=ignored, or faults.value=-1"
             )
 
     def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
@@ -99,7 +99,7 @@ class Label(DataFault):
 
 @dataclass(frozen=True)
 class Ignored(DataFault):
-    """A batch of which no target counts, as of padding alone."""
+    """A batch whose targets are all ignored, such as a batch of padding."""
 
     def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
         return replace(batch, targets=torch.full_like(batch.targets, IGNORE_INDEX))
@@ -117,12 +117,12 @@ class Empty(DataFault):
 
 @dataclass(frozen=True)
 class Poison(DataFault):
-    """Batches that are finite and of valid labels, and wrong: every target another class, images too bright.
+    """Batches with finite inputs and valid but wrong targets: every target is another class, images are too bright.
 
     Attributes:
-        factor: inputs that are no whole numbers are multiplied by it.
-        length: consecutive positions from each of `at` on.
-        seed: which wrong classes.
+        factor: multiplies floating-point inputs; token ids are not changed.
+        length: number of consecutive bad positions, beginning at each of `at`.
+        seed: selects the wrong classes.
     """
 
     factor: float = 100.0
@@ -147,7 +147,7 @@ class Poison(DataFault):
 
 
 def count_classes(data: Any, targets: Tensor) -> int:
-    """How many classes there are: what the data says, else what this batch shows."""
+    """Returns the number of classes: an attribute of the data, or else the largest target of this batch plus 1."""
     for name in ("num_classes", "vocab_size"):
         if isinstance(count := getattr(data, name, None), int):
             return count
@@ -155,7 +155,7 @@ def count_classes(data: Any, targets: Tensor) -> int:
 
 
 def written(tensor: Tensor, value: float, seed: int, position: int) -> Tensor:
-    """A copy with one element overwritten; of an empty tensor, itself."""
+    """Returns a copy with one element overwritten; an empty tensor is returned unchanged."""
     if not tensor.numel():
         return tensor
     copy = tensor.clone()

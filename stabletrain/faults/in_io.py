@@ -1,11 +1,9 @@
-"""Faults outside of the step: a full disk, a kill during a write, W&B out of reach.
+"""Faults outside the step: a full disk, a kill during a write, W&B unreachable.
 
-Faults in the writing of a checkpoint: the disk is full, or the process is killed, with one file half-written.
+`DiskFull` and `Kill` interrupt the checkpoint taken after `at` executed steps (ticks), with one file half-written.
+Without rollbacks, that is the checkpoint of this step. Other checkpoints are written exactly as with `faults=none`.
 
-They happen at the checkpoint that is taken when `at` ticks are done: as long as nothing was rolled back, the one of
-that step. The checkpoints of other ticks are written by the very code that writes them with `faults=none`.
-
-W&B out of reach: from a tick on, every call into the library raises what a lost network raises.
+After `LostWandb`, every call into the library raises ConnectionError, as without a network.
 """
 
 import errno
@@ -25,22 +23,22 @@ Content = Iterable[bytes | memoryview]
 
 @dataclass(frozen=True)
 class DiskFault(OnRank):
-    """A fault within the writing of a checkpoint; `at` counts ticks done.
+    """A fault during the write of a checkpoint; `at` counts ticks done.
 
     Attributes:
-        rank: the rank that meets it; None for every rank that writes. A rank other than 0 writes with fsdp only.
+        rank: rank that has the fault; None for every rank that writes. Ranks other than 0 write only with fsdp.
     """
 
     rank: int | None = 0
 
     def checkpoints(self, checkpoints: Any) -> Any:
-        """The same checkpoints, whose write at a planned tick does not end well.
+        """Makes the write of a checkpoint fail at each planned tick; returns the same object.
 
         Raises:
-            ConfigError: nothing is ever written.
+            ConfigError: the run writes no checkpoints.
         """
         if not checkpoints.keeps:
-            raise ConfigError("a fault in a checkpoint does nothing with checkpoint=off: use checkpoint=default")
+            raise ConfigError("a fault in a checkpoint has no effect with checkpoint=off: use checkpoint=default")
         save, spared = checkpoints.save, self.spared(checkpoints)
 
         def save_ill_fated(step: int, tree: Mapping[str, Any], **rest: Any) -> None:
@@ -52,18 +50,18 @@ class DiskFault(OnRank):
         return checkpoints
 
     def spared(self, checkpoints: Any) -> set[int]:
-        """Steps whose checkpoints nothing happens to after all."""
+        """Returns the steps whose checkpoints are written without the fault."""
         del checkpoints
         return set()
 
     def happen(self, path: Path, step: int) -> None:
-        """What happens when half of the file `path` is written."""
+        """Runs the fault when half of the file `path` is written."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class DiskFull(DiskFault):
-    """No space is left when a checkpoint is half-written."""
+    """Raises ENOSPC when a checkpoint is half-written."""
 
     def happen(self, path: Path, step: int) -> None:
         say(f"disk full in the checkpoint of step {step}")
@@ -72,16 +70,16 @@ class DiskFull(DiskFault):
 
 @dataclass(frozen=True)
 class Kill(DiskFault):
-    """The process is killed (SIGKILL) when a checkpoint is half-written.
+    """Kills the process (SIGKILL) when a checkpoint is half-written.
 
-    A process that finds a checkpoint half-written follows one that was killed there, and is spared: so `resume=auto`
-    carries such a run to its end. Of several ranks it is rank 0 that looks, and only rank 0 is spared.
+    A process that finds a half-written checkpoint of a step is not killed there again, so `resume=auto` finishes the
+    run. With several ranks this holds for rank 0 only.
     """
 
     def spared(self, checkpoints: Any) -> set[int]:
-        """Steps whose half-written checkpoints are found when the folder is opened, which clears them away."""
+        """Returns a set that opening the folder fills with the steps of half-written checkpoints."""
         known: set[int] = set()
-        open_ = checkpoints.open
+        open_ = checkpoints.open  # deletes half-written checkpoints, so look before it
 
         def look_and_open(folder: Path, *rest: Any) -> None:
             known.update(int(left.name[6:14]) for left in (folder / "checkpoints").glob(".step-*.tmp-*"))
@@ -96,11 +94,9 @@ class Kill(DiskFault):
 
 
 def interrupt(step: int, happen: Callable[[Path], None]) -> None:
-    """Has `happen` called, once, when the first half of the second file of the checkpoint of `step` is written.
-
-    Checkpoints are written on a thread of their own. So the function that writes files is exchanged for one that puts
-    it back as soon as it meets that file.
-    """
+    """Calls `happen` once, when half of the second file of the checkpoint of `step` is written."""
+    # A background thread writes checkpoints, so the function that writes files is replaced; the replacement restores
+    # the original at that file.
     write = writer.write_file
 
     def write_half(path: Path, content: Content) -> dict[str, Any]:
@@ -114,7 +110,7 @@ def interrupt(step: int, happen: Callable[[Path], None]) -> None:
 
 
 def half(content: Content, happen: Callable[[], None]) -> Content:
-    """The first half of `content`'s bytes, without a copy of them, and then what happens."""
+    """Yields the first half of `content`'s bytes without copying them, then calls `happen`."""
     pieces = list(content)
     left = sum(len(piece) for piece in pieces) // 2
     for piece in pieces:
@@ -124,10 +120,10 @@ def half(content: Content, happen: Callable[[], None]) -> Content:
 
 
 class Unreachable:
-    """What the library is from then on: whatever is asked of it raises.
+    """Replaces a W&B run: every access raises ConnectionError.
 
     Args:
-        run: the library's run, which is ended quietly when the training run ends.
+        run: the original W&B run; `finish` ends it.
     """
 
     def __init__(self, run: Any) -> None:
@@ -137,23 +133,23 @@ class Unreachable:
         raise ConnectionError(f"wandb is unreachable ({name})")
 
     def finish(self, exit_code: int) -> None:
-        """Ends the library's run, so that its files are whole, and raises as all else does."""
+        """Ends the original run, so that its files are complete, and raises ConnectionError."""
         self._run.finish(exit_code=exit_code)
         raise ConnectionError("wandb is unreachable (finish)")
 
 
 @dataclass(frozen=True)
 class LostWandb(Planned):
-    """W&B is out of reach from the first of the ticks `at` on; at 0 it cannot even be started."""
+    """Makes W&B unreachable from the first of the ticks `at` on; at 0 it does not even start."""
 
     def wandb(self, wandb: Any) -> Any:
-        """The same object, behind which the library gets lost.
+        """Makes W&B unreachable at the planned tick; returns the same object.
 
         Raises:
-            ConfigError: W&B is not used.
+            ConfigError: the run does not use W&B.
         """
         if not hasattr(wandb, "mode"):
-            raise ConfigError("faults=wandb does nothing with wandb=disabled: use wandb=offline")
+            raise ConfigError("faults=wandb has no effect with wandb=disabled: use wandb=offline")
         first, log = min(self.at), wandb.log
         if first == 0:
             wandb._begin = refuse
@@ -161,7 +157,7 @@ class LostWandb(Planned):
         def log_or_lose(step: int, metrics: Mapping[str, Any]) -> None:
             tick = metrics.get("tick", step)
             if tick >= first and wandb._run is not None and not isinstance(wandb._run, Unreachable):
-                say(f"wandb is out of reach from tick {tick} on")
+                say(f"wandb is unreachable from tick {tick} on")
                 wandb._run = Unreachable(wandb._run)
             log(step, metrics)
 
@@ -170,5 +166,5 @@ class LostWandb(Planned):
 
 
 def refuse(*_: Any) -> Any:
-    """What the library answers to a new run."""
+    """Replaces the start of a W&B run: raises ConnectionError."""
     raise ConnectionError("wandb is unreachable (init)")

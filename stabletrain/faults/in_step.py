@@ -1,21 +1,11 @@
-"""Faults within a training step: a bad activation, a bad gradient, a burst of the learning rate.
+"""Faults in a training step: a bad activation, a bad gradient, a burst of the learning rate.
 
-Faults within a training step, by tick: how often a step has been executed before, those rolled back included.
+They happen at ticks: a tick is the number of steps executed before, including those rolled back. No tick occurs twice
+in a run, so the fault does not return after a rollback. A resumed run has the fault at the same tick.
 
-A tick never comes twice in a run, so such a fault does not come back after a rollback, and a run that is resumed meets
-it again where the first process met it.
-
-What happens at a tick is set up when the step begins, for this one step: between two faults the model has no hook, and
-runs the very code it runs with `faults=none`. A step begins by forgetting the gradients of the one before; so it is the
-optimizer's `zero_grad` that is wrapped.
-
-A bad activation: one element of one module's output is NaN, Inf, or any number, once, in the forward pass.
-
-A bad gradient: one element of one parameter's gradient is NaN, Inf, or any number, once, in the backward pass.
-
-A burst of the learning rate: for some ticks every update is taken with a multiple of what schedule and guard chose.
-
-The optimizer's groups hold the burst only while the update is taken; what is logged and saved is the rate as planned.
+Each fault is set up at the start of its step and removed at the start of the next. Between faults the model has no
+hooks and runs exactly the code it runs with `faults=none`. A step begins with the optimizer's `zero_grad`, which is why
+`zero_grad` is wrapped.
 """
 
 import math
@@ -34,28 +24,28 @@ from stabletrain.records import TrainState
 
 @runtime_checkable
 class Removable(Protocol):
-    """What `register_*_hook` returns."""
+    """A handle as `register_*_hook` returns it."""
 
     def remove(self) -> None:
-        """Takes it away; a second time does nothing."""
+        """Removes the hook; does nothing if it is removed already."""
         ...
 
 
 @dataclass(frozen=True)
 class StepFault(OnRank):
-    """A fault within a step; `at` counts ticks."""
+    """A fault in a step; `at` counts ticks."""
 
     def state(self, state: TrainState, precision: Any) -> None:
-        """Watches the beginning of every step.
+        """Sets up the fault at the start of each planned step.
 
         Raises:
-            ConfigError: the state does not have what the fault is to hit.
+            ConfigError: the model or optimizer lacks the target of the fault.
         """
         self.check(state)
         waiting: list[Removable] = []
 
         def begin() -> None:
-            while waiting:  # what the step before did not come to: it was withheld, or had nothing to run on
+            while waiting:  # hooks of the previous step: it may have been skipped before they ran
                 waiting.pop().remove()
             if self.hits(state.executed_steps):
                 waiting.extend(self.inject(state, precision))
@@ -63,16 +53,16 @@ class StepFault(OnRank):
         before_each_step(state.optimizer, begin)
 
     def check(self, state: TrainState) -> None:
-        """Refuses, before the first step, a state that the fault cannot hit."""
+        """Raises ConfigError, before the first step, if the state lacks the target of the fault."""
         del state
 
     def inject(self, state: TrainState, precision: Any) -> list[Removable]:
-        """Harms the state now, or prepares the step for it; what it returns is removed when the next step begins."""
+        """Applies the fault now, or returns hooks that apply it in this step and are removed before the next."""
         raise NotImplementedError
 
 
 def before_each_step(optimizer: Optimizer, act: Any) -> None:
-    """Has `act()` called at the beginning of every step, when the gradients of the one before are gone."""
+    """Calls `act()` at the start of every step, after the previous gradients are cleared."""
     forget = optimizer.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -83,7 +73,7 @@ def before_each_step(optimizer: Optimizer, act: Any) -> None:
 
 
 def chosen_parameter(model: nn.Module, name: str | None) -> tuple[str, nn.Parameter]:
-    """The trained parameter of that name; without one the middle one, of those that are matrices or kernels if any are.
+    """Returns name and parameter; without a name, the middle one of the trained matrices and kernels.
 
     Raises:
         ConfigError: the model has no such parameter, or does not train it.
@@ -94,25 +84,25 @@ def chosen_parameter(model: nn.Module, name: str | None) -> tuple[str, nn.Parame
         name = known[len(known) // 2]
     if name not in trained:
         raise ConfigError(
-            f"faults.parameter={name} is no parameter that the model trains: its parameters are {', '.join(trained)}"
+            f"faults.parameter={name} is not a parameter that the model trains: choose from {', '.join(trained)}"
         )
     return name, trained[name]
 
 
 @torch.no_grad()
 def overwrite_(tensor: torch.Tensor, where: tuple[int, ...], value: float) -> None:
-    """Writes one element, in place, where no graph sees it."""
+    """Overwrites one element in place, outside the autograd graph."""
     tensor[where] = value
 
 
 @dataclass(frozen=True)
 class Activation(StepFault):
-    """One bad element in what a module returns, in the first micro-batch of the step.
+    """One bad element in the output of a module, in the first micro-batch of the step.
 
     Attributes:
-        value: what is written; it takes the output's own dtype, so that fp16 makes Inf of 1e6.
-        module: dotted name; None for the middle one of those that have parameters of their own.
-        seed: which element.
+        value: new value, cast to the output's dtype: 1e6 becomes Inf in fp16.
+        module: dotted name; None for the middle one of the modules that have parameters of their own.
+        seed: selects the element.
     """
 
     value: float = float("nan")
@@ -133,13 +123,13 @@ class Activation(StepFault):
         return [hook, plain]
 
     def _spoil(self, name: str, tick: int, done: list[bool], module: nn.Module, inputs: Any, output: Any) -> Any:
-        """The output with one element overwritten, the first time in training; the very output otherwise."""
+        """Returns the output with one element overwritten on the first call with gradients, unchanged otherwise."""
         if done or not torch.is_grad_enabled():
             return output
         done.append(True)
         if not isinstance(output, Tensor):
             raise ConfigError(
-                f"faults.module={name} returns a {type(output).__name__}, no tensor: name a module inside of it"
+                f"faults.module={name} returns a {type(output).__name__}, not a tensor: choose a module inside it"
             )
         where = place(output, self.seed, tick)
         say(f"activation of {name} {list(where)} = {self.value} at tick {tick}")
@@ -149,19 +139,19 @@ class Activation(StepFault):
 
 
 class Plain:
-    """A model compiled in place that runs as plain Python until `remove`: compiled code does not hear new hooks."""
+    """Runs a model compiled in place without compilation until `remove`: compiled code ignores new hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._compiled = model, model._compiled_call_impl
         model._compiled_call_impl = None
 
     def remove(self) -> None:
-        """Compiled code runs again."""
+        """Restores the compiled code."""
         self._model._compiled_call_impl = self._compiled
 
 
 def chosen_module(model: nn.Module, name: str | None) -> tuple[str, nn.Module]:
-    """The module of that name; without one the middle one of those with parameters of their own.
+    """Returns name and module; without a name, the middle one of the modules that have parameters of their own.
 
     Raises:
         ConfigError: the model has no such module.
@@ -171,18 +161,18 @@ def chosen_module(model: nn.Module, name: str | None) -> tuple[str, nn.Module]:
         known = [each for each, module in modules.items() if any(True for _ in module.parameters(recurse=False))]
         name = known[len(known) // 2]
     if name not in modules:
-        raise ConfigError(f"faults.module={name} names no module: the model's are {', '.join(filter(None, modules))}")
+        raise ConfigError(f"faults.module={name} names no module: choose from {', '.join(filter(None, modules))}")
     return name, modules[name]
 
 
 @dataclass(frozen=True)
 class Gradient(StepFault):
-    """One bad element in one gradient, written when the first micro-batch of the step has made it.
+    """One bad element in one gradient, written after the backward pass of the first micro-batch of the step.
 
     Attributes:
-        value: what is written. A finite one is what arrives at the optimizer: fp16's loss scale is taken into account.
+        value: new value of the unscaled gradient; a finite value is multiplied by fp16's loss scale.
         parameter: dotted name; None for the middle one of the matrices and kernels.
-        seed: which element.
+        seed: selects the element.
     """
 
     value: float = float("nan")
@@ -204,12 +194,12 @@ class Gradient(StepFault):
         ]
 
     def _spoil(self, name: str, tick: int, scale: float, done: list[bool], parameter: Tensor) -> None:
-        """Overwrites one element, the first time."""
+        """Overwrites one element on the first call."""
         if done or parameter.grad is None:
             return
         done.append(True)
         gradient = own(parameter.grad)
-        if not gradient.numel():  # another rank has all of it
+        if not gradient.numel():  # this rank's shard is empty
             return
         where = place(gradient, self.seed, tick)
         say(f"gradient of {name} {list(where)} = {self.value} at tick {tick}")
@@ -218,11 +208,11 @@ class Gradient(StepFault):
 
 @dataclass(frozen=True)
 class LearningRate(StepFault):
-    """A multiple of the learning rate for some ticks.
+    """Multiplies the learning rate for some ticks.
 
     Attributes:
-        factor: above 0.
-        length: ticks from each of `at` on.
+        factor: factor of the learning rate, above 0.
+        length: number of consecutive ticks, beginning at each of `at`.
     """
 
     factor: float = 100.0
@@ -233,7 +223,7 @@ class LearningRate(StepFault):
         check_number("factor", self.factor)
         check_at_least("length", self.length, 1)
         if not self.factor > 0:
-            raise ConfigError(f"faults.factor={self.factor} is not above 0: 100 is a burst")
+            raise ConfigError(f"faults.factor={self.factor} is not above 0: 100 is the default")
 
     def hits(self, number: int) -> bool:
         return self.on_this_rank() and any(start <= number < start + self.length for start in self.at)
@@ -241,6 +231,7 @@ class LearningRate(StepFault):
     def inject(self, state: TrainState, precision: Any) -> list[Removable]:
         tick, planned = state.executed_steps, []
 
+        # Restored right after the update, so that the planned learning rate is logged and saved.
         def raise_rates(optimizer: Optimizer, *_: Any) -> None:
             say(f"learning rate x {self.factor:g} at tick {tick}")
             for group in optimizer.param_groups:

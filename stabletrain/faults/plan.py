@@ -1,4 +1,4 @@
-"""Several faults in one run: a list of them, each with its kind and its kind's own keys."""
+"""Several faults in one run: a list of faults, each with its kind and the keys of that kind."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -26,56 +26,56 @@ KINDS: dict[str, type[Planned]] = {
     "kill": Kill,
     "wandb": LostWandb,
 }
-"""Kinds by the names of their options."""
+"""Kinds of faults by the names of their options."""
 
 
 class Plan(NoFaults):
     """Several faults.
 
     Args:
-        faults: of each a mapping of `kind`, `at`, and other keys of that kind, such as
+        faults: mappings with `kind`, `at`, and other keys of that kind, such as
             `{kind: gradient, at: [30], value: nan}`.
 
     Raises:
-        ConfigError: an unknown kind or key, or a value out of range.
+        ConfigError: a kind or key is unknown, or a value is out of range.
     """
 
     def __init__(self, faults: Sequence[Any]) -> None:
         self.faults = [planned(number, entry) for number, entry in enumerate(faults)]
 
     def data(self, data: Any) -> Any:
-        """The data with all faults of data."""
+        """Returns the data with all faults in data."""
         for fault in self.faults:
             data = fault.data(data)
         return data
 
     def checkpoints(self, checkpoints: Any) -> Any:
-        """The checkpoints with all faults of the disk."""
+        """Returns the checkpoints with all faults in checkpoints."""
         for fault in self.faults:
             checkpoints = fault.checkpoints(checkpoints)
         return checkpoints
 
     def wandb(self, wandb: Any) -> Any:
-        """W&B with all its faults."""
+        """Returns W&B with all its faults."""
         for fault in self.faults:
             wandb = fault.wandb(wandb)
         return wandb
 
     def state(self, state: TrainState, precision: Any) -> None:
-        """Prepares all faults of the step."""
+        """Sets up all faults in steps."""
         for fault in self.faults:
             fault.state(state, precision)
 
 
 def planned(number: int, entry: Any) -> Planned:
-    """The fault that an entry of the plan describes."""
+    """Builds the fault of one entry of the plan."""
     place = f"faults.faults[{number}]"
     if not isinstance(entry, Mapping) or "kind" not in entry:
         raise ConfigError(f"{place}={entry} has no kind: write {{kind: gradient, at: [30], value: nan}}")
     kind, keys = entry["kind"], {key: as_number(value) for key, value in entry.items() if key != "kind"}
     if kind not in KINDS:
         raise ConfigError(
-            f"{place}: kind={kind} is no kind of fault{did_you_mean(str(kind), KINDS)}: {', '.join(KINDS)}"
+            f"{place}: kind={kind} is not a kind of fault{did_you_mean(str(kind), KINDS)}: {', '.join(KINDS)}"
         )
     known = {field.name: field for field in fields(KINDS[kind])}
     for key in keys:
@@ -91,5 +91,5 @@ def planned(number: int, entry: Any) -> Planned:
 
 
 def as_number(value: Any) -> Any:
-    """The numbers that YAML takes for words, as numbers; anything else as it is."""
+    """Converts "nan", "inf" and "-inf", which YAML reads as strings, to numbers; returns other values unchanged."""
     return float(value) if value in ("nan", "inf", "-inf") else value

@@ -1,9 +1,7 @@
-"""When a fault happens: at planned numbers, on all ranks or on one, and at the same numbers in every repetition.
+"""Base classes of faults: faults happen at planned numbers, on all ranks or on one.
 
-Nothing is remembered of what has happened. Whether a fault happens, and to which element, is a function of the number,
-the rank and the option's values; so a run that is resumed, or that goes back, meets the faults it would have met.
-
-No faults: every object stays the one that was built.
+Whether a fault happens, and in which element, depends only on the number, the rank and the option's values. A run that
+is resumed or rolled back therefore has the same faults.
 """
 
 import math
@@ -23,22 +21,22 @@ from stabletrain.records import TrainState
 
 
 class NoFaults:
-    """Nothing is injected: what is given comes back, identically, and the state is left alone."""
+    """Injects nothing: returns every object unchanged."""
 
     def data(self, data: Any) -> Any:
-        """The data set a run reads: an object with `batch(step, size, split)`."""
+        """Returns the run's data set, an object with `batch(step, size, split)`."""
         return data
 
     def checkpoints(self, checkpoints: Any) -> Any:
-        """The run's checkpoints; see `checkpoint/checkpoints.py`."""
+        """Returns the run's checkpoints; see `checkpoint/checkpoints.py`."""
         return checkpoints
 
     def wandb(self, wandb: Any) -> Any:
-        """The run's W&B; see `tracking/wandb.py`."""
+        """Returns the run's W&B; see `tracking/wandb.py`."""
         return wandb
 
     def state(self, state: TrainState, precision: Any) -> None:
-        """The state a run trains and the precision it trains in, once both are on their device."""
+        """Sets up faults in steps; call this when the state and the precision are on their device."""
         del state, precision
 
 
@@ -47,10 +45,7 @@ class Planned(NoFaults):
     """A fault that happens at planned numbers.
 
     Attributes:
-        at: the numbers, from 0. What they count, each kind says.
-
-    Raises:
-        ConfigError: there is none, or one is not a whole number from 0 on.
+        at: the numbers, from 0; each kind defines what they count.
     """
 
     at: Sequence[int]
@@ -62,15 +57,15 @@ class Planned(NoFaults):
             raise ConfigError("faults.at=[] plans nothing: name a step, as in faults.at=[100], or use faults=none")
         for number in self.at:
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise ConfigError(f"faults.at={list(self.at)}: {number} is not a whole number from 0 on")
+                raise ConfigError(f"faults.at={list(self.at)}: {number} is not a whole number of at least 0")
 
 
 @dataclass(frozen=True)
 class OnRank(Planned):
-    """A fault that one process alone may meet.
+    """A fault on one rank or on all ranks.
 
     Attributes:
-        rank: the only rank to meet it; None for every rank.
+        rank: the only rank that has the fault; None for every rank.
     """
 
     rank: int | None = None
@@ -80,38 +75,38 @@ class OnRank(Planned):
         check_at_least("rank", self.rank, 0)
 
     def hits(self, number: int) -> bool:
-        """Whether it happens at `number` in this process (whose rank is RANK in the environment, 0 without)."""
+        """Whether the fault happens at `number` in this process."""
         return number in self.at and self.on_this_rank()
 
     def on_this_rank(self) -> bool:
-        """Whether this process is to meet it."""
+        """Whether this process has the fault; its rank is the environment's RANK, or 0 if that is not set."""
         return self.rank is None or self.rank == int(os.environ.get("RANK", "0"))
 
 
 def check_at_least(name: str, value: Any, lowest: int) -> None:
-    """Refuses a value that is no whole number from `lowest` on; None passes."""
+    """Raises ConfigError if `value` is neither None nor an integer of at least `lowest`."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < lowest):
-        raise ConfigError(f"faults.{name}={value} is not a whole number from {lowest} on")
+        raise ConfigError(f"faults.{name}={value} is not a whole number of at least {lowest}")
 
 
 def check_number(name: str, value: Any) -> None:
-    """Refuses a value that is no number; NaN and the infinities are numbers here."""
+    """Raises ConfigError if `value` is not a number; NaN and the infinities are allowed."""
     if not isinstance(value, float | int) or isinstance(value, bool):
-        raise ConfigError(f"faults.{name}={value} is not a number: write .nan, .inf, -.inf, or one such as 1000.0")
+        raise ConfigError(f"faults.{name}={value} is not a number: use .nan, .inf, -.inf, or a number such as 1000.0")
 
 
 def drawn(seed: int, number: int, below: int) -> int:
-    """A whole number in [0, below), drawn by seed and number."""
+    """Returns a random integer in [0, below), a function of seed and number."""
     return random.Random(f"{seed}/{number}").randrange(below)
 
 
 def own(tensor: Any) -> Tensor:
-    """The part of a sharded tensor that this rank holds, of which it can write alone; any other tensor itself."""
+    """Returns this rank's shard of a sharded tensor, as a view; any other tensor itself."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def place(tensor: Tensor, seed: int, number: int) -> tuple[int, ...]:
-    """One element of `tensor`, drawn by seed and number, as an index for each dimension."""
+    """Returns the index of a random element of `tensor`, a function of seed and number."""
     element, index = drawn(seed, number, tensor.numel()), []
     for size in reversed(tensor.shape):
         element, here = divmod(element, size)
@@ -120,12 +115,12 @@ def place(tensor: Tensor, seed: int, number: int) -> tuple[int, ...]:
 
 
 def writable(value: float, dtype: torch.dtype) -> float | int:
-    """`value` as a tensor of whole numbers can hold it: one far beyond every id stands for NaN and Inf."""
+    """Converts `value` for a tensor of `dtype`: in integer dtypes, 2^31 - 1 at most stands for NaN and Inf."""
     if dtype.is_floating_point or dtype.is_complex:
         return value
     return int(value) if math.isfinite(value) else min(2**31 - 1, torch.iinfo(dtype).max)
 
 
 def say(what: str) -> None:
-    """One line for people, when a fault happens."""
+    """Prints one line to stderr when a fault happens."""
     print(f"stabletrain: fault injected: {what}", file=sys.stderr)

@@ -1,12 +1,12 @@
-"""A small GPT: a pre-LN decoder that turns tokens into logits and knows nothing of losses, precisions or configs.
+"""A small GPT: a pre-LN decoder from tokens to logits.
 
     x = embedding(tokens)
     x = x + attention(norm(x));  x = x + mlp(norm(x))        in each block
     logits = head(norm(x))
 
 Sources: GPT-2 (Radford et al. 2019) for the shape, RoPE (arXiv 2104.09864), SwiGLU (arXiv 2002.05202), RMSNorm
-(arXiv 1910.07467). QK-norm and softcap are objects handed in; positions, norms and MLPs are looked up in `layers.py`.
-So this file names no kind of any of them.
+(arXiv 1910.07467). QK-norm, softcap and QK-clip are objects passed to the constructor. Positions, norms and MLPs are
+looked up by name in `layers.py`.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ from stabletrain.models.layers import (
 
 
 class TiedHead(nn.Module):
-    """A head without weights of its own: logits are products with the embedding's rows."""
+    """A head without weights of its own: it multiplies features with the embedding matrix."""
 
     def forward(
         self, x: Float[Tensor, "*tokens width"], embedding: Float[Tensor, "vocab width"]
@@ -67,32 +67,27 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A pre-LN decoder; the names of its arguments are nanoGPT's.
+    """A pre-LN decoder with nanoGPT's argument names.
 
-    Its modules: `embedding`, `position`, `blocks.<i>.{attention_norm, attention, mlp_norm, mlp}`, `norm`, `head`.
-    Parameters are fp32 on construction, as PyTorch's layers make them; `stability/init.py` rewrites them.
+    Modules: `embedding`, `position`, `blocks.<i>.{attention_norm, attention, mlp_norm, mlp}`, `norm`, `head`.
+    Parameters are fp32 with PyTorch's default initialisation; `stability/init.py` overwrites it.
 
     Args:
-        vocab_size: number of tokens.
-        block_size: longest sequence.
-        n_layer: blocks.
-        n_head: attention heads; divides `n_embd`.
+        block_size: maximum sequence length.
+        n_head: number of attention heads; divides `n_embd`.
         n_embd: width of the residual stream.
         position: `rope` or `learned`.
         norm: `layernorm` or `rmsnorm`.
-        norm_eps: added to the norms' variance, or mean square.
+        norm_eps: added to the variance (LayerNorm) or mean square (RMSNorm).
         mlp: `gelu` or `swiglu`.
-        bias: whether linear layers, except the head, and LayerNorms have biases.
-        tied_head: whether the head is the embedding's matrix, which then appears once in the state dict.
-        dropout: share dropped of the embeddings, the attention weights and each branch's output, in [0, 1).
-        qknorm: a kind of QK-norm.
-        softcap: a kind of softcap.
-        qkclip: a kind of QK-clip.
-        embedding_gradient: share of the gradient that reaches the embedding, in (0, 1]; GLM-130B shrinks it to 0.1
-            (arXiv 2210.02414, section 3.3). A tied head's own gradient stays whole.
+        bias: whether LayerNorms and linear layers, except the head, have biases.
+        tied_head: whether the head shares the embedding matrix, which then appears once in the state dict.
+        dropout: dropout probability of the embeddings, the attention weights and each branch's output, in [0, 1).
+        embedding_gradient: factor of the embedding's gradient, in (0, 1]; 0.1 in GLM-130B (arXiv 2210.02414, section
+            3.3). It does not apply to the gradient of a tied head.
 
     Raises:
-        ConfigError: a value outside its bound, or a name that is no choice.
+        ConfigError: a value is out of range, or a name is unknown.
     """
 
     def __init__(
@@ -148,22 +143,22 @@ class GPT(nn.Module):
     def forward(
         self, inputs: Int[Tensor, "batch time"], cache: list[KVCache] | None = None, *, head: bool = True
     ) -> Float[Tensor, "batch time vocab_or_width"]:
-        """Logits of the token after each of `inputs`, in the dtype autocast gives the head.
+        """Returns the logits of the next token at each position, in the dtype of the head's output under autocast.
 
         Args:
             inputs: token ids.
-            cache: from `new_cache`; `inputs` then continue what it has read, and are added to it.
-            head: False for the features `[batch, time, width]` that `logits` makes logits of.
+            cache: from `new_cache`, updated in place; `inputs` then continue the cached tokens.
+            head: False to return the features `[batch, time, width]` before the head; see `logits`.
 
         Raises:
-            ValueError: the sequence, with what the cache holds, is longer than `block_size`.
+            ValueError: cached tokens and `inputs` together are longer than `block_size`.
         """
         start = cache[0].length if cache else 0
         if (length := start + inputs.shape[1]) > self.block_size:
             raise ValueError(f"a sequence of {length} tokens is longer than model.block_size={self.block_size}")
         x = self.embedding(inputs)
         if (share := self.embedding_gradient) < 1:
-            x = x.detach() + share * (x - x.detach())  # the value keeps its bits
+            x = x.detach() + share * (x - x.detach())  # scales the gradient only: the added difference is exactly 0
         x = self.dropout(self.position(x, start))
         for i, block in enumerate(self.blocks):
             x = block(x, self.position, cache[i] if cache else None)
@@ -171,33 +166,33 @@ class GPT(nn.Module):
         return self.logits(x) if head else x
 
     def logits(self, features: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens vocab"]:
-        """The head alone; each token by itself."""
+        """Applies head and final softcap to features; each token is independent of the others."""
         tied = isinstance(self.head, TiedHead)
         return self.softcap.final(self.head(features, self.embedding.weight) if tied else self.head(features))
 
     def new_cache(self) -> list[KVCache]:
-        """An empty cache, one part for each block; `forward` fills it."""
+        """Returns an empty cache for each block; `forward` fills them."""
         return [KVCache() for _ in self.blocks]
 
     def classifier(self) -> nn.Module:
-        """The module whose weight makes the logits: the head, or the embedding it is tied to."""
+        """Returns the module that holds the weight of the head: the head, or the embedding it is tied to."""
         return self.embedding if isinstance(self.head, TiedHead) else self.head
 
     def residual_projections(self) -> list[nn.Linear]:
-        """The linear layers whose output is added to the residual stream: two a block; inits scale them by depth."""
+        """Returns the linear layers that write to the residual stream, two per block; inits scale them by depth."""
         blocks = [module for module in self.blocks if isinstance(module, Block)]
         return [linear for block in blocks for linear in (block.attention.out, block.mlp.down)]
 
 
 def check_sizes(**sizes: int) -> None:
-    """Refuses a size below 1."""
+    """Raises ConfigError if a size is below 1."""
     for name, size in sizes.items():
         if size < 1:
             raise ConfigError(f"model.{name}={size} is below 1")
 
 
 def check_heads(n_embd: int, n_head: int) -> None:
-    """Refuses a width that does not divide into heads."""
+    """Raises ConfigError if `n_embd` is not a multiple of `n_head`."""
     if n_embd % n_head:
         raise ConfigError(
             f"model.n_embd={n_embd} is not a multiple of model.n_head={n_head}: "
@@ -206,7 +201,7 @@ def check_heads(n_embd: int, n_head: int) -> None:
 
 
 def choice(key: str, name: str, table: dict[str, Any]) -> Any:
-    """The entry of `table`, or an error that names the choices."""
+    """Returns the entry `name` of `table`, or raises ConfigError with the choices."""
     if name not in table:
         raise ConfigError(f"model.{key}={name} is unknown: choose {' or '.join(table)}")
     return table[name]

@@ -1,16 +1,10 @@
-"""The layers of a GPT: attention, positions, norms, MLPs.
-
-The layers a GPT chooses by name: where a token stands, how a width is normalised, what an MLP computes.
-
-Each table, `POSITIONS`, `NORMS` and `MLPS`, maps the names of a config to classes with one signature, so that the model
-has no branch on a kind.
-
-Causal self-attention, with the places where QK-norm, softcap and QK-clip come in as objects handed to it.
+"""The layers of a GPT: positions, norms, MLPs and causal self-attention.
 
     q, k, v = query(x), key(x), value(x);   q, k = position(norm(q)), position(norm(k))
     y = out(softmax(mask(q k^T / sqrt(dim))) v)                          per head
 
-This file names no kind of any of them. Positions are RoPE's (arXiv 2104.09864) or learned; see `layers.py`.
+`POSITIONS`, `NORMS` and `MLPS` map the names in a config to classes that share one signature. QK-norm, softcap and
+QK-clip are objects passed to the attention.
 """
 
 from typing import Protocol, runtime_checkable
@@ -24,10 +18,9 @@ from stabletrain.errors import ConfigError
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding, arXiv 2104.09864: pair i of queries and keys is turned by position * 10000^(-2i/d).
+    """Rotary position embedding, arXiv 2104.09864: rotates pair i of queries and keys by position * 10000^(-2i/d).
 
-    Dot products of queries and keys then depend on the distance of their positions alone. The tables and the rotation
-    are fp32: in bf16 positions above 256 would collide.
+    Dot products of queries and keys then depend only on the distance of their positions.
     """
 
     def __init__(self, block_size: int, n_embd: int, head_dim: int) -> None:
@@ -35,29 +28,30 @@ class Rotary(nn.Module):
         del n_embd
         if head_dim % 2:
             raise ConfigError(
-                f"model.position=rope turns pairs of values, and the head dimension n_embd / n_head = {head_dim} is "
-                "odd: choose model.n_head so that it is even, or model.position=learned"
+                f"model.position=rope rotates pairs of values, but the head dimension n_embd / n_head = {head_dim} is "
+                "odd: choose model.n_head so that it is even, or use model.position=learned"
             )
+        # The tables and the rotation are fp32: in bf16, positions above 256 would collide.
         frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         angle = torch.outer(torch.arange(block_size, dtype=torch.float64), frequency)
         self.register_buffer("cos", angle.cos().float(), persistent=False)
         self.register_buffer("sin", angle.sin().float(), persistent=False)
 
     def forward(self, x: Float[Tensor, "batch time width"], start: int) -> Float[Tensor, "batch time width"]:
-        """The embeddings as they are; positions enter in `rotate`."""
+        """Returns the embeddings unchanged; `rotate` applies the positions."""
         del start
         return x
 
     def rotate(self, x: Float[Tensor, "batch head time dim"], start: int) -> Float[Tensor, "batch head time dim"]:
-        """Queries or keys of the positions from `start` on, turned; in their dtype."""
+        """Returns queries or keys rotated by their positions, which begin at `start`; keeps their dtype."""
         here = slice(start, start + x.shape[2])
         cos, sin = self.get_buffer("cos")[here], self.get_buffer("sin")[here]
-        a, b = x.chunk(2, dim=-1)  # times the fp32 tables they become fp32
+        a, b = x.chunk(2, dim=-1)  # multiplying by the fp32 tables promotes them to fp32
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
 class LearnedPosition(nn.Module):
-    """GPT-2's: a learned vector for each position, added to the embeddings."""
+    """GPT-2's learned position embedding: one vector per position, added to the token embeddings."""
 
     def __init__(self, block_size: int, n_embd: int, head_dim: int) -> None:
         super().__init__()
@@ -65,27 +59,24 @@ class LearnedPosition(nn.Module):
         self.embedding = nn.Embedding(block_size, n_embd)
 
     def forward(self, x: Float[Tensor, "batch time width"], start: int) -> Float[Tensor, "batch time width"]:
-        """The embeddings plus the vectors of the positions from `start` on."""
+        """Adds the vectors of the positions, which begin at `start`."""
         return x + self.embedding(torch.arange(start, start + x.shape[1], device=x.device))
 
     def rotate(self, x: Float[Tensor, "batch head time dim"], start: int) -> Float[Tensor, "batch head time dim"]:
-        """Queries or keys as they are."""
+        """Returns queries or keys unchanged."""
         del start
         return x
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm (arXiv 1607.06450) over the width, with a gain and, where the model has biases, a bias."""
+    """LayerNorm (arXiv 1607.06450) over the width, with a gain and an optional bias."""
 
     def __init__(self, width: int, eps: float, bias: bool) -> None:
         super().__init__(width, eps=eps, bias=bias)
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm (arXiv 1910.07467) over the width, with a gain; it never has a bias.
-
-    Computed in fp32 and cast back, because autocast leaves `rms_norm` in whatever dtype it meets.
-    """
+    """RMSNorm (arXiv 1910.07467) over the width, in fp32, with a gain and no bias; `bias` is ignored."""
 
     def __init__(self, width: int, eps: float, bias: bool) -> None:
         super().__init__()
@@ -94,13 +85,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        """`x` normalised, in the dtype of `x`."""
+        """Returns `x` normalised, in the dtype of `x`."""
+        # Autocast does not upcast `rms_norm`: it runs in the dtype of its input.
         wide = x if x.dtype == torch.float64 else x.float()
         return F.rms_norm(wide, self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
 class GELUMLP(nn.Module):
-    """`down(gelu(up(x)))`, four times as wide inside."""
+    """`down(gelu(up(x)))`, with a hidden width of 4 `n_embd`."""
 
     def __init__(self, n_embd: int, bias: bool) -> None:
         super().__init__()
@@ -112,14 +104,14 @@ class GELUMLP(nn.Module):
 
 
 class SwiGLUMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, arXiv 2002.05202: 8/3 of the width inside, rounded up to a multiple of 64.
+    """`down(silu(gate(x)) * up(x))`, arXiv 2002.05202, with a hidden width of 8/3 `n_embd`, a multiple of 64.
 
-    So it has the parameters of a GELU MLP, to within the rounding.
+    It has as many parameters as a GELU MLP, up to rounding.
     """
 
     def __init__(self, n_embd: int, bias: bool) -> None:
         super().__init__()
-        hidden = 64 * -(-n_embd // 24)  # ceil(8/3 n_embd / 64) in whole numbers
+        hidden = 64 * -(-n_embd // 24)  # 64 ceil(8/3 n_embd / 64) in integers
         self.gate = nn.Linear(n_embd, hidden, bias=bias)
         self.up = nn.Linear(n_embd, hidden, bias=bias)
         self.down = nn.Linear(hidden, n_embd, bias=bias)
@@ -135,14 +127,14 @@ MLPS = {"gelu": GELUMLP, "swiglu": SwiGLUMLP}
 
 @runtime_checkable
 class QKNorm(Protocol):
-    """Makes the module that normalises queries, or keys, over the head dimension; see `stability/qknorm.py`."""
+    """Builds the module that normalises queries or keys over the head dimension; see `stability/qknorm.py`."""
 
     def __call__(self, head_dim: int) -> nn.Module: ...
 
 
 @runtime_checkable
 class Softcap(Protocol):
-    """Computes attention and finishes the logits; see `stability/softcap.py`."""
+    """Computes attention and the final logits with or without a cap; see `stability/softcap.py`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, dropout_p: float) -> Tensor: ...
     def final(self, logits: Tensor) -> Tensor: ...
@@ -150,26 +142,26 @@ class Softcap(Protocol):
 
 @runtime_checkable
 class QKClip(Protocol):
-    """Makes the module that is shown every query and key of training; see `stability/qkclip.py`."""
+    """Builds the module that measures queries and keys while training; see `stability/qkclip.py`."""
 
     def meter(self, n_head: int) -> nn.Module: ...
 
 
 class KVCache:
-    """Keys and values that one attention has computed so far, so that later tokens need not compute them again."""
+    """Keys and values of one attention for the tokens read so far."""
 
     def __init__(self) -> None:
         self._past: tuple[Tensor, Tensor] | None = None
 
     @property
     def length(self) -> int:
-        """Tokens read so far."""
+        """Number of tokens read so far."""
         return 0 if self._past is None else self._past[0].shape[2]
 
     def extend(
         self, k: Float[Tensor, "batch head time dim"], v: Float[Tensor, "batch head time dim"]
     ) -> tuple[Float[Tensor, "batch head total dim"], Float[Tensor, "batch head total dim"]]:
-        """Remembers new keys and values; returns all of them."""
+        """Appends keys and values; returns all keys and values."""
         if self._past is not None:
             k, v = torch.cat([self._past[0], k], dim=2), torch.cat([self._past[1], v], dim=2)
         self._past = k, v
@@ -177,7 +169,7 @@ class KVCache:
 
 
 class DotProduct(nn.Module):
-    """Softmax attention of queries over keys: a module of its own, so that it can be watched, and kept in fp32."""
+    """Softmax attention; a module of its own so that monitors can hook it and a config can keep it in fp32."""
 
     def __init__(self, softcap: Softcap, dropout: float) -> None:
         super().__init__()
@@ -190,16 +182,12 @@ class DotProduct(nn.Module):
         k: Float[Tensor, "batch head key dim"],
         v: Float[Tensor, "batch head key dim"],
     ) -> Float[Tensor, "batch head query dim"]:
-        """Each query sees the keys up to its own; the last query is aligned with the last key."""
+        """Computes causal attention; the last query is aligned with the last key."""
         return self.softcap.attend(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
 
 
 class Attention(nn.Module):
-    """Causal self-attention.
-
-    Queries, keys and values have a projection each, not one fused, so that the norms of their weights and gradients can
-    be told apart: attention logits grow through those of q and k.
-    """
+    """Causal self-attention."""
 
     def __init__(
         self,
@@ -213,6 +201,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.n_head = n_head
+        # Not fused, so that the norms of weights and gradients are known for each: logits grow through q and k.
         self.query = nn.Linear(n_embd, n_embd, bias=bias)
         self.key = nn.Linear(n_embd, n_embd, bias=bias)
         self.value = nn.Linear(n_embd, n_embd, bias=bias)
@@ -225,7 +214,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch time width"], position: Rotary | LearnedPosition, cache: KVCache | None
     ) -> Float[Tensor, "batch time width"]:
-        """Attends to the tokens of `x` and to those in `cache`, which it extends."""
+        """Attends to the tokens in `cache` and in `x`; appends those of `x` to `cache`."""
         start = 0 if cache is None else cache.length
         q, k, v = [
             projection(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2)

@@ -1,16 +1,17 @@
-"""A ResNet for small images without any normalisation: every kernel is standardised, every block knows its variance.
+"""A normalizer-free ResNet for small images: standardised kernels and analytic variances replace BatchNorm.
 
     w_hat = gain (w - mean(w)) / sqrt(fan_in var(w))        over each output channel's kernel
     a(x)  = g relu(x),  g = sqrt(2 / (1 - 1/pi))            unit variance in, unit variance out
     x     = x + alpha f(a(x / beta))                        in each block; beta^2 is the variance x has at the start
 
-With gain 1 the branch f keeps unit variance, so each block adds alpha^2 to the variance, and beta is known without
-looking at any batch. A block that halves the image sends `a(x / beta)` through its shortcut as well, which sets the
-variance back to 1. So no sample sees another, training and evaluation are one function, and there is no buffer.
+With gain 1 the branch f keeps unit variance. Each block therefore adds alpha^2 to the variance, and beta is known
+without any batch. A block that changes resolution or width also applies `a(x / beta)` on its shortcut, which resets the
+variance to 1. Samples are independent of each other, training and evaluation compute the same function, and there are
+no buffers.
 
 Sources: Brock et al., "Characterizing signal propagation to close the performance gap in unnormalized ResNets", arXiv
-2101.08692; SkipInit: De and Smith, arXiv 2002.10444; the bound in the root, and training with adaptive gradient
-clipping: Brock et al., arXiv 2102.06171.
+2101.08692; SkipInit: De and Smith, arXiv 2002.10444; the lower bound of the variance, and training with adaptive
+gradient clipping: Brock et al., arXiv 2102.06171.
 """
 
 import math
@@ -23,34 +24,34 @@ from torch import Tensor, nn
 from stabletrain.errors import ConfigError
 
 RELU_GAIN = math.sqrt(2 / (1 - 1 / math.pi))
-"""The inverse of the standard deviation of relu(z), z ~ N(0, 1)."""
+"""1 / std(relu(z)) for z ~ N(0, 1)."""
 
 LEAST = 1e-4
-"""What fan_in var(w) is raised to: a constant kernel gives 0, not 0/0, and gradients grow at most a hundredfold."""
+"""Lower bound of fan_in var(w): a constant kernel gives 0 instead of 0/0, and gradients grow at most 100 times."""
 
 
 class StandardisedConv2d(nn.Conv2d):
-    """A convolution whose kernel is standardised in each forward pass, with a learned gain for each output channel.
+    """A convolution that standardises its kernel in each forward pass and has a learned gain per output channel.
 
-    Keeps the size at stride 1. The kernel's statistics are computed in fp32 whatever autocast is at: in fp16 the square
-    of a value below 2.4e-4 is 0. The kernel starts as N(0, 1 / sqrt(fan_in)), so that its norm is about 1, which is
-    what adaptive clipping measures gradients by; gains start at 1, biases at 0.
+    Keeps the image size at stride 1. Initialises the kernel with N(0, 1 / sqrt(fan_in)), gains with 1, biases with 0.
     """
 
     def __init__(self, in_channels: int, channels: int, kernel_size: int, stride: int = 1) -> None:
         super().__init__(in_channels, channels, kernel_size, stride=stride, padding=kernel_size // 2)
         self.gain = nn.Parameter(torch.ones(channels))
         with torch.no_grad():
+            # The norm of each kernel is about 1: adaptive clipping compares gradients with it.
             self.weight.normal_(0.0, self.fan_in**-0.5)
             self.get_parameter("bias").zero_()
 
     @property
     def fan_in(self) -> int:
-        """Values that an output sums over."""
+        """Number of inputs of an output value."""
         return self.weight[0].numel()
 
     def kernel(self) -> Float[Tensor, "channels in_channels height width"]:
-        """The standardised kernel, fp32 (fp64 where the weight is)."""
+        """Returns the standardised kernel, fp32; fp64 if the weight is."""
+        # Even under autocast: in fp16 the square of a value below 2.4e-4 underflows to 0.
         weight = self.weight if self.weight.dtype == torch.float64 else self.weight.float()
         variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
         scale = self.gain.view(-1, 1, 1, 1) * (self.fan_in * variance).clamp(min=LEAST).rsqrt()
@@ -63,20 +64,18 @@ class StandardisedConv2d(nn.Conv2d):
 
 
 class NFBlock(nn.Module):
-    """`shortcut(x) + alpha f(a(x / beta))`, f two 3 x 3 convolutions with an activation between them.
+    """`shortcut(x) + alpha f(a(x / beta))`; f is two 3 x 3 convolutions with an activation between them.
 
-    The shortcut is `x`, or where the block widens or halves the image, a 1 x 1 convolution of `a(x / beta)`.
+    The shortcut is `x`, or a 1 x 1 convolution of `a(x / beta)` if the block changes resolution or width.
 
     Args:
-        in_channels: of the input.
-        channels: of the output.
-        stride: 1, or 2 to halve the image.
-        alpha: the branch's standard deviation at the start.
-        variance: of the input at the start.
-        skipinit: whether the branch is multiplied by a learned number that starts at 0.
+        stride: 1, or 2 to halve the resolution.
+        alpha: standard deviation of the branch at initialisation.
+        variance: variance of the input at initialisation.
+        skipinit: whether to multiply the branch by a learned scalar that starts at 0.
 
     Attributes:
-        variance: of the output at the start; with SkipInit, were its number 1.
+        variance: variance of the output at initialisation, for a SkipInit scalar of 1.
     """
 
     def __init__(
@@ -102,17 +101,16 @@ class NFBlock(nn.Module):
 
 
 class NFResNet(nn.Module):
-    """Three stages of 16, 32 and 64 channels and 6 n + 2 layers, as `CifarResNet`, without a norm.
+    """The architecture of `CifarResNet` without norms: three stages of 16, 32 and 64 channels, 6 n + 2 layers.
 
     Args:
-        depth: 20, 32, 44, 56 or 110, as there.
-        num_classes: number of classes.
+        depth: 6 n + 2, such as 20, 32, 44, 56 or 110.
         in_channels: 3 for colour, 1 for grey images; their values should have a variance of about 1.
-        alpha: standard deviation that each block's branch adds at the start, 0.2 in the paper.
-        skipinit: whether each branch is multiplied by a learned number that starts at 0.
+        alpha: standard deviation of each block's branch at initialisation, 0.2 in the paper.
+        skipinit: whether to multiply each branch by a learned scalar that starts at 0.
 
     Raises:
-        ConfigError: `depth` is not 6 n + 2, or `alpha` is out of bounds.
+        ConfigError: `depth` is not 6 n + 2, or `alpha` is out of range.
     """
 
     def __init__(self, *, depth: int, num_classes: int, in_channels: int, alpha: float, skipinit: bool) -> None:
@@ -135,25 +133,25 @@ class NFResNet(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.beta = math.sqrt(variance)
         self.fc = nn.Linear(width, num_classes)
-        nn.init.normal_(self.fc.weight, std=0.01)  # all classes start about equal, as nothing normalises the features
+        nn.init.normal_(self.fc.weight, std=0.01)  # no norm bounds the features: small logits, near-equal classes
         nn.init.zeros_(self.fc.bias)
         self.to(memory_format=torch.channels_last)
 
     def forward(self, inputs: Float[Tensor, "batch in_channels height width"]) -> Float[Tensor, "batch num_classes"]:
-        """Logits of images of any size; 32 x 32 in the paper of the ResNets."""
+        """Returns the logits of images of any size."""
         x = self.blocks(self.conv1(inputs.contiguous(memory_format=torch.channels_last)))
         return self.fc(activate(x, self.beta).mean(dim=(2, 3)))
 
     def classifier(self) -> nn.Module:
-        """The layer that makes the logits."""
+        """Returns the layer that computes the logits."""
         return self.fc
 
     def residual_gains(self) -> list[nn.Parameter]:
-        """The gains that end the residual branches: SkipInit's numbers, or those of each block's last convolution."""
+        """Returns the last gain of each residual branch: SkipInit's scalar, or the gain of the last convolution."""
         blocks = [block for block in self.blocks if isinstance(block, NFBlock)]
         return [block.conv2.gain if block.skip_gain is None else block.skip_gain for block in blocks]
 
 
 def activate(x: Float[Tensor, "*shape"], beta: float = 1.0) -> Float[Tensor, "*shape"]:
-    """`g relu(x / beta)`: of unit variance where `x` is N(0, beta)."""
+    """Returns `g relu(x / beta)`, which has unit variance if `x` is N(0, beta)."""
     return F.relu(x) * (RELU_GAIN / beta)

@@ -1,7 +1,6 @@
-"""ResNets that turn images into class logits: the small ones of the paper for CIFAR, torchvision's for the rest.
+"""ResNets for image classification (He et al., arXiv 1512.03385): the paper's small ones for CIFAR, and torchvision's.
 
-Both keep parameters and activations in channels_last, the layout in which tensor cores and CPU vectors convolve without
-transposing. Source: He et al., arXiv 1512.03385.
+Parameters and activations are channels_last, the layout that tensor cores and CPU kernels convolve without transposing.
 """
 
 import torch
@@ -16,7 +15,7 @@ from stabletrain.errors import ConfigError
 class CifarBlock(nn.Module):
     """Two 3 x 3 convolutions and a shortcut without parameters (option A of the paper).
 
-    Where the block halves the image, the shortcut takes every second pixel; where it widens, new channels are zero.
+    The shortcut takes every second pixel if the block halves the resolution, and pads new channels with zeros.
     """
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
@@ -40,11 +39,10 @@ class CifarBlock(nn.Module):
 class CifarResNet(nn.Module):
     """The paper's ResNet for small images (section 4.2): three stages of 16, 32 and 64 channels, 6 n + 2 layers.
 
-    Convolutions start from N(0, sqrt(2 / fan_out)) (He et al., arXiv 1502.01852).
+    Initialises convolutions with N(0, sqrt(2 / fan_out)) (He et al., arXiv 1502.01852).
 
     Args:
-        depth: 20, 32, 44, 56 or 110 in the paper.
-        num_classes: number of classes.
+        depth: 6 n + 2; 20, 32, 44, 56 or 110 in the paper.
         in_channels: 3 for colour, 1 for grey images.
 
     Raises:
@@ -71,32 +69,31 @@ class CifarResNet(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, inputs: Float[Tensor, "batch in_channels height width"]) -> Float[Tensor, "batch num_classes"]:
-        """Logits of images of any size; 32 x 32 in the paper."""
+        """Returns the logits of images of any size; 32 x 32 in the paper."""
         x = inputs.contiguous(memory_format=torch.channels_last)
         x = self.stages(F.relu(self.bn1(self.conv1(x))))
         return self.fc(x.mean(dim=(2, 3)))
 
     def classifier(self) -> nn.Module:
-        """The layer that makes the logits."""
+        """Returns the layer that computes the logits."""
         return self.fc
 
     def residual_gains(self) -> list[nn.Parameter]:
-        """The gains that end the residual branches: those of each block's last BatchNorm."""
+        """Returns the gain of the last BatchNorm of each block."""
         return [block.bn2.weight for block in self.modules() if isinstance(block, CifarBlock)]
 
 
 class TorchvisionResNet(ResNet):
-    """torchvision's ResNet, its parameter names included, with a choice of stem and of input channels.
+    """torchvision's ResNet, with its parameter names and a choice of stem and input channels.
 
     Args:
         depth: 18, 34, 50, 101 or 152.
-        num_classes: number of classes.
         in_channels: 3 for colour, 1 for grey images.
-        stem: `large`: 7 x 7 with stride 2 and a max-pool, as in the paper, for images of some 224 pixels; `small`:
-            3 x 3 with stride 1 and no max-pool, for images of 64 pixels or less.
+        stem: `large`: 7 x 7 with stride 2 and a max-pool, as in the paper, for images of about 224 pixels; `small`:
+            3 x 3 with stride 1 and no max-pool, for images of at most 64 pixels.
 
     Raises:
-        ConfigError: an unknown `depth` or `stem`.
+        ConfigError: `depth` or `stem` is unknown.
     """
 
     def __init__(self, *, depth: int, num_classes: int, in_channels: int, stem: str) -> None:
@@ -115,15 +112,15 @@ class TorchvisionResNet(ResNet):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, x: Float[Tensor, "batch in_channels height width"]) -> Float[Tensor, "batch num_classes"]:
-        """Logits of images of any size that the stem leaves something of."""
+        """Returns the logits of images of any size that the stem does not reduce to nothing."""
         return super().forward(x.contiguous(memory_format=torch.channels_last))
 
     def classifier(self) -> nn.Module:
-        """The layer that makes the logits."""
+        """Returns the layer that computes the logits."""
         return self.fc
 
     def residual_gains(self) -> list[nn.Parameter]:
-        """The gains that end the residual branches: those of each block's last BatchNorm."""
+        """Returns the gain of the last BatchNorm of each block."""
         blocks = [module for module in self.modules() if isinstance(module, BasicBlock | Bottleneck)]
         return [block.get_parameter("bn3.weight" if hasattr(block, "bn3") else "bn2.weight") for block in blocks]
 
@@ -135,16 +132,16 @@ STAGES: dict[int, tuple[type[BasicBlock] | type[Bottleneck], list[int]]] = {
     101: (Bottleneck, [3, 4, 23, 3]),
     152: (Bottleneck, [3, 8, 36, 3]),
 }
-"""Blocks of each stage, table 1 of the paper."""
+"""Block type and number of blocks per stage by depth (table 1 of the paper)."""
 
 
 def conv3x3(in_channels: int, channels: int, stride: int = 1) -> nn.Conv2d:
-    """A 3 x 3 convolution that keeps the size at stride 1; without a bias, which BatchNorm would take out again."""
+    """Returns a 3 x 3 convolution that keeps the image size at stride 1; no bias, because BatchNorm would cancel it."""
     return nn.Conv2d(in_channels, channels, kernel_size=3, stride=stride, padding=1, bias=False)
 
 
 def start_convolutions(model: nn.Module) -> None:
-    """Fills every convolution with N(0, sqrt(2 / fan_out)), arXiv 1502.01852: the backward pass keeps its variance."""
+    """Initialises every convolution with N(0, sqrt(2 / fan_out)), arXiv 1502.01852: keeps the gradients' variance."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -1,8 +1,7 @@
-"""Sampling: a language model continues a prompt, one token after the other.
+"""Sampling: generates a continuation of a prompt, token by token.
 
-Any model with `forward(inputs) -> logits [batch, time, vocab]` will do. One that also offers `new_cache()` is asked for
-the new token only, as long as the sequence fits its block; beyond that, all models read the last `block_size` tokens
-afresh, because every position in the window has moved.
+Works with any model whose `forward(inputs)` returns logits `[batch, time, vocab]`. A model with `new_cache()` computes
+only the new token while the sequence fits into `block_size`.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +15,7 @@ from stabletrain.errors import ConfigError
 
 @runtime_checkable
 class Remembers(Protocol):
-    """A model whose `forward(inputs, cache)` continues what the cache has read."""
+    """A model whose `forward(inputs, cache)` continues the cached tokens."""
 
     def new_cache(self) -> Any: ...
 
@@ -31,27 +30,26 @@ def generate(
     generator: torch.Generator | None = None,
     block_size: int | None = None,
 ) -> Int[Tensor, "batch total"]:
-    """The prompt and `new_tokens` more, drawn from the model in evaluation mode, which is undone afterwards.
+    """Returns the prompt and `new_tokens` sampled tokens; runs the model in evaluation mode and restores its mode.
 
     Args:
-        model: its logits may have any floating dtype; they are read as fp32.
-        prompt: at least one token a row, on the model's device.
-        new_tokens: how many to append.
-        temperature: the logits are divided by it; 0 takes the likeliest token each time.
-        top_k: only so many of the likeliest tokens are drawn from; None: all.
-        generator: source of the randomness, on the model's device; None: PyTorch's own. The same generator state gives
-            the same tokens.
-        block_size: longest sequence the model reads; None: its attribute `block_size`, or no bound if it has none.
+        model: its logits may have any floating-point dtype; they are converted to fp32.
+        prompt: at least one token per row, on the model's device.
+        new_tokens: number of tokens to append.
+        temperature: divisor of the logits; 0 always takes the most likely token.
+        top_k: number of most likely tokens to sample from; None for all.
+        generator: random generator on the model's device; None for PyTorch's default.
+        block_size: maximum sequence length of the model; None for its attribute `block_size`, or no limit without one.
 
     Raises:
-        ConfigError: an argument outside its bound.
+        ConfigError: an argument is out of range.
     """
     if prompt.shape[1] < 1:
         raise ConfigError("the prompt is empty: give at least one token to continue")
     if new_tokens < 0:
         raise ConfigError(f"new_tokens={new_tokens} is below 0")
     if not 0 <= temperature < float("inf"):
-        raise ConfigError(f"temperature={temperature} is outside [0, inf): 0 takes the likeliest token, 1 samples")
+        raise ConfigError(f"temperature={temperature} is outside [0, inf): 0 takes the most likely token, 1 samples")
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k={top_k} is below 1: no token would be left")
     if block_size is None:
@@ -64,7 +62,7 @@ def generate(
         for _ in range(new_tokens):
             if cache is not None and tokens.shape[1] <= block_size:
                 logits = model(unread, cache)
-            else:
+            else:  # the window slides: every position changes, so the cache is no longer valid
                 logits = model(tokens[:, -block_size:])
             unread = draw(logits[:, -1].float(), temperature, top_k, generator).to(prompt.dtype)
             tokens = torch.cat([tokens, unread], dim=1)
@@ -77,10 +75,10 @@ def generate(
 def draw(
     logits: Float[Tensor, "batch vocab"], temperature: float, top_k: int | None, generator: torch.Generator | None
 ) -> Int[Tensor, "batch 1"]:
-    """One token a row from `softmax(logits / temperature)` over the `top_k` largest logits."""
+    """Samples one token per row from `softmax(logits / temperature)` over the `top_k` largest logits."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     kept, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))
-    # Relative to the largest, so that a small temperature cannot overflow to inf - inf.
+    # Subtract the maximum first: with a small temperature, logits / temperature could overflow, and inf - inf is NaN.
     probabilities = torch.softmax((kept - kept[:, :1]) / temperature, dim=-1)
     return ids.gather(1, torch.multinomial(probabilities, 1, generator=generator))

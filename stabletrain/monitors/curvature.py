@@ -1,10 +1,10 @@
-"""Curvature: the largest eigenvalue of the loss's Hessian, by power iteration with exact Hessian-vector products.
+"""Top eigenvalue of the loss's Hessian, by power iteration with exact Hessian-vector products.
 
     v <- H v / |H v|,   lambda = v . H v,      H v = d/dw (dL/dw . v)       (Pearlmutter 1994)
 
-Gradient descent is stable only up to lambda = 2 / lr, and long runs settle there (arXiv 2103.00065); a warmup lowers
-lambda before the learning rate is high (arXiv 2110.04369). The largest by absolute value is found, with its sign, and
-from below: after few iterations it is an underestimate.
+Gradient descent is stable only up to lambda = 2 / lr, and long runs settle there (arXiv 2103.00065). A warmup lowers
+lambda before the learning rate is high (arXiv 2110.04369). Power iteration converges to the eigenvalue of largest
+absolute value, with its sign. After few iterations its absolute value is an underestimate.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ from stabletrain.records import IGNORE_INDEX, Batch
 def top_eigenvalue(
     loss: Float[Tensor, ""], parameters: Sequence[Tensor], iterations: int, generator: torch.Generator
 ) -> Float[Tensor, ""]:
-    """The Hessian's eigenvalue of largest absolute value, in the dtype of the parameters; 0 of a linear loss.
+    """Returns the Hessian's eigenvalue of largest absolute value, in the dtype of the parameters; 0 for a linear loss.
 
     Args:
-        loss: with a graph to `parameters`, all of whose operations can be differentiated twice; the graph is used up.
+        loss: twice differentiable with respect to `parameters`; its graph is freed.
         parameters: leaves that require a gradient.
         iterations: Hessian-vector products, at least 1; each costs about two backward passes.
-        generator: of the parameters' device, for the first vector.
+        generator: draws the initial vector; on the parameters' device.
     """
     gradients = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
     curved = [gradient for gradient in gradients if gradient.requires_grad]
@@ -47,12 +47,13 @@ def top_eigenvalue(
 
 
 def of_cross_entropy(model: nn.Module, batch: Batch, iterations: int, samples: int) -> Float[Tensor, ""]:
-    """The top eigenvalue for the mean cross-entropy of the first `samples` of `batch`, in fp32, in training mode.
+    """Returns the top eigenvalue for the mean cross-entropy of the first `samples` of `batch`, in fp32.
 
-    Call it within `aside`. Weights are read through aliases, so that no gradient reaches the model's own. Dropout draws
-    one mask for all iterations. The first vector is the same every time.
+    Call it within `forward.isolated`. Runs the model in its current mode. Dropout draws one mask for all iterations.
     """
+    # Aliases of the weights: no gradient reaches the model's own `.grad`.
     leaves = {name: p.detach().float().requires_grad_() for name, p in model.named_parameters() if p.requires_grad}
+    # The same initial vector every time, so that values of different steps are comparable.
     generator = torch.Generator(batch.targets.device).manual_seed(0)
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
         logits = isolated_forward(model, batch.inputs[:samples], leaves)

@@ -1,28 +1,25 @@
-"""Monitors of the forward pass: activations, attention and output logits, measured in an isolated pass.
+"""Statistics of activations, attention and output logits, measured in an isolated forward pass.
 
-Activations: how large each block's values are, and how far from fp16's end.
+Activations, for each block: RMS, largest absolute value and distance from fp16's maximum (IEEE 754-2019, binary16).
 
     headroom = log2(65504 / absmax)    bits; below 0 the value does not fit into fp16
 
-Source of the format's maximum: IEEE 754-2019, binary16.
-
-Attention: how large its logits are, how large they could become, and how spread out its weights.
+Attention, for each head: largest logit, its upper bound, and entropy of the attention weights.
 
     attn_logit_bound = max_i |q_i| * max_j |k_j| / sqrt(d)        attn_logit_max = max_ij q_i . k_j / sqrt(d)
     attn_entropy     = mean_i( -sum_j p_ij log p_ij ),  p = softmax of the logits, as the model computes it
 
-Logits grow through the norms of queries and keys before a run diverges (arXiv 2309.14322, section 3.1: every run past
-1e4 did); entropy falls towards 0 at the same time (arXiv 2303.06296: entropy collapse).
+Before a run diverges, the norms of queries and keys grow, and logits with them (arXiv 2309.14322, section 3.1: every
+run past 1e4 diverged). Entropy falls towards 0 at the same time (arXiv 2303.06296: entropy collapse).
 
-Watched is every module whose name ends in `dot_product` and whose forward takes (q, k, v), each `[batch, head, time,
-dim]`, after whatever is done to them. It is causal, the last query aligned with the last key, unless it has an
-attribute `is_causal` that is False; a softcap is read from its `softcap.attention_cap`.
+An attention is any module whose name ends in `dot_product` and whose forward takes the final (q, k, v), each `[batch,
+head, time, dim]`. It is causal, with the last query aligned to the last key, unless its attribute `is_causal` is
+False. Its softcap is `softcap.attention_cap`.
 
-Output logits: log Z, the offset that softmax cannot see and that z-loss holds near 0.
+Output logits: log Z, an offset that does not change the softmax and that z-loss keeps near 0 (PaLM, arXiv 2204.02311,
+section 5). Late in training it may drift (arXiv 2309.14322, section 3.2).
 
     log Z_i = logsumexp(logits_i)
-
-Source: PaLM, arXiv 2204.02311, section 5; its late drift, arXiv 2309.14322, section 3.2.
 """
 
 import contextlib
@@ -45,13 +42,13 @@ from stabletrain.records import IGNORE_INDEX
 
 @contextlib.contextmanager
 def isolated(model: nn.Module) -> Generator[None, None, None]:
-    """Within it passes are plain Python and random numbers are borrowed: afterwards every generator is as before."""
+    """Disables compilation inside the context and restores every random generator on exit."""
     with rng_restored(model), uncompiled():
         yield
 
 
 def isolated_forward(model: nn.Module, inputs: Any, parameters: dict[str, Tensor] | None = None) -> Tensor:
-    """The model's logits, computed with copies of its buffers and, where given, with `parameters` for its own."""
+    """Returns the model's logits without changing its buffers; `parameters` replace the model's own by name."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return torch.func.functional_call(model, buffers | (parameters or {}), (inputs,))
 
@@ -60,7 +57,7 @@ FP16_MAX = 65504.0
 
 
 class ActivationStats(NamedTuple):
-    """0-d fp32 tensors on their device, by block, in the order in which blocks finish.
+    """0-d fp32 tensors on their device, by block, in the order of the forward pass.
 
     Attributes:
         rms: root mean square of the block's output.
@@ -73,10 +70,10 @@ class ActivationStats(NamedTuple):
 
 @contextmanager
 def recording_activations(blocks: dict[str, nn.Module]) -> Generator[ActivationStats, None, None]:
-    """Hears every forward pass within it; the hooks are gone afterwards, whatever happened.
+    """Records activation statistics of every forward pass inside the context; removes its hooks on exit.
 
     Yields:
-        what was heard, filled during the pass. A block that is called more than once leaves its last RMS.
+        the statistics, filled during the pass. A block that is called several times reports its last RMS.
     """
     heard = ActivationStats({}, {})
     handles = []
@@ -86,11 +83,11 @@ def recording_activations(blocks: dict[str, nn.Module]) -> Generator[ActivationS
         values = first_tensor(output)
         if values is None:
             return
-        largest = torch.stack(values.aminmax()).abs().amax().float()  # 25 times as fast as the norm, on a CPU
+        largest = torch.stack(values.aminmax()).abs().amax().float()  # on a CPU, faster than an infinity norm
         seen = heard.absmax.get(name)
         heard.absmax[name] = largest if seen is None else torch.maximum(seen, largest)
         if whole:
-            heard.rms.pop(name, None)
+            heard.rms.pop(name, None)  # so that the dict is ordered by the last call
             heard.rms[name] = torch.linalg.vector_norm(values, dtype=torch.float32) / values.numel() ** 0.5
 
     try:
@@ -104,7 +101,7 @@ def recording_activations(blocks: dict[str, nn.Module]) -> Generator[ActivationS
 
 
 def first_tensor(output: Any) -> Tensor | None:
-    """The first floating-point tensor with a value in it of what a module returned."""
+    """Returns the first non-empty floating-point tensor in a module's output; None if there is none."""
     if isinstance(output, Tensor):
         return output if output.is_floating_point() and output.numel() else None
     if isinstance(output, dict):
@@ -115,18 +112,18 @@ def first_tensor(output: Any) -> Tensor | None:
 
 
 def headroom(absmax: float) -> float:
-    """Bits left before fp16's end; -inf of an infinite value, NaN of NaN, inf of 0."""
+    """Returns log2(65504 / absmax), in bits: -inf for inf, NaN for NaN, inf for 0."""
     if absmax == 0.0:
         return math.inf
     return math.log2(FP16_MAX / absmax) if absmax != math.inf else -math.inf
 
 
 SCORES = 2**24
-"""Most attention logits held at once, unless one sample has more: 64 MiB in fp32."""
+"""Maximum number of attention logits held at once, unless a single sample has more: 64 MiB in fp32."""
 
 
 class AttentionStats(NamedTuple):
-    """What one attention was like; fp32, one value a head. Entropy in nats, mean over samples and queries."""
+    """Statistics of one attention, fp32 `[head]`. Entropy is in nats, averaged over samples and queries."""
 
     bound: Tensor
     largest: Tensor
@@ -141,9 +138,9 @@ def attention_stats(
     causal: bool,
     cap: float | None = None,
 ) -> AttentionStats:
-    """Bound, largest logit (before the cap) and entropy (after it) of each head, in fp32.
+    """Returns bound and largest logit (before the softcap) and entropy (after the softcap) of each head.
 
-    Keys may have fewer heads, each shared by as many queries' heads as it takes.
+    `kv_head` may be a divisor of `head`, as in grouped-query attention.
     """
     with torch.autocast(q.device.type, enabled=False):
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).float()
@@ -164,7 +161,7 @@ def attention_stats(
             top = scores.amax(dim=-1, keepdim=True)
             if cap is None:
                 largest.append(top.amax(dim=(0, 2, 3)))
-            # H = log Z - sum p s, with scores shifted so that the largest is 0: no two large numbers are subtracted.
+            # H = log Z - sum p s. The scores are shifted so that the largest is 0: no cancellation of large numbers.
             scores.sub_(top)
             weights = scores.exp()
             z = weights.sum(dim=-1)
@@ -176,10 +173,10 @@ def attention_stats(
 
 @contextmanager
 def recording_attention(model: nn.Module) -> Generator[dict[str, AttentionStats], None, None]:
-    """Hears every attention within it; the hooks are gone afterwards, whatever happened.
+    """Records statistics of every attention inside the context; removes its hooks on exit.
 
     Yields:
-        what each attention was like, by the name of its module, filled during the pass.
+        statistics by module name, filled during the pass.
     """
     heard: dict[str, AttentionStats] = {}
     handles = []
@@ -200,21 +197,21 @@ def recording_attention(model: nn.Module) -> Generator[dict[str, AttentionStats]
 
 
 def block_names(attentions: Iterable[str], blocks: dict[str, nn.Module]) -> dict[str, str]:
-    """The name each attention's metrics go by: its block's, or where a block has several, its own module's."""
+    """Returns the metric name of each attention: its block's name, or its own if a block has several attentions."""
     where = {name: place(name, blocks) for name in attentions}
     several = {block for block, count in Counter(where.values()).items() if count > 1}
     return {name: name if block in several else block for name, block in where.items()}
 
 
 VALUES = 2**24
-"""Most logits widened to fp32 at once: 64 MiB."""
+"""Maximum number of logits upcast to fp32 at once: 64 MiB."""
 
 
 @torch.no_grad()
 def log_z(
     logits: Float[Tensor, "*rows classes"], targets: Int[Tensor, "*rows"]
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Mean and maximum of log Z, in fp32, over the rows whose target counts; NaN and -inf where none does."""
+    """Returns mean and maximum of log Z over the rows whose target is not ignored, fp32; NaN and -inf without any."""
     rows = logits.flatten(0, -2)
     parts = rows.split(max(1, VALUES // rows.shape[-1]))
     values = torch.cat([torch.logsumexp(part.float(), dim=-1) for part in parts])

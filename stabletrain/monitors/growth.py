@@ -1,14 +1,13 @@
-"""Growth: what the sizes along the depth say of explosion and vanishing, in one line that names the layers.
+"""Alarms on exploding and vanishing activations and gradients; each names the layers in one line.
 
-| kind | sign |
+| kind | condition |
 |---|---|
-| explosion | a block's activations, or the gradients of an earlier block, are 1e3 times another's before (after) it |
-| vanishing | they are 1e-4 of another's; or a block's gradients are below Adam's eps or, in fp16, nearly all 0 |
+| explosion | activations (forward) or gradients (backward) grow by more than 1e3 from one block to a later one |
+| vanishing | they shrink below 1e-4; or a block's gradients are below Adam's eps or, in fp16, nearly all 0 |
 
-Ratios are of root mean squares, between any two blocks in the order of the forward pass, so slow growth over many
-blocks counts like a jump (arXiv 1211.5063; Glorot and Bengio 2010). The bounds are this project's own: wide enough for
-residual streams that grow with depth and training. A block of exact zeros enters no ratio: it is how zero-initialised
-branches start.
+Ratios compare root mean squares of any two blocks, so slow growth over many blocks counts like a jump (arXiv
+1211.5063; Glorot and Bengio 2010). The thresholds are this project's own: wide enough for residual streams, which grow
+with depth and training. A block whose values are exactly 0 is left out, because zero-initialised branches start so.
 """
 
 import math
@@ -17,18 +16,18 @@ from collections.abc import Mapping
 EXPLODES = 1e3
 VANISHES = 1e-4
 ZERO_SHARE = 0.9
-"""Share of exactly zero gradients of a block, in fp16, from which on they are taken to have underflowed."""
+"""Share of a block's fp16 gradients that are exactly 0, above which they count as underflowed."""
 
 LOGIT_LIMIT = 1e4
-"""Largest attention logit past which every run of arXiv 2309.14322 diverged."""
+"""Attention logit above which every run of arXiv 2309.14322 diverged."""
 
 INIT = "choose another init, or put norms or residual connections between the blocks"
 
 
 def extremes(sizes: Mapping[str, float]) -> tuple[tuple[str, str, float], tuple[str, str, float]] | None:
-    """The greatest rise and the greatest fall from an entry to a later one: (from, to, ratio) each.
+    """Returns the largest and the smallest ratio of an entry to an earlier one, each as (from, to, ratio).
 
-    Entries that are 0 or not finite are passed over; None where fewer than two are left.
+    Ignores entries that are 0 or not finite; None if fewer than two are left.
     """
     known = [(name, size) for name, size in sizes.items() if math.isfinite(size) and size > 0]
     if len(known) < 2:
@@ -43,12 +42,12 @@ def extremes(sizes: Mapping[str, float]) -> tuple[tuple[str, str, float], tuple[
 
 
 def backwards(sizes: Mapping[str, float]) -> dict[str, float]:
-    """The same sizes in the order of the backward pass."""
+    """Returns the sizes in the order of the backward pass."""
     return dict([*sizes.items()][::-1])
 
 
 def explosion(activations: Mapping[str, float], gradients: Mapping[str, float]) -> str | None:
-    """The alarm's text, or None.
+    """Returns the text of the explosion alarm; None if there is none.
 
     Args:
         activations: root mean square of each block's output, in the order of the forward pass.
@@ -59,26 +58,31 @@ def explosion(activations: Mapping[str, float], gradients: Mapping[str, float]) 
         return f"explosion: activations grow {ratio:.1e} times from {start} to {end}; {INIT}"
     if (found := extremes(backwards(gradients))) and found[0][2] > EXPLODES:
         start, end, ratio = found[0]
-        return f"explosion: gradients grow {ratio:.1e} times on their way back from {start} to {end}; {INIT}"
+        return f"explosion: gradients grow {ratio:.1e} times in the backward pass from {start} to {end}; {INIT}"
     return None
 
 
 def vanishing(activations: Mapping[str, float], gradients: Mapping[str, float]) -> str | None:
-    """The alarm's text, or None; arguments as for `explosion`."""
+    """Returns the text of the vanishing alarm; None if there is none. Arguments are those of `explosion`."""
     if (found := extremes(activations)) and found[1][2] < VANISHES:
         start, end, ratio = found[1]
-        return f"vanishing: activations shrink to {ratio:.1e} from {start} to {end}; {INIT}"
+        return f"vanishing: activations shrink to {ratio:.1e} of their size from {start} to {end}; {INIT}"
     if (found := extremes(backwards(gradients))) and found[1][2] < VANISHES:
         start, end, ratio = found[1]
-        return f"vanishing: gradients shrink to {ratio:.1e} on their way back from {start} to {end}; {INIT}"
+        return (
+            f"vanishing: gradients shrink to {ratio:.1e} of their size in the backward pass "
+            f"from {start} to {end}; {INIT}"
+        )
     return None
 
 
 def starving(over_eps: Mapping[str, float], zero_shares: Mapping[str, float], *, fp16: bool) -> str | None:
-    """The text of an alarm that must hold at several looks in a row, because the first steps may look so; or None.
+    """Returns the text of an alarm on gradients that are too small; None if there is none.
+
+    The caller raises it only after several inspections in a row, because the first steps may look like this.
 
     Args:
-        over_eps: each block's gradient RMS over Adam's eps; blocks without one are left out.
+        over_eps: ratio of each block's gradient RMS to Adam's eps, for blocks that have an eps.
         zero_shares: share of each block's gradients that are exactly 0.
         fp16: whether the forward pass runs in float16.
     """
@@ -91,14 +95,14 @@ def starving(over_eps: Mapping[str, float], zero_shares: Mapping[str, float], *,
     low = [name for name, ratio in over_eps.items() if ratio < 1]
     if low:
         return (
-            f"vanishing: gradients of {listed(low)} are below Adam's eps, which then sets the length of the update; "
-            f"lower optimizer.eps, or {INIT}"
+            f"vanishing: gradients of {listed(low)} are below Adam's eps, which then dominates the update's "
+            f"denominator; lower optimizer.eps, or {INIT}"
         )
     return None
 
 
 def attention(largest: Mapping[str, float]) -> str | None:
-    """The alarm's text where an attention logit passes 1e4, None elsewhere."""
+    """Returns the text of the alarm if an attention logit exceeds 1e4; None otherwise."""
     high = {name: value for name, value in largest.items() if value > LOGIT_LIMIT}
     if not high:
         return None
@@ -109,6 +113,6 @@ def attention(largest: Mapping[str, float]) -> str | None:
 
 
 def listed(names: list[str]) -> str:
-    """At most three names, and how many more."""
+    """Returns the first three names and the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

@@ -1,8 +1,8 @@
-"""Module groups: the names under which monitors report, found without knowing the model.
+"""Module groups: the names under which monitors report, for any model.
 
-A *block* is what the model stacks: an outermost element, with modules of its own, of an `nn.ModuleList` or
-`nn.Sequential` (GPT's `blocks.0`, CifarResNet's `stages.0.1`, torchvision's `layer1.0`). A model that stacks nothing is
-watched by its direct children. A *place* of a parameter is its block, else its top-level module ("embedding", "head").
+A *block* is an outermost element of an `nn.ModuleList` or `nn.Sequential` that has submodules (GPT's `blocks.0`,
+CifarResNet's `stages.0.1`, torchvision's `layer1.0`). In a model without such elements the direct children are the
+blocks. The *place* of a parameter is its block, or else its top-level module ("embedding", "head").
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,12 +13,12 @@ STACKS = (nn.ModuleList, nn.Sequential)
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The model's blocks by name, in the order in which it holds them."""
+    """Returns the model's blocks by name, in the order of `model.named_children()`."""
     return dict(_blocks(model, "", stacked=False)) or dict(model.named_children())
 
 
 def _blocks(module: nn.Module, prefix: str, *, stacked: bool) -> Iterator[tuple[str, nn.Module]]:
-    """Blocks below `module`; `stacked` says whether its own parent is a stack."""
+    """Yields the blocks in `module`; `stacked` is True if its parent is a stack."""
     stack = isinstance(module, STACKS)
     below = any(True for _ in module.children())
     of_leaves = stack and not any(any(True for _ in child.children()) for child in module.children())
@@ -30,7 +30,7 @@ def _blocks(module: nn.Module, prefix: str, *, stacked: bool) -> Iterator[tuple[
 
 
 def place(name: str, among: dict[str, nn.Module]) -> str:
-    """Where the module or parameter `name` belongs: its block among `among`, else the first part of its name."""
+    """Returns the place of the module or parameter `name`: its block in `among`, or else the first part of its name."""
     for block in among:
         if name == block or name.startswith(block + "."):
             return block
@@ -38,7 +38,7 @@ def place(name: str, among: dict[str, nn.Module]) -> str:
 
 
 def by_place(names: Iterable[str], among: dict[str, nn.Module]) -> dict[str, list[str]]:
-    """The names that lie in each place, in order."""
+    """Groups names by place; keeps their order."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(place(name, among), []).append(name)
@@ -46,5 +46,5 @@ def by_place(names: Iterable[str], among: dict[str, nn.Module]) -> dict[str, lis
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that have a gradient, by name; a shared one has the first of its names."""
+    """Returns the non-empty parameters that have a gradient, by name; a shared one once, under its first name."""
     return {name: p for name, p in model.named_parameters() if p.grad is not None and p.numel()}

@@ -1,14 +1,13 @@
-"""Monitors: what a step looks like from inside, every so many steps, without changing a bit of it.
+"""Monitors: inspect the inside of a step every `every` steps, without changing a bit of the run.
 
-| option | looks at |
+| option | inspects |
 |---|---|
 | none | nothing |
-| default | activations, attention, log Z, gradients, updates: by block, or top-level module |
-| full | that, norms of every parameter, and the top Hessian eigenvalue |
+| default | activations, attention, log Z, gradients, updates: per block or top-level module |
+| full | the same, plus norms of every parameter and the top Hessian eigenvalue |
 
-A look has two halves, before and after the update, around which the step stays as it is. What needs activations is a
-pass of its own (`forward.py`). Whatever fails inside is told once, as an alarm, and its metrics are left out: watching
-never ends a run.
+An inspection has two halves, one before and one after the update. Activations are measured in a separate forward pass
+(`forward.py`). A failure inside a monitor raises one alarm and drops its metrics; it never ends the run.
 """
 
 from dataclasses import dataclass, field
@@ -22,44 +21,44 @@ from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Batch
 
 IN_A_ROW = 3
-"""Looks at which a sign that the first steps may show as well must hold before it is an alarm."""
+"""Consecutive inspections that must find gradients too small before the alarm; the first steps may look like this."""
 
 
 @dataclass
 class NoMonitors:
-    """Looks at nothing."""
+    """Inspects nothing."""
 
     def due(self, step: int, total: int) -> bool:
-        """Never."""
+        """Returns False: inspects no step."""
         del step, total
         return False
 
     def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward) -> None:
-        """Nothing."""
+        """Does nothing."""
         del model, optimizer, batch, precision
 
     def after(self, model: nn.Module, optimizer: Optimizer, applied: bool) -> tuple[Metrics, list[Alarm]]:
-        """No metrics, no alarms."""
+        """Returns no metrics and no alarms."""
         del model, optimizer, applied
         return {}, []
 
     def state_dict(self) -> dict:
-        """Nothing."""
+        """Empty: there is no state."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Nothing."""
+        """Does nothing."""
         del state
 
 
 @dataclass
 class Monitors(NoMonitors):
-    """The look at a step by block and top-level module.
+    """Inspects a step per block or top-level module.
 
-    Names of metrics are `monitors/<what>/<place>`, and `monitors/<what>` or `monitors/<what>_max` over all places.
+    Metrics are named `monitors/<what>/<place>`, and `monitors/<what>` or `monitors/<what>_max` over all places.
 
     Attributes:
-        every: steps between looks; the first step and the last are always looked at.
+        every: steps between inspections; the first and the last step are always inspected.
     """
 
     every: int
@@ -72,17 +71,17 @@ class Monitors(NoMonitors):
             raise ConfigError(f"monitors.every={self.every} is below 1: use monitors=none for no monitors")
 
     def due(self, step: int, total: int) -> bool:
-        """Whether the step of that number, counted from 1, is looked at: the first, the last, and every so many."""
+        """Whether to inspect step number `step`, counted from 1: the first, the last, and every `every` steps."""
         return step in (1, total) or step % self.every == 0
 
     def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward) -> None:
-        """The first half: call it when the raw gradients are there and the weights are still the step's own.
+        """Runs the first half of an inspection; call it after backward and before clipping.
 
         Args:
             model: with unscaled gradients in `.grad`.
             optimizer: before its step.
             batch: one micro-batch on the model's device.
-            precision: what the forward pass runs in.
+            precision: autocast settings of the forward pass.
         """
         del optimizer
         self._look = look = Probe()
@@ -90,17 +89,17 @@ class Monitors(NoMonitors):
         look.attempt("the gradients", lambda: look.gradients(model))
 
     def after(self, model: nn.Module, optimizer: Optimizer, applied: bool) -> tuple[Metrics, list[Alarm]]:
-        """The second half: call it after the update.
+        """Runs the second half of an inspection; call it after the update.
 
         Args:
-            model: with the gradients in `.grad` as the optimizer saw them.
+            model: with the clipped gradients in `.grad`.
             optimizer: after its step.
-            applied: whether the update reached the weights; if not, nothing is said of updates.
+            applied: whether the update was applied; if not, there are no metrics of updates.
 
         Returns:
-            the metrics, and the alarms that are new: each kind is raised once in a run.
+            metrics, and new alarms: each kind is raised once in a run.
         """
-        look, self._look = self._look, Probe()  # the held weights are let go
+        look, self._look = self._look, Probe()  # frees the copy of the weights
         if applied:
             look.attempt("the updates", lambda: look.updates(model, optimizer))
         signs = look.signs(applied)
@@ -114,21 +113,21 @@ class Monitors(NoMonitors):
         return look.metrics, alarms
 
     def state_dict(self) -> dict:
-        """Which alarms were raised, and how many looks in a row gradients have been starving."""
+        """Raised alarms, and the number of consecutive inspections that found gradients too small."""
         return {"raised": list(self._raised), "starving": self._starving}
 
     def load_state_dict(self, state: dict) -> None:
-        """Puts them back; a checkpoint of a run without monitors has none."""
+        """Restores them. A checkpoint of a run without monitors has none."""
         self._raised, self._starving = list(state.get("raised", [])), state.get("starving", 0)
 
 
 @dataclass
 class FullMonitors(Monitors):
-    """`Monitors`, and what costs more: two norms for every parameter, and the Hessian's top eigenvalue.
+    """Adds norms of every gradient and weight and the Hessian's top eigenvalue to `Monitors`.
 
     Attributes:
-        hessian_iterations: steps of the power iteration; 0 leaves the Hessian out.
-        hessian_samples: samples of the micro-batch it is computed on.
+        hessian_iterations: power iterations; 0 disables the Hessian.
+        hessian_samples: number of samples of the micro-batch to compute it on.
     """
 
     hessian_iterations: int
@@ -145,7 +144,7 @@ class FullMonitors(Monitors):
             )
 
     def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward) -> None:
-        """As in `Monitors`."""
+        """Runs the first half of an inspection; see `Monitors`."""
         super().before(model, optimizer, batch, precision)
         look = self._look
         look.attempt("the layers", look.layers)

@@ -1,6 +1,7 @@
-"""A look at one step from inside: its parts, each of which may fail alone, and what they say together.
+"""Inspects one step in several parts, and combines their results into alarms.
 
-Each part computes on the device, reads its numbers with one wait, and returns metrics by name.
+Each part may fail without affecting the others. It computes on the device, synchronises with the host once, and
+returns metrics by name.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,25 +28,25 @@ from stabletrain.monitors.tensor_norms import Adaptive, norms, zero_shares
 from stabletrain.records import Batch
 
 Metrics = dict[str, float]
-"""Metrics by their full name."""
+"""Metrics by full name."""
 
 Sizes = dict[str, dict[str, float]]
-"""Numbers by what they are, then by place, in the order of the forward pass."""
+"""Numbers by quantity, then by place in the order of the forward pass."""
 
 
 @runtime_checkable
 class Forward(Protocol):
-    """In which format the forward pass computes; see `stability/precision/`."""
+    """Autocast settings of the forward pass; see `stability/precision/`."""
 
     def autocast(self) -> AbstractContextManager: ...
 
 
 class Probe:
-    """One look at one step.
+    """One inspection of one step.
 
     Attributes:
-        metrics: found so far, by name.
-        failure: why some are missing, in one line; None if none is.
+        metrics: metrics measured so far, by name.
+        failure: why some metrics are missing, in one line; None if none are.
     """
 
     def __init__(self) -> None:
@@ -59,18 +60,18 @@ class Probe:
         self._weight_norms: dict[str, float] = {}
 
     def attempt(self, what: str, part: Callable[[], Metrics]) -> None:
-        """Adds the metrics of `part`; if it fails, remembers why."""
+        """Adds the metrics of `part`, or records why it failed."""
         try:
             self.metrics |= part()
-        except Exception as error:  # whatever it is: a model may be anything, and watching must not end a run
+        except Exception as error:  # a user's model may raise anything, and monitors must not end a run
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             self.failure = self.failure or (
-                f"the monitors could not look at {what} ({reason}); training goes on without these metrics"
+                f"the monitors could not measure {what} ({reason}); training continues without these metrics"
             )
 
     @torch.no_grad()
     def forward(self, model: nn.Module, batch: Batch, precision: Forward) -> Metrics:
-        """Activations, attention and log Z of one micro-batch, from a pass aside."""
+        """Measures activations, attention and log Z of one micro-batch in an isolated forward pass."""
         watched, device = blocks(model), batch.targets.device.type
         with isolated(model), recording_activations(watched) as heard, recording_attention(model) as heads:
             with precision.autocast():
@@ -85,7 +86,7 @@ class Probe:
             values[("attn_logit_max", name_of[name])] = head.largest.amax()
             values[("attn_entropy", name_of[name])] = head.entropy.mean()
             values[("attn_entropy_min", name_of[name])] = head.entropy.amin()
-        *sizes, z_mean, z_max = torch.stack([*values.values(), *z]).tolist()
+        *sizes, z_mean, z_max = torch.stack([*values.values(), *z]).tolist()  # the only host synchronisation
         found: Sizes = {}
         for (what, name), size in zip(values, sizes, strict=True):
             found.setdefault(what, {})[name] = size
@@ -104,7 +105,7 @@ class Probe:
 
     @torch.no_grad()
     def gradients(self, model: nn.Module) -> Metrics:
-        """Norms of raw gradients and weights, and zero gradients; keeps a copy of the weights for `updates`."""
+        """Measures norms of raw gradients and weights, and zero gradients; copies the weights for `updates`."""
         parameters, watched = trained(model), blocks(model)
         self._blocks = self._blocks or [*watched]
         values, count = [*parameters.values()], len(parameters)
@@ -113,7 +114,7 @@ class Probe:
         self._gradient_norms = dict(zip(parameters, read[:count], strict=True))
         self._weight_norms = dict(zip(parameters, read[2 * count :], strict=True))
         zeros = dict(zip(parameters, read[count : 2 * count], strict=True))
-        self._held = [p.clone() for p in values]
+        self._held = [p.clone() for p in values]  # the update is the difference to these
         found: Sizes = {"grad_norm": {}, "zero_grads": {}}
         grad_rms = self._sizes["grad_rms"] = {}
         for where, names in by_place(parameters, watched).items():
@@ -127,11 +128,14 @@ class Probe:
 
     @torch.no_grad()
     def updates(self, model: nn.Module, optimizer: Optimizer) -> Metrics:
-        """Updates over weights, and gradients over what Adam divides them by; needs `gradients` before the update."""
+        """Measures ratios of updates to weights, and of gradients to Adam's denominator.
+
+        Call `gradients` before the update.
+        """
         parameters, watched = trained(model), blocks(model)
         moved = torch._foreach_sub([*parameters.values()], self._held)
         adaptive = Adaptive(optimizer, parameters)
-        parts = [norms([*moved])]
+        parts = [norms([*moved])]  # collected on the device: `torch.cat(parts).tolist()` is the only synchronisation
         if adaptive.names:
             parts += [norms(adaptive.gradients), adaptive.g_over_sqrt_v()]
         read = torch.cat(parts).tolist()
@@ -145,7 +149,7 @@ class Probe:
         ratio = {}
         for where, names in by_place(parameters, watched).items():
             weights = root_sum(self._weight_norms[name] for name in names)
-            if weights:  # zero-initialised and alone in its place: no ratio yet
+            if weights:  # a place whose weights are all zero-initialised has no ratio yet
                 ratio[where] = root_sum(lengths[name] for name in names) / weights
         found: Sizes = {"update_ratio": ratio, "g_over_sqrt_v": {}}
         over_eps = self._sizes["grad_over_eps"] = {}
@@ -162,21 +166,22 @@ class Probe:
         }
 
     def layers(self) -> Metrics:
-        """Norms of the gradient and of the weight of every parameter; needs `gradients`."""
+        """Returns gradient norm and weight norm of every parameter. Call `gradients` first."""
         found: Sizes = {"layer_grad_norm": self._gradient_norms, "layer_weight_norm": self._weight_norms}
         return spread(found)
 
     def hessian(self, model: nn.Module, batch: Batch, iterations: int, samples: int) -> Metrics:
-        """The top eigenvalue of the Hessian, from a pass aside."""
+        """Measures the top eigenvalue of the Hessian in an isolated forward pass."""
         with isolated(model):
             top = curvature.of_cross_entropy(model, batch, iterations, samples)
         return {"monitors/hessian_top": top.item()}
 
     def signs(self, applied: bool) -> dict[str, str | None]:
-        """What is wrong, in one line, by kind of alarm; `starving` must last to be one.
+        """Returns the text of each alarm by kind, None for each that does not hold.
 
-        Gradients are judged only where the update was applied: those of a withheld step may be anything.
+        `starving` (gradients too small) is an alarm only if it holds for several inspections.
         """
+        # Gradients of a skipped step may have any value: do not judge them.
         activation_rms = self._of_blocks("activation_rms")
         grad_rms = self._of_blocks("grad_rms") if applied else {}
         zeros = self._of_blocks("zero_grads") if applied else {}
@@ -189,21 +194,21 @@ class Probe:
         }
 
     def _of_blocks(self, what: str) -> dict[str, float]:
-        """Sizes of the blocks only, in the order of the forward pass."""
+        """Returns the sizes of the blocks only, in the order of the forward pass."""
         sizes = self._sizes.get(what, {})
         return {name: sizes[name] for name in self._blocks if name in sizes}
 
 
 def spread(sizes: Sizes) -> Metrics:
-    """Sizes under the names of `metrics.jsonl`."""
+    """Names sizes as in `metrics.jsonl`."""
     return {f"monitors/{what}/{name}": size for what, found in sizes.items() for name, size in found.items()}
 
 
 def over_all(name: str, pick: Callable[[list[float]], np.floating], sizes: dict[str, float]) -> Metrics:
-    """One metric over all places, NaN if one of them is; none where there are no places."""
+    """Reduces the sizes of all places to one metric, NaN if any is NaN; empty without places."""
     return {f"monitors/{name}": float(pick([*sizes.values()]))} if sizes else {}
 
 
 def root_sum(values: Iterable[float]) -> float:
-    """Norm of a whole from the norms of its parts."""
+    """Returns the norm of a concatenation from the norms of its parts."""
     return sum(value * value for value in values) ** 0.5

@@ -1,4 +1,4 @@
-"""Statistics of the last steps, from their readings: clip rate, skip rate, and the spike score.
+"""Rolling statistics of the readings: clip rate, skip rate and spike score.
 
     z(x) = (x - mean) / std       over the previous `window` values, without x itself
     spike score = share of values with |z| >= sigma
@@ -6,9 +6,7 @@
 Source: OLMo 2, arXiv 2501.00656, section 3.1 (window 1,000, seven standard deviations), for losses and gradient norms.
 This is the package's only definition of a spike.
 
-Mean and standard deviation (divided by n) are recomputed from the window each time, in two passes and float64: a
-running sum would keep the rounding error of every huge value that passed through it. Skipped steps count in the skip
-rate only. It costs some microseconds a step and is always on.
+The standard deviation is the population's (divided by n), in float64. Skipped steps count only towards the skip rate.
 """
 
 import math
@@ -21,26 +19,25 @@ import numpy as np
 from stabletrain.records import Reading
 
 MINIMUM = 20
-"""Values before anything is judged: with fewer the standard deviation is itself a guess."""
+"""Minimum number of values before any is judged: with fewer, the standard deviation is a poor estimate."""
 
 RESOLUTION = 2.0**-23
-"""Lowest standard deviation, as a share of the mean: readings are fp32, so below it there is only rounding."""
+"""Lower bound of the standard deviation, relative to the mean: readings are fp32, so less is rounding error."""
 
 
 class Spikes:
-    """A window of values, and how many of those that passed through it were spikes.
+    """A rolling window of values that counts spikes.
 
-    Where all values of the window are equal, their standard deviation counts as the mean's fp32 resolution, so that a
-    change of one unit in the last place is no spike and any real change is one. A window of zeros has no resolution:
-    any other value is then infinitely far.
+    If all values in the window are equal, their standard deviation is taken as the mean's fp32 resolution: a change in
+    the last bit is not a spike, and any larger change is. If all are 0, any other value is infinitely far away.
 
     Args:
-        window: values that are remembered.
-        sigma: standard deviations from which on a value is a spike.
-        minimum: values in the window before one is judged, at most `window`.
+        window: number of values in the window.
+        sigma: standard deviations from the mean at which a spike begins.
+        minimum: values in the window before the first value is judged.
 
     Raises:
-        ValueError: `window` or `minimum` below 2, `minimum` above `window`, or `sigma` not above 0.
+        ValueError: 2 <= `minimum` <= `window` does not hold, or `sigma` is not above 0.
     """
 
     def __init__(self, window: int = 1000, sigma: float = 7.0, minimum: int = MINIMUM) -> None:
@@ -56,10 +53,9 @@ class Spikes:
         self._known: tuple[float, float] | None = None
 
     def z(self, value: float) -> float:
-        """Standard deviations of `value` above the window's mean, negative below it.
+        """Returns how many standard deviations `value` is above the window's mean; negative below it.
 
-        A value that is not finite is infinitely far above. With fewer than `minimum` values in the window a finite
-        value is 0 away: nothing is known yet.
+        Inf for a value that is not finite; 0 for any other value if the window holds fewer than `minimum` values.
         """
         if not math.isfinite(value):
             return math.inf
@@ -73,7 +69,7 @@ class Spikes:
 
     @property
     def limit(self) -> float:
-        """Where spikes begin: mean + sigma std of the window; infinite with fewer than `minimum` values in it."""
+        """Value at which a spike begins: mean + sigma std of the window; inf with fewer than `minimum` values in it."""
         if len(self._values) < self.minimum:
             return math.inf
         mean, deviation = self._normal()
@@ -81,29 +77,31 @@ class Spikes:
 
     @property
     def mean(self) -> float:
-        """Mean of the window; 0 of an empty one."""
+        """Mean of the window; 0 if it is empty."""
         return self._normal()[0] if self._values else 0.0
 
     def _normal(self) -> tuple[float, float]:
-        """Mean and standard deviation of the window, kept until it changes: they are asked for several times a step."""
-        if self._known is None:
+        """Returns mean and standard deviation of the window."""
+        if self._known is None:  # cached until the window changes: a step asks for them several times
             self._known = self._measured()
         return self._known
 
     def _measured(self) -> tuple[float, float]:
+        # Recomputed from the window: a running sum would keep the rounding error of every huge value it ever held.
         values = np.fromiter(self._values, np.float64, len(self._values))
         mean = float(values.mean())
         return mean, max(float(values.std()), RESOLUTION * abs(mean))
 
     def add(self, value: float) -> float:
-        """Judges `value` by the window, counts it, and takes it in; returns its z.
+        """Judges and counts `value`, then adds it to the window; returns its z.
 
-        A value that is not finite is neither counted nor taken in. A finite spike is: the loss of a run that has moved
-        for good must become the new normal. Who wants it out does not add it.
+        Values that are not finite are neither counted nor added. Finite spikes are; a caller that wants to keep a spike
+        out of the window must not add it.
         """
         distance = self.z(value)
         if not math.isfinite(value):
             return distance
+        # Finite spikes enter the window: if the loss has moved for good, the new level must become normal.
         if len(self._values) >= self.minimum:
             self.judged += 1
             self.spikes += abs(distance) >= self.sigma
@@ -113,24 +111,24 @@ class Spikes:
 
     @property
     def score(self) -> float:
-        """Share of the judged values that were spikes, in [0, 1]; 0 before any was judged."""
+        """Share of the judged values that were spikes, in [0, 1]; 0 if none was judged."""
         return self.spikes / self.judged if self.judged else 0.0
 
     def state_dict(self) -> dict:
-        """Window, oldest value first, and counts."""
+        """Window, oldest value first, and counts, for the checkpoint."""
         return {"values": list(self._values), "judged": self.judged, "spikes": self.spikes}
 
     def load_state_dict(self, state: dict) -> None:
-        """Puts them back; of a longer window the newest values."""
+        """Restores them; the newest values if the stored window is longer."""
         self._values, self._known = deque(state["values"], maxlen=self._values.maxlen), None
         self.judged, self.spikes = state["judged"], state["spikes"]
 
 
 def spike_score(values: Iterable[float], window: int = 1000, sigma: float = 7.0, minimum: int = MINIMUM) -> float:
-    """The spike score of a finished run's values, those of skipped steps left out: the same number as `Spikes` gives.
+    """Returns the spike score of a finished run's values, without those of skipped steps; equal to `Spikes.score`.
 
     Raises:
-        ValueError: as `Spikes`.
+        ValueError: see `Spikes`.
     """
     spikes = Spikes(window, sigma, minimum)
     for value in values:
@@ -139,33 +137,33 @@ def spike_score(values: Iterable[float], window: int = 1000, sigma: float = 7.0,
 
 
 WINDOW = 200
-"""Steps over which shares are taken."""
+"""Steps over which the clip fraction and the skip rate are taken."""
 
 OFTEN = 5
-"""Skips, for whatever but fp16's calibration, among the last steps from which on a person should know."""
+"""Skipped steps in the window that raise an alarm; fp16's overflows do not count."""
 
 NEARLY_ALWAYS = 0.95
-"""Clip fraction over a full window from which on clipping is no exception any more."""
+"""Clip fraction over a full window that raises an alarm."""
 
 SKIPS = (
-    "{} of the last {} steps were skipped: something is going wrong, though none of these updates has reached the "
-    "weights; events.jsonl names each; lower optimizer.lr, or look at the data"
+    "{} of the last {} steps were skipped: none of these updates was applied, but something is wrong; events.jsonl "
+    "lists each; lower optimizer.lr, or inspect the data"
 )
 
 CLIPPING = (
-    "clipping was active in {:.0%} of the last {} updates: gradients are as a rule longer than its bound, which then "
-    "sets the length of every update; lower optimizer.lr or raise the clipping's bound; where one part of the model is "
-    "to blame, use clipping=per_module"
+    "clipping was active in {:.0%} of the last {} updates: most gradient norms exceed its bound, so the bound sets the "
+    "size of every update; lower optimizer.lr or raise the clipping's bound; if one part of the model causes it, use "
+    "clipping=per_module"
 )
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """Something a person should know once.
+    """A warning that is shown once in a run.
 
     Attributes:
-        kind: what, in one word: `clipping`, `skips`, `explosion`, `vanishing`, `attention`, `monitors`.
-        text: one line: what, where, what to try.
+        kind: `clipping`, `skips`, `explosion`, `vanishing`, `attention` or `monitors`.
+        text: one line: what happened, where, and what to try.
     """
 
     kind: str
@@ -173,10 +171,10 @@ class Alarm:
 
 
 class RollingStats:
-    """The last steps' readings, summed up.
+    """Statistics of the last readings.
 
     Args:
-        window: steps over which the clip fraction (applied steps) and the skip rate (all steps) are taken.
+        window: number of steps over which the clip fraction (applied steps) and the skip rate (all steps) are taken.
     """
 
     def __init__(self, window: int = WINDOW) -> None:
@@ -187,7 +185,7 @@ class RollingStats:
         self._raised: list[str] = []
 
     def add(self, reading: Reading) -> list[Alarm]:
-        """Takes in a step; returns the alarms it raises, each kind once in a run."""
+        """Adds a step; returns new alarms: each kind is raised once in a run."""
         self._applied.append(reading.applied)
         self._fallen.append(not reading.applied and not reading.overflow)
         if not reading.applied:
@@ -205,7 +203,7 @@ class RollingStats:
         return [Alarm(kind, text)]
 
     def metrics(self) -> dict[str, float]:
-        """`clip/fraction` and `guard/skip_rate` over the window, and the spike scores of the run; all in [0, 1]."""
+        """Returns `clip/fraction` and `guard/skip_rate` of the window and the run's spike scores, all in [0, 1]."""
         return {
             "clip/fraction": mean(self._active),
             "guard/skip_rate": 1 - mean(self._applied) if self._applied else 0.0,
@@ -214,7 +212,7 @@ class RollingStats:
         }
 
     def state_dict(self) -> dict:
-        """Windows, oldest step first, and the alarms raised."""
+        """Windows, oldest step first, and raised alarms, for the checkpoint."""
         return {
             "active": list(self._active),
             "applied": list(self._applied),
@@ -224,7 +222,7 @@ class RollingStats:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Puts them back."""
+        """Restores them."""
         self._active = deque(state["active"], maxlen=self._active.maxlen)
         self._applied = deque(state["applied"], maxlen=self._applied.maxlen)
         self._fallen = deque(state.get("fallen", []), maxlen=self._fallen.maxlen)
@@ -233,14 +231,14 @@ class RollingStats:
         self._raised = list(state["raised"])
 
     def cumulative_state(self) -> dict:
-        """What a rollback does not undo: an alarm that was raised is not raised again."""
+        """Raised alarms, which a rollback does not restore: no alarm is raised twice."""
         return {"raised": list(self._raised)}
 
     def load_cumulative_state(self, state: dict) -> None:
-        """Puts that back over a restored state."""
+        """Overwrites the restored alarms with those from before the rollback."""
         self._raised = list(state["raised"])
 
 
 def mean(values: deque) -> float:
-    """Mean of numbers or flags; 0 of none."""
+    """Returns the mean of numbers or flags; 0 if there are none."""
     return sum(values) / len(values) if values else 0.0

@@ -1,16 +1,12 @@
 """Norms of gradients, weights, updates and buffers.
 
-Norms of gradients and buffers, each measured once a step in one pass, before anything judges or clips them.
+    update ratio  = RMS(w_after - w_before) / RMS(w_before)          healthy: about 1e-3
+    g / sqrt(v)   = sqrt(mean(g^2 / max(v, eps^2)))                  healthy: about 1; above 1, v is out of date
+    g / eps       = RMS(g) / eps                                     near 1, Adam's update collapses
 
-Gradients, weights and updates: how large they are, tensor by tensor, and summed up by place.
-
-    update ratio  = RMS(w_after - w_before) / RMS(w_before)          some 1e-3 is healthy
-    g / sqrt(v)   = sqrt(mean(g^2 / max(v, eps^2)))                  some 1 is healthy; above it v is out of date
-    g / eps       = RMS(g) / eps                                     near 1 Adam's update collapses
-
-v is Adam's second moment after the update, so with g already in it, divided by 1 - beta2^t; this is the RMS_t of arXiv
-2304.13013, section 3.2, where loss spikes followed its rise by 1 to 8 steps. The last is from arXiv 2309.14322, section
-3.4. g is the gradient as the optimizer saw it: clipped.
+g is the clipped gradient that the optimizer saw. v is Adam's second moment after the update (it includes g), divided
+by 1 - beta2^t. g / sqrt(v) is RMS_t of arXiv 2304.13013, section 3.2, where loss spikes followed its rise by 1 to 8
+steps. g / eps is from arXiv 2309.14322, section 3.4.
 """
 
 from collections.abc import Mapping
@@ -25,17 +21,16 @@ from stabletrain.records import GradNorms
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    """Every gradient there is, in the order of `model.parameters()`; of a sharded one this rank's part, in place."""
+    """Returns all gradients in the order of `model.parameters()`; for sharded gradients, this rank's shard (a view)."""
     found: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
     return [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in found]
 
 
 def measure(model: nn.Module) -> GradNorms:
-    """L2 norms of the gradients as they lie, per parameter and over all; fp32, on their device, without a host read.
+    """Returns L2 norms of the gradients, per parameter and total; fp32, on their device, without host synchronisation.
 
-    A NaN or an Inf in any gradient makes the total non-finite, and so does a square sum past 3.4e38: a norm above
-    1.8e19 is as unsafe as an infinite one. A model without gradients has norm 0. Of sharded gradients the norms are
-    those of this rank's parts.
+    A NaN or Inf in any gradient makes the total non-finite. So does a norm above 1.8e19, whose square overflows fp32.
+    The total is 0 without gradients. For sharded gradients the norms are those of this rank's shards.
     """
     found = gradients(model)
     if not found:
@@ -46,11 +41,12 @@ def measure(model: nn.Module) -> GradNorms:
 
 
 def buffer_norm(model: nn.Module) -> Tensor:
-    """L2 norm over the floating-point buffers (BatchNorm's statistics); 0-d fp32, on their device, no host read.
+    """Returns the L2 norm over all floating-point buffers; 0-d fp32, on their device, without host synchronisation.
 
-    A buffer that is not finite makes it so. Weights as large as a flipped bit leaves them may hide behind a
-    normalisation from loss and gradients, but not from its statistics.
+    Non-finite if any buffer is.
     """
+    # A flipped bit can make a weight huge. A following BatchNorm hides that from loss and gradients, but its running
+    # statistics show it.
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     if not buffers:
         return torch.zeros((), device=next(model.parameters()).device)
@@ -58,30 +54,30 @@ def buffer_norm(model: nn.Module) -> Tensor:
 
 
 def norms(tensors: list[Tensor]) -> Float[Tensor, " tensors"]:
-    """L2 norm of each, fp32; in one pass, but for sharded ones."""
+    """Returns the L2 norm of each tensor, fp32."""
     if not any(hasattr(tensor, "to_local") for tensor in tensors):
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
     return torch.stack([number(torch.linalg.vector_norm(tensor.float())) for tensor in tensors])
 
 
 def zero_shares(tensors: list[Tensor]) -> Float[Tensor, " tensors"]:
-    """Share of each tensor's values that are exactly 0."""
+    """Returns the share of each tensor's values that are exactly 0."""
     return torch.stack([1 - number((tensor != 0).sum()) / tensor.numel() for tensor in tensors])
 
 
 def number(value: Any) -> Tensor:
-    """A 0-d tensor as it is; of sharded tensors, what all ranks together make it."""
+    """Reduces a 0-d sharded tensor over its ranks; returns any other tensor unchanged."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 TINY = torch.finfo(torch.float32).tiny
-"""Below it a squared eps is 0, and 0 / 0 would follow."""
+"""Lower bound of eps^2: a smaller eps^2 underflows to 0, and 0 / 0 would follow."""
 
 
 class Adaptive:
-    """Those of `parameters` that `optimizer` gives an Adam-like second moment, and its numbers for them.
+    """The parameters that have an Adam-like second moment, with their gradients, moments and hyperparameters.
 
-    Such an optimizer keeps `exp_avg_sq` and `step` for a parameter, and `betas` and `eps` in its group.
+    Such a parameter has `exp_avg_sq` and `step` in the optimizer's state and `betas` and `eps` in its group.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
@@ -100,7 +96,7 @@ class Adaptive:
         self._beta2 = [float(group_of[p]["betas"][1]) for p in owners]
 
     def g_over_sqrt_v(self) -> Float[Tensor, " tensors"]:
-        """Root mean square of g / sqrt(v) of each tensor, fp32; about 1 at the first step, where g is above eps."""
+        """Returns the RMS of g / sqrt(v) of each tensor, fp32; about 1 at the first step if g is above eps."""
         out = []
         for g, v, step, beta2, eps in zip(
             self.gradients, self._moments, self._steps, self._beta2, self.eps, strict=True
@@ -113,5 +109,5 @@ class Adaptive:
 
 
 def at_least_eps(bias: Tensor) -> Tensor:
-    """A bias correction that a counter at 0 does not make 0."""
+    """Bounds a bias correction below by float64's eps: at step 0 it would be 0."""
     return bias.clamp(min=torch.finfo(torch.float64).eps)

@@ -1,4 +1,4 @@
-"""What the tests of data start from: a text file, and a folder of class folders."""
+"""Fixtures of the tests of data: a text file, and a folder of class folders."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes of ten pictures; the red of each is its number."""
+    """Two classes of ten images each; the red value of an image is its number."""
     for label in range(2):
         for i in range(10):
             picture(tmp_path / "set" / f"class{label}" / f"{i}.png", 100 * label + i)

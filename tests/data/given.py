@@ -1,4 +1,4 @@
-"""What the tests of data start from: text files, the bytes of a batch, and values of an image folder."""
+"""Helpers of the tests of data: text files, the bytes of a batch, and arguments of an image folder."""
 
 from PIL import Image
 
@@ -23,7 +23,7 @@ def texts(tmp_path, files=1, length=1000):
 
 
 def tokens(batch):
-    """The bytes of each sample, the last target included."""
+    """Returns the bytes of each sample, including the last target."""
     return [bytes([*row.tolist(), last]) for row, last in zip(batch.inputs, batch.targets[:, -1].tolist(), strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Augmentations: crops, mirrors and scaling, of the pixels that the draws say."""
+"""Augmentations: crops, flips and scaling, as the drawn numbers determine them."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_augmentations_have_names():
 
 
 def one_by_one(images, draws, flip):
-    """The reference of `CropFlip`: each image is padded, cut and mirrored by itself."""
+    """Reference for `CropFlip`: pads, crops and flips each image separately."""
     size = images.shape[-1]
     pad = max(1, size // 8)
     out = []

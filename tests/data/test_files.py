@@ -1,4 +1,4 @@
-"""Which files a path means, and the manifest of token shards."""
+"""The files of a path, and the manifest of token shards."""
 
 import json
 
@@ -19,7 +19,7 @@ from tests.data.given import texts
         ("texts/*.md", "holds no text files"),
     ],
 )
-def test_a_path_that_is_not_there_is_one_message(tmp_path, monkeypatch, path, message):
+def test_a_path_that_does_not_exist_is_one_message(tmp_path, monkeypatch, path, message):
     texts(tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
@@ -35,5 +35,5 @@ def test_a_manifest_of_another_version_is_refused(tmp_path, text):
     prepare(str(text), str(tmp_path / "out"), val_fraction=0.2)
     meta = json.loads((tmp_path / "out" / "meta.json").read_text())
     (tmp_path / "out" / "meta.json").write_text(json.dumps(meta | {"version": 99}))
-    with pytest.raises(ConfigError, match="is of version 99"):
+    with pytest.raises(ConfigError, match="has version 99"):
         Tokens(str(tmp_path / "out"), block_size=16, seed=0)

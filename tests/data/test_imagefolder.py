@@ -72,7 +72,7 @@ def test_a_train_folder_alone_is_split(tmp_path, folder):
 def test_a_broken_picture_is_named(folder):
     (folder / "class0" / "3.png").write_bytes(b"no picture")
     data = ImageFolder(str(folder), **FOLDER)
-    with pytest.raises(ConfigError, match=r"class0/3\.png cannot be read as a picture"):
+    with pytest.raises(ConfigError, match=r"class0/3\.png cannot be read as an image"):
         [data.batch(0, data.batches(1, split), split) for split in ("train", "val")]
 
 

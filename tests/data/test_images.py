@@ -1,4 +1,4 @@
-"""Images: splits, normalisation, augmentation by number, and pictures held on the device."""
+"""Images: splits, normalisation, augmentation by number, and images in the device's memory."""
 
 import pytest
 import torch
@@ -49,25 +49,25 @@ def test_images_come_channels_last(folder):
     assert batch.inputs.dtype == torch.float32
 
 
-def test_cifar_that_is_not_there_says_how_to_get_it(tmp_path):
-    with pytest.raises(ConfigError, match=r"does not hold CIFAR-10: data\.download=true fetches it"):
+def test_missing_cifar_names_the_key_that_downloads_it(tmp_path):
+    with pytest.raises(ConfigError, match=r"does not hold CIFAR-10: data\.download=true downloads it"):
         Cifar10(str(tmp_path), False, "none", [0.5] * 3, [0.5] * 3, 0)
 
 
-def test_cifar_that_cannot_be_fetched_says_so(tmp_path, monkeypatch):
+def test_a_failed_download_of_cifar_is_one_message(tmp_path, monkeypatch):
     import torchvision
 
     def unreachable(*_, **__):
         raise OSError("network is unreachable")
 
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", unreachable)
-    with pytest.raises(ConfigError, match="could not be fetched .*network is unreachable"):
+    with pytest.raises(ConfigError, match="could not be downloaded .*network is unreachable"):
         Cifar10(str(tmp_path), True, "none", [0.5] * 3, [0.5] * 3, 0)
 
 
 @pytest.mark.parametrize("augment", ["none", "crop_flip"])
 def test_pictures_that_are_held_make_batches_where_they_are(augment):
-    """`meta` stands for a card: what would be computed on the host, or copied from it by value, fails on it."""
+    """`meta` stands for a GPU: computing on the host, or copying values from the host, would fail on it."""
     held = {
         split: Held(torch.randint(256, (12, 3, 8, 8), dtype=torch.uint8), [0, 1] * 6, split)
         for split in ("train", "val")

@@ -21,7 +21,7 @@ def test_keys_give_unlike_permutations():
 
 
 def test_places_are_spread_evenly():
-    """Chi-square over 10 x 10 cells of (index, place): 99 degrees of freedom, so below 149 but once in a thousand."""
+    """Chi-square over 10 x 10 cells of (index, place): 99 degrees of freedom, so above 149 once in a thousand."""
     n = 20_000
     where = permute(np.arange(n), n, key(3))
     cells, _, _ = np.histogram2d(np.arange(n), where, bins=10)
@@ -88,7 +88,7 @@ def test_a_name_has_its_place_whatever_else_there_is():
     assert np.mean(np.array(places) < 0.1) == pytest.approx(0.1, abs=0.015)
 
 
-def test_sources_are_put_into_words_only_when_asked():
+def test_sources_are_formatted_on_access():
     asked = []
     sources = Sources(lambda index: asked.append(index) or f"sample {index}", np.array([4, 8, 15]))
     assert len(sources) == 3

@@ -1,4 +1,4 @@
-"""Prefetching: the same batches as without it, whatever is asked for."""
+"""Prefetching returns the same batches as without it, in any order of requests."""
 
 import threading
 
@@ -31,7 +31,7 @@ def test_the_next_ones_are_under_way_on_another_thread():
 
     prefetch = Prefetch(noting, ahead=2)
     prefetch.get(0)
-    assert begun[2].wait(60), "nobody asked for step 2 yet"
+    assert begun[2].wait(60), "step 2 is computed before it is requested"
     assert not begun[3].is_set()
     assert threading.main_thread() not in threads
     prefetch.close()

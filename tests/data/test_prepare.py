@@ -1,4 +1,4 @@
-"""`stabletrain prepare`: documents stay whole, what is interrupted leaves nothing, and Hugging Face's data sets."""
+"""`stabletrain prepare`: whole documents, interruptions that leave no files, and Hugging Face data sets."""
 
 import json
 import sys

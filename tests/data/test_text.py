@@ -1,4 +1,4 @@
-"""Text: which bytes are for training and which for validation, and where a sample comes from."""
+"""Text: the split into training and validation bytes, and the source of each sample."""
 
 from pathlib import Path
 

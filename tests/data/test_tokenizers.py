@@ -1,4 +1,4 @@
-"""A byte-pair vocabulary is used, or its absence told in one message."""
+"""A byte-pair vocabulary is used; if it is missing, one message reports it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Token shards are read as they were written, and broken folders are refused."""
+"""Token shards are read as they were written; invalid folders are refused."""
 
 import json
 import tracemalloc
@@ -58,10 +58,10 @@ def test_a_billion_tokens_open_at_once_and_are_never_read_whole(tmp_path):
     ("spoil", "message"),
     [
         (lambda folder: (folder / "meta.json").unlink(), "has no meta.json.*stabletrain prepare"),
-        (lambda folder: (folder / "meta.json").write_text("{"), "is no manifest of token shards"),
-        (lambda folder: (folder / "meta.json").write_text("[]"), "is no manifest of token shards"),
-        (lambda folder: (folder / "train-00000.bin").write_bytes(b"x"), "has 1 bytes, the manifest says"),
-        (lambda folder: (folder / "val-00000.bin").unlink(), "is missing, the manifest says"),
+        (lambda folder: (folder / "meta.json").write_text("{"), "is not a manifest of token shards"),
+        (lambda folder: (folder / "meta.json").write_text("[]"), "is not a manifest of token shards"),
+        (lambda folder: (folder / "train-00000.bin").write_bytes(b"x"), "has 1 bytes, but the manifest says"),
+        (lambda folder: (folder / "val-00000.bin").unlink(), "is missing, but the manifest says"),
     ],
 )
 def test_a_broken_folder_is_refused_with_what_is_wrong(tmp_path, text, spoil, message):

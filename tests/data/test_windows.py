@@ -1,4 +1,4 @@
-"""Windows: each epoch reads every one once, validation its whole split, and short sequences come first."""
+"""Windows: an epoch reads each window once, validation covers its whole split, and a length warmup starts short."""
 
 import numpy as np
 import pytest

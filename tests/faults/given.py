@@ -1,4 +1,4 @@
-"""What the tests of faults start from: a small model and steps by hand, data that says nothing, whole small runs."""
+"""Helpers of the tests of faults: a small model with steps by hand, minimal data sets, and small whole runs."""
 
 import contextlib
 
@@ -19,7 +19,7 @@ CADENCE = ["steps=12", "eval_every=6", "checkpoint.every=4", "checkpoint.keep=9"
 
 
 class Scaled:
-    """A precision with a loss scale, as the faults see it."""
+    """A precision that has only a loss scale."""
 
     def __init__(self, scale=1.0):
         self.scale = scale
@@ -40,7 +40,7 @@ def samples(tick, size=2):
 
 
 def step(state, micro_batches=1, scale=1.0, applied=True):
-    """One step: gradients, then the update where it is `applied`."""
+    """Runs one step: gradients, then the update if `applied`."""
     state.optimizer.zero_grad(set_to_none=True)
     for part in range(micro_batches):
         (state.model(samples(state.executed_steps + part)).float().square().sum() * scale).backward()
@@ -65,12 +65,12 @@ def bad_elements(tensors):
 
 
 def differing(one, other):
-    """How many elements of two lists of tensors are not the same bits."""
+    """Returns the number of elements whose bits differ between two lists of tensors."""
     return sum(int((a.view(torch.int32) != b.view(torch.int32)).sum()) for a, b in zip(one, other, strict=True))
 
 
 class Numbers:
-    """A data set that says nothing but its batches; one memory is handed out again and again."""
+    """A minimal data set that returns the same batch, in the same memory, every time."""
 
     def __init__(self, inputs, targets):
         self.given = Batch(inputs, targets, torch.arange(len(inputs)), [f"line {i}" for i in range(len(inputs))])
@@ -99,7 +99,7 @@ class Tokens(Numbers):
 
 
 def option(kind, *overrides):
-    """The object of an option, as a command line makes it."""
+    """Builds the object of an option as the command line does."""
     with composed(f"faults={kind}", *overrides) as cfg:
         check(cfg)
         return make(cfg, "faults")
@@ -117,7 +117,7 @@ def built(folder, *overrides):
 
 
 def ran(folder, *overrides):
-    """The job of a run that is over, and its events."""
+    """Runs a whole run; returns its job and its events."""
     with built(folder, *overrides) as job:
         train(job)
     file = folder / "events.jsonl"

@@ -1,4 +1,4 @@
-"""One bit of one weight or moment flips, and no other."""
+"""`BitFlip` flips exactly one bit of one weight or moment."""
 
 import pytest
 import torch

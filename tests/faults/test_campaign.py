@@ -10,7 +10,7 @@ QUICK = [
     Setting("resnet", "bf16", True, 0),
 ]
 IN_PROCESS = [kind for kind in FAULTS if kind != "kill"]
-"""Kinds that a test can stand; kills are in test_in_io.py and tests/laws/test_resume.py."""
+"""Kinds that can run inside a test process; for kills see test_in_io.py and tests/laws/test_resume.py."""
 
 
 @pytest.mark.slow

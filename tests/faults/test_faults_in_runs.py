@@ -1,4 +1,4 @@
-"""Several faults in whole runs: each is withheld at its step, and a run whose faults never come is a run without."""
+"""Several faults in whole runs: each faulty step is skipped, and planned faults change nothing before they happen."""
 
 import pytest
 import torch

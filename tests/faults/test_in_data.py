@@ -1,4 +1,4 @@
-"""Bad data: at its positions of training and nowhere else, and the data itself stays as it was."""
+"""Bad data: only at the planned positions of training, and without changing the data set itself."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_one_label_is_out_of_range():
         assert targets[changed].item() == value
 
 
-def test_no_target_counts_and_no_sample_is_there():
+def test_ignored_has_no_valid_target_and_empty_has_no_sample():
     batch = Ignored(at=[3]).data(Tokens()).batch(3, 2, "train")
     assert (batch.targets == IGNORE_INDEX).all()
     assert batch.targets.shape == (2, 5)
@@ -84,7 +84,7 @@ def test_a_position_gives_the_same_bad_batch_every_time_and_another_seed_another
         assert len({str(batch(kind, seed)) for seed in range(6)}) > 1
 
 
-def test_what_the_data_has_is_there_and_what_it_has_not_is_not():
+def test_attributes_are_those_of_the_data():
     spoilt = Plan([{"kind": "input", "at": [1]}, {"kind": "label", "at": [1]}]).data(Tokens())
     assert spoilt.decode([1]) == "text"
     assert spoilt.vocab_size == 7

@@ -1,4 +1,4 @@
-"""A full disk, a kill while a checkpoint is written, and W&B that is lost."""
+"""A full disk, a kill while a checkpoint is written, and an unreachable W&B."""
 
 import signal
 
@@ -32,7 +32,7 @@ def test_a_full_disk_costs_that_checkpoint_and_no_other(tmp_path, asynchronous):
     assert writer.write_file is write
 
 
-def test_a_full_disk_comes_while_the_second_file_is_half_written(tmp_path, monkeypatch):
+def test_the_disk_is_full_when_the_second_file_is_half_written(tmp_path, monkeypatch):
     seen = {}
 
     def look(path, **_):
@@ -69,7 +69,7 @@ def test_a_killed_run_leaves_hidden_files_only_and_ends_as_one_that_was_not_kill
 
 
 @pytest.mark.parametrize("kind", ["disk_full", "kill"])
-def test_a_fault_of_checkpoints_is_refused_where_there_are_none(tmp_path, kind):
+def test_a_fault_in_checkpoints_is_refused_without_checkpoints(tmp_path, kind):
     with (
         pytest.raises(ConfigError, match="checkpoint=off"),
         built(tmp_path, *TINY_GPT, "checkpoint=off", f"faults={kind}"),
@@ -78,7 +78,7 @@ def test_a_fault_of_checkpoints_is_refused_where_there_are_none(tmp_path, kind):
 
 
 class Library:
-    """A run of the library."""
+    """A stand-in for a W&B run."""
 
     id = "abc"
 
@@ -95,7 +95,7 @@ class Library:
         self.ended.append(exit_code)
 
 
-def test_wandb_is_lost_from_a_tick_on_and_training_never_hears_of_it(capsys):
+def test_wandb_is_unreachable_from_a_tick_on_and_training_continues(capsys):
     library, wandb = Library(), Wandb("offline", "project")
     wandb._run = library
     lost = LostWandb(at=[5]).wandb(wandb)
@@ -110,7 +110,7 @@ def test_wandb_is_lost_from_a_tick_on_and_training_never_hears_of_it(capsys):
     assert capsys.readouterr().err.count("W&B may miss parts of this run") == 1
 
 
-def test_wandb_that_is_lost_from_the_start_is_not_started(tmp_path, capsys):
+def test_wandb_that_is_unreachable_from_the_start_is_not_started(tmp_path, capsys):
     wandb = LostWandb(at=[0]).wandb(Wandb("offline", "project"))
     assert wandb.start(tmp_path, "id", {}) == "id"
     wandb.log(1, {"tick": 1})
@@ -119,6 +119,6 @@ def test_wandb_that_is_lost_from_the_start_is_not_started(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_wandb_that_is_not_used_cannot_be_lost(tmp_path):
+def test_the_wandb_fault_is_refused_without_wandb(tmp_path):
     with pytest.raises(ConfigError, match="wandb=disabled"), built(tmp_path, *TINY_GPT, "faults=wandb"):
         pass

@@ -1,4 +1,4 @@
-"""Faults within a step: the right element, at its tick and nowhere else."""
+"""Faults in a step: exactly the planned element, only at the planned tick."""
 
 import contextlib
 
@@ -95,7 +95,7 @@ def test_exactly_one_element_of_one_output_is_bad_in_the_first_micro_batch(value
             assert str(float(other[changed])) == str(value)
 
 
-def test_an_activation_of_a_compiled_model_is_heard_and_compiled_code_comes_back():
+def test_a_compiled_model_runs_uncompiled_for_a_bad_activation_only():
     state = fresh()
     Activation(at=[1]).state(state, Scaled())
     state.model.compile(backend="eager")
@@ -108,7 +108,7 @@ def test_an_activation_of_a_compiled_model_is_heard_and_compiled_code_comes_back
     assert state.model._compiled_call_impl is compiled
 
 
-def test_an_evaluation_never_meets_an_activation_that_its_step_did_not_come_to():
+def test_an_evaluation_never_has_a_bad_activation_left_over_from_a_step():
     state = fresh()
     Activation(at=[0]).state(state, Scaled())
     state.optimizer.zero_grad()  # the step has an empty batch, so nothing is run
@@ -140,7 +140,7 @@ def test_a_burst_of_the_learning_rate_lasts_its_length_and_leaves_nothing(fused)
     assert rates == pytest.approx([0.01, 0.01, 0.5, 0.5, 0.01, 0.01], rel=1e-2)
 
 
-def test_a_burst_whose_update_is_withheld_does_not_wait_for_the_next():
+def test_a_burst_whose_update_is_skipped_does_not_affect_the_next():
     state = fresh()
     LearningRate(at=[1], factor=50.0).state(state, Scaled())
     for tick in range(3):
@@ -153,18 +153,18 @@ def test_a_burst_whose_update_is_withheld_does_not_wait_for_the_next():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (Gradient(at=[0], parameter="1.wieght"), "faults.parameter=1.wieght is no parameter"),
-        (BitFlip(at=[0], parameter="3.weight"), "faults.parameter=3.weight is no parameter"),
+        (Gradient(at=[0], parameter="1.wieght"), "faults.parameter=1.wieght is not a parameter"),
+        (BitFlip(at=[0], parameter="3.weight"), "faults.parameter=3.weight is not a parameter"),
         (Activation(at=[0], module="7"), "faults.module=7 names no module"),
     ],
     ids=["gradient", "bitflip", "activation"],
 )
-def test_a_place_that_is_not_there_is_refused_before_the_first_step(fault, message):
+def test_a_missing_parameter_or_module_is_refused_before_the_first_step(fault, message):
     with pytest.raises(ConfigError, match=message):
         fault.state(fresh(), Scaled())
 
 
-def test_nothing_of_a_learning_rates_burst_is_saved_or_logged(tmp_path):
+def test_a_burst_of_the_learning_rate_is_neither_saved_nor_logged(tmp_path):
     given = [*TINY_GPT, *CADENCE, "schedule=constant", "guard=off"]
     burst, _ = ran(tmp_path / "burst", *given, "faults=learning_rate", "faults.at=[4]", "faults.factor=10")
     clean, _ = ran(tmp_path / "clean", *given)

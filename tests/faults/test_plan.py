@@ -33,7 +33,7 @@ def test_every_other_option_is_none_or_a_plan():
     [
         (
             {"kind": "gradeint", "at": [1]},
-            r"faults.faults\[0\]: kind=gradeint is no kind of fault; did you mean gradient\?",
+            r"faults.faults\[0\]: kind=gradeint is not a kind of fault; did you mean gradient\?",
         ),
         ({"kind": "gradient", "at": [1], "valeu": 1}, r"gradient has no key valeu; did you mean value\?"),
         ({"kind": "kill"}, r"kill has no at: write \{kind: kill, at: \[30\]\}"),
@@ -46,12 +46,12 @@ def test_every_other_option_is_none_or_a_plan():
     ],
     ids=["kind", "key", "no at", "no kind", "a word", "at", "where", "ignored", "factor"],
 )
-def test_a_plan_that_cannot_be_is_refused(entry, message):
+def test_an_invalid_plan_is_refused(entry, message):
     with pytest.raises(ConfigError, match=message):
         Plan([entry])
 
 
-def test_a_plan_reads_numbers_that_yaml_takes_for_words():
+def test_a_plan_reads_nan_and_inf_that_yaml_reads_as_strings():
     assert math.isnan(Plan([{"kind": "gradient", "at": [1], "value": "nan"}]).faults[0].value)
     assert Plan([{"kind": "input", "at": [1], "value": "-inf"}]).faults[0].value == -INF
 

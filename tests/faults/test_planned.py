@@ -1,4 +1,4 @@
-"""What every fault has: its numbers and its rank; and no faults at all."""
+"""Common to all faults: planned numbers and rank; and `faults=none`."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.faults.given import Images, Scaled, bad_elements, fresh, gradients, o
 
 
 @pytest.mark.parametrize("at", [[], [-1], [3, -5], [True]])
-def test_what_is_no_plan_is_refused(at):
+def test_invalid_numbers_are_refused(at):
     with pytest.raises(ConfigError, match="faults.at="):
         Gradient(at=at)
 
@@ -17,7 +17,7 @@ def test_what_is_no_plan_is_refused(at):
     ("value", "message"),
     [("1.5", "not a list of numbers"), ("[-1]", "-1 is not a whole number"), ("[]", "plans nothing")],
 )
-def test_a_number_on_the_command_line_that_is_no_step_is_refused(value, message):
+def test_invalid_numbers_on_the_command_line_are_refused(value, message):
     with pytest.raises(ConfigError, match=message):
         option("gradient", f"faults.at={value}")
 
@@ -36,7 +36,7 @@ def test_a_fault_of_one_rank_hits_that_rank(monkeypatch, planned, here, hit):
     assert (len(Empty(at=[0], rank=planned).data(Images()).batch(0, 4, "train")) == 0) == hit
 
 
-def test_none_gives_everything_back_and_leaves_the_state_alone():
+def test_none_returns_every_object_and_does_not_change_the_state():
     state, off = fresh(), NoFaults()
     before = dict(vars(state.optimizer)), [dict(vars(module)) for module in state.model.modules()]
     off.state(state, Scaled())

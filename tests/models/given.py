@@ -1,4 +1,4 @@
-"""What the tests of the GPT and its layers start from: a small model, and one without memory."""
+"""Models for the tests of the GPT and its layers: a small one, and one on the meta device."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A model compiled in place stays whole: a look recompiles nothing, and the next steps use what was compiled before."""
+"""An inspection of a model compiled in place recompiles nothing; the next steps reuse the compiled code."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ class Block(nn.Module):
 
 
 class Plain(nn.Module):
-    """A model whose annotations nothing checks, so that dynamo sees it as users' models are."""
+    """A model without checked annotations, so that dynamo sees it as it sees users' models."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ def batch(seed):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_look_leaves_the_compiled_step_whole(precision):
+def test_an_inspection_keeps_the_compiled_step(precision):
     torch.compiler.reset()
     compiled = 0
 

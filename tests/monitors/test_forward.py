@@ -1,4 +1,4 @@
-"""Activations of known layers, hooks that leave, attention's numbers against float64, and log Z of known logits."""
+"""Activations of known layers, removal of hooks, attention statistics against float64, and log Z of known logits."""
 
 import math
 
@@ -76,7 +76,7 @@ def test_integers_and_empty_tensors_have_no_size():
     assert heard == ({}, {})
 
 
-def test_hooks_leave_even_when_the_pass_fails():
+def test_hooks_are_removed_even_if_the_pass_fails():
     model = Chain(1.0)
     with recording_activations(dict(model.named_children())):
         assert hooks(model) == 3
@@ -167,7 +167,7 @@ def test_shared_keys():
 
 
 @pytest.mark.parametrize("softcap", [NoSoftcap(), Gemma2Softcap(0.5, 30.0)])
-def test_a_models_attention_is_heard_as_it_computes(softcap):
+def test_the_attention_of_a_model_is_recorded(softcap):
     model, batch = tiny_gpt(softcap=softcap, dropout=0.0), tokens()
     seen = []
     handle = model.blocks[1].attention.dot_product.register_forward_pre_hook(lambda module, args: seen.append(args))

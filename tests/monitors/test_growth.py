@@ -1,4 +1,4 @@
-"""Explosion and vanishing: on numbers, on models made to do it, and not on healthy ones."""
+"""Alarms on explosion and vanishing: on given numbers, on models built to show them, and none on healthy models."""
 
 import math
 
@@ -28,7 +28,7 @@ EVEN = {"a": 1.0, "b": 1.0, "c": 1.0}
 
 
 class Chain(nn.Module):
-    """Ten layers, each with its activation, and a head: nothing normalises, nothing skips."""
+    """Ten layers, each with an activation function, and a head; no norms, no residual connections."""
 
     def __init__(self, activation, std):
         super().__init__()
@@ -63,7 +63,7 @@ def test_the_bounds_and_the_names(ratio):
 
 
 @pytest.mark.parametrize("nothing", [0.0, math.nan, math.inf])
-def test_zeros_and_what_is_not_finite_enter_no_ratio(nothing):
+def test_zeros_and_non_finite_values_enter_no_ratio(nothing):
     sizes = {"a": 1.0, "b": nothing, "c": 2.0}
     assert growth.explosion(sizes, sizes) is growth.vanishing(sizes, sizes) is None
     assert growth.extremes({"a": nothing, "b": 1.0}) is None
@@ -88,7 +88,7 @@ def test_gradients_through_sigmoids_vanish():
     alarms = alarms_of(Chain(nn.Sigmoid, 0.5), features(), steps=3)
     assert [alarm.kind for alarm in alarms] == ["vanishing"]
     assert "gradients" in alarms[0].text
-    assert "way back from blocks.9 to blocks.1" in alarms[0].text
+    assert "backward pass from blocks.9 to blocks.1" in alarms[0].text
 
 
 def test_activations_of_tiny_weights_vanish():
@@ -97,7 +97,7 @@ def test_activations_of_tiny_weights_vanish():
     assert "activations" in alarms[0].text
 
 
-def test_gradients_below_adams_eps_are_told_when_it_lasts():
+def test_gradients_below_adams_eps_raise_an_alarm_if_it_lasts():
     model, monitors = tiny_gpt(), Monitors(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=10.0)
     found = [alarms_of(model, tokens(), optimizer=optimizer, monitors=monitors) for _ in range(4)]
@@ -106,7 +106,7 @@ def test_gradients_below_adams_eps_are_told_when_it_lasts():
     assert "optimizer.eps" in found[2][0].text
 
 
-def test_fp16_underflow_is_told_when_it_lasts_and_only_in_fp16():
+def test_fp16_underflow_raises_an_alarm_if_it_lasts_and_only_in_fp16():
     def underflown(mode):
         model = tiny_gpt(dropout=0.0)
         optimizer, monitors = adamw(model, lr=0.0), Monitors(1)
@@ -121,14 +121,14 @@ def test_fp16_underflow_is_told_when_it_lasts_and_only_in_fp16():
     assert underflown(FP32) == []
 
 
-def test_zero_gradients_say_something_in_fp16_alone():
+def test_zero_gradients_raise_an_alarm_only_in_fp16():
     shares = {"a": 0.95, "b": 0.5}
     assert growth.starving({}, shares, fp16=False) is None
     assert "of a are exactly 0" in growth.starving({}, shares, fp16=True)
     assert growth.starving({}, {"a": 0.5}, fp16=True) is None
 
 
-def test_a_withheld_step_neither_breaks_a_row_nor_is_judged_by_its_gradients():
+def test_a_skipped_step_does_not_reset_the_count_and_its_gradients_are_not_judged():
     model, monitors = tiny_gpt(), Monitors(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=10.0)
     found = []
@@ -144,7 +144,7 @@ def test_a_withheld_step_neither_breaks_a_row_nor_is_judged_by_its_gradients():
     assert found == [[], [], [], ["vanishing"]]
 
 
-def test_attention_logits_past_the_limit_are_told():
+def test_attention_logits_above_the_limit_raise_an_alarm():
     model = tiny_gpt()
     with torch.no_grad():
         model.blocks[1].attention.query.weight.mul_(1e3)

@@ -1,4 +1,4 @@
-"""The monitors as the loop sees them: they change nothing, never raise, and remember what they have told."""
+"""The monitors as the loop sees them: they change nothing, never raise, and raise each alarm once."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ MODELS = {"gpt": (tiny_gpt, tokens), "resnet": (tiny_resnet, images)}
 
 
 def everything(model, optimizer):
-    """All that watching must leave alone, as one flat list."""
+    """Returns everything that the monitors must not change, as one flat list."""
     tensors, skeleton = flatten(capture(TrainState(model, optimizer), {}))
     state = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     state |= {f"grad/{name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -45,7 +45,7 @@ def assert_same(one, other):
 
 
 def poison(batch, model):
-    """A batch, or where inputs are whole numbers a weight, that makes everything NaN."""
+    """Puts a NaN into the batch, or into a weight if the inputs are integers."""
     if batch.inputs.is_floating_point():
         batch.inputs[0] = math.nan
     else:
@@ -56,7 +56,7 @@ def poison(batch, model):
 @pytest.mark.parametrize("poisoned", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", MODELS)
-def test_looking_changes_no_bit(name, precision, poisoned):
+def test_an_inspection_changes_no_bit(name, precision, poisoned):
     make, data = MODELS[name]
     model, mode = make(), PRECISIONS[precision]()
     optimizer, batch = adamw(model), data(1)
@@ -98,7 +98,7 @@ def test_a_run_watched_at_every_step_has_the_bits_of_one_that_is_not(name, preci
 
 
 class Draws(nn.Module):
-    """A model that uses every generator, and fails when it is told to."""
+    """A model that draws from every generator, and raises on request."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ def generators():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_every_generator_and_buffer_is_put_back(fails):
+def test_every_generator_and_buffer_is_restored(fails):
     model = Draws()
     model.fails = fails
     before = generators()
@@ -132,7 +132,7 @@ def test_every_generator_and_buffer_is_put_back(fails):
     assert all(now != then for now, then in zip(generators(), before, strict=True))
 
 
-def test_a_failing_model_is_told_once_and_leaves_no_trace():
+def test_a_failing_model_raises_one_alarm_and_leaves_no_trace():
     model, monitors = Draws(), FullMonitors(1, 2, 4)
     optimizer, batch, mode = adamw(model), features(), PRECISIONS["fp32"]()
     backward(model, batch, mode)
@@ -154,7 +154,7 @@ def test_a_failing_model_is_told_once_and_leaves_no_trace():
     assert monitors.after(model, optimizer, True)[1] == [], "once"
 
 
-def test_a_model_without_gradients_is_told_and_not_fatal():
+def test_a_model_without_gradients_raises_an_alarm_and_is_not_fatal():
     model, monitors = Draws(), Monitors(1)
     optimizer = adamw(model)
     monitors.before(model, optimizer, features(), PRECISIONS["fp32"]())
@@ -174,7 +174,7 @@ def test_the_first_step_and_multiples_are_due():
     assert not any(NoMonitors().due(step, 24) for step in range(1, 25))
 
 
-def test_what_was_told_is_remembered():
+def test_raised_alarms_go_through_a_checkpoint():
     def exploding():
         model = tiny_gpt(n_layer=3)
         with torch.no_grad():

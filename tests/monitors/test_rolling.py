@@ -161,13 +161,13 @@ def test_shares_are_of_the_window_and_of_the_right_steps():
         rolling.add(reading(active=active))
     rolling.add(reading(active=1.0, applied=False, loss=math.nan, norm=math.inf))
     metrics = rolling.metrics()
-    assert metrics["clip/fraction"] == 2.5 / 4, "a withheld step was not clipped"
+    assert metrics["clip/fraction"] == 2.5 / 4, "a skipped step was not clipped"
     assert metrics["guard/skip_rate"] == 1 / 4
     rolling.add(reading(active=0.0))
     assert rolling.metrics()["clip/fraction"] == 1.5 / 4
 
 
-def test_a_withheld_step_enters_no_spike_score():
+def test_a_skipped_step_enters_no_spike_score():
     rolling = RollingStats()
     for i in range(40):
         rolling.add(reading(loss=2.0 + 0.1 * (i % 2), norm=1.0 + 0.1 * (i % 2)))
@@ -180,7 +180,7 @@ def test_a_withheld_step_enters_no_spike_score():
     assert metrics["spike/grad_norm_score"] == 0.0
 
 
-def test_clipping_nearly_always_is_told_once():
+def test_clipping_nearly_always_raises_one_alarm():
     rolling = RollingStats(window=20)
     alarms = [alarm for i in range(60) for alarm in rolling.add(reading(active=float(i != 5)))]
     assert [alarm.kind for alarm in alarms] == ["clipping"]
@@ -218,7 +218,7 @@ def test_an_alarm_is_not_raised_again_after_a_resume():
     assert not [alarm for _ in range(40) for alarm in second.add(reading(active=1.0))]
 
 
-def test_a_rising_skip_rate_is_told_once_long_before_a_row_of_skips():
+def test_a_rising_skip_rate_raises_one_alarm_before_many_skips_in_a_row():
     rolling = RollingStats()
     alarms = []
     for i in range(100):  # one in four is skipped: never two in a row
@@ -228,7 +228,7 @@ def test_a_rising_skip_rate_is_told_once_long_before_a_row_of_skips():
     assert alarm.text.startswith("5 of the last 20 steps were skipped")
 
 
-def test_overflows_of_a_calibrating_loss_scale_alarm_nobody():
+def test_overflows_of_a_calibrating_loss_scale_raise_no_alarm():
     rolling = RollingStats()
     assert [alarm for _ in range(50) for alarm in rolling.add(reading(applied=False, overflow=True))] == []
 

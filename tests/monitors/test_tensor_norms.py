@@ -29,7 +29,7 @@ def rms(*tensors):
     return torch.cat([tensor.detach().double().flatten() for tensor in tensors]).square().mean().sqrt().item()
 
 
-def test_of_sgd_the_update_is_known():
+def test_the_update_of_sgd_has_a_closed_form():
     model, lr = Two(), 0.25
     before = [p.detach().clone() for p in model.body.parameters()]
     metrics, alarms = look_at(Monitors(1), model, torch.optim.SGD(model.parameters(), lr=lr), features(), FP32)
@@ -43,7 +43,7 @@ def test_of_sgd_the_update_is_known():
     assert alarms == []
 
 
-def test_of_adam_g_over_sqrt_v_by_the_definition():
+def test_g_over_sqrt_v_of_adam_follows_its_definition():
     model = Two()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.9), eps=1e-4)
     v = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
@@ -69,7 +69,7 @@ def test_the_first_step_of_adam_is_at_one(fused):
     assert metrics["monitors/g_over_sqrt_v/blocks.0"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_withheld_update_says_nothing_of_updates():
+def test_a_skipped_update_has_no_metrics_of_updates():
     model = Two()
     optimizer, monitors = adamw(model), Monitors(1)
     look_at(monitors, model, optimizer, features(), FP32)

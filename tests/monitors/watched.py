@@ -1,4 +1,4 @@
-"""Tiny models, and one training step taken apart, so that a look can stand in the middle of it."""
+"""Tiny models, and one training step in parts, so that a test can inspect the middle of it."""
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +81,7 @@ def backward(model, batch, mode):
 
 
 def look_at(monitors, model, optimizer, batch, mode, *, applied=True, clip=None):
-    """One step with a look around its update."""
+    """Runs one step and inspects it before and after the update."""
     backward(model, batch, mode)
     monitors.before(model, optimizer, batch, mode)
     if clip is not None:

@@ -86,7 +86,7 @@ def test_without_snapshots_the_run_halts_and_what_is_saved_is_from_before(two, p
     for seen in two:
         assert seen["skip"]["error"] == "TrainingHalted"
         assert seen["skip"]["message"].startswith("step 8: the ranks no longer have the same state: ")
-        assert "resume=auto goes on from the last checkpoint" in seen["skip"]["message"]
+        assert "resume=auto continues from the last checkpoint" in seen["skip"]["message"]
     assert [path.name for path in (place / "skip" / "checkpoints").glob("step-*")] == ["step-00000004"]
     assert json.loads((place / "skip" / "run.json").read_text())["status"] == "halted"
 
@@ -106,7 +106,7 @@ def test_ranks_that_do_not_compare_see_nothing(two, place):
 def test_a_rank_that_keeps_erring_halts_the_run(two):
     for seen in two:
         assert seen["again_and_again"]["error"] == "TrainingHalted"
-        assert "nor have guard.max_rollbacks=1 rollbacks helped" in seen["again_and_again"]["message"]
+        assert "guard.max_rollbacks=1 rollbacks did not help" in seen["again_and_again"]["message"]
 
 
 def test_every_bit_of_every_tensor_counts():

@@ -248,7 +248,7 @@ def test_a_run_that_ends_in_trouble_says_so(tmp_path, capsys):
         wreck(job, [35])
         train(job)
     reason = json.loads((tmp_path / "run.json").read_text())["reason"]
-    assert reason.startswith("the run ended in trouble: of its last steps 5 were skipped (loss ")
+    assert reason.startswith("the run ended in trouble: 5 of its last steps were skipped (loss ")
     assert reason in capsys.readouterr().out
 
 

@@ -1,19 +1,19 @@
-"""The guard: which updates may reach the weights, and what the loop does about those that did not.
+"""The guard decides which updates are applied, and what the loop does after a skipped step.
 
-| kind | withholds | and then |
+| kind | skips | if the skips do not end |
 |---|---|---|
-| off | what fp16's loss scaling withholds | goes on |
-| skip | bad data, non-finite values, spikes | goes on; halts when that does not end |
-| rollback | the same | goes back to a healthy state when that does not end; halts when that does not help |
+| off | only fp16's overflows | continues |
+| skip | also bad data, non-finite values and spikes | halts |
+| rollback | the same as skip | rolls back to a healthy state; halts if that does not help |
 
-`gate` runs on the device, within the step, and must not read from the host; `judge` runs on the host, on the numbers
-of a step that is over, and keeps the guard's own memory. Updates are withheld for one of these reasons:
+`gate` runs inside the step, on the device, and must not synchronise with the host. `judge` runs on the host after the
+step, on its reading, and updates the guard's statistics. A step is skipped for one of these reasons:
 
-- `bad_data`: the batch held something no model can learn from (`stability/sanitize.py`).
-- `nonfinite`: loss or gradient norm is NaN or Inf.
-- `spike`: one of them is far above what it was (`limits.py`).
-- `overflow`: fp16's routine calibration (the loss is finite, the scaled gradients are not, and the loss scale can still
-  fall). It is counted apart, and no fault.
+- `bad_data`: the batch cannot be trained on (`stability/sanitize.py`).
+- `nonfinite`: the loss, the gradient norm or the norm of the buffers is NaN or Inf.
+- `spike`: the loss, the gradient norm or the inputs are far above their recent values (`limits.py`).
+- `overflow`: fp16's routine loss-scale calibration (the loss is finite, the scaled gradients are not, and the loss
+  scale can still fall). It is counted separately and is not a fault.
 """
 
 from stabletrain.stability.guard.rollback import RollbackGuard

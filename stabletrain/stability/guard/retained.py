@@ -1,46 +1,46 @@
-"""Retained states: which states a rollback may restore, and which of them are healthy, by their step numbers.
+"""Retained states: the step numbers of the states that a rollback may restore, and which of them are healthy.
 
-The states themselves are in memory and on disk (`trainer/rollback.py`). Only the step numbers are stored in
-checkpoints, so a resumed run retains the same states: one that was lost with the process is computed again.
+The states themselves are in memory and on disk (`trainer/rollback.py`). Checkpoints store only the step numbers. A
+resumed run retains the same states and recomputes those that were lost with the process.
 """
 
 from dataclasses import dataclass, field
 
 
 class NoRetainedStates:
-    """No state is retained: the guard never rolls back."""
+    """Retains no states: this guard never rolls back."""
 
     def due(self, step: int) -> bool:
-        """Whether to take a snapshot of the state after `step` steps."""
+        """Returns False: this guard takes no snapshots."""
         del step
         return False
 
     def retain(self, step: int, healthy: bool) -> None:
-        """Adds the state after `step` steps, unless the run is in trouble (`healthy` is False)."""
+        """Does nothing."""
 
     def forget(self) -> None:
-        """Forgets all states: they belong to another run folder and cannot be restored here."""
+        """Does nothing."""
 
     @property
     def steps(self) -> list[int]:
-        """Steps of all retained states, oldest first."""
+        """Steps of all retained states, oldest first: none."""
         return []
 
     @property
     def target(self) -> int | None:
-        """Step of the newest healthy state, which a rollback restores; None without one."""
+        """Step of the state that a rollback restores: None."""
         return None
 
 
 @dataclass
 class RetainedStates(NoRetainedStates):
-    """The newest healthy states, and those that are not known to be healthy yet.
+    """The newest healthy states, and newer states not yet known to be healthy.
 
     Attributes:
-        most: healthy states that are retained.
+        most: maximum number of healthy states.
         every: steps between two snapshots.
-        healthy_after: a state becomes healthy so many steps later, if the run is out of trouble then.
-        waiting: steps of the states that are not known to be healthy yet, oldest first.
+        healthy_after: steps after which a state becomes healthy, if the run is out of trouble by then.
+        waiting: steps of the states not yet known to be healthy, oldest first.
         known: steps of the healthy states, oldest first.
     """
 
@@ -51,20 +51,20 @@ class RetainedStates(NoRetainedStates):
     known: list[int] = field(default_factory=list)
 
     def due(self, step: int) -> bool:
-        """Whether to take a snapshot: every `every` steps, and before the first step."""
+        """Whether to take a snapshot after `step` steps: every `every` steps, and before the first step."""
         return not self.known or step % self.every == 0
 
     def retain(self, step: int, healthy: bool) -> None:
-        """Adds the state after `step` steps, unless the run is in trouble. The first state counts as healthy."""
+        """Adds the state after `step` steps if the run is healthy. The first state always counts as healthy."""
         if step not in self.steps and (healthy or not self.known):
             (self.waiting if self.known else self.known).append(step)
 
     def forget(self) -> None:
-        """Forgets all states."""
+        """Forgets all states: they belong to another run folder and cannot be restored in this one."""
         self.waiting, self.known = [], []
 
     def promote(self, step: int) -> list[int]:
-        """Marks states as healthy that are at least `healthy_after` steps older than `step`; returns their steps."""
+        """Marks as healthy the states taken at least `healthy_after` steps before `step`; returns their steps."""
         ready = [taken for taken in self.waiting if step - taken >= self.healthy_after]
         self.waiting = self.waiting[len(ready) :]
         self.known = (self.known + ready)[-self.most :]
@@ -77,13 +77,13 @@ class RetainedStates(NoRetainedStates):
 
     @property
     def target(self) -> int | None:
-        """Step of the newest healthy state; None without one."""
+        """Step of the newest healthy state, which a rollback restores; None if there is none."""
         return self.known[-1] if self.known else None
 
     def state_dict(self) -> dict[str, list[int]]:
-        """For the checkpoint, as part of the guard's state."""
+        """Step numbers, for the checkpoint; part of the guard's state."""
         return {"waiting": list(self.waiting), "known": list(self.known)}
 
     def load_state_dict(self, state: dict) -> None:
-        """From a checkpoint; another kind of guard has stored no states."""
+        """Restores the step numbers. A checkpoint of another kind of guard has none."""
         self.waiting, self.known = list(state.get("waiting", [])), list(state.get("known", []))

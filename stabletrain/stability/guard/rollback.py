@@ -1,16 +1,16 @@
-"""Rollback: when skipping does not help, the weights themselves have gone wrong, and an older state is put back.
+"""Rollback: if skipping does not help, the weights themselves are bad, and the guard restores an older state.
 
-    skips that do not end (`patience`)   ->  back to the newest healthy state from before, past the data that was read
-                                             since it, plus `skip_batches`, and slower for `lr_steps` steps
-    rollbacks that do not help           ->  further back each time, with ever lower a learning rate
-    `max_rollbacks` of them              ->  the run halts
+    skips do not end (`patience`)    ->  restores the newest healthy state, skips the data read since that state plus
+                                         `skip_batches`, and lowers the learning rate for `lr_steps` steps
+    the rollback does not help       ->  rolls back further, with an even lower learning rate
+    `max_rollbacks` without progress ->  halts the run
 
-A step that is skipped changes nothing. So to read the same batches again from the older state would lead to the same
-weights again, bit for bit; that is why everything read since that state is passed over, as PaLM did (arXiv 2204.02311,
-section 5.1: restart about 100 steps before the spike, skip 200 to 500 batches, among them those seen before it).
+A skipped step changes nothing. Reading the same batches again from the older state would therefore lead to the same
+weights, bit for bit. This is why a rollback skips all data read since that state, as PaLM did (arXiv 2204.02311,
+section 5.1: restart about 100 steps before the spike, skip 200 to 500 batches, including those seen before the spike).
 
-The guard knows states by their step number only. The loop keeps them (`checkpoint/capture.py`), and where one is lost,
-because the process was killed, it is computed again from an older checkpoint: a step is a pure function.
+The guard knows states only by their step numbers. The loop holds the states (`checkpoint/capture.py`). It recomputes a
+state that was lost with a killed process from an older checkpoint, because a step is a pure function.
 """
 
 from dataclasses import dataclass, field
@@ -30,35 +30,35 @@ WHOLE = {
     "max_rollbacks": (0, "3 rollbacks"),
     "lr_steps": (0, "100 steps"),
 }
-"""Lowest and customary value of the whole numbers."""
+"""Lower bound and customary value of each integer option."""
 
 LAST_PATIENCE = 2
-"""Trouble that calls for a rollback when there are no more steps; a single skip leaves the weights as they were."""
+"""`trouble` that triggers a rollback at the last step. A single skip leaves the weights as they were."""
 
 CUMULATIVE = ("skips", "rollbacks", "in_vain", "beyond", "slow")
-"""What a rollback does not undo."""
+"""Attributes that a rollback does not restore."""
 
 
 @dataclass
 class RollbackGuard(SkipGuard):
-    """Skips, and where skipping does not end, goes back to a healthy state.
+    """Skips unsafe updates, and rolls back to a healthy state if the skips do not end.
 
     Attributes:
-        patience: so much `trouble` calls for a rollback.
-        snapshots: healthy states that are kept in memory.
-        snapshot_every: steps between two of them.
-        healthy_after: steps after which a state in memory is healthy, if the run is out of trouble then.
-        skip_batches: batches to pass over beyond those that were read since the state that is put back.
-        max_rollbacks: so many rollbacks without progress halt the run at the next trouble. Progress is a healthy state
-            from beyond the trouble.
-        lr_factor: the learning rate is multiplied by it after a rollback, and once more after each further one without
+        patience: value of `trouble` that triggers a rollback.
+        snapshots: number of healthy states held in memory.
+        snapshot_every: steps between two snapshots.
+        healthy_after: steps after which a snapshot becomes healthy, if the run is out of trouble by then.
+        skip_batches: batches to skip in addition to those read since the restored state.
+        max_rollbacks: number of rollbacks without progress after which the next trouble halts the run. Progress is a
+            healthy state taken after the step that caused the last rollback.
+        lr_factor: multiplies the learning rate after a rollback, and again after each further rollback without
             progress.
-        lr_steps: for so many steps.
+        lr_steps: number of steps for which the learning rate stays lowered.
         states: the states a rollback may restore.
-        rollbacks: in the whole run.
-        in_vain: rollbacks without progress, up to now.
-        beyond: the step that a healthy state must lie beyond to be progress.
-        slow: first and last step, and factor, of the lowered learning rate.
+        rollbacks: rollbacks in the whole run.
+        in_vain: rollbacks since the last progress.
+        beyond: a healthy state taken after this step is progress.
+        slow: start step, stop step (exclusive) and factor of the lowered learning rate.
     """
 
     patience: int = 10
@@ -87,17 +87,18 @@ class RollbackGuard(SkipGuard):
         if self.patience >= self.max_consecutive:
             raise ConfigError(
                 f"guard.patience={self.patience} is not below guard.max_consecutive={self.max_consecutive}: the run "
-                "would halt before it ever went back; lower guard.patience"
+                "would halt before its first rollback; lower guard.patience"
             )
         self.states = RetainedStates(self.snapshots, self.snapshot_every, self.healthy_after)
 
     def judge(self, reading: Reading) -> Verdict:
-        """What to do about a step that is over."""
+        """Returns the verdict on a step and updates counts, limits and retained states."""
         verdict = super().judge(reading)
         if verdict is Verdict.APPLY and self.healthy:
             promoted = self.states.promote(reading.step)
-            if any(step > self.beyond for step in promoted):  # progress: a healthy state from beyond the trouble
+            if any(step > self.beyond for step in promoted):  # the run got past the trouble: restore the budget
                 self.in_vain = 0
+        # Bad data and fp16's overflows do not mean that the weights are bad: no rollback for them.
         if verdict is not Verdict.SKIP or self.kind not in ("spike", "nonfinite"):
             return verdict
         if self.trouble < self.patience:
@@ -105,7 +106,8 @@ class RollbackGuard(SkipGuard):
         return self._give_up(f"skipping has not ended it (guard.patience={self.patience})")
 
     def at_end(self, verdict: Verdict) -> Verdict:
-        """The verdict on the last step of the run: what `patience` was still to bear has no more steps to end in."""
+        """Returns the verdict on the last step: ROLLBACK or HALT if `trouble` is at least `LAST_PATIENCE`."""
+        # No steps are left in which the trouble could end, so the guard does not wait for `patience`.
         if verdict is not Verdict.SKIP or self.trouble < LAST_PATIENCE:
             return verdict
         return self._give_up("the run is at its end")
@@ -115,21 +117,27 @@ class RollbackGuard(SkipGuard):
         if self.in_vain < self.max_rollbacks:
             self.reason = what
             return Verdict.ROLLBACK
-        self.reason = f"{what}, nor have guard.max_rollbacks={self.max_rollbacks} rollbacks helped: " + (
+        self.reason = f"{what}, and guard.max_rollbacks={self.max_rollbacks} rollbacks did not help: " + (
             "lower optimizer.lr, lengthen warmup.steps, try stability=zloss_qknorm or precision=fp32"
         )
         return Verdict.HALT
 
     def distrust(self, why: str) -> Verdict:
-        """What to do about a state that has gone wrong without a step's fault: an older one is put back."""
+        """Returns the verdict on a corrupted state: ROLLBACK, or HALT if `max_rollbacks` is used up."""
         self.reason = why
         if self.in_vain < self.max_rollbacks:
             return Verdict.ROLLBACK
-        self.reason = f"{why}, nor have guard.max_rollbacks={self.max_rollbacks} rollbacks helped"
+        self.reason = f"{why}, and guard.max_rollbacks={self.max_rollbacks} rollbacks did not help"
         return Verdict.HALT
 
     def begin_rollback(self, step: int, target: int, same_data: bool = False) -> Detour:
-        """Counts a rollback from `step` to `target`; slower from there on, unless the same data are read again."""
+        """Counts a rollback from `step` to `target`, and lowers the learning rate unless `same_data`.
+
+        Args:
+            step: step that caused the rollback.
+            target: step of the restored state.
+            same_data: whether to replay the same batches at the same learning rate.
+        """
         self.rollbacks += 1
         self.in_vain += 1
         self.beyond = max(self.beyond, step)
@@ -139,25 +147,25 @@ class RollbackGuard(SkipGuard):
         return Detour(self.rollbacks, self.skip_batches, self.slow[2], self.slow[1])
 
     def lr_multiplier(self, step: int) -> float:
-        """The factor of the learning rate at step number `step`: below 1 for some time after a rollback."""
+        """Factor of the learning rate at step number `step`: below 1 for `lr_steps` steps after a rollback."""
         start, stop, factor = self.slow
         return factor if start <= step < stop else 1.0
 
     def cumulative_state(self) -> dict[str, Any]:
-        """What a rollback does not undo: counts and budgets."""
+        """Counts and budgets that a rollback does not restore."""
         return {name: getattr(self, name) for name in CUMULATIVE} | {"skips": dict(self.skips), "slow": list(self.slow)}
 
     def load_cumulative_state(self, state: dict[str, Any]) -> None:
-        """Puts that back over a restored state."""
+        """Overwrites the restored counts and budgets with those from before the rollback."""
         for name, value in state.items():
             setattr(self, name, tuple(value) if name == "slow" else value)
 
     def state_dict(self) -> dict:
-        """Counts, windows, budgets and which states are held, for the checkpoint."""
+        """Counts, windows, budgets and steps of the retained states, for the checkpoint."""
         return {**super().state_dict(), **self.cumulative_state(), **self.states.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Puts them back; what another guard wrote lacks them, and they start afresh."""
+        """Restores them, as far as the checkpoint has them: another kind of guard stores fewer."""
         super().load_state_dict(state)
         self.states.load_state_dict(state)
         self.load_cumulative_state({name: state[name] for name in CUMULATIVE[1:] if name in state})

@@ -1,8 +1,7 @@
-"""Guards that keep no states: off, which withholds nothing but fp16's overflow, and skip.
+"""Guards that retain no states: `NoGuard` and `SkipGuard`.
 
-No guard: every update reaches the weights, as in a bare PyTorch loop; only fp16's loss scaling withholds some.
-
-Skip: a step that is not to be trusted changes nothing, and the next batch is next.
+`NoGuard` applies every update, as a plain PyTorch loop does; only fp16's loss scaling skips some. `SkipGuard` skips
+unsafe updates and continues with the next batch.
 """
 
 import math
@@ -19,19 +18,20 @@ from stabletrain.stability.guard.retained import NoRetainedStates
 
 
 def overflow_reason(reading: Reading) -> str:
-    """One line for people about an update that fp16's loss scaling withheld."""
+    """Describes in one line an update that fp16's loss scaling skipped."""
     return f"fp16 overflow at loss scale {reading.loss_scale:g}: the scale is lowered"
 
 
 @dataclass
 class NoGuard:
-    """Every update reaches the weights.
+    """Applies every update.
 
     Attributes:
-        skips: steps that loss scaling withheld, by kind (`overflow`).
-        reason: why the last update was withheld, for people.
-        kind: the kind of the last step that was withheld.
-        rollbacks: how often an older state was put back.
+        skips: number of skipped steps by kind; here only `overflow`, by fp16's loss scaling.
+        reason: why the last skipped step was skipped, in one line.
+        kind: kind of the last skipped step.
+        rollbacks: always 0.
+        consecutive: always 0.
     """
 
     skips: dict[str, int] = field(default_factory=lambda: {"overflow": 0})
@@ -43,21 +43,21 @@ class NoGuard:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The largest loss and gradient norm that are let through: none are kept back."""
+        """Largest loss and gradient norm that open the gate: inf."""
         return math.inf, math.inf
 
     @property
     def healthy(self) -> bool:
-        """Whether the state may be called so, as far as the guard knows: it knows nothing against it."""
+        """Returns True: this guard does not judge the state."""
         return True
 
     def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
-        """Always open."""
+        """Returns True, 0-d on the device of the norms: the gate is always open."""
         del terms, checks
         return torch.ones_like(norms.total, dtype=torch.bool)
 
     def judge(self, reading: Reading) -> Verdict:
-        """APPLY, or SKIP where loss scaling withheld the update."""
+        """Returns APPLY, or SKIP if fp16's loss scaling skipped the update."""
         if reading.applied:
             return Verdict.APPLY
         self.skips["overflow"] += 1
@@ -65,34 +65,34 @@ class NoGuard:
         return Verdict.SKIP
 
     def at_end(self, verdict: Verdict) -> Verdict:
-        """The verdict on the last step of the run: as on any other."""
+        """Returns the verdict on the last step unchanged."""
         return verdict
 
     def distrust(self, why: str) -> Verdict:
-        """What to do about a state that has gone wrong without a step's fault: nothing, it is trained on."""
+        """Returns APPLY for a corrupted state: this guard continues with it."""
         self.reason = why
         return Verdict.APPLY
 
     def trouble_at_end(self) -> str | None:
-        """What a person must know of how the run ended: nothing."""
+        """Returns None: this guard reports no trouble at the end of the run."""
         return None
 
     def lr_multiplier(self, step: int) -> float:
-        """1: nobody lowers the learning rate."""
+        """Returns 1: this guard does not lower the learning rate."""
         del step
         return 1.0
 
     def begin_rollback(self, step: int, target: int, same_data: bool = False) -> Detour:
-        """Never asked for."""
+        """Raises: this guard never returns ROLLBACK."""
         del same_data
-        raise NotImplementedError(f"{type(self).__name__} gave no verdict of a rollback from {step} to {target}")
+        raise NotImplementedError(f"{type(self).__name__} never rolls back, but was asked to, from {step} to {target}")
 
     def state_dict(self) -> dict:
         """Counts, for the checkpoint."""
         return {"skips": dict(self.skips)}
 
     def load_state_dict(self, state: dict) -> None:
-        """Counts, from a checkpoint."""
+        """Restores the counts."""
         self.skips = self.skips | state["skips"]
 
 
@@ -101,16 +101,16 @@ KINDS = ("bad_data", "nonfinite", "spike", "overflow")
 
 @dataclass
 class SkipGuard(NoGuard):
-    """Withholds updates from bad data, of non-finite values and of spikes, and halts when that does not end.
+    """Skips steps with bad data, non-finite values or spikes, and halts if the skips do not end.
 
     Attributes:
-        sigma: standard deviations above the recent mean from which on a loss or a gradient norm is a spike.
-        window: applied steps that mean and deviation are taken from.
-        max_consecutive: so many skipped steps in a row halt the run (fp16's routine overflows are not counted).
-        skips: skipped steps so far, by kind.
-        consecutive: skipped steps in a row, up to now.
-        trouble: skips for spikes and non-finite values less the applied steps after them, at least 0: so many clean
-            steps are still to come before the state may be called healthy.
+        sigma: standard deviations above the recent mean at which a spike begins (`limits.py`).
+        window: number of applied steps over which mean and standard deviation are taken.
+        max_consecutive: number of consecutive skipped steps that halts the run; fp16's overflows do not count.
+        skips: number of skipped steps by kind.
+        consecutive: consecutive skipped steps up to now.
+        trouble: steps skipped as spike or non-finite, minus the steps applied after them, at least 0. The state is
+            healthy at 0.
     """
 
     sigma: float = 6.0
@@ -130,14 +130,14 @@ class SkipGuard(NoGuard):
         self.limits = Limits(self.sigma, self.window)
 
     def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
-        """Open where everything measured is within its limit, and so finite; 0-d, on the device."""
-        limits = self.limits
+        """Whether every measurement is within its limit, and therefore finite; 0-d, on the device."""
+        limits = self.limits  # comparisons with NaN are False: NaN closes the gate
         within = (terms.total.abs() <= limits.loss.value) & (norms.total <= limits.norm.value)
         within &= (checks.inputs <= limits.inputs.value) & (checks.buffers <= LARGEST)
         return within & ~checks.bad_data
 
     def judge(self, reading: Reading) -> Verdict:
-        """What to do about a step that is over."""
+        """Returns the verdict on a step and updates counts and limits."""
         if reading.applied:
             self.consecutive = 0
             self.trouble = max(self.trouble - 1, 0)
@@ -145,10 +145,10 @@ class SkipGuard(NoGuard):
             return Verdict.APPLY
         self.kind, self.reason = self.why(reading)
         self.skips[self.kind] += 1
-        if self.kind == "overflow":
+        if self.kind == "overflow":  # routine calibration: neither trouble nor a consecutive skip
             return Verdict.SKIP
         self.consecutive += 1
-        if self.kind != "bad_data":  # which says nothing of the weights
+        if self.kind != "bad_data":  # bad data says nothing about the weights
             self.trouble += 1
         if self.consecutive < self.max_consecutive:
             return Verdict.SKIP
@@ -163,29 +163,29 @@ class SkipGuard(NoGuard):
         return Verdict.HALT
 
     def distrust(self, why: str) -> Verdict:
-        """What to do about a state that has gone wrong without a step's fault: the run halts, what is saved is good."""
-        self.reason = f"{why}: resume=auto goes on from the last checkpoint; guard=rollback goes back by itself"
+        """Returns HALT for a corrupted state: this guard retains no state to restore."""
+        self.reason = f"{why}: resume=auto continues from the last checkpoint; guard=rollback rolls back automatically"
         return Verdict.HALT
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The largest loss and gradient norm that are let through."""
+        """Largest loss and gradient norm that open the gate."""
         return self.limits.loss.value, self.limits.norm.value
 
     @property
     def healthy(self) -> bool:
-        """Whether the state may be called so, as far as the guard knows."""
+        """Whether the run is out of trouble: `trouble` is 0."""
         return self.trouble == 0
 
     def trouble_at_end(self) -> str | None:
-        """What a person must know of how the run ended; None if it ended well."""
+        """Returns a warning if the run ended in trouble, or else None."""
         if self.healthy:
             return None
         skipped = self.consecutive or self.trouble
-        return f"the run ended in trouble: of its last steps {skipped} were skipped ({self.reason})"
+        return f"the run ended in trouble: {skipped} of its last steps were skipped ({self.reason})"
 
     def why(self, reading: Reading) -> tuple[str, str]:
-        """Kind and reason of a step that was withheld."""
+        """Returns kind and reason of a skipped step."""
         if reading.bad_data:
             return "bad_data", "the batch holds data that cannot be trained on"
         if reading.overflow:
@@ -206,7 +206,7 @@ class SkipGuard(NoGuard):
         return {"skips": dict(self.skips), **counts, "limits": self.limits.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Counts and windows, from a checkpoint; one that another guard wrote may lack some, which start afresh."""
+        """Restores counts and windows, as far as the checkpoint has them: another kind of guard stores fewer."""
         super().load_state_dict(state)
         self.consecutive = state.get("consecutive", 0)
         self.trouble = state.get("trouble", 0)

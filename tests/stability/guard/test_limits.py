@@ -1,4 +1,4 @@
-"""Where a spike begins: the closed form, the cold window, and what must not count."""
+"""The value at which a spike begins: closed form, cold window, and values that must not count."""
 
 import math
 
@@ -26,7 +26,7 @@ def test_a_window_without_spread_still_has_a_ratio():
     assert limit_after([2.0] * 40, terms=Terms(ratio=1.05, share=0.0, cold=3.0)) == pytest.approx(2.1)
 
 
-def test_losses_learnt_to_nearly_nothing_are_measured_by_the_first():
+def test_losses_near_zero_are_limited_by_a_share_of_the_first_loss():
     """A memorised data set has losses of 0.001, and one hard sample of 0.3 is no spike."""
     values = [2.3, *([0.001, 0.002] * 30)]
     assert limit_after(values, terms=LOSS) == pytest.approx(0.3 * 2.3)
@@ -52,7 +52,7 @@ def test_a_first_value_of_zero_protects_nothing_and_forbids_nothing():
     assert limit_after([0.0], terms=NORM) == LARGEST
 
 
-def test_the_largest_is_no_number_that_nan_or_infinity_are_below():
+def test_nan_and_infinity_are_not_below_the_largest():
     assert not math.nan <= LARGEST
     assert not math.inf <= LARGEST
     assert np.isfinite(np.float32(LARGEST))

@@ -1,4 +1,4 @@
-"""When the guard asks for an older state, for which, and what a rollback does not undo."""
+"""When the guard rolls back, to which state, and what a rollback does not restore."""
 
 import math
 
@@ -14,7 +14,7 @@ QUICK = {"window": 20, "patience": 3, "snapshots": 2, "snapshot_every": 10, "hea
 
 
 def calm(guard, steps, first_step=1):
-    """Feeds clean steps, and takes the states that are due, as the loop does."""
+    """Feeds clean steps and retains the states that are due, as the loop does."""
     for step in range(first_step, first_step + steps):
         guard.judge(reading(CALM[step % 40], step=step))
         if guard.states.due(step):
@@ -29,7 +29,7 @@ def started(**changed):
     return guard
 
 
-def test_skips_that_do_not_end_ask_for_a_rollback():
+def test_skips_that_do_not_end_cause_a_rollback():
     guard = calm(started(), 30)
     assert feed(guard, [50.0] * 3, first_step=31) == [Verdict.SKIP, Verdict.SKIP, Verdict.ROLLBACK]
     assert "guard.patience=3" in guard.reason
@@ -37,12 +37,12 @@ def test_skips_that_do_not_end_ask_for_a_rollback():
 
 def test_applied_steps_between_skips_count_against_them():
     guard = calm(started(), 30)
-    assert feed(guard, [50.0, 2.0] * 20) == [Verdict.SKIP, Verdict.APPLY] * 20, "half of them is borne"
+    assert feed(guard, [50.0, 2.0] * 20) == [Verdict.SKIP, Verdict.APPLY] * 20, "every second step may be skipped"
     assert feed(guard, [50.0, 50.0, 2.0, 50.0, 50.0])[-1] is Verdict.ROLLBACK
 
 
 @pytest.mark.parametrize("harmless", [{"overflow": True}, {"bad_data": True}])
-def test_neither_calibration_nor_bad_data_asks_for_one(harmless):
+def test_neither_overflows_nor_bad_data_cause_a_rollback(harmless):
     guard = calm(started(), 30)
     for step in range(31, 60):
         assert guard.judge(reading(norm=math.inf, applied=False, step=step, **harmless)) is Verdict.SKIP
@@ -71,7 +71,7 @@ def test_no_state_becomes_healthy_while_the_run_is_in_trouble():
 
 
 def gone_back(guard, step):
-    """What the loop does with the guard's memory: the state of `target` is put back, and what lasts is kept."""
+    """Rolls the guard back as the loop does: restores the state of `target`, but keeps counts and budgets."""
     target = guard.states.target
     detour = guard.begin_rollback(step, target)
     cumulative = guard.cumulative_state()
@@ -93,7 +93,7 @@ def test_the_learning_rate_is_lowered_again_with_each_rollback_in_vain():
     assert [guard.lr_multiplier(step) for step in range(start - 1, start + 6)] == [1.0, *[0.125] * 5, 1.0]
 
 
-def test_rollbacks_in_vain_end_the_run_and_say_what_to_do():
+def test_rollbacks_in_vain_halt_the_run_and_name_the_fix():
     guard = calm(started(max_rollbacks=1), 30)
     assert feed(guard, [50.0] * 3)[-1] is Verdict.ROLLBACK
     gone_back(guard, 33)

@@ -14,12 +14,12 @@ NAN, INF = math.nan, math.inf
 
 @pytest.mark.parametrize("loss", [1.0, NAN, INF, -INF])
 @pytest.mark.parametrize("norm", [0.0, 1.0, 1e30, NAN, INF])
-def test_the_gate_is_open_exactly_where_both_are_finite(loss, norm):
+def test_the_gate_is_open_exactly_if_both_are_finite(loss, norm):
     assert gate(SkipGuard(max_consecutive=10), loss, norm) == (math.isfinite(loss) and math.isfinite(norm))
     assert gate(NoGuard(), loss, norm)
 
 
-def test_skips_are_counted_by_kind_and_an_overflow_breaks_no_row():
+def test_skips_are_counted_by_kind_and_an_overflow_does_not_end_consecutive_skips():
     guard = SkipGuard(max_consecutive=3)
     assert guard.judge(reading()) is Verdict.APPLY
     assert guard.judge(reading(loss=NAN, applied=False)) is Verdict.SKIP
@@ -52,7 +52,7 @@ def test_the_reason_says_which_number_was_not_finite():
     assert guard.reason == "gradient norm is inf"
 
 
-def test_the_memory_goes_through_a_checkpoint():
+def test_the_counts_go_through_a_checkpoint():
     guard = SkipGuard(max_consecutive=5)
     guard.judge(reading(loss=NAN, applied=False))
     other = SkipGuard(max_consecutive=5)
@@ -62,7 +62,7 @@ def test_the_memory_goes_through_a_checkpoint():
     assert guard.skips["nonfinite"] == 1, "the two share no memory"
 
 
-def test_no_guard_counts_what_loss_scaling_withholds():
+def test_no_guard_counts_the_skips_of_loss_scaling():
     guard = NoGuard()
     assert guard.judge(reading(norm=INF, applied=False, overflow=True)) is Verdict.SKIP
     assert guard.judge(reading()) is Verdict.APPLY
@@ -80,7 +80,7 @@ def test_bad_data_closes_the_gate_whatever_the_numbers_say():
     assert gate(NoGuard(), 1.0, 1.0, bad_data=True)
 
 
-def test_bad_data_is_counted_apart_and_says_nothing_of_the_weights():
+def test_bad_data_is_counted_separately_and_the_weights_stay_healthy():
     guard = SkipGuard()
     assert guard.judge(reading(loss=NAN, applied=False, bad_data=True)) is Verdict.SKIP
     assert (guard.kind, guard.skips["bad_data"], guard.skips["nonfinite"]) == ("bad_data", 1, 0)
@@ -104,7 +104,7 @@ def test_a_state_is_healthy_after_as_many_applied_steps_as_were_skipped():
     assert healthy == [False, False, False, False, False, True, True, False]
 
 
-def test_a_spike_is_withheld_counted_and_kept_out_of_its_window():
+def test_a_spike_is_skipped_counted_and_kept_out_of_its_window():
     guard = SkipGuard(window=20)
     assert feed(guard, [2.0 + 0.01 * (i % 3) for i in range(30)]) == [Verdict.APPLY] * 30
     before = guard.limits.state_dict()
@@ -125,7 +125,7 @@ def test_windows_go_through_a_checkpoint():
     assert feed(SkipGuard(window=20), [2.0, 5.0]) == [Verdict.APPLY] * 2, "without the window it would have passed"
 
 
-def test_what_another_guard_has_saved_is_taken_as_far_as_it_goes():
+def test_a_checkpoint_of_another_guard_is_loaded_as_far_as_possible():
     guard = SkipGuard()
     guard.load_state_dict({"skips": {"overflow": 4}})
     assert guard.skips == {"bad_data": 0, "nonfinite": 0, "spike": 0, "overflow": 4}
@@ -146,7 +146,7 @@ def test_buffers_that_are_not_finite_close_the_gate_and_are_named():
     assert (guard.kind, guard.reason) == ("nonfinite", "norm of the buffers is inf")
 
 
-def test_inputs_far_beyond_those_before_are_a_spike():
+def test_inputs_far_larger_than_before_are_a_spike():
     guard = SkipGuard(window=20)
     for _ in range(30):
         guard.judge(reading(inputs=2.5))
