@@ -184,10 +184,16 @@ def newest_of_same(typed: Arguments, part: str = ".") -> str | None:
             if (first := sweep_arguments(folder / part)) is not None and first.identity() == typed.identity():
                 return str(folder)
         return None
-    for file in sorted(Path("outputs").glob("*/*/run.json"), reverse=True):
-        if recorded_arguments(file.parent).identity() == typed.identity() and (file.parent / "checkpoints").is_dir():
-            return str(file.parent)
-    return None
+    found = [
+        (recorded_arguments(file.parent), str(file.parent))
+        for file in sorted(Path("outputs").glob("*/*/run.json"), reverse=True)
+        if (file.parent / "checkpoints").is_dir()
+    ]
+    # The very same command first. Otherwise a run that differs in `steps` only: its user has raised them to continue.
+    same = [folder for recorded, folder in found if recorded.identity() == typed.identity()]
+    any_steps = typed.without("steps").identity()
+    longer = [folder for recorded, folder in found if recorded.without("steps").identity() == any_steps]
+    return next(iter([*same, *longer]), None)
 
 
 LAUNCH = "STABLETRAIN_LAUNCH"

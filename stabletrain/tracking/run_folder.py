@@ -31,6 +31,32 @@ def new_id() -> str:
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
 
+def check_same_data(earlier: Mapping[str, Any], data: Mapping[str, Any], run: Path) -> None:
+    """Checks that a resumed run reads the data it was trained on. Names are not compared: data may be moved.
+
+    Args:
+        earlier: the fingerprint that the run recorded; empty for a new run.
+        data: the fingerprint now.
+        run: the run folder, for the message.
+
+    Raises:
+        ConfigError: the fingerprints differ.
+    """
+    if not earlier:
+        return
+    differing = [key for key in earlier if key != "name" and key in data and earlier[key] != data[key]]
+    if set(earlier) != set(data) and not {"keys"} & (set(earlier) ^ set(data)):
+        differing = differing or ["name"]
+    if not differing:
+        return
+    key = next((key for key in differing if key.endswith(("hash", "sha256"))), differing[0])
+    then, now = (f"{each.get('name')} ({key} {str(each.get(key))[:12]})" for each in (earlier, data))
+    raise ConfigError(
+        f"data: {run} was trained on {then}, and this command reads {now}: pass the same data, or start a new run with "
+        "resume=none"
+    )
+
+
 class NoRunFolder:
     """Records nothing: for all ranks except the main process."""
 
@@ -57,6 +83,9 @@ class NoRunFolder:
         """Does nothing."""
 
     def learn(self, hardware: Mapping[str, Any]) -> None:
+        """Does nothing."""
+
+    def change(self, step: int, keys: Mapping[str, Any]) -> None:
         """Does nothing."""
 
     def finish(self, status: str, reason: str | None, final: Mapping[str, Any]) -> None:
@@ -107,6 +136,11 @@ class RunFolder(NoRunFolder):
                 it cannot be written.
         """
         earlier = self._claim_for(resuming)
+        try:
+            check_same_data(earlier.get("data", {}), data, self.path)
+        except ConfigError:
+            self._release()
+            raise
         self.id = earlier.get("id") or run_id or new_id()
         self._record = first_record(self.id, earlier) | {
             "choices": dict(choices),
@@ -116,6 +150,7 @@ class RunFolder(NoRunFolder):
             "model": dict(model),
             "options": earlier.get("options", list(options)),
             "overrides": earlier.get("overrides", list(overrides)),
+            **({"changes": earlier["changes"]} if "changes" in earlier else {}),
             "command": shlex.join(sys.orig_argv),
             "host": platform.node(),
             "pid": os.getpid(),
@@ -148,6 +183,11 @@ class RunFolder(NoRunFolder):
     def learn(self, hardware: Mapping[str, Any]) -> None:
         """Adds to the record of the machine; `finish` writes it."""
         self._record["hardware"] |= hardware
+
+    def change(self, step: int, keys: Mapping[str, Any]) -> None:
+        """Records configuration keys that a resumed run has changed, each as `[before, now]`."""
+        self._record["changes"] = [*self._record.get("changes", []), {"step": step, "keys": dict(keys)}]
+        self._write_at_last()
 
     def abandon(self, reason: str) -> None:
         """Ends a run that failed to start: restores the record of the run it was to continue, or records `failed`."""
