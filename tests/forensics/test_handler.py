@@ -1,4 +1,4 @@
-"""The desk: a bounded number of incidents, a full disk, and a run that ends in the same bits with and without it."""
+"""The incident handler: its budget, a full disk, and runs that end in the same bits with and without it."""
 
 import errno
 import json
@@ -72,7 +72,7 @@ CONTRACT = {
     *("step", "kind", "cause", "confidence", "origin", "samples", "rank", "replays"),
     *("verdict", "fix", "evidence"),
 }
-PAGE = ("# Step 6: ", "## Do this", "## Look again", "stabletrain replay ")
+PAGE = ("# Step 6: ", "## Fix", "## Replay it yourself", "stabletrain replay ")
 
 
 def test_the_folder_holds_what_was_promised(tmp_path):
@@ -94,7 +94,7 @@ def test_the_folder_holds_what_was_promised(tmp_path):
     for tensor in [*origin["inputs"], *origin["outputs"]]:
         assert {"shape", "dtype", "absmax", "finite"} == set(tensor)
     page = (first / "report.md").read_text()
-    for words in (origin["op"], origin["source"], "!!!!", "as it was | **no** |"):
+    for words in (origin["op"], origin["source"], "!!!!", "unchanged | **no** |"):
         assert words in page
 
 

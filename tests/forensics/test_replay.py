@@ -193,7 +193,7 @@ def test_what_cannot_be_run_says_why(tmp_path):
     assert outcomes["fresh_batch"].not_run == "there is no other batch"
     assert outcomes["older_state"].not_run == "there is no older state"
     late = replays(scene_of(job, batch, deadline=time.monotonic() - 1))
-    assert [outcome.not_run for outcome in late.values()] == ["no time was left"] * len(VARIANTS)
+    assert [outcome.not_run for outcome in late.values()] == ["the time limit was reached"] * len(VARIANTS)
     assert find_culprits(scene_of(job, batch, deadline=time.monotonic() - 1)).passes == 0
 
     def refuse(module, inputs):

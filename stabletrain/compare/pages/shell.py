@@ -184,7 +184,7 @@ def incidents(found: Sequence[tuple[str | None, Mapping[str, Any]]]) -> str:
     if not found:
         return ""
     named = any(name is not None for name, _ in found)
-    head = ["run"] * named + ["step", "cause", "what was found", "do this"]
+    head = ["run"] * named + ["step", "cause", "what was found", "fix"]
     lines = ["<tr>" + "".join(f"<th>{each}</th>" for each in head) + "</tr>"]
     for name, one in found[:MOST]:
         step = f"{one['step']:,}"

@@ -85,7 +85,7 @@ def test_an_alarm_leads_to_an_incident_and_to_the_same_bits_as_without_forensics
     (folder,) = (tmp_path / "on" / "incidents").iterdir()
     page = (folder / "report.md").read_text()
     assert "its update was applied" in page
-    assert "withheld" not in page
+    assert "skipped" not in page
     assert "| 0 at loss scale 1 | 0 in fp32 |" in page
     assert f"replay {folder} 'precision.init_scale=65536'" in page
 
@@ -162,7 +162,7 @@ def test_a_collapse_that_ends_the_run_is_explained_though_bad_data_began_the_row
         (5, "nonfinite", "bad_label"),
         (7, "loss_scale", "loss_scale_collapse"),
     ]
-    assert "Its update was withheld" in (tmp_path / "incidents" / "step-00000007" / "report.md").read_text()
+    assert "Its update was skipped" in (tmp_path / "incidents" / "step-00000007" / "report.md").read_text()
 
 
 READING = Reading(50, 3.0, 3.0, 0.0, 1e-6, 1.0, 0.0, 0.0, 0.0, 1.0, True, False, False, 3e-3)
