@@ -223,6 +223,7 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
         raise ConfigError(
             f"{folder / repro_files.SCENE} holds no configuration: only incidents of train.py can be replayed"
         )
+    # The order of sums, and so the bits, depends on the number of threads.
     torch.set_num_threads(repro_files.read(folder).get("threads") or torch.get_num_threads())
     recorded = DictConfig(updated(about["config"]))
     cfg = overridden_config(recorded, about["choices"], overrides, config_dir) if overrides else recorded

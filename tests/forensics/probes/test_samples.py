@@ -46,12 +46,12 @@ def test_faults_of_the_whole_batch():
     batch = images()
     batch.targets[:] = IGNORE_INDEX
     (found,) = bad_samples(batch, None, 10)
-    assert (found["index"], found["what"]) == (None, "every target is -100, so none counts")
+    assert (found["index"], found["what"]) == (None, "every target is -100, so all are ignored")
 
 
 def test_a_good_batch_has_none_and_a_long_list_is_cut():
     assert bad_samples(images(), None, 10) == []
-    assert "looks bad on the host" in describe([])
+    assert "valid on the host" in describe([])
     many = images(20)
     many.inputs[:] = math.nan
     found = bad_samples(many, None, None)
