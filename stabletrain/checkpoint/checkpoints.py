@@ -128,7 +128,7 @@ class Checkpoints(NoCheckpoints):
             writer.tidy(self._folder.path)
         except OSError as error:
             raise ConfigError(
-                f"no checkpoint can be written to {self._folder.path} ({reason_of(error)}): mend that, choose another "
+                f"no checkpoint can be written to {self._folder.path} ({reason_of(error)}): fix that, choose another "
                 "hydra.run.dir, or train without, by checkpoint=off"
             ) from error
 

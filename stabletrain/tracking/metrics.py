@@ -37,7 +37,7 @@ class Metrics:
             self._metrics, self._events = Lines(folder / "metrics.jsonl"), Lines(folder / "events.jsonl")
         except OSError as error:
             raise ConfigError(
-                f"hydra.run.dir={folder}: its metrics cannot be written ({error}): mend that, or choose another "
+                f"hydra.run.dir={folder}: its metrics cannot be written ({error}): fix that, or choose another "
                 "hydra.run.dir"
             ) from error
         self._unmarked: list[tuple[int, int]] = []

@@ -186,7 +186,7 @@ class RunFolder(NoRunFolder):
 
     def _unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(
-            f"hydra.run.dir={self.path} cannot be written ({error}): mend that, or choose another hydra.run.dir"
+            f"hydra.run.dir={self.path} cannot be written ({error}): fix that, or choose another hydra.run.dir"
         )
 
     def _claim(self, earlier: Mapping[str, Any]) -> None:

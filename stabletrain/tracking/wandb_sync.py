@@ -152,6 +152,6 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{done}, {len(new) - len(chosen)} still running, {len(found) - len(new)} uploaded before")
     if failed:
         raise StabletrainError(
-            f"{len(failed)} of {len(chosen)} were not uploaded, for the reasons that wandb gives above: mend that, and "
+            f"{len(failed)} of {len(chosen)} were not uploaded, for the reasons that wandb gives above: fix that, and "
             "run the same command again"
         )

@@ -315,7 +315,7 @@ def test_checkpoints_that_cannot_be_written_are_refused_before_the_first_step(tm
             with pytest.raises(ConfigError) as caught:
                 Run(tmp_path)
         assert str(caught.value) == (
-            f"no checkpoint can be written to {tmp_path / 'checkpoints'} ({os.strerror(number)}): mend that, choose "
+            f"no checkpoint can be written to {tmp_path / 'checkpoints'} ({os.strerror(number)}): fix that, choose "
             "another hydra.run.dir, or train without, by checkpoint=off"
         )
         assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -142,7 +142,7 @@ for name, chosen in MODELS.items():
 
 
 def test_every_generator_is_left_as_it_was(tmp_path):
-    """In a process of its own, where nobody else draws."""
+    """In its own process, where no other test draws random numbers."""
     done = python("-c", ALONE, str(tmp_path), cwd=ROOT)
     assert done.returncode == 0, done.stderr
 

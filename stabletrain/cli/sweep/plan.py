@@ -162,7 +162,7 @@ def begin(folder: Path, typed: Arguments, grid: Grid) -> Sweep:
         replace(folder / NAME, json.dumps(fields, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(
-            f"hydra.sweep.dir={folder} cannot be written ({error}): mend that, or choose another hydra.sweep.dir"
+            f"hydra.sweep.dir={folder} cannot be written ({error}): fix that, or choose another hydra.sweep.dir"
         ) from error
     return sweep
 

@@ -250,7 +250,7 @@ def test_updates_longer_than_the_learning_rate_are_an_old_second_moments():
     ("now", "before", "cause"),
     [(200.0, 50.0, "attention_logit_growth"), (200.0, 150.0, "lr_too_high"), (3.0, 1.0, "lr_too_high")],
 )
-def test_attention_that_nobody_listens_to_is_judged_by_what_softmax_reads(now, before, cause):
+def test_attention_unknown_to_the_probe_is_judged_by_what_softmax_reads(now, before, cause):
     setting = replace(SETTING, has_attention=False)
     evidence = replace(
         SPIKE, sizes={"monitors/softmax_max": now}, before={"monitors/softmax_max": before}, setting=setting

@@ -149,7 +149,7 @@ def test_an_incident_is_replayed_from_its_folder_and_a_larger_scale_is_tried(tmp
     assert replayed("precision.init_scale=65536")["zero_gradients"] < 0.5
     assert replayed("precision=fp32")["zero_gradients"] < 0.5
     assert main(["replay", str(folder)]) == 0
-    assert "on the weights that it has made, the step is finite, and 100.0% of its gradients" in capsys.readouterr().out
+    assert "after its update, the step is finite, and 100.0% of its gradients" in capsys.readouterr().out
 
 
 def test_a_collapse_that_ends_the_run_is_explained_though_bad_data_began_the_row(tmp_path):
@@ -180,7 +180,7 @@ LOST = Underflow(1.0, zeros=0.9, in_fp32=0.1, hit=0.8, worst=(Starved("a", 9, 1.
     ],
 )
 def test_the_fix_is_one_that_was_tried(precision, initial, cured_at, fix):
-    """A scale that overflows have lowered is not mended by a higher start; `auto` is fp16 where there is no bf16."""
+    """A scale that overflows have lowered is not fixed by a higher start; `auto` is fp16 where there is no bf16."""
     values = {"precision.init_scale": initial, "precision.growth_interval": 2000}
     setting = RunSettings(choices={"precision": precision}, values=values)
     found = diagnose(Evidence("loss_scale", READING, underflow=replace(LOST, cure=cured_at), setting=setting))

@@ -215,7 +215,7 @@ HARMLESS = {
     "mask": lambda x: (x @ x.T).masked_fill(torch.eye(4, dtype=torch.bool), -math.inf).softmax(-1) @ x,
     "triu": lambda x: (x @ x.T + torch.full((4, 4), -math.inf).triu(1)).softmax(-1) @ x,
     "where": lambda x: torch.where(torch.eye(4).bool(), x @ x.T, -math.inf).softmax(-1) @ x,
-    "masked row, mended": lambda x: x.clone().masked_fill_(x == 0, -math.inf).softmax(-1).nan_to_num(0.0),
+    "masked row, fixed": lambda x: x.clone().masked_fill_(x == 0, -math.inf).softmax(-1).nan_to_num(0.0),
     "sdpa": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)[0],
     "sdpa masked row": lambda x: F.scaled_dot_product_attention(
         x[None, None], x[None, None], x[None, None], attn_mask=torch.arange(4)[:, None].expand(4, 4) > 0
