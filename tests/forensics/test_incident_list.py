@@ -36,14 +36,14 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_they_are_sorted_by_time(run):
+def test_incidents_are_sorted_by_time(run):
     names = ["step-00000007", "step-00000009", "step-00000007-2"]
     assert [path.name for path, _ in incidents(run)] == names
     assert [path.name for path, _ in incidents(run / "incidents")] == names
     assert [record["step"] for _, record in incidents(run)] == [7, 9, 7]
 
 
-def test_without_a_time_the_step_decides(tmp_path):
+def test_incidents_without_a_time_are_sorted_by_step(tmp_path):
     for step in (30, 4, 5):
         filed(tmp_path, f"step-{step}", step=step)
     assert [record["step"] for _, record in incidents(tmp_path)] == [4, 5, 30]
@@ -89,7 +89,7 @@ def test_a_block_says_what_happened_what_to_do_and_where(tmp_path):
     ]
 
 
-def test_a_block_of_what_is_not_known(tmp_path):
+def test_a_block_of_an_unknown_cause(tmp_path):
     lines = block(tmp_path, RECORD | {"fix": [], "samples": [], "confidence": None}).splitlines()
     assert lines[0] == "step 7: bad_batch (0% sure), nonfinite"
     assert lines[2] == "  fix        none known"
