@@ -158,7 +158,7 @@ def test_a_copy_is_independent_whatever_its_attributes_hold(locked):
         assert model_copy.lock is model.lock
 
 
-def test_a_scene_keeps_its_metadata_and_the_memory_layout_of_the_batch(tmp_path):
+def test_a_repro_keeps_its_metadata_and_the_memory_layout_of_the_batch(tmp_path):
     job = made(tmp_path / "run", *RESNET)
     batch = job.data.batches.get(0)
     batch = replace(batch, inputs=batch.inputs.repeat(1, 2, 1, 1).contiguous(memory_format=torch.channels_last))
@@ -187,7 +187,7 @@ def test_a_reading_of_nan_comes_back_and_still_compares(tmp_path):
     assert replay(replace(repro, reading=reading._replace(loss=1.0)), "same").bitwise_equal_to_reading is False
 
 
-def test_another_precision_is_tried_on_a_saved_scene_with_its_own_loss_scale(tmp_path):
+def test_another_precision_is_tried_on_a_saved_repro_with_its_own_loss_scale(tmp_path):
     job = made(tmp_path / "bf16", *GPT, "precision=bf16")
     save_repro(tmp_path / "scene", scene_of(job, job.data.batches.get(0)))
     other = made(tmp_path / "fp16", *GPT, "precision=fp16", "precision.init_scale=256")
@@ -199,7 +199,7 @@ def test_another_precision_is_tried_on_a_saved_scene_with_its_own_loss_scale(tmp
 
 @pytest.mark.parametrize("file", ["batch.safetensors", "state.safetensors", "scene.json"])
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
-def test_a_damaged_scene_is_refused_by_name(tmp_path, file, how):
+def test_a_damaged_repro_is_refused_by_name(tmp_path, file, how):
     job = made(tmp_path / "run", *GPT)
     save_repro(tmp_path / "scene", scene_of(job, job.data.batches.get(0)))
     path = tmp_path / "scene" / file
@@ -215,7 +215,7 @@ def test_a_damaged_scene_is_refused_by_name(tmp_path, file, how):
         load_repro(tmp_path / "scene", job.state.model, job.tools)
 
 
-def test_a_scene_of_another_model_is_refused_unless_it_only_lacks_a_part(tmp_path):
+def test_a_repro_of_another_model_is_refused_unless_it_only_lacks_a_part(tmp_path):
     job = made(tmp_path / "run", *GPT)
     save_repro(tmp_path / "scene", scene_of(job, job.data.batches.get(0)))
     wider = made(tmp_path / "wider", *GPT, "model.n_embd=32")

@@ -35,8 +35,8 @@ CAUSES = {
         accident=True,
     ),
     "hardware_fault": Cause(
-        "the replay computed another result than the step did",
-        "the replay is finite, or is not bitwise equal although it must be",
+        "a replay of the step gives a different result",
+        "the replay is finite, or differs although it must be bitwise equal",
         accident=True,
     ),
     "loss_scale_collapse": Cause(

@@ -101,14 +101,14 @@ def test_with_the_named_fix_there_is_no_incident(tmp_path, model):
 @pytest.mark.parametrize("model", MODELS)
 def test_a_clean_run_is_not_looked_into_at_all(tmp_path, monkeypatch, model):
     def never(*_, **__):
-        raise AssertionError("nothing is wrong, so nothing is looked into")
+        raise AssertionError("nothing is wrong, so nothing is investigated")
 
     monkeypatch.setattr(handler, "investigate", never)
     trained(tmp_path, *MODELS[model][0], "precision=fp16", "precision.init_scale=256")
     assert not events(tmp_path, "alarm")
 
 
-def test_weights_and_buffers_of_the_scene_are_of_the_same_step(tmp_path, monkeypatch):
+def test_weights_and_buffers_of_the_repro_are_of_the_same_step(tmp_path, monkeypatch):
     """Both are from after the update: earlier BatchNorm statistics belong to other weights."""
     explain, seen = handler.investigate, []
 
