@@ -142,8 +142,6 @@ class ReplayReport:
 
     Attributes:
         then: the step's reading; None if unknown.
-        now: outcome of the replay.
-        overrides: the fix that was tried.
         fresh: parameters that the incident does not contain, which have their initial values.
         applied: whether the weights are those after the step's update, so that the replay does not repeat the step.
     """
@@ -203,10 +201,7 @@ class ReplayReport:
 def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Path | None = None) -> ReplayReport:
     """Replays an incident's step, on the device of the overrides or else of the run.
 
-    Args:
-        folder: the incident's.
-        overrides: `group=option` and `key=value`, as for `train.py`.
-        config_dir: the user's config folder, if an override names one of its options.
+    `overrides` are as for `train.py`; `config_dir` is the user's config folder, if an override uses it.
 
     Raises:
         ConfigError: the folder holds no incident that can be replayed, or an override cannot be tried.

@@ -33,11 +33,10 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class IncidentSummary:
-    """An incident that was investigated.
+    """An incident that was investigated; `cause`, `verdict` and `fix` are as in `Diagnosis`.
 
     Attributes:
         path: the incident's folder; None if it could not be written.
-        cause, verdict, fix: as in `Diagnosis`.
         lines: three lines to show: what happened, the best fix, and where the details are.
     """
 
@@ -163,9 +162,7 @@ class IncidentHandler(NoIncidentHandler):
     def write_incident(self, repro: Repro, found: Findings, rank: int | None = None) -> IncidentSummary | None:
         """Writes the folder and returns the summary; None if the mistake is known already.
 
-        Args:
-            repro, found: from `investigate`.
-            rank: the rank at fault; None for one process.
+        `rank` is the rank at fault; None for one process.
         """
         mistake = mistake_key(found)
         if mistake in self._filed:
@@ -198,12 +195,7 @@ def mistake_key(found: Findings) -> tuple[str, ...]:
 
 
 class DistributedIncidentHandler(NoIncidentHandler):
-    """Investigates an incident on all ranks together; every rank must call it.
-
-    Args:
-        own: this rank's handler.
-        ranks: this process and the number of ranks.
-    """
+    """Investigates an incident on all ranks together; every rank must call it."""
 
     def __init__(self, own: IncidentHandler | NoIncidentHandler, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks

@@ -27,14 +27,10 @@ def place_for(folder: Path, step: int) -> Path:
 
 
 def write(path: Path, repro: Repro, found: Findings, *, rank: int | None, keep_state: bool) -> None:
-    """Writes an incident.
+    """Writes an incident into `path`, from `place_for`.
 
-    Args:
-        path: its folder, from `place_for`.
-        repro: the step.
-        found: the findings.
-        rank: the rank at fault; None for one process.
-        keep_state: whether weights and batch are saved, so that the step can be replayed from the folder alone.
+    `keep_state` also saves weights and batch, so that the step can be replayed from the folder. `rank` is the rank
+    at fault; None for one process.
 
     Raises:
         OSError: the disk is full or gone.

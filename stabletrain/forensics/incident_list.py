@@ -13,11 +13,10 @@ WIDTH = 11
 def incidents(run: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Returns the incidents of a run with the content of their `diagnosis.json`, newest last.
 
-    Args:
-        run: a run folder, its `incidents` folder, or one incident.
+    `run` is a run folder, its `incidents` folder, or the folder of one incident.
 
     Raises:
-        ConfigError: the path is none of these, or a diagnosis cannot be read.
+        ConfigError: `run` is none of these, or a diagnosis cannot be read.
     """
     if (run / "diagnosis.json").exists():
         return [(run, read(run))]

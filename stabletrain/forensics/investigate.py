@@ -70,7 +70,6 @@ class Findings:
     """The evidence of an incident and its diagnosis.
 
     Attributes:
-        evidence, diagnosis: the evidence, and the cause derived from it.
         seconds: duration of the investigation.
         failures: what could not be checked, and why.
     """
@@ -92,11 +91,9 @@ def investigate(
     """Investigates a step. Never raises because of the model, and changes no live state.
 
     Args:
-        repro: the step.
         kind: `nonfinite`, `spike` or `loss_scale`.
         classes: last dimension of the logits; None if unknown.
         optimizer: the live optimizer, with the moments that the step started from; only read.
-        setting: the run's settings.
     """
     began = time.monotonic()
     assert repro.reading is not None

@@ -113,12 +113,7 @@ def replays(repro: Repro, variants: Iterable[str] = VARIANTS) -> dict[str, Outco
 
 
 def replay(repro: Repro, variant: str) -> Outcome:
-    """Replays the step; never raises because of the model.
-
-    Args:
-        repro: the step.
-        variant: one of `VARIANTS`.
-    """
+    """Replays the step as one of `VARIANTS`; never raises because of the model."""
     make, began = VARIANTS[variant], time.monotonic()
     if began >= repro.deadline:
         return Outcome(not_run="the time limit was reached")
@@ -143,16 +138,10 @@ def replay(repro: Repro, variant: str) -> Outcome:
 
 
 def perform(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> tuple[float, float, float]:
-    """Runs forward and backward of a step. The gradients stay in `.grad`.
-
-    Args:
-        model: a copy; see `Repro.copy_model`.
-        batches: the micro-batches.
-        tools: what acts in the step.
-        step: number of the step, which seeds its randomness.
+    """Runs forward and backward of step number `step` on a copy of the model.
 
     Returns:
-        loss, gradient norm, and the share of gradient elements that are 0.
+        loss, gradient norm, and the share of gradient elements that are 0. The gradients stay in `.grad`.
     """
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.0), step)
     # The copy is uncompiled unless `replay` compiled it: keep the compiler away from the user's own `torch.compile`.

@@ -32,13 +32,7 @@ SLOW = "precision.growth_interval="
 
 
 def report(record: Mapping[str, Any], found: Findings, folder: Path | None = None) -> str:
-    """Returns the page in Markdown.
-
-    Args:
-        record: from `as_json`.
-        found: the findings that `record` was made from.
-        folder: the incident's folder, for the commands on the page.
-    """
+    """Returns the page in Markdown. `record` is from `as_json`; `folder` is used in the commands on the page."""
     evidence = found.evidence
     reading, name = evidence.reading, "<this folder>" if folder is None else str(folder)
     cause = record["cause"]

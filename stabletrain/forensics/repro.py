@@ -254,12 +254,10 @@ def about(folder: Path) -> dict[str, Any]:
 
 
 def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = True) -> Repro:
-    """Loads what `save_repro` wrote.
+    """Loads what `save_repro` wrote, with tools built as the run built them or with a fix to try.
 
     Args:
-        folder: the incident's.
         model: built as the run built it, on the device to replay on; receives the repro's weights.
-        tools: built as the run built them, or with a fix to try.
         strict: if false, parts of the model that the repro does not contain keep their values.
 
     Raises:

@@ -68,7 +68,6 @@ class Diagnosis:
         confidence: in [0, 1].
         verdict: one sentence with the numbers.
         fix: Hydra overrides or actions, best first.
-        evidence: further lines for the report.
     """
 
     cause: str

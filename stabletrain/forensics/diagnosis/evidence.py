@@ -75,11 +75,10 @@ class Drift:
 
 @dataclass(frozen=True)
 class LargestInput:
-    """The sample with the largest input of a floating-point batch.
+    """The sample with the largest input of a floating-point batch, and magnitudes.
 
     Attributes:
         sample: its `index` in the batch, and `id` and `source` if the data provides them.
-        largest: magnitude of its largest input.
         elsewhere: magnitude of the largest input in another batch.
     """
 

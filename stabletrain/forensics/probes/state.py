@@ -31,11 +31,8 @@ def damaged(
 ) -> list[Damage]:
     """Finds values that are non-finite, negative means of squares, or a few elements that are far too large.
 
-    Args:
-        model: with the weights that the step started from.
-        buffers: values from before the step, in the order of `model.buffers()`.
-        optimizer: with the moments that the step started from; None if unknown.
-        older: a captured state from before the step, to compare with; None if there is none.
+    `model`, `buffers` (ordered as `model.buffers()`) and the optimizer's moments are from before the step. `older` is
+    a captured state to compare with.
     """
     before = {} if older is None else dict(older["model"])
     found = []
@@ -84,13 +81,9 @@ def few(count: int, tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def drift(model: nn.Module, optimizer: Optimizer | None, older: Mapping[str, Any], step: int) -> Drift | None:
-    """Measures how far the weights have moved since an older state; None if nothing can be compared.
+    """Measures how far the weights of step number `step` have moved since the captured state `older`.
 
-    Args:
-        model: with the weights that the step started from.
-        optimizer: the run's.
-        older: a captured state from before the step.
-        step: number of the step, counted from 0.
+    Returns None if nothing can be compared.
     """
     before, steps = dict(older["model"]), max(step - int(older["step"]), 1)
     moved, share, grown = [], [], []

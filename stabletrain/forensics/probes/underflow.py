@@ -39,8 +39,6 @@ class Starved:
     """Underflow in the gradient of one parameter.
 
     Attributes:
-        name: of the parameter.
-        numel: number of elements.
         zeros, in_fp32: share of elements that are exactly 0, in the step's precision and in fp32.
         lost: of the elements that are not 0 in fp32, the share that is 0 in the step's precision.
     """
@@ -57,7 +55,6 @@ class Underflow:
     """Underflow in a step's gradients.
 
     Attributes:
-        loss_scale: the step's.
         zeros, in_fp32: share of all elements that are exactly 0, in the step's precision and in fp32.
         hit: share of the model's elements in parameters that lost more than `STARVED`.
         worst: those parameters that lost the most elements.

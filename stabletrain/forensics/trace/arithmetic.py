@@ -26,8 +26,7 @@ class Finding:
     """Why an operation gave a non-finite result.
 
     Attributes:
-        why: `overflow`, or a key of `nonfinite_rules.py` (`log_of_zero`, `division_by_zero`, ...); `unknown` if no rule
-            applies.
+        why: `overflow`, or a key of `nonfinite_rules.py` (`log_of_zero`, ...); `unknown` if no rule applies.
         reason: the same in words, with the numbers.
         should_have_been: absmax of the result in fp64; Inf or NaN if it is not finite there either; None if the
             operation cannot be computed in fp64.
@@ -41,14 +40,9 @@ class Finding:
 
 
 def explain_nonfinite(func: Any, args: tuple, kwargs: dict, place: int, output: Tensor, node: str) -> Finding:
-    """Explains why `func(*args, **kwargs)` gave `output`, its result number `place`.
+    """Explains why `func(*args, **kwargs)` gave `output`, its result number `place`, counting tensors only.
 
-    Args:
-        func: the aten operation.
-        args, kwargs: their values before it ran.
-        place: index of the result, counting tensors only.
-        output: that result.
-        node: name of the autograd node it ran in; empty in forward.
+    `args` and `kwargs` have their values from before it ran. `node` is the autograd node it ran in, empty in forward.
     """
     in_fp64 = again(func, args, kwargs, place, torch.float64)
     in_fp32 = again(func, args, kwargs, place, torch.float32)

@@ -61,11 +61,7 @@ def role(file: str, function: str) -> str:
 
 
 def frames(names: dict[int, str]) -> Frames:
-    """Reads the stack, from the inside out.
-
-    Args:
-        names: dotted path of each module of the model, by `id`.
-    """
+    """Reads the stack from the inside out; `names` maps the `id` of each module to its dotted path."""
     module: str | None = None
     source, seed, recomputing, checkpoint, engine = "", False, False, False, False
     # Stop at the autograd engine, except to look for checkpointing: beyond it is only the line that calls `backward()`.
@@ -85,14 +81,11 @@ def frames(names: dict[int, str]) -> Frames:
 
 
 class Caller(NamedTuple):
-    """The code responsible for an operation.
+    """The code responsible for an operation; the other fields are as in `Frames`.
 
     Attributes:
         module: dotted path in the model; empty for the model itself, `objective` outside it.
-        source: `file:line`; empty if unknown.
         backward: whether it is a backward operation.
-        recomputed: whether it belongs to a recomputation by checkpointing.
-        seed: whether it makes the gradient that a backward pass starts from.
         leaf: whether it accumulates a parameter's gradient.
     """
 

@@ -18,13 +18,9 @@ RANKS = {"producer": 0, "revealed": 0, "unwritten": 1, "written": 2, "given": 3}
 
 
 class Link(NamedTuple):
-    """Magnitude of the values in one part of the model.
+    """Largest magnitude in one part of the model: a block, a module outside the blocks, or `objective`.
 
-    Attributes:
-        module: a block, or a part of the model outside the blocks; `objective` outside the model.
-        direction: `forward` for the part's output, `backward` for the largest of its gradients.
-        dtype: of those values.
-        absmax: their largest magnitude.
+    `forward` means the part's output, `backward` the largest of its gradients.
     """
 
     module: str

@@ -60,13 +60,7 @@ class Source(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An operation and its arguments.
-
-    Attributes:
-        func, op: the operation and its name.
-        grad: whether gradients were enabled.
-        args, kwargs: their values before it ran.
-    """
+    """An operation, its name, whether gradients were enabled, and its arguments from before it ran."""
 
     func: Any
     op: str
