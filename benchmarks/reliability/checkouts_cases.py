@@ -368,7 +368,7 @@ TOOLS = {
             tool("replay run/incidents/step-00000013 precison=bf16", 2),
             tool("replay run/incidents/step-00000014", 2),
         ],
-        ("do this",),
+        ("  folder ",),
     ),
     "tools on nothing": Case(
         [

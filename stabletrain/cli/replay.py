@@ -1,13 +1,8 @@
-"""`stabletrain replay`: an incident's step run again from its folder alone, as it was or with a fix to try.
+"""`stabletrain replay`: replays an incident's step from its folder alone, unchanged or with a fix.
 
-Overrides on a recorded configuration: a fix to try on one step, in the words of the command line.
-
-Only what forward and backward depend on may be tried; what else a fix may change, a step cannot show.
-
-An incident's step run again from its folder alone, as it was or with a fix to try.
-
-The model and what acts in a step are built from the configuration that the folder keeps, without data: weights and
-batch are there. Of a model's nulls that the data filled, the saved shapes tell the size.
+The model and tools are built from the configuration in the folder. No data is needed: weights and batch are in the
+folder, and its saved shapes give the model sizes that the run took from the data. Only overrides that forward and
+backward depend on are accepted, because one step cannot show the effect of others.
 """
 
 import contextlib
@@ -45,22 +40,22 @@ from stabletrain.trainer.tools import tools_from_config
 CONF = Path(__file__).parents[2] / "conf"
 
 ACTING = ("model", "precision", "zloss", "qknorm", "softcap", "determinism", "label_smoothing", "grad_accum_steps")
-"""What forward and backward depend on, besides weights and batch; these may be overridden."""
+"""Settings that forward and backward depend on, besides weights and batch; these may be overridden."""
 
 PRESETS = ("stability",)
-"""Groups that only choose in others."""
+"""Config groups that only choose options of other groups."""
 
 
 def overridden_config(
     recorded: DictConfig, choices: Mapping[str, str], overrides: Sequence[str], config_dir: Path | None
 ) -> DictConfig:
-    """The recorded configuration with overrides.
+    """Applies overrides to the recorded configuration.
 
-    A group's option is taken from the configuration folders; all that is not overridden stays as it was recorded, so
-    that a run is replayed whatever has become of its own YAML.
+    The option of an overridden group is read from the configuration folders. Everything else stays as recorded,
+    even if the user's own YAML has changed since.
 
     Raises:
-        ConfigError: one cannot be read, is unknown, or has no part in a step's forward and backward.
+        ConfigError: an override cannot be parsed, is unknown, or does not affect a step's forward and backward.
     """
     everything = parsed(overrides, config_dir)
     groups = [override for override in overrides if key_of(override) in choices]
@@ -68,16 +63,16 @@ def overridden_config(
         root = key_of(override).partition(".")[0]
         if root not in (*ACTING, *PRESETS, "device") and root in [*choices, *recorded]:
             raise ConfigError(
-                f"{override}: it has no part in one step's forward and backward, so a replay cannot try it; train with "
+                f"{override} does not affect one step's forward and backward, so a replay cannot try it; train with "
                 f"it, or try one of {', '.join((*ACTING, *PRESETS))}"
             )
         if key_of(override) == "model":
-            raise ConfigError(f"{override}: the incident's weights are of model={choices['model']}: change its keys")
+            raise ConfigError(f"{override}: the incident's weights are of model={choices['model']}; override its keys")
     cfg = DictConfig(OmegaConf.to_container(recorded))
     taken = chosen_options(groups, config_dir) if groups else {}
     for group, node in taken.items():
         if group in CHOSEN_PARTS and group not in cfg.model and group != "qkclip":
-            raise ConfigError(f"{group} does nothing with model={choices['model']}, which has no attention: leave it")
+            raise ConfigError(f"{group} does nothing with model={choices['model']}, which has no attention: omit it")
         cfg[group] = node
         if group in CHOSEN_PARTS and group in cfg.model:
             cfg.model[group] = node
@@ -94,15 +89,15 @@ def overridden_config(
             OmegaConf.update(cfg.model, f"{part}.{rest}", value, merge=False)
     check_keys(dict(leaves(plain(cfg))), before)
     if plain(cfg) == plain(recorded):
-        raise ConfigError(f"{' '.join(overrides)}: the run was set to that already, so it changes nothing")
+        raise ConfigError(f"{' '.join(overrides)} changes nothing: the run used the same values")
     return cfg
 
 
 def chosen_options(groups: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
-    """The options that overrides of groups choose, directly or as a preset, of the groups that act in a step."""
+    """The options that the overrides choose, directly or through a preset, for groups that act in a step."""
     if not CONF.is_dir():
         raise ConfigError(
-            f"{CONF} is missing, where the groups' options are: install from a checkout, pip install -e ."
+            f"{CONF}, which holds the options of the groups, is missing: install from a checkout, pip install -e ."
         )
     search = [] if config_dir is None else [f"hydra.searchpath=[file://{config_dir.resolve()}]"]
     with hydra_errors_explained(groups, config_dir), initialize_config_dir(str(CONF), version_base="1.3"):
@@ -114,18 +109,18 @@ def chosen_options(groups: Sequence[str], config_dir: Path | None) -> dict[str, 
 
 
 def parsed(values: Sequence[str], config_dir: Path | None) -> list[tuple[str, Any]]:
-    """`key=value` as Hydra reads it."""
+    """Parses `key=value` as Hydra does."""
     with hydra_errors_explained(values, config_dir):
         found = OverridesParser.create().parse_overrides([*values])
         for override in found:
             if override.is_sweep_override() or override.is_delete():
-                raise ConfigError(f"{override.input_line}: a replay tries one value: write key=value")
+                raise ConfigError(f"{override.input_line}: a replay tries one value: use key=value")
         return [(override.key_or_group, override.value()) for override in found]
 
 
 @contextlib.contextmanager
 def hydra_errors_explained(overrides: Sequence[str], config_dir: Path | None) -> Generator[None, None, None]:
-    """Hydra's complaints become messages; what it keeps for the process is put away."""
+    """Turns Hydra's errors into `ConfigError`, and clears Hydra's global state."""
     GlobalHydra.instance().clear()
     options = [] if config_dir is None else ["--config-dir", str(config_dir)]
     try:
@@ -138,19 +133,17 @@ def hydra_errors_explained(overrides: Sequence[str], config_dir: Path | None) ->
 
 
 ODD = 7919
-"""A size that nobody chooses: where it turns up in a model's shapes, there stands what was left to the data."""
+"""A size that no user chooses. It marks the dimensions of a model that the data determines."""
 
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """A step run again.
+    """The result of replaying a step.
 
     Attributes:
-        then: what the step measured; None if that is not known.
-        now: what came of it.
-        overrides: that were tried.
-        fresh: parameters of the tried model that the incident knows nothing of, and that are as initialised.
-        applied: whether the step's update is in the weights already, so that it is not the same step.
+        then: the step's reading; None if unknown.
+        fresh: parameters that the incident does not contain, which have their initial values.
+        applied: whether the weights are those after the step's update, so that the replay does not repeat the step.
     """
 
     then: Reading | None
@@ -160,7 +153,7 @@ class ReplayReport:
     applied: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """The same for programs; a number that is not finite is a word."""
+        """The result as JSON; non-finite numbers are strings."""
         then = None if self.then is None else {"loss": self.then.loss, "grad_norm": self.then.grad_norm}
         now = {"loss": self.now.loss, "grad_norm": self.now.grad_norm}
         return metrics.plain(
@@ -176,59 +169,57 @@ class ReplayReport:
         )
 
     def __str__(self) -> str:
-        """A table and a sentence."""
+        """A table and the verdict."""
         lines = [f"{'':<6}{'loss':>14}{'gradient norm':>16}"]
         for name, one in (("then", self.then), ("now", self.now)):
             if one is not None:
                 lines.append(f"{name:<6}{one.loss:>14.8g}{one.grad_norm:>16.8g}")
         if self.fresh:
-            lines.append(f"new    {', '.join(self.fresh[:3])}: untrained, the incident's weights have no such part")
+            lines.append(f"new    {', '.join(self.fresh[:3])}: untrained, because the incident has no weights for them")
         return "\n".join([*lines, self.verdict()])
 
     def verdict(self) -> str:
-        """One sentence: the same bits, or what the overrides did."""
+        """One sentence: whether the replay is bitwise equal, or what the overrides changed."""
         finite = "finite" if self.now.finite else "not finite"
         if self.applied and self.now.finite and self.now.zero_gradients is not None:
             finite += f", and {self.now.zero_gradients:.1%} of its gradients are 0"
         if self.overrides:
             return f"with {' '.join(self.overrides)} the step is {finite}"
         if self.applied:
-            return f"run again, on the weights that it has made, the step is {finite}"
+            return f"replayed with the weights after its update, the step is {finite}"
         if self.now.bitwise_equal_to_reading is None:
-            why = "is not known" if self.then is None else "was computed by a compiled model, whose bits differ"
-            return f"run again the step is {finite}; what it was the first time {why}"
+            why = "its original numbers are unknown" if self.then is None else "it ran compiled or on several ranks"
+            return f"replayed, the step is {finite}; its bits cannot be compared: {why}"
         if self.now.bitwise_equal_to_reading:
-            return f"the same bits: the step is {finite}, as it was"
+            return f"bitwise equal: the step is {finite}, as in the run"
         return (
-            f"other bits: run again the step is {finite}. Another machine or software computes others; on the same "
-            "one, it was the machine, or a fault put in on purpose"
+            f"not bitwise equal: replayed, the step is {finite}. This is normal on another machine or with other "
+            "software; otherwise suspect a hardware fault, or a fault that was injected on purpose"
         )
 
 
 def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Path | None = None) -> ReplayReport:
-    """Runs an incident's step again, on the device that the overrides, or else the run, chose.
+    """Replays an incident's step, on the device of the overrides or else of the run.
 
-    Args:
-        folder: the incident's.
-        overrides: `group=option` and `key=value`, as `train.py` takes them.
-        config_dir: the user's own groups, if an override names one of their options.
+    `overrides` are as for `train.py`; `config_dir` is the user's config folder, if an override uses it.
 
     Raises:
-        ConfigError: the folder is no incident that can be replayed, or an override cannot be tried.
+        ConfigError: the folder holds no incident that can be replayed, or an override cannot be tried.
         StabletrainError: the step could not be run.
     """
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder} is no folder: name one of <run>/incidents/; `stabletrain diagnose <run>` lists them"
+            f"{folder} is not a folder: use one of <run>/incidents/; `stabletrain diagnose <run>` lists them"
         )
     if not (folder / repro_files.SCENE).exists():
         raise ConfigError(f"{folder}: {why_not(folder)}")
     about = repro_files.about(folder)
     if not {"config", "choices"} <= set(about):
         raise ConfigError(
-            f"{folder / repro_files.SCENE} holds no configuration: replay an incident of a run of train.py"
+            f"{folder / repro_files.SCENE} holds no configuration: only incidents of train.py can be replayed"
         )
-    torch.set_num_threads(repro_files.read(folder).get("threads") or torch.get_num_threads())  # sums are cut up by them
+    # The order of sums, and so the bits, depends on the number of threads.
+    torch.set_num_threads(repro_files.read(folder).get("threads") or torch.get_num_threads())
     recorded = DictConfig(updated(about["config"]))
     cfg = overridden_config(recorded, about["choices"], overrides, config_dir) if overrides else recorded
     cfg.model = fill_sizes(cfg, folder)
@@ -237,11 +228,11 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
     repro = repro_files.load_repro(folder, model, tools, strict=not other)
     if cfg.grad_accum_steps != recorded.grad_accum_steps:
         repro = replace(repro, micro_batches=cfg.grad_accum_steps)
-    if cfg.precision.get("init_scale") != recorded.precision.get("init_scale"):  # else the scale is the step's own
+    if cfg.precision.get("init_scale") != recorded.precision.get("init_scale"):  # otherwise keep the step's own scale
         repro = replace(repro, loss_scale=float(tools.precision.loss_scale()))
     outcome = replay(repro, "same")
     if outcome.not_run:
-        raise StabletrainError(f"{folder}: the step cannot be run: {outcome.not_run}")
+        raise StabletrainError(f"{folder}: the step cannot be replayed: {outcome.not_run}")
     known = repro_files.read(folder)[repro_files.STATE]["parameters"]
     fresh = [name for name, _ in model.named_parameters() if name not in known]
     return ReplayReport(repro.reading, outcome, tuple(overrides), fresh, repro.applied)
@@ -250,12 +241,12 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
 def why_not(folder: Path) -> str:
     """Why a folder cannot be replayed."""
     if (folder / "diagnosis.json").exists():
-        return "weights and batch were not kept, so it cannot be replayed: train with forensics.keep_state=true"
-    return "it holds no incident: name one of <run>/incidents/; `stabletrain diagnose <run>` lists them"
+        return "weights and batch were not saved, so it cannot be replayed: train with forensics.keep_state=true"
+    return "the folder holds no incident: use one of <run>/incidents/; `stabletrain diagnose <run>` lists them"
 
 
 def model_and_tools(cfg: DictConfig) -> tuple[nn.Module, Tools]:
-    """The model on its device, with the weights it was made with, and what acts in a step."""
+    """Builds the model with its initial weights on its device, and the tools of a step."""
     determinism = make(cfg, "determinism")
     determinism.prepare()
     device = hardware.pick(cfg.device)
@@ -280,10 +271,10 @@ def model_and_tools(cfg: DictConfig) -> tuple[nn.Module, Tools]:
 
 
 def fill_sizes(cfg: DictConfig, folder: Path) -> DictConfig:
-    """The model's configuration, with what was left to the data filled in from the incident's shapes.
+    """The model's configuration, with sizes that the data determined read from the incident's shapes.
 
     Raises:
-        ConfigError: the shapes do not say it.
+        ConfigError: no shape contains a size.
     """
     open_ones = [key for key in FROM_DATA if key in cfg.model and cfg.model[key] is None]
     if not open_ones:
@@ -291,6 +282,7 @@ def fill_sizes(cfg: DictConfig, folder: Path) -> DictConfig:
     probe = DictConfig(plain(cfg))
     for number, key in enumerate(open_ones):
         probe.model[key] = ODD + 2 * number
+    # Build the model with a marker for each unknown size, without memory, and read the real sizes off the saved shapes.
     with torch.device("meta"):
         model = make(probe, "model")
     found = repro_files.read(folder)
@@ -307,8 +299,8 @@ def fill_sizes(cfg: DictConfig, folder: Path) -> DictConfig:
             if size == odd and name in then and len(then[name]) == tensor.ndim
         ]
         if key == "block_size" and not here:
-            here = [length]  # nothing is as long as a sample but the samples
+            here = [length]  # no parameter depends on the block size: take the length of a sample
         if not here:
-            raise ConfigError(f"{folder}: model.{key} came from the data, and no shape tells it: add model.{key}=...")
+            raise ConfigError(f"{folder}: model.{key} came from the data and is in no saved shape: add model.{key}=...")
         filled[key] = here[0]
     return filled

@@ -1,18 +1,19 @@
-"""What explains an incident, once there is one; nothing here runs before.
+"""Explains an incident after it happened: replays the step, finds the cause and suggests fixes.
 
-Nothing is imported here, so that `stabletrain diagnose` needs no torch.
+Nothing in this package runs before the first incident. This file imports nothing, so that `stabletrain diagnose` works
+without importing torch.
 
 | file | |
 |---|---|
-| handler | investigates incidents within a budget and files them; on several ranks, the one at fault files |
+| handler | investigates incidents within a time budget and writes their folders; also on several ranks |
 | investigate | gathers the evidence of one incident, on copies |
-| repro | everything needed to run a step again, in memory and as files |
-| replay | runs the step again, with one thing changed |
-| probes/samples, state | bad samples of the batch; damage to weights and moments |
-| probes/underflow | gradients that underflow to 0 in fp16 |
-| trace/recorder, values, callers | every operation of a step, and where non-finite numbers began |
+| repro | everything needed to replay a step, in memory and on disk |
+| replay | replays the step, unchanged or with one thing changed |
+| probes/samples, state | finds bad samples of the batch, and corrupt weights and moments |
+| probes/underflow | finds gradients that underflow to 0 in fp16 |
+| trace/recorder, values, callers | records every operation of a step, and where non-finite values began |
 | trace/origin, arithmetic, nonfinite_rules | the operation to blame, and why its result was not finite |
-| diagnosis/ | evidence, the rules from evidence to cause, and the fixes |
-| incident, report | the incident's folder: diagnosis.json, and report.md for people |
-| incident_list | a run's incidents, read back from their folders |
+| diagnosis/ | the evidence, the rules that derive the cause from it, and the fixes |
+| incident, report | writes diagnosis.json and report.md into the incident's folder |
+| incident_list | reads a run's incidents back from their folders |
 """

@@ -1,13 +1,13 @@
-"""The incident handler, and the one that several ranks share.
+"""Incident handlers: investigate incidents, write their folders and return the lines to show, on one or several ranks.
 
-`IncidentHandler` investigates the first incidents of a run, each within a budget of seconds, files them, and returns
-three lines to show. The same cause at the same operation is filed once.
+`IncidentHandler` investigates the first incidents of a run, each within a time budget. The same cause at the same
+operation is written only once.
 
-`DistributedIncidentHandler` does so on several ranks. Each rank replays its own part by itself, without the others, on
-a copy of the whole model, so a model that raises on one rank holds no other up. Then every rank tells the others
-whether its own part fails. The first whose part does writes the folder, with its number, and all ranks return the same
-lines. If no part fails though the step did, the numbers were changed between the ranks, or by a machine that erred
-once."""
+`DistributedIncidentHandler` does this on several ranks. Each rank replays its own part of the step on a copy of the
+whole model, without communication, so a rank whose model raises does not block the others. The ranks then exchange
+whether their own part fails. The first rank whose part fails writes the folder, and all ranks return the same lines. If
+no part fails although the step did, the numbers changed in the communication, or the hardware erred once.
+"""
 
 import math
 import time
@@ -28,17 +28,16 @@ from stabletrain.forensics.repro import Repro
 from stabletrain.parallel.ranks import Ranks, all_gather_object, broadcast_object
 
 ATTEMPTS = 3
-"""Times `max_incidents` that a run looks into incidents at most: those it finds filed already cost time as well."""
+"""Maximum number of investigations, in multiples of `max_incidents`: finding a known mistake again costs time too."""
 
 
 @dataclass(frozen=True)
 class IncidentSummary:
-    """An incident that was looked into.
+    """An incident that was investigated; `cause`, `verdict` and `fix` are as in `Diagnosis`.
 
     Attributes:
-        path: its folder; None where it could not be written.
-        cause, verdict, fix: what it was, and what to do, best first.
-        lines: three lines for a person: what, do this, where to read on.
+        path: the incident's folder; None if it could not be written.
+        lines: three lines to show: what happened, the best fix, and where the details are.
     """
 
     path: Path | None
@@ -49,16 +48,16 @@ class IncidentSummary:
 
 
 class NoIncidentHandler:
-    """Looks into nothing.
+    """Investigates nothing.
 
     Attributes:
-        newest: kind of the withheld step that was last explained, as the guard calls it; its caller's to write.
+        newest: the guard's name of the kind of the last skipped step that was explained; set by the caller.
     """
 
     newest = ""
 
     def open(self, folder: Path, setting: RunSettings) -> None:
-        """Nothing to open."""
+        """Does nothing."""
 
     def handle(
         self,
@@ -69,30 +68,33 @@ class NoIncidentHandler:
         optimizer: Optimizer | None,
         limits: tuple[float, float] = (math.inf, math.inf),
     ) -> IncidentSummary | None:
-        """None."""
+        """Returns None."""
         return None
 
 
 class IncidentHandler(NoIncidentHandler):
-    """Looks into the first incidents of a run.
+    """Investigates the first incidents of a run.
 
-    A mistake in the code or the configuration shows again after every rollback. It is filed once: the same cause at the
-    same operation again is only counted, so that another mistake finds room.
+    A mistake in the code or the configuration shows again after every rollback. It is written once and then only
+    counted, which leaves room for other incidents.
 
     Attributes:
-        max_incidents: so many; folders that are there already count.
-        max_seconds: for each, about: what has not begun by then is left out.
-        keep_state: keep weights and batch with each.
-        again: how often what had been filed came again, by cause, module, operation, direction and line.
+        max_incidents: maximum number of incident folders, including those that exist already.
+        max_seconds: approximate time limit for each; what has not begun by then is left out.
+        keep_state: whether weights and batch are saved with each, for `stabletrain replay`.
+        again: how often each known mistake was found again, by cause, module, operation, direction and line.
+
+    Raises:
+        ConfigError: a limit is not positive.
     """
 
     def __init__(self, max_incidents: int = 10, max_seconds: float = 120.0, keep_state: bool = True) -> None:
         if max_incidents < 1:
             raise ConfigError(
-                f"forensics.max_incidents={max_incidents} is below 1: use forensics=off to look into none"
+                f"forensics.max_incidents={max_incidents} is below 1: use forensics=off to investigate none"
             )
         if not max_seconds > 0:
-            raise ConfigError(f"forensics.max_seconds={max_seconds} is not above 0: 120 is customary")
+            raise ConfigError(f"forensics.max_seconds={max_seconds} is not above 0: use for example 120")
         self.max_incidents, self.max_seconds, self.keep_state = max_incidents, max_seconds, keep_state
         self.again: Counter[tuple[str, ...]] = Counter()
         self._filed: set[tuple[str, ...]] = set()
@@ -101,7 +103,7 @@ class IncidentHandler(NoIncidentHandler):
         self._setting = RunSettings()
 
     def open(self, folder: Path, setting: RunSettings) -> None:
-        """Chooses the run folder, and takes the run's setting, by which fixes are chosen."""
+        """Sets the run folder, and the run's settings, which decide which fixes apply."""
         self._folder, self._setting = folder, setting
 
     def handle(
@@ -115,14 +117,14 @@ class IncidentHandler(NoIncidentHandler):
     ) -> IncidentSummary | None:
         """Explains a step and writes its folder.
 
-        None once the budget is spent, for a mistake that is filed already, or where an alarm is not borne out.
+        Returns None if the budget is spent, if the mistake is known already, or if the alarm was false.
 
         Args:
-            make: the repro, given its deadline (of `time.monotonic()`).
-            kind: `nonfinite` or `spike`, of a step that was withheld; `loss_scale`, of an alarm that gradients vanish.
-            classes: the last dimension of the logits; None if nobody knows.
-            optimizer: the live one; only read.
-            limits: the guard's, of loss and gradient norm.
+            make: builds the repro, given a deadline in `time.monotonic()` seconds.
+            kind: `nonfinite` or `spike` for a skipped step; `loss_scale` for an alarm that gradients vanish.
+            classes: last dimension of the logits; None if unknown.
+            optimizer: the live optimizer; only read.
+            limits: the guard's limits of loss and gradient norm.
         """
         if not self.has_budget():
             return None
@@ -130,7 +132,7 @@ class IncidentHandler(NoIncidentHandler):
         return None if case is None else self.write_incident(*case)
 
     def has_budget(self) -> bool:
-        """Whether there is budget left for another incident."""
+        """Whether another incident may be investigated."""
         if self._folder is None or self._looks >= ATTEMPTS * self.max_incidents:
             return False
         return len(list(self._folder.glob("incidents/step-*"))) < self.max_incidents
@@ -144,11 +146,12 @@ class IncidentHandler(NoIncidentHandler):
         optimizer: Optimizer | None,
         limits: tuple[float, float],
     ) -> tuple[Repro, Findings] | None:
-        """The repro, and what came of looking into it; None where an alarm is not borne out."""
+        """Returns the repro and the findings; None if there is no repro or the alarm was false."""
         self._looks += 1
         repro = make(time.monotonic() + self.max_seconds)
         if repro is None:
             return None
+        # The guard's limits decide whether a finite replay counts as normal.
         setting = replace(self._setting, loss_limit=limits[0], norm_limit=limits[1])
         found = investigate(repro, kind, classes=classes, optimizer=optimizer, setting=setting)
         small = found.evidence.underflow
@@ -157,11 +160,9 @@ class IncidentHandler(NoIncidentHandler):
         return repro, found
 
     def write_incident(self, repro: Repro, found: Findings, rank: int | None = None) -> IncidentSummary | None:
-        """Writes the folder, and words what is said of it; None for a mistake that is filed already.
+        """Writes the folder and returns the summary; None if the mistake is known already.
 
-        Args:
-            repro, found: from `investigate`.
-            rank: the rank at fault; None for one process.
+        `rank` is the rank at fault; None for one process.
         """
         mistake = mistake_key(found)
         if mistake in self._filed:
@@ -172,7 +173,7 @@ class IncidentHandler(NoIncidentHandler):
         path: Path | None = place_for(self._folder, repro.reading.step)
         try:
             write(path, repro, found, rank=rank, keep_state=self.keep_state)
-        except OSError as error:  # a full disk is no reason to end the run, nor to keep the cause back
+        except OSError as error:  # a full disk must neither end the run nor hide the cause
             path, where = None, f"its folder could not be written ({error.strerror or error})"
         else:
             where = str(path)
@@ -181,25 +182,20 @@ class IncidentHandler(NoIncidentHandler):
         of_rank = "" if rank is None else f", rank {rank}"
         lines = [
             f"step {repro.reading.step}{of_rank}: {about.cause} ({about.confidence:.0%} sure): {about.verdict}",
-            f"do this: {about.fix[0] if about.fix else 'nothing is known to help'}",
-            f"read on: {where}",
+            f"fix: {about.fix[0] if about.fix else 'none known'}",
+            f"details: {where}",
         ]
         return IncidentSummary(path, about.cause, about.verdict, about.fix, lines)
 
 
 def mistake_key(found: Findings) -> tuple[str, ...]:
-    """What makes two incidents the same mistake: the cause, and the operation where there is one."""
+    """Identifies a mistake: the cause, and the operation if there is one."""
     o = found.evidence.origin
     return (found.diagnosis.cause, *(() if o is None else (o.module, o.op, o.direction, o.source)))
 
 
 class DistributedIncidentHandler(NoIncidentHandler):
-    """What all ranks make of an incident together; every rank must call it.
-
-    Args:
-        own: this rank's handler.
-        ranks: this process among those of the run.
-    """
+    """Investigates an incident on all ranks together; every rank must call it."""
 
     def __init__(self, own: IncidentHandler | NoIncidentHandler, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
@@ -217,18 +213,18 @@ class DistributedIncidentHandler(NoIncidentHandler):
         optimizer: Optimizer | None,
         limits: tuple[float, float] = (math.inf, math.inf),
     ) -> IncidentSummary | None:
-        """As the handler of one process; None on every rank or on none."""
+        """Like `IncidentHandler.handle`; returns the same summary, or None, on every rank."""
         if not isinstance(self._own, IncidentHandler):
             return None
-        if not broadcast_object(self._own.has_budget()):  # the main process counts the folders
+        if not broadcast_object(self._own.has_budget()):  # the main process decides for all: it counts the folders
             return None
         case = self._own.investigate(make, kind, classes=classes, optimizer=optimizer, limits=limits)
         marks = all_gather_object(-1 if case is None else certainty(case[1]))
         if max(marks) < 0:
             return None
-        chosen = marks.index(max(marks))
+        chosen = marks.index(max(marks))  # the first rank with the surest failure
         if not max(marks) and case is not None and (reading := case[0].reading) is not None:
-            chosen = max(reading.rank, 0)  # whose numbers were bad, though they are not when it is run again
+            chosen = max(reading.rank, 0)  # no replay fails: take the rank whose numbers were bad in the step
         filed = None
         if case is not None and chosen == self._ranks.rank:
             repro, found = case
@@ -239,7 +235,7 @@ class DistributedIncidentHandler(NoIncidentHandler):
 
 
 def certainty(found: Findings) -> int:
-    """How surely a rank's own part failed: 2 for bad samples or a bad state, 1 for a replay that fails, else 0."""
+    """How surely this rank's part failed: 2 for bad samples or corrupt state, 1 for a non-finite replay, else 0."""
     evidence = found.evidence
     if evidence.samples or evidence.damage:
         return 2
@@ -247,7 +243,7 @@ def certainty(found: Findings) -> int:
 
 
 def unattributed(found: Findings) -> Findings:
-    """The case with what is known of all ranks: run again, no part of the step fails."""
+    """The findings, diagnosed with what all ranks know: no part of the step fails in a replay."""
     outcomes = dict(found.evidence.outcomes)
     outcomes["same"] = replace(outcomes["same"], bitwise_equal_to_reading=False)
     evidence = replace(found.evidence, outcomes=outcomes, repeats=True)
@@ -257,5 +253,5 @@ def unattributed(found: Findings) -> Findings:
 def for_all_ranks(
     handler: IncidentHandler | NoIncidentHandler, ranks: Ranks
 ) -> IncidentHandler | DistributedIncidentHandler | NoIncidentHandler:
-    """The handler that several ranks share; of one process its own."""
+    """Wraps the handler for several ranks; returns it unchanged for one process."""
     return DistributedIncidentHandler(handler, ranks) if ranks.distributed else handler

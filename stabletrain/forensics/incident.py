@@ -1,4 +1,4 @@
-"""The incident's folder: `diagnosis.json` for programs, `report.md` for people, and the repro to replay it from.
+"""Writes an incident's folder: `diagnosis.json`, `report.md`, and the repro to replay the step from.
 
 incidents/step-00000123/    diagnosis.json  report.md  scene.json  batch.safetensors  state.safetensors
 """
@@ -14,12 +14,12 @@ from stabletrain.forensics.report import report
 from stabletrain.forensics.repro import BATCH, SCENE, STATE, Repro, save_repro
 from stabletrain.tracking.metrics import now, plain, replace
 
-UNNEEDED = Outcome(not_run="what was found before explains it")
-"""A replay that nobody needed."""
+UNNEEDED = Outcome(not_run="not needed: the cause was already known")
+"""Outcome of a replay that was not needed."""
 
 
 def place_for(folder: Path, step: int) -> Path:
-    """Where the incident of a step goes: of one that happens again after a rollback, beside the first."""
+    """The folder for an incident; with a number if the same step had an incident before a rollback."""
     path, number = folder / "incidents" / f"step-{step:08d}", 2
     while path.exists():
         path, number = folder / "incidents" / f"step-{step:08d}-{number}", number + 1
@@ -27,14 +27,10 @@ def place_for(folder: Path, step: int) -> Path:
 
 
 def write(path: Path, repro: Repro, found: Findings, *, rank: int | None, keep_state: bool) -> None:
-    """Writes an incident.
+    """Writes an incident into `path`, from `place_for`.
 
-    Args:
-        path: its folder, from `place_for`.
-        repro: the step.
-        found: what came of looking into it.
-        rank: the rank at fault; None for one process.
-        keep_state: whether weights and batch are kept too, so that it can be replayed from the folder alone.
+    `keep_state` also saves weights and batch, so that the step can be replayed from the folder. `rank` is the rank
+    at fault; None for one process.
 
     Raises:
         OSError: the disk is full or gone.
@@ -43,7 +39,7 @@ def write(path: Path, repro: Repro, found: Findings, *, rank: int | None, keep_s
     record = as_json(repro, found, rank)
     (path / "report.md").write_text(report(record, found, path), encoding="utf-8")
     replace(path / "diagnosis.json", json.dumps(plain(record), allow_nan=False, indent=2) + "\n")
-    if keep_state:  # the largest, so the last: on a disk that is nearly full the cause is written
+    if keep_state:  # last, because it is the largest: on a nearly full disk the diagnosis still fits
         try:
             save_repro(path, repro)
         except OSError:
@@ -53,7 +49,7 @@ def write(path: Path, repro: Repro, found: Findings, *, rank: int | None, keep_s
 
 
 def as_json(repro: Repro, found: Findings, rank: int | None) -> dict[str, Any]:
-    """The incident as a mapping; the keys are a contract."""
+    """The content of `diagnosis.json`; the keys are a contract."""
     evidence, diagnosis = found.evidence, found.diagnosis
     culprits = evidence.culprits
     places = culprits.samples if culprits and not culprits.others_too else []

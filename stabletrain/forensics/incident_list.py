@@ -1,4 +1,4 @@
-"""The incidents of a run, read back from its folder without torch, each as a block of lines."""
+"""Reads the incidents of a run back from its folder, without torch, and formats each for the terminal."""
 
 import json
 from pathlib import Path
@@ -7,33 +7,32 @@ from typing import Any
 from stabletrain.errors import ConfigError
 
 WIDTH = 11
-"""Columns of a block's names."""
+"""Width of the name column of a block."""
 
 
 def incidents(run: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """The incidents of a run, the newest last, each with what its `diagnosis.json` says.
+    """Returns the incidents of a run with the content of their `diagnosis.json`, newest last.
 
-    Args:
-        run: a run folder, its `incidents`, or one incident.
+    `run` is a run folder, its `incidents` folder, or the folder of one incident.
 
     Raises:
-        ConfigError: it is none of these, or a diagnosis cannot be read.
+        ConfigError: `run` is none of these, or a diagnosis cannot be read.
     """
     if (run / "diagnosis.json").exists():
         return [(run, read(run))]
     within = run if run.name == "incidents" else run / "incidents"
     if not within.is_dir() and not (run / "run.json").exists():
-        what = "holds no run" if run.is_dir() else "is no folder"
-        raise ConfigError(f"{run} {what}: name a run folder that train.py made, such as outputs/<date>/<time>")
+        what = "is not a run folder" if run.is_dir() else "is not a folder"
+        raise ConfigError(f"{run} {what}: use a run folder that train.py made, such as outputs/<date>/<time>")
     found = [(path, read(path)) for path in within.glob("step-*") if (path / "diagnosis.json").exists()]
     return sorted(found, key=lambda one: (one[1].get("time", ""), one[1].get("step", 0), one[0].name))
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What an incident's `diagnosis.json` says; numbers that are not finite stay words.
+    """Reads an incident's `diagnosis.json`; non-finite numbers stay strings.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
         found = json.loads((path / "diagnosis.json").read_text(encoding="utf-8"))
@@ -46,13 +45,13 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def block(path: Path, record: dict[str, Any]) -> str:
-    """One incident in some lines."""
-    fixes = record.get("fix") or ["nothing is known to help"]
+    """Formats one incident as several lines."""
+    fixes = record.get("fix") or ["none known"]
     sure = record.get("confidence") or 0
     lines = [
         f"step {record.get('step')}: {record.get('cause')} ({sure:.0%} sure), {record.get('kind')}",
         named("what", record.get("verdict")),
-        named("do this", fixes[0]),
+        named("fix", fixes[0]),
         *(named("or", fix) for fix in fixes[1:3]),
     ]
     if samples := record.get("samples"):
@@ -69,6 +68,6 @@ def named(name: str, value: object) -> str:
 
 
 def sample(one: dict[str, Any]) -> str:
-    """A sample by its id and where it comes from."""
-    name = f"id {one['id']}" if "id" in one else f"number {one.get('index')} of the batch"
+    """Names a sample by its id and source."""
+    name = f"id {one['id']}" if "id" in one else f"sample {one.get('index')} of the batch"
     return f"{name} ({one['source']})" if one.get("source") else name

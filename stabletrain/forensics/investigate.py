@@ -1,9 +1,4 @@
-"""Investigates one incident: gathers the evidence on copies, within a time budget, and names the cause.
-
-Scores: how large the numbers are that a model takes a softmax of, whoever wrote its attention.
-
-Explain: one incident is looked into, on copies, within a time budget, and its cause is named.
-"""
+"""Investigates one incident: gathers the evidence on copies, within a time budget, and names the cause."""
 
 import contextlib
 import math
@@ -29,14 +24,14 @@ from stabletrain.forensics.trace.values import is_float, tensors
 from stabletrain.monitors.probe import Probe
 
 SOFTMAXES = ("aten._softmax", "aten._safe_softmax")
-"""Not the log-softmax of a loss, whose inputs are the model's logits."""
+"""Softmax operations of attention. The log-softmax of a loss is excluded: it reads the model's logits."""
 
 
 class Scores(TorchDispatchMode):
-    """Keeps the largest finite entry that a softmax reads within it; what a mask has made very small is none.
+    """Records the largest finite value that a softmax reads, whichever code implements the attention.
 
     Attributes:
-        largest: that entry; NaN if there was no softmax.
+        largest: that value; NaN if no softmax ran.
     """
 
     def __init__(self) -> None:
@@ -44,10 +39,11 @@ class Scores(TorchDispatchMode):
         self.largest = math.nan
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Runs the operation as it is."""
+        """Runs the operation unchanged."""
         if str(getattr(func, "overloadpacket", func)) in SOFTMAXES:
             scores = next(iter(tensors(args)))
             if is_float(scores) and scores.numel():
+                # masked entries are -inf or very small, and must not count
                 top = float(torch.where(torch.isfinite(scores), scores, -math.inf).max())
                 self.largest = top if math.isnan(self.largest) else max(self.largest, top)
         return func(*args, **(kwargs or {}))
@@ -56,27 +52,26 @@ class Scores(TorchDispatchMode):
 T = TypeVar("T")
 
 NEAR = 12
-"""Operations before the origin that are looked at for what it was made of."""
+"""Maximum number of operations traced back from the origin."""
 
 SUMS = ("var", "std", "var_mean", "std_mean", "linalg_vector_norm", "norm", "mean", "sum")
-"""Operations that make one number of many."""
+"""Reductions: operations that compute one number from many."""
 
 CARRIERS = (
     *("sqrt", "rsqrt", "reciprocal", "add", "sub", "mul", "div", "pow", "clamp", "clamp_min", "maximum", "clone"),
     *("expand", "view", "_unsafe_view", "unsqueeze", "squeeze", "transpose", "t", "permute", "_to_copy", "detach"),
     *("alias", "slice", "select", "reshape", "copy"),
 )
-"""Operations whose result is 0 where, and because, what they read was."""
+"""Operations whose result is 0 because their input was 0."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """An incident with its cause.
+    """The evidence of an incident and its diagnosis.
 
     Attributes:
-        evidence, diagnosis: what was found, and what follows from it.
-        seconds: that it took.
-        failures: what could not be looked at, and why.
+        seconds: duration of the investigation.
+        failures: what could not be checked, and why.
     """
 
     evidence: Evidence
@@ -93,39 +88,38 @@ def investigate(
     optimizer: Optimizer | None,
     setting: RunSettings,
 ) -> Findings:
-    """Looks into a step. Never raises for what the model does, and changes nothing live.
+    """Investigates a step. Never raises because of the model, and changes no live state.
 
     Args:
-        repro: the step.
         kind: `nonfinite`, `spike` or `loss_scale`.
-        classes: the last dimension of its logits; None if nobody knows.
-        optimizer: the live one, whose moments are those the step started from; only read.
-        setting: of the run.
+        classes: last dimension of the logits; None if unknown.
+        optimizer: the live optimizer, with the moments that the step started from; only read.
     """
     began = time.monotonic()
     assert repro.reading is not None
     attempt = Attempts(repro.deadline)
     found = Evidence(kind, repro.reading, setting=setting)
+    # Cheapest first: bad samples explain the incident without any replay.
     samples = attempt("samples", lambda: bad_samples(repro.batch, repro.tools.sanitizer.vocab_size, classes), [])
     found = replace(found, samples=samples)
     if not samples and kind == "loss_scale":
         found = replace(found, underflow=attempt("small gradients", lambda: underflow(repro), None))
     refuted = kind == "loss_scale" and (found.underflow is None or not found.underflow.real)
-    if not samples and not refuted:  # otherwise the cause is known, or the alarm was a false one
-        older = attempt("an older state", lambda: None if repro.older is None else repro.older(), None)
+    if not samples and not refuted:  # otherwise the cause is known or the alarm was false
+        older = attempt("older state", lambda: None if repro.older is None else repro.older(), None)
         found = run_again(repro, found, optimizer, older, attempt)
         found = measure_sizes(repro, found, optimizer, older, classes, attempt)
     diagnosis = diagnose(found)
-    if diagnosis.cause == "loss_scale_collapse":  # which shows as gradients that are not finite
+    if diagnosis.cause == "loss_scale_collapse":  # seen as non-finite gradients at first
         found = replace(found, kind="loss_scale")
     return Findings(found, diagnosis, time.monotonic() - began, attempt.failures)
 
 
 class Attempts:
-    """Gathers evidence until a deadline; what fails is noted, and never ends the run.
+    """Runs checks until a deadline, and records those that fail instead of raising.
 
     Attributes:
-        failures: what could not be gathered, and why.
+        failures: what could not be checked, and why.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -133,13 +127,13 @@ class Attempts:
         self.failures: list[str] = []
 
     def __call__(self, what: str, look: Callable[[], T], otherwise: T) -> T:
-        """What `look` finds; `otherwise` if there is no time left, or it cannot be done."""
+        """Returns the result of `look`; `otherwise` if the deadline has passed or `look` raises."""
         if time.monotonic() >= self._deadline:
-            self.failures.append(f"{what}: no time was left")
+            self.failures.append(f"{what}: the time limit was reached")
             return otherwise
         try:
             return look()
-        except Exception as error:  # a model may be anything
+        except Exception as error:  # a user's model may raise anything
             self.failures.append(f"{what}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}")
             return otherwise
 
@@ -147,24 +141,25 @@ class Attempts:
 def run_again(
     repro: Repro, found: Evidence, optimizer: Optimizer | None, older: Mapping[str, Any] | None, attempt: Attempts
 ) -> Evidence:
-    """Adds what running the step again shows: damage before it, the operation to blame, culprit samples."""
-    damage = attempt("the state", lambda: damaged(repro.model, repro.buffers, optimizer, older), [])
+    """Adds the evidence from replays: corrupt state, the operation to blame, culprit samples."""
+    damage = attempt("state before the step", lambda: damaged(repro.model, repro.buffers, optimizer, older), [])
     origin, makers = (None, [])
     if found.kind == "nonfinite":
-        origin, makers = attempt("the operations", lambda: trace(repro), (None, []))
+        origin, makers = attempt("trace of the operations", lambda: trace(repro), (None, []))
     outcomes = replays(repro)
     if origin is not None and origin.dtype == "float16" and outcomes["fp32"].finite is False:
-        deeper, made_of = attempt("the operations in fp32", lambda: trace(repro, "fp32"), (None, []))
-        if deeper is not None and deeper.dtype != "float16":  # fp16 is only the first to break of all formats
+        deeper, made_of = attempt("trace of the operations in fp32", lambda: trace(repro, "fp32"), (None, []))
+        if deeper is not None and deeper.dtype != "float16":  # it fails in every format; fp16 only failed first
             origin, makers = deeper, made_of
     found = replace(found, damage=damage, origin=origin, makers=makers, outcomes=outcomes)
+    # Two equal replays that differ from the step point to the hardware; two different ones, to nondeterminism.
     if outcomes["same"].bitwise_equal_to_reading is False:
-        found = replace(found, repeats=attempt("the same once more", lambda: repeats(repro, outcomes["same"]), None))
+        found = replace(found, repeats=attempt("second replay", lambda: repeats(repro, outcomes["same"]), None))
     if older:
-        way = attempt("the way since", lambda: drift(repro.model, optimizer, older, repro.step), None)
+        way = attempt("change of the weights", lambda: drift(repro.model, optimizer, older, repro.step), None)
         found = replace(found, drift=way)
     if found.kind == "nonfinite":
-        found = replace(found, culprits=attempt("single samples", lambda: find_culprits(repro), None))
+        found = replace(found, culprits=attempt("culprit samples", lambda: find_culprits(repro), None))
     return found
 
 
@@ -176,24 +171,22 @@ def measure_sizes(
     classes: int | None,
     attempt: Attempts,
 ) -> Evidence:
-    """Adds how large activations, logits, inputs and moments are, and were on an older state."""
+    """Adds the sizes of activations, logits, inputs and moments, on this state and on an older one."""
     sizes = attempt("activations and logits", lambda: sizes_of(repro, None, classes), {})
-    before = attempt("the older state's activations", lambda: sizes_of(repro, older, classes), {}) if older else {}
-    found = replace(found, largest_input=attempt("the inputs", lambda: largest_input(repro), None))
+    before = attempt("activations on the older state", lambda: sizes_of(repro, older, classes), {}) if older else {}
+    found = replace(found, largest_input=attempt("largest input", lambda: largest_input(repro), None))
     if optimizer is not None:
-        found = replace(found, overlong=attempt("the moments", lambda: overlong(optimizer), math.nan))
+        found = replace(found, overlong=attempt("optimizer moments", lambda: overlong(optimizer), math.nan))
     stale = math.nan
     if found.kind == "spike" and optimizer is not None:
-        stale = attempt("the second moments", lambda: gradient_staleness(repro, optimizer), math.nan)
+        stale = attempt("second moments", lambda: gradient_staleness(repro, optimizer), math.nan)
     return replace(found, sizes=sizes, before=before, staleness=stale)
 
 
 def trace(repro: Repro, variant: str = "same") -> tuple[Origin | None, list[str]]:
-    """The operation to blame in a replay, and the operations of its own module that its inputs came from.
-
-    The loss is taken of whole logits, whatever the step did: a trace tells forward from backward by their order.
-    """
+    """Returns the operation to blame in a replay, and the operations that computed its divisor."""
     take = VARIANTS[variant](repro)
+    # Use the whole logits, not chunks: the trace tells forward from backward by their order.
     tools = replace(take.tools, objective=take.tools.objective.plain)
     tracing = Trace(take.model)
     with tracing, ieee_kernels() if variant == "fp32" else contextlib.nullcontext():
@@ -205,10 +198,10 @@ def trace(repro: Repro, variant: str = "same") -> tuple[Origin | None, list[str]
 
 
 def divisor_history(records: Sequence[OpRecord], index: int) -> list[str]:
-    """The operations that made what a record divides by, or takes the root of: its last input, and whence that came.
+    """Names the operations that computed a record's last input: its divisor, or its root's argument.
 
-    Only what carries a number on is walked through, up to the first operation that sums many values up, and the one
-    before that: of sqrt(mean(x^2)) they are sqrt, mean and pow.
+    Follows operations that carry a value on, up to the first reduction and the operation before it: for
+    sqrt(mean(x^2)) these are sqrt, mean and pow.
     """
     found: list[str] = []
     waiting = [writer for writer in records[index].writers[-1:] if writer is not None]
@@ -225,7 +218,7 @@ def divisor_history(records: Sequence[OpRecord], index: int) -> list[str]:
 
 
 def repeats(repro: Repro, first: Outcome) -> bool | None:
-    """Whether the step, run again once more, gives the bits that it gave when it was first run again."""
+    """Whether a second replay gives the same bits as the first; None if either did not run."""
     second = replay(repro, "same")
     if first.loss is None or first.grad_norm is None or second.loss is None or second.grad_norm is None:
         return None
@@ -233,7 +226,7 @@ def repeats(repro: Repro, first: Outcome) -> bool | None:
 
 
 def sizes_of(repro: Repro, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
-    """The monitors' look at the first micro-batch, on the step's weights or on an older state's."""
+    """The monitors' metrics on the first micro-batch, with the step's weights or those of an older state."""
     model, look = repro.copy_model(), Probe()
     if older is not None:
         model.load_state_dict(older["model"])
@@ -245,7 +238,7 @@ def sizes_of(repro: Repro, older: Mapping[str, Any] | None, classes: int | None)
 
 
 def largest_input(repro: Repro) -> LargestInput | None:
-    """The sample of the batch with the largest input, beside the largest of another batch."""
+    """The sample with the largest input, compared with another batch; None if inputs are not floating point."""
     inputs = repro.batch.inputs
     if repro.fresh is None or not inputs.is_floating_point() or not inputs.numel():
         return None
@@ -256,7 +249,7 @@ def largest_input(repro: Repro) -> LargestInput | None:
 
 
 def gradient_staleness(repro: Repro, optimizer: Optimizer) -> float:
-    """How far this step's gradients are from the optimizer's second moments."""
+    """Compares this step's gradients with the optimizer's second moments; see `staleness`."""
     model = repro.copy_model()
     perform(model, repro.to_micro_batches(repro.batch), repro.replay_tools(), repro.step)
     return staleness(repro.model, [parameter.grad for parameter in model.parameters()], optimizer)

@@ -1,14 +1,14 @@
-"""Replays: one step is run again, as it was or with one thing changed, on a copy of the model.
+"""Replays one step on a copy of the model, unchanged or with one thing changed.
 
-| variant | what is changed | what it tells |
+| variant | what is changed | what the result tells |
 |---|---|---|
-| same | nothing | other bits: the machine, or an operation that is not deterministic |
-| fp32 | no autocast, no loss scale, no TF32, parameters widened | finite: a format's range or precision is to blame |
+| same | nothing | not bitwise equal: a hardware fault, or a nondeterministic operation |
+| fp32 | no autocast, no loss scale, no TF32, parameters in fp32 | finite: range or precision of a format is to blame |
 | fresh_batch | another batch | finite: this batch is to blame |
-| older_state | weights and buffers from before | finite: what training has made of the state since is to blame |
+| older_state | weights and buffers of an earlier step | finite: the updates since then are to blame |
 
-A replay is `step.compute` itself, on a copy of the model, compiled where the step was (all but `fp32`). Live weights,
-buffers, gradients, random generators, modes, hooks and kernel switches are afterwards what they were.
+A replay runs `step.compute`, compiled if the step was (except `fp32`). It leaves live weights, buffers, gradients,
+random generators, modes, hooks and kernel settings unchanged.
 """
 
 import contextlib
@@ -33,17 +33,17 @@ from stabletrain.step import compute
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a replay; where it was not run all but `not_run` is None.
+    """The result of a replay. If it was not run, every field except `not_run` is None.
 
     Attributes:
-        finite: whether loss and gradient norm are.
+        finite: whether loss and gradient norm are finite.
         loss, grad_norm: as in a reading: mean over the step, before clipping.
-        bitwise_equal_to_reading: for `same`, whether both are what the step measured; None for the others, and where
-            the step ran compiled and its replay did not. False is proof against the machine only with
-            `determinism=strict`.
-        zero_gradients: share, in [0, 1], of gradient elements that are exactly 0.
-        seconds: how long it took.
-        not_run: why it was not; empty where it was.
+        bitwise_equal_to_reading: for `same`, whether loss and gradient norm equal the step's; None for other variants,
+            and if the bits are not comparable, for example because only the step was compiled. False proves a hardware
+            fault only with `determinism=strict`.
+        zero_gradients: share of gradient elements that are exactly 0, in [0, 1].
+        seconds: duration of the replay.
+        not_run: why the replay was not run; empty if it was.
     """
 
     finite: bool | None = None
@@ -57,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Take:
-    """What a variant runs."""
+    """The model, batches and tools that a variant runs."""
 
     model: nn.Module
     batches: list[Batch]
@@ -65,16 +65,16 @@ class Take:
 
 
 class NotPossible(Exception):
-    """The repro has not what the variant needs."""
+    """Raised if the repro lacks something that the variant needs."""
 
 
 def same(repro: Repro) -> Take:
-    """The step as it was."""
+    """The step unchanged."""
     return Take(repro.copy_model(), repro.to_micro_batches(repro.batch), repro.replay_tools())
 
 
 def fp32(repro: Repro) -> Take:
-    """The step in true fp32; run it within `ieee_kernels`."""
+    """The step in true fp32. Run it inside `ieee_kernels`."""
     model = repro.copy_model()
     widen_(model)
     tools = replace(repro.replay_tools(), precision=Unscaled("fp32", repro.device, torch.float32))
@@ -104,24 +104,19 @@ VARIANTS: dict[str, Callable[[Repro], Take]] = {
     "fresh_batch": fresh_batch,
     "older_state": older_state,
 }
-"""The variants by name, in the order in which time is spent on them."""
+"""The variants by name, in the order in which they run until the deadline."""
 
 
 def replays(repro: Repro, variants: Iterable[str] = VARIANTS) -> dict[str, Outcome]:
-    """The outcome of each variant, in order; those that the deadline cuts off are marked as not run."""
+    """Runs the variants in order; those after the deadline are marked as not run."""
     return {variant: replay(repro, variant) for variant in variants}
 
 
 def replay(repro: Repro, variant: str) -> Outcome:
-    """Runs the step again; never raises for what the model does.
-
-    Args:
-        repro: the step.
-        variant: one of `VARIANTS`.
-    """
+    """Replays the step as one of `VARIANTS`; never raises because of the model."""
     make, began = VARIANTS[variant], time.monotonic()
     if began >= repro.deadline:
-        return Outcome(not_run="no time was left")
+        return Outcome(not_run="the time limit was reached")
     compiled = variant != "fp32" and repro.compiled_for is not None and repro.comparable
     try:
         take = make(repro)
@@ -131,8 +126,8 @@ def replay(repro: Repro, variant: str) -> Outcome:
             loss, norm, zeros = perform(take.model, take.batches, take.tools, repro.step)
     except NotPossible as error:
         return Outcome(not_run=str(error))
-    except Exception as error:  # whatever it is: a model may be anything, and explaining must not end a run
-        if compiled:  # here nothing can be compiled
+    except Exception as error:  # a user's model may raise anything, and an investigation must not end the run
+        if compiled:  # perhaps compilation failed: replay uncompiled, marked as not comparable
             return replay(replace(repro, compiled=True, compiled_for=None), variant)
         return Outcome(not_run=" ".join(f"{type(error).__name__}: {error}".split())[:200])
     equal = None
@@ -143,12 +138,13 @@ def replay(repro: Repro, variant: str) -> Outcome:
 
 
 def perform(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> tuple[float, float, float]:
-    """Forward and backward of a step on a copy of the model.
+    """Runs forward and backward of step number `step` on a copy of the model.
 
     Returns:
-        loss, gradient norm, and the share of gradient elements that are 0. The gradients are left in `.grad`.
+        loss, gradient norm, and the share of gradient elements that are 0. The gradients stay in `.grad`.
     """
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.0), step)
+    # The copy is uncompiled unless `replay` compiled it: keep the compiler away from the user's own `torch.compile`.
     plain = uncompiled() if compiled_shape(model) is None else contextlib.nullcontext()
     with rng_restored(model), plain, torch.enable_grad():
         computed = compute(state, batches, tools)
@@ -160,7 +156,7 @@ def perform(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> 
 
 @torch.no_grad()
 def widen_(model: nn.Module) -> None:
-    """Stores every fp16 and bf16 parameter and buffer in fp32, in place."""
+    """Converts every fp16 and bf16 parameter and buffer to fp32, in place."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.dtype in (torch.float16, torch.bfloat16):
             tensor.data = tensor.data.float()
@@ -168,7 +164,7 @@ def widen_(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def ieee_kernels() -> Generator[None, None, None]:
-    """Within it no fp32 matmul, convolution or RNN is rounded to TF32 or less."""
+    """Disables TF32 and other reduced-precision modes of fp32 matmuls, convolutions and RNNs."""
     from torch.backends import cuda, cudnn, mkldnn
 
     kinds: list[Any] = [cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]  # ty: ignore[missing-attribute]
@@ -183,5 +179,5 @@ def ieee_kernels() -> Generator[None, None, None]:
 
 
 def same_bits(a: float, b: float) -> bool:
-    """Whether two numbers are one to the bit; every NaN is the same."""
+    """Whether two numbers are bitwise equal; all NaNs count as equal."""
     return struct.pack("d", a) == struct.pack("d", b) or (math.isnan(a) and math.isnan(b))

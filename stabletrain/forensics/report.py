@@ -1,4 +1,4 @@
-"""The page of an incident: what it was, what to do, and only then how that is known; `report.md`."""
+"""Writes report.md, the page of an incident: what happened, how to fix it, and then the evidence."""
 
 import json
 import math
@@ -14,10 +14,10 @@ from stabletrain.forensics.trace.origin import Link, Origin
 from stabletrain.tracking.metrics import plain
 
 BAR = 30
-"""Columns of the longest bar of the chain's picture."""
+"""Longest bar in the chart of magnitudes, in columns."""
 
 RUNS = {
-    "same": "as it was",
+    "same": "unchanged",
     "fp32": "in fp32",
     "fresh_batch": "another batch, same weights",
     "older_state": "same batch, older weights",
@@ -25,20 +25,14 @@ RUNS = {
 """The replays in words."""
 
 TRIED = ("model", "precision", "zloss", "qknorm", "softcap")
-"""What one step can try of a fix."""
+"""Config groups whose effect one replayed step can show."""
 
 SLOW = "precision.growth_interval="
-"""What of it takes many steps."""
+"""An override of these groups whose effect takes many steps to show."""
 
 
 def report(record: Mapping[str, Any], found: Findings, folder: Path | None = None) -> str:
-    """One page for people, in Markdown: what it was, what to do, and only then how that is known.
-
-    Args:
-        record: as `as_json` gives it.
-        found: what it was made from.
-        folder: where the page goes, for the commands on it.
-    """
+    """Returns the page in Markdown. `record` is from `as_json`; `folder` is used in the commands on the page."""
     evidence = found.evidence
     reading, name = evidence.reading, "<this folder>" if folder is None else str(folder)
     cause = record["cause"]
@@ -51,65 +45,65 @@ def report(record: Mapping[str, Any], found: Findings, folder: Path | None = Non
             "",
             f"`{cause}`, {record['confidence']:.0%} sure. The step measured loss {reading.loss:.6g} and gradient norm "
             f"{reading.grad_norm:.6g}. {what_became(evidence)}",
-            *section("Do this", [*numbered(record["fix"]), *trying(record["fix"], name)]),
+            *section("Fix", [*numbered(record["fix"]), *trying(record["fix"], name)]),
             *section("Where it began", where(evidence.origin)),
-            *section("Gradients that are lost", lost(evidence.underflow)),
-            *section("Sizes on the way there", chain(evidence.origin)),
+            *section("Gradients lost to underflow", lost(evidence.underflow)),
+            *section("Magnitudes leading up to it", chain(evidence.origin)),
             *section("Samples", [f"- {json.dumps(plain(sample))}" for sample in samples]),
-            *section("The step run again", runs(evidence)),
-            *section("What else is known", [f"- {line}" for line in lines]),
-            *section("What could not be looked at", [f"- {line}" for line in found.failures]),
-            *section("Look again", [f"    stabletrain replay {name}"]),
+            *section("Replays of the step", runs(evidence)),
+            *section("More evidence", [f"- {line}" for line in lines]),
+            *section("What could not be checked", [f"- {line}" for line in found.failures]),
+            *section("Replay it yourself", [f"    stabletrain replay {name}"]),
             "",
         ]
     )
 
 
 def what_became(evidence: Evidence) -> str:
-    """What became of the step's update."""
+    """Says whether the step's update was applied."""
     if not evidence.reading.applied:
-        return "Its update was withheld: the weights are as they were before, nothing is lost."
+        return "Its update was skipped: the weights are unchanged, and nothing is lost."
     return (
-        "Nothing in it was not finite, and its update was applied. What is shown here is the same batch on the weights "
-        "that it has made."
+        "Its numbers were finite, so its update was applied. The numbers below are of the same batch with the weights "
+        "after that update."
     )
 
 
 def section(title: str, lines: Sequence[str]) -> list[str]:
-    """A heading and what is under it; nothing where there is nothing."""
+    """A heading and its lines; nothing if there are no lines."""
     return ["", f"## {title}", "", *lines] if lines else []
 
 
 def sentence(words: str) -> str:
-    """`words` with a capital at the start, unless that is somebody's name, and a full stop."""
+    """Capitalises `words` and adds a full stop; a leading identifier keeps its case."""
     first = words.partition(" ")[0]
     return (words if "." in first or "_" in first else words[:1].upper() + words[1:]).rstrip(".") + "."
 
 
 def numbered(fixes: Sequence[str]) -> list[str]:
-    """The fixes, best first."""
+    """The fixes as a numbered list, best first."""
     return [f"{number}. {f'`{fix}`' if is_override(fix) else fix}" for number, fix in enumerate(fixes, 1)]
 
 
 def is_override(fix: str) -> bool:
-    """Whether a fix is one for the command line, and not something to do by hand."""
+    """Whether a fix can be typed on the command line."""
     return "=" in fix and " " not in fix
 
 
 def trying(fixes: Sequence[str], name: str) -> list[str]:
-    """The command that tries the best fix that one step can try."""
+    """The command that tries the best fix whose effect one step can show."""
     able = [fix for fix in fixes if is_override(fix) and fix.partition("=")[0].partition(".")[0] in TRIED]
     able = [fix for fix in able if not fix.startswith(SLOW)]
-    return ["", "Try it on this very step:", "", f"    stabletrain replay {name} '{able[0]}'"] if able else []
+    return ["", "To try it on this step:", "", f"    stabletrain replay {name} '{able[0]}'"] if able else []
 
 
 def where(origin: Origin | None) -> list[str]:
-    """The operation to blame, with what went in and came out."""
+    """The operation to blame, with its inputs and outputs."""
     if origin is None:
         return []
     lines = [
         f"`{origin.op}` in {f'`{origin.module}`' if origin.module else 'the model'}, {origin.direction}, "
-        f"{origin.dtype}, at `{origin.source or 'a line that nobody knows'}`:",
+        f"{origin.dtype}, at `{origin.source or 'an unknown line'}`:",
         "",
         f"> {origin.reason}",
         "",
@@ -125,7 +119,7 @@ def where(origin: Origin | None) -> list[str]:
 
 
 def lost(small: Underflow | None) -> list[str]:
-    """The parameters whose gradients fp16 makes 0, the worst hit first."""
+    """A table of the parameters whose gradients underflow in fp16, worst first."""
     if small is None or not small.worst:
         return []
     lines = [f"| | elements | 0 at loss scale {small.loss_scale:g} | 0 in fp32 |", "|---|---|---|---|"]
@@ -143,24 +137,30 @@ def runs(evidence: Evidence) -> list[str]:
         if outcome.not_run or outcome.loss is None or outcome.grad_norm is None:
             lines.append(f"| {title} | | | | not run: {outcome.not_run} |")
             continue
-        bits = {True: "the same bits", False: "other bits than the first time", None: ""}
+        bits = {True: "bitwise equal to the step", False: "not bitwise equal to the step", None: ""}
         finite = "yes" if outcome.finite else "**no**"
         equal = bits[outcome.bitwise_equal_to_reading]
         if name == "same" and evidence.reading.applied:
-            equal = "on the weights after it, so there is nothing to compare bits with"
+            equal = "with the weights after the update, so not comparable bitwise"
         lines.append(f"| {title} | {finite} | {outcome.loss:.6g} | {outcome.grad_norm:.6g} | {equal} |")
     return lines
 
 
 def chain(origin: Origin | None) -> list[str]:
-    """The picture of the magnitudes that led to the origin."""
+    """The chart of the magnitudes that lead to the origin."""
     if origin is None or not origin.chain:
         return []
-    return ["Each bar is one part of the model, in the order of computing.", "", "```", *picture(origin.chain), "```"]
+    return [
+        "Each bar is one part of the model, in order of computation, on a log scale.",
+        "",
+        "```",
+        *picture(origin.chain),
+        "```",
+    ]
 
 
 def picture(links: Sequence[Link]) -> list[str]:
-    """Magnitudes as bars, a column for each equal step of their logarithm; `!` is what is not finite."""
+    """Magnitudes as bars on a logarithmic scale; `!` marks non-finite values."""
     sizes = [math.log10(link.absmax) if 0 < link.absmax < math.inf else None for link in links]
     known = [size for size in sizes if size is not None] or [0.0]
     low = min(known) - 1

@@ -1,12 +1,12 @@
-"""A repro: everything needed to run one step again, in memory and on disk, and a copy of the model to run it on.
+"""A repro: everything needed to replay one step, in memory and on disk, and a copy of the model to replay it on.
 
 A skipped step left the weights unchanged, so the live model still has the weights that the step started from. Only its
-buffers differ, because the next step's forward pass has already run. `step.compute` saves the buffers from before, and
-the repro holds them. Nothing in a repro is ever modified: a replay runs on `copy_model()`, which has its own weights,
+buffers differ, because the next step's forward pass has already run; `step.compute` saved their earlier values, and the
+repro holds them. Nothing in a repro is ever modified: a replay runs on `copy_model()`, which has its own weights,
 buffers, gradients and attributes, and is not compiled.
 
-On disk a repro is `scene.json`, `batch.safetensors` and `state.safetensors`, without pickle. A model built from the
-run's configuration and loaded from these files computes the same bits.
+On disk a repro is `scene.json`, `batch.safetensors` and `state.safetensors`, without pickle. A model that is built from
+the run's configuration and loaded from these files computes the same bits.
 """
 
 import copy
@@ -32,31 +32,31 @@ from stabletrain.protocols import Precision, Tools
 from stabletrain.records import Batch, Reading
 
 CONTAINERS = ("_modules", "_parameters", "_buffers")
-"""Where a module keeps its children and tensors."""
+"""Attributes in which a module keeps its children and tensors."""
 
 
 @dataclass(frozen=True)
 class Repro:
-    """One step, ready to be run again.
+    """One step, ready to be replayed.
 
     Attributes:
-        model: its weights are those that the step started from; read only.
-        buffers: as they were before the step, in the order of `model.buffers()`.
-        step: number of the step, counted from 0: it names the randomness.
-        batch: what the step read, whole, on the host.
-        micro_batches: into how many the step cut it.
-        tools: what acted in the step; of the loss scale, which has moved since, see `loss_scale`.
-        loss_scale: the one that the step ran with, as in its reading.
-        device: where the model lives.
-        reading: what the step measured; None if that is not known.
-        compiled: whether it ran so, by the user's own doing, that a copy of the model computes other bits.
-        compiled_for: the shape of inputs that the model was compiled for (`machine/compiling.py`); None if it was not.
-        applied: whether its update has reached the weights, so that they are those after it: a replay is then of the
-            same batch, and not of the same step.
-        older: gives a captured state (`checkpoint/capture.py`) from before the step, or None if none is left.
-        fresh: gives another batch, of a data position that the run has neither read nor passed over.
-        deadline: of `time.monotonic()`, in seconds; what has not begun by then is not run.
-        metadata: what else is to be kept with the repro, as a tree without tensors: the run's configuration.
+        model: with the weights that the step started from; only read.
+        buffers: values from before the step, in the order of `model.buffers()`.
+        step: number of the step, counted from 0; seeds its randomness.
+        batch: the whole batch of the step, on the host.
+        micro_batches: number of micro-batches of the step.
+        tools: what acted in the step. Their loss scale has changed since; see `loss_scale`.
+        loss_scale: the step's.
+        device: of the model.
+        reading: the step's; None if unknown.
+        compiled: whether the user's own code compiled the model, so that a copy computes other bits.
+        compiled_for: input shape that the model was compiled for (`machine/compiling.py`); None if it was not compiled.
+        applied: whether the update was applied. The weights are then those after the step, and a replay does not repeat
+            the step: it only uses the same batch.
+        older: returns a captured state (`checkpoint/capture.py`) from before the step; None if none is left.
+        fresh: returns another batch, from a data position that the run neither read nor passed.
+        deadline: in `time.monotonic()` seconds; replays that have not begun by then are not run.
+        metadata: a tree without tensors to save with the repro: the run's configuration.
     """
 
     model: nn.Module
@@ -77,39 +77,39 @@ class Repro:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def copy_model(self) -> nn.Module:
-        """A copy of the model as the step found it, without gradients; what it does reaches nothing live."""
+        """A copy of the model as the step found it, without gradients and independent of the live model."""
         model_copy = copy_of_model(self.model)
         self.reset_(model_copy)
         return model_copy
 
     @torch.no_grad()
     def reset_(self, model_copy: nn.Module) -> None:
-        """Puts the buffers of such a copy to where the step started, so that it can run once more."""
+        """Restores a copy's buffers to their values before the step."""
         for buffer, before in zip(model_copy.buffers(), self.buffers, strict=True):
             buffer.copy_(before)
 
     def replay_tools(self) -> Tools:
-        """The tools, with a precision of their own at the loss scale of the step, and without the other ranks."""
+        """The tools for one process, with a copy of the precision at the step's loss scale."""
         return replace(self.tools, precision=at_scale(self.tools.precision, self.loss_scale), parallel=SingleProcess())
 
     def to_micro_batches(self, batch: Batch) -> list[Batch]:
-        """A batch of the host on the device, cut as the step cut its own."""
+        """Moves a host batch to the device and splits it into the step's number of micro-batches."""
         return replace(batch, counted=None).to(self.device).split(self.micro_batches)
 
     @property
     def comparable(self) -> bool:
-        """Whether a replay on a copy of the model computes the very operations of the step, from where it started."""
-        several = type(self.tools.parallel) is not SingleProcess  # of one rank's part alone the step has no numbers
+        """Whether a replay on a copy of the model must give the step's bits."""
+        several = type(self.tools.parallel) is not SingleProcess  # the reading covers all ranks, a replay only one
         return not (
             several or self.applied or self.compiled or any(is_compiled(module) for module in self.model.modules())
         )
 
 
 def copy_of_model(model: nn.Module) -> nn.Module:
-    """A deep copy of a model that has been trained: uncompiled, without gradients, with the hooks of its parameters.
+    """A deep copy of a trained model: uncompiled, without gradients, with its parameters' hooks.
 
-    A tensor that a forward pass left in an attribute is copied without its graph. What cannot be copied at all (a lock,
-    an open file) is shared.
+    Tensors that a forward pass left in attributes are copied without their graphs. Attributes that cannot be copied (a
+    lock, an open file) are shared.
     """
     graphs: dict[int, Any] = {}
 
@@ -121,7 +121,7 @@ def copy_of_model(model: nn.Module) -> nn.Module:
         map_tensors(cut_off, vars(module))
     try:
         model_copy = copy.deepcopy(model, dict(graphs))
-    except Exception:  # whatever an attribute raises that will not be copied
+    except Exception:  # an attribute that cannot be copied may raise anything
         model_copy = copy.deepcopy(model, shared(model, graphs) | graphs)
     for mine, live in zip(model_copy.parameters(), model.parameters(), strict=True):
         mine.grad = None
@@ -133,7 +133,7 @@ def copy_of_model(model: nn.Module) -> nn.Module:
 
 
 def shared(model: nn.Module, copied: Mapping[int, Any]) -> dict[int, Any]:
-    """The attributes of a model's modules that cannot be copied, by their identity."""
+    """The attributes of a model's modules that cannot be copied, by `id`."""
     found: dict[int, Any] = {}
     for module in model.modules():
         for name, value in vars(module).items():
@@ -147,13 +147,13 @@ def shared(model: nn.Module, copied: Mapping[int, Any]) -> dict[int, Any]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module runs compiled, in place or wrapped, otherwise than by `machine/compiling.py`."""
+    """Whether a module is compiled by anything except `machine/compiling.py`."""
     code = getattr(module, "_compiled_call_impl", None)
     return (code is not None and compiled_shape(module) is None) or hasattr(module, "_orig_mod")
 
 
 def at_scale(precision: Precision, loss_scale: float) -> Precision:
-    """A precision of its own at a given loss scale; one without a loss scale stays as it is."""
+    """A copy of a precision at a given loss scale; without a loss scale, an unchanged copy."""
     then = copy.copy(precision)
     if isinstance(then, Stateful) and is_scaled(precision):
         then.load_state_dict({**then.state_dict(), "scale": torch.tensor(loss_scale, dtype=torch.float32)})
@@ -161,7 +161,7 @@ def at_scale(precision: Precision, loss_scale: float) -> Precision:
 
 
 def is_scaled(precision: Precision) -> bool:
-    """Whether a precision has a loss scale that moves."""
+    """Whether a precision has a dynamic loss scale."""
     return isinstance(precision, Stateful) and "scale" in precision.state_dict()
 
 
@@ -170,13 +170,13 @@ SCENE, BATCH, STATE = "scene.json", "batch.safetensors", "state.safetensors"
 
 
 def save_repro(folder: Path, repro: Repro) -> None:
-    """Writes a repro into `folder`, which is made where it does not exist; `scene.json`, the last, makes it one.
+    """Writes a repro, without `older` and `fresh`, into `folder`, which is created if necessary.
 
-    `older` and `fresh` are not kept.
+    `scene.json` is written last: a folder without it is incomplete.
 
     Raises:
         OSError: the disk is full or gone.
-        TypeError: `about` holds something else than dicts with str keys, lists, str, bool, int, float and None.
+        TypeError: `metadata` holds anything except dicts with str keys, lists, str, bool, int, float and None.
     """
     model, batch = repro.model, repro.batch
     names = [name for name, _ in model.named_buffers()]
@@ -186,6 +186,7 @@ def save_repro(folder: Path, repro: Repro) -> None:
     }
     kept = {"inputs": batch.inputs, "targets": batch.targets, "ids": batch.ids}
     order = {name: by_stride(tensor) for name, tensor in kept.items() if tensor is not None}
+    # Keep the memory layout: the choice of kernel, and so the bits, depends on it.
     laid_out = {name: tensor.permute(order[name]) for name, tensor in kept.items() if tensor is not None}
     about = {
         "format": FORMAT,
@@ -197,13 +198,14 @@ def save_repro(folder: Path, repro: Repro) -> None:
         "compiled": not replace(repro, applied=False).comparable,
         "compiled_for": None if repro.compiled_for is None else [*repro.compiled_for],
         "applied": repro.applied,
-        "threads": torch.get_num_threads(),
+        "threads": torch.get_num_threads(),  # the order of sums depends on it
         "order": order,
         "sources": None if batch.sources is None else [*batch.sources],
         "about": repro.metadata,
     }
     skeleton = flatten(about)[1]
     folder.mkdir(parents=True, exist_ok=True)
+    # Remove an older scene first, so that new tensors never meet it.
     (folder / SCENE).unlink(missing_ok=True)
     for file, tree in ((BATCH, laid_out), (STATE, state)):
         tensors, skeleton[file] = flatten(to_host(tree))
@@ -222,15 +224,15 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def by_stride(tensor: Tensor) -> list[int]:
-    """The dimensions of a tensor as they lie in memory, the outermost first: which kernel runs depends on it."""
+    """The dimensions of a tensor in memory order, outermost first."""
     return sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
 
 
 def read(folder: Path) -> Tree:
-    """What `scene.json` says.
+    """Reads `scene.json`.
 
     Raises:
-        ConfigError: there is none, or none of this version.
+        ConfigError: the file is missing, unreadable or of another format version.
     """
     try:
         found = json.loads((folder / SCENE).read_text())
@@ -243,25 +245,23 @@ def read(folder: Path) -> Tree:
 
 
 def about(folder: Path) -> dict[str, Any]:
-    """What was to be kept with the repro: enough to build its model and tools again.
+    """Reads the repro's metadata: enough to build its model and tools.
 
     Raises:
-        ConfigError: as `load_scene`.
+        ConfigError: as `read`.
     """
     return unflatten(read(folder)["about"], {})
 
 
 def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = True) -> Repro:
-    """The repro that `save_repro` wrote.
+    """Loads what `save_repro` wrote, with tools built as the run built them or with a fix to try.
 
     Args:
-        folder: the incident's.
-        model: built as the run built it, on the device to run on; the repro's weights are written into it.
-        tools: built as the run built them, or others, to see what they would have made of the step.
-        strict: False leaves what the repro does not know of the model as it is, for a model with a part more.
+        model: built as the run built it, on the device to replay on; receives the repro's weights.
+        strict: if false, parts of the model that the repro does not contain keep their values.
 
     Raises:
-        ConfigError: a file is missing or damaged, or the model is not that of the repro.
+        ConfigError: a file is missing or damaged, or the repro is of another model.
     """
     found = read(folder)
     state, kept = tensors_of(folder, STATE, found), tensors_of(folder, BATCH, found)
@@ -271,7 +271,7 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
     laid_out = {name: kept[name].permute(inverse(order)) for name, order in found["order"].items()}
     batch = Batch(laid_out["inputs"], laid_out["targets"], laid_out.get("ids"), found["sources"])
     reading, loss_scale = unflatten([found["reading"], found["loss_scale"]], {})
-    if not (found["scaled"] and is_scaled(tools.precision)):  # another precision than the step's is tried
+    if not (found["scaled"] and is_scaled(tools.precision)):  # a fix changes the precision
         loss_scale = float(tools.precision.loss_scale())
     return Repro(
         model=model,
@@ -291,34 +291,38 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
 
 
 def tensors_of(folder: Path, file: str, found: Tree) -> Tree:
-    """The tree of one file, of which every byte is what was written.
+    """Reads the tree of one file and verifies its checksum.
 
     Raises:
-        ConfigError: it is not so.
+        ConfigError: the file cannot be read, or does not match its checksum.
     """
     try:
         content = (folder / file).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{folder / file} cannot be read ({error.strerror}): nothing is replayed without") from error
+        raise ConfigError(f"{folder / file} cannot be read ({error.strerror}): a replay needs it") from error
     if hashlib.sha256(content).hexdigest() != found[f"{file} sha256"]:
-        raise ConfigError(f"{folder / file} does not match its checksum: it is damaged, and would replay another step")
+        raise ConfigError(f"{folder / file} does not match its checksum: it is damaged, so the replay would be wrong")
     return unflatten(found[file], safetensors.torch.load(content))
 
 
 @torch.no_grad()
 def put_(live: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Path, strict: bool) -> None:
-    """Copies saved values into the tensors of the same names."""
+    """Copies saved values into the tensors of the same names.
+
+    Raises:
+        ConfigError: a name is missing on one side, or shapes differ.
+    """
     for name in [*saved, *live] if strict else saved:
         if name not in live or name not in saved or live[name].shape != saved[name].shape:
             shapes = [list(of[name].shape) if name in of else "absent" for of in (saved, live)]
             raise ConfigError(
-                f"{folder}: '{name}' is {shapes[0]} in the incident and {shapes[1]} in the model: replay it with the "
-                "model's options of its own run"
+                f"{folder}: '{name}' is {shapes[0]} in the incident and {shapes[1]} in the model: use the "
+                "model options of the incident's run"
             )
     for name, value in saved.items():
         live[name].copy_(value)
 
 
 def inverse(order: Sequence[int]) -> list[int]:
-    """The permutation that undoes `order`."""
+    """The inverse permutation."""
     return sorted(range(len(order)), key=lambda place: order[place])

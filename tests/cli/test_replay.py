@@ -1,4 +1,4 @@
-"""`stabletrain diagnose` and `stabletrain replay`: incidents are listed, and run again from their folder alone."""
+"""`stabletrain diagnose` lists incidents, and `stabletrain replay` replays them from their folder alone."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ RUNS = {
 
 
 def incident_of(folder, *overrides):
-    """Trains in `folder` and gives its first incident."""
+    """Trains in `folder` and returns its first incident."""
     with composed(*QUIET, *overrides) as cfg:
         train(build(cfg, folder))
     return sorted(folder.glob("incidents/step-*"))[0]
@@ -27,7 +27,7 @@ def incident_of(folder, *overrides):
 
 @pytest.fixture(scope="module", params=RUNS)
 def incident(request, tmp_path_factory):
-    """An incident with a finite loss, its folder alone: the run is gone."""
+    """An incident's folder, without the run it came from."""
     made = tmp_path_factory.mktemp("run")
     alone = tmp_path_factory.mktemp("elsewhere") / "incident"
     shutil.move(incident_of(made, *RUNS[request.param], "faults=label", "faults.at=[6]"), alone)
@@ -56,17 +56,17 @@ def test_an_incident_is_reproduced_bit_for_bit_from_its_folder_alone(incident, c
     assert found["now"] == found["then"]
     assert isinstance(found["now"]["loss"], float)
     assert main(["replay", str(folder)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("the same bits")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("bitwise equal")
 
 
-def test_other_bits_are_told(incident, tmp_path, capsys):
+def test_a_replay_that_is_not_bitwise_equal_says_so(incident, tmp_path, capsys):
     folder = shutil.copytree(incident[1], tmp_path / "changed")
     repro = json.loads((folder / "scene.json").read_text())
     repro["reading"]["loss"] += 1e-6
     (folder / "scene.json").write_text(json.dumps(repro))
     assert replayed(capsys, folder)["same_bits"] is False
     assert main(["replay", str(folder)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("other bits")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("not bitwise equal")
 
 
 @pytest.mark.parametrize("override", ["precision=tried", "label_smoothing=0.3", "zloss=palm"])
@@ -92,8 +92,8 @@ def test_a_preset_reaches_the_model_and_its_new_parts_are_named(incident, capsys
 
 
 REFUSED = {
-    "optimizer.lr=1": "no part in one step's forward and backward",
-    "guard=off": "no part in one step's forward and backward",
+    "optimizer.lr=1": "does not affect one step's forward and backward",
+    "guard=off": "does not affect one step's forward and backward",
     "stability=none": "changes nothing",
     "label_smoothing=0.0": "changes nothing",
     "precision=fp61": "there is no such option; did you mean",
@@ -119,7 +119,7 @@ def test_what_cannot_be_tried_is_refused_with_the_reason(incident, capsys, overr
 
 
 def test_a_folder_that_cannot_be_replayed_says_why(incident, tmp_path, capsys):
-    assert "is no folder" in refused(capsys, "replay", tmp_path / "nowhere")
+    assert "is not a folder" in refused(capsys, "replay", tmp_path / "nowhere")
     assert "holds no incident" in refused(capsys, "replay", tmp_path)
     unkept = shutil.copytree(incident[1], tmp_path / "unkept", ignore=shutil.ignore_patterns("scene.json"))
     assert "forensics.keep_state=true" in refused(capsys, "replay", unkept)
@@ -174,7 +174,7 @@ def test_a_fix_is_tried_on_a_users_own_model(tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()[-1]
 
-    assert replay() == "the same bits: the step is not finite, as it was"
+    assert replay() == "bitwise equal: the step is not finite, as in the run"
     assert replay("precision=bf16") == "with precision=bf16 the step is finite"
     assert replay("precision.init_scale=4") == "with precision.init_scale=4 the step is not finite"
 
@@ -221,8 +221,8 @@ def test_a_run_without_incidents_says_so(tmp_path, capsys):
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
-    assert "is no folder" in refused(capsys, "diagnose", tmp_path / "nowhere")
-    assert "holds no run" in refused(capsys, "diagnose", tmp_path)
+    assert "is not a folder" in refused(capsys, "diagnose", tmp_path / "nowhere")
+    assert "is not a run folder" in refused(capsys, "diagnose", tmp_path)
     filed(tmp_path, "step-00000007", step=7)
     (tmp_path / "incidents" / "step-00000007" / "diagnosis.json").write_text("{")
     assert "it is damaged; move step-00000007 away" in refused(capsys, "diagnose", tmp_path)

@@ -32,7 +32,7 @@ def line(part):
 
 
 class Part(nn.Module):
-    """Calls `work`, a frame further in, on a value that is 0 or another constant, whatever the weights are."""
+    """Calls `work`, one stack frame deeper, on a constant value that does not depend on the weights."""
 
     value = 0.0
 

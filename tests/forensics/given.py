@@ -1,4 +1,4 @@
-"""What the tests of replays start from: jobs, steps and scenes of them, and models that marked samples ruin."""
+"""Fixtures for tests of replays: runs, steps, repros, and models that fail for marked samples."""
 
 import math
 import random
@@ -20,7 +20,7 @@ RESNET = [*TINY_RESNET, "model.depth=8"]
 MODELS = {"gpt": GPT, "resnet": RESNET}
 QUIET = ["checkpoint=off", "monitors=none", "steps=40", "warmup=none", "schedule=constant"]
 FAST_FP16 = ["precision.init_scale=1e6", "precision.growth_interval=2"]
-"""So that the loss scale falls, and rises again, within some steps."""
+"""Makes the loss scale fall and rise again within a few steps."""
 
 
 def made(folder, *overrides):
@@ -37,7 +37,7 @@ def micro_batches(job, batch):
 
 
 def scene_of(job, batch, computed=None, reading=None, **more):
-    """A step of `job` as the loop would hand it on; without `computed`, one that has not begun."""
+    """A step of `job` as the loop passes it to forensics; without `computed`, a step that has not begun."""
     held = [buffer.clone() for buffer in job.state.model.buffers()] if computed is None else computed.saved_buffers
     scale = float(job.tools.precision.loss_scale()) if reading is None else reading.loss_scale
     step = job.state.step if reading is None else reading.step - 1
@@ -63,7 +63,7 @@ def one_step(job, batch):
 
 
 def recorded(job, steps):
-    """Runs steps; returns of each the state it started from, its batch and its reading."""
+    """Runs steps; returns for each its initial state, its batch and its reading."""
     found = []
     for step in range(steps):
         tree, batch = to_host(capture(job.state, job.rollback.parts)), job.data.batches.get(step)
@@ -106,7 +106,7 @@ def assert_unchanged(before, after):
 
 # Samples that harm a step, by what is in them and in no other: the fault is part of the model, as a real one is.
 MARK = {"gpt": 1, "resnet": 77.0}
-"""What a marked sample is filled with; no other sample is."""
+"""Value that fills marked samples only."""
 
 
 def marked(batch, rows):
@@ -121,7 +121,7 @@ def marks(inputs):
 
 
 class Backwards(torch.autograd.Function):
-    """Does nothing forward, and ruins the gradient of marked samples."""
+    """The identity in forward; makes the gradient of marked samples non-finite."""
 
     @staticmethod
     def forward(context, x, bad):
@@ -149,7 +149,7 @@ def ruin_if_two(module, inputs, output):
 
 
 def wear(module, inputs, output):
-    """Counts in a buffer how often the model ran, and lets the logits depend on it, as BatchNorm's do in evaluation."""
+    """Counts forward passes in a buffer and makes the logits depend on it, as BatchNorm does in evaluation."""
     module.worn += 1
     return output * (1 + module.worn / 64)
 
@@ -165,13 +165,13 @@ RUINS = {"forward": ruin_forward, "backward": ruin_backward, "two": ruin_if_two}
 
 
 def ruined(job, how):
-    """The job with a fault in its model that only marked samples meet: in the logits, which no BatchNorm mixes."""
+    """The job with a fault that only marked samples trigger; it is in the logits, after every BatchNorm."""
     wearing(job).state.model.register_forward_hook(RUINS[how])
     return job
 
 
 def assert_recorded_steps_replay(folder, *overrides):
-    """The law itself, for a run of `overrides`; on a card it is `tests/laws/test_on_a_card.py` that asks for it."""
+    """Checks law 5 for a run with `overrides`; `tests/laws/test_on_a_card.py` does so on a GPU."""
     chosen = [*overrides, "grad_accum_steps=2", "clipping.max_norm=0.01"]
     job = wearing(made(folder / "run", *chosen))
     steps = recorded(job, 7)

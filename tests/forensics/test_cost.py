@@ -1,4 +1,4 @@
-"""What a step without an incident costs: no code of forensics runs in it."""
+"""No code of forensics runs in a step without an incident."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The desk: a bounded number of incidents, a full disk, and a run that ends in the same bits with and without it."""
+"""The incident handler: its budget, a full disk, and runs that end in the same bits with and without it."""
 
 import errno
 import json
@@ -25,7 +25,7 @@ MODELS = {"gpt": [*TINY_GPT, "model.dropout=0.1"], "resnet": [*TINY_RESNET, "mod
 
 
 def trained(folder, *overrides):
-    """A run that is over."""
+    """Trains a run to its end."""
     with composed(*QUIET, *overrides) as cfg:
         job = build(cfg, folder)
         train(job)
@@ -33,7 +33,7 @@ def trained(folder, *overrides):
 
 
 def bits(job):
-    """All that the run has made: weights, buffers, moments, guard, precision; not the time that it took."""
+    """The run's state as bytes: weights, buffers, moments, guard, precision; without times."""
     parts = {name: part for name, part in job.rollback.parts.items() if name != "history"}
     tensors, skeleton = flatten(to_host(capture(job.state, parts)))
     return {name: tensor.numpy(force=True).tobytes() for name, tensor in tensors.items()}, str(skeleton)
@@ -72,10 +72,10 @@ CONTRACT = {
     *("step", "kind", "cause", "confidence", "origin", "samples", "rank", "replays"),
     *("verdict", "fix", "evidence"),
 }
-PAGE = ("# Step 6: ", "## Do this", "## Look again", "stabletrain replay ")
+PAGE = ("# Step 6: ", "## Fix", "## Replay it yourself", "stabletrain replay ")
 
 
-def test_the_folder_holds_what_was_promised(tmp_path):
+def test_the_folder_holds_every_field_and_section_of_the_contract(tmp_path):
     unsafe = ["precision=fp16", "precision.init_scale=1", "init=normal", "init.std=30"]
     trained(tmp_path / "a", *MODELS["gpt"], *FAULTS["label"])
     with pytest.raises(TrainingHalted):
@@ -94,11 +94,11 @@ def test_the_folder_holds_what_was_promised(tmp_path):
     for tensor in [*origin["inputs"], *origin["outputs"]]:
         assert {"shape", "dtype", "absmax", "finite"} == set(tensor)
     page = (first / "report.md").read_text()
-    for words in (origin["op"], origin["source"], "!!!!", "as it was | **no** |"):
+    for words in (origin["op"], origin["source"], "!!!!", "unchanged | **no** |"):
         assert words in page
 
 
-def test_folders_that_are_there_count_against_the_budget(tmp_path):
+def test_existing_folders_count_against_the_budget(tmp_path):
     def never(deadline):
         raise AssertionError("an incident past the budget is only counted")
 
@@ -118,7 +118,7 @@ def test_a_run_looks_into_no_more_incidents_than_its_budget_and_skips_the_rest_a
 
 
 @pytest.mark.parametrize("bad", [{"max_incidents": 0}, {"max_seconds": 0.0}, {"max_seconds": math.nan}])
-def test_a_budget_of_nothing_is_refused(bad):
+def test_an_empty_budget_is_refused(bad):
     with pytest.raises(ConfigError, match=f"forensics.{next(iter(bad))}="):
         IncidentHandler(**bad)
 
@@ -157,7 +157,7 @@ def test_without_state_the_folder_is_small_and_still_names_the_cause(tmp_path):
 
 
 def test_a_mistake_that_shows_again_is_filed_once_and_leaves_room_for_another(tmp_path):
-    """A learning rate far too high fails after every rollback; the bad labels after it are another mistake each."""
+    """A far too high learning rate fails after every rollback and is filed once; each bad label is filed."""
     wild = ["optimizer.lr=1e4", "warmup=none", "precision=fp32", "guard.patience=2", "guard.max_rollbacks=3"]
     with composed(*QUIET, *MODELS["gpt"], *wild, "steps=40") as cfg:
         job = build(cfg, tmp_path / "a")

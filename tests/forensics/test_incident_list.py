@@ -1,4 +1,4 @@
-"""Incidents read back from a run's folder, and each as a block of lines."""
+"""Incidents are read back from a run's folder and formatted as blocks of lines."""
 
 import json
 
@@ -36,14 +36,14 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_they_are_sorted_by_time(run):
+def test_incidents_are_sorted_by_time(run):
     names = ["step-00000007", "step-00000009", "step-00000007-2"]
     assert [path.name for path, _ in incidents(run)] == names
     assert [path.name for path, _ in incidents(run / "incidents")] == names
     assert [record["step"] for _, record in incidents(run)] == [7, 9, 7]
 
 
-def test_without_a_time_the_step_decides(tmp_path):
+def test_incidents_without_a_time_are_sorted_by_step(tmp_path):
     for step in (30, 4, 5):
         filed(tmp_path, f"step-{step}", step=step)
     assert [record["step"] for _, record in incidents(tmp_path)] == [4, 5, 30]
@@ -60,9 +60,9 @@ def test_a_run_without_incidents_has_none(tmp_path):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no run: name a run folder"):
+    with pytest.raises(ConfigError, match="is not a run folder: use a run folder"):
         incidents(tmp_path)
-    with pytest.raises(ConfigError, match="nowhere is no folder"):
+    with pytest.raises(ConfigError, match="nowhere is not a folder"):
         incidents(tmp_path / "nowhere")
 
 
@@ -80,22 +80,22 @@ def test_a_block_says_what_happened_what_to_do_and_where(tmp_path):
     assert lines == [
         "step 7: bad_batch (90% sure), nonfinite",
         "  what       a sample is NaN",
-        "  do this    first",
+        "  fix        first",
         "  or         second",
         "  or         third",
-        "  samples    id 41 (book.txt:17), number 3 of the batch, id 5 and 2 more",
+        "  samples    id 41 (book.txt:17), sample 3 of the batch, id 5 and 2 more",
         "  rank       0",
         f"  folder     {tmp_path}",
     ]
 
 
-def test_a_block_of_what_is_not_known(tmp_path):
+def test_a_block_of_an_unknown_cause(tmp_path):
     lines = block(tmp_path, RECORD | {"fix": [], "samples": [], "confidence": None}).splitlines()
     assert lines[0] == "step 7: bad_batch (0% sure), nonfinite"
-    assert lines[2] == "  do this    nothing is known to help"
+    assert lines[2] == "  fix        none known"
     assert len(lines) == 4
 
 
 def test_a_sample_has_its_id_or_its_place():
     assert sample({"id": 0, "index": 3}) == "id 0"
-    assert sample({"index": 3, "source": "a:1"}) == "number 3 of the batch (a:1)"
+    assert sample({"index": 3, "source": "a:1"}) == "sample 3 of the batch (a:1)"

@@ -1,4 +1,4 @@
-"""Law 5: replay is exact, changes nothing live, and works from a folder alone. And what each variant tells."""
+"""Law 5: a replay is exact, changes no live state, and works from a folder alone. Also tests each variant."""
 
 import math
 import time
@@ -34,7 +34,7 @@ from tests.runs import ROOT, python
 
 
 def everything(job):
-    """What a run has made of itself, but for the time that it took."""
+    """The run's state, without times."""
     parts = {name: part for name, part in job.rollback.parts.items() if name != "history"}
     tensors, skeleton = flatten(to_host(capture(job.state, parts)))
     return tensors, str(skeleton)
@@ -56,7 +56,7 @@ def test_any_recorded_step_gives_the_same_bits_again_from_its_state_and_from_its
 def test_in_the_loop_a_withheld_step_is_replayed_bit_for_bit_and_nothing_live_changes(
     tmp_path, monkeypatch, model, how, precision
 ):
-    """When the loop looks, the step after has run forward and backward already."""
+    """When the loop reads a step's result, forward and backward of the next step have already run."""
     chosen = [*MODELS[model], *precision_of(precision), "grad_accum_steps=2", "steps=12", "eval_every=5", "guard=skip"]
     bad_steps, seen, held = (3, 4, 8), [], {}
 
@@ -141,15 +141,15 @@ for name, chosen in MODELS.items():
 """
 
 
-def test_every_generator_is_left_as_it_was(tmp_path):
-    """In a process of its own, where nobody else draws."""
+def test_every_random_generator_is_left_unchanged(tmp_path):
+    """In its own process, where no other test draws random numbers."""
     done = python("-c", ALONE, str(tmp_path), cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_params"])
 @pytest.mark.parametrize("model", MODELS)
-def test_fp32_is_what_a_run_in_fp32_makes_of_the_same_state(tmp_path, model, precision):
+def test_the_fp32_replay_equals_a_run_in_fp32_from_the_same_state(tmp_path, model, precision):
     job = made(tmp_path / "low", *MODELS[model], f"precision={precision}", "grad_accum_steps=2")
     tree, batch, reading = recorded(job, 3)[-1]
     restore(tree, job.state, job.rollback.parts)
@@ -162,7 +162,7 @@ def test_fp32_is_what_a_run_in_fp32_makes_of_the_same_state(tmp_path, model, pre
     assert outcome.bitwise_equal_to_reading is None
 
 
-def test_fp32_leaves_islands_and_the_switches_of_tf32_as_they_are(tmp_path):
+def test_the_fp32_replay_supports_fp32_modules_and_restores_the_tf32_switches(tmp_path):
     job = made(tmp_path, *GPT, "precision=bf16", "precision.fp32_modules=[head]")
     seen = []
     torch.backends.mkldnn.matmul.fp32_precision = "tf32"
@@ -174,7 +174,7 @@ def test_fp32_leaves_islands_and_the_switches_of_tf32_as_they_are(tmp_path):
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"
 
 
-def test_another_batch_and_an_older_state_are_what_they_say(tmp_path):
+def test_the_variants_use_another_batch_and_an_older_state(tmp_path):
     job = made(tmp_path / "run", *GPT, "precision=fp32")
     steps = recorded(job, 5)
     fresh = job.data.batches.get(900)
@@ -193,7 +193,7 @@ def test_what_cannot_be_run_says_why(tmp_path):
     assert outcomes["fresh_batch"].not_run == "there is no other batch"
     assert outcomes["older_state"].not_run == "there is no older state"
     late = replays(scene_of(job, batch, deadline=time.monotonic() - 1))
-    assert [outcome.not_run for outcome in late.values()] == ["no time was left"] * len(VARIANTS)
+    assert [outcome.not_run for outcome in late.values()] == ["the time limit was reached"] * len(VARIANTS)
     assert find_culprits(scene_of(job, batch, deadline=time.monotonic() - 1)).passes == 0
 
     def refuse(module, inputs):

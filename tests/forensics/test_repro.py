@@ -1,4 +1,4 @@
-"""A repro: a copy of the model as the step found it, and tools of its own; neither touches the live ones."""
+"""A repro copies the model and the tools; replays do not touch the live ones."""
 
 import json
 import math
@@ -26,14 +26,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory):
-    """What acts in a step of a small GPT."""
+    """The tools of a small GPT's step."""
     with composed(*TINY_GPT, "checkpoint=off", "monitors=none", "precision=fp32", "parallel=auto") as cfg:
         return build(cfg, tmp_path_factory.mktemp("run")).tools
 
 
 @pytest.fixture
 def repro(tools):
-    """A step of a model with BatchNorm, whose live buffers have moved since."""
+    """A step of a model with BatchNorm whose live buffers have changed since."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     buffers = [buffer.clone() for buffer in model.buffers()]
     model(torch.arange(12.0).view(4, 3)).sum().backward()
@@ -56,7 +56,7 @@ def test_the_copy_has_the_weights_of_the_step_and_its_buffers_and_no_gradients(r
         assert torch.equal(buffer, before)
 
 
-def test_a_copy_that_has_run_is_put_back_and_the_repro_is_not_written_to(repro):
+def test_a_copy_is_reset_and_the_repro_is_not_modified(repro):
     before = [buffer.clone() for buffer in repro.buffers]
     model_copy = repro.copy_model()
     model_copy(repro.batch.inputs)
@@ -89,7 +89,7 @@ def test_a_precision_without_a_loss_scale_stays_as_it_is():
     assert float(at_scale(mode, 1024.0).loss_scale()) == 1
 
 
-def test_a_replay_is_comparable_only_if_it_computes_the_very_operations(repro):
+def test_a_replay_is_comparable_only_if_it_computes_the_same_operations(repro):
     class Several(SingleProcess):
         pass
 
@@ -101,7 +101,7 @@ def test_a_replay_is_comparable_only_if_it_computes_the_very_operations(repro):
     assert not repro.comparable
 
 
-def test_what_the_project_itself_compiles_is_not_the_users_doing():
+def test_a_model_compiled_by_stabletrain_does_not_count_as_compiled_by_the_user():
     model = nn.Linear(3, 3)
     assert not is_compiled(model)
     compile_(model, (4, 3))
@@ -120,7 +120,7 @@ def test_a_copy_needs_the_buffers_of_this_model(repro):
 
 
 class Hoarder(nn.Module):
-    """A user's module with things in its attributes that are no parameters."""
+    """A user's module with attributes that are not parameters."""
 
     def __init__(self):
         super().__init__()
@@ -136,7 +136,7 @@ class Hoarder(nn.Module):
 
 
 @pytest.mark.parametrize("locked", [True, False], ids=["locked", "plain"])
-def test_a_copy_is_its_own_whatever_the_attributes_hold(locked):
+def test_a_copy_is_independent_whatever_its_attributes_hold(locked):
     model = Hoarder()
     if not locked:
         del model.lock
@@ -158,7 +158,7 @@ def test_a_copy_is_its_own_whatever_the_attributes_hold(locked):
         assert model_copy.lock is model.lock
 
 
-def test_a_scene_keeps_what_is_said_about_it_and_how_the_batch_lay_in_memory(tmp_path):
+def test_a_repro_keeps_its_metadata_and_the_memory_layout_of_the_batch(tmp_path):
     job = made(tmp_path / "run", *RESNET)
     batch = job.data.batches.get(0)
     batch = replace(batch, inputs=batch.inputs.repeat(1, 2, 1, 1).contiguous(memory_format=torch.channels_last))
@@ -187,7 +187,7 @@ def test_a_reading_of_nan_comes_back_and_still_compares(tmp_path):
     assert replay(replace(repro, reading=reading._replace(loss=1.0)), "same").bitwise_equal_to_reading is False
 
 
-def test_another_precision_is_tried_on_a_saved_scene_with_its_own_loss_scale(tmp_path):
+def test_another_precision_is_tried_on_a_saved_repro_with_its_own_loss_scale(tmp_path):
     job = made(tmp_path / "bf16", *GPT, "precision=bf16")
     save_repro(tmp_path / "scene", scene_of(job, job.data.batches.get(0)))
     other = made(tmp_path / "fp16", *GPT, "precision=fp16", "precision.init_scale=256")
@@ -199,7 +199,7 @@ def test_another_precision_is_tried_on_a_saved_scene_with_its_own_loss_scale(tmp
 
 @pytest.mark.parametrize("file", ["batch.safetensors", "state.safetensors", "scene.json"])
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
-def test_a_damaged_scene_is_refused_by_name(tmp_path, file, how):
+def test_a_damaged_repro_is_refused_by_name(tmp_path, file, how):
     job = made(tmp_path / "run", *GPT)
     save_repro(tmp_path / "scene", scene_of(job, job.data.batches.get(0)))
     path = tmp_path / "scene" / file
@@ -215,11 +215,11 @@ def test_a_damaged_scene_is_refused_by_name(tmp_path, file, how):
         load_repro(tmp_path / "scene", job.state.model, job.tools)
 
 
-def test_a_scene_of_another_model_is_refused_unless_it_only_lacks_a_part(tmp_path):
+def test_a_repro_of_another_model_is_refused_unless_it_only_lacks_a_part(tmp_path):
     job = made(tmp_path / "run", *GPT)
     save_repro(tmp_path / "scene", scene_of(job, job.data.batches.get(0)))
     wider = made(tmp_path / "wider", *GPT, "model.n_embd=32")
-    with pytest.raises(ConfigError, match="'embedding.weight' is .* in the incident and .* in the model: replay it"):
+    with pytest.raises(ConfigError, match="'embedding.weight' is .* in the incident and .*: use the model options"):
         load_repro(tmp_path / "scene", wider.state.model, wider.tools)
     normed = made(tmp_path / "normed", *GPT, "qknorm=layernorm")
     with pytest.raises(ConfigError, match="is absent in the incident"):

@@ -1,4 +1,4 @@
-"""The causes that an incident can have. Add a row here for a new rule in `causes.py`, and one to docs/forensics.md."""
+"""The table of causes. A new rule in `causes.py` needs a row here, and one in docs/forensics.md."""
 
 from typing import NamedTuple
 
@@ -7,10 +7,10 @@ class Cause(NamedTuple):
     """One cause.
 
     Attributes:
-        title: in words, for a heading.
-        sign: what the rule recognises it by.
-        accident: whether each incident is a new accident. Otherwise all incidents of this cause in a run are one
-            mistake, which lasts until it is fixed, and only the first is filed.
+        title: short description, used as the heading of report.md.
+        sign: what the rule recognises the cause by.
+        accident: if true, every incident of this cause is filed. If false, the cause is a mistake in the code or the
+            configuration that lasts until it is fixed, so only its first incident in a run is filed.
     """
 
     title: str
@@ -20,31 +20,31 @@ class Cause(NamedTuple):
 
 CAUSES = {
     "poison_input": Cause(
-        "the data holds NaN or Inf, or an id out of range",
-        "the batch holds NaN, Inf or an id out of range",
+        "the data holds NaN, Inf or an id that is out of range",
+        "the batch holds NaN, Inf or an id that is out of range",
         accident=True,
     ),
     "bad_label": Cause(
-        "a label that is no class, or no label that counts",
-        "a label out of range, or none that counts",
+        "a label is out of range, or every label is ignored",
+        "a label out of range, or every label ignored",
         accident=True,
     ),
     "corrupt_state": Cause(
-        "weights or moments were bad before the step",
-        "weights, buffers or moments bad before the step, or a few of their elements huge",
+        "weights or optimizer moments were corrupt before the step",
+        "weights, buffers or moments not finite before the step, or a few of their elements huge",
         accident=True,
     ),
     "hardware_fault": Cause(
-        "the machine computed something else the second time",
-        "the same step again is finite, or gives other bits where it must not",
+        "a replay of the step gives a different result",
+        "the replay is finite, or differs although it must be bitwise equal",
         accident=True,
     ),
     "loss_scale_collapse": Cause(
-        "no loss scale is small enough any more",
+        "gradients overflow fp16 even at the smallest loss scale",
         "the loss scale has fallen to its floor",
     ),
     "zero_variance_norm": Cause(
-        "a normalisation divided by no spread at all",
+        "a normalisation divided by a variance of 0",
         "a division by a variance or a norm that is 0",
     ),
     "fp16_underflow": Cause(
@@ -52,28 +52,28 @@ CAUSES = {
         "everything is finite, and gradients are 0 in fp16 but not in fp32",
     ),
     "fp16_overflow": Cause(
-        "a number was too large for fp16",
+        "a value was too large for fp16",
         "Inf from finite values in fp16, finite in fp32",
     ),
     "unsafe_op": Cause(
-        "an operation with no finite result",
-        "no finite result in any format: log(0), x / 0, sqrt'(0), exp overflow, inf - inf",
+        "an operation has no finite result for its inputs",
+        "no finite result in any number format: log(0), x / 0, sqrt'(0), exp overflow, inf - inf",
     ),
     "bad_init": Cause(
         "the initial weights are too large",
-        "values too large for the format, or a spike, in the first steps",
+        "an overflow or a spike in the first steps, whatever the batch",
     ),
     "attention_logit_growth": Cause(
         "attention logits have grown too large",
         "attention logits above 1e3 that have grown since the older state",
     ),
     "output_logit_drift": Cause(
-        "output logits have drifted away",
+        "output logits have drifted far from 0",
         "log Z far from 0 and grown",
     ),
     "bad_batch": Cause(
-        "a batch unlike the others",
-        "another batch on the same state is normal",
+        "the batch is unlike the others",
+        "another batch is normal with the same weights",
         accident=True,
     ),
     "optimizer_staleness": Cause(
@@ -82,8 +82,8 @@ CAUSES = {
     ),
     "lr_too_high": Cause(
         "the learning rate is too high",
-        "every batch fails on this state, and the same batch on an older one does not",
+        "other batches fail too, and the same batch is normal with older weights",
     ),
-    "unknown": Cause("no rule explains it", "none of these"),
+    "unknown": Cause("the cause is unknown", "no rule holds"),
 }
-"""By the id that `diagnosis.json` holds."""
+"""Cause by the id that `diagnosis.json` holds."""

@@ -1,11 +1,4 @@
-"""What was found out about an incident, the signs that rules look for in it, and the sentences that say so.
-
-Evidence: everything that was found out about an incident, in numbers and words; what rules decide by.
-
-Signs: what evidence shows that several rules ask for, each with the bound it is judged by.
-
-Words: what is known of an incident, as sentences for a person.
-"""
+"""The evidence of an incident, the tests on it that several rules share, and the sentences that report it."""
 
 import itertools
 import math
@@ -22,15 +15,15 @@ from stabletrain.records import Reading
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the run is set to, as far as a fix may touch it.
+    """The run's settings that a fix may change or a rule depends on.
 
     Attributes:
         choices: option by config group.
         values: value by dotted key: `optimizer.lr`, `warmup.steps`.
-        has_attention: whether the model takes QK-norm and softcap.
-        warmup: steps of warmup.
-        loss_limit, norm_limit: the guard's limits at the time.
-        deterministic: whether the same step must give the same bits here.
+        has_attention: whether the model supports QK-norm and softcap.
+        warmup: length of the warmup in steps.
+        loss_limit, norm_limit: the guard's limits at this step.
+        deterministic: whether repeating a step must give the same bits on this device.
     """
 
     choices: Mapping[str, str] = field(default_factory=dict)
@@ -44,14 +37,14 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Damage:
-    """Something of the state that was bad before the step ran.
+    """Corruption of one tensor of the state, from before the step.
 
     Attributes:
-        what: `parameter`, `buffer` or a moment's name.
+        what: `parameter`, `buffer` or the name of a moment.
         name: of the parameter or buffer.
-        words: what is wrong with it.
-        few: whether only a few elements are, which no update does.
-        large: whether that is all: the elements are finite, and far beyond what they were.
+        words: description with numbers.
+        few: whether only a few elements are affected. An update would change them all.
+        large: whether the elements are finite but far larger than before.
     """
 
     what: str
@@ -63,14 +56,14 @@ class Damage:
 
 @dataclass(frozen=True)
 class Drift:
-    """How far the weights have moved since an older state.
+    """Change of the weights since an older state.
 
     Attributes:
-        steps: since then.
-        moved: RMS of the change of a parameter's elements, the median over the parameters.
-        share: the same over the RMS that they had, a step: how much of itself a typical parameter moves in one.
-        grown: RMS of a parameter over the RMS that it had, the median over the parameters.
-        adaptive: whether an update moves no element by much more than the learning rate, as Adam's does not.
+        steps: since the older state.
+        moved: RMS of the change of a parameter's elements; median over the parameters.
+        share: RMS of the change over the parameter's former RMS, per step; median over the parameters.
+        grown: RMS of a parameter over its former RMS; median over the parameters.
+        adaptive: whether an update moves each element by about the learning rate at most, as in Adam.
     """
 
     steps: int
@@ -82,12 +75,11 @@ class Drift:
 
 @dataclass(frozen=True)
 class LargestInput:
-    """The sample with the largest input of a batch, where inputs are no ids.
+    """The sample with the largest input of a floating-point batch, and magnitudes.
 
     Attributes:
-        sample: its `index` in the batch, and `id` and `source` where the data says them.
-        largest: magnitude of its largest input.
-        elsewhere: the largest of another batch.
+        sample: its `index` in the batch, and `id` and `source` if the data provides them.
+        elsewhere: magnitude of the largest input in another batch.
     """
 
     sample: Mapping[str, Any]
@@ -97,28 +89,28 @@ class LargestInput:
 
 @dataclass(frozen=True)
 class Evidence:
-    """One incident.
+    """Everything that was found out about one incident.
 
     Attributes:
         kind: `nonfinite`, `spike` or `loss_scale`.
-        reading: of the step.
-        samples: bad samples of the batch, as `samples.bad_samples` lists them.
-        damage: of the state before the step.
-        origin: the operation that made the first non-finite numbers; None for a finite step.
-        makers: names of the operations that what the origin divides by, or takes the root of, came from, nearest first.
+        reading: the step's.
+        samples: bad samples of the batch, from `bad_samples`.
+        damage: corruption of the state before the step.
+        origin: the operation to blame for non-finite values; None for a finite step.
+        makers: names of the operations that computed the origin's divisor or root argument, nearest first.
         outcomes: of the replays, by variant.
-        repeats: whether running the step again twice gave the same bits; None if nobody looked.
-        drift: how far the weights are from the older state; None if there is none.
-        culprits: which samples make the step non-finite.
-        sizes: the monitors' metrics on this step's state and batch; `before` on an older state.
-        before: see `sizes`.
-        largest_input: the sample with the largest input; None for ids, or where there is no other batch to compare
-            with.
-        overlong: largest RMS(m / sqrt(v)) over the parameters, of the moments before the step: learning rates that
-            updates have been long; NaN where there are no such moments.
-        staleness: largest RMS(g / sqrt(v)) over the parameters; NaN where there is no second moment.
-        underflow: what fp16 has lost of the gradients; None if nobody looked.
-        setting: the run's.
+        repeats: whether two replays gave the same bits; None if not tested.
+        drift: change of the weights since the older state; None if there is none.
+        culprits: the samples that make the step non-finite.
+        sizes: the monitors' metrics on this step's state and batch.
+        before: the same metrics on an older state.
+        largest_input: the sample with the largest input; None for token ids, or without another batch to
+            compare with.
+        overlong: largest RMS(m / sqrt(v)) over the parameters, from the moments before the step: the length of the last
+            update in learning rates. NaN without such moments.
+        staleness: largest RMS(g / sqrt(v)) over the parameters; NaN without a second moment.
+        underflow: gradients lost in fp16; None if not measured.
+        setting: the run's settings.
     """
 
     kind: str
@@ -144,7 +136,7 @@ class Evidence:
         outcome = self.outcomes.get(variant)
         if outcome is None or outcome.finite is None or outcome.loss is None or outcome.grad_norm is None:
             return None
-        if not math.isfinite(self.reading.buffers):  # which a replay does not measure
+        if not math.isfinite(self.reading.buffers):  # a replay does not measure buffers
             return None
         within = outcome.loss <= self.setting.loss_limit and outcome.grad_norm <= self.setting.norm_limit
         return outcome.finite and within
@@ -155,43 +147,44 @@ class Evidence:
         return None if outcome is None else outcome.finite
 
     def size(self, name: str) -> float:
-        """One of the monitors' metrics; NaN where it was not measured."""
+        """A metric of the monitors; NaN if it was not measured."""
         return self.sizes.get(f"monitors/{name}", math.nan)
 
     def grown(self, name: str) -> float:
-        """How many times as large as on the older state it is; NaN where it was not measured."""
+        """A metric divided by its value on the older state; NaN if either was not measured."""
         before = self.before.get(f"monitors/{name}", math.nan)
         return self.size(name) / before if before else math.nan
 
 
 FIRST_STEPS = 3
-"""Steps within which a run is still what its initialisation made it."""
+"""Steps in which the initialisation, not training, determines the weights."""
 
 RUSHED = 0.4
-"""Share of itself that a typical parameter moves in a step, over several, from which on the learning rate is at fault.
+"""Share of its own RMS that a typical parameter moves per step, above which the learning rate is at fault.
 
-Adam moves weights of std 0.02 by 0.15 of that in a first step at 3e-3, a customary rate."""
+A first step of Adam at the common rate 3e-3 moves weights of std 0.02 by a share of 0.15.
+"""
 
 WILD = 3.0
-"""The same, from which on nothing that breaks says anything but this."""
+"""The same share, above which the learning rate is to blame for any failure, wherever it begins."""
 
 ABSURD = 30.0
-"""Nats: guessing among 50,000 classes costs 11."""
+"""Loss of a first step, in nats, above which the initialisation is at fault: guessing among 50,000 classes costs 11."""
 
 WAYS = 4.0
-"""Learning rates by which a single update of Adam may exceed one."""
+"""Allowance for single long updates of Adam, in learning rates."""
 
 OVERLONG = 1.5
-"""RMS(m / sqrt(v)) from which on v is older than m: of moments of one age it is at most about 1."""
+"""Bound of RMS(m / sqrt(v)), which is at most about 1 if m and v are equally old."""
 
 BRIGHT = 20.0
-"""Times the largest input of another batch, from which on an input is none of this data: the guard's own ratio."""
+"""Ratio to the largest input of another batch, above which an input is an outlier; the guard uses the same ratio."""
 
 DECAYED = 0.5
-"""Share of themselves that weight decay takes off the weights in a step, from which on it is to blame."""
+"""Share of the weights that weight decay removes per step, above which it is to blame."""
 
 HUGE = 1e6
-"""Values beyond which an operation may fail on the way to its result in fp64 too."""
+"""Inputs above this may overflow inside an operation even in fp64."""
 
 DIVISIONS = ("division_by_zero", "zero_over_zero", "zero_to_negative_power", "inf_minus_inf", "zero_times_inf")
 SPREADS = ("var", "std", "var_mean", "std_mean")
@@ -199,8 +192,14 @@ LENGTHS = ("linalg_vector_norm", "norm")
 
 
 def is_spread(ops: Sequence[str]) -> bool:
-    """Whether operations, the last first, compute a variance: also as a mean of squares, or a length of what is centred
-    or divided by the root of its number. The length of a vector is none."""
+    """Whether operations compute a variance or standard deviation.
+
+    True also for a mean of squares, and for the length of a vector that is centred or divided by the square root
+    of its size. A plain length does not count.
+
+    Args:
+        ops: names of the operations, last one first.
+    """
     names = [op.removeprefix("aten.").rstrip("_") for op in ops]
     if any(name in SPREADS for name in names):
         return True
@@ -212,12 +211,12 @@ def is_spread(ops: Sequence[str]) -> bool:
 
 
 def narrow(e: Evidence) -> bool:
-    """Whether fp32 has no trouble with what fp16 has."""
+    """Whether the step is finite in fp32."""
     return e.finite("fp32") is True and e.origin is not None and e.origin.in_fp32 is not None
 
 
 def no_result(e: Evidence) -> bool:
-    """Whether the operation has no finite result in any format, of values that are finite and not huge."""
+    """Whether the operation has no finite result in fp64 either, for inputs that are finite and not huge."""
     o = e.origin
     if o is None or o.should_have_been is None or math.isfinite(o.should_have_been):
         return False
@@ -225,51 +224,54 @@ def no_result(e: Evidence) -> bool:
 
 
 def overlong(e: Evidence) -> float:
-    """How many learning rates the updates have been long, where that is more than a step of Adam's may be; else 1."""
+    """Length of the updates in learning rates, if longer than an update of Adam should be; else 1."""
     return e.overlong if e.overlong > OVERLONG else 1.0
 
 
 def rushed(e: Evidence) -> bool:
-    """Whether the weights as a whole have moved further than any healthy training moves them."""
+    """Whether the weights in general have moved further than in any healthy training."""
     return e.drift is not None and (e.drift.share / overlong(e) > RUSHED or beyond_lr(e))
 
 
 def beyond_lr(e: Evidence) -> bool:
-    """Whether the weights have moved further than so many steps of the learning rate can take them."""
+    """Whether the weights have moved further than the learning rate allows in that many steps."""
     rate = e.setting.values.get("optimizer.lr")
     if e.drift is None or not e.drift.adaptive or not isinstance(rate, int | float):
         return False
+    # moments of different ages make updates long without any fault of the learning rate
     return e.drift.moved > rate * (e.drift.steps + WAYS) * overlong(e)
 
 
 def wild(e: Evidence) -> bool:
-    """Whether updates have torn the weights apart, so that it is no matter where it breaks first."""
+    """Whether updates have ruined the weights, so that the place of the first failure says nothing."""
     torn = e.drift is not None and (e.drift.share > WILD or beyond_lr(e))
     return torn and e.normal("older_state") is True
 
 
 def absurd_at_first(e: Evidence) -> bool:
-    """Whether the loss of a first step is far above that of guessing, in a format that can hold it."""
+    """Whether the loss of one of the first steps, computed in fp32, is far above that of guessing."""
     wide = e.outcomes.get("fp32")
     return e.reading.step <= FIRST_STEPS and wide is not None and (wide.loss or 0.0) > ABSURD
 
 
 def too_bright(e: Evidence) -> bool:
-    """Whether an input is far larger than those of another batch, which the step bears."""
+    """Whether an input is far larger than those of another batch, with which the step is finite."""
     known = e.largest_input is not None and e.largest_input.elsewhere > 0
     return known and e.largest_input.largest > BRIGHT * e.largest_input.elsewhere and e.finite("fresh_batch") is True
 
 
 def decayed(e: Evidence) -> bool:
-    """Whether weight decay alone takes the weights apart."""
+    """Whether weight decay alone ruins the weights."""
     decay, rate = (e.setting.values.get(f"optimizer.{key}") for key in ("weight_decay", "lr"))
-    if not isinstance(decay, int | float) or not isinstance(rate, int | float) or decay <= 1:  # then it is the rate's
+    if (
+        not isinstance(decay, int | float) or not isinstance(rate, int | float) or decay <= 1
+    ):  # an ordinary decay: blame the rate
         return False
     return decay * (1.0 if e.setting.values.get("optimizer.decay") == "independent" else rate) > DECAYED
 
 
 def origin_sentence(e: Evidence) -> str:
-    """Where it began, and how."""
+    """The operation to blame and the reason; loss and gradient norm if there is no such operation."""
     o = e.origin
     if o is None:
         return f"loss {e.reading.loss:.4g}, gradient norm {e.reading.grad_norm:.4g}"
@@ -277,35 +279,35 @@ def origin_sentence(e: Evidence) -> str:
 
 
 def place(e: Evidence) -> str:
-    """The line of the code, or else the module."""
+    """The source line to change; the module if the line is unknown."""
     o = e.origin
     return "the code" if o is None else o.source or o.module or "the model"
 
 
 def beside(e: Evidence) -> list[str]:
-    """What is known of the operation beyond `origin_sentence`."""
+    """Further lines about the operation, for a verdict that is `origin_sentence`."""
     o = e.origin
     lines = []
     if o is not None and o.should_have_been is not None:
-        lines.append(f"computed in fp64 the largest value of {o.op} is {o.should_have_been:.6g}")
+        lines.append(f"in fp64, the largest value of {o.op} is {o.should_have_been:.6g}")
     if e.culprits and e.culprits.samples and not e.culprits.others_too:
-        lines.append(f"samples that make it fail: {e.culprits.samples[:8]}")
+        lines.append(f"samples of the batch that make the step fail: {e.culprits.samples[:8]}")
     return lines
 
 
 def origin_lines(e: Evidence) -> list[str]:
-    """What is known of the operation, for a verdict that says nothing of it."""
+    """Lines about the operation, for a verdict that does not mention it."""
     return [] if e.origin is None else [f"{origin_sentence(e)}, at {e.origin.source}", *beside(e)]
 
 
 def chain_lines(e: Evidence) -> list[str]:
-    """Magnitudes through the model."""
+    """Magnitudes through the model, a line for each part."""
     chain = e.origin.chain if e.origin else ()
     return [f"{link.module} ({link.direction}, {link.dtype}): up to {link.absmax:.4g}" for link in chain]
 
 
 def named(sample: Mapping[str, Any]) -> str:
-    """A sample by its source, id or place."""
+    """Names a sample by its source, id or index."""
     if "source" in sample:
         return f"{sample['source']}"
     if "id" in sample:

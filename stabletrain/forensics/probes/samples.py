@@ -1,7 +1,7 @@
-"""Bad samples of a batch: those with values no model can train on, and those that make a step non-finite.
+"""Finds bad samples of a batch: invalid values, and samples that make the step non-finite.
 
-`bad_samples` checks the values of the batch on the host. `find_culprits` runs the step on halves of the batch
-(bisection).
+`bad_samples` checks the values of the batch on the host. `find_culprits` replays the step on parts of the batch, by
+bisection.
 """
 
 import math
@@ -22,20 +22,20 @@ from stabletrain.protocols import Objective, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, LossTerms
 
 MOST = 8
-"""Samples that are named one by one."""
+"""Maximum number of samples to list."""
 
 
 def bad_samples(batch: Batch, vocab_size: int | None, classes: int | None) -> list[dict[str, Any]]:
-    """The samples that `stability/sanitize.py` refuses, the first few, in the order of the batch.
+    """Returns the samples that `stability/sanitize.py` rejects, at most `MOST`, in batch order.
 
     Args:
-        batch: where it was made.
-        vocab_size: bound of whole-number inputs; None if nobody knows it.
-        classes: bound of the targets; None if the model has not said.
+        batch: on any device.
+        vocab_size: upper bound of integer inputs; None if unknown.
+        classes: upper bound of the targets; None if unknown.
 
     Returns:
-        for each `index` (its place in the batch), `id` and `source` (file and offset) where the data says them, the
-        `fault` (input, label, ignored, empty), and `what` is wrong. A fault of the whole batch has index None.
+        for each sample its `index` in the batch, its `id` and `source` (file and offset) if the data provides them, the
+        `fault` (input, label, ignored, empty), and a description `what`. A fault of the whole batch has index None.
     """
     if batch.targets.numel() == 0:
         return [{"index": None, "fault": "empty", "what": "the batch is empty"}]
@@ -54,23 +54,23 @@ def bad_samples(batch: Batch, vocab_size: int | None, classes: int | None) -> li
                 "index": None,
                 **named(batch, 0),
                 "fault": "ignored",
-                "what": f"every target is {IGNORE_INDEX}, so none counts",
+                "what": f"every target is {IGNORE_INDEX}, so all are ignored",
             }
         ]
     return found[:MOST]
 
 
 def named(batch: Batch, index: int) -> dict[str, Any]:
-    """Id and source of a sample, as far as the data says them."""
+    """Id and source of a sample, if the data provides them."""
     found: dict[str, Any] = {}
-    with suppress(IndexError, TypeError, ValueError):  # whatever the data says of itself, a run does not end by it
+    with suppress(IndexError, TypeError, ValueError):  # malformed ids or sources must not end the run
         found |= {} if batch.ids is None else {"id": int(batch.ids[index])}
         found |= {} if batch.sources is None else {"source": str(batch.sources[index])}
     return found
 
 
 def bad_input(inputs: Tensor, vocab_size: int | None) -> str:
-    """What is wrong with the input of one sample, in words; empty if nothing is."""
+    """Describes what is wrong with a sample's input; empty if nothing is."""
     if inputs.is_floating_point():
         bad = ~torch.isfinite(inputs)
         if bool(bad.any()):
@@ -83,7 +83,7 @@ def bad_input(inputs: Tensor, vocab_size: int | None) -> str:
 
 
 def bad_label(targets: Tensor, classes: int | None) -> str:
-    """What is wrong with the targets of one sample, in words; empty if nothing is."""
+    """Describes what is wrong with a sample's targets; empty if nothing is."""
     if classes is None:
         return ""
     bad = ((targets < 0) | (targets >= classes)) & (targets != IGNORE_INDEX)
@@ -91,15 +91,15 @@ def bad_label(targets: Tensor, classes: int | None) -> str:
 
 
 def at(bad: Tensor) -> str:
-    """Where in the sample the first bad value is: ` at [0, 3, 5]`; nothing for a single value."""
+    """Index of the first bad value in the sample, ` at [0, 3, 5]`; empty for a scalar."""
     place = bad.nonzero()[0].tolist()
     return f" at {place}" if place else ""
 
 
 def describe(samples: Sequence[Mapping[str, Any]]) -> str:
-    """The first bad sample in one line, and how many more there are."""
+    """Describes the first bad sample in one line, and counts the others."""
     if not samples:
-        return "no sample of the batch looks bad on the host: it may have been damaged on its way to the device"
+        return "all samples are valid on the host: the batch may have been corrupted on its way to the device"
     first = samples[0]
     who = "" if first["index"] is None else f"sample {first['index']} of the batch: "
     where = f" ({first['source']})" if "source" in first else f" (id {first['id']})" if "id" in first else ""
@@ -109,11 +109,11 @@ def describe(samples: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Culprits:
-    """The smallest part of a batch that was found to make its step non-finite.
+    """The smallest part of a batch found to make its step non-finite.
 
     Attributes:
-        samples: places in the batch, in order; empty if the step is finite, or nothing could be run.
-        alone: whether each of them is bad by itself; else they are bad together, or the passes ran out among them.
+        samples: indices in the batch, in order; empty if the step is finite or could not be replayed.
+        alone: whether each sample fails by itself. Otherwise they fail only together, or the search was cut off.
         passes: how often the model was run.
         others_too: whether another batch fails as well, so that no sample is to blame.
     """
@@ -125,12 +125,12 @@ class Culprits:
 
 
 def find_culprits(repro: Repro) -> Culprits:
-    """Which samples make the step non-finite, by halving; forward only, where the loss already is.
+    """Finds the samples that make the step non-finite, by bisection; forward only if the loss is non-finite.
 
-    Samples of a fresh batch stand in for those left out, so that shapes and dropout masks stay what they were, and
-    BatchNorm's statistics about so; where there is no fresh batch, nothing does. If one of n samples is guilty the
-    model is run at most 2 + 2 ceil(log2 n) times; it is never run more than 8 + 4 ceil(log2 n) times, nor after the
-    deadline.
+    Samples of a fresh batch replace those left out, which preserves shapes and dropout masks exactly, and
+    BatchNorm's statistics approximately. Without a fresh batch, the parts are smaller batches. For one culprit among n
+    samples, the model runs at most 2 + 2 ceil(log2 n) times. The search stops
+    after 8 + 4 ceil(log2 n) runs, or at the deadline.
     """
     everyone = [*range(len(repro.batch))]
     trials = Bisection(repro)
@@ -155,26 +155,26 @@ def find_culprits(repro: Repro) -> Culprits:
 
 @dataclass(frozen=True)
 class Divided:
-    """An objective that divides by the same number of targets, whatever it is told."""
+    """An objective that always divides by the same number of targets."""
 
     plain: Objective
     n_valid: Tensor
 
     def wrap(self, forward: Callable[..., Tensor], model: nn.Module, tools: Tools) -> Callable[..., Tensor]:
-        """The plain objective's."""
+        """Same as the plain objective."""
         return self.plain.wrap(forward, model, tools)
 
     def __call__(self, logits: Tensor, targets: Tensor, n_valid: Tensor) -> LossTerms:
-        """The plain objective's."""
+        """Same as the plain objective, but ignores `n_valid`."""
         del n_valid
         return self.plain(logits, targets, self.n_valid)
 
 
 class Bisection:
-    """Runs a step with some samples of its batch, as often as it may.
+    """Runs a step with parts of its batch, within a budget of passes.
 
     Attributes:
-        passes: how often it has.
+        passes: how often the model was run.
     """
 
     def __init__(self, repro: Repro) -> None:
@@ -185,24 +185,24 @@ class Bisection:
         self._filling: Batch | None = None
 
     def _divided_as_then(self) -> Tools:
-        """The tools, with an objective that divides by the targets of the whole batch, however few are run: in fp16 a
-        sample alone, divided by its own, would overflow in the backward pass where the batch did not."""
+        """The tools, with an objective that divides by the number of targets in the whole batch."""
+        # Divided by its own targets, the loss of a few samples would overflow fp16 in backward, unlike the batch's.
         tools, targets = self._repro.replay_tools(), self._repro.batch.targets
         n_valid = (targets != IGNORE_INDEX).sum().clamp(min=1).to(self._repro.device)
         return replace(tools, objective=Divided(tools.objective.plain, n_valid))
 
     def can_go_on(self, passes: int) -> bool:
-        """Whether so many more passes are allowed."""
+        """Whether the budget and the deadline allow that many more passes."""
         return self.passes + passes <= self._most and time.monotonic() < self._repro.deadline
 
     def whole(self) -> bool | None:
-        """Whether the step is non-finite with its whole batch; decides what the others need to run."""
+        """Whether the step is non-finite with its whole batch; decides whether backward is needed."""
         found = self._numbers(self._repro.to_micro_batches(self._repro.batch)) if self.can_go_on(1) else None
         self._forward_only = found is not None and not math.isfinite(found[0])
         return None if found is None else not all(map(math.isfinite, found))
 
     def find_filler(self) -> bool:
-        """Looks for samples to stand in for those left out; False if those are non-finite too."""
+        """Chooses samples that replace those left out; returns False if those are non-finite too."""
         fresh, batch = self._repro.fresh, self._repro.batch
         if fresh is None or not self.can_go_on(1):
             return True
@@ -214,7 +214,7 @@ class Bisection:
         return not verdict
 
     def bad(self, rows: Sequence[int]) -> bool | None:
-        """Whether the step is non-finite with these samples of the batch; None if that cannot be run."""
+        """Whether the step is non-finite with these samples of the batch; None if it cannot be run."""
         batch = self._repro.batch
         if self._filling is None:
             size = len(batch) // self._repro.micro_batches
@@ -229,7 +229,7 @@ class Bisection:
         return None if found is None else not all(map(math.isfinite, found))
 
     def _numbers(self, batches: list[Batch]) -> tuple[float, ...] | None:
-        """Loss and, where it is needed, gradient norm; None if the model refuses such a batch."""
+        """Loss and, if needed, gradient norm; None if the model raises."""
         self.passes += 1
         model, tools, step = self._model, self._tools, self._repro.step
         self._repro.reset_(model)
@@ -237,12 +237,12 @@ class Bisection:
             if self._forward_only:
                 return (forward(model, batches, tools, step),)
             return perform(model, batches, tools, step)[:2]
-        except Exception:  # BatchNorm refuses a single value, say
+        except Exception:  # for example, BatchNorm rejects a single value
             return None
 
 
 def forward(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> float:
-    """The loss alone, as `step.compute` finds it; the objective must know the number of targets by itself."""
+    """The loss alone, as `step.compute` computes it. The objective must ignore its `n_valid`."""
     nobody_asks = torch.ones((), device=next(model.parameters()).device)
     total = 0.0
     with isolated(model), torch.no_grad():

@@ -1,4 +1,4 @@
-"""What was wrong with the state before a step ran: weights, buffers and moments, one by one."""
+"""Finds corrupt weights, buffers and moments from before a step, and measures how far the weights have moved."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,30 +12,27 @@ from torch.optim import Optimizer
 from stabletrain.forensics.diagnosis.evidence import Damage, Drift
 
 BEYOND = 1e3
-"""Times the largest element of the older state from which on an element of a weight or moment is out of place."""
+"""Ratio to the older state's largest element, above which an element of a weight or moment is out of place."""
 
 FEW = 1e-2
-"""Share of a tensor's elements up to which no update can have done it: an update moves them all."""
+"""Share of a tensor's elements up to which an update cannot be the reason, because it changes all of them."""
 
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
 """Moments that are means of squares."""
 
 
 BORNE = 100.0
-"""Times the root of the mean of squares that a mean of gradients may be: 1 / sqrt(1 - beta2) at most, 32 of 0.999."""
+"""Largest plausible m / sqrt(v); at most 1 / sqrt(1 - beta2), which is 32 for beta2 = 0.999."""
 
 
 @torch.no_grad()
 def damaged(
     model: nn.Module, buffers: Sequence[Tensor], optimizer: Optimizer | None, older: Mapping[str, Any] | None
 ) -> list[Damage]:
-    """What is not finite, negative where it must not be, or beyond all measure in a few elements.
+    """Finds values that are non-finite, negative means of squares, or a few elements that are far too large.
 
-    Args:
-        model: with the weights that the step started from.
-        buffers: as they were before the step, in the order of `model.buffers()`.
-        optimizer: with the moments that the step started from; None where they are not known.
-        older: a captured state from before, to compare with; None if there is none.
+    `model`, `buffers` (ordered as `model.buffers()`) and the optimizer's moments are from before the step. `older` is
+    a captured state to compare with.
     """
     before = {} if older is None else dict(older["model"])
     found = []
@@ -54,7 +51,7 @@ def damaged(
 
 
 def of(what: str, name: str, tensor: Tensor, before: Tensor | None, squares: Tensor | None = None) -> Iterable[Damage]:
-    """What is wrong with one tensor; a large mean of gradients is right where that of `squares` bears it out."""
+    """Checks one tensor. Large values of a first moment are accepted if its second moment, `squares`, explains them."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
     bad = int((~torch.isfinite(tensor)).sum())
@@ -62,11 +59,11 @@ def of(what: str, name: str, tensor: Tensor, before: Tensor | None, squares: Ten
         yield Damage(what, name, f"{bad} of {tensor.numel()} values are not finite", few=few(bad, tensor))
         return
     if what in SQUARES and (negative := int((tensor < 0).sum())):
-        yield Damage(what, name, f"{negative} of {tensor.numel()} values are negative, and they are means of squares")
+        yield Damage(what, name, f"{negative} of {tensor.numel()} values are negative, but a mean of squares cannot be")
     if before is None:
         return
     largest = float(before.abs().max())
-    usual = max(largest, float(tensor.abs().median()))  # where gradients have grown, all of a moment has
+    usual = max(largest, float(tensor.abs().median()))  # if gradients grew, the whole moment grew
     bound = BEYOND ** (2 if what in SQUARES else 1) * usual if largest > 0 else math.inf
     out = tensor.abs() > bound
     if what == "exp_avg" and squares is not None and squares.shape == tensor.shape:
@@ -78,19 +75,15 @@ def of(what: str, name: str, tensor: Tensor, before: Tensor | None, squares: Ten
 
 
 def few(count: int, tensor: Tensor) -> bool:
-    """Whether that is too small a part of a tensor for an update to have done it."""
+    """Whether so few elements of the tensor are affected that an update cannot be the reason."""
     return count <= max(1, FEW * tensor.numel())
 
 
 @torch.no_grad()
 def drift(model: nn.Module, optimizer: Optimizer | None, older: Mapping[str, Any], step: int) -> Drift | None:
-    """How far the weights have moved since an older state; None if nothing can be compared.
+    """Measures how far the weights of step number `step` have moved since the captured state `older`.
 
-    Args:
-        model: with the weights that the step started from.
-        optimizer: the run's.
-        older: a captured state from before.
-        step: how many steps were done when this one began.
+    Returns None if nothing can be compared.
     """
     before, steps = dict(older["model"]), max(step - int(older["step"]), 1)
     moved, share, grown = [], [], []
@@ -110,15 +103,15 @@ def drift(model: nn.Module, optimizer: Optimizer | None, older: Mapping[str, Any
 
 
 def rms(tensor: Tensor) -> float:
-    """Root of the mean square of the elements."""
+    """Root mean square of the elements."""
     return float(tensor.square().mean().sqrt())
 
 
 @torch.no_grad()
 def staleness(model: nn.Module, gradients: Sequence[Tensor | None], optimizer: Optimizer) -> float:
-    """Largest RMS(g / sqrt(v)) over the parameters, v corrected for its bias; NaN where there is no second moment.
+    """Largest RMS(g / sqrt(v)) over the parameters, with bias-corrected v; NaN without a second moment.
 
-    Source: StableAdamW, arXiv 2304.13013: near 1 as long as v follows the gradients.
+    Near 1 if v follows the gradients. Source: StableAdamW, arXiv 2304.13013.
     """
     largest = math.nan
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
@@ -134,9 +127,9 @@ def staleness(model: nn.Module, gradients: Sequence[Tensor | None], optimizer: O
 
 @torch.no_grad()
 def overlong(optimizer: Optimizer) -> float:
-    """Largest RMS(m / sqrt(v)) over the parameters, both corrected for their bias; NaN where there are no such moments.
+    """Largest RMS(m / sqrt(v)) over the parameters, bias-corrected; NaN without such moments.
 
-    The moments are those that the last update was made of, so this is how many learning rates it was long.
+    The last update was made of these moments, so this is its length in learning rates.
     """
     largest = math.nan
     for group in optimizer.param_groups:

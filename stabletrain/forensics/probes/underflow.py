@@ -1,11 +1,11 @@
-"""Underflow: which gradients fp16 makes exactly 0 that fp32, from the same weights and batch, does not.
+"""Finds gradients that are exactly 0 in fp16 but not in fp32, for the same weights and batch.
 
     lost(p) = elements of p's gradient that are 0 in fp16 and not in fp32 / elements that are not 0 in fp32
 
-A dead unit, a token that is not in the batch and a frozen branch have zeros in fp32 as well and count for nothing.
-Which loss scale would keep the rest is not reckoned but tried.
+Zeros of dead units, tokens absent from the batch and frozen branches are 0 in fp32 as well and do not count. A loss
+scale that avoids the underflow is found by trying.
 
-Source: Micikevicius et al., arXiv 1710.03740, section 3.2: below 2^-24, about 6e-8, fp16 has nothing but 0.
+Source: Micikevicius et al., arXiv 1710.03740, section 3.2. The smallest positive fp16 number is 2^-24, about 6e-8.
 """
 
 import math
@@ -19,28 +19,28 @@ from stabletrain.forensics.replay import Take, fp32, ieee_kernels, perform, same
 from stabletrain.forensics.repro import Repro, is_scaled
 
 STARVED = 0.5
-"""Share of its elements that a parameter must have lost to count."""
+"""Share of its gradient elements above which a parameter counts as lost."""
 
 ENOUGH = 0.02
-"""Share of the model that the parameters that count must make up: a bias before a norm, or of keys, whose gradient is 0
-but for rounding, is far less."""
+"""Share of the model's elements in lost parameters above which the underflow is real.
+
+Parameters whose gradient is 0 except for rounding, such as a bias before a norm or a bias of keys, are far fewer.
+"""
 
 TRIED = tuple(2.0**power for power in range(16, 44, 4))
-"""Loss scales that are tried, the smallest first."""
+"""Loss scales to try, ascending."""
 
 NAMED = 8
-"""Parameters that are named, the worst hit first."""
+"""Maximum number of parameters to list."""
 
 
 @dataclass(frozen=True)
 class Starved:
-    """The gradient of one parameter.
+    """Underflow in the gradient of one parameter.
 
     Attributes:
-        name: of the parameter.
-        numel: its elements.
-        zeros, in_fp32: share of them that are exactly 0, in the step's precision and in fp32.
-        lost: share, of those that are not 0 in fp32, that are 0 in the step's precision.
+        zeros, in_fp32: share of elements that are exactly 0, in the step's precision and in fp32.
+        lost: of the elements that are not 0 in fp32, the share that is 0 in the step's precision.
     """
 
     name: str
@@ -52,14 +52,13 @@ class Starved:
 
 @dataclass(frozen=True)
 class Underflow:
-    """What of a step's gradients fp16 has lost.
+    """Underflow in a step's gradients.
 
     Attributes:
-        loss_scale: at which.
         zeros, in_fp32: share of all elements that are exactly 0, in the step's precision and in fp32.
-        hit: share of the model that the parameters make up that have lost more than `STARVED`.
-        worst: of these parameters those that have lost the most elements.
-        cure: the smallest loss scale tried at which no such share is lost and nothing overflows; None if there is none.
+        hit: share of the model's elements in parameters that lost more than `STARVED`.
+        worst: those parameters that lost the most elements.
+        cure: smallest loss scale tried without underflow or overflow; None if there is none.
     """
 
     loss_scale: float
@@ -71,12 +70,12 @@ class Underflow:
 
     @property
     def real(self) -> bool:
-        """Whether so much is lost that it is no matter of a few idle parameters."""
+        """Whether more is lost than a few idle parameters explain."""
         return self.hit > ENOUGH
 
 
 def underflow(repro: Repro) -> Underflow | None:
-    """Compares the gradients of a step with those in fp32; None where it has no loss scale, or is not finite."""
+    """Compares a step's gradients with those in fp32; None without a loss scale or if either is not finite."""
     if not is_scaled(repro.tools.precision):
         return None
     with ieee_kernels():
@@ -89,7 +88,7 @@ def underflow(repro: Repro) -> Underflow | None:
 
 
 def gradients(take: Take, step: int) -> dict[str, Tensor] | None:
-    """The unscaled gradients of a replay by parameter; None if they, or the loss, are not finite."""
+    """The unscaled gradients of a replay by parameter; None if they or the loss are not finite."""
     loss, norm, _ = perform(take.model, take.batches, take.tools, step)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return None
@@ -97,7 +96,7 @@ def gradients(take: Take, step: int) -> dict[str, Tensor] | None:
 
 
 def compared(narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor], loss_scale: float) -> Underflow:
-    """What `narrow` gradients have lost of the `wide` ones."""
+    """Measures what the `narrow` gradients lose of the `wide` ones."""
     each = [of(name, narrow[name], wide[name]) for name in wide if name in narrow and wide[name].numel()]
     whole = sum(one.numel for one in each)
     starved = [one for one in each if one.lost > STARVED]
@@ -112,19 +111,19 @@ def compared(narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor], loss_scal
 
 
 def of(name: str, narrow: Tensor, wide: Tensor) -> Starved:
-    """What one parameter's gradient has lost."""
+    """Measures the underflow of one parameter's gradient."""
     zero, there = narrow == 0, wide != 0
     zeros, present, lost = int(zero.sum()), int(there.sum()), int((zero & there).sum())
     return Starved(name, wide.numel(), zeros / wide.numel(), 1 - present / wide.numel(), lost / max(present, 1))
 
 
 def cure(repro: Repro, wide: Mapping[str, Tensor]) -> float | None:
-    """The smallest loss scale, of those tried, that keeps the gradients; None if all lose too much or overflow."""
+    """The smallest loss scale tried that avoids underflow and overflow; None if there is none or time runs out."""
     for scale in (scale for scale in TRIED if scale > repro.loss_scale):
         if time.monotonic() >= repro.deadline:
             return None
         narrow = gradients(same(replace(repro, loss_scale=scale)), repro.step)
-        if narrow is None:
+        if narrow is None:  # overflow: larger scales overflow too
             return None
         if not compared(narrow, wide, scale).real:
             return scale

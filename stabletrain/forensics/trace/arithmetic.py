@@ -1,8 +1,8 @@
-"""The arithmetic of an accident: why one operation made NaN or Inf, and what the result should have been.
+"""Explains why one operation gave NaN or Inf, and what its result should have been.
 
-The operation is computed again in fp64, and in fp32, on the very values that it read. A result that is finite there
-overflowed its format (fp16 ends at 65504, bf16 at 3.39e38, fp32 at 3.40e38); one that is not finite in any format is no
-matter of precision: log(0), x / 0, 0 * inf ... which the values say.
+The operation is recomputed in fp64 and fp32 on the values that it read. A result that is finite there overflowed its
+format: fp16 ends at 65504, bf16 at 3.39e38, fp32 at 3.40e38. Otherwise the inputs show the reason, such as log(0),
+x / 0 or 0 * inf; see `nonfinite_rules.py`.
 """
 
 import contextlib
@@ -23,11 +23,10 @@ NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "f
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Why an operation made what is not finite.
+    """Why an operation gave a non-finite result.
 
     Attributes:
-        why: `overflow`, or a key of `nonfinite_rules.py` (`log_of_zero`, `division_by_zero`, ...); `unknown` if nothing
-            fits.
+        why: `overflow`, or a key of `nonfinite_rules.py` (`log_of_zero`, ...); `unknown` if no rule applies.
         reason: the same in words, with the numbers.
         should_have_been: absmax of the result in fp64; Inf or NaN if it is not finite there either; None if the
             operation cannot be computed in fp64.
@@ -41,14 +40,9 @@ class Finding:
 
 
 def explain_nonfinite(func: Any, args: tuple, kwargs: dict, place: int, output: Tensor, node: str) -> Finding:
-    """Why `func(*args, **kwargs)` gave `output`, its result number `place`.
+    """Explains why `func(*args, **kwargs)` gave `output`, its result number `place`, counting tensors only.
 
-    Args:
-        func: the aten operation.
-        args, kwargs: as they were before it ran.
-        place: which of its results, counted over tensors.
-        output: that result.
-        node: the autograd node it ran in; empty in forward.
+    `args` and `kwargs` have their values from before it ran. `node` is the autograd node it ran in, empty in forward.
     """
     in_fp64 = again(func, args, kwargs, place, torch.float64)
     in_fp32 = again(func, args, kwargs, place, torch.float32)
@@ -57,7 +51,7 @@ def explain_nonfinite(func: Any, args: tuple, kwargs: dict, place: int, output: 
     if in_fp64 is not None and math.isfinite(in_fp64):
         found = overflow(name, args, output, in_fp64)
     else:
-        with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):  # arguments no rule has thought of
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):  # arguments unknown to the rule
             found = nonfinite_rules.why(func, name, args, kwargs, output, node)
     if found is None:
         found = ("unknown", f"{made(output)} of {sizes(args)}{verdict(in_fp64)}")
@@ -67,9 +61,9 @@ def explain_nonfinite(func: Any, args: tuple, kwargs: dict, place: int, output: 
 
 
 def again(func: Any, args: tuple, kwargs: dict, place: int, dtype: torch.dtype) -> float | None:
-    """Absmax of result number `place`, computed in `dtype`; None if there is no such kernel or memory.
+    """Recomputes result number `place` in `dtype`; returns its absmax, or None without a kernel or memory.
 
-    Random numbers are borrowed: a dropout draws others, from the same generator put back afterwards.
+    Random operations draw other numbers. The state of the random generators is restored.
     """
     cards = sorted({t.device.index for t in tensors((args, kwargs)) if t.device.type == "cuda"})
     random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
@@ -78,7 +72,7 @@ def again(func: Any, args: tuple, kwargs: dict, place: int, dtype: torch.dtype) 
             warnings.catch_warnings(),
             torch.random.fork_rng(cards) if random else contextlib.nullcontext(),
         ):
-            warnings.simplefilter("ignore")  # the operation has said so already
+            warnings.simplefilter("ignore")  # the original operation warned already
             names = [argument.name for argument in func._schema.arguments]
             wide = [widened(value, name, dtype) for value, name in zip(args, names, strict=False)]
             out = func(*wide, **{name: widened(value, name, dtype) for name, value in kwargs.items()})
@@ -88,7 +82,7 @@ def again(func: Any, args: tuple, kwargs: dict, place: int, dtype: torch.dtype) 
 
 
 def widened(value: Any, name: str, dtype: torch.dtype) -> Any:
-    """An argument with its floating-point tensors, and dtypes, in `dtype`; tensors are copies."""
+    """Converts floating-point tensors, which are copied, and dtypes in an argument to `dtype`."""
     if isinstance(value, Tensor):
         kind = torch.complex128 if value.is_complex() else dtype if value.is_floating_point() else value.dtype
         return value.detach().to(kind, copy=True)
@@ -100,7 +94,7 @@ def widened(value: Any, name: str, dtype: torch.dtype) -> Any:
 
 
 def overflow(name: str, args: tuple, output: Tensor, exact: float) -> tuple[str, str]:
-    """The exact result is finite: by how much it, or what led to it, passes the format's end."""
+    """Describes an overflow: the exact result is finite, but it or an intermediate value exceeds the format."""
     dtype = str(output.dtype).removeprefix("torch.")
     kind, largest = NAMES.get(dtype, dtype), torch.finfo(output.dtype).max
     if exact > largest * (1 - torch.finfo(output.dtype).eps):
@@ -111,35 +105,35 @@ def overflow(name: str, args: tuple, output: Tensor, exact: float) -> tuple[str,
             f"({largest:.6g})"
         )
     return "overflow", (
-        f"overflow of {kind} inside {name}: {sizes(args)} give {exact:.4g}, which {kind} can hold, but a number on the "
-        "way cannot be held"
+        f"overflow of {kind} inside {name}: {sizes(args)} give {exact:.4g}, which {kind} can hold, but an intermediate "
+        "value cannot be held"
     )
 
 
 def sizes(args: Any) -> str:
-    """The absmax of what went in: `inputs up to 3 and 0.5`."""
+    """The absmax of each input: `inputs up to 3 and 0.5`."""
     found = [abs(leaf) if isinstance(leaf, float) else measure(leaf).absmax for leaf in leaves(args) if sized(leaf)]
     return f"inputs up to {' and '.join(f'{absmax:.4g}' for absmax in found if absmax is not None)}"
 
 
 def sized(leaf: Any) -> bool:
-    """Whether an argument is a number or tensor whose size matters: no index, no dimension."""
+    """Whether an argument is a float or a floating-point tensor, not an index or a dimension."""
     return isinstance(leaf, float) or (isinstance(leaf, Tensor) and is_float(leaf))
 
 
 def made(output: Tensor) -> str:
-    """`NaN came` or `Inf came`, whichever is the worse."""
+    """`NaN came` or `Inf came`; NaN if the output holds both."""
     return "NaN came" if bool(torch.isnan(output).any()) else "Inf came"
 
 
 def verdict(in_fp64: float | None) -> str:
-    """What fp64 says."""
+    """Says what the computation in fp64 gave."""
     return "; fp64 gives no finite result either" if in_fp64 is not None else "; it has no fp64 kernel to compare with"
 
 
 def behind_node(node: str) -> str:
-    """The forward function of an autograd node: `sqrt` of `SqrtBackward0`, `Mine` of `MineBackward`."""
+    """The forward function of an autograd node: `sqrt` for `SqrtBackward0`, `Mine` for `MineBackward`."""
     name, _, number = node.rpartition("::")[2].partition("Backward")
-    if not number:  # a class of the user's
+    if not number:  # a class of the user
         return name
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

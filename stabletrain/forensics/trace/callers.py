@@ -1,8 +1,9 @@
-"""Whose code runs: module and source line of the operation under way, forward or backward.
+"""Finds the module and source line of the running operation, forward or backward.
 
-In forward they are read off the Python stack. Nothing is hooked, so this also holds within checkpointing's second
-forward, hooks and backward functions of the user's. In backward they are those of the forward operation that made the
-autograd node: autograd numbers its nodes, and makes one just before the operation runs.
+In forward they are read off the Python stack. This needs no hooks, so it also works inside recomputation by
+checkpointing, inside hooks and inside the user's backward functions. A backward operation gets the module and line of
+the forward operation that made its autograd node: autograd numbers its nodes, and makes each one just before its
+operation runs.
 """
 
 import bisect
@@ -19,7 +20,7 @@ from torch.autograd.function import BackwardCFunction
 TORCH = f"{Path(torch.__file__).parent}/"
 HERE = f"{Path(__file__).parent}/"
 WRAPPERS = ("/jaxtyping/", "/beartype/")
-"""Decorators that check types: they stand between caller and called, and compute nothing."""
+"""Decorators that check types: their frames lie between caller and callee, and compute nothing."""
 
 LANDMARKS = {
     ("autograd/graph.py", "_engine_run_backward"): "engine",
@@ -31,14 +32,14 @@ OUTSIDE = "objective"
 
 
 class Frames(NamedTuple):
-    """What the stack says of an operation.
+    """What the stack shows about an operation.
 
     Attributes:
-        module: dotted path of the module whose forward is running; None outside of the model.
-        source: `file:line` of the innermost code that is neither PyTorch's nor this folder's; empty if there is none.
+        module: dotted path of the module whose forward is running; None outside the model.
+        source: `file:line` of the innermost frame outside PyTorch and this folder; empty if there is none.
         seed: whether the operation makes the gradient that a backward pass starts from.
-        recomputing: whether it belongs to checkpointing's second forward.
-        checkpoint: whether checkpointing is anywhere in the stack, so also in a backward that it started itself.
+        recomputing: whether it belongs to a recomputation by checkpointing.
+        checkpoint: whether checkpointing is anywhere on the stack, including a backward pass that it started.
     """
 
     module: str | None
@@ -50,7 +51,7 @@ class Frames(NamedTuple):
 
 @cache
 def role(file: str, function: str) -> str:
-    """What a stack frame is: a landmark of PyTorch's, `library`, or `user`."""
+    """Classifies a stack frame: a landmark in PyTorch, `library`, or `user`."""
     if file.startswith(TORCH):
         inside = file.removeprefix(TORCH)
         return "checkpoint" if inside == "utils/checkpoint.py" else LANDMARKS.get((inside, function), "library")
@@ -60,16 +61,10 @@ def role(file: str, function: str) -> str:
 
 
 def frames(names: dict[int, str]) -> Frames:
-    """The stack, seen from here.
-
-    The stack is read from the inside out. At the autograd engine it stops, but for checkpointing: what lies further out
-    is the line that says `backward()`, which is nobody's fault.
-
-    Args:
-        names: the model's modules: `id` to dotted path.
-    """
+    """Reads the stack from the inside out; `names` maps the `id` of each module to its dotted path."""
     module: str | None = None
     source, seed, recomputing, checkpoint, engine = "", False, False, False, False
+    # Stop at the autograd engine, except to look for checkpointing: beyond it is only the line that calls `backward()`.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         kind = role(frame.f_code.co_filename, frame.f_code.co_name)
@@ -79,22 +74,19 @@ def frames(names: dict[int, str]) -> Frames:
             if kind == "user":
                 source = source or f"{frame.f_code.co_filename}:{frame.f_lineno}"
             elif kind == "module" and module is None:
-                module = names.get(id(frame.f_locals["self"]))  # its other locals are arguments: nothing lives longer
+                module = names.get(id(frame.f_locals["self"]))  # f_locals keeps only arguments alive
             engine, seed = kind == "engine", seed or kind == "seed"
         frame = frame.f_back
     return Frames(module, source, seed, recomputing, checkpoint)
 
 
 class Caller(NamedTuple):
-    """Who is to answer for an operation.
+    """The code responsible for an operation; the other fields are as in `Frames`.
 
     Attributes:
-        module: dotted path in the model, empty for the model itself, `objective` outside of it.
-        source: `file:line`; empty if nobody knows.
+        module: dotted path in the model; empty for the model itself, `objective` outside it.
         backward: whether it is a backward operation.
-        recomputed: whether it belongs to checkpointing's second forward.
-        seed: whether it makes the gradient that a backward pass starts from.
-        leaf: whether it brings a parameter its gradient.
+        leaf: whether it accumulates a parameter's gradient.
     """
 
     module: str
@@ -106,20 +98,20 @@ class Caller(NamedTuple):
 
 
 class Callers:
-    """Remembers who called in forward, for the backward pass."""
+    """Maps operations to the code responsible for them; remembers forward callers for the backward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._nodes = {False: Nodes(), True: Nodes()}  # by whether checkpointing made them, which may count apart
+        self._nodes = {False: Nodes(), True: Nodes()}  # by whether checkpointing made them: it may count apart
         self._owners: dict[int, tuple[str, str]] = {}  # parameter -> module and line that first read it
 
     def of(self, node: Any, reads: list[Tensor], makes: bool) -> Caller:
-        """Who is to answer for the operation under way.
+        """Returns the code responsible for the running operation.
 
         Args:
             node: the autograd node that runs it; None in forward.
             reads: the tensors it reads.
-            makes: whether it is one that autograd makes a node for.
+            makes: whether autograd makes a node for it.
         """
         seen = frames(self._names)
         again = node is not None and seen.checkpoint
@@ -136,7 +128,7 @@ class Callers:
         return Caller(module, seen.source or source, True, False, False, leaf)
 
     def _module(self, node: Any, seen: Frames) -> str:
-        """The module of a forward operation; where checkpointing calls a mere method again, its first forward's."""
+        """The module of a forward operation; in a recomputed plain method, that of its first forward."""
         if seen.module is not None or node is None:
             return OUTSIDE if seen.module is None else seen.module
         made = self._nodes[False].find(node)
@@ -144,25 +136,23 @@ class Callers:
 
 
 class Nodes:
-    """Which forward operation made which autograd node."""
+    """Maps autograd nodes to the forward operations that made them."""
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
         self._made: list[tuple[str, str, bool]] = []
 
     def add(self, module: str, source: str, makes: bool) -> None:
-        """Notes the operation under way; if it `makes` a node, that is the newest one: it is made just before."""
+        """Records the running operation. If it `makes` a node, that is the newest one."""
         self._numbers.append(torch.autograd._get_sequence_nr() - 1)
         self._made.append((module, source, makes))
 
     def find(self, node: Any) -> tuple[str, str] | None:
-        """Module and source line.
-
-        A node that no operation made just before it ran belongs to a function of the user's, whose first operation is
-        the next one; or it was made behind an operation, by writing into a view, which is then the one before.
-        """
+        """Returns module and source line of a node's forward operation; None if unknown."""
         number = node._sequence_nr()
         at = bisect.bisect_left(self._numbers, number)
+        # Without an exact match the node belongs to an autograd.Function of the user, whose first operation comes next,
+        # or it was made after an operation, by writing into a view: then that operation comes before.
         exact = at < len(self._numbers) and self._numbers[at] == number and self._made[at][2]
         if not exact and not isinstance(node, BackwardCFunction):
             at -= 1

@@ -1,6 +1,6 @@
-"""Where arithmetic has no finite result in any format: a rule for every operation that has such places.
+"""Rules for operations that have no finite result for some inputs, in any number format.
 
-Each rule looks at the values that the operation read, and says which place they hit, as `(key, words)`. Keys:
+Each rule checks the values that the operation read, and returns `(key, words)`, or None if it does not apply. Keys:
 
     log_of_zero, log_of_negative, root_of_negative, division_by_zero, zero_over_zero, zero_to_negative_power,
     exp_overflow, overflow, outside_domain, zero_variance, variance_of_one, mean_of_nothing, masked_row,
@@ -20,7 +20,7 @@ Found = tuple[str, str] | None
 
 
 def why(func: Any, name: str, args: tuple, kwargs: dict, output: Tensor, node: str) -> Found:
-    """The place that the operation `name` (`log`, not `aten.log_`) hit; None if no rule knows it."""
+    """Explains the non-finite result of the operation `name` (`log`, not `aten.log_`); None if no rule applies."""
     names = [argument.name for argument in getattr(getattr(func, "_schema", None), "arguments", [])]
     named = dict(zip(names, args, strict=False)) | kwargs
     rule = RULES.get(name)
@@ -38,15 +38,15 @@ def count(hits: Tensor) -> str:
 
 
 def log(args: tuple, named: dict) -> Found:
-    """log at 0, and below."""
+    """log of 0 or a negative number."""
     x = args[0]
     if bool((x < 0).any()):
-        return "log_of_negative", f"log of a negative number ({count(x < 0)}, the least {float(x.min()):.4g})"
+        return "log_of_negative", f"log of a negative number ({count(x < 0)}, minimum {float(x.min()):.4g})"
     return ("log_of_zero", f"log of 0 ({count(x == 0)})") if bool((x == 0).any()) else None
 
 
 def log1p(args: tuple, named: dict) -> Found:
-    """log(1 + x) at -1, and below."""
+    """log(1 + x) for x <= -1."""
     return log((args[0] + 1,), named)
 
 
@@ -56,13 +56,13 @@ def xlogy(args: tuple, named: dict) -> Found:
 
 
 def logit(args: tuple, named: dict) -> Found:
-    """log(x / (1 - x)) at 0 and 1."""
+    """log(x / (1 - x)) outside (0, 1)."""
     x = args[0]
     return log((torch.minimum(x, 1 - x),), named)
 
 
 def sqrt(args: tuple, named: dict) -> Found:
-    """A root of a negative number."""
+    """Square root of a negative number."""
     x = args[0]
     return ("root_of_negative", f"root of a negative number ({count(x < 0)})") if bool((x < 0).any()) else None
 
@@ -82,7 +82,7 @@ def reciprocal(args: tuple, named: dict) -> Found:
 
 
 def div(args: tuple, named: dict) -> Found:
-    """x / y, either of which may be a number."""
+    """x / y; either may be a Python number."""
     x, y = (torch.as_tensor(value) for value in args[:2])
     if x.device != y.device:
         x, y = (value.cpu() if value.dim() == 0 else value for value in (x, y))
@@ -102,29 +102,31 @@ def inf_over_inf(x: Tensor, y: Tensor) -> Found:
 
 
 def remainder(args: tuple, named: dict) -> Found:
-    """The remainder of a division by 0."""
+    """Remainder of a division by 0."""
     x, y = (torch.as_tensor(value) for value in args[:2])
     zero = torch.broadcast_tensors(x, y == 0)[1]
-    return ("division_by_zero", f"the remainder of a division by 0 ({count(zero)})") if bool(zero.any()) else None
+    return ("division_by_zero", f"remainder of a division by 0 ({count(zero)})") if bool(zero.any()) else None
 
 
 def polygamma(args: tuple, named: dict) -> Found:
-    """The n-th derivative of digamma, whose number comes first."""
+    """n-th derivative of digamma; n is the first argument."""
     return RULES["digamma"]((args[1],), named)
 
 
 def weight_norm(args: tuple, named: dict) -> Found:
-    """g v / |v| where v is 0."""
+    """g v / |v| for v = 0."""
     v, over = args[0], named.get("dim", 0)
     length = v.movedim(over, 0).flatten(1).norm(dim=1)
     hits = length == 0
     return (
-        ("zero_over_zero", f"a weight of length 0, divided by its length ({count(hits)})") if bool(hits.any()) else None
+        ("zero_over_zero", f"a weight vector of norm 0 divided by its norm ({count(hits)})")
+        if bool(hits.any())
+        else None
     )
 
 
 def power(args: tuple, named: dict) -> Found:
-    """x ** y, either of which may be a number."""
+    """x ** y; either may be a Python number."""
     x, y = (torch.as_tensor(value) for value in args[:2])
     zero, negative = (x == 0) & (y < 0), (x < 0) & (y != y.floor() if is_float(y) else y != y)
     if bool(zero.any()):
@@ -133,16 +135,16 @@ def power(args: tuple, named: dict) -> Found:
         return "root_of_negative", f"a negative number to a fractional power ({count(negative)})"
     if not bool(torch.isfinite(x).all() and torch.isfinite(y).all()):
         return None
-    return "overflow", f"a power beyond fp64's range, of numbers up to {float(x.abs().max()):.4g}"
+    return "overflow", f"a power of numbers up to {float(x.abs().max()):.4g} overflows every format"
 
 
 def exp(args: tuple, named: dict) -> Found:
-    """exp beyond fp64's range, above 709."""
+    """exp above the range of fp64: x > 709."""
     return "exp_overflow", f"exp of {float(args[0].max()):.4g} overflows every format"
 
 
 def outside(hit: Callable[[Tensor], Tensor], words: str) -> Callable[[tuple, dict], Found]:
-    """The rule of a function that has no finite value where `hit` says so."""
+    """The rule of a function that has no finite value where `hit` is true."""
 
     def rule(args: tuple, named: dict) -> Found:
         hits = hit(args[0])
@@ -152,7 +154,7 @@ def outside(hit: Callable[[Tensor], Tensor], words: str) -> Callable[[tuple, dic
 
 
 def softmax(args: tuple, named: dict) -> Found:
-    """A row without a finite entry, or with an infinite one."""
+    """A row that is fully masked, or that holds +Inf."""
     x, over = args[0], named.get("dim", -1)
     dims = over if isinstance(over, list | tuple) else [over]
     if x.dim() == 0:
@@ -166,7 +168,7 @@ def softmax(args: tuple, named: dict) -> Found:
 
 
 def variance(args: tuple, named: dict) -> Found:
-    """The variance of no more values than are corrected for."""
+    """Variance of too few values for its correction."""
     x, over = args[0], named.get("dim")
     dims = range(x.dim()) if not over and over != 0 else over if isinstance(over, list | tuple) else [over]
     number = math.prod(x.shape[dim] for dim in dims)
@@ -177,43 +179,39 @@ def variance(args: tuple, named: dict) -> Found:
 
 
 def mean(args: tuple, named: dict) -> Found:
-    """The mean of nothing."""
+    """Mean of an empty tensor."""
     return (
-        ("mean_of_nothing", f"mean of no value at all, of shape {list(args[0].shape)}: 0 / 0")
+        ("mean_of_nothing", f"mean of an empty tensor, shape {list(args[0].shape)}: 0 / 0")
         if 0 in args[0].shape
         else None
     )
 
 
 def nll(args: tuple, named: dict) -> Found:
-    """The mean over targets that are all ignored."""
+    """Mean over targets that are all ignored."""
     ignored = args[1] == named.get("ignore_index", -100)
     if bool(ignored.all()):
-        return "mean_of_nothing", f"mean over no target: all {ignored.numel()} are ignored: 0 / 0"
+        return "mean_of_nothing", f"mean over 0 targets, all {ignored.numel()} are ignored: 0 / 0"
     return None
 
 
 def norm(args: tuple, named: dict) -> Found:
-    """Equal values, and nothing added to their variance."""
+    """Normalisation of equal values with eps = 0."""
     eps = named.get("eps", named.get("epsilon"))
     if eps is None or eps > 1e-30:
         return None
-    return "zero_variance", f"the variance is 0, and eps={eps:.3g} is added to it: 1 / sqrt(0)"
+    return "zero_variance", f"the variance is 0 and eps is only {eps:.3g}: 1 / sqrt(0)"
 
 
 def inverse(args: tuple, named: dict) -> Found:
-    """A matrix without an inverse."""
+    """Inverse of a singular matrix."""
     x = args[0].double()
     hits = torch.linalg.matrix_rank(x) < x.shape[-1]
-    return (
-        ("singular_matrix", f"a matrix without an inverse ({int(hits.sum())} of {hits.numel()})")
-        if bool(hits.any())
-        else None
-    )
+    return ("singular_matrix", f"a singular matrix ({int(hits.sum())} of {hits.numel()})") if bool(hits.any()) else None
 
 
 def infinite(read: list[Tensor], output: Tensor) -> Found:
-    """What an Inf among the inputs became."""
+    """Inf and -Inf among the inputs of any other operation."""
     read = [x for x in read if is_float(x)]
     if not any(bool(torch.isinf(x).any()) for x in read) or not bool(torch.isnan(output).any()):
         return None
@@ -222,7 +220,7 @@ def infinite(read: list[Tensor], output: Tensor) -> Found:
 
 
 def times(args: tuple, named: dict) -> Found:
-    """0 * inf, either of which may be a number."""
+    """0 * inf; either may be a Python number."""
     x, y = (torch.as_tensor(value) for value in args[:2])
     some = bool((x == 0).any() and torch.isinf(y).any()) or bool((y == 0).any() and torch.isinf(x).any())
     return ("zero_times_inf", "0 * inf") if some else None
@@ -235,7 +233,7 @@ def minus(args: tuple, named: dict) -> Found:
 
 
 def product(args: tuple, named: dict) -> Found:
-    """A matrix product with an Inf in it: 0 * inf, or inf - inf in the sum."""
+    """Matrix product with an Inf: 0 * inf, or inf - inf in a sum."""
     read = [x for x in tensors(args) if is_float(x)]
     if not any(bool(torch.isinf(x).any()) for x in read):
         return None
@@ -261,11 +259,11 @@ RULES: dict[str, Callable[[tuple, dict], Found]] = {
     "_weight_norm_interface": weight_norm,
     "pow": power,
     **dict.fromkeys(("exp", "expm1", "exp2", "sinh", "cosh"), exp),
-    **dict.fromkeys(("acos", "asin"), outside(lambda x: x.abs() > 1, "an argument outside of [-1, 1]")),
+    **dict.fromkeys(("acos", "asin"), outside(lambda x: x.abs() > 1, "an argument outside [-1, 1]")),
     **dict.fromkeys(("atanh", "erfinv"), outside(lambda x: x.abs() >= 1, "an argument at or beyond -1 or 1")),
     "acosh": outside(lambda x: x < 1, "an argument below 1"),
     **dict.fromkeys(
-        ("lgamma", "digamma"), outside(lambda x: (x <= 0) & (x == x.floor()), "a pole at 0 or a negative whole number")
+        ("lgamma", "digamma"), outside(lambda x: (x <= 0) & (x == x.floor()), "a pole at 0 or a negative integer")
     ),
     **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax", "logsumexp"), softmax),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), variance),
@@ -283,4 +281,4 @@ RULES: dict[str, Callable[[tuple, dict], Found]] = {
     **dict.fromkeys(("add", "sub", "rsub", "sum", "cumsum"), minus),
     **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "matmul", "convolution", "dot", "mv"), product),
 }
-"""Operation -> its rule."""
+"""The rule of each operation."""

@@ -1,8 +1,8 @@
-"""The origin: the first operation whose non-finite values reached the loss or a gradient, and what led up to it.
+"""Finds the origin: the first operation whose non-finite values reached the loss or a gradient, and what led up to it.
 
-Of all sources in a trace those count that reached an end: the loss if it is not finite, else a gradient. An accident
-comes before what was there on purpose, the earlier before the later: with a masked -Inf and a real overflow in one sum,
-the overflow is to blame.
+Only sources that reached an end count: the loss if it is not finite, else a gradient. Accidents come before values that
+were non-finite on purpose, then earlier operations before later ones. If a masked -Inf and a real overflow meet in one
+sum, the overflow is to blame.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +18,9 @@ RANKS = {"producer": 0, "revealed": 0, "unwritten": 1, "written": 2, "given": 3}
 
 
 class Link(NamedTuple):
-    """How large the values of one part of the model were.
+    """Largest magnitude in one part of the model: a block, a module outside the blocks, or `objective`.
 
-    Attributes:
-        module: a block, or a part of the model outside of the blocks; `objective` outside of the model.
-        direction: `forward`: of its output. `backward`: the largest of its gradients.
-        dtype: of those values.
-        absmax: their largest magnitude.
+    `forward` means the part's output, `backward` the largest of its gradients.
     """
 
     module: str
@@ -39,16 +35,16 @@ class Origin:
 
     Attributes:
         module, op, direction, source: see `OpRecord`.
-        node: the autograd node, of a backward operation.
-        dtype: of the output that is not finite.
+        node: the autograd node, for a backward operation.
+        dtype: of the non-finite output.
         inputs, outputs: of the operation.
-        how: the kind of source, as `recorder.py` lists them.
-        why: a key for rules: `overflow`, `log_of_zero`, ... (see `nonfinite_rules.py`); else the kind of source.
+        how: the kind of source, as listed in `recorder.py`.
+        why: the key that rules use: `overflow`, `log_of_zero`, ... (see `nonfinite_rules.py`), or the kind of source.
         reason: the arithmetic in words.
-        should_have_been: absmax of the exact result; not finite if there is none, None if nobody could compute it.
+        should_have_been: absmax of the result in fp64; non-finite if there is no finite result, None if unknown.
         in_fp32: absmax of the result in fp32.
-        chain: sizes through the model, in the order of computing, up to the operation.
-        index: the operation's number in the trace.
+        chain: magnitudes through the model, in order of computation, up to the operation.
+        index: number of the operation in the trace.
     """
 
     module: str
@@ -68,17 +64,17 @@ class Origin:
     index: int
 
     def as_dict(self) -> dict[str, Any]:
-        """What a diagnosis holds of it; a number that is not finite stays one."""
+        """The origin as a mapping, for the diagnosis; non-finite numbers stay floats."""
         simple = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {key: [values.as_dict() for values in simple[key]] for key in ("inputs", "outputs")}
         return simple | tensors | {"chain": [link._asdict() for link in self.chain]}
 
 
 def find_origin(trace: Trace) -> Origin | None:
-    """The operation to blame; None if loss and gradients are finite.
+    """Returns the operation to blame; None if loss and gradients are finite.
 
-    A trace without a backward pass ends in its last output. Gradients that `torch.autograd.grad` hands out arrive
-    nowhere; then the first accident of the backward pass is taken.
+    Without a backward pass, the trace ends at its last output. Gradients from `torch.autograd.grad` reach no parameter;
+    then the first accident of the backward pass is blamed.
     """
     source = blamed(trace)
     if source is None:
@@ -107,7 +103,7 @@ def find_origin(trace: Trace) -> Origin | None:
 
 
 def blamed(trace: Trace) -> Source | None:
-    """The source to blame: of the loss if that is not finite, else of the gradients, in the first such micro-batch."""
+    """The source to blame, in the first micro-batch with a non-finite loss, or else gradient."""
     ends = [end for end in trace.ends if end.part == trace.ends[0].part]
     ends = [end for end in ends if end.loss] or ends
     reached = frozenset[Source]().union(*(end.sources for end in ends))
@@ -120,23 +116,23 @@ def blamed(trace: Trace) -> Source | None:
 
 
 def words(trace: Trace, source: Source) -> tuple[str, str]:
-    """Key and reason."""
+    """Returns the key and the reason."""
     record = trace.records[source.record]
     if source.how in ACCIDENTS:
         finding = record.finding
         why, reason = (
-            ("unknown", "its arithmetic was not looked into") if finding is None else (finding.why, finding.reason)
+            ("unknown", "its arithmetic was not analysed") if finding is None else (finding.why, finding.reason)
         )
         return why, reason + whence(trace, record)
     if source.how == "given":
-        return "given", "it read values that were not finite before the step began: data, weights or buffers"
+        return "given", "it read data, weights or buffers that were non-finite before the step began"
     if source.how == "unwritten":
-        return "unwritten", "it made memory that nothing wrote to before it was read (torch.empty)"
-    return "written", "it wrote Inf or NaN as a constant, and that reached the loss or a gradient"
+        return "unwritten", "it allocated memory (torch.empty) that was read before anything was written to it"
+    return "written", "it wrote Inf or NaN as a constant, which reached the loss or a gradient"
 
 
 def whence(trace: Trace, record: OpRecord) -> str:
-    """Where the Inf came from that an operation made NaN of."""
+    """Describes where the Inf came from that the operation turned into NaN."""
     if not record.sources:
         return ""
     first = min(record.sources)
@@ -147,7 +143,7 @@ def whence(trace: Trace, record: OpRecord) -> str:
 
 
 def chain(trace: Trace, origin: OpRecord) -> tuple[Link, ...]:
-    """Sizes through the model in the origin's micro-batch: outputs block by block, then gradients, up to the origin."""
+    """Magnitudes in the origin's micro-batch, up to the origin: outputs part by part, then gradients."""
     among = blocks(trace.model)
     here = [r for r in trace.records[: origin.index + 1] if r.part == origin.part and not r.recomputed]
     forward = [record for record in here if record.direction == "forward"]
@@ -162,7 +158,7 @@ def chain(trace: Trace, origin: OpRecord) -> tuple[Link, ...]:
 def links(
     records: Sequence[OpRecord], where: Callable[[OpRecord], str], chosen: Callable[[list[Values]], Values]
 ) -> tuple[Link, ...]:
-    """One link for each part of the model, in the order in which the parts end."""
+    """One link for each part of the model, in the order in which the parts finish."""
     found: dict[str, tuple[str, list[Values]]] = {}
     for record in records:
         name = where(record)
@@ -177,10 +173,10 @@ def links(
 
 
 def last(values: list[Values]) -> Values:
-    """The last: a part's output is what its last operation gives."""
+    """The last one: the output of a part's last operation is the part's output."""
     return values[-1]
 
 
 def largest(values: list[Values]) -> Values:
-    """The largest; one that is not finite before all others."""
+    """The largest one; non-finite values come first."""
     return max(values, key=lambda value: (not value.finite, value.absmax or 0.0))

@@ -1,21 +1,19 @@
-"""Records every operation of a forward and backward pass, and where non-finite numbers begin.
+"""Records every operation of a forward and backward pass, and follows non-finite values from their sources.
 
-A trace: every operation of a forward and backward pass, and where non-finite numbers come from and end up.
+Each operation is recorded as numbers only: its module, its source line (for a backward operation, that of the forward
+operation), and the magnitudes of what it read and wrote. Non-finite values are followed from tensor to tensor by their
+storage, so the trace knows which sources reached the loss or a gradient.
 
-Each operation is recorded in numbers only, with its module, its source line (of a backward operation: the forward
-operation's) and the size of what it read and wrote. Non-finite values are followed from tensor to tensor by the memory
-they lie in, so that of all places where some began (`recorder.py`) those are known that reached the loss or a gradient.
+A source is an operation where non-finite values begin, by accident or on purpose:
 
-Sources: where non-finite values begin, and whether that was an accident.
+    producer   read finite values and wrote non-finite ones
+    revealed   read an intended Inf, such as a mask, and made NaN of it: inf - inf, 0 * inf
+    written    wrote Inf or NaN as a constant: masked_fill(..., -inf), full, where, padding
+    unwritten  allocated memory without writing to it: empty
+    given      was the first to read values that were non-finite before the trace: data, weights, a mask in a buffer
 
-    producer   it read finite values, and wrote others
-    revealed   it read an Inf that was no accident (a mask's, say) and made NaN of it: inf - inf, 0 * inf
-    written    it was handed Inf or NaN as a constant: masked_fill(..., -inf), full, where, padding
-    unwritten  it made memory that nothing has written to: empty
-    given      it was the first to read what was not finite before the trace began: data, weights, a mask kept as buffer
-
-The last three do no harm by themselves. Comparisons and isfinite have no floating-point output, so they are none; a
-cast, a copy or a view of Inf has read it, so it is none either.
+The last three are harmless by themselves. Comparisons and isfinite have no floating-point output, so they are not
+sources. A cast, copy or view of Inf has read it, so it is not a source either.
 """
 
 import math
@@ -46,29 +44,23 @@ UNWRITTEN = {
     f"aten.{name}"
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
 }
-"""They make memory and write nothing: what stands in it is no result."""
+"""Operations that allocate memory and write nothing: its content is not a result."""
 
 OVERWRITES = {"aten.copy_", "aten.fill_", "aten.zero_"}
-"""They read nothing of their first argument, whatever stands in it."""
+"""Operations that overwrite their first argument without reading it."""
 
 ACCIDENTS = ("producer", "revealed")
 
 
 class Source(NamedTuple):
-    """Where non-finite values began: the number of a record, and how."""
+    """Where non-finite values began: the index of a record, and the kind of source."""
 
     record: int
     how: str
 
 
 class Call(NamedTuple):
-    """An operation as it was called.
-
-    Attributes:
-        func, op: the operation, and its name.
-        grad: whether autograd was listening.
-        args, kwargs: as they were before it ran.
-    """
+    """An operation, its name, whether gradients were enabled, and its arguments from before it ran."""
 
     func: Any
     op: str
@@ -78,16 +70,14 @@ class Call(NamedTuple):
 
     @property
     def writes_in_place(self) -> bool:
-        """Whether it writes into what it is given."""
+        """Whether it modifies an argument."""
         schema = getattr(self.func, "_schema", None)
         return schema is not None and schema.is_mutable
 
 
 def beginning(call: Call, place: int, inputs: Sequence[Values], output: Values, sources: frozenset[Source]) -> str:
-    """How non-finite values begin in output number `place`, as the module's docstring lists it; empty if they do not.
-
-    Of attention only the result counts: the logsumexp beside it is -Inf for a row that is masked whole, and padding.
-    """
+    """The kind of source for output number `place`, as listed in the module's docstring; empty if it is none."""
+    # Besides the result, attention returns a logsumexp, which is -Inf for a fully masked row, and padding.
     if "_attention" in call.op and "backward" not in call.op and place > 0:
         return "" if sources else "written"
     numbers = [value for value in leaves((call.args, call.kwargs)) if isinstance(value, float)]
@@ -101,7 +91,7 @@ def beginning(call: Call, place: int, inputs: Sequence[Values], output: Values, 
 
 
 def kept(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments as they are before the operation: what it writes in place is copied."""
+    """The arguments before the operation runs; those that it modifies in place are copied."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return args, kwargs
@@ -113,11 +103,11 @@ def kept(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 
 EXPLAINED = 64
-"""Sources whose arithmetic is looked into; a step with more of them has long named its first."""
+"""Maximum number of sources whose arithmetic is explained; only the first ones matter."""
 
 
 class End(NamedTuple):
-    """A loss, or else a gradient, that is not finite: its micro-batch, and where its values began."""
+    """A non-finite loss or gradient: its micro-batch, whether it is the loss, and where its values began."""
 
     part: int
     loss: bool
@@ -130,18 +120,18 @@ class OpRecord:
 
     Attributes:
         index: its number in the trace.
-        module: dotted path in the model, empty for the model itself, `objective` outside of it.
-        direction: `forward` or `backward`; checkpointing's second forward is forward.
-        op: its name without overload, `aten.exp`.
-        node: the autograd node that runs it, `SqrtBackward0`; empty in forward.
-        source: `file:line` of the code that called it, or that called the forward operation whose backward it is.
+        module: dotted path in the model; empty for the model itself, `objective` outside it.
+        direction: `forward` or `backward`; a recomputation by checkpointing is forward.
+        op: its name without overload, such as `aten.exp`.
+        node: the autograd node that runs it, such as `SqrtBackward0`; empty in forward.
+        source: `file:line` of the code that called it, or that called its forward operation.
         inputs, outputs: tensors read and written, in order.
-        writers: for each input the record that wrote it last; None for what was there before.
-        how: the kind of source it is; empty if it is none.
+        writers: for each input, the record that wrote it last; None if it existed before the trace.
+        how: the kind of source; empty if it is none.
         sources: where the non-finite values that it read began.
         finding: the arithmetic of an accident; None otherwise.
         part: number of the micro-batch, from 0.
-        recomputed: whether it belongs to checkpointing's second forward.
+        recomputed: whether it belongs to a recomputation by checkpointing.
     """
 
     index: int
@@ -161,17 +151,17 @@ class OpRecord:
 
 
 class Trace(TorchDispatchMode):
-    """Records what runs within `with trace:`, which is forward, objective and `backward()`, for one or more parts.
+    """Records the operations inside `with trace:`: forward, objective and `backward()` of one or more micro-batches.
 
-    The trace writes nothing; whoever calls hands in a copy of the model if the pass itself may not touch it. Gradients
-    must come by `backward()`, whose leaves are where the trace sees them arrive.
+    The trace modifies nothing itself, but the pass does: use a copy of the model. Gradients must come from
+    `backward()`, which accumulates them in parameters.
 
     Attributes:
-        model: names the modules.
+        model: the model, for the names of its modules.
         records: the operations, in order.
-        ends: every loss and gradient that is not finite, in the order in which they were computed.
-        last: the same of the last floating-point output, which is the end where no backward pass follows.
-        saw_leaves: whether a gradient arrived at a parameter.
+        ends: every non-finite loss and gradient, in order of computation.
+        last: sources of the last floating-point output, which is the end if there is no backward pass.
+        saw_leaves: whether a gradient reached a parameter.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -182,20 +172,21 @@ class Trace(TorchDispatchMode):
         self.last = frozenset[Source]()
         self.saw_leaves = False
         self._callers = Callers(model)
-        self._places: dict[int, StorageWeakRef] = {}  # storages met: while these live, no other takes such a number
-        self._from: dict[int, frozenset[Source]] = {}  # storage -> where the non-finite values in it began
-        self._writers: dict[int, int] = {}  # storage -> record that wrote to it last
+        self._places: dict[int, StorageWeakRef] = {}  # keeps the numbers of storages unique after they are freed
+        self._from: dict[int, frozenset[Source]] = {}  # storage -> sources of the non-finite values in it
+        self._writers: dict[int, int] = {}  # storage -> last record that wrote to it
         self._part, self._in_backward, self._explained = 0, False, 0
 
     @property
     def accidents(self) -> list[OpRecord]:
-        """Producers, and what was revealed, whether it did harm or not."""
+        """Records that are producers or revealed, whether or not their values reached an end."""
         return [record for record in self.records if record.how in ACCIDENTS]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Runs the operation as it is, and records it."""
+        """Runs the operation unchanged and records it."""
         kwargs, grad = kwargs or {}, torch.is_grad_enabled()
         op = str(getattr(func, "overloadpacket", func))
+        # Measure the inputs first: the operation may write into them.
         with torch.no_grad():
             reads = list(tensors((args[1:] if op in OVERWRITES else args, kwargs)))
             inputs = tuple(measure(tensor) for tensor in reads)
@@ -212,7 +203,7 @@ class Trace(TorchDispatchMode):
         node, index = torch._C._current_autograd_node(), len(self.records)
         makes = call.grad and any(tensor.requires_grad for tensor in reads) and any(map(is_float, writes))
         caller = self._callers.of(node, reads, makes)
-        if self._in_backward and node is None:
+        if self._in_backward and node is None:  # the next micro-batch begins
             self._part += 1
         self._in_backward = node is not None
         keys = [self._place(tensor) for tensor in reads]
@@ -251,15 +242,15 @@ class Trace(TorchDispatchMode):
         )
 
     def _place(self, tensor: Tensor) -> int:
-        """The number of the memory that a tensor lies in, which stays its own when it is given back."""
+        """Identifies the storage of a tensor."""
         key = storage(tensor)._cdata
         if key not in self._places:
             self._places[key] = StorageWeakRef(storage(tensor))
         return key
 
     def _sources(self, op: str, index: int, keys: list[int], inputs: tuple[Values, ...]) -> frozenset[Source]:
-        """Where the non-finite values that an operation reads began; with itself if nobody has written them."""
-        how = "written" if op == "aten.lift_fresh" else "given"  # the former makes torch.tensor(inf) a tensor
+        """Where the non-finite inputs of an operation began; the operation itself if no record wrote them."""
+        how = "written" if op == "aten.lift_fresh" else "given"  # torch.tensor(inf) calls lift_fresh
         found = frozenset[Source]()
         for key, values in zip(keys, inputs, strict=True):
             if not values.finite:
@@ -276,7 +267,7 @@ class Trace(TorchDispatchMode):
         sources: frozenset[Source],
         touched: set[int],
     ) -> str:
-        """Notes what stands in an output's memory from now on; says how non-finite values began in it."""
+        """Records what an output's storage holds from now on; returns the kind of source, empty if none."""
         key, index = self._place(tensor), len(self.records)
         if key in touched and not call.writes_in_place:  # a view
             return ""
@@ -296,5 +287,5 @@ class Trace(TorchDispatchMode):
 
 
 def name(node: Any) -> str:
-    """The name of an autograd node; empty without one."""
+    """The name of an autograd node; empty if None."""
     return "" if node is None else node.name()

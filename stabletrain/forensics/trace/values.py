@@ -1,4 +1,4 @@
-"""Tensors in numbers: how large their values are, whether they are finite, and which memory they lie in."""
+"""Measures tensors: magnitude, finiteness and storage."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Values(NamedTuple):
-    """The size of one tensor; `absmax` is NaN where it holds a NaN, and None where it holds whole numbers."""
+    """Shape, dtype and magnitude of a tensor. `absmax` is NaN if it holds a NaN, and None if it holds integers."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -17,28 +17,28 @@ class Values(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """Whether it holds neither NaN nor Inf."""
+        """Whether the tensor holds neither NaN nor Inf."""
         return self.absmax is None or math.isfinite(self.absmax)
 
     def as_dict(self) -> dict[str, Any]:
-        """Shape, dtype, absmax and whether all is finite."""
+        """The values as a mapping."""
         return {"shape": list(self.shape), "dtype": self.dtype, "absmax": self.absmax, "finite": self.finite}
 
     @property
     def nan(self) -> bool:
-        """Whether it holds a NaN."""
+        """Whether the tensor holds a NaN."""
         return self.absmax is not None and math.isnan(self.absmax)
 
 
 def copy(value: Any) -> Any:
-    """A copy of a tensor, or of a list of them."""
+    """Copies a tensor, or each tensor of a list."""
     if isinstance(value, Tensor):
         return value.clone()
     return [copy(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What is in nested lists, tuples and dicts."""
+    """The leaves of nested lists, tuples and dicts."""
     if isinstance(value, list | tuple):
         for each in value:
             yield from leaves(each)
@@ -54,30 +54,30 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def is_float(tensor: Tensor) -> bool:
-    """Whether it can hold NaN and Inf."""
+    """Whether a tensor can hold NaN and Inf."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The tensor that holds the values: its own, or a sparse one's."""
+    """The dense tensor that holds the values; for a sparse tensor, its values."""
     if tensor.layout == torch.strided:
         return tensor
     return tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
 
 
 def storage(tensor: Tensor) -> torch.UntypedStorage:
-    """The memory that the values are in."""
+    """The storage of the values."""
     return dense(tensor).untyped_storage()
 
 
 def whole(tensor: Tensor) -> bool:
-    """Whether the tensor is all there is in its memory."""
+    """Whether the tensor covers its whole storage."""
     values = dense(tensor)
     return values.numel() * values.element_size() >= values.untyped_storage().nbytes()
 
 
 def measure(tensor: Tensor) -> Values:
-    """Its size: one pass over the values, and one number read from the device."""
+    """Measures a tensor in one pass, with one host read."""
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     if not is_float(tensor):
         return Values(shape, dtype, None)
@@ -86,12 +86,12 @@ def measure(tensor: Tensor) -> Values:
         return Values(shape, dtype, 0.0)
     if values.is_complex():
         values = values.abs()
-    elif values.dtype.itemsize == 1:  # fp8, which nothing compares
+    elif values.dtype.itemsize == 1:  # fp8 has no comparison kernels
         values = values.float()
     least, most = torch.stack(torch.aminmax(values)).tolist()  # a NaN makes both NaN
     return Values(shape, dtype, max(abs(least), abs(most)))
 
 
 def unmeasured(outputs: list[Tensor]) -> tuple[Values, ...]:
-    """Shapes and dtypes of memory whose contents mean nothing."""
+    """Shapes and dtypes only, for memory that is not initialised."""
     return tuple(Values(tuple(t.shape), str(t.dtype).removeprefix("torch."), None) for t in outputs)

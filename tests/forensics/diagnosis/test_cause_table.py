@@ -1,4 +1,4 @@
-"""Every cause that a rule can give has its row, in the package's table and in the documentation."""
+"""Every cause that a rule can give has a row in the package's table and in the documentation."""
 
 import ast
 import re

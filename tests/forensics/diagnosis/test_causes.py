@@ -1,4 +1,4 @@
-"""Causes: each rule decides by its evidence alone, and a fix is one that this run can take."""
+"""Each rule decides by the evidence alone, and each fix is one that the run can use."""
 
 import math
 from dataclasses import replace
@@ -62,13 +62,13 @@ def grown(**drift):
     return replace(SPIKE, sizes=sizes, before=before, drift=replace(CALM, **drift))
 
 
-def test_attention_that_grows_alone_is_told_from_everything_growing_at_once():
+def test_attention_that_grows_alone_is_distinguished_from_all_weights_growing():
     assert diagnose(grown()).cause == "attention_logit_growth"
     assert diagnose(grown(moved=30.0, share=10.0, grown=1e3)).cause == "lr_too_high"
 
 
 def test_an_update_longer_than_the_learning_rate_allows_is_the_learning_rates_fault():
-    """Over so many steps that the share a step is small."""
+    """Over so many steps that the share per step is small."""
     assert diagnose(grown(steps=50, moved=1.0, share=0.2)).cause == "lr_too_high"
     assert diagnose(grown(steps=50, moved=0.1, share=0.2)).cause == "attention_logit_growth"
 
@@ -91,8 +91,8 @@ def test_what_fp32_can_hold_is_fp16s_overflow(why):
     assert diagnose(nonfinite(origin(why="exp_overflow"))).cause == "unsafe_op"
 
 
-def test_a_cast_of_the_codes_own_is_not_cured_by_another_autocast():
-    """It fails without autocast too, though fp32 could hold the number."""
+def test_an_fp16_cast_in_the_models_code_is_not_fixed_by_another_precision():
+    """The step fails without autocast too, although fp32 could hold the value."""
     found = diagnose(nonfinite(origin(dtype="float16", in_fp32=7e4), fp32=NAN, choices={"precision": "fp16"}))
     assert found.cause == "fp16_overflow"
     assert "model.py:7" in found.fix[0]
@@ -130,7 +130,7 @@ def test_a_norm_is_known_by_what_it_divides_by(makers, cause):
         (True, True, NAN, "unknown"),
     ],
 )
-def test_a_machine_is_blamed_only_if_the_replays_agree(repeats, deterministic, again, cause):
+def test_hardware_is_blamed_only_if_the_replays_agree(repeats, deterministic, again, cause):
     evidence = replace(
         nonfinite(None, deterministic=deterministic),
         outcomes={"same": replace(again, bitwise_equal_to_reading=False)},
@@ -176,18 +176,18 @@ def test_a_scale_at_its_floor_has_collapsed_only_where_fp32_is_finite():
     assert diagnose(both).cause == "unsafe_op"
 
 
-def test_nothing_known_says_so():
+def test_without_evidence_the_cause_is_unknown():
     assert diagnose(replace(SPIKE, outcomes={}, drift=None)).cause == "unknown"
 
 
-def test_a_spike_that_comes_again_in_other_bits_is_no_fault_of_the_machine():
+def test_a_spike_that_remains_in_the_replay_is_not_a_hardware_fault():
     other = {**SPIKE.outcomes, "same": replace(BAD, bitwise_equal_to_reading=False)}
     assert diagnose(replace(SPIKE, outcomes=other, repeats=True)).cause != "hardware_fault"
 
 
 @pytest.mark.parametrize(("largest", "fresh", "cause"), [(1e30, FINE, "bad_batch"), (15.0, FINE, "unknown")])
-def test_finite_inputs_that_are_none_of_the_data_are_the_batchs_fault_and_the_sample_is_named(largest, fresh, cause):
-    """Where BatchNorm's statistics overflow, no replay counts as normal."""
+def test_a_huge_finite_input_is_a_bad_batch_and_the_sample_is_named(largest, fresh, cause):
+    """If BatchNorm's statistics overflow, no replay counts as normal."""
     reading = READING._replace(buffers=math.inf)
     loud = LargestInput({"index": 3, "source": "digits.csv:41"}, largest, 1.0)
     evidence = replace(
@@ -228,15 +228,15 @@ def test_weights_torn_apart_are_to_blame_wherever_it_breaks_first(why):
         ({"optimizer.lr": 1e-3, "optimizer.weight_decay": 5.0, "optimizer.decay": "independent"}, None),
     ],
 )
-def test_a_weight_decay_is_lowered_only_where_it_is_no_customary_one(values, fix):
+def test_weight_decay_is_lowered_only_if_it_is_unusually_large(values, fix):
     setting = replace(SETTING, values=values)
     found = diagnose(replace(SPIKE, setting=setting, drift=Drift(10, 20.0, 10.0, 1e3, True)))
     assert found.cause == "lr_too_high"
     assert found.fix[0] == (fix or "optimizer.weight_decay=0.1")
 
 
-def test_updates_longer_than_the_learning_rate_are_an_old_second_moments():
-    """The weights have moved further than the rate allows, and no further than such updates take them."""
+def test_updates_longer_than_the_learning_rate_are_optimizer_staleness():
+    """The weights moved further than the learning rate allows, but not further than such long updates explain."""
     far = replace(CALM, steps=2, moved=0.06, share=0.5)
     setting = replace(SETTING, choices={**SETTING.choices, "optimizer": "adamw"})
     setting = replace(setting, values={**SETTING.values, "optimizer.betas": [0.9, 0.999]})
@@ -250,7 +250,7 @@ def test_updates_longer_than_the_learning_rate_are_an_old_second_moments():
     ("now", "before", "cause"),
     [(200.0, 50.0, "attention_logit_growth"), (200.0, 150.0, "lr_too_high"), (3.0, 1.0, "lr_too_high")],
 )
-def test_attention_that_nobody_listens_to_is_judged_by_what_softmax_reads(now, before, cause):
+def test_attention_unknown_to_the_probe_is_judged_by_what_softmax_reads(now, before, cause):
     setting = replace(SETTING, has_attention=False)
     evidence = replace(
         SPIKE, sizes={"monitors/softmax_max": now}, before={"monitors/softmax_max": before}, setting=setting
@@ -268,7 +268,7 @@ def test_attention_that_nobody_listens_to_is_judged_by_what_softmax_reads(now, b
         (False, "normal", 1e30, "init=torch"),
     ],
 )
-def test_other_weights_are_those_that_the_model_can_take_and_has_not(attends, init, std, fix):
+def test_a_suggested_init_is_supported_and_not_the_current_one(attends, init, std, fix):
     setting = replace(
         SETTING, has_attention=attends, choices={**SETTING.choices, "init": init}, values={"init.std": std}
     )
@@ -284,18 +284,18 @@ def test_other_weights_are_those_that_the_model_can_take_and_has_not(attends, in
         (["aten.linalg_vector_norm", "aten.mul"], "unsafe_op"),
     ],
 )
-def test_a_length_is_a_spread_only_of_what_is_centred_or_of_its_mean_square(makers, cause):
+def test_a_vector_norm_counts_as_a_spread_only_if_centred_or_scaled(makers, cause):
     assert diagnose(nonfinite(origin(why="zero_over_zero"), makers)).cause == cause
 
 
 @pytest.mark.parametrize("why", ["log_of_zero", "zero_variance", "overflow"])
-def test_the_evidence_says_nothing_that_the_verdict_has_said(why):
+def test_the_evidence_does_not_repeat_the_verdict(why):
     found = diagnose(nonfinite(origin(why=why, dtype="float16", in_fp32=7e4), fp32=FINE))
     assert found.verdict
     assert not any(found.verdict in line for line in found.evidence)
 
 
-def test_a_bad_sample_is_named_before_anything_else_is_thought_of():
+def test_a_bad_sample_comes_before_every_other_cause():
     sample = {"index": 2, "id": 41, "fault": "input", "what": "input holds 1 of 9 values that are NaN or Inf"}
     damage = [Damage("parameter", "w", "1 of 9 values are not finite")]
     found = diagnose(replace(nonfinite(origin()), samples=[sample], damage=damage))

@@ -1,4 +1,4 @@
-"""Which samples are bad, in words: index, id, source, value, place, bound."""
+"""Bad samples are described by index, id, source, value, place and bound."""
 
 import math
 
@@ -46,12 +46,12 @@ def test_faults_of_the_whole_batch():
     batch = images()
     batch.targets[:] = IGNORE_INDEX
     (found,) = bad_samples(batch, None, 10)
-    assert (found["index"], found["what"]) == (None, "every target is -100, so none counts")
+    assert (found["index"], found["what"]) == (None, "every target is -100, so all are ignored")
 
 
 def test_a_good_batch_has_none_and_a_long_list_is_cut():
     assert bad_samples(images(), None, 10) == []
-    assert "looks bad on the host" in describe([])
+    assert "valid on the host" in describe([])
     many = images(20)
     many.inputs[:] = math.nan
     found = bad_samples(many, None, None)
@@ -70,7 +70,7 @@ def test_data_without_ids_or_sources_is_named_by_its_place(vocab_size):
 @pytest.mark.parametrize("rows", [[0], [13], [15], [2, 11]], ids=str)
 @pytest.mark.parametrize("how", ["forward", "backward"])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_guilty_samples_are_found_by_halving(tmp_path, model, how, rows, with_fresh):
+def test_culprit_samples_are_found_by_bisection(tmp_path, model, how, rows, with_fresh):
     job = ruined(made(tmp_path, *MODELS[model], "batch_size=16", "grad_accum_steps=2"), how)
     fresh = job.data.batches.get(700)
     repro = scene_of(job, marked(job.data.batches.get(0), rows), fresh=(lambda: fresh) if with_fresh else None)
@@ -82,7 +82,7 @@ def test_the_guilty_samples_are_found_by_halving(tmp_path, model, how, rows, wit
 
 
 class Ceiling(torch.autograd.Function):
-    """Does nothing forward; a gradient above 2 / 256 overflows, and so does any of a marked sample."""
+    """The identity in forward; gradients above 2 / 256 and those of marked samples overflow."""
 
     @staticmethod
     def forward(context, x, bad):
@@ -96,7 +96,7 @@ class Ceiling(torch.autograd.Function):
 
 
 def test_a_sample_that_overflows_alone_but_not_in_its_batch_is_not_accused(tmp_path):
-    """Alone, and divided by its own targets, its share in the loss would be 16 times as large, and so its gradient."""
+    """Divided by its own targets, a single sample's loss, and so its gradient, would be 16 times as large."""
     job = made(tmp_path, *GPT, "batch_size=16", "precision=fp32")
     job.state.model.register_forward_hook(lambda _, inputs, output: Ceiling.apply(output, marks(inputs[0])))
     batch = job.data.batches.get(0)
@@ -116,14 +116,14 @@ def test_every_pass_starts_from_the_buffers_of_the_step(tmp_path):
     assert (found.samples, found.alone) == ([5], True)
 
 
-def test_samples_that_are_bad_only_together_are_said_to_be(tmp_path):
+def test_samples_that_are_bad_only_together_are_reported_as_such(tmp_path):
     job = ruined(made(tmp_path, *GPT, "batch_size=16"), "two")
     fresh = job.data.batches.get(700)
     found = find_culprits(scene_of(job, marked(job.data.batches.get(0), [4, 6]), fresh=lambda: fresh))
     assert (found.samples, found.alone) == ([4, 5, 6, 7], False)
 
 
-def test_a_broken_state_accuses_no_sample_and_a_finite_step_nobody(tmp_path):
+def test_no_sample_is_blamed_for_a_corrupt_state_or_a_finite_step(tmp_path):
     job = made(tmp_path, *GPT, "batch_size=16")
     batch, fresh = job.data.batches.get(0), job.data.batches.get(700)
     assert find_culprits(scene_of(job, batch, fresh=lambda: fresh)).samples == []
@@ -136,7 +136,7 @@ def test_a_broken_state_accuses_no_sample_and_a_finite_step_nobody(tmp_path):
     assert alone.passes <= 8 + 4 * 4
 
 
-def test_a_model_that_refuses_a_single_sample_is_not_accused_of_more_than_is_known(tmp_path):
+def test_culprits_are_narrowed_down_as_far_as_the_model_accepts_few_samples(tmp_path):
     class Normed(nn.Module):
         def __init__(self):
             super().__init__()

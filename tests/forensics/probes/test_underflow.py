@@ -1,4 +1,4 @@
-"""Underflow: what fp16 makes 0 is told from what is 0 anyway; an alarm leads to an incident, a clean run to none."""
+"""Underflow is distinguished from gradients that are 0 in fp32 too; only a real one becomes an incident."""
 
 import json
 from dataclasses import replace
@@ -27,13 +27,13 @@ SMALL = ["precision=fp16", "precision.init_scale=1"]
 
 
 class NoGradient(FaintGradient):
-    """Lets no gradient through at all, in whatever format."""
+    """Passes no gradient, in any format."""
 
     after = 0.0
 
 
 def trained(folder, *overrides, place=None, part=FaintGradient, at=0):
-    """A run that is over, or has halted, with a part behind one of its modules."""
+    """A finished or halted run with `part` after one of its modules."""
     with composed(*QUIET, *overrides) as cfg:
         job = build(cfg, folder)
         if place:
@@ -43,11 +43,11 @@ def trained(folder, *overrides, place=None, part=FaintGradient, at=0):
 
 
 def diagnoses(folder):
-    """What the incidents of a run were, in their order."""
+    """The incidents of a run, in order."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("incidents/*/diagnosis.json"))]
 
 
-def test_only_what_fp32_keeps_is_lost():
+def test_only_gradients_that_are_nonzero_in_fp32_count_as_lost():
     wide = {"a": torch.tensor([1e-9, 1e-9, 0.0, 1.0]), "dead": torch.zeros(4), "kept": torch.ones(8)}
     narrow = {"a": torch.tensor([0.0, 0.0, 0.0, 1.0]), "dead": torch.zeros(4), "kept": torch.ones(8)}
     found = compared(narrow, wide, 8.0)
@@ -58,7 +58,7 @@ def test_only_what_fp32_keeps_is_lost():
 
 
 def test_an_idle_bias_is_no_underflow():
-    """Of keys, say, whose gradient is 0 but for rounding."""
+    """Such as a bias of keys, whose gradient is 0 except for rounding."""
     wide = {"bias": torch.full((4,), 1e-12), "weight": torch.ones(32, 32)}
     narrow = {"bias": torch.zeros(4), "weight": torch.ones(32, 32)}
     found = compared(narrow, wide, 1.0)
@@ -85,7 +85,7 @@ def test_an_alarm_leads_to_an_incident_and_to_the_same_bits_as_without_forensics
     (folder,) = (tmp_path / "on" / "incidents").iterdir()
     page = (folder / "report.md").read_text()
     assert "its update was applied" in page
-    assert "withheld" not in page
+    assert "skipped" not in page
     assert "| 0 at loss scale 1 | 0 in fp32 |" in page
     assert f"replay {folder} 'precision.init_scale=65536'" in page
 
@@ -101,15 +101,15 @@ def test_with_the_named_fix_there_is_no_incident(tmp_path, model):
 @pytest.mark.parametrize("model", MODELS)
 def test_a_clean_run_is_not_looked_into_at_all(tmp_path, monkeypatch, model):
     def never(*_, **__):
-        raise AssertionError("nothing is wrong, so nothing is looked into")
+        raise AssertionError("nothing is wrong, so nothing is investigated")
 
     monkeypatch.setattr(handler, "investigate", never)
     trained(tmp_path, *MODELS[model][0], "precision=fp16", "precision.init_scale=256")
     assert not events(tmp_path, "alarm")
 
 
-def test_weights_and_buffers_of_the_scene_are_of_one_moment(tmp_path, monkeypatch):
-    """After the update, both: BatchNorm's statistics from before it belong to other weights."""
+def test_weights_and_buffers_of_the_repro_are_of_the_same_step(tmp_path, monkeypatch):
+    """Both are from after the update: earlier BatchNorm statistics belong to other weights."""
     explain, seen = handler.investigate, []
 
     def looking(repro, *given, **more):
@@ -149,10 +149,10 @@ def test_an_incident_is_replayed_from_its_folder_and_a_larger_scale_is_tried(tmp
     assert replayed("precision.init_scale=65536")["zero_gradients"] < 0.5
     assert replayed("precision=fp32")["zero_gradients"] < 0.5
     assert main(["replay", str(folder)]) == 0
-    assert "on the weights that it has made, the step is finite, and 100.0% of its gradients" in capsys.readouterr().out
+    assert "after its update, the step is finite, and 100.0% of its gradients" in capsys.readouterr().out
 
 
-def test_a_collapse_that_ends_the_run_is_explained_though_bad_data_began_the_row(tmp_path):
+def test_a_collapse_that_ends_the_run_is_explained_even_if_bad_data_was_skipped_before_it(tmp_path):
     halting = ["guard=skip", "guard.max_consecutive=3", "precision=fp16", "precision.init_scale=1"]
     label = ["faults=label", "faults.at=[4]", "checkpoint=off"]
     with pytest.raises(TrainingHalted):
@@ -162,7 +162,7 @@ def test_a_collapse_that_ends_the_run_is_explained_though_bad_data_began_the_row
         (5, "nonfinite", "bad_label"),
         (7, "loss_scale", "loss_scale_collapse"),
     ]
-    assert "Its update was withheld" in (tmp_path / "incidents" / "step-00000007" / "report.md").read_text()
+    assert "Its update was skipped" in (tmp_path / "incidents" / "step-00000007" / "report.md").read_text()
 
 
 READING = Reading(50, 3.0, 3.0, 0.0, 1e-6, 1.0, 0.0, 0.0, 0.0, 1.0, True, False, False, 3e-3)
@@ -180,7 +180,7 @@ LOST = Underflow(1.0, zeros=0.9, in_fp32=0.1, hit=0.8, worst=(Starved("a", 9, 1.
     ],
 )
 def test_the_fix_is_one_that_was_tried(precision, initial, cured_at, fix):
-    """A scale that overflows have lowered is not mended by a higher start; `auto` is fp16 where there is no bf16."""
+    """A higher init_scale does not fix a scale that overflows lowered; `auto` means fp16 without bf16."""
     values = {"precision.init_scale": initial, "precision.growth_interval": 2000}
     setting = RunSettings(choices={"precision": precision}, values=values)
     found = diagnose(Evidence("loss_scale", READING, underflow=replace(LOST, cure=cured_at), setting=setting))

@@ -1,4 +1,4 @@
-"""The origin: small models with one known fault each, in forward and backward, in fp32, bf16 and fp16."""
+"""Finds the origin in small models with one known fault each, in forward and backward, in three formats."""
 
 import contextlib
 import math
@@ -136,7 +136,7 @@ def test_the_variance_of_a_batch_of_one():
     torch.__version__ < "2.15",
     reason="before PyTorch 2.15, an operation inside another warns when the outer one returns",
 )
-def test_computing_an_operation_again_warns_of_nothing():
+def test_recomputing_an_operation_gives_no_warning():
     with pytest.warns(UserWarning, match="degrees of freedom") as warned:
         traced(faulty.BatchOfOne())
     assert len(warned) <= 2  # forward and backward
@@ -148,14 +148,14 @@ def test_a_norm_without_eps():
     assert origin.source == line(faulty.LayerNormWithoutEps)
 
 
-def test_what_fp64_cannot_hold_either_is_told_from_an_overflow():
+def test_no_result_even_in_fp64_is_distinguished_from_an_overflow():
     unsafe, overflow = find_origin(traced(faulty.LogOfZero())), find_origin(traced(faulty.HugeResidual()))
     assert unsafe.should_have_been == math.inf
     assert overflow.should_have_been == pytest.approx(4.5e38)
     assert "1.32 times the largest fp32" in overflow.reason
 
 
-def test_reasons_say_the_numbers():
+def test_reasons_contain_the_numbers():
     assert find_origin(traced(faulty.LogOfZero())).reason == "log of 0 (12 of 12 values)"
     assert find_origin(traced(faulty.DivisionInPlace())).reason == "division by 0 (12 of 12 values)"
     row = find_origin(traced(faulty.MaskedRow())).reason
@@ -193,7 +193,7 @@ def test_the_wanted_class_masked_out_makes_the_loss_infinite_and_the_mask_is_nam
 
 
 @pytest.mark.parametrize("where", ["data", "weights"])
-def test_what_was_not_finite_before_is_named_by_its_first_reader(where):
+def test_values_non_finite_before_the_step_are_attributed_to_their_first_reader(where):
     model, inputs = Around(nn.Linear(3, 3)), torch.randn(4, 3)
     with torch.no_grad():
         (inputs if where == "data" else model.part.weight)[0, 0] = math.nan
@@ -205,7 +205,7 @@ def test_what_was_not_finite_before_is_named_by_its_first_reader(where):
     assert not trace.accidents
 
 
-def test_memory_nobody_wrote_to():
+def test_unwritten_memory():
     torch.use_deterministic_algorithms(True)  # fills it with NaN
     origin = find_origin(traced(Work(lambda x: x + torch.empty(3))))
     assert (origin.op, origin.how) == ("aten.empty", "unwritten")
@@ -215,7 +215,7 @@ HARMLESS = {
     "mask": lambda x: (x @ x.T).masked_fill(torch.eye(4, dtype=torch.bool), -math.inf).softmax(-1) @ x,
     "triu": lambda x: (x @ x.T + torch.full((4, 4), -math.inf).triu(1)).softmax(-1) @ x,
     "where": lambda x: torch.where(torch.eye(4).bool(), x @ x.T, -math.inf).softmax(-1) @ x,
-    "masked row, mended": lambda x: x.clone().masked_fill_(x == 0, -math.inf).softmax(-1).nan_to_num(0.0),
+    "masked row, fixed": lambda x: x.clone().masked_fill_(x == 0, -math.inf).softmax(-1).nan_to_num(0.0),
     "sdpa": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)[0],
     "sdpa masked row": lambda x: F.scaled_dot_product_attention(
         x[None, None], x[None, None], x[None, None], attn_mask=torch.arange(4)[:, None].expand(4, 4) > 0
@@ -238,14 +238,14 @@ HARMLESS = {
 
 @pytest.mark.parametrize("name", HARMLESS)
 @pytest.mark.parametrize("dtype", [None, BF16], ids=["fp32", "bf16"])
-def test_what_does_no_harm_is_not_blamed(name, dtype):
+def test_harmless_non_finite_values_are_not_blamed(name, dtype):
     assert find_origin(traced(Work(HARMLESS[name]), dtype)) is None
 
 
 @pytest.mark.parametrize(
     "name", ["mask", "triu", "where", "sdpa", "sdpa masked row", "max pooling", "padding", "bound"]
 )
-def test_what_is_written_on_purpose_is_no_accident(name):
+def test_constants_written_on_purpose_are_not_accidents(name):
     assert not traced(Work(HARMLESS[name])).accidents
 
 
@@ -270,13 +270,13 @@ MEMORY = {
 
 
 def written(x, value):
-    """A tensor whose first row is written in place, by one operation: `x[0] = value` is two in some versions."""
+    """Writes the first row in place with one operation; `x[0] = value` takes two in some versions."""
     x[0].fill_(value)
     return x
 
 
 def log_of(x, row):
-    """A tensor one row of which is put into its log, in place."""
+    """Replaces one row of a tensor by its log, in place."""
     x[row].log_()
     return x
 
@@ -288,7 +288,7 @@ def test_values_are_followed_through_memory_that_is_written_twice(name):
     assert (origin.op, origin.why) == expected
 
 
-def test_memory_that_is_given_back_leaves_nothing_behind():
+def test_freed_memory_leaves_no_sources_behind():
     with Trace(nn.Identity()) as trace:
         for _ in range(50):
             torch.zeros(3).log()  # gone at once, and its place is taken by what follows
@@ -297,7 +297,7 @@ def test_memory_that_is_given_back_leaves_nothing_behind():
     assert [[source.how for source in record.sources] for record in sums] == [["written"]] * 50
 
 
-def test_of_attention_only_the_result_counts():
+def test_only_the_result_of_attention_counts_not_its_logsumexp():
     finite, infinite = Values((4,), "float32", 1.0), Values((4,), "float32", math.inf)
     call = Call(None, "aten._scaled_dot_product_efficient_attention", True, (), {})
     assert beginning(call, 0, [finite], infinite, frozenset()) == "producer"
@@ -305,7 +305,7 @@ def test_of_attention_only_the_result_counts():
 
 
 class Deep(nn.Module):
-    """Eight blocks, each of which makes 30 times more of its input."""
+    """Eight blocks, each of which scales its input by 30."""
 
     def __init__(self):
         super().__init__()
@@ -356,7 +356,7 @@ def test_a_trace_without_a_backward_pass_ends_in_its_last_output():
     assert find_origin(trace).op == "aten.log"
 
 
-def test_gradients_that_arrive_nowhere_are_seen_too():
+def test_gradients_from_autograd_grad_are_seen_too():
     model = Around(faulty.RootBackward())
     with Trace(model) as trace:
         torch.autograd.grad(model(torch.ones(4, 3)).sum(), list(model.stem.parameters()))
@@ -374,7 +374,7 @@ def test_the_micro_batch_that_failed_first_is_named():
     assert trace.records[origin.index].part == 1
 
 
-def test_of_two_faults_the_one_in_the_first_micro_batch_is_named():
+def test_the_fault_in_the_first_micro_batch_is_named_before_a_later_one():
     model = Around(nn.Identity())
     with Trace(model) as trace:
         for work in (lambda x: x.masked_fill(x == 0, math.nan), torch.log):
@@ -383,7 +383,7 @@ def test_of_two_faults_the_one_in_the_first_micro_batch_is_named():
     assert find_origin(trace).op == "aten.masked_fill"
 
 
-def test_it_can_be_written_down():
+def test_an_origin_can_be_written_as_json():
     found = find_origin(traced(faulty.MatmulOverflow(), FP16)).as_dict()
     assert found["inputs"][0] == {"shape": [4, 3], "dtype": "float16", "absmax": 300.0, "finite": True}
     assert found["outputs"] == [{"shape": [4, 3], "dtype": "float16", "absmax": math.inf, "finite": False}]

@@ -1,4 +1,4 @@
-"""The trace: it sees everything, names it exactly, and changes nothing."""
+"""The trace records every operation with its module and line, and changes nothing."""
 
 import contextlib
 import copy
@@ -32,7 +32,7 @@ def step(model, batch, dtype, scale=1.0):
 
 
 def bits(model):
-    """Weights, buffers, gradients, and where the generator stands."""
+    """Weights, buffers, gradients and the state of the random generator."""
     tensors = [*model.state_dict().values(), *[p.grad for p in model.parameters()], torch.get_rng_state()]
     return [tensor.clone() for tensor in tensors]
 
@@ -71,7 +71,7 @@ def test_a_step_with_accidents_keeps_its_bits_too(kind):
     assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(bits(plain), bits(watched), strict=True))
 
 
-def test_random_numbers_are_as_many_as_without_it():
+def test_a_trace_draws_no_random_numbers():
     def random_accident():
         torch.manual_seed(0)
         return torch.normal(torch.full((64,), 3.4e38), 1e38), torch.rand(3)
@@ -85,7 +85,7 @@ def test_random_numbers_are_as_many_as_without_it():
     assert all(map(torch.equal, watched, plain))
 
 
-def test_every_operation_is_where_the_model_says():
+def test_every_operation_is_attributed_to_its_module_and_line():
     model, batch = tiny_gpt(), tokens()
     with Trace(model) as trace:
         step(model, batch, None)
@@ -116,7 +116,7 @@ def test_modules_keep_their_names_with_other_weights():
 
 
 class Views(nn.Module):
-    """Writes into views, uses functions, methods and a parameter of its own."""
+    """Writes into views, and uses functions, methods and its own parameter."""
 
     def __init__(self):
         super().__init__()
@@ -155,7 +155,7 @@ def test_backward_lines_are_the_forward_lines_of_each_node():
 
 
 class Twice(nn.Module):
-    """A block computed under checkpointing."""
+    """A block with activation checkpointing."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -180,7 +180,7 @@ def test_checkpointings_second_forward_is_forward(reentrant):
     assert {record.module for record in products} == {"block.0"}
 
 
-def test_each_input_knows_who_wrote_it():
+def test_each_input_knows_the_record_that_wrote_it():
     model, inputs = Views(), torch.randn(4, 3)
     with Trace(model) as trace:
         model(inputs)
@@ -202,7 +202,7 @@ def test_parts_are_counted_by_backward_passes():
     assert len({parts.count(part) for part in (1, 2)}) == 1
 
 
-def test_no_tensor_is_held():
+def test_a_trace_keeps_no_tensor_alive():
     model = copy.deepcopy(tiny_gpt())
     with Trace(model) as trace:
         step(model, tokens(), torch.bfloat16)
@@ -224,7 +224,7 @@ def test_sizes(dtype):
         assert measure(values * float("nan")).nan
 
 
-def test_sizes_of_what_has_none():
+def test_sizes_of_integer_empty_sparse_and_fp64_tensors():
     assert measure(torch.arange(3)).absmax is None
     assert measure(torch.zeros(0, 3)).absmax == 0.0
     assert measure(torch.tensor([[0.0, -5.0]]).to_sparse()).absmax == 5.0
