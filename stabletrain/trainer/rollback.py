@@ -261,7 +261,7 @@ class Rollback:
         slower = f", learning rate x {detour.lr_factor:g} until step {detour.until}" if detour.lr_factor < 1 else ""
         text = (
             f"step {trouble}: {reason}: rollback {detour.number}, to step {target}; batches {read[0]} to {read[1] - 1} "
-            f"are {'read again' if skipped is None else 'passed over'}{slower}"
+            f"are {'read again' if skipped is None else 'never read again'}{slower}"
         )
         tracker.note(text)
         tracker.alert("rollback", text)

@@ -213,7 +213,7 @@ def test_an_end_that_says_what_the_guard_did(tmp_path):
     job = trained(tmp_path, "steps=50", wrecked=[32])
     said = job.output.closing()
     assert "guard    50 updates in 50 steps, 60 executed, 3 skipped (spike), 1 rollback, 10 steps" in said
-    assert "batches passed over 25-36" in said
+    assert "batches never read again 25-36" in said
     assert job.history.lost_seconds > 0
 
 
@@ -269,11 +269,11 @@ def test_a_halt_keeps_what_was_spent(tmp_path):
 
 @pytest.mark.slow
 def test_after_a_restart_a_ruined_checkpoint_is_not_gone_back_to_again_and_again(tmp_path):
-    """The newest checkpoint was taken after the ruin and before anybody saw it; an older one must be there."""
+    """The newest checkpoint was taken after the ruin and before the ruin was noticed; an older one must be there."""
     chosen = ["checkpoint.every=29", "checkpoint.keep=1"]
     chosen += ["faults=learning_rate", "faults.at=[31]", "faults.factor=1e5"]
     trained(tmp_path, *chosen, "steps=32")  # its last update ruins the weights
-    assert find(tmp_path).healthy, "nobody has seen it"
+    assert find(tmp_path).healthy, "no step has shown the ruin yet"
     job = trained(tmp_path, *chosen, "steps=60", "resume=auto")
     assert job.state.step == 60
     assert job.tools.guard.healthy
