@@ -71,7 +71,7 @@ def test_only_pictures_of_what_some_run_has_logged_are_shown():
     assert panels([]) == []
 
 
-def test_a_link_leads_from_the_page_s_folder_to_the_file_whatever_its_name(tmp_path):
+def test_a_link_leads_from_the_folder_of_the_page_to_the_file_whatever_its_name(tmp_path):
     place = tmp_path / "a sweep#1" / "0"
     place.mkdir(parents=True)
     (place / "report.html").write_text("")

@@ -90,7 +90,7 @@ def incident(step, **more):
     return {"step": step, "cause": "bad_batch", "verdict": "a < b", "fix": ["lr=1", "<b>"], **more}
 
 
-def test_an_incident_s_row_says_where_why_and_what_to_do():
+def test_the_row_of_an_incident_says_where_why_and_what_to_do():
     table = incidents([("run 7", incident(1200, link="7/report.md"))])
     assert re.findall(r"<th>(.*?)</th>", table) == ["run", "step", "cause", "what was found", "do this"]
     assert '<a href="7/report.md">1,200</a>' in table

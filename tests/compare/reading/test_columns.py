@@ -15,7 +15,7 @@ def written(file, *lines):
     return read_columns(file)
 
 
-def test_a_name_s_values_are_in_the_order_of_the_file_whatever_else_their_lines_hold(tmp_path):
+def test_values_are_in_the_order_of_the_file_whatever_else_their_lines_hold(tmp_path):
     found = written(
         tmp_path / "metrics.jsonl",
         {"step": 1, "a": 1.5},

@@ -44,7 +44,7 @@ def test_a_name_in_lines_of_several_kinds_has_one_range(tmp_path):
     assert {*Ranges.of(columns.kept)} == {"step", "a", "b"}
 
 
-def test_what_was_rolled_back_is_no_part_of_a_run_s_course(tmp_path):
+def test_what_was_rolled_back_is_no_part_of_the_course_of_a_run(tmp_path):
     lines = [{"step": 1, "a": 5.0}, {"step": 2, "a": 9.0, "rolled_back": True}, {"step": 2, "a": 4.0}]
     run = read_run(write(tmp_path / "run", lines=lines))
     assert run.curve("a")[1].tolist() == [5.0, 4.0]
