@@ -1,10 +1,13 @@
 """A run's checkpoints, as the tests of what is on the disk need them."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stabletrain.checkpoint import reader
 from stabletrain.checkpoint.checkpoints import Checkpoints
@@ -72,3 +75,30 @@ def forge(checkpoint: Path, contents: dict[str, bytes]) -> None:
         (checkpoint / name).write_bytes(content)
         files[name] = {"bytes": len(content), "sha256": reader.hashlib.sha256(content).hexdigest()}
     rewrite_manifest(checkpoint, files=files)
+
+
+@contextmanager
+def as_rank(rank: int, count: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Within it this process is one of several ranks, none of which hears another; gives what shards a tensor.
+
+    A rank's part of a tensor is that of FSDP: some of its rows, or none.
+    """
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
+    try:
+        # PyTorch caches by the mesh, of which all ranks would have the same: a name keeps theirs apart.
+        mesh = init_device_mesh("cpu", (count,), mesh_dim_names=(f"rank_{rank}",))
+
+        def shard(whole: Tensor) -> Tensor:
+            parts = whole.chunk(count)
+            part = parts[rank] if rank < len(parts) else whole[:0]
+            shape, stride = whole.shape, whole.stride()
+            return DTensor.from_local(part.clone(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+        yield shard
+    finally:
+        distributed.destroy_process_group()

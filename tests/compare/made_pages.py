@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,8 @@ def sweep(folder: Path) -> Path:
             )
             number += 1
     return folder
+
+
+def text_of(html: str) -> str:
+    """The words of a page, without its scripts, styles and tags."""
+    return re.sub(r"<(script|style)\b.*?</\1>|<[^>]*>", " ", html, flags=re.DOTALL)

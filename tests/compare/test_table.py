@@ -1,21 +1,11 @@
-"""The comparison as it is printed: its order, its width, what it marks, and what it refuses."""
+"""The comparison as it is printed: its order, its width, and what it marks."""
 
-import csv
 import json
 
 import pytest
 
 from stabletrain.cli.commands import main
-from tests.compare.written import write
-
-RUNS = [
-    # loss, status, stability, seed
-    (2.5, "finished", "none", 0),
-    (1.25, "finished", "qknorm", 0),
-    (1.0, "halted", "zloss", 0),
-    (1.1, "running", "full", 0),
-    (1.75, "finished", "qknorm", 1),
-]
+from tests.compare.written import six_runs
 
 
 @pytest.fixture(autouse=True)
@@ -26,17 +16,7 @@ def a_pipe(monkeypatch):
 
 @pytest.fixture
 def sweep(tmp_path):
-    for number, (loss, status, stability, seed) in enumerate(RUNS):
-        write(
-            tmp_path / "sweep" / str(number),
-            [f"stability={stability}", f"seed={seed}", "steps=9"],
-            loss,
-            status,
-            hardware={"name": "NVIDIA H100 80GB HBM3", "precision": "bf16"},
-            model={"parameters": 1_250_000},
-        )
-    (write(tmp_path / "sweep" / "5") / "run.json").write_text("{")
-    return tmp_path / "sweep"
+    return six_runs(tmp_path / "sweep")
 
 
 def printed(capsys, *arguments):
@@ -136,70 +116,5 @@ def test_only_as_many_rows_as_are_asked_for_are_printed(sweep, capsys):
     assert len(first_words(printed(capsys, sweep, "--each", "--rows", "0"))) == 6
 
 
-def test_csv_holds_every_run_and_column(sweep, tmp_path, capsys):
-    printed(capsys, sweep, "--csv", tmp_path / "runs.csv")
-    with open(tmp_path / "runs.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["run"] for row in rows] == ["1", "4", "0", "3", "2", "5"]
-    assert rows[0]["val_loss"] == "1.25"
-    assert rows[0]["settings.stability"] == "qknorm"
-
-
-def test_without_differing_rates_the_picture_is_of_the_training_losses(sweep, tmp_path, capsys):
-    for run in sweep.iterdir():
-        lines = [{"step": step, "train/loss": 5.0 / step} for step in range(1, 10)]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    printed(capsys, sweep, "--png", tmp_path / "losses.png")
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_single_run_is_a_row(sweep, capsys):
     assert first_words(printed(capsys, sweep / "0")) == ["0"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--sort", "nothing"], "--sort nothing: there is no such column: use one of run"),
-        (["--rows", "-1"], "--rows -1 is below 0"),
-        (["--png", "a.xyz"], "use .svg, .png, .pdf"),
-        (["--png", "no/a.svg"], "the folder no does not exist: create it first"),
-        (["--csv", "no/a.csv"], "the folder no does not exist: create it first"),
-        (["--html", "no/a.html"], "the folder no does not exist: create it first"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_cannot_be_done_is_refused_in_one_sentence_before_anything_is_printed(
-    sweep, tmp_path, monkeypatch, capsys, arguments, reason
-):
-    monkeypatch.chdir(tmp_path)
-    assert main(["compare", str(sweep), *arguments]) == 2
-    seen = capsys.readouterr()
-    assert reason in seen.err
-    assert seen.err.count("\n") == 1
-    assert not seen.out
-
-
-def test_the_page_lies_in_the_sweeps_folder_and_never_in_a_runs_own(sweep, tmp_path, capsys):
-    printed(capsys, sweep)
-    assert (sweep / "report.html").read_text().startswith("<!DOCTYPE html>")
-    (sweep / "report.html").unlink()
-    printed(capsys, sweep / "0", sweep / "1")
-    assert (sweep / "report.html").exists()
-    assert not (sweep / "0" / "report.html").exists()
-    printed(capsys, sweep, "--html", tmp_path / "mine.html")
-    assert (tmp_path / "mine.html").stat().st_size > 100_000
-
-
-def test_a_place_that_cannot_be_written_costs_the_page_only_unless_it_was_asked_for(sweep, tmp_path, capsys):
-    (sweep / "report.html").mkdir()
-    assert main(["compare", str(sweep)]) == 0
-    assert "name another file with --html" in capsys.readouterr().err
-    (tmp_path / "folder").mkdir()
-    assert main(["compare", str(sweep), "--html", str(tmp_path / "folder")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
-
-
-def test_a_folder_without_runs_is_refused(tmp_path, capsys):
-    assert main(["compare", str(tmp_path)]) == 2
-    assert "contains no runs" in capsys.readouterr().err

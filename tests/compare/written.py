@@ -5,6 +5,16 @@ import math
 
 AT_INIT = 5.5
 
+SIX_RUNS = [
+    # loss, status, stability, seed
+    (2.5, "finished", "none", 0),
+    (1.25, "finished", "qknorm", 0),
+    (1.0, "halted", "zloss", 0),
+    (1.1, "running", "full", 0),
+    (1.75, "finished", "qknorm", 1),
+]
+"""And a sixth, whose record is damaged."""
+
 
 def word(value):
     """Formats a float as in `metrics.jsonl`."""
@@ -25,4 +35,19 @@ def write(folder, overrides=(), loss=2.0, status="finished", lines=None, events=
         ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+def six_runs(folder):
+    """A sweep over `stability`, with two seeds of one option, and runs in other states; returns its folder."""
+    for number, (loss, status, stability, seed) in enumerate(SIX_RUNS):
+        write(
+            folder / str(number),
+            [f"stability={stability}", f"seed={seed}", "steps=9"],
+            loss,
+            status,
+            hardware={"name": "NVIDIA H100 80GB HBM3", "precision": "bf16"},
+            model={"parameters": 1_250_000},
+        )
+    (write(folder / "5") / "run.json").write_text("{")
     return folder

@@ -17,18 +17,9 @@ from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch
 from stabletrain.stability import precision
-from stabletrain.trainer.build import build
 from tests.forensics.given import GPT, RESNET, made, marked, one_step, ruined, scene_of
-from tests.runs import TINY_GPT, composed
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def tools(tmp_path_factory):
-    """The tools of a small GPT's step."""
-    with composed(*TINY_GPT, "checkpoint=off", "monitors=none", "precision=fp32", "parallel=auto") as cfg:
-        return build(cfg, tmp_path_factory.mktemp("run")).tools
 
 
 @pytest.fixture

@@ -1,8 +1,12 @@
-"""What `slurm/launch.sh` rejects: one line, before anything queues."""
+"""What is asked of `slurm/launch.sh`, and what it refuses: one line, before anything queues."""
 
 import os
+import sys
 
 import pytest
+
+from stabletrain.cli.slurm.__main__ import main
+from stabletrain.cli.slurm.request import seconds
 
 MISTAKES = {
     "card": (["--gpu", "b200"], "--gpu b200 is not in ../cluster.conf, which has any, a100, h100, v100"),
@@ -85,3 +89,30 @@ def test_a_mistake_in_the_clusters_file_is_named(launch, tmp_path, text, message
     code, _, err = launch("--dry-run")
     assert code == 2
     assert message in err
+
+
+def test_the_clusters_own_file_is_whole(launch, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["launch", "--dry-run", "-m", "--gpu", "any,a100,h100,h200,v100", "seed=0,1"])
+    assert main() == 0
+    out, _ = capsys.readouterr()
+    assert [line for line in out.splitlines() if "--gres" in line] == [
+        f"#SBATCH --gres=gpu:{card}1" for card in ("", "a100:", "h100:", "h200:", "v100:")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [("7", 420), ("7:30", 450), ("2:00:01", 7201), ("1-0", 86400), ("1-2:03", 93780), ("1-2:03:04", 93784)],
+)
+def test_times_are_slurms(typed, wanted):
+    assert seconds(typed) == wanted
+
+
+def test_help_names_every_option(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["launch", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    out, _ = capsys.readouterr()
+    named = ["--gpu", "--nodes", "--gpus-per-node", "--time", "--partition", "--account", "--name", "--dry-run"]
+    assert all(f"  {name} " in out for name in [*named, "--parallel-jobs", "--max-requeues", "-m,"])

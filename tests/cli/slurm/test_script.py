@@ -1,4 +1,4 @@
-"""Arguments with spaces, quotes, commas and brackets reach Hydra as the user typed them."""
+"""The script of a job: Slurm's options, and arguments that reach Hydra as they were typed, whatever is in them."""
 
 import json
 import os
@@ -8,10 +8,10 @@ import sys
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from stabletrain.cli.slurm.script import ranges
+from tests.cli.slurm.given import options
 from tests.cli.slurm.stand_ins import stand_in
 from tests.runs import ROOT
-
-pytestmark = pytest.mark.slow
 
 NASTY = [
     "data.path='a b/c'",
@@ -26,12 +26,14 @@ NASTY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(NASTY)))
 def test_an_argument_reaches_hydra_as_it_was_typed(tmp_path, number):
     [got] = arguments(tmp_path, [NASTY[number], "data=text", "steps=9"])
     assert got[:3] == [NASTY[number], "data=text", "steps=9"]
 
 
+@pytest.mark.slow
 def test_swept_arguments_reach_hydra_with_their_values(tmp_path):
     values = ["a b", "c,d", "[e]", "f\"g'h", "$HOME", "{i: j}", "k\\l"]
     quoted = ",".join("'" + value.replace("'", "\\'") + "'" for value in values)
@@ -65,3 +67,43 @@ def arguments(place, typed, tasks=0):
         assert got[-2].startswith("hydra.run.dir='")
         gots.append(got)
     return gots
+
+
+def test_the_file_and_the_command_line_make_slurms_options(launch):
+    code, out, _ = launch("--dry-run", "--gpu", "a100", "--nodes", "2", "--name", "my job", "--time", "1-0", "seed=3")
+    assert code == 0
+    asked = options(out)
+    assert asked.pop("chdir") == os.getcwd()
+    assert asked.pop("output").endswith("/slurm.log")
+    assert asked == {
+        "job-name": '"my job"',
+        "partition": "big",
+        "account": "lab",
+        "qos": "long",
+        "constraint": '"\\"nvlink&ib\\""',
+        "nodes": "2",
+        "ntasks-per-node": "1",
+        "cpus-per-task": "32",
+        "mem": "64G",
+        "gres": "gpu:a100:4",
+        "time": "1-0",
+        "open-mode": "append",
+        "signal": "B:USR2@300",
+        "requeue": "",
+        "mail-type": "FAIL",
+        "exclude": "n[7-9]",
+    }
+    assert '\nmodule load cuda/12.8 gcc\nsource ~/venv/bin/activate\nexport A="b c"\n' in out
+    assert subprocess.run(["bash", "-n"], input=out, text=True, timeout=10).returncode == 0
+    told = options(
+        launch("--dry-run", "--gpu", "a100", "--partition", "p", "--account", "a", "--gpus-per-node", "1")[1]
+    )
+    assert [told[name] for name in ("partition", "account", "gres", "time")] == ["p", "a", "gpu:a100:1", "8:00:00"]
+    assert set(options(launch("--dry-run")[1])) == {
+        "job-name", "nodes", "ntasks-per-node", "time", "chdir", "output", "open-mode", "signal", "requeue",
+    }  # fmt: skip
+
+
+def test_numbers_of_tasks_are_written_short():
+    assert ranges([0, 1, 2, 4, 6, 7]) == "0-2,4,6-7"
+    assert ranges([3]) == "3"

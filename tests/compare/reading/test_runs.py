@@ -1,21 +1,16 @@
 """Reads runs in every state from folders written by hand, and ten thousand runs at once."""
 
-import copy
 import json
 import os
-import pickle
 import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 
 from benchmarks import made_runs
 from stabletrain.compare import read_runs
-from stabletrain.compare.reading.columns import POINTS, read_columns, thin
 from stabletrain.errors import ConfigError
-from stabletrain.monitors.rolling import spike_score
 from tests.compare.written import write
 from tests.runs import ROOT
 
@@ -23,64 +18,6 @@ from tests.runs import ROOT
 def only(folder):
     (run,) = read_runs([folder])
     return run
-
-
-def test_ranges_curves_and_the_best_are_those_of_the_lines(tmp_path):
-    lines = [
-        {"step": 1, "time": 100.0, "train/loss": 5.0, "a": 1},
-        {"step": 2, "time": 101.0, "train/loss": "NaN", "a": 3},
-        {"step": 3, "time": 103.0, "train/loss": "Infinity", "monitors/x/block": 7.5},
-        {"step": 3, "time": 103.5, "val/loss": 2.5},
-        {"step": 4, "time": 104.0, "train/loss": 4.0, "a": -2},
-        {"step": 5, "time": 107.0, "val/loss": 2.75, "word": "no number", "list": [1]},
-    ]
-    run = only(write(tmp_path / "run", lines=lines))
-    assert (run.steps, run.seconds, run.best) == (5, 7.0, (2.5, 3))
-    assert (run.first("a"), run.last("a"), run.lowest("a"), run.highest("a")) == (1, -2, -2, 3)
-    assert (run.lowest("train/loss"), run.highest("train/loss")) == (4.0, np.inf)
-    assert run.highest("monitors/x") == 7.5
-    assert np.isnan([run.first("none"), run.highest("none"), run.last("word"), run.last("list")]).all()
-    steps, losses = run.curve("train/loss")
-    assert steps.tolist() == [1, 2, 3, 4]
-    np.testing.assert_array_equal(losses, [5.0, np.nan, np.inf, 4.0])
-    assert [len(part) for part in run.curve("none")] == [0, 0]
-
-
-def test_what_was_rolled_back_is_apart_each_stretch_by_itself(tmp_path):
-    def line(step, loss, rollbacks, gone=False):
-        return {"step": step, "train/loss": loss, "guard/rollbacks": rollbacks} | (
-            {"rolled_back": True} if gone else {}
-        )
-
-    lines = [line(1, 5.0, 0), line(2, 9.0, 0, True), line(3, 8.0, 0, True), line(2, 7.0, 1, True), line(2, 4.0, 2)]
-    run = only(write(tmp_path / "run", lines=lines))
-    assert run.curve("train/loss")[1].tolist() == [5.0, 4.0]
-    assert [(s.tolist(), v.tolist()) for s, v in run.abandoned("train/loss")] == [([2, 3], [9.0, 8.0]), ([2], [7.0])]
-    assert run.highest("train/loss") == 5.0
-    assert run.abandoned("none") == []
-
-
-def test_a_thinned_curve_keeps_its_ends_and_every_stretchs_extremes():
-    draw = np.random.default_rng(0)
-    values = draw.normal(size=100_000)
-    values[[12_345, 77_777]] = [50.0, -60.0]
-    values[40_000] = np.nan
-    steps = np.arange(100_000)
-    kept, thinned = thin((steps, values))
-    assert len(kept) <= POINTS
-    assert np.all(np.diff(kept) > 0)
-    assert {0, 12_345, 40_000, 77_777, 99_999} <= set(kept.tolist())
-    np.testing.assert_array_equal(thinned, values[kept])
-    short = (steps[:POINTS], values[:POINTS])
-    assert thin(short) is short
-
-
-def test_a_curve_has_as_many_points_as_are_asked_for(tmp_path):
-    lines = [{"step": step, "train/loss": float(step % 7)} for step in range(1, 2001)]
-    run = only(write(tmp_path / "run", lines=lines))
-    assert len(run.curve("train/loss")[0]) <= POINTS
-    assert len(run.curve("train/loss", points=50)[0]) <= 50
-    assert len(run.curve("train/loss", points=-1)[0]) == 2000
 
 
 def test_incidents_skips_and_rollbacks_are_told_once_however_often_they_were_run(tmp_path):
@@ -104,29 +41,16 @@ def test_incidents_skips_and_rollbacks_are_told_once_however_often_they_were_run
     assert [(i["step"], i["kind"], i["cause"], i["fix"]) for i in run.incidents] == [(8, "spike", "bad_label", ["b"])]
 
 
-def test_a_runs_spike_score_is_the_one_it_logged_itself(tmp_path):
-    values = [1.0 + 0.01 * (step % 3) for step in range(40)] + [9.0]
-    lines = [{"step": 41, "spike/score": spike_score(values)}]
-    assert only(write(tmp_path / "run", lines=lines)).spike_score == pytest.approx(1 / 21)
-
-
-def test_settings_are_those_composed_and_without_a_configuration_those_typed(tmp_path):
-    folder = write(tmp_path / "run", ["optimizer.lr=1e-3", "seed=1", "wandb=off"], choices={"zloss": "palm"})
-    assert only(folder).settings == {"optimizer.lr": 0.001, "seed": 1, "zloss": "palm"}
-    (folder / ".hydra").mkdir()
-    text = "seed: 1\noptimizer:\n  _target_: x.Y\n  lr: 0.001\n  betas:\n  - 0.9\n  - 0.95\nwandb:\n  mode: off\n"
-    (folder / ".hydra" / "config.yaml").write_text(text + "zloss:\n  coefficient: 1.0e-04\n")
-    run = only(folder)
-    assert run.composed
-    assert run.settings == {
-        "seed": 1,
-        "optimizer.lr": 0.001,
-        "optimizer.betas": "[0.9, 0.95]",
-        "zloss": "palm",
-        "zloss.coefficient": 1e-4,
-    }
-    (folder / ".hydra" / "config.yaml").write_text("seed: [1\n")
-    assert not only(folder).composed
+def test_the_last_step_the_time_and_the_best_loss_are_those_of_the_lines(tmp_path):
+    lines = [
+        {"step": 1, "time": 100.0, "train/loss": 5.0},
+        {"step": 3, "time": 103.5, "val/loss": 2.5},
+        {"step": 4, "time": 104.0, "train/loss": 4.0},
+        {"step": 5, "time": 107.0, "val/loss": 2.75},
+    ]
+    run = only(write(tmp_path / "run", lines=lines))
+    assert (run.steps, run.seconds, run.best) == (5, 7.0, (2.5, 3))
+    assert run.problem is None
 
 
 def damaged(folder, state):
@@ -215,25 +139,6 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file is not a folder"):
         read_runs([tmp_path / "file"])
-
-
-def test_a_run_can_be_pickled_and_its_curves_are_read_again(tmp_path):
-    run = only(write(tmp_path / "run"))
-    run.curve("val/loss")
-    again = pickle.loads(pickle.dumps(run))
-    assert len(pickle.dumps(run)) < 2000
-    assert again.last("val/loss") == copy.copy(run).last("val/loss") == 2.0
-    assert again.curve("val/loss")[1].tolist() == [2.0]
-
-
-def test_blocks_of_a_long_file_meet_without_a_gap(tmp_path, monkeypatch):
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps({"step": step, "a": step / 7}) + "\n" for step in range(500)))
-    whole = read_columns(file).curve("a")
-    monkeypatch.setattr("stabletrain.compare.reading.columns.BLOCK", 37)
-    for part, expected in zip(read_columns(file).curve("a"), whole, strict=True):
-        np.testing.assert_array_equal(part, expected)
-    assert len(whole[0]) == 500
 
 
 @pytest.mark.slow

@@ -1,0 +1,154 @@
+"""`slurm/launch.sh` without a Slurm: what it submits, which folders it makes, and where a run goes on."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from stabletrain.cli.slurm.__main__ import plan_jobs, resumed_arguments, submit
+from stabletrain.cli.slurm.request import Card, read_request
+from stabletrain.cli.slurm.script import Job
+from stabletrain.errors import ConfigError, StabletrainError
+from tests.cli.slurm.given import options
+from tests.cli.slurm.stand_ins import stand_in
+
+
+def test_a_dry_run_touches_nothing(launch, tmp_path, monkeypatch):
+    stand_in(tmp_path, "sbatch", "exit 9")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert launch("--dry-run", "-m", "seed=0,1")[0] == 0
+    assert not os.listdir()
+
+
+def test_without_slurm_it_says_so(launch, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = launch()
+    assert code == 2
+    assert "there is no sbatch here" in err
+    assert not os.listdir()
+
+
+def test_what_sbatch_refuses_is_said(launch, tmp_path, monkeypatch):
+    stand_in(tmp_path, "sbatch", "echo 'sbatch: error: invalid partition specified: big' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    code, _, err = launch("--gpu", "a100")
+    assert code == 1
+    assert err.startswith("slurm/launch.sh: sbatch refused the job on a100: invalid partition specified: big")
+
+
+def test_cards_cross_the_sweep(launch, tmp_path, monkeypatch):
+    submitted = tmp_path / "submitted"
+    stand_in(tmp_path, "sbatch", f'echo "$@" >> {submitted}; echo 7')
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    sweep = ["--gpu", "a100,v100", "--parallel-jobs", "3", "-m", "seed=0,1", "hydra.sweep.dir=s"]
+    assert launch(*sweep)[0] == 0
+    assert submitted.read_text().split() == [
+        w for card in ("a100", "v100") for w in ("--parsable", f"s/{card}/slurm.sh")
+    ]
+    for card in ("a100", "v100"):
+        script = Path(f"s/{card}/slurm.sh").read_text()
+        assert options(script)["array"] == "0-1%3"
+        assert options(script)["output"] == f"{os.getcwd()}/s/{card}/%a/slurm.log"
+        assert sorted(os.listdir(f"s/{card}")) == ["0", "1", "multirun.yaml", "slurm.sh"]
+
+
+@pytest.mark.slow
+def test_resume_finds_the_same_command_and_a_taken_folder_is_refused(launch, tmp_path, monkeypatch):
+    stand_in(tmp_path, "sbatch", "echo 7")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert launch("-m", "seed=0,1")[0] == 0
+    [folder] = [f"multirun/{day}/{time}" for day in os.listdir("multirun") for time in os.listdir(f"multirun/{day}")]
+    assert f"folder={folder}/" in launch("--dry-run", "-m", "seed=0,1", "resume=auto")[1]
+    assert f"folder={folder}/" not in launch("--dry-run", "-m", "seed=0,1,2", "resume=auto")[1]
+    Path(folder, "0", "run.json").write_text('{"status": "finished"}')
+    left = launch("--dry-run", "-m", "seed=0,1", "resume=auto")[1]
+    assert options(left)["array"] == "1"
+    assert "0) overrides" not in left
+    both = launch("--dry-run", "-m", f"resume={folder}", "steps=500")[1]
+    assert f"folder={folder}/" in both
+    assert "1) overrides=(seed=1 steps=500)" in both
+    run = {"overrides": ["seed=5"], "options": []}
+    os.makedirs("mine/checkpoints")
+    with open("mine/run.json", "w") as file:
+        json.dump(run, file)
+    assert "overrides=(seed=5 steps=7)" in launch("--dry-run", "resume=mine", "steps=7")[1]
+    code, _, err = launch("hydra.run.dir=mine")
+    assert code == 2
+    assert "mine already holds a run: continue it with resume=auto, or choose another hydra.run.dir" in err
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """The folder that one submits from, and a Slurm that takes every job."""
+    stand_in(tmp_path, "sbatch", "echo '7;cluster'")
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path / "home")
+    return tmp_path / "home"
+
+
+def over(folder, *statuses):
+    """A sweep's folder with a run of each status; None for one that never began."""
+    for number, status in enumerate(statuses):
+        (folder / str(number)).mkdir(parents=True)
+        if status:
+            (folder / str(number) / "run.json").write_text(json.dumps({"status": status}))
+
+
+def test_a_job_is_submitted_with_a_folder_for_each_task_and_its_script_is_kept(home, capsys):
+    job = Job(Card("a100"), Path("s"), [0, 2], [["seed=0"], ["seed=1"], ["seed=2"]], [], home)
+    submit(job, "#!/bin/bash\n", None, submitted=0)
+    assert sorted(os.listdir("s")) == ["0", "2", "slurm.sh"]
+    assert Path("s/slurm.sh").read_text() == "#!/bin/bash\n"
+    assert capsys.readouterr().out == "job      7 on a100, 2 tasks, log s/<n>/slurm.log\n"
+
+
+def test_a_refusal_says_how_many_jobs_are_submitted_already(home):
+    stand_in(home.parent, "sbatch", "echo 'sbatch: error: no such\n partition' >&2; exit 1")
+    job = Job(Card("a100"), Path("r"), None, [["seed=0"]], [], home)
+    said = r"on a100: no such partition \(2 of the sweep's jobs are submitted already\); its script is r/slurm.sh"
+    with pytest.raises(StabletrainError, match=said):
+        submit(job, "", None, submitted=2)
+
+
+def test_of_a_sweep_that_goes_on_the_runs_that_are_over_are_left_out(home):
+    request = read_request(["-m", "seed=0,1", "hydra.sweep.dir=s", "resume=auto"])
+    over(home / "s", "finished", "running")
+    (job,), runs = plan_jobs(request, [Card("any")])
+    assert (job.tasks, len(runs.overrides), job.folders) == ([1], 2, [Path("s/1")])
+    (home / "s" / "1" / "run.json").write_text('{"status": "halted"}')
+    with pytest.raises(ConfigError, match="every run in s is over: there is nothing to continue"):
+        plan_jobs(request, [Card("any")])
+
+
+def test_a_folder_that_holds_a_run_is_not_taken_by_another(home):
+    over(home, "finished")
+    with pytest.raises(
+        ConfigError, match="0 already holds a run: continue it with resume=auto, or choose another hydra"
+    ):
+        plan_jobs(read_request(["seed=0", "hydra.run.dir=0"]), [Card("any")])
+
+
+def test_without_a_word_on_it_a_new_run_begins(home, capsys):
+    for typed in (["seed=1"], ["seed=1", "resume=none"]):
+        arguments, folder = resumed_arguments(read_request(typed))
+        assert (arguments.overrides, folder) == (["seed=1"], None)
+    assert resumed_arguments(read_request(["seed=1", "resume=auto"]))[1] is None
+    assert "no earlier run of this command here; a new one starts" in capsys.readouterr().err
+
+
+def test_a_named_run_goes_on_with_its_own_arguments_and_what_is_typed_after_them(home):
+    (home / "mine").mkdir()
+    (home / "mine" / "run.json").write_text(json.dumps({"overrides": ["seed=5", "steps=3"], "options": []}))
+    arguments, folder = resumed_arguments(read_request(["resume=mine", "steps=7"]))
+    assert (arguments.value("seed"), arguments.value("steps"), folder) == ("5", "7", Path("mine"))
+    assert resumed_arguments(read_request(["hydra.run.dir=mine", "resume=auto"]))[1] == Path("mine")
+
+
+@pytest.mark.parametrize(
+    ("typed", "mark"), [(["resume=gone"], "gone/run.json"), (["-m", "resume=gone"], "gone/multirun.yaml")]
+)
+def test_a_folder_that_was_never_begun_is_refused(home, typed, mark):
+    with pytest.raises(ConfigError, match=f"there is no {mark}: use auto, or a folder that was begun"):
+        resumed_arguments(read_request(typed))

@@ -1,0 +1,112 @@
+"""Pictures of runs: which points are drawn, at which heights, and that the same runs give the same bytes."""
+
+import math
+
+import numpy as np
+import pytest
+from matplotlib import pyplot
+
+from stabletrain.compare.pictures import MOST, SMOOTHING, course, draw, draw_losses, ends, smooth
+from stabletrain.compare.reading.runs import read_run, read_runs
+from stabletrain.compare.sensitivity import arms
+from stabletrain.errors import ConfigError
+from tests.compare.made_pages import made
+from tests.compare.written import AT_INIT, write
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Every figure that is drawn, as it was when it was written."""
+    drawn, close = [], pyplot.close
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    yield drawn
+    for figure in drawn:
+        close(figure)
+
+
+def lines_of(axis):
+    """Each line of an axis: its name, marker, and points."""
+    return [(line.get_label(), line.get_marker(), [*line.get_xdata()], [*line.get_ydata()]) for line in axis.lines]
+
+
+def test_the_picture_of_a_sensitivity_has_the_mean_the_band_and_a_cross_where_a_run_diverged(tmp_path, figures):
+    losses = {("none", 0): (2.0, 9.0), ("none", 1): (2.5, math.nan), ("full", 0): (1.5, 1.75), ("full", 1): (1.25, 1.5)}
+    for number, ((arm, seed), pair) in enumerate(losses.items()):
+        for rate, loss in zip((0.01, 0.1), pair, strict=True):
+            write(tmp_path / f"{number}-{rate}", [f"stability={arm}", f"optimizer.lr={rate}", f"seed={seed}"], loss)
+    draw(arms(read_runs([tmp_path])), tmp_path / "curves.svg")
+    (figure,) = figures
+    loss, logit = figure.axes
+    assert (loss.get_xscale(), logit.get_yscale(), loss.get_xlabel()) == ("log", "log", "peak learning rate")
+    curves = [line for line in lines_of(loss) if line[1] == "o"]
+    assert curves == [
+        ("stability=none", "o", [0.01, 0.1], [2.25, AT_INIT]),
+        ("stability=full", "o", [0.01, 0.1], [1.375, 1.625]),
+    ]
+    crosses = [(x, y) for _, marker, x, y in lines_of(loss) if marker == "x" and x]
+    assert crosses == [([0.1], [AT_INIT])], "of the two runs above their loss at init one has diverged"
+    lowest, highest = (pick(loss.collections[1].get_paths()[0].vertices[:, 1]) for pick in (min, max))
+    assert (lowest, highest) == (1.25, 1.75)
+    assert [line[3] for line in lines_of(logit)[:1]] == [[3.0, 3.0]]
+
+
+def test_the_picture_of_losses_has_a_mean_that_leaves_skips_out_crosses_and_what_was_rolled_back(tmp_path, figures):
+    for seed, level in enumerate((1.0, 2.0)):
+        made(tmp_path / str(seed), f"seed={seed}", level=level, nan_at=20 if seed else None)
+    made(tmp_path / "2", "seed=2", rolled_back=(24, 30))
+    runs = read_runs([tmp_path])
+    draw_losses(runs, tmp_path / "losses.svg")
+    (axis,) = figures[0].axes
+    curves = {name: (x, y) for name, _, x, y in lines_of(axis) if name.startswith("seed=")}
+    assert {*curves} == {"seed=0", "seed=1", "seed=2"}
+    assert curves["seed=0"] == ([*range(1, 41)], smooth(runs[0].curve("train/loss", -1)[1]))
+    assert 20 not in curves["seed=1"][0]
+    assert [x for _, marker, x, _ in lines_of(axis) if marker == "x" and x] == [[20]]
+    faint = [line for line in axis.lines if line.get_alpha() == 0.5]
+    assert [[*line.get_xdata()] for line in faint] == [[*range(24, 31)]]
+
+
+def test_the_same_runs_give_the_same_bytes(tmp_path):
+    runs = [read_run(made(tmp_path / "run"))]
+    for name in ("a.svg", "b.svg"):
+        draw_losses(runs, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.pdf", b"%PDF"), ("a.svg", b"<?xml")])
+def test_the_ending_of_the_file_decides_its_format(tmp_path, name, begins):
+    draw_losses([read_run(made(tmp_path / "run"))], tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+@pytest.mark.parametrize(("name", "why"), [("a.jpg", r"use \.svg, \.png, \.pdf"), ("no/a.svg", "there is no folder")])
+def test_a_file_that_could_not_be_written_is_refused(tmp_path, name, why):
+    for what in (draw, draw_losses):
+        with pytest.raises(ConfigError, match=why):
+            what([], tmp_path / name)
+
+
+def test_a_running_mean_is_that_of_the_past_with_falling_weights_and_of_a_constant_that_constant():
+    values = np.random.default_rng(0).normal(size=30)
+    weights = SMOOTHING ** np.arange(30)[::-1]
+    expected = [np.average(values[: n + 1], weights=weights[29 - n :]) for n in range(30)]
+    np.testing.assert_allclose(smooth(values), expected)
+    np.testing.assert_allclose(smooth([3.0] * 50), 3.0)
+    assert smooth([]) == []
+
+
+def test_of_many_runs_those_with_the_lowest_and_highest_losses_are_drawn_in_their_order(tmp_path):
+    losses = [5.0, 1.0, 4.0, math.nan, 2.0, 3.0]
+    lines = [[{"step": 1, "train/loss": "NaN" if math.isnan(loss) else loss}] for loss in losses]
+    runs = [read_run(write(tmp_path / str(number), lines=each)) for number, each in enumerate(lines)]
+    assert [run.name for run in ends(runs, 4)] == ["0", "1", "3", "4"]
+    assert ends(runs, MOST) == runs
+
+
+def test_a_course_is_what_was_applied_and_beside_it_what_was_not(tmp_path):
+    run = read_run(made(tmp_path / "run", nan_at=20))
+    (steps, losses), (skipped, lost) = course(run)
+    assert sorted([*steps, *skipped]) == [*range(1, 41)]
+    assert skipped.tolist() == [20]
+    assert np.isfinite(losses).all()
+    assert np.isnan(lost).all()

@@ -1,0 +1,208 @@
+"""Signs in what was found out about an incident, each at its bound, and the words for them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from stabletrain.forensics.diagnosis.evidence import (
+    BRIGHT,
+    HUGE,
+    OVERLONG,
+    RUSHED,
+    WAYS,
+    WILD,
+    LargestInput,
+    absurd_at_first,
+    beside,
+    beyond_lr,
+    chain_lines,
+    decayed,
+    is_spread,
+    named,
+    narrow,
+    no_result,
+    origin_lines,
+    origin_sentence,
+    overlong,
+    place,
+    rushed,
+    too_bright,
+    wild,
+)
+from stabletrain.forensics.probes.samples import Culprits
+from stabletrain.forensics.replay import Outcome
+from stabletrain.forensics.trace.origin import Link
+from stabletrain.forensics.trace.values import Values
+from tests.forensics.diagnosis.given import BAD, CALM, FINE, NAN, READING, SETTING, SPIKE, origin
+
+
+def ran(outcome, **changed):
+    """The spike with one replay."""
+    return replace(SPIKE, outcomes={"same": outcome}, **changed)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "normal"),
+    [
+        (Outcome(True, 6.0, 20.0), True),
+        (Outcome(True, 6.001, 20.0), False),
+        (Outcome(True, 6.0, 20.01), False),
+        (Outcome(False, 1.0, 1.0), False),
+        (Outcome(not_run="no time was left"), None),
+    ],
+    ids=["at the limits", "loss", "norm", "not finite", "not run"],
+)
+def test_a_replay_is_normal_if_it_is_finite_and_within_the_guards_limits(outcome, normal):
+    assert ran(outcome).normal("same") is normal
+    assert ran(outcome).normal("fp32") is None, "which nobody ran"
+
+
+def test_no_replay_is_normal_or_not_where_the_buffers_were_not_finite():
+    """A replay does not measure them."""
+    assert ran(FINE, reading=READING._replace(buffers=math.inf)).normal("same") is None
+    assert ran(FINE, reading=READING._replace(buffers=math.inf)).finite("same") is True
+
+
+def test_a_size_is_that_of_the_monitors_and_its_growth_the_ratio_to_before():
+    evidence = replace(
+        SPIKE, sizes={"monitors/a": 6.0, "monitors/b": 1.0}, before={"monitors/a": 1.5, "monitors/b": 0.0}
+    )
+    assert (evidence.size("a"), evidence.grown("a")) == (6.0, 4.0)
+    assert math.isnan(evidence.size("none"))
+    assert math.isnan(evidence.grown("none"))
+    assert math.isnan(evidence.grown("b")), "of what was 0 nothing can be said"
+
+
+@pytest.mark.parametrize(
+    ("share", "overlong", "is_rushed"),
+    [(RUSHED, 1.0, False), (1.01 * RUSHED, 1.0, True), (1.9 * RUSHED, 2.0, False), (2.1 * RUSHED, 2.0, True)],
+)
+def test_weights_are_rushed_by_what_updates_as_long_as_these_do_not_explain(share, overlong, is_rushed):
+    """Of updates that were two learning rates long, twice the way is no sign of a rate that is too high."""
+    assert rushed(replace(SPIKE, drift=replace(CALM, share=share), overlong=overlong)) is is_rushed
+    assert not rushed(replace(SPIKE, drift=None))
+
+
+def test_updates_are_overlong_beyond_what_moments_of_one_age_make():
+    assert overlong(replace(SPIKE, overlong=OVERLONG)) == 1.0
+    assert overlong(replace(SPIKE, overlong=OVERLONG + 0.5)) == OVERLONG + 0.5
+    assert overlong(replace(SPIKE, overlong=math.nan)) == 1.0
+
+
+def test_weights_of_adam_cannot_move_further_than_its_steps_allow():
+    furthest = 3e-3 * (10 + WAYS)
+    assert not beyond_lr(replace(SPIKE, drift=replace(CALM, moved=furthest)))
+    far = replace(SPIKE, drift=replace(CALM, moved=1.01 * furthest))
+    assert beyond_lr(far)
+    assert not beyond_lr(replace(far, overlong=2.0))
+    assert not beyond_lr(replace(far, drift=replace(far.drift, adaptive=False))), "SGD takes steps of any length"
+    assert not beyond_lr(replace(far, setting=replace(SETTING, values={})))
+
+
+def test_weights_are_torn_apart_only_if_the_older_state_bears_the_step():
+    torn = replace(SPIKE, drift=replace(CALM, share=1.01 * WILD))
+    assert wild(torn)
+    assert not wild(replace(torn, outcomes={"older_state": BAD}))
+    assert not wild(replace(torn, outcomes={}))
+    assert not wild(replace(torn, drift=None))
+    assert not wild(replace(SPIKE, drift=replace(CALM, share=WILD)))
+
+
+def test_a_first_loss_far_above_guessing_is_absurd_where_fp32_can_hold_it():
+    first = replace(SPIKE, reading=READING._replace(step=3), outcomes={"fp32": Outcome(True, 31.0, 1.0)})
+    assert absurd_at_first(first)
+    assert not absurd_at_first(replace(first, reading=READING._replace(step=4)))
+    assert not absurd_at_first(replace(first, outcomes={"fp32": Outcome(True, 30.0, 1.0)}))
+    assert not absurd_at_first(replace(first, outcomes={}))
+
+
+def test_an_input_is_too_bright_if_it_is_far_larger_than_others_that_the_step_bears():
+    bright = LargestInput({"index": 0}, 2.1 * BRIGHT, 2.0)
+    seen = replace(SPIKE, largest_input=bright, outcomes={"fresh_batch": FINE})
+    assert too_bright(seen)
+    assert not too_bright(replace(seen, largest_input=replace(bright, largest=2 * BRIGHT)))
+    assert not too_bright(replace(seen, largest_input=replace(bright, elsewhere=0.0)))
+    assert not too_bright(replace(seen, outcomes={"fresh_batch": NAN}))
+    assert not too_bright(replace(seen, largest_input=None))
+
+
+@pytest.mark.parametrize(
+    ("decay", "rate", "kind", "is_decayed"),
+    [
+        (501.0, 1e-3, "coupled", True),
+        (499.0, 1e-3, "coupled", False),
+        (0.9, 1.0, "coupled", False),
+        (1.1, 1e-3, "independent", True),
+        (None, 1e-3, "coupled", False),
+    ],
+)
+def test_weight_decay_is_to_blame_if_it_takes_half_of_the_weights_in_a_step(decay, rate, kind, is_decayed):
+    values = {"optimizer.weight_decay": decay, "optimizer.lr": rate, "optimizer.decay": kind}
+    assert decayed(replace(SPIKE, setting=replace(SETTING, values=values))) is is_decayed
+
+
+@pytest.mark.parametrize(
+    ("ops", "spread"),
+    [
+        (["aten.div", "aten.var"], True),
+        (["aten.sqrt", "aten.mean", "aten.pow"], True),
+        (["aten.mean", "aten.sub"], False),
+        (["aten.norm", "aten.sub"], True),
+        (["aten.linalg_vector_norm", "aten.mul"], False),
+        (["aten.div", "aten.mul_", "aten.norm"], True),
+        (["aten.mul", "aten.norm"], False),
+        ([], False),
+    ],
+)
+def test_operations_compute_a_spread_or_a_mere_length(ops, spread):
+    assert is_spread(ops) is spread
+
+
+def test_fp16_is_too_narrow_where_fp32_holds_what_it_does_not():
+    assert narrow(replace(SPIKE, origin=origin(in_fp32=7e4), outcomes={"fp32": FINE}))
+    assert not narrow(replace(SPIKE, origin=origin(in_fp32=7e4), outcomes={"fp32": NAN}))
+    assert not narrow(replace(SPIKE, outcomes={"fp32": FINE}))
+
+
+def test_an_operation_has_no_result_only_if_its_inputs_were_ordinary():
+    def of(size, exact=math.inf):
+        return replace(SPIKE, origin=replace(origin(in_fp32=exact), inputs=(Values((2,), "float32", size),)))
+
+    assert no_result(of(0.99 * HUGE))
+    assert no_result(of(None)), "whole numbers are no huge ones"
+    assert not no_result(of(HUGE))
+    assert not no_result(of(1.0, exact=7e4))
+    assert not no_result(SPIKE)
+
+
+def test_the_words_say_where_it_began_and_what_else_is_known_of_it():
+    found = replace(SPIKE, origin=origin(in_fp32=7e4), culprits=Culprits([2, 5], True, 4))
+    assert origin_sentence(found) == "aten.div in part (forward, float32): words"
+    assert place(found) == "model.py:7"
+    known = ["computed in fp64 the largest value of aten.div is 70000", "samples that make it fail: [2, 5]"]
+    assert beside(found) == known
+    assert origin_lines(found) == ["aten.div in part (forward, float32): words, at model.py:7", *known]
+    every = replace(found, culprits=Culprits([2, 5], True, 4, others_too=True))
+    assert beside(every) == known[:1], "where another batch fails too, no sample is to blame"
+
+
+def test_without_an_operation_to_blame_the_words_are_those_of_the_step():
+    assert origin_sentence(SPIKE) == "loss 9, gradient norm 80"
+    assert (place(SPIKE), beside(SPIKE), origin_lines(SPIKE), chain_lines(SPIKE)) == ("the code", [], [], [])
+    assert place(replace(SPIKE, origin=replace(origin(), source=""))) == "part"
+    assert place(replace(SPIKE, origin=replace(origin(), source="", module=""))) == "the model"
+
+
+def test_the_way_through_the_model_is_a_line_for_each_part():
+    chain = (Link("blocks.0", "forward", "float16", 900.0), Link("head", "backward", "float32", math.inf))
+    lines = chain_lines(replace(SPIKE, origin=replace(origin(), chain=chain)))
+    assert lines == ["blocks.0 (forward, float16): up to 900", "head (backward, float32): up to inf"]
+
+
+def test_a_sample_is_named_by_its_source_before_its_id_and_its_place():
+    sample = {"index": 3, "id": 41, "source": "a.txt:7"}
+    assert named(sample) == "a.txt:7"
+    assert named({"index": 3, "id": 41}) == "sample 41"
+    assert named({"index": 3}) == "sample 3 of the batch"
+    assert named({"index": None}) == "the batch"

@@ -1,0 +1,126 @@
+"""The folder of an incident: where it goes, what `diagnosis.json` promises, and what is left of it on a full disk."""
+
+import errno
+import json
+import math
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from stabletrain.forensics import repro as repro_files
+from stabletrain.forensics.diagnosis.causes import diagnose
+from stabletrain.forensics.diagnosis.evidence import Damage
+from stabletrain.forensics.incident import UNNEEDED, as_json, place_for, write
+from stabletrain.forensics.investigate import Findings
+from stabletrain.forensics.probes.samples import Culprits
+from stabletrain.forensics.replay import VARIANTS
+from stabletrain.forensics.repro import Repro, load_repro
+from stabletrain.records import Batch
+from tests.forensics.diagnosis.given import FINE, NAN, READING, SPIKE, origin
+
+EVIDENCE = replace(SPIKE, outcomes={"same": NAN, "fp32": FINE}, origin=origin(in_fp32=7e4))
+CONTRACT = {
+    *("step", "kind", "cause", "confidence", "verdict", "fix", "origin", "samples", "rank", "replays", "reading"),
+    *("damage", "evidence", "time", "seconds", "not_looked_at"),
+}
+FILES = {"diagnosis.json", "report.md", "scene.json", "batch.safetensors", "state.safetensors"}
+
+
+@pytest.fixture
+def repro(tools):
+    """A step of a small model on four samples that are known by id and source."""
+    batch = Batch(torch.randn(4, 3), torch.zeros(4, dtype=torch.int64), torch.arange(40, 44), list("abcd"))
+    return Repro(nn.Linear(3, 2), [], 49, batch, 2, tools, 1.0, torch.device("cpu"), READING)
+
+
+def findings(evidence=EVIDENCE, **more):
+    return Findings(evidence, diagnose(evidence), **{"seconds": 1.23456, "failures": ["the inputs: no time"], **more})
+
+
+def test_an_incident_that_happens_again_goes_beside_the_first(tmp_path):
+    names = []
+    for _ in range(3):
+        names.append(place_for(tmp_path, 7).name)
+        place_for(tmp_path, 7).mkdir(parents=True)
+    assert names == ["step-00000007", "step-00000007-2", "step-00000007-3"]
+    assert place_for(tmp_path, 8) == tmp_path / "incidents" / "step-00000008"
+
+
+def test_the_diagnosis_holds_what_was_promised_as_json_that_every_program_reads(tmp_path, repro):
+    write(tmp_path, repro, findings(), rank=1, keep_state=True)
+    assert {file.name for file in tmp_path.iterdir()} == FILES
+    record = json.loads((tmp_path / "diagnosis.json").read_text(), parse_constant=pytest.fail)
+    assert record.keys() == CONTRACT
+    cause = diagnose(EVIDENCE)
+    assert (record["step"], record["kind"], record["rank"], record["seconds"]) == (50, "spike", 1, 1.235)
+    assert (record["cause"], record["verdict"], record["fix"]) == (cause.cause, cause.verdict, cause.fix)
+    assert record["replays"].keys() == {*VARIANTS}
+    assert (record["replays"]["same"]["loss"], record["replays"]["fp32"]["loss"]) == ("NaN", 4.0)
+    assert record["replays"]["older_state"]["not_run"] == UNNEEDED.not_run
+    assert record["origin"]["op"] == "aten.div"
+    assert record["reading"]["grad_norm"] == 80.0
+    assert record["not_looked_at"] == ["the inputs: no time"]
+    page = (tmp_path / "report.md").read_text()
+    assert page.startswith("# Step 50: ")
+    assert f"stabletrain replay {tmp_path}" in page
+
+
+def test_what_is_kept_can_be_replayed_from_the_folder(tmp_path, repro):
+    write(tmp_path, repro, findings(), rank=None, keep_state=True)
+    model = nn.Linear(3, 2)
+    again = load_repro(tmp_path, model, repro.tools)
+    assert torch.equal(again.batch.inputs, repro.batch.inputs)
+    assert torch.equal(model.weight, repro.model.weight)
+    assert again.reading == READING
+
+
+def test_without_its_state_an_incident_is_two_small_files(tmp_path, repro):
+    write(tmp_path / "a", repro, findings(), rank=None, keep_state=False)
+    assert {file.name for file in (tmp_path / "a").iterdir()} == {"diagnosis.json", "report.md"}
+
+
+@pytest.mark.parametrize("full_at", [repro_files.BATCH, repro_files.STATE])
+def test_on_a_full_disk_the_cause_is_written_and_no_half_of_the_state(tmp_path, repro, monkeypatch, full_at):
+    written = repro_files.write
+
+    def full(path, tensors):
+        if path.name == full_at:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written(path, tensors)
+
+    monkeypatch.setattr(repro_files, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path, repro, findings(), rank=None, keep_state=True)
+    assert {file.name for file in tmp_path.iterdir()} == {"diagnosis.json", "report.md"}
+    assert json.loads((tmp_path / "diagnosis.json").read_text())["cause"] == diagnose(EVIDENCE).cause
+
+
+def test_samples_that_were_found_by_halving_are_named_by_what_the_data_says(repro):
+    culprits = Culprits([1, 3], True, 6)
+    record = as_json(repro, findings(replace(EVIDENCE, culprits=culprits)), None)
+    assert record["samples"] == [{"index": 1, "id": 41, "source": "b"}, {"index": 3, "id": 43, "source": "d"}]
+    mute = replace(repro, batch=replace(repro.batch, ids=None, sources=None))
+    assert as_json(mute, findings(replace(EVIDENCE, culprits=culprits)), None)["samples"] == [
+        {"index": 1},
+        {"index": 3},
+    ]
+    every = replace(EVIDENCE, culprits=replace(culprits, others_too=True))
+    assert as_json(repro, findings(every), None)["samples"] == [], "where another batch fails too, none is to blame"
+
+
+def test_bad_samples_go_before_those_found_by_halving(repro):
+    bad = {"index": 2, "fault": "input", "what": "input holds NaN"}
+    evidence = replace(EVIDENCE, samples=[bad], culprits=Culprits([1], True, 6))
+    assert as_json(repro, findings(evidence), None)["samples"] == [bad]
+
+
+def test_damage_and_a_step_without_an_origin_are_told(repro):
+    evidence = replace(EVIDENCE, origin=None, damage=[Damage("buffer", "mean", "1 of 3 values are not finite")])
+    record = as_json(repro, findings(evidence), None)
+    assert record["origin"] is None
+    assert [(damage["what"], damage["name"]) for damage in record["damage"]] == [("buffer", "mean")]
+    assert math.isfinite(record["confidence"])

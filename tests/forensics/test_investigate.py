@@ -1,0 +1,199 @@
+"""An investigation names the cause and what it is known by, keeps to its time, and changes nothing live."""
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stabletrain.forensics.diagnosis.evidence import RunSettings
+from stabletrain.forensics.investigate import (
+    Attempts,
+    Scores,
+    divisor_history,
+    gradient_staleness,
+    investigate,
+    largest_input,
+    trace,
+)
+from stabletrain.forensics.replay import VARIANTS
+from stabletrain.forensics.repro import Repro
+from stabletrain.forensics.trace.recorder import Trace
+from stabletrain.records import IGNORE_INDEX, Batch
+from tests.forensics import faulty
+from tests.forensics.diagnosis.given import READING
+from tests.forensics.faulty import Around, line
+
+BROKEN = READING._replace(loss=math.nan, grad_norm=math.nan)
+SETTING = RunSettings(choices={"precision": "fp32"}, values={"optimizer.lr": 1e-3}, loss_limit=6.0, norm_limit=20.0)
+
+
+def samples(seed=0, size=4):
+    generator = torch.Generator().manual_seed(seed)
+    return Batch(torch.randn(size, 3, generator=generator), torch.randint(2, (size,), generator=generator))
+
+
+@pytest.fixture
+def repro(tools):
+    """Makes a step of a model around a part."""
+
+    def repro(part, batch=None, **more):
+        model = Around(part)
+        chosen = {"reading": BROKEN, "fresh": lambda: samples(1), **more}
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        acting = replace(tools, objective=tools.objective.plain)  # of whole logits: the model has no head apart
+        return Repro(model, buffers, 49, batch or samples(), 1, acting, 1.0, torch.device("cpu"), **chosen)
+
+    return repro
+
+
+def looked_into(repro, kind="nonfinite", **more):
+    chosen = {"classes": 2, "optimizer": None, "setting": SETTING, **more}
+    return investigate(repro, kind, **chosen)
+
+
+def test_an_unsafe_operation_is_named_with_its_line_and_what_the_replays_showed(repro):
+    found = looked_into(repro(faulty.LogOfZero()))
+    assert (found.diagnosis.cause, found.failures) == ("unsafe_op", [])
+    origin = found.evidence.origin
+    assert (origin.module, origin.op, origin.source) == ("part", "aten.log", line(faulty.LogOfZero))
+    assert [*found.evidence.outcomes] == [*VARIANTS]
+    assert {name: found.evidence.finite(name) for name in VARIANTS} == {
+        **dict.fromkeys(("same", "fp32", "fresh_batch"), False),
+        "older_state": None,
+    }
+    assert found.evidence.culprits.others_too, "every batch meets that line"
+    assert found.seconds > 0
+
+
+def test_a_bad_label_is_known_without_running_anything_again(repro):
+    batch = samples()
+    batch.targets[2] = 9
+    found = looked_into(repro(faulty.LogOfZero(), batch))
+    assert found.diagnosis.cause == "bad_label"
+    assert [sample["index"] for sample in found.evidence.samples] == [2]
+    assert found.evidence.outcomes == {}
+    assert found.evidence.origin is None
+
+
+def test_an_alarm_of_vanishing_gradients_that_is_not_borne_out_runs_nothing_again(repro):
+    found = looked_into(repro(nn.Identity(), reading=READING), "loss_scale")
+    assert found.evidence.outcomes == {}
+    assert found.evidence.underflow is None, "there is no loss scale in fp32"
+
+
+def test_weights_bad_before_the_step_are_found_and_blamed(repro):
+    scene = repro(nn.Linear(3, 3))
+    with torch.no_grad():
+        scene.model.part.weight[0, 0] = math.inf
+    found = looked_into(scene)
+    assert found.diagnosis.cause == "corrupt_state"
+    assert [damage.name for damage in found.evidence.damage] == ["part.weight"]
+
+
+def test_an_older_state_that_bears_the_batch_shows_how_far_the_weights_have_come(repro):
+    scene = repro(nn.Linear(3, 3))
+    weights = {name: tensor.clone() for name, tensor in scene.model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in scene.model.parameters():
+            parameter.mul_(1e20)
+    scene = replace(scene, older=lambda: {"model": weights, "step": 39})
+    found = looked_into(scene)
+    assert found.diagnosis.cause == "lr_too_high"
+    assert (found.evidence.finite("same"), found.evidence.normal("older_state")) == (False, True)
+    assert found.evidence.drift.steps == 10
+    assert found.evidence.drift.grown == pytest.approx(1e20, rel=1e-3)
+    assert not math.isfinite(found.evidence.size("log_z_mean"))
+    assert math.isfinite(found.evidence.before["monitors/log_z_mean"])
+
+
+def test_a_sample_far_brighter_than_another_batch_is_measured_and_named(repro):
+    batch = replace(samples(), ids=torch.arange(40, 44))
+    batch.inputs[3, 1] = -1e30
+    seen = largest_input(repro(nn.Identity(), batch))
+    assert seen.sample == {"index": 3, "id": 43}
+    assert (seen.largest, seen.elsewhere) == (float(torch.tensor(1e30)), float(samples(1).inputs.abs().max()))
+    assert largest_input(repro(nn.Identity(), batch, fresh=None)) is None
+
+
+def test_nothing_live_is_changed(repro):
+    scene = repro(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), faulty.RootBackward()))
+    scene.model.part[0].weight.grad = torch.ones(3, 3)
+    before = [tensor.clone() for tensor in (*scene.model.state_dict().values(), torch.get_rng_state())]
+    assert looked_into(scene).diagnosis.cause == "unsafe_op"
+    after = [*scene.model.state_dict().values(), torch.get_rng_state()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert torch.equal(scene.model.part[0].weight.grad, torch.ones(3, 3))
+    assert scene.model.stem.weight.grad is None
+
+
+def test_when_the_time_is_over_what_was_not_looked_at_is_named(repro):
+    found = looked_into(repro(faulty.LogOfZero(), deadline=time.monotonic()))
+    assert found.diagnosis.cause == "unknown"
+    assert "the operations: no time was left" in found.failures
+    assert {outcome.not_run for outcome in found.evidence.outcomes.values()} == {"no time was left"}
+
+
+def test_what_fails_is_noted_and_ends_nothing():
+    attempt = Attempts(math.inf)
+    assert attempt("one", lambda: 3, 0) == 3
+    assert attempt("two", lambda: [][1], "otherwise") == "otherwise"
+    assert attempt("three", lambda: torch.ones(2) @ torch.ones(500 * "x"), 0) == 0
+    assert attempt.failures[0] == "two: IndexError: list index out of range"
+    assert "\n" not in attempt.failures[1]
+    assert len(attempt.failures[1]) <= 207
+    late = Attempts(time.monotonic())
+    assert late("four", lambda: 1 / 0, 5) == 5
+    assert late.failures == ["four: no time was left"]
+
+
+def test_the_largest_score_is_that_of_a_softmax_and_neither_of_a_mask_nor_of_the_loss():
+    with Scores() as scores:
+        F.cross_entropy(torch.tensor([[900.0, 1.0]]), torch.tensor([0]))
+        assert math.isnan(scores.largest)
+        torch.tensor([3.0, -math.inf, -7.0]).softmax(0)
+        torch.tensor([math.inf, 2.0]).softmax(0)
+        torch.tensor([[1.0, 2.0]]).softmax(1)
+        torch.zeros(0).softmax(0)
+    assert scores.largest == 3.0
+
+
+@pytest.mark.parametrize(
+    ("work", "makers"),
+    [
+        (lambda x: x / x.square().mean().sqrt(), ["aten.sqrt", "aten.mean", "aten.pow"]),
+        (lambda x: x / x.std(-1, keepdim=True), ["aten.std", "aten.mul"]),
+        (lambda x: x / (x.var() + 1).sqrt().expand(4, 3), ["aten.sqrt", "aten.add", "aten.var", "aten.mul"]),
+        (lambda x: x / x.tanh(), ["aten.tanh"]),
+    ],
+    ids=["root of a mean of squares", "std", "through what carries a number on", "no further than another function"],
+)
+def test_what_is_divided_by_is_followed_to_the_sum_that_it_was_made_of(work, makers):
+    with Trace(nn.Identity()) as recorded:
+        work(torch.ones(4, 3) * 2)
+    (index,) = [record.index for record in recorded.records if record.op == "aten.div"]
+    assert divisor_history(recorded.records, index) == makers
+
+
+def test_a_trace_of_a_sound_step_blames_nothing(repro):
+    assert trace(repro(nn.Linear(3, 3))) == (None, [])
+
+
+def test_gradients_as_large_as_the_second_moment_says_are_not_stale(repro):
+    """Of moments that are the squares of this step's very gradients, corrected for their bias."""
+    scene = repro(nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(scene.model.parameters(), betas=(0.9, 0.99))
+    logits = scene.model(scene.batch.inputs)
+    F.cross_entropy(logits, scene.batch.targets).backward()
+    for parameter in scene.model.parameters():
+        second = parameter.grad.square() * (1 - 0.99)
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg_sq": second}
+    assert gradient_staleness(scene, optimizer) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_batch_without_a_target_that_counts_is_no_step_to_run_again(repro):
+    batch = replace(samples(), targets=torch.full((4,), IGNORE_INDEX))
+    assert looked_into(repro(nn.Identity(), batch)).diagnosis.cause == "bad_label"

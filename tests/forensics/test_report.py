@@ -1,0 +1,154 @@
+"""The page of an incident: what to do before how it is known, and every number where it belongs."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stabletrain.forensics.diagnosis.cause_table import CAUSES
+from stabletrain.forensics.diagnosis.causes import Diagnosis
+from stabletrain.forensics.investigate import Findings
+from stabletrain.forensics.probes.underflow import Starved, Underflow
+from stabletrain.forensics.replay import Outcome
+from stabletrain.forensics.report import BAR, is_override, picture, report, runs, sentence, trying, what_became
+from stabletrain.forensics.trace.origin import Link
+from stabletrain.forensics.trace.values import Values
+from tests.forensics.diagnosis.given import NAN, READING, SPIKE, origin
+
+FIX = ["add eps to what is divided by", "precision.growth_interval=200", "zloss=palm"]
+
+
+def page(evidence=SPIKE, cause="bad_batch", fix=(), samples=(), lines=(), failures=()):
+    """The page of an incident whose folder is `/runs/incidents/x`."""
+    diagnosis = Diagnosis(cause, 0.875, "it is this batch", [*fix], [*lines])
+    record = {"step": 50, "cause": cause, "confidence": 0.875, "verdict": "it is this batch", "fix": [*fix]}
+    record |= {"samples": [*samples], "evidence": [*lines]}
+    return report(record, Findings(evidence, diagnosis, 1.5, [*failures]), Path("/runs/incidents/x"))
+
+
+def headings(text):
+    return re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+
+
+def test_a_page_of_little_has_no_empty_sections():
+    text = page(replace(SPIKE, outcomes={}))
+    assert headings(text) == ["Step 50: a batch unlike the others", "Look again"]
+    assert "**It is this batch.**" in text
+    assert "`bad_batch`, 88% sure. The step measured loss 9 and gradient norm 80." in text
+    assert text.endswith("    stabletrain replay /runs/incidents/x\n")
+
+
+def test_what_to_do_stands_before_how_it_is_known():
+    found = origin()
+    found = replace(found, chain=(Link("head", "forward", "float32", 1.0),))
+    lost = Underflow(1024.0, 0.5, 0.25, 0.5, (Starved("head.weight", 8, 0.75, 0.25, 0.6),))
+    evidence = replace(SPIKE, origin=found, underflow=lost)
+    text = page(
+        evidence, "unsafe_op", FIX, [{"index": 3, "loss": math.nan}], ["a line"], ["the inputs: no time was left"]
+    )
+    assert headings(text) == [
+        "Step 50: an operation with no finite result",
+        "Do this",
+        "Where it began",
+        "Gradients that are lost",
+        "Sizes on the way there",
+        "Samples",
+        "The step run again",
+        "What else is known",
+        "What could not be looked at",
+        "Look again",
+    ]
+    for line in (
+        "1. add eps to what is divided by",
+        "2. `precision.growth_interval=200`",
+        "3. `zloss=palm`",
+        "    stabletrain replay /runs/incidents/x 'zloss=palm'",
+        "| `head.weight` | 8 | 75.0% | 25.0% |",
+        "| the whole model | | 50.0% | 25.0% |",
+        '- {"index": 3, "loss": "NaN"}',
+        "- a line",
+        "- the inputs: no time was left",
+    ):
+        assert f"\n{line}\n" in text
+
+
+def test_the_operation_to_blame_is_shown_with_what_went_in_and_came_out():
+    found = replace(
+        origin(module=""),
+        inputs=(Values((2, 3), "float32", 1.5), Values((2,), "int64", None)),
+        outputs=(Values((2, 3), "float32", math.inf),),
+    )
+    text = page(replace(SPIKE, origin=found))
+    assert "`aten.div` in the model, forward, float32, at `model.py:7`:\n\n> words\n" in text
+    assert "| in | float32 | [2, 3] | 1.5 | finite |\n| in | int64 | [2] |  | finite |" in text
+    assert "| out | float32 | [2, 3] | inf | **not finite** |" in text
+    assert "at `a line that nobody knows`" in page(replace(SPIKE, origin=replace(found, source="")))
+
+
+def test_each_replay_is_a_row_with_what_it_tells():
+    outcomes = {
+        "same": replace(NAN, bitwise_equal_to_reading=False),
+        "fp32": Outcome(True, 4.25, 1.0),
+        "fresh_batch": Outcome(not_run="no time was left"),
+    }
+    assert runs(replace(SPIKE, outcomes=outcomes))[2:] == [
+        "| as it was | **no** | nan | nan | other bits than the first time |",
+        "| in fp32 | yes | 4.25 | 1 |  |",
+        "| another batch, same weights | | | | not run: no time was left |",
+    ]
+    applied = replace(SPIKE, reading=READING._replace(applied=True))
+    assert "on the weights after it, so there is nothing to compare bits with" in runs(applied)[2]
+    assert "the same bits" in runs(SPIKE)[2]
+
+
+def test_whether_anything_is_lost_is_said():
+    assert "the weights are as they were before, nothing is lost" in what_became(SPIKE)
+    assert "its update was applied" in what_became(replace(SPIKE, reading=READING._replace(applied=True)))
+
+
+def test_bars_grow_by_a_column_for_each_equal_step_of_the_logarithm():
+    links = [Link(f"blocks.{i}", "forward", "float16", size) for i, size in enumerate((1.0, 10.0, 100.0))]
+    links += [Link("head", "backward", "float16", 0.0), Link("objective", "forward", "float16", math.inf)]
+    lines = picture(links)
+    bars = [line.count("#") for line in lines]
+    assert bars[:3] == [round(BAR / 4), round(BAR / 2), round(3 * BAR / 4)]
+    assert lines[3].split() == ["head", "backward", "0"]
+    assert lines[4].endswith("inf  " + "!" * BAR)
+    assert len({line.index("backward" if "backward" in line else "forward") for line in lines}) == 1
+
+
+def test_bars_fill_the_width_where_all_is_finite():
+    assert picture([Link("a", "forward", "float32", 3.0)])[0].endswith("  " + "#" * BAR)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("it is so", "It is so."),
+        ("aten.div in part", "aten.div in part."),
+        ("loss_scale fell", "loss_scale fell."),
+        ("Enough.", "Enough."),
+    ],
+)
+def test_a_verdict_is_a_sentence_and_names_keep_their_letters(words, said):
+    assert sentence(words) == said
+
+
+def test_a_fix_for_the_command_line_is_told_from_one_by_hand():
+    assert is_override("optimizer.lr=0.001")
+    assert not is_override("add eps=1e-6 inside the root")
+    assert not is_override("clean sample 41")
+
+
+def test_only_what_one_step_can_show_is_proposed_to_be_tried():
+    assert trying(["clean sample 41", "optimizer.lr=0.1", "precision.growth_interval=200"], "x") == []
+    assert trying(["optimizer.lr=0.1", "precision=bf16", "zloss=palm"], "x")[-1] == (
+        "    stabletrain replay x 'precision=bf16'"
+    )
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_heading_says_the_cause_in_words(cause):
+    assert headings(page(cause=cause))[0] == f"Step 50: {CAUSES[cause].title}"

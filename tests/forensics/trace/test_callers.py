@@ -1,0 +1,127 @@
+"""Whose code runs: the module and the line of each operation, in forward as in backward, in recomputation too."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from stabletrain.forensics.trace.callers import OUTSIDE, Callers, frames, role
+from stabletrain.forensics.trace.recorder import Trace
+from stabletrain.forensics.trace.values import tensors
+from tests.forensics import faulty
+from tests.forensics.faulty import Around, line
+
+
+def recorded(part):
+    """What is recorded of a step on a model around `part`."""
+    model = Around(part)
+    with Trace(model) as trace:
+        model(torch.ones(4, 3)).sum().backward()
+    return trace.records
+
+
+def here(offset=0):
+    """`file:line` of the caller's line, or of one so many lines below."""
+    frame = inspect.currentframe().f_back
+    return f"{__file__}:{frame.f_lineno + offset}"
+
+
+@pytest.mark.parametrize("name", ["LogOfZero", "LogOfNegative", "Direction", "Exp", "CheckpointedForward"])
+def test_an_operation_in_forward_is_told_with_its_module_and_its_line(name):
+    part = getattr(faulty, name)
+    found = [record for record in recorded(part()) if record.source == line(part) and record.direction == "forward"]
+    assert found
+    assert {record.module for record in found} == {"part"}
+
+
+def test_the_modules_of_a_forward_pass_come_in_their_order_and_the_loss_is_outside():
+    found = [record for record in recorded(nn.Linear(3, 3)) if record.direction == "forward"]
+    assert [(record.op, record.module) for record in found if record.op in ("aten.addmm", "aten.sum")] == [
+        ("aten.addmm", "stem"),
+        ("aten.addmm", "part"),
+        ("aten.addmm", "head"),
+        ("aten.sum", OUTSIDE),
+    ]
+    files = {record.op: record.source.rpartition(":")[0] for record in found}
+    assert (files["aten.addmm"], files["aten.sum"]) == (faulty.__file__, __file__)
+
+
+BACKWARD = ["RootBackward", "HandWrittenNormBackward", "LogInPlaceOnAView", "Checkpointed", "CheckpointedReentrant"]
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_a_backward_operation_is_told_with_the_line_of_the_forward_one(name):
+    part = getattr(faulty, name)
+    found = [record for record in recorded(part()) if record.op == "aten.div" and record.direction == "backward"]
+    assert {(record.module, record.source) for record in found} == {("part", line(part))}
+
+
+def test_the_backward_of_a_users_function_is_told_with_its_own_line():
+    found = [record for record in recorded(faulty.UsersFunction()) if record.op == "aten.div"]
+    assert [(record.module, record.source) for record in found] == [("part", line(faulty.UsersFunction))]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_second_forward_is_told_as_such(reentrant):
+    class Part(nn.Module):
+        def forward(self, x):
+            return checkpoint(self.work, x, use_reentrant=reentrant)
+
+        def work(self, x):
+            return x.exp().sin()
+
+    found = [record for record in recorded(Part()) if record.op == "aten.exp"]
+    assert [record.recomputed for record in found] == [False, True]
+    assert {(record.module, record.direction) for record in found} == {("part", "forward")}
+
+
+class Asking(TorchDispatchMode):
+    """Asks of every operation who called it; what is told is in `told`."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.told, self._callers = [], Callers(model)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        reads = list(tensors((args, kwargs)))
+        makes = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in reads)
+        self.told.append(self._callers.of(torch._C._current_autograd_node(), reads, makes))
+        return out
+
+
+def test_where_a_backward_pass_starts_and_where_its_gradients_arrive_is_known():
+    model = Around(nn.Linear(3, 3))
+    with Asking(model) as asking:
+        model(torch.ones(4, 3)).sum().backward()
+    assert [(caller.module, caller.backward) for caller in asking.told if caller.seed] == [(OUTSIDE, False)]
+    arrived = [caller.module for caller in asking.told if caller.leaf]
+    assert {*arrived} == {"head", "part", "stem"}, "each at the module that read the parameter"
+
+
+def test_the_stack_says_module_and_line_and_that_neither_a_library_nor_checkpointing_is_at_work():
+    class Looks(nn.Module):
+        def forward(self, x):
+            self.seen, self.line = frames(names), here()
+            return x
+
+    looks = Looks()
+    names = {id(looks): "blocks.3.looks"}
+    nn.Sequential(looks)(torch.ones(1))
+    assert looks.seen == ("blocks.3.looks", looks.line, False, False, False)
+    assert frames(names)[:2] == (None, here())
+
+
+def test_code_of_libraries_is_not_the_users():
+    torchs = torch.__file__.removesuffix("__init__.py")
+    assert role(f"{torchs}nn/functional.py", "linear") == "library"
+    assert role(f"{torchs}nn/modules/module.py", "_call_impl") == "module"
+    assert role(f"{torchs}autograd/graph.py", "_engine_run_backward") == "engine"
+    assert role(f"{torchs}utils/checkpoint.py", "anything") == "checkpoint"
+    assert role("/site-packages/beartype/door.py", "check") == "library"
+    assert role("<string>", "f") == "library"
+    assert role("<ipython-input-3-abc>", "f") == "user"
+    assert role(__file__, "f") == "user"

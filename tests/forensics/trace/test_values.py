@@ -1,0 +1,87 @@
+"""Tensors in numbers: their largest magnitude in every dtype and layout, and which memory they lie in."""
+
+import math
+
+import pytest
+import torch
+
+from stabletrain.forensics.trace.values import Values, copy, leaves, measure, storage, tensors, unmeasured, whole
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_size_of_a_tensor_is_its_largest_magnitude(dtype):
+    found = measure(torch.tensor([[1.0, -3.5, 0.0]]).to(dtype))
+    assert found == Values((1, 3), str(dtype).removeprefix("torch."), 3.5)
+    assert found.finite
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_larger_than_all_else(bad):
+    found = measure(torch.tensor([1e30, bad, -1e38]))
+    assert math.isnan(found.absmax) if math.isnan(bad) else found.absmax == math.inf
+    assert not found.finite
+    assert found.nan is math.isnan(bad)
+    assert math.isnan(measure(torch.tensor([math.inf, math.nan])).absmax), "a NaN before an Inf"
+
+
+def test_the_size_of_a_complex_number_is_its_length():
+    assert measure(torch.tensor([3 + 4j, 1 - 1j])).absmax == 5.0
+    assert measure(torch.tensor([complex(1, math.inf)])).absmax == math.inf
+
+
+@pytest.mark.parametrize("tensor", [torch.arange(3), torch.tensor([True])], ids=["int", "bool"])
+def test_whole_numbers_have_no_size_and_are_finite(tensor):
+    found = measure(tensor)
+    assert found.absmax is None
+    assert found.finite
+    assert not found.nan
+
+
+def test_a_tensor_of_nothing_has_the_size_0():
+    assert measure(torch.empty(0, 3)) == Values((0, 3), "float32", 0.0)
+
+
+@pytest.mark.parametrize("to", [torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr], ids=["coo", "csr"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_of_a_sparse_tensor_the_values_count_and_the_shape_is_the_whole_one(to):
+    sparse = to(torch.tensor([[0.0, -7.0], [2.0, 0.0]]))
+    assert measure(sparse) == Values((2, 2), "float32", 7.0)
+    assert storage(sparse).nbytes() == 8
+
+
+def test_a_view_lies_in_the_memory_of_its_tensor_and_is_not_all_of_it():
+    tensor = torch.zeros(4, 3)
+    row, turned = tensor[1], tensor.t()
+    assert storage(row)._cdata == storage(tensor)._cdata != storage(torch.zeros(4, 3))._cdata
+    assert (whole(tensor), whole(turned), whole(row)) == (True, True, False)
+
+
+def test_a_copy_shares_no_memory_however_deep_it_lies():
+    tensor = torch.ones(3)
+    copied = copy([tensor, (tensor, 2)])
+    tensor.zero_()
+    assert torch.equal(copied[0], torch.ones(3))
+    assert torch.equal(copied[1][0], torch.ones(3))
+    assert copied[1][1] == 2
+
+
+def test_everything_nested_is_found_in_its_order():
+    a, b = torch.zeros(1), torch.ones(1)
+    nested = ([a, (1, {"x": b, "y": "text"})], None)
+    assert [leaf if not isinstance(leaf, torch.Tensor) else leaf.item() for leaf in leaves(nested)] == [
+        *(0.0, 1, 1.0, "text", None)
+    ]
+    assert [tensor is each for tensor, each in zip(tensors(nested), (a, b), strict=True)] == [True, True]
+
+
+def test_memory_that_nobody_wrote_to_has_a_shape_and_no_size():
+    (found,) = unmeasured([torch.full((2, 3), math.nan, dtype=torch.bfloat16)])
+    assert found == Values((2, 3), "bfloat16", None)
+
+
+def test_what_is_written_down_says_whether_all_is_finite():
+    found = measure(torch.tensor([1.0, math.inf])).as_dict()
+    assert found == {"shape": [2], "dtype": "float32", "absmax": math.inf, "finite": False}

@@ -1,0 +1,74 @@
+"""Which states a rollback may restore: the newest healthy ones, known by their steps alone."""
+
+import pytest
+
+from stabletrain.stability.guard.retained import NoRetainedStates, RetainedStates
+
+
+@pytest.fixture
+def states():
+    """Two healthy states, one every ten steps, each known as such four steps later."""
+    return RetainedStates(most=2, every=10, healthy_after=4)
+
+
+def filled(states, *steps):
+    for step in steps:
+        states.retain(step, healthy=True)
+    return states
+
+
+def test_the_first_state_is_due_at_once_and_counts_as_healthy_whatever_the_run_is_in(states):
+    assert states.due(7)
+    states.retain(7, healthy=False)
+    assert (states.known, states.waiting, states.target) == ([7], [], 7)
+    assert [step for step in range(8, 31) if states.due(step)] == [10, 20, 30]
+
+
+def test_later_states_wait_and_none_is_taken_in_trouble(states):
+    filled(states, 0, 10)
+    states.retain(20, healthy=False)
+    assert (states.steps, states.waiting, states.target) == ([0, 10], [10], 0)
+
+
+def test_a_state_is_retained_once_however_often_its_step_is_reached(states):
+    filled(states, 0, 10, 10, 0)
+    assert states.steps == [0, 10]
+
+
+def test_a_state_becomes_healthy_when_it_is_old_enough_and_not_before(states):
+    filled(states, 0, 10, 12)
+    assert (states.promote(13), states.target) == ([], 0)
+    assert (states.promote(14), states.target) == ([10], 10)
+    assert (states.known, states.waiting) == ([0, 10], [12])
+    assert states.promote(14) == []
+
+
+def test_only_the_newest_healthy_states_are_retained(states):
+    filled(states, 0, 10, 20, 30)
+    assert states.promote(100) == [10, 20, 30]
+    assert (states.known, states.waiting, states.steps, states.target) == ([20, 30], [], [20, 30], 30)
+
+
+def test_what_is_forgotten_is_due_again(states):
+    filled(states, 0, 10).forget()
+    assert (states.steps, states.target) == ([], None)
+    assert states.due(13)
+
+
+def test_the_steps_go_through_a_checkpoint_which_later_states_do_not_change(states):
+    filled(states, 0, 10)
+    stored, other = states.state_dict(), RetainedStates(most=2, every=10, healthy_after=4)
+    other.load_state_dict(stored)
+    assert other == states
+    filled(states, 20)
+    filled(other, 30)
+    assert stored == {"waiting": [10], "known": [0]}
+    other.load_state_dict({})
+    assert other.steps == [], "another kind of guard has stored none"
+
+
+def test_a_guard_that_never_goes_back_retains_nothing():
+    none = NoRetainedStates()
+    none.retain(0, healthy=True)
+    none.forget()
+    assert (none.due(0), none.steps, none.target) == (False, [], None)

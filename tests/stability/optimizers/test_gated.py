@@ -1,0 +1,136 @@
+"""Moments behind the gate: what they are made of, what they become, and that a closed gate changes no bit."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from stabletrain.stability.optimizers.gated import (
+    LARGEST_GRADIENT,
+    bias,
+    copies,
+    descend_,
+    gate,
+    moments,
+    remember_,
+    root_of_second,
+    write_,
+)
+
+GROUP = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5}
+
+
+class Plain(torch.optim.Optimizer):
+    """Groups and a state, and no rule of its own."""
+
+    def step(self, closure=None):
+        raise NotImplementedError
+
+
+def made(*gradients, withheld=None):
+    """An optimizer over a parameter for each gradient, which may be None."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(2, 3)) for _ in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = None if gradient is None else torch.full((2, 3), gradient)
+    optimizer = Plain(parameters, dict(GROUP))
+    if withheld is not None:
+        optimizer.found_inf = torch.tensor(float(withheld))
+    return optimizer, parameters
+
+
+def test_moments_are_made_as_zeros_when_they_are_first_used_and_kept_from_then_on():
+    optimizer, (first, idle, last) = made(1.0, None, 2.0)
+    (group,) = optimizer.param_groups
+    known = moments(optimizer, group, "resets")
+    assert [w is p for w, p in zip(known.weights, (first, last), strict=True)] == [True, True]
+    assert optimizer.state[first].keys() == {"step", "resets", "exp_avg", "exp_avg_sq"}
+    assert not any(tensor.any() for state in known.states for tensor in state.values())
+    assert idle not in optimizer.state
+    known.first[0].fill_(7.0)
+    assert moments(optimizer, group).first[0][0, 0] == 7.0
+
+
+def test_a_group_without_a_gradient_has_no_moments():
+    optimizer, _ = made(None, None)
+    assert moments(optimizer, optimizer.param_groups[0]) is None
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(("gradient", "cut"), [(1e30, LARGEST_GRADIENT), (-math.inf, -LARGEST_GRADIENT), (0.5, 0.5)])
+def test_gradients_are_copies_cut_to_what_can_be_squared(gradient, cut):
+    optimizer, (parameter,) = made(gradient)
+    known = moments(optimizer, optimizer.param_groups[0])
+    assert torch.equal(known.gradients[0], torch.full((2, 3), cut))
+    assert torch.isfinite(known.gradients[0].square()).all()
+    known.gradients[0].zero_()
+    assert torch.equal(parameter.grad, torch.full((2, 3), gradient)), "the gradient itself stays"
+
+
+def test_a_gradient_of_nan_stays_nan():
+    optimizer, _ = made(math.nan)
+    assert torch.isnan(moments(optimizer, optimizer.param_groups[0]).gradients[0]).all()
+
+
+@pytest.mark.parametrize(("withheld", "is_open"), [(None, True), (0.0, True), (1.0, False)])
+def test_the_gate_is_open_unless_an_update_is_withheld(withheld, is_open):
+    optimizer, _ = made(1.0, withheld=withheld)
+    assert bool(gate(optimizer, torch.device("cpu"))) is is_open
+    assert bool(moments(optimizer, optimizer.param_groups[0]).open) is is_open
+
+
+def test_through_an_open_gate_values_are_written_and_behind_a_closed_one_every_bit_stays():
+    before = torch.tensor([0.0, -0.0, math.inf, 1.0])
+    payload = torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32)  # a NaN with bits of its own
+    target, value = torch.cat([before, payload]), torch.tensor([math.nan, 2.0, 3.0, math.inf, 4.0])
+    bits = target.view(torch.int32).clone()
+    write_([target], [value], torch.tensor(False))
+    assert torch.equal(target.view(torch.int32), bits)
+    write_([target], [value], torch.tensor(True))
+    assert torch.equal(target.view(torch.int32), value.view(torch.int32))
+
+
+def test_a_copy_has_the_bits_and_the_memory_format_and_shares_nothing():
+    tensors = [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.tensor(math.nan)]
+    made = copies(tensors)
+    assert [each.stride() for each in made] == [each.stride() for each in tensors]
+    assert torch.equal(made[0], tensors[0])
+    assert bool(made[1].isnan())
+    made[0].zero_()
+    assert tensors[0].any()
+
+
+@pytest.mark.parametrize("withheld", [0.0, 1.0])
+def test_running_means_are_written_only_through_an_open_gate(withheld):
+    optimizer, (parameter,) = made(3.0, withheld=withheld)
+    known = moments(optimizer, optimizer.param_groups[0])
+    known.first[0].fill_(1.0)
+    known.second[0].fill_(2.0)
+    remember_(known, copies(known.first), copies(known.second), GROUP)
+    state = optimizer.state[parameter]
+    first, second = (1.0, 2.0) if withheld else (0.9 * 1 + 0.1 * 3, 0.99 * 2 + 0.01 * 9)
+    torch.testing.assert_close(state["exp_avg"], torch.full((2, 3), first))
+    torch.testing.assert_close(state["exp_avg_sq"], torch.full((2, 3), second))
+
+
+def test_the_bias_of_a_running_mean_is_the_weight_it_has_by_then():
+    counts = torch.tensor([1.0, 2.0, 1e6])
+    found = bias(0.9, counts)
+    assert found.dtype == torch.float64
+    assert found.tolist() == pytest.approx([0.1, 0.19, 1.0], rel=1e-12)
+
+
+@pytest.mark.parametrize("withheld", [0.0, 1.0])
+def test_descent_is_the_update_of_adamw_by_the_formula(withheld):
+    optimizer, (parameter,) = made(0.5, withheld=withheld)
+    before = parameter.detach().double().clone()
+    known = moments(optimizer, optimizer.param_groups[0])
+    known.first[0].fill_(0.3)
+    known.second[0].fill_(0.04)
+    root = root_of_second(known, torch.tensor([0.25], dtype=torch.float64))
+    torch.testing.assert_close(root[0], torch.full((2, 3), 0.4))
+    with torch.no_grad():
+        descend_(known, root, torch.tensor([0.02], dtype=torch.float64), GROUP)
+    expected = before if withheld else before * (1 - 0.01 * 0.5) - 0.02 * 0.3 / (0.4 + 1e-8)
+    torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-6, atol=1e-7)
