@@ -170,7 +170,9 @@ def test_stored_import_paths_that_moved_are_found(old_paths, monkeypatch, capsys
     again = told(capsys, "replay", "incident/incidents/step-00000002", "precision=bf16")
     assert "with precision=bf16" in again
     assert stabletrain(["replay", "incident/incidents/step-00000002", "precision=fp32"]) == 2
-    assert "changes nothing: the run used the same values" in capsys.readouterr().err, "the option of today is not another"
+    assert "changes nothing: the run used the same values" in capsys.readouterr().err, (
+        "the option of today is not another"
+    )
     code = (old_paths / "plugin" / "mine.py").read_text()
     assert "from stabletrain.long_gone.clipping import NoClip" in code
     assert "from stabletrain.ancient.records import Batch" in code
