@@ -1,4 +1,4 @@
-"""`stabletrain compare` as a whole: what it prints, which files it writes and where, and what it refuses."""
+"""`stabletrain compare` as a whole: its output, the files it writes, and the arguments it rejects."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ from tests.compare.written import six_runs, write
 
 @pytest.fixture(autouse=True)
 def a_pipe(monkeypatch):
-    """Nobody says how wide it is."""
+    """Standard output is a pipe without a known width."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
@@ -27,7 +27,7 @@ def sweep(tmp_path):
     return six_runs(tmp_path / "sweep")
 
 
-def test_seeds_are_one_row_unless_each_run_is_asked_for(sweep, capsys):
+def test_seeds_share_a_row_unless_each_run_is_requested(sweep, capsys):
     compare([sweep])
     assert any(line.startswith("1, 4") for line in capsys.readouterr().out.splitlines())
     compare([sweep], each=True)
@@ -35,7 +35,7 @@ def test_seeds_are_one_row_unless_each_run_is_asked_for(sweep, capsys):
     assert [line.split()[0] for line in out.splitlines() if "qknorm" in line] == ["1", "4"]
 
 
-def test_csv_holds_every_run_and_column(sweep, tmp_path, capsys):
+def test_csv_contains_every_run_and_column(sweep, tmp_path, capsys):
     compare([sweep], csv=tmp_path / "runs.csv", rows=1)
     with open(tmp_path / "runs.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -45,7 +45,7 @@ def test_csv_holds_every_run_and_column(sweep, tmp_path, capsys):
     assert f"table    {tmp_path / 'runs.csv'}" in capsys.readouterr().err
 
 
-def test_where_rates_differ_their_sensitivity_is_printed_and_drawn(tmp_path, capsys):
+def test_sensitivity_is_printed_and_drawn_if_learning_rates_differ(tmp_path, capsys):
     for number, rate in enumerate((1e-3, 1e-2)):
         write(tmp_path / "sweep" / str(number), [f"optimizer.lr={rate}"], loss=2.0 + number)
     compare([tmp_path / "sweep"], picture=tmp_path / "curves.svg")
@@ -56,13 +56,13 @@ def test_where_rates_differ_their_sensitivity_is_printed_and_drawn(tmp_path, cap
     assert "peak learning rate" in (tmp_path / "curves.svg").read_text()
 
 
-def test_where_rates_do_not_differ_the_picture_is_of_the_training_losses(sweep, tmp_path, capsys):
+def test_the_picture_shows_training_losses_if_learning_rates_do_not_differ(sweep, tmp_path, capsys):
     for run in sweep.iterdir():
         lines = [{"step": step, "train/loss": 5.0 / step} for step in range(1, 10)]
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     compare([sweep], picture=tmp_path / "losses.svg")
     assert "sensitivity" not in capsys.readouterr().out
-    assert "training loss, nats" in (tmp_path / "losses.svg").read_text()
+    assert "training loss (nats)" in (tmp_path / "losses.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,13 @@ def test_where_rates_do_not_differ_the_picture_is_of_the_training_losses(sweep, 
         (["--sort", "nothing"], "--sort nothing: there is no such column: use one of run"),
         (["--rows", "-1"], "--rows -1 is below 0"),
         (["--png", "a.xyz"], "use .svg, .png, .pdf"),
-        (["--png", "no/a.svg"], "there is no folder"),
-        (["--csv", "no/a.csv"], "there is no folder"),
-        (["--html", "no/a.html"], "there is no folder"),
+        (["--png", "no/a.svg"], "no/a.svg: the folder no does not exist: create it first"),
+        (["--csv", "no/a.csv"], "no/a.csv: the folder no does not exist: create it first"),
+        (["--html", "no/a.html"], "no/a.html: the folder no does not exist: create it first"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_done_is_refused_in_one_sentence_before_anything_is_printed(
+def test_invalid_arguments_are_rejected_in_one_line_before_anything_is_printed(
     sweep, tmp_path, monkeypatch, capsys, arguments, reason
 ):
     monkeypatch.chdir(tmp_path)
@@ -88,17 +88,17 @@ def test_what_cannot_be_done_is_refused_in_one_sentence_before_anything_is_print
     assert not seen.out
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_any_run_is_read(tmp_path):
-    with pytest.raises(ConfigError, match="there is no folder"):
+def test_an_output_file_in_a_missing_folder_is_rejected_before_any_run_is_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"no/a\.csv: the folder .*no does not exist: create it first"):
         compare([tmp_path / "no runs here"], csv=tmp_path / "no" / "a.csv")
 
 
-def test_a_folder_without_runs_is_refused(tmp_path, capsys):
+def test_a_folder_without_runs_is_rejected(tmp_path, capsys):
     assert main(["compare", str(tmp_path)]) == 2
-    assert "there is no run here" in capsys.readouterr().err
+    assert f"{tmp_path} contains no runs: name a run folder or a sweep folder" in capsys.readouterr().err
 
 
-def test_the_page_lies_in_the_sweeps_folder_and_never_in_a_runs_own(sweep, tmp_path):
+def test_the_page_is_written_to_the_sweep_folder_and_never_to_a_run_folder(sweep, tmp_path):
     compare([sweep])
     assert (sweep / "report.html").read_text().startswith("<!DOCTYPE html>")
     (sweep / "report.html").unlink()
@@ -109,13 +109,13 @@ def test_the_page_lies_in_the_sweeps_folder_and_never_in_a_runs_own(sweep, tmp_p
     assert (tmp_path / "mine.html").stat().st_size > 100_000
 
 
-def test_the_page_of_a_run_in_the_working_folder_lies_above_it(sweep, monkeypatch):
+def test_the_page_of_a_run_in_the_working_directory_is_written_to_its_parent(sweep, monkeypatch):
     monkeypatch.chdir(sweep / "0")
     assert page_beside(Path(), read_run(Path())) == sweep / "report.html"
     assert page_beside(Path(".."), read_run(Path("../0"))) == Path("../report.html")
 
 
-def test_a_place_that_cannot_be_written_costs_the_page_only_unless_it_was_asked_for(sweep, tmp_path, capsys):
+def test_a_page_that_cannot_be_written_is_an_error_only_if_it_was_requested(sweep, tmp_path, capsys):
     (sweep / "report.html").mkdir()
     assert main(["compare", str(sweep)]) == 0
     assert "name another file with --html" in capsys.readouterr().err
@@ -124,14 +124,14 @@ def test_a_place_that_cannot_be_written_costs_the_page_only_unless_it_was_asked_
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_of_many_runs_that_are_missing_only_the_first_are_named(capsys):
+def test_the_first_missing_runs_are_named_and_the_others_counted(capsys):
     missing = [f"optimizer.lr={rate}: no such run" for rate in range(MISSING_SHOWN + 3)]
     print_sensitivity([Arm("all", {}, (0.1,), missing[:4]), Arm("other", {}, (0.1,), missing[4:])])
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not there")]
-    assert lines == [*(f"not there  {line}" for line in missing[:MISSING_SHOWN]), "not there  and 3 more"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("missing")]
+    assert lines == [*(f"missing  {line}" for line in missing[:MISSING_SHOWN]), "missing  and 3 more"]
 
 
-def test_a_pipe_has_no_width_unless_columns_says_one(monkeypatch):
+def test_a_pipe_has_no_width_limit_unless_columns_sets_one(monkeypatch):
     assert terminal(wide=False).width == ENDLESS
     monkeypatch.setenv("COLUMNS", "72")
     assert terminal(wide=False).width == 72

@@ -1,4 +1,4 @@
-"""Pictures of runs: which points are drawn, at which heights, and that the same runs give the same bytes."""
+"""Pictures of runs: which points are drawn, at what values, and that the same runs give the same bytes."""
 
 import math
 
@@ -16,7 +16,7 @@ from tests.compare.written import AT_INIT, write
 
 @pytest.fixture
 def figures(monkeypatch):
-    """Every figure that is drawn, as it was when it was written."""
+    """Collects every figure that is drawn, and closes it after the test."""
     drawn, close = [], pyplot.close
     monkeypatch.setattr(pyplot, "close", drawn.append)
     yield drawn
@@ -25,11 +25,11 @@ def figures(monkeypatch):
 
 
 def lines_of(axis):
-    """Each line of an axis: its name, marker, and points."""
+    """Returns the name, marker, x values and y values of each line of an axis."""
     return [(line.get_label(), line.get_marker(), [*line.get_xdata()], [*line.get_ydata()]) for line in axis.lines]
 
 
-def test_the_picture_of_a_sensitivity_has_the_mean_the_band_and_a_cross_where_a_run_diverged(tmp_path, figures):
+def test_the_sensitivity_picture_shows_means_bands_and_a_cross_for_a_diverged_run(tmp_path, figures):
     losses = {("none", 0): (2.0, 9.0), ("none", 1): (2.5, math.nan), ("full", 0): (1.5, 1.75), ("full", 1): (1.25, 1.5)}
     for number, ((arm, seed), pair) in enumerate(losses.items()):
         for rate, loss in zip((0.01, 0.1), pair, strict=True):
@@ -44,13 +44,13 @@ def test_the_picture_of_a_sensitivity_has_the_mean_the_band_and_a_cross_where_a_
         ("stability=full", "o", [0.01, 0.1], [1.375, 1.625]),
     ]
     crosses = [(x, y) for _, marker, x, y in lines_of(loss) if marker == "x" and x]
-    assert crosses == [([0.1], [AT_INIT])], "of the two runs above their loss at init one has diverged"
+    assert crosses == [([0.1], [AT_INIT])], "of the two runs above their loss at init, only one diverged"
     lowest, highest = (pick(loss.collections[1].get_paths()[0].vertices[:, 1]) for pick in (min, max))
     assert (lowest, highest) == (1.25, 1.75)
     assert [line[3] for line in lines_of(logit)[:1]] == [[3.0, 3.0]]
 
 
-def test_the_picture_of_losses_has_a_mean_that_leaves_skips_out_crosses_and_what_was_rolled_back(tmp_path, figures):
+def test_the_loss_picture_shows_means_without_skips_crosses_for_skips_and_rolled_back_losses(tmp_path, figures):
     for seed, level in enumerate((1.0, 2.0)):
         made(tmp_path / str(seed), f"seed={seed}", level=level, nan_at=20 if seed else None)
     made(tmp_path / "2", "seed=2", rolled_back=(24, 30))
@@ -74,19 +74,25 @@ def test_the_same_runs_give_the_same_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.pdf", b"%PDF"), ("a.svg", b"<?xml")])
-def test_the_ending_of_the_file_decides_its_format(tmp_path, name, begins):
+def test_the_file_extension_sets_the_format(tmp_path, name, begins):
     draw_losses([read_run(made(tmp_path / "run"))], tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(begins)
 
 
-@pytest.mark.parametrize(("name", "why"), [("a.jpg", r"use \.svg, \.png, \.pdf"), ("no/a.svg", "there is no folder")])
-def test_a_file_that_could_not_be_written_is_refused(tmp_path, name, why):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("a.jpg", r"use \.svg, \.png, \.pdf"),
+        ("no/a.svg", r"no/a\.svg: the folder .*no does not exist: create it first"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_rejected(tmp_path, name, why):
     for what in (draw, draw_losses):
         with pytest.raises(ConfigError, match=why):
             what([], tmp_path / name)
 
 
-def test_a_running_mean_is_that_of_the_past_with_falling_weights_and_of_a_constant_that_constant():
+def test_the_running_mean_weights_the_past_exponentially_and_keeps_a_constant():
     values = np.random.default_rng(0).normal(size=30)
     weights = SMOOTHING ** np.arange(30)[::-1]
     expected = [np.average(values[: n + 1], weights=weights[29 - n :]) for n in range(30)]
@@ -95,7 +101,7 @@ def test_a_running_mean_is_that_of_the_past_with_falling_weights_and_of_a_consta
     assert smooth([]) == []
 
 
-def test_of_many_runs_those_with_the_lowest_and_highest_losses_are_drawn_in_their_order(tmp_path):
+def test_of_many_runs_the_lowest_and_highest_losses_are_drawn_in_the_original_order(tmp_path):
     losses = [5.0, 1.0, 4.0, math.nan, 2.0, 3.0]
     lines = [[{"step": 1, "train/loss": "NaN" if math.isnan(loss) else loss}] for loss in losses]
     runs = [read_run(write(tmp_path / str(number), lines=each)) for number, each in enumerate(lines)]
@@ -103,7 +109,7 @@ def test_of_many_runs_those_with_the_lowest_and_highest_losses_are_drawn_in_thei
     assert ends(runs, MOST) == runs
 
 
-def test_a_course_is_what_was_applied_and_beside_it_what_was_not(tmp_path):
+def test_applied_and_skipped_steps_are_separated(tmp_path):
     run = read_run(made(tmp_path / "run", nan_at=20))
     (steps, losses), (skipped, lost) = course(run)
     assert sorted([*steps, *skipped]) == [*range(1, 41)]

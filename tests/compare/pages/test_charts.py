@@ -1,4 +1,4 @@
-"""What of a run is drawn: gaps with marks where there is no number, what was rolled back apart, and links that hold."""
+"""What is drawn of a run: marked gaps for non-finite values, rolled-back steps as separate lines, and valid links."""
 
 import pytest
 
@@ -9,24 +9,24 @@ from tests.compare.made_pages import made
 from tests.compare.written import write
 
 
-def test_what_is_no_number_is_a_gap_with_a_mark(tmp_path):
+def test_a_non_finite_value_is_a_marked_gap(tmp_path):
     made(tmp_path / "run", nan_at=20)
     lines = chart_data(read_run(tmp_path / "run"), 500)
     loss, norm = lines["curves"]["train/loss"], lines["curves"]["grad/norm"]
-    assert 20 not in loss["x"]  # a withheld step's loss is no part of the run's course
+    assert 20 not in loss["x"]  # the curve excludes skipped steps
     assert lines["skips"] == [[20, None]]
     assert norm["y"][norm["x"].index(20)] is None
     assert norm["bad"] == [(20, "NaN")]
 
 
-def test_each_kind_of_what_is_no_number_has_its_word(tmp_path):
+def test_each_kind_of_non_finite_value_has_its_own_word(tmp_path):
     words = ["NaN", "Infinity", "-Infinity"]
     lines = [{"step": step, "grad/norm": word} for step, word in enumerate(words)]
     curve = chart_data(read_run(write(tmp_path / "run", lines=lines)), 500)["curves"]["grad/norm"]
     assert curve == {"x": [0, 1, 2], "y": [None] * 3, "bad": [*enumerate(words)]}
 
 
-def test_a_stretch_that_was_rolled_back_stands_apart(tmp_path):
+def test_rolled_back_steps_are_a_separate_line(tmp_path):
     made(tmp_path / "run", rolled_back=(24, 30))
     lines = chart_data(read_run(tmp_path / "run"), 500)
     assert lines["curves"]["train/loss"]["x"] == list(range(1, 41))
@@ -36,7 +36,7 @@ def test_a_stretch_that_was_rolled_back_stands_apart(tmp_path):
     assert lines["rollbacks"] == [30]
 
 
-def test_numbers_have_six_figures_and_curves_at_most_the_points_asked_for(tmp_path):
+def test_numbers_have_six_digits_and_curves_at_most_the_requested_points(tmp_path):
     made(tmp_path / "run", steps=400)
     curve = chart_data(read_run(tmp_path / "run"), 50)["curves"]["grad/norm"]
     assert 20 < len(curve["x"]) <= 50
@@ -44,14 +44,14 @@ def test_numbers_have_six_figures_and_curves_at_most_the_points_asked_for(tmp_pa
 
 
 @pytest.mark.parametrize(("last", "drawn"), [(1.0, False), (2.0, True)])
-def test_a_loss_scale_that_never_moved_is_no_picture(tmp_path, last, drawn):
+def test_a_constant_loss_scale_is_not_drawn(tmp_path, last, drawn):
     lines = [{"step": step, "precision/loss_scale": scale, "lr": 0.1} for step, scale in enumerate([1.0, 1.0, last])]
     curves = chart_data(read_run(write(tmp_path / "run", lines=lines)), 500)["curves"]
     assert ("precision/loss_scale" in curves) is drawn
-    assert "lr" in curves, "a learning rate is drawn, also one that stays"
+    assert "lr" in curves, "a learning rate is drawn even if it is constant"
 
 
-def test_of_very_many_skips_as_many_are_marked_as_one_can_see(tmp_path):
+def test_the_number_of_marked_skips_is_limited(tmp_path):
     events = [{"event": "skip", "step": step, "tick": step, "kind": "spike"} for step in range(1, 1001)]
     run = read_run(write(tmp_path / "run", events=events))
     marks = skip_marks(run, joined([], "train/loss"), [])
@@ -62,7 +62,7 @@ def test_of_very_many_skips_as_many_are_marked_as_one_can_see(tmp_path):
     assert steps == sorted(steps)
 
 
-def test_only_pictures_of_what_some_run_has_logged_are_shown():
+def test_only_panels_with_logged_metrics_are_shown():
     found = panels([{"curves": {"train/loss": {}}}, {"curves": {"spike/grad_norm_score": {}, "unheard of": {}}}])
     assert [(panel["title"], panel["names"]) for panel in found] == [
         ("Training loss (nats)", ["train/loss"]),
@@ -71,7 +71,7 @@ def test_only_pictures_of_what_some_run_has_logged_are_shown():
     assert panels([]) == []
 
 
-def test_a_link_leads_from_the_folder_of_the_page_to_the_file_whatever_its_name(tmp_path):
+def test_a_link_is_relative_to_the_pages_folder_and_escapes_the_file_name(tmp_path):
     place = tmp_path / "a sweep#1" / "0"
     place.mkdir(parents=True)
     (place / "report.html").write_text("")
@@ -80,7 +80,7 @@ def test_a_link_leads_from_the_folder_of_the_page_to_the_file_whatever_its_name(
     assert link(place / "missing.html", tmp_path) is None
 
 
-def test_an_incident_is_linked_where_it_has_a_page(tmp_path):
+def test_an_incident_is_linked_if_it_has_a_report(tmp_path):
     incident = {"step": 9, "cause": "bad_batch", "verdict": "it is this batch", "fix": ["clipping=zclip"]}
     folder = made(tmp_path / "sweep" / "0", incident=incident)
     row = {**incident, "kind": "nonfinite", "link": "0/incidents/step-00000009/report.md"}
@@ -89,7 +89,7 @@ def test_an_incident_is_linked_where_it_has_a_page(tmp_path):
     assert incident_rows(read_run(folder), tmp_path / "sweep") == [{**row, "link": None}]
 
 
-def test_a_finished_run_shows_the_beginning_of_what_it_wrote(tmp_path):
+def test_a_finished_run_shows_the_beginning_of_its_sample(tmp_path):
     text = "x" * 5000
     run = read_run(made(tmp_path / "run", sample=text))
     assert sample(run) == text[:4000]

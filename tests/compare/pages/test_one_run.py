@@ -1,4 +1,4 @@
-"""A run's own page: what it says is what the run's files say, and it is one small file."""
+"""A run's own page: it agrees with the run's files, and is one small file."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def run(folder, status="finished", problem=None, final=None, **more):
     return Run(folder, status, problem, record, {}, True, {}, **more)
 
 
-def test_the_page_of_a_run_has_its_incident_its_sample_and_its_settings(tmp_path):
+def test_the_page_of_a_run_shows_its_incident_sample_and_settings(tmp_path):
     incident = {"step": 20, "cause": "bad_batch", "verdict": "it is this batch", "fix": ["clipping=zclip"]}
     made(tmp_path / "sw" / "run", "optimizer.lr=0.02", incident=incident, sample=SAMPLE)
     write_run_page(tmp_path / "sw" / "run")
@@ -28,7 +28,7 @@ def test_the_page_of_a_run_has_its_incident_its_sample_and_its_settings(tmp_path
     assert "torch 2.15.0" in shown
 
 
-def test_a_run_s_own_page_is_small_and_the_library_s_licence_is_in_it(tmp_path):
+def test_a_runs_page_is_small_and_contains_the_librarys_licence(tmp_path):
     write_run_page(made(tmp_path / "run"))
     text = (tmp_path / "run" / "report.html").read_text()
     assert len(text) < 300_000
@@ -37,51 +37,51 @@ def test_a_run_s_own_page_is_small_and_the_library_s_licence_is_in_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("final", "said"),
+    ("final", "expected"),
     [
         ({"val/loss": 1.23456, "steps": 1500}, "Halted after 1,500 steps, validation loss 1.235 nats."),
         ({"val/loss": 1.5, "val/accuracy": 0.5, "steps": 9},
          "Halted after 9 steps, validation loss 1.5 nats, accuracy 50.00 %."),
         ({"val/loss": float("nan"), "steps": 9},
-         "Halted after 9 steps, and the validation loss is no finite number: it diverged."),
+         "Halted after 9 steps, but the validation loss is not finite: the run diverged."),
         ({}, "Halted after 7 steps."),
     ],
     ids=["loss", "accuracy", "nan", "nothing"],
 )  # fmt: skip
-def test_the_first_sentence_says_how_it_ended(tmp_path, final, said):
+def test_the_first_sentence_says_how_the_run_ended(tmp_path, final, expected):
     first, *rest = outcome(run(tmp_path, "halted", final=final, steps=7, reason="the loss is NaN"))
-    assert first == said
+    assert first == expected
     assert rest == ["the loss is NaN", "No incidents."]
 
 
-def test_what_a_reader_should_know_of_a_run_goes_before_its_own_reason(tmp_path):
-    found = outcome(run(tmp_path, "broken", "run.json is no JSON", reason="another", incidents=[{}, {}]))
-    assert found == ["Broken after 0 steps.", "run.json is no JSON", "2 incidents, below."]
+def test_a_problem_with_the_files_replaces_the_recorded_reason(tmp_path):
+    found = outcome(run(tmp_path, "broken", "run.json is not valid JSON", reason="another", incidents=[{}, {}]))
+    assert found == ["Broken after 0 steps.", "run.json is not valid JSON", "2 incidents, listed below."]
 
 
-def test_what_the_guard_did_is_said_with_its_numbers():
+def test_a_sentence_counts_what_the_guard_did():
     kept = {"guard/updates": 1200, "steps": 1200, "guard/skipped_spike": 0, "guard/rollbacks": 0}
-    assert guard(kept) == "Guard: 1,200 updates in 1,200 steps, nothing withheld."
+    assert guard(kept) == "Guard: 1,200 updates in 1,200 steps, no step skipped."
     lost = {"guard/updates": 7, "steps": 10, "guard/skipped_bad_data": 3, "guard/rollbacks": 1}
     lost |= {"guard/lost_steps": 5, "guard/lost_seconds": 1.6}
     assert guard(lost) == "Guard: 7 updates in 10 steps, 3 skipped (bad data), 1 rollback, 5 steps (2 s) lost."
     assert guard({"steps": 10}) == ""
 
 
-def test_the_large_numbers_are_those_that_were_measured(tmp_path):
+def test_the_key_numbers_are_those_that_were_measured(tmp_path):
     ranges = {"throughput/mfu": Range(0.1, 0.425, 0.1, 0.5), "memory/peak_gb/cuda:0": Range(1.0, 2.0, 1.0, 7.125)}
     final = {"tokens_per_s": 12345.6, "seconds": 59.7}
     assert figures(run(tmp_path, final=final, best=(1.5, 1200), ranges=ranges)) == [
         ("best validation loss", "1.5 at step 1,200"),
-        ("tokens a second", "12,346"),
-        ("of the card's peak", "42.5%"),
-        ("GB of memory at the peak", "7.12"),
+        ("tokens per second", "12,346"),
+        ("of the card's peak FLOP/s", "42.5%"),
+        ("GB of peak memory", "7.12"),
         ("seconds of training", "60"),
     ]
     assert figures(run(tmp_path)) == []
 
 
-def test_the_machine_is_told_without_what_is_empty():
+def test_the_machine_is_described_without_empty_values():
     record = {
         "id": "abc",
         "started": None,
@@ -94,6 +94,6 @@ def test_the_machine_is_told_without_what_is_empty():
         "name": "H200",
         "clocks.sm": 1980,
         "torch": "2.15",
-        "commit": "0123456789ab, with changes",
+        "commit": "0123456789ab, with uncommitted changes",
     }
     assert machine({"git": {"commit": "0123456789abcdef"}}) == {"commit": "0123456789ab"}

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` as columns: what is a number, what is left out, what was rolled back, and what a thin curve keeps."""
+"""`metrics.jsonl` as columns: non-finite values, unreadable lines, rolled-back steps, and thinned curves."""
 
 import json
 import math
@@ -10,12 +10,12 @@ from stabletrain.compare.reading.columns import POINTS, read_columns, thin
 
 
 def written(file, *lines):
-    """A file of these lines, a mapping as JSON and a text as it is; read."""
+    """Writes lines to a file, mappings as JSON and strings unchanged, and returns the columns read from it."""
     file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return read_columns(file)
 
 
-def test_values_are_in_the_order_of_the_file_whatever_else_their_lines_hold(tmp_path):
+def test_values_keep_the_order_of_the_file_when_lines_have_different_keys(tmp_path):
     found = written(
         tmp_path / "metrics.jsonl",
         {"step": 1, "a": 1.5},
@@ -27,11 +27,11 @@ def test_values_are_in_the_order_of_the_file_whatever_else_their_lines_hold(tmp_
     assert steps.tolist() == [1, 1, 2]
     assert values.tolist() == [1.5, -2.0, 0.25]
     assert [part.tolist() for part in found.curve("b")] == [[1, 3], [1.0, 7.0]]
-    assert [len(part) for part in found.curve("nobody")] == [0, 0]
-    assert (found.curve("nobody")[0].dtype, found.lines) == (np.int64, 4)
+    assert [len(part) for part in found.curve("absent")] == [0, 0]
+    assert (found.curve("absent")[0].dtype, found.lines) == (np.int64, 4)
 
 
-def test_words_for_nan_and_infinity_are_numbers_again_and_other_values_are_none(tmp_path):
+def test_strings_for_nan_and_infinity_become_floats_and_other_values_nan(tmp_path):
     texts = ['"NaN"', '"Infinity"', '"-Infinity"', '"no number"', "[1]", "null", "NaN", "1" + "0" * 400]
     lines = [f'{{"step": {step}, "a": {text}}}' for step, text in enumerate(texts)]
     values = written(tmp_path / "metrics.jsonl", *lines).curve("a")[1]
@@ -39,7 +39,7 @@ def test_words_for_nan_and_infinity_are_numbers_again_and_other_values_are_none(
     np.testing.assert_array_equal(values, expected)
 
 
-def test_a_line_without_a_step_is_unreadable_and_a_last_one_without_its_end_is_not_counted(tmp_path):
+def test_a_line_without_a_step_is_unreadable_and_an_incomplete_last_line_is_ignored(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(
         '{"step": 1, "a": 5}\n{"a": 6}\n[1]\n{"st\n{"step": 2.5, "a": 7}\n\n{"step": 2, "a": 8}\n{"step": 3'
@@ -50,7 +50,7 @@ def test_a_line_without_a_step_is_unreadable_and_a_last_one_without_its_end_is_n
     assert read_columns(tmp_path / "missing").lines == 0
 
 
-def test_what_was_rolled_back_is_apart_each_stretch_by_itself(tmp_path):
+def test_each_rolled_back_stretch_is_a_separate_curve(tmp_path):
     def line(step, loss, rollbacks, **gone):
         return {"step": step, "train/loss": loss, "guard/rollbacks": rollbacks, **gone}
 
@@ -66,10 +66,10 @@ def test_what_was_rolled_back_is_apart_each_stretch_by_itself(tmp_path):
     assert found.curve("train/loss")[1].tolist() == [5.0, 4.0]
     stretches = [(steps.tolist(), values.tolist()) for steps, values in found.abandoned("train/loss")]
     assert stretches == [([2, 3], [9.0, 8.0]), ([2], [7.0])]
-    assert found.abandoned("nobody") == []
+    assert found.abandoned("absent") == []
 
 
-def test_blocks_of_a_long_file_meet_without_a_gap(tmp_path, monkeypatch):
+def test_a_file_read_in_blocks_loses_no_line(tmp_path, monkeypatch):
     file = tmp_path / "metrics.jsonl"
     whole = written(file, *({"step": step, "a": step / 7} for step in range(500))).curve("a")
     monkeypatch.setattr("stabletrain.compare.reading.columns.BLOCK", 37)
@@ -78,7 +78,7 @@ def test_blocks_of_a_long_file_meet_without_a_gap(tmp_path, monkeypatch):
     assert len(whole[0]) == 500
 
 
-def test_a_thinned_curve_keeps_its_ends_and_every_stretchs_extremes():
+def test_a_thinned_curve_keeps_its_ends_and_extremes():
     draw = np.random.default_rng(0)
     values = draw.normal(size=100_000)
     values[[12_345, 77_777]] = [50.0, -60.0]
@@ -93,7 +93,7 @@ def test_a_thinned_curve_keeps_its_ends_and_every_stretchs_extremes():
     assert thin(short) is short
 
 
-def test_fewer_points_than_a_thin_curve_needs_are_refused():
+def test_too_few_points_for_a_thinned_curve_are_rejected():
     curve = (np.arange(99), np.zeros(99))
     assert len(thin(curve, 8)[0]) <= 8
     with pytest.raises(ValueError, match="points=7 is below 8"):

@@ -1,4 +1,4 @@
-"""One run as a comparison holds it: four numbers a metric, curves read when they are asked for, and what it says."""
+"""One run in a comparison: four numbers per metric, curves read on demand, and facts from its record."""
 
 import copy
 import math
@@ -14,7 +14,7 @@ from stabletrain.monitors.rolling import spike_score
 from tests.compare.written import write
 
 
-def test_ranges_and_curves_are_those_of_the_lines(tmp_path):
+def test_ranges_and_curves_match_the_logged_lines(tmp_path):
     lines = [
         {"step": 1, "train/loss": 5.0, "a": 1},
         {"step": 2, "train/loss": "NaN", "a": 3},
@@ -26,7 +26,7 @@ def test_ranges_and_curves_are_those_of_the_lines(tmp_path):
     assert (run.first("a"), run.last("a"), run.lowest("a"), run.highest("a")) == (1, -2, -2, 3)
     assert (run.first("train/loss"), run.last("train/loss")) == (5.0, 4.0)
     assert (run.lowest("train/loss"), run.highest("train/loss")) == (4.0, np.inf)
-    assert run.highest("monitors/x") == 7.5, "of the names below it, and of no other that begins alike"
+    assert run.highest("monitors/x") == 7.5, "over the names below it, not over names that only share a prefix"
     assert np.isnan([run.first("none"), run.highest("none"), run.last("word"), run.last("list")]).all()
     steps, losses = run.curve("train/loss")
     assert steps.tolist() == [1, 2, 3, 4]
@@ -34,8 +34,8 @@ def test_ranges_and_curves_are_those_of_the_lines(tmp_path):
     assert [len(part) for part in run.curve("none")] == [0, 0]
 
 
-def test_a_name_in_lines_of_several_kinds_has_one_range(tmp_path):
-    """The first and last value are those of the file's order, whatever other names stand beside them."""
+def test_a_metric_in_lines_with_different_keys_has_one_range(tmp_path):
+    """The first and last value follow the order of the file, whatever other keys a line has."""
     lines = [{"step": 1, "b": 0, "a": 4}, {"step": 2, "a": 9}, {"step": 3, "a": 1}, {"step": 4, "b": 0, "a": 3}]
     columns = read_columns(write(tmp_path / "run", lines=lines) / "metrics.jsonl")
     assert len(columns.kept) == 2
@@ -44,7 +44,7 @@ def test_a_name_in_lines_of_several_kinds_has_one_range(tmp_path):
     assert {*Ranges.of(columns.kept)} == {"step", "a", "b"}
 
 
-def test_what_was_rolled_back_is_no_part_of_the_course_of_a_run(tmp_path):
+def test_rolled_back_steps_are_excluded_from_curves_and_ranges(tmp_path):
     lines = [{"step": 1, "a": 5.0}, {"step": 2, "a": 9.0, "rolled_back": True}, {"step": 2, "a": 4.0}]
     run = read_run(write(tmp_path / "run", lines=lines))
     assert run.curve("a")[1].tolist() == [5.0, 4.0]
@@ -53,7 +53,7 @@ def test_what_was_rolled_back_is_no_part_of_the_course_of_a_run(tmp_path):
     assert run.abandoned("none") == []
 
 
-def test_a_curve_has_as_many_points_as_are_asked_for(tmp_path):
+def test_a_curve_has_at_most_the_requested_points(tmp_path):
     lines = [{"step": step, "train/loss": float(step % 7)} for step in range(1, 2001)]
     run = read_run(write(tmp_path / "run", lines=lines))
     assert len(run.curve("train/loss")[0]) <= POINTS
@@ -61,7 +61,7 @@ def test_a_curve_has_as_many_points_as_are_asked_for(tmp_path):
     assert len(run.curve("train/loss", points=-1)[0]) == 2000
 
 
-def test_a_run_can_be_pickled_and_its_curves_are_read_again(tmp_path):
+def test_a_pickled_run_is_small_and_rereads_its_curves(tmp_path):
     run = read_run(write(tmp_path / "run"))
     run.curve("val/loss")
     again = pickle.loads(pickle.dumps(run))
@@ -70,7 +70,7 @@ def test_a_run_can_be_pickled_and_its_curves_are_read_again(tmp_path):
     assert again.curve("val/loss")[1].tolist() == [2.0]
 
 
-def test_a_runs_spike_score_is_the_one_it_logged_itself(tmp_path):
+def test_a_runs_spike_score_is_the_one_it_logged(tmp_path):
     values = [1.0 + 0.01 * (step % 3) for step in range(40)] + [9.0]
     run = read_run(write(tmp_path / "run", lines=[{"step": 41, "spike/score": spike_score(values)}]))
     assert run.spike_score == pytest.approx(1 / 21)
@@ -80,11 +80,11 @@ def test_a_runs_spike_score_is_the_one_it_logged_itself(tmp_path):
     ("status", "loss", "diverged"),
     [("halted", 2.0, True), ("finished", 2.0, False), ("finished", math.inf, True), ("failed", math.nan, False)],
 )
-def test_a_run_that_was_halted_or_finished_without_a_loss_has_diverged(tmp_path, status, loss, diverged):
+def test_a_run_diverged_if_it_halted_or_finished_without_a_finite_loss(tmp_path, status, loss, diverged):
     assert read_run(write(tmp_path / "run", loss=loss, status=status)).diverged is diverged
 
 
-def test_what_it_ran_on_is_said_by_its_record_and_what_was_asked_for_stands_in(tmp_path):
+def test_card_and_precision_come_from_the_record_or_else_from_the_choices(tmp_path):
     def run(**record):
         return Run(tmp_path / "sweep" / "7", "finished", None, record, {}, False, {})
 

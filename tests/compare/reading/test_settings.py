@@ -1,4 +1,4 @@
-"""Settings of runs as flat mappings: how they are read, which of them differ, and which of these say something new."""
+"""Settings of runs as flat mappings: how they are read, which of them differ, and which tell runs apart."""
 
 from dataclasses import dataclass, field
 
@@ -38,14 +38,14 @@ resume: none
 
 @dataclass
 class Set:
-    """A run as far as its settings go."""
+    """A run that has only settings."""
 
     settings: dict
     overrides: dict = field(default_factory=dict)
     composed: bool = True
 
 
-def test_the_composed_configuration_is_flat_and_a_group_stands_for_its_option(tmp_path):
+def test_the_composed_configuration_is_flattened_and_a_group_has_its_option_as_value(tmp_path):
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(CONFIG)
     found, composed = read_settings(tmp_path, {"clipping": "norm", "wandb": "off", "n": 3}, {"seed": "9"})
@@ -61,7 +61,7 @@ def test_the_composed_configuration_is_flat_and_a_group_stands_for_its_option(tm
 
 
 @pytest.mark.parametrize("text", [None, "seed: [1\n", "- a list\n"], ids=["missing", "torn", "no mapping"])
-def test_without_a_configuration_there_is_what_was_typed_and_chosen(tmp_path, text):
+def test_without_a_configuration_the_settings_are_the_overrides_and_choices(tmp_path, text):
     if text is not None:
         (tmp_path / ".hydra").mkdir()
         (tmp_path / ".hydra" / "config.yaml").write_text(text)
@@ -72,31 +72,31 @@ def test_without_a_configuration_there_is_what_was_typed_and_chosen(tmp_path, te
     )
 
 
-def test_blocks_make_up_the_file_and_each_is_a_mapping_of_one_key():
+def test_a_file_is_split_into_blocks_of_one_key_each():
     blocks = split(CONFIG)
     assert "".join(blocks) == CONFIG
     trees = [yaml.safe_load(block) for block in blocks]
     assert [len(tree) for tree in trees] == [1] * 5
     whole = {key: value for tree in trees for key, value in tree.items()}
-    assert str(whole) == str(yaml.safe_load(CONFIG)), "NaN equals nothing, not even itself"
+    assert str(whole) == str(yaml.safe_load(CONFIG)), "compared as text because NaN does not equal itself"
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
     [("1e-3", 0.001), ("12", 12), ("0.5", 0.5), ("True", True), ("null", None), ("palm", "palm"), ("1.2.3", "1.2.3")],
 )
-def test_what_was_typed_is_a_number_a_truth_value_or_its_text(text, value):
+def test_an_override_is_parsed_as_a_number_a_bool_none_or_text(text, value):
     found = scalar(text)
     assert found == value
     assert type(found) is type(value)
 
 
-def test_a_setting_is_shown_as_one_would_type_it():
+def test_a_setting_is_shown_as_on_the_command_line():
     values = [None, True, 0.001, 1e-9, 300, "palm"]
     assert [shown(value) for value in values] == ["-", "true", "0.001", "1e-09", "300", "palm"]
 
 
-def test_what_differs_is_named_with_what_was_typed_first_and_a_damaged_run_says_nothing():
+def test_differing_settings_are_listed_overrides_first_and_damaged_runs_are_ignored():
     runs = [
         Set({"seed": 0, "width": 8, "depth": 2, "lr": 0.1}, {"lr": "0.1", "width": "8"}),
         Set({"seed": 1, "width": 16, "depth": 2, "lr": 0.2}, {"lr": "0.2", "width": "16"}),
@@ -106,23 +106,25 @@ def test_what_differs_is_named_with_what_was_typed_first_and_a_damaged_run_says_
     assert shared(runs) == {"depth": 2}
 
 
-def test_of_a_run_without_its_configuration_nothing_differs_but_what_was_typed():
-    """What it does not hold is not known, and no difference."""
+def test_a_run_without_its_configuration_differs_only_in_its_overrides():
+    """A setting that it lacks is unknown, and does not count as a difference."""
     runs = [Set({"lr": 0.1, "width": 8}, {"lr": "0.1"}), Set({"lr": 0.2}, {"lr": "0.2"}, composed=False)]
     assert varied(runs) == ["lr"]
 
 
-def test_what_follows_from_another_setting_tells_runs_apart_no_further():
-    """`stability` was typed, and sets `qknorm`; nobody typed `width`, which follows from nothing."""
+def test_a_setting_implied_by_another_is_not_used_to_tell_runs_apart():
+    """`stability` is an override and determines `qknorm`; `width` is not, and no other setting determines it."""
     runs = [
         Set({"stability": a, "qknorm": b, "width": w, "seed": s}, {"stability": a, "seed": str(s)})
         for a, b, w, s in [("none", "none", 8, 0), ("full", "layernorm", 8, 1), ("full", "layernorm", 16, 2)]
     ]
     assert telling(runs) == ["stability", "width"]
-    assert telling(runs, but=()) == ["stability", "seed"], "from the seed, which differs in each, all else follows"
+    assert telling(runs, but=()) == ["stability", "seed"], (
+        "the seed differs in every run, so it determines all other settings"
+    )
     assert enough(runs, ["qknorm", "stability", "width"]) == ["qknorm", "width"]
 
 
-def test_a_typed_key_that_is_no_setting_has_the_value_that_was_typed():
+def test_an_override_that_is_not_a_setting_keeps_its_own_value():
     run = Set({"seed": 0}, {"experiment": "spikes", "seed": "7"})
     assert [value_of(run, key) for key in ("seed", "experiment", "none")] == [0, "spikes", None]
