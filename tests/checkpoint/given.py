@@ -79,9 +79,9 @@ def forge(checkpoint: Path, contents: dict[str, bytes]) -> None:
 
 @contextmanager
 def as_rank(rank: int, count: int) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Within it this process is one of several ranks, none of which hears another; gives what shards a tensor.
+    """Makes this process one of `count` ranks that do not communicate; yields a function that shards a tensor.
 
-    A rank's part of a tensor is that of FSDP: some of its rows, or none.
+    As in FSDP, a rank's shard is some rows of the tensor, or none.
     """
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
@@ -90,7 +90,7 @@ def as_rank(rank: int, count: int) -> Iterator[Callable[[Tensor], Tensor]]:
 
     distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
     try:
-        # PyTorch caches by the mesh, of which all ranks would have the same: a name keeps theirs apart.
+        # PyTorch caches by mesh, and the meshes of all ranks would be equal: the name tells them apart.
         mesh = init_device_mesh("cpu", (count,), mesh_dim_names=(f"rank_{rank}",))
 
         def shard(whole: Tensor) -> Tensor:

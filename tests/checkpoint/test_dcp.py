@@ -1,4 +1,4 @@
-"""Tensors of which each rank writes its part: all parts make up the whole, for any number of ranks that read them."""
+"""Sharded tensors on disk: each rank writes its shard, and any number of ranks can read the whole tensors."""
 
 import pytest
 import safetensors.torch
@@ -14,20 +14,20 @@ WHOLE = {
     "few": torch.tensor([[1.0, 2.0]]),
     "bits": torch.tensor([0.1, -0.0, float("nan"), float("inf")]).bfloat16(),
 }
-"""Tensors that two ranks do not divide alike: of `few` the second has none."""
+"""Tensors that two ranks shard unevenly: the second rank has no part of `few`."""
 
 REPLICATED = {"step": torch.tensor([7], dtype=torch.int64)}
 SHAPES = {name: [*tensor.shape] for name, tensor in (WHOLE | REPLICATED).items()}
 
 
 def written(folder, count):
-    """The files of so many ranks; and what each of them said of its own."""
-    said = []
+    """Writes the shards of `count` ranks; returns the files, and the entries that each rank returned."""
+    entries = []
     for rank in range(count):
         with as_rank(rank, count) as shard:
             copies = Copies({**{name: shard(tensor) for name, tensor in WHOLE.items()}, **REPLICATED}, rank)
-        said.append(copies.write(folder, rank, count, write_file))
-    return sorted(folder.iterdir()), said
+        entries.append(copies.write(folder, rank, count, write_file))
+    return sorted(folder.iterdir()), entries
 
 
 def same(found, expected):
@@ -37,25 +37,25 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_the_parts_of_all_ranks_are_the_whole_bit_for_bit(tmp_path, count):
-    files, said = written(tmp_path, count)
+def test_the_shards_of_all_ranks_make_up_the_whole_bit_for_bit(tmp_path, count):
+    files, entries = written(tmp_path, count)
     found = dcp.read(files, SHAPES, {})
     assert found.keys() == SHAPES.keys()
     assert all(same(found[name], tensor) for name, tensor in (WHOLE | REPLICATED).items())
-    assert [sorted(each) for each in said] == [[file.name] for file in files]
-    assert {name: entry["bytes"] for each in said for name, entry in each.items()} == {
+    assert [sorted(each) for each in entries] == [[file.name] for file in files]
+    assert {name: entry["bytes"] for each in entries for name, entry in each.items()} == {
         file.name: file.stat().st_size for file in files
     }
 
 
-def test_what_every_rank_has_is_written_by_the_first_only(tmp_path):
+def test_replicated_tensors_are_written_by_rank_0_only(tmp_path):
     files, _ = written(tmp_path, 2)
     names = [{*safetensors.torch.load_file(file)} for file in files]
     assert names == [{"rows", "few", "bits", "step"}, {"rows", "bits"}]
 
 
 @pytest.mark.parametrize("reading", [1, 3])
-def test_a_rank_reads_its_own_part_of_what_another_number_of_ranks_wrote(tmp_path, reading):
+def test_a_rank_reads_its_shard_of_files_written_by_another_number_of_ranks(tmp_path, reading):
     files, _ = written(tmp_path, 2)
     for rank in range(reading):
         with as_rank(rank, reading) as shard:
@@ -66,14 +66,14 @@ def test_a_rank_reads_its_own_part_of_what_another_number_of_ranks_wrote(tmp_pat
             assert torch.equal(found["step"], REPLICATED["step"])
 
 
-def test_a_place_of_another_dtype_is_read_as_it_was_stored_and_one_of_another_shape_whole(tmp_path):
+def test_a_target_of_another_dtype_or_shape_gets_the_whole_tensor_as_stored(tmp_path):
     files, _ = written(tmp_path, 2)
     found = dcp.read(files, SHAPES, {"bits": torch.zeros(4, dtype=torch.float64), "rows": torch.zeros(2, 3)})
     assert same(found["bits"], WHOLE["bits"])
     assert same(found["rows"], WHOLE["rows"])
 
 
-def test_the_state_may_change_as_soon_as_it_is_copied(tmp_path):
+def test_the_state_may_change_after_it_is_copied(tmp_path):
     live = {"w": torch.ones(3)}
     copies = Copies(live, 0)
     live["w"].fill_(9.0)
@@ -82,27 +82,27 @@ def test_the_state_may_change_as_soon_as_it_is_copied(tmp_path):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_part_that_is_missing_is_noticed(tmp_path, lost):
-    """Also at the end of a tensor, where the pieces that are left make up a smaller one."""
+def test_a_missing_shard_is_an_error(tmp_path, lost):
+    """Also if the last shard is missing, although the others make up a smaller tensor."""
     files, _ = written(tmp_path, 2)
-    with pytest.raises(ValueError, match=r"the pieces of '\w+' do not make it up"):
+    with pytest.raises(ValueError, match=r"the stored pieces of '\w+' do not cover the tensor"):
         dcp.read([file for number, file in enumerate(files) if number != lost], SHAPES, {})
 
 
-def test_a_tensor_of_another_shape_than_was_promised_is_refused(tmp_path):
+def test_a_tensor_of_an_unexpected_shape_is_refused(tmp_path):
     files, _ = written(tmp_path, 2)
-    with pytest.raises(ValueError, match="the pieces of 'rows' do not make it up"):
+    with pytest.raises(ValueError, match="the stored pieces of 'rows' do not cover the tensor"):
         dcp.read(files, {**SHAPES, "rows": [6, 3]}, {})
 
 
-def test_a_file_that_lies_beside_the_parts_is_not_read(tmp_path):
+def test_other_files_in_the_folder_are_not_read(tmp_path):
     files, _ = written(tmp_path, 1)
     safetensors.torch.save_file({"alien": torch.zeros(1)}, tmp_path / "alien.safetensors")
     assert dcp.read(files, None, {}).keys() == SHAPES.keys()
     assert dcp.read([], SHAPES, {}) == {}
 
 
-def test_a_file_of_another_program_is_a_whole(tmp_path):
+def test_a_safetensors_file_of_another_program_holds_whole_tensors(tmp_path):
     safetensors.torch.save_file({"a": torch.arange(6.0).view(2, 3)}, tmp_path / "model.safetensors")
     found = dcp.read([tmp_path / "model.safetensors"], None, {})
     assert torch.equal(found["a"], torch.arange(6.0).view(2, 3))

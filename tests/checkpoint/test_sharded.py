@@ -1,4 +1,4 @@
-"""A checkpoint that several ranks write: complete or absent, and it says which rank failed and why."""
+"""Checkpoints written by several ranks: complete or absent, and an error names the rank that failed and why."""
 
 import errno
 import json
@@ -25,8 +25,8 @@ def folder(tmp_path):
     return tmp_path / "checkpoints"
 
 
-def parts(folder, count=2, weights=WEIGHTS, ending=None):
-    """Each rank's part of a state, at the beginning of a checkpoint."""
+def shards(folder, count=2, weights=WEIGHTS, ending=None):
+    """Begins a checkpoint; returns each rank's shard of its state."""
     temporary, found = begin(folder, 7, 0), []
     for rank in range(count):
         with as_rank(rank, count) as shard:
@@ -36,18 +36,18 @@ def parts(folder, count=2, weights=WEIGHTS, ending=None):
     return found
 
 
-def left(folder):
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_what_all_ranks_have_written_is_the_whole_state(folder, count):
-    first, *others = parts(folder, count)
+def test_the_shards_of_all_ranks_make_up_the_whole_state(folder, count):
+    first, *others = shards(folder, count)
     for other in others:
         other.write(healthy=True)
     path, bad = first.publish(folder, **ABOUT)
     assert (path, bad) == (folder / "step-00000007", None)
-    assert left(folder) == ["step-00000007"]
+    assert names(folder) == ["step-00000007"]
     found = verify(path)
     assert (found.step, found.healthy, found.val_loss, found.info) == (7, True, 2.5, {"run": "abc"})
     tree = found.load()
@@ -55,11 +55,11 @@ def test_what_all_ranks_have_written_is_the_whole_state(folder, count):
     assert torch.equal(tree["model"]["b"], torch.ones(1))
     assert torch.equal(tree["optimizer"]["state"]["w"]["exp_avg_sq"], MOMENTS["exp_avg_sq"])
     assert tree["step"] == 7
-    assert not [*path.glob(".*")], "no rank's note is left"
+    assert not [*path.glob(".*")], "the notes of the ranks are deleted"
 
 
-def test_rank_0_waits_for_the_others_and_publishes_when_the_last_part_is_there(folder):
-    first, second = parts(folder)
+def test_rank_0_publishes_after_the_last_rank_has_written(folder):
+    first, second = shards(folder)
     timer = threading.Timer(0.1, second.write, [True])
     timer.start()
     path, _ = first.publish(folder, **ABOUT)
@@ -69,11 +69,14 @@ def test_rank_0_waits_for_the_others_and_publishes_when_the_last_part_is_there(f
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(OSError(errno.ENOSPC, "full"), os.strerror(errno.ENOSPC)), (ZeroDivisionError(), "an error of the program")],
-    ids=["full disk", "mistake"],
+    [
+        (OSError(errno.ENOSPC, "full"), os.strerror(errno.ENOSPC)),
+        (ZeroDivisionError(), "an exception that is no I/O error"),
+    ],
+    ids=["full disk", "exception"],
 )
-def test_a_rank_that_cannot_write_its_part_costs_the_checkpoint_and_is_named(folder, monkeypatch, error, said):
-    first, second = parts(folder)
+def test_if_a_rank_cannot_write_the_checkpoint_fails_and_the_error_names_the_rank(folder, monkeypatch, error, said):
+    first, second = shards(folder)
     write_file = writer.write_file
 
     def failing(path, content):
@@ -86,69 +89,69 @@ def test_a_rank_that_cannot_write_its_part_costs_the_checkpoint_and_is_named(fol
     with pytest.raises(OSError, match=f"rank 1: {said}") as refused:
         first.publish(folder, **ABOUT)
     assert refused.value.errno == (getattr(error, "errno", None) or errno.EIO)
-    assert left(folder) == []
+    assert names(folder) == []
 
 
-def test_a_failure_of_rank_0_is_its_own_and_leaves_the_checkpoint_that_was_to_be_replaced(folder, monkeypatch):
-    first, second = parts(folder)
+def test_a_failure_of_rank_0_is_raised_and_keeps_the_older_checkpoint(folder, monkeypatch):
+    first, second = shards(folder)
     second.write(healthy=True)
     first.publish(folder, **ABOUT)
-    first, second = parts(folder, weights=-WEIGHTS)
+    first, second = shards(folder, weights=-WEIGHTS)
     second.write(healthy=True)
     monkeypatch.setattr(writer, "write_file", lambda *_: os.stat("/nowhere"))
     with pytest.raises(FileNotFoundError, match="nowhere"):
         first.publish(folder, **ABOUT)
-    assert left(folder) == ["step-00000007"]
+    assert names(folder) == ["step-00000007"]
     assert torch.equal(verify(folder / "step-00000007").load_model()["w"], WEIGHTS)
 
 
 @pytest.mark.parametrize("bound", ["PATIENCE", "GRACE"])
-def test_a_part_that_never_comes_is_waited_for_within_bounds(folder, monkeypatch, bound):
-    """While the run goes on within `PATIENCE`, and when it is ending with an error within `GRACE`."""
+def test_waiting_for_a_missing_shard_is_bounded(folder, monkeypatch, bound):
+    """Rank 0 waits for `PATIENCE` while the run continues, and for `GRACE` if it is ending with an error."""
     monkeypatch.setattr(sharded, bound, 0.05)
     ending = threading.Event()
     if bound == "GRACE":
         ending.set()
-    first, _ = parts(folder, ending=ending)
+    first, _ = shards(folder, ending=ending)
     with pytest.raises(OSError, match="rank 1 has not written its part within 0 s") as refused:
         first.publish(folder, **ABOUT)
     assert refused.value.errno == errno.ETIMEDOUT
-    assert left(folder) == []
+    assert names(folder) == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_in_any_part_makes_the_checkpoint_unhealthy(folder, rank, value):
+def test_a_non_finite_weight_in_any_shard_makes_the_checkpoint_unhealthy(folder, rank, value):
     weights = WEIGHTS.clone()
     weights[-1 if rank else 0] = value
-    first, second = parts(folder, weights=weights)
+    first, second = shards(folder, weights=weights)
     second.write(healthy=True)
     path, bad = first.publish(folder, **ABOUT)
     assert bad == "w is not finite"
     assert not verify(path).healthy
 
 
-def test_a_second_moment_below_0_in_any_part_makes_the_checkpoint_unhealthy(folder, monkeypatch):
+def test_a_negative_second_moment_in_any_shard_makes_the_checkpoint_unhealthy(folder, monkeypatch):
     damaged = MOMENTS["exp_avg_sq"].clone()
     damaged[-1] = -1.0
     monkeypatch.setitem(MOMENTS, "exp_avg_sq", damaged)
-    first, second = parts(folder)
+    first, second = shards(folder)
     second.write(healthy=True)
     path, bad = first.publish(folder, **ABOUT)
     assert bad == "optimizer/w/exp_avg_sq is negative"
     assert not peek(path).healthy
 
 
-def test_what_nobody_believes_healthy_is_not_looked_at(folder):
-    first, second = parts(folder, weights=WEIGHTS * math.nan)
+def test_a_checkpoint_declared_unhealthy_is_not_inspected(folder):
+    first, second = shards(folder, weights=WEIGHTS * math.nan)
     second.write(healthy=False)
     path, bad = first.publish(folder, **{**ABOUT, "healthy": False})
     assert bad is None
     assert not peek(path).healthy
 
 
-def test_a_note_says_which_files_a_rank_has_written_and_comes_last(folder):
-    _, second = parts(folder)
+def test_a_rank_writes_its_note_last_and_lists_its_files(folder):
+    _, second = shards(folder)
     assert not note_of(second.place.temporary, 1).exists()
     second.write(healthy=True)
     note = json.loads(note_of(second.place.temporary, 1).read_text())
@@ -160,9 +163,9 @@ def test_a_note_says_which_files_a_rank_has_written_and_comes_last(folder):
         assert (second.place.temporary / name).stat().st_size == entry["bytes"]
 
 
-def test_each_attempt_begins_in_an_empty_folder_of_its_own(folder):
+def test_each_attempt_starts_in_its_own_empty_folder(folder):
     first = begin(folder, 7, 0)
     (first / "model" / "late").write_text("of another attempt")
     assert begin(folder, 7, 1) != first
     assert [*(begin(folder, 7, 0) / "model").iterdir()] == []
-    assert all(name.startswith(".") for name in left(folder)), "none of them goes by a checkpoint's name"
+    assert all(name.startswith(".") for name in names(folder)), "none of them has the name of a checkpoint"

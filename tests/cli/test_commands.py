@@ -1,4 +1,4 @@
-"""`stabletrain`: every command does what it is told; where it cannot, one line and a code say so."""
+"""The `stabletrain` commands: their output, and a one-line error with an exit code if one fails."""
 
 import errno
 import json
@@ -21,20 +21,20 @@ FIXTURES = ROOT / "tests" / "fixtures"
 INCIDENT = FIXTURES / "incident" / "incidents" / "step-00000002"
 
 
-def told(capsys, *typed):
-    """What a command prints."""
+def output_of(capsys, *typed):
+    """Runs a command that must succeed; returns what it prints."""
     assert main([*map(str, typed)]) == 0
     return capsys.readouterr().out
 
 
 @pytest.fixture
 def trained(monkeypatch):
-    """A run of a small GPT on text, whose data is named from where it stands."""
+    """Returns the folder of a run of a small GPT on text; changes to the folder its data path is relative to."""
     monkeypatch.chdir(FIXTURES)
     return FIXTURES / "one_process"
 
 
-def test_every_command_that_is_documented_is_there_and_no_other(capsys):
+def test_help_lists_exactly_the_documented_commands(capsys):
     documented = re.findall(r"^stabletrain (\S+)", commands.__doc__, re.MULTILINE)
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
@@ -43,7 +43,7 @@ def test_every_command_that_is_documented_is_there_and_no_other(capsys):
 
 
 @pytest.mark.parametrize("typed", [[], ["nothing"], ["sample"], ["compare", "x", "--rows", "many"]], ids=" ".join)
-def test_what_is_no_command_is_refused_with_code_2(typed):
+def test_an_invalid_command_line_exits_with_code_2(typed):
     with pytest.raises(SystemExit) as ended:
         main(typed)
     assert ended.value.code == 2
@@ -53,14 +53,14 @@ def test_what_is_no_command_is_refused_with_code_2(typed):
     ("error", "code", "said"),
     [
         (ConfigError("no run"), 2, "stabletrain: no run\n"),
-        (TrainingHalted("it is over"), 3, "stabletrain: it is over\n"),
+        (TrainingHalted("training halted"), 3, "stabletrain: training halted\n"),
         (StabletrainError("killed"), 1, "stabletrain: killed\n"),
         (OSError(errno.ENOSPC, "No space left"), 1, "stabletrain: [Errno 28] No space left\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_what_goes_wrong_is_one_line_and_a_code(monkeypatch, capsys, error, code, said):
+def test_an_error_prints_one_line_and_sets_the_exit_code(monkeypatch, capsys, error, code, said):
     def failing(folders):
         raise error
 
@@ -69,13 +69,13 @@ def test_what_goes_wrong_is_one_line_and_a_code(monkeypatch, capsys, error, code
     assert capsys.readouterr().err == said
 
 
-def test_a_mistake_of_the_program_is_not_hidden(monkeypatch):
+def test_an_unexpected_exception_is_raised(monkeypatch):
     monkeypatch.setattr("stabletrain.compare.reading.runs.read_runs", lambda folders: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["losses", "run", "a.svg"])
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+def test_a_closed_pipe_is_not_an_error(tmp_path):
     for step in range(300):
         folder = tmp_path / "incidents" / f"step-{step}"
         folder.mkdir(parents=True)
@@ -87,34 +87,34 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
     assert (process.returncode, said) == (0, b"")
 
 
-def test_text_begins_with_the_prompt_and_a_seed_draws_it_again(trained, capsys):
+def test_text_begins_with_the_prompt_and_a_seed_reproduces_it(trained, capsys):
     typed = ["sample", trained, "--prompt", "the", "--tokens", "20", "--temperature", "2", "--seed"]
-    first, again, other = (told(capsys, *typed, seed) for seed in (1, 1, 2))
+    first, again, other = (output_of(capsys, *typed, seed) for seed in (1, 1, 2))
     assert first.startswith("the")
     assert len(first) > len("the")
     assert first == again != other
 
 
-def test_at_temperature_0_no_seed_matters(trained, capsys):
+def test_at_temperature_0_the_seed_has_no_effect(trained, capsys):
     typed = ["sample", trained, "--prompt", "the", "--tokens", "20"]
-    likeliest = told(capsys, *typed, "--temperature", "0")
-    assert told(capsys, *typed, "--temperature", "0", "--seed", "1") == likeliest
-    assert told(capsys, *typed, "--top-k", "1", "--seed", "1") == likeliest, "of the one likeliest there is no choice"
+    likeliest = output_of(capsys, *typed, "--temperature", "0")
+    assert output_of(capsys, *typed, "--temperature", "0", "--seed", "1") == likeliest
+    assert output_of(capsys, *typed, "--top-k", "1", "--seed", "1") == likeliest, "top-k of 1 leaves no choice"
 
 
-def test_without_a_prompt_the_data_has_its_own(trained, capsys):
-    assert told(capsys, "sample", trained, "--tokens", "0") == "\n\n"
+def test_without_a_prompt_the_default_of_the_data_is_used(trained, capsys):
+    assert output_of(capsys, "sample", trained, "--tokens", "0") == "\n\n"
 
 
-def test_the_best_checkpoint_is_taken_where_it_is_asked_for(trained, tmp_path, capsys):
+def test_the_best_option_samples_from_the_best_checkpoint(trained, tmp_path, capsys):
     run = shutil.copytree(trained, tmp_path / "run")
     first, last = sorted((run / "checkpoints").iterdir())
     rewrite_manifest(first, val_loss=1.0)
     typed = ["--prompt", "the", "--tokens", "20", "--temperature", "0"]
-    of_best, of_last = (told(capsys, "sample", place, *typed) for place in (first, last))
+    of_best, of_last = (output_of(capsys, "sample", place, *typed) for place in (first, last))
     assert of_best != of_last
-    assert told(capsys, "sample", run, *typed) == of_last
-    assert told(capsys, "sample", run, "--best", *typed) == of_best
+    assert output_of(capsys, "sample", run, *typed) == of_last
+    assert output_of(capsys, "sample", run, "--best", *typed) == of_best
 
 
 def test_a_checkpoint_without_its_run_is_refused(trained, tmp_path, capsys):
@@ -123,48 +123,48 @@ def test_a_checkpoint_without_its_run_is_refused(trained, tmp_path, capsys):
     assert "the run's configuration" in capsys.readouterr().err
 
 
-def test_a_model_of_what_is_no_text_writes_none(trained, tmp_path, capsys):
+def test_sampling_from_a_model_not_trained_on_text_is_refused(trained, tmp_path, capsys):
     run = shutil.copytree(trained, tmp_path / "run")
     file = run / ".hydra" / "config.yaml"
     data = "data:\n  _target_: types.SimpleNamespace\n"
     file.write_text(re.sub(r"^data:\n(?: .*\n)+", data, file.read_text(), flags=re.MULTILINE))
     assert main(["sample", str(run)]) == 2
-    said = "its model was trained on types.SimpleNamespace, which is no text to continue"
+    said = "its model was trained on types.SimpleNamespace, which is not text\n"
     assert said in capsys.readouterr().err
 
 
-def test_a_comparison_takes_its_options(tmp_path, capsys):
+def test_compare_applies_its_options(tmp_path, capsys):
     sweep = six_runs(tmp_path / "sweep")
     csv, html = tmp_path / "a.csv", tmp_path / "a.html"
     typed = ["--each", "--sort", "seed", "--rows", "1", "--wide", "--csv", csv, "--html", html]
-    out = told(capsys, "compare", sweep, *typed)
+    out = output_of(capsys, "compare", sweep, *typed)
     assert "5 more rows" in out
     assert [row.split(",")[1] for row in csv.read_text().splitlines()[1:3]] == ["0", "1"]
     assert html.exists()
     assert not (sweep / "report.html").exists()
 
 
-def test_losses_are_drawn_into_the_last_file_that_is_named(tmp_path):
+def test_losses_are_plotted_into_the_last_file_of_the_arguments(tmp_path):
     sweep = six_runs(tmp_path / "sweep")
     assert main(["losses", str(sweep / "0"), str(sweep / "1"), str(tmp_path / "a.png")]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_incidents_are_listed_for_people_and_for_programs(capsys):
-    assert told(capsys, "diagnose", FIXTURES / "incident").startswith("step 2: ")
-    (found,) = json.loads(told(capsys, "diagnose", FIXTURES / "incident", "--json"))
+def test_incidents_are_printed_as_text_or_json(capsys):
+    assert output_of(capsys, "diagnose", FIXTURES / "incident").startswith("step 2: ")
+    (found,) = json.loads(output_of(capsys, "diagnose", FIXTURES / "incident", "--json"))
     stored = json.loads((INCIDENT / "diagnosis.json").read_text())
     assert found == {**stored, "folder": str(INCIDENT)}
 
 
 def test_a_run_without_incidents_says_so(capsys):
     run = FIXTURES / "one_process"
-    assert told(capsys, "diagnose", run) == f"no incidents in {run}\n"
-    assert json.loads(told(capsys, "diagnose", run, "--json")) == []
+    assert output_of(capsys, "diagnose", run) == f"no incidents in {run}\n"
+    assert json.loads(output_of(capsys, "diagnose", run, "--json")) == []
 
 
 @pytest.mark.parametrize("json_", [False, True])
-def test_a_replay_is_asked_for_as_it_was_typed_and_told_for_people_or_for_programs(monkeypatch, capsys, json_):
+def test_replay_passes_its_arguments_on_and_prints_text_or_json(monkeypatch, capsys, json_):
     asked = []
 
     class Found:
@@ -176,6 +176,6 @@ def test_a_replay_is_asked_for_as_it_was_typed_and_told_for_people_or_for_progra
 
     monkeypatch.setattr("stabletrain.cli.replay.replay_incident", lambda *given: asked.append(given) or Found())
     typed = ["replay", "run/incidents/x", "precision=bf16", "zloss=palm", "--config-dir", "mine"]
-    out = told(capsys, *typed, *["--json"] * json_)
+    out = output_of(capsys, *typed, *["--json"] * json_)
     assert asked == [(Path("run/incidents/x"), ["precision=bf16", "zloss=palm"], Path("mine"))]
     assert (json.loads(out) if json_ else out) == ({"same_bits": True} if json_ else "the same bits\n")

@@ -1,4 +1,4 @@
-"""FSDP: it refuses what it cannot do, parts a model block by block, and computes what the whole model does."""
+"""FSDP: unsupported options are refused, each block is sharded, and the results equal the whole model's."""
 
 import copy
 from contextlib import nullcontext
@@ -25,7 +25,7 @@ def fsdp():
 
 @pytest.fixture
 def only(monkeypatch):
-    """The only rank of a group: its part of every tensor is the whole of it."""
+    """FSDP in a group of one rank, whose shard of each tensor is the whole tensor."""
     from torch import distributed
 
     monkeypatch.setattr(ranks, "_BY_HOST", [])
@@ -34,8 +34,8 @@ def only(monkeypatch):
     distributed.destroy_process_group()
 
 
-def taken(model, batch, sync=None):
-    """The logits of a forward pass, after a backward pass."""
+def run_passes(model, batch, sync=None):
+    """Runs a forward and a backward pass; returns the logits."""
     with sync or nullcontext():
         logits = model(batch.inputs)
         logits.square().mean().backward()
@@ -43,26 +43,26 @@ def taken(model, batch, sync=None):
 
 
 @pytest.mark.parametrize("group", ABLE)
-def test_an_option_that_needs_whole_tensors_is_refused_with_those_that_do_not(fsdp, group):
+def test_an_option_that_needs_whole_tensors_is_refused_and_the_error_names_one_that_does_not(fsdp, group):
     options = {file.stem for file in (CONF / group).glob("*.yaml")}
-    assert options > {*ABLE[group]}, "each of them exists, and there is another"
+    assert options > {*ABLE[group]}, "all of them exist, and at least one other option"
     fsdp.check(dict.fromkeys([group], ABLE[group][0]))
     for option in options - {*ABLE[group]}:
         with pytest.raises(ConfigError, match=f"{group}={option} needs whole tensors.*or {group}={ABLE[group][0]}"):
             fsdp.check({group: option})
 
 
-def test_nothing_is_refused_that_was_not_chosen(fsdp):
+def test_supported_options_and_other_groups_are_accepted(fsdp):
     fsdp.check({group: able[-1] for group, able in ABLE.items()})
     fsdp.check({"model": "gpt_nano"})
 
 
-def test_only_sgd_goes_without_its_fused_kernel(fsdp):
+def test_only_sgd_runs_without_its_fused_kernel(fsdp):
     assert fsdp.optimizer_overrides("sgd") == {"fused": False}
     assert fsdp.optimizer_overrides("adamw") == {}
 
 
-def test_blocks_are_the_members_of_lists_that_have_weights_the_inner_before_the_outer():
+def test_blocks_are_the_list_members_with_weights_inner_before_outer():
     inner = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
     model = nn.Module()
     model.layers = nn.ModuleList([inner, nn.Identity()])
@@ -73,8 +73,8 @@ def test_blocks_are_the_members_of_lists_that_have_weights_the_inner_before_the_
     assert blocks(nn.Linear(1, 1)) == []
 
 
-def test_the_norm_of_the_whole_is_made_of_the_squares_of_all_ranks_parts(fsdp):
-    """Of a tensor whose elements (3, 4) lie on two ranks, and one that is on the second alone."""
+def test_the_global_norm_sums_the_squares_of_all_shards(fsdp):
+    """One tensor has its elements 3 and 4 on two ranks; another is on the second rank only."""
     here = GradNorms(torch.tensor(3.0), torch.tensor([3.0, 0.0]))
     there = GradNorms(torch.tensor(5.0), torch.tensor([4.0, 12.0]))
     found = fsdp.norms_of(here, torch.stack([fsdp.of_gradients(here), fsdp.of_gradients(there)]))
@@ -83,7 +83,7 @@ def test_the_norm_of_the_whole_is_made_of_the_squares_of_all_ranks_parts(fsdp):
 
 
 @pytest.mark.parametrize("make", [tiny_gpt, tiny_resnet])
-def test_every_weight_is_parted_and_each_block_by_itself(only, make):
+def test_every_weight_is_sharded_and_each_block_is_its_own_unit(only, make):
     model = make()
     only.shard(model)
     assert isinstance(model, FSDPModule)
@@ -91,29 +91,29 @@ def test_every_weight_is_parted_and_each_block_by_itself(only, make):
     assert all(is_sharded(parameter) for parameter in model.parameters())
 
 
-def test_a_parted_model_computes_what_the_whole_one_does(only):
+def test_a_sharded_model_computes_the_same_as_the_whole_model(only):
     model, batch = tiny_gpt(dropout=0.0), tokens()
     whole = copy.deepcopy(model)
     only.shard(model)
-    torch.testing.assert_close(taken(model, batch), taken(whole, batch))
-    for parted, expected in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(parted.grad.full_tensor(), expected.grad)
+    torch.testing.assert_close(run_passes(model, batch), run_passes(whole, batch))
+    for sharded, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), expected.grad)
 
 
-def test_gradients_of_all_micro_batches_but_the_last_wait_and_then_add_up(only):
+def test_gradients_are_reduced_after_the_last_micro_batch_only(only):
     model, batches = tiny_gpt(dropout=0.0), tokens().split(2)
     whole = copy.deepcopy(model)
     only.shard(model)
-    taken(model, batches[0], only.gradient_sync(model, last=False))
+    run_passes(model, batches[0], only.gradient_sync(model, last=False))
     assert all(parameter.grad is None for parameter in model.parameters())
-    taken(model, batches[1], only.gradient_sync(model, last=True))
+    run_passes(model, batches[1], only.gradient_sync(model, last=True))
     for batch in batches:
-        taken(whole, batch)
-    for parted, expected in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(parted.grad.full_tensor(), expected.grad)
+        run_passes(whole, batch)
+    for sharded, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), expected.grad)
 
 
-def test_the_whole_model_is_a_copy_and_making_it_draws_no_random_number(only):
+def test_full_model_returns_a_copy_and_leaves_the_rng_state_unchanged(only):
     model = tiny_gpt()
     only.shard(model)
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_the_whole_model_is_a_copy_and_making_it_draws_no_random_number(only):
     assert all(torch.equal(parameter, torch.full_like(parameter, 3.0)) for parameter in found.parameters())
 
 
-def test_a_whole_state_has_whole_tensors(only):
+def test_full_state_has_whole_tensors(only):
     model = tiny_gpt()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     only.shard(model)

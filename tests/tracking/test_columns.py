@@ -1,4 +1,4 @@
-"""The columns of a comparison: how their values read, and that each output has every column meant for it once."""
+"""The columns of a comparison: the format of their values, and each output's list of columns."""
 
 import pytest
 
@@ -28,7 +28,7 @@ from stabletrain.tracking.columns import (
     ],
     ids=["digits", "three digits", "percent", "thousands", "duration"],
 )
-def test_a_number_reads_as_a_person_would_write_it(write, texts):
+def test_numbers_are_formatted_for_reading(write, texts):
     assert {value: write(value) for value in texts} == texts
 
 
@@ -43,19 +43,19 @@ def test_a_number_reads_as_a_person_would_write_it(write, texts):
     }.values(),
     ids=["frame", "table", "narrow table", "page", "wandb"],
 )
-def test_each_output_has_every_column_that_is_meant_for_it_once(output, meant):
+def test_each_output_has_each_of_its_columns_once(output, meant):
     assert len({*output}) == len(output)
     assert {*output} == {name for name, column in COLUMNS.items() if meant(column)}
 
 
-def test_a_column_is_known_by_its_own_name_and_no_two_have_one_heading():
+def test_columns_are_keyed_by_name_and_headings_are_unique():
     assert all(column.name == name for name, column in COLUMNS.items())
     for heads in ([column.head for column in COLUMNS.values()], [column.page_head for column in COLUMNS.values()]):
         shown = [head for head in heads if head]
         assert len({*shown}) == len(shown)
 
 
-def test_what_is_better_when_it_is_higher_is_accuracy_and_speed():
+def test_only_accuracy_and_speed_are_better_when_higher():
     assert {name for name, column in COLUMNS.items() if column.higher_is_better} == {
         "val_accuracy",
         "units_per_s",

@@ -1,7 +1,7 @@
-"""What is read of a job's script."""
+"""Reads a job's script."""
 
 
 def options(script):
-    """The `#SBATCH` lines of a script, name to value."""
+    """Returns the `#SBATCH` options of a script, name to value."""
     lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH ")]
     return {name: value for name, _, value in (line.partition("=") for line in lines)}

@@ -1,4 +1,4 @@
-"""`slurm/launch.sh` without a Slurm: what it submits, which folders it makes, and where a run goes on."""
+"""`slurm/launch.sh` without Slurm: the jobs it submits, the folders it creates, and the run it resumes."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def test_a_dry_run_touches_nothing(launch, tmp_path, monkeypatch):
     assert not os.listdir()
 
 
-def test_without_slurm_it_says_so(launch, monkeypatch, tmp_path):
+def test_without_sbatch_the_launch_fails_with_a_message(launch, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     code, _, err = launch()
     assert code == 2
@@ -29,7 +29,7 @@ def test_without_slurm_it_says_so(launch, monkeypatch, tmp_path):
     assert not os.listdir()
 
 
-def test_what_sbatch_refuses_is_said(launch, tmp_path, monkeypatch):
+def test_the_error_of_sbatch_is_reported(launch, tmp_path, monkeypatch):
     stand_in(tmp_path, "sbatch", "echo 'sbatch: error: invalid partition specified: big' >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     code, _, err = launch("--gpu", "a100")
@@ -37,7 +37,7 @@ def test_what_sbatch_refuses_is_said(launch, tmp_path, monkeypatch):
     assert err.startswith("slurm/launch.sh: sbatch refused the job on a100: invalid partition specified: big")
 
 
-def test_cards_cross_the_sweep(launch, tmp_path, monkeypatch):
+def test_a_sweep_runs_on_each_card(launch, tmp_path, monkeypatch):
     submitted = tmp_path / "submitted"
     stand_in(tmp_path, "sbatch", f'echo "$@" >> {submitted}; echo 7')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -54,7 +54,7 @@ def test_cards_cross_the_sweep(launch, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_resume_finds_the_same_command_and_a_taken_folder_is_refused(launch, tmp_path, monkeypatch):
+def test_resume_finds_the_same_command_and_a_folder_in_use_is_refused(launch, tmp_path, monkeypatch):
     stand_in(tmp_path, "sbatch", "echo 7")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert launch("-m", "seed=0,1")[0] == 0
@@ -80,7 +80,7 @@ def test_resume_finds_the_same_command_and_a_taken_folder_is_refused(launch, tmp
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """The folder that one submits from, and a Slurm that takes every job."""
+    """Changes to an empty folder, with a `sbatch` that accepts every job; returns the folder."""
     stand_in(tmp_path, "sbatch", "echo '7;cluster'")
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -88,15 +88,15 @@ def home(tmp_path, monkeypatch):
     return tmp_path / "home"
 
 
-def over(folder, *statuses):
-    """A sweep's folder with a run of each status; None for one that never began."""
+def write_runs(folder, *statuses):
+    """Writes a sweep folder with one run per status; None stands for a run that never started."""
     for number, status in enumerate(statuses):
         (folder / str(number)).mkdir(parents=True)
         if status:
             (folder / str(number) / "run.json").write_text(json.dumps({"status": status}))
 
 
-def test_a_job_is_submitted_with_a_folder_for_each_task_and_its_script_is_kept(home, capsys):
+def test_submitting_creates_a_folder_for_each_task_and_keeps_the_script(home, capsys):
     job = Job(Card("a100"), Path("s"), [0, 2], [["seed=0"], ["seed=1"], ["seed=2"]], [], home)
     submit(job, "#!/bin/bash\n", None, submitted=0)
     assert sorted(os.listdir("s")) == ["0", "2", "slurm.sh"]
@@ -104,7 +104,7 @@ def test_a_job_is_submitted_with_a_folder_for_each_task_and_its_script_is_kept(h
     assert capsys.readouterr().out == "job      7 on a100, 2 tasks, log s/<n>/slurm.log\n"
 
 
-def test_a_refusal_says_how_many_jobs_are_submitted_already(home):
+def test_the_error_of_sbatch_says_how_many_jobs_are_submitted_already(home):
     stand_in(home.parent, "sbatch", "echo 'sbatch: error: no such\n partition' >&2; exit 1")
     job = Job(Card("a100"), Path("r"), None, [["seed=0"]], [], home)
     said = r"on a100: no such partition \(2 of the sweep's jobs are submitted already\); its script is r/slurm.sh"
@@ -112,33 +112,33 @@ def test_a_refusal_says_how_many_jobs_are_submitted_already(home):
         submit(job, "", None, submitted=2)
 
 
-def test_of_a_sweep_that_goes_on_the_runs_that_are_over_are_left_out(home):
+def test_a_resumed_sweep_leaves_out_the_runs_that_are_done(home):
     request = read_request(["-m", "seed=0,1", "hydra.sweep.dir=s", "resume=auto"])
-    over(home / "s", "finished", "running")
+    write_runs(home / "s", "finished", "running")
     (job,), runs = plan_jobs(request, [Card("any")])
     assert (job.tasks, len(runs.overrides), job.folders) == ([1], 2, [Path("s/1")])
     (home / "s" / "1" / "run.json").write_text('{"status": "halted"}')
-    with pytest.raises(ConfigError, match="every run in s is over: there is nothing to continue"):
+    with pytest.raises(ConfigError, match="every run in s is done: there is nothing to continue"):
         plan_jobs(request, [Card("any")])
 
 
-def test_a_folder_that_holds_a_run_is_not_taken_by_another(home):
-    over(home, "finished")
+def test_a_new_run_in_the_folder_of_another_is_refused(home):
+    write_runs(home, "finished")
     with pytest.raises(
         ConfigError, match="0 already holds a run: continue it with resume=auto, or choose another hydra"
     ):
         plan_jobs(read_request(["seed=0", "hydra.run.dir=0"]), [Card("any")])
 
 
-def test_without_a_word_on_it_a_new_run_begins(home, capsys):
+def test_without_a_run_to_resume_a_new_run_starts(home, capsys):
     for typed in (["seed=1"], ["seed=1", "resume=none"]):
         arguments, folder = resumed_arguments(read_request(typed))
         assert (arguments.overrides, folder) == (["seed=1"], None)
     assert resumed_arguments(read_request(["seed=1", "resume=auto"]))[1] is None
-    assert "no earlier run of this command here; a new one starts" in capsys.readouterr().err
+    assert "resume=auto: no earlier run of this command found here; starting a new run\n" in capsys.readouterr().err
 
 
-def test_a_named_run_goes_on_with_its_own_arguments_and_what_is_typed_after_them(home):
+def test_a_resumed_run_keeps_its_arguments_and_adds_the_new_ones(home):
     (home / "mine").mkdir()
     (home / "mine" / "run.json").write_text(json.dumps({"overrides": ["seed=5", "steps=3"], "options": []}))
     arguments, folder = resumed_arguments(read_request(["resume=mine", "steps=7"]))
@@ -149,6 +149,6 @@ def test_a_named_run_goes_on_with_its_own_arguments_and_what_is_typed_after_them
 @pytest.mark.parametrize(
     ("typed", "mark"), [(["resume=gone"], "gone/run.json"), (["-m", "resume=gone"], "gone/multirun.yaml")]
 )
-def test_a_folder_that_was_never_begun_is_refused(home, typed, mark):
+def test_resuming_a_folder_without_a_run_is_refused(home, typed, mark):
     with pytest.raises(ConfigError, match=f"there is no {mark}: use auto, or a folder that was begun"):
         resumed_arguments(read_request(typed))

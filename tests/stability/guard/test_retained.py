@@ -1,4 +1,4 @@
-"""Which states a rollback may restore: the newest healthy ones, known by their steps alone."""
+"""Retained states: the steps of the newest healthy states, which a rollback may restore."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from stabletrain.stability.guard.retained import NoRetainedStates, RetainedState
 
 @pytest.fixture
 def states():
-    """Two healthy states, one every ten steps, each known as such four steps later."""
+    """At most two healthy states, one every ten steps; each counts as healthy four steps later."""
     return RetainedStates(most=2, every=10, healthy_after=4)
 
 
@@ -17,20 +17,20 @@ def filled(states, *steps):
     return states
 
 
-def test_the_first_state_is_due_at_once_and_counts_as_healthy_whatever_the_run_is_in(states):
+def test_the_first_state_is_due_at_once_and_always_counts_as_healthy(states):
     assert states.due(7)
     states.retain(7, healthy=False)
     assert (states.known, states.waiting, states.target) == ([7], [], 7)
     assert [step for step in range(8, 31) if states.due(step)] == [10, 20, 30]
 
 
-def test_later_states_wait_and_none_is_taken_in_trouble(states):
+def test_later_states_wait_and_unhealthy_ones_are_not_retained(states):
     filled(states, 0, 10)
     states.retain(20, healthy=False)
     assert (states.steps, states.waiting, states.target) == ([0, 10], [10], 0)
 
 
-def test_a_state_is_retained_once_however_often_its_step_is_reached(states):
+def test_a_state_is_retained_once_even_if_its_step_is_replayed(states):
     filled(states, 0, 10, 10, 0)
     assert states.steps == [0, 10]
 
@@ -49,13 +49,13 @@ def test_only_the_newest_healthy_states_are_retained(states):
     assert (states.known, states.waiting, states.steps, states.target) == ([20, 30], [], [20, 30], 30)
 
 
-def test_what_is_forgotten_is_due_again(states):
+def test_after_forget_a_state_is_due_at_once(states):
     filled(states, 0, 10).forget()
     assert (states.steps, states.target) == ([], None)
     assert states.due(13)
 
 
-def test_the_steps_go_through_a_checkpoint_which_later_states_do_not_change(states):
+def test_the_steps_survive_a_checkpoint_and_later_states_do_not_change_it(states):
     filled(states, 0, 10)
     stored, other = states.state_dict(), RetainedStates(most=2, every=10, healthy_after=4)
     other.load_state_dict(stored)
@@ -64,10 +64,10 @@ def test_the_steps_go_through_a_checkpoint_which_later_states_do_not_change(stat
     filled(other, 30)
     assert stored == {"waiting": [10], "known": [0]}
     other.load_state_dict({})
-    assert other.steps == [], "another kind of guard has stored none"
+    assert other.steps == [], "a checkpoint of another guard stores no steps"
 
 
-def test_a_guard_that_never_goes_back_retains_nothing():
+def test_a_guard_without_rollback_retains_nothing():
     none = NoRetainedStates()
     none.retain(0, healthy=True)
     none.forget()

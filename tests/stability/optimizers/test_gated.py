@@ -1,4 +1,4 @@
-"""Moments behind the gate: what they are made of, what they become, and that a closed gate changes no bit."""
+"""Adam's moments behind a gate: their initial values, their updates, and that a closed gate changes no bit."""
 
 import math
 
@@ -22,14 +22,14 @@ GROUP = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5}
 
 
 class Plain(torch.optim.Optimizer):
-    """Groups and a state, and no rule of its own."""
+    """An optimizer with groups and a state, but no update rule."""
 
     def step(self, closure=None):
         raise NotImplementedError
 
 
 def made(*gradients, withheld=None):
-    """An optimizer over a parameter for each gradient, which may be None."""
+    """Returns an optimizer and its parameters, one for each gradient; a gradient may be None."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(2, 3)) for _ in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -40,7 +40,7 @@ def made(*gradients, withheld=None):
     return optimizer, parameters
 
 
-def test_moments_are_made_as_zeros_when_they_are_first_used_and_kept_from_then_on():
+def test_moments_start_as_zeros_on_first_use_and_are_kept():
     optimizer, (first, idle, last) = made(1.0, None, 2.0)
     (group,) = optimizer.param_groups
     known = moments(optimizer, group, "resets")
@@ -59,13 +59,13 @@ def test_a_group_without_a_gradient_has_no_moments():
 
 
 @pytest.mark.parametrize(("gradient", "cut"), [(1e30, LARGEST_GRADIENT), (-math.inf, -LARGEST_GRADIENT), (0.5, 0.5)])
-def test_gradients_are_copies_cut_to_what_can_be_squared(gradient, cut):
+def test_gradients_are_copied_and_clamped_so_that_their_square_is_finite(gradient, cut):
     optimizer, (parameter,) = made(gradient)
     known = moments(optimizer, optimizer.param_groups[0])
     assert torch.equal(known.gradients[0], torch.full((2, 3), cut))
     assert torch.isfinite(known.gradients[0].square()).all()
     known.gradients[0].zero_()
-    assert torch.equal(parameter.grad, torch.full((2, 3), gradient)), "the gradient itself stays"
+    assert torch.equal(parameter.grad, torch.full((2, 3), gradient)), "the gradient itself is unchanged"
 
 
 def test_a_gradient_of_nan_stays_nan():
@@ -80,7 +80,7 @@ def test_the_gate_is_open_unless_an_update_is_withheld(withheld, is_open):
     assert bool(moments(optimizer, optimizer.param_groups[0]).open) is is_open
 
 
-def test_through_an_open_gate_values_are_written_and_behind_a_closed_one_every_bit_stays():
+def test_an_open_gate_writes_values_and_a_closed_one_keeps_every_bit():
     before = torch.tensor([0.0, -0.0, math.inf, 1.0])
     payload = torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32)  # a NaN with bits of its own
     target, value = torch.cat([before, payload]), torch.tensor([math.nan, 2.0, 3.0, math.inf, 4.0])
@@ -91,7 +91,7 @@ def test_through_an_open_gate_values_are_written_and_behind_a_closed_one_every_b
     assert torch.equal(target.view(torch.int32), value.view(torch.int32))
 
 
-def test_a_copy_has_the_bits_and_the_memory_format_and_shares_nothing():
+def test_a_copy_keeps_bits_and_memory_format_and_shares_no_memory():
     tensors = [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.tensor(math.nan)]
     made = copies(tensors)
     assert [each.stride() for each in made] == [each.stride() for each in tensors]
@@ -114,7 +114,7 @@ def test_running_means_are_written_only_through_an_open_gate(withheld):
     torch.testing.assert_close(state["exp_avg_sq"], torch.full((2, 3), second))
 
 
-def test_the_bias_of_a_running_mean_is_the_weight_it_has_by_then():
+def test_bias_correction_is_1_minus_beta_to_the_count():
     counts = torch.tensor([1.0, 2.0, 1e6])
     found = bias(0.9, counts)
     assert found.dtype == torch.float64
@@ -122,7 +122,7 @@ def test_the_bias_of_a_running_mean_is_the_weight_it_has_by_then():
 
 
 @pytest.mark.parametrize("withheld", [0.0, 1.0])
-def test_descent_is_the_update_of_adamw_by_the_formula(withheld):
+def test_descend_applies_the_adamw_update(withheld):
     optimizer, (parameter,) = made(0.5, withheld=withheld)
     before = parameter.detach().double().clone()
     known = moments(optimizer, optimizer.param_groups[0])

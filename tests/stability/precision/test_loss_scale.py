@@ -1,4 +1,4 @@
-"""fp16's loss scale: gradients come back exactly, and the scale follows overflows and clean steps."""
+"""fp16's loss scale: unscaling is exact, and the scale follows overflows and clean steps."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def step(scaler, loss, norm):
     return bool(overflow)
 
 
-def test_scaling_and_unscaling_gives_the_gradient_back_exactly():
+def test_unscaling_restores_the_gradient_exactly():
     scaler = scaled()
     weight = torch.randn(5, requires_grad=True)
     scaler.scale((weight * torch.arange(5.0)).sum()).backward()
@@ -49,10 +49,10 @@ def test_the_scale_halves_on_overflow_and_doubles_after_clean_steps_in_a_row():
     for _ in range(6):
         step(scaler, 1.0, 1.0)
         scales.append(float(scaler.loss_scale()))
-    assert scales == [256, 256, 512, 512, 512, 1024], "an overflow starts the count afresh, and so does a doubling"
+    assert scales == [256, 256, 512, 512, 512, 1024], "an overflow and a doubling both reset the count"
 
 
-def test_a_non_finite_loss_is_no_overflow_and_leaves_the_scale_alone():
+def test_a_non_finite_loss_is_not_an_overflow_and_does_not_change_the_state():
     scaler = scaled(init_scale=1024.0, growth_interval=2)
     step(scaler, 1.0, 1.0)
     before = {key: value.clone() for key, value in scaler.state_dict().items()}
@@ -63,11 +63,11 @@ def test_a_non_finite_loss_is_no_overflow_and_leaves_the_scale_alone():
 def test_an_overflow_at_the_floor_is_a_fault():
     scaler = scaled(init_scale=2.0, min_scale=1.0)
     assert step(scaler, 1.0, float("inf"))
-    assert not step(scaler, 1.0, float("inf")), "at the floor the scale cannot help any more"
+    assert not step(scaler, 1.0, float("inf")), "at the floor the scale cannot be lowered"
     assert scaler.loss_scale() == 1
 
 
-def test_the_scale_stops_to_grow_before_it_could_become_infinite():
+def test_the_scale_stops_growing_before_it_becomes_infinite():
     acting = scaled(init_scale=2.0**100, growth_interval=1)
     no, yes = torch.tensor(False), torch.tensor(True)
     for _ in range(100):
@@ -77,7 +77,7 @@ def test_the_scale_stops_to_grow_before_it_could_become_infinite():
     assert acting.loss_scale() == 2.0**99
 
 
-def test_the_state_goes_through_a_checkpoint():
+def test_the_state_survives_a_checkpoint():
     scaler = scaled(init_scale=1024.0, growth_interval=5)
     step(scaler, 1.0, float("inf"))
     step(scaler, 1.0, 1.0)
@@ -96,6 +96,6 @@ def test_the_state_goes_through_a_checkpoint():
         ({"growth_interval": 0}, r"precision\.growth_interval"),
     ],
 )
-def test_bounds_are_named(values, message):
+def test_a_value_out_of_bounds_is_named(values, message):
     with pytest.raises(ConfigError, match=message):
         scaled(**values)
