@@ -321,3 +321,33 @@ def test_sampling_from_a_finished_run(tmp_path):
     missing = python(*write[:3], "nowhere", cwd=tmp_path)
     assert missing.returncode == 2
     assert missing.stderr.startswith("stabletrain: nowhere holds no usable checkpoint")
+
+
+def test_raised_steps_continue_the_run_and_changes_are_recorded(tmp_path):
+    quick = [*TINY_GPT, "eval_every=10", "checkpoint.every=5"]
+    assert command(*quick, "steps=10", cwd=tmp_path).returncode == 0
+    longer = command(*quick, "steps=20", "resume=auto", cwd=tmp_path)
+    assert "resumed after step 10" in longer.stdout
+    assert "changed  steps 10 -> 20; the learning-rate schedule now ends at the new last step" in longer.stdout
+    [folder] = (tmp_path / "outputs").glob("*/*")
+    record = json.loads((folder / "run.json").read_text())
+    assert (record["final"]["steps"], record["changes"]) == (20, [{"step": 10, "keys": {"steps": [10, 20]}}])
+    assert [event["keys"] for event in read_jsonl(folder / "events.jsonl") if event["event"] == "changed"] == [
+        {"steps": [10, 20]}
+    ]
+    fewer = command(*quick, "steps=5", "resume=auto", cwd=tmp_path)
+    assert fewer.returncode == 2
+    assert "steps=5 is below the 20 steps already done" in fewer.stderr
+
+
+def test_a_run_is_not_continued_with_other_data(tmp_path):
+    quick = [*TINY_GPT, "steps=4", "hydra.run.dir=run"]
+    assert command(*quick, cwd=tmp_path).returncode == 0
+    (tmp_path / "own.txt").write_text("another text\n" * 500)
+    before = (tmp_path / "run" / "run.json").read_text()
+    for resume in ("run", "run/checkpoints/step-00000004"):
+        other = command("data=text", "data.path=own.txt", "steps=8", f"resume={resume}", cwd=tmp_path)
+        assert other.returncode == 2
+        assert "was trained on stdlib" in other.stderr
+        assert "start a new run with resume=none" in other.stderr
+    assert (tmp_path / "run" / "run.json").read_text() == before

@@ -102,6 +102,15 @@ def test_auto_continues_the_newest_run_of_the_same_overrides_that_has_checkpoint
     assert found.value("hydra.output_subdir") == "null", "Hydra keeps its record of the first start"
 
 
+def test_auto_continues_a_run_whose_steps_were_raised_unless_the_very_same_command_ran(place):
+    outputs = place / "outputs" / "2026-01-01"
+    run_folder(outputs / "10-00-00", "seed=1", "steps=5")
+    run_folder(outputs / "11-00-00", "seed=1", "steps=9")
+    assert resolved("steps=20", "seed=1", "resume=auto").value("hydra.run.dir") == "outputs/2026-01-01/11-00-00"
+    assert resolved("steps=5", "seed=1", "resume=auto").value("hydra.run.dir") == "outputs/2026-01-01/10-00-00"
+    assert resolved("steps=5", "seed=2", "resume=auto").value("hydra.run.dir") is None
+
+
 def test_auto_starts_a_new_run_if_there_is_none_and_says_so(place, capsys):
     run_folder(place / "outputs" / "day" / "time", "seed=2")
     assert resolved("seed=1", "resume=auto").overrides == ["seed=1", "resume=none"]

@@ -12,7 +12,7 @@ import torch
 
 from stabletrain.errors import ConfigError
 from stabletrain.tracking import metrics
-from stabletrain.tracking.run_folder import RunFolder, git
+from stabletrain.tracking.run_folder import RunFolder, check_same_data, git
 
 WHAT = {"choices": {"model": "gpt_nano"}, "hardware": {"device": "cpu"}, "data": {"name": "stdlib", "bytes": 12}}
 
@@ -131,3 +131,58 @@ def test_git_is_the_commit_of_the_checkout_itself(tmp_path):
     assert git(tmp_path) == {"commit": run("rev-parse", "HEAD"), "dirty": True}
     assert git(tmp_path / "inner") is None  # installed inside the checkout of another project
     assert git(tmp_path / "absent") is None
+
+
+TEXT = {"name": "stdlib", "files": 3, "train_tokens": 100, "hash": "aaaa"}
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        TEXT | {"name": "moved"},
+        {**TEXT},
+    ],
+    ids=["another path", "the same"],
+)
+def test_a_resumed_run_may_read_the_same_data_from_another_path(tmp_path, now):
+    check_same_data(TEXT, now, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [
+        (TEXT, TEXT | {"hash": "bbbb"}),
+        (TEXT, {"name": "digits", "train": 7, "sha256": "cccc"}),
+        ({"name": "mine", "keys": {"path": "a"}}, {"name": "mine", "keys": {"path": "b"}}),
+    ],
+    ids=["other content", "another data set", "other keys"],
+)
+def test_a_resumed_run_with_other_data_is_refused(tmp_path, earlier, now):
+    with pytest.raises(ConfigError, match=r"was trained on .* pass the same data, or start a new run with resume=none"):
+        check_same_data(earlier, now, tmp_path)
+
+
+def test_a_new_run_and_one_recorded_before_keys_were_are_not_compared(tmp_path):
+    check_same_data({}, TEXT, tmp_path)
+    check_same_data({"name": "mine"}, {"name": "mine", "keys": {"path": "a"}}, tmp_path)
+
+
+def test_a_refused_resume_leaves_the_folder_free(tmp_path):
+    first = RunFolder(tmp_path)
+    first.start(resuming=False, choices={}, hardware={}, data=TEXT)
+    first.finish("preempted", None, {})
+    with pytest.raises(ConfigError, match="was trained on"):
+        RunFolder(tmp_path).start(resuming=True, choices={}, hardware={}, data=TEXT | {"hash": "bbbb"})
+    assert record(tmp_path)["data"] == TEXT
+    RunFolder(tmp_path).start(resuming=True, choices={}, hardware={}, data=TEXT)
+
+
+def test_changed_keys_are_kept_by_every_later_resume(tmp_path):
+    first = RunFolder(tmp_path)
+    first.start(resuming=False, choices={}, hardware={}, data=TEXT)
+    first.change(20, {"steps": [20, 30]})
+    first.finish("finished", None, {})
+    again = RunFolder(tmp_path)
+    again.start(resuming=True, choices={}, hardware={}, data=TEXT)
+    again.change(30, {"steps": [30, 40]})
+    assert [each["keys"]["steps"] for each in record(tmp_path)["changes"]] == [[20, 30], [30, 40]]
