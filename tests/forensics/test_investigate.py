@@ -135,7 +135,7 @@ def test_nothing_live_is_changed(repro):
 def test_at_the_time_limit_every_check_that_was_left_out_is_named(repro):
     found = looked_into(repro(faulty.LogOfZero(), deadline=time.monotonic()))
     assert found.diagnosis.cause == "unknown"
-    assert "operations: the time limit was reached" in found.failures
+    assert "trace of the operations: the time limit was reached" in found.failures
     assert {outcome.not_run for outcome in found.evidence.outcomes.values()} == {"the time limit was reached"}
 
 
