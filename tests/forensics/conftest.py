@@ -1,4 +1,4 @@
-"""What the tests of this folder share: what acts in a step."""
+"""Fixtures that the tests of this folder share."""
 
 import pytest
 
@@ -8,6 +8,6 @@ from tests.runs import TINY_GPT, composed
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory):
-    """What acts in a step of a small GPT in fp32; it takes a model of images or of anything else as well."""
+    """The tools of a step of a small GPT in fp32. They work with any other model too."""
     with composed(*TINY_GPT, "checkpoint=off", "monitors=none", "precision=fp32", "parallel=auto") as cfg:
         return build(cfg, tmp_path_factory.mktemp("run")).tools

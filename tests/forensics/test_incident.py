@@ -1,4 +1,4 @@
-"""The folder of an incident: where it goes, what `diagnosis.json` promises, and what is left of it on a full disk."""
+"""Checks the folder of an incident: its name, the fields of `diagnosis.json`, and what remains on a full disk."""
 
 import errno
 import json
@@ -31,16 +31,18 @@ FILES = {"diagnosis.json", "report.md", "scene.json", "batch.safetensors", "stat
 
 @pytest.fixture
 def repro(tools):
-    """A step of a small model on four samples that are known by id and source."""
+    """A step of a small model on four samples with ids and sources."""
     batch = Batch(torch.randn(4, 3), torch.zeros(4, dtype=torch.int64), torch.arange(40, 44), list("abcd"))
     return Repro(nn.Linear(3, 2), [], 49, batch, 2, tools, 1.0, torch.device("cpu"), READING)
 
 
 def findings(evidence=EVIDENCE, **more):
-    return Findings(evidence, diagnose(evidence), **{"seconds": 1.23456, "failures": ["the inputs: no time"], **more})
+    return Findings(
+        evidence, diagnose(evidence), **{"seconds": 1.23456, "failures": ["largest input: no time"], **more}
+    )
 
 
-def test_an_incident_that_happens_again_goes_beside_the_first(tmp_path):
+def test_a_second_incident_of_a_step_gets_its_own_folder(tmp_path):
     names = []
     for _ in range(3):
         names.append(place_for(tmp_path, 7).name)
@@ -49,7 +51,7 @@ def test_an_incident_that_happens_again_goes_beside_the_first(tmp_path):
     assert place_for(tmp_path, 8) == tmp_path / "incidents" / "step-00000008"
 
 
-def test_the_diagnosis_holds_what_was_promised_as_json_that_every_program_reads(tmp_path, repro):
+def test_the_diagnosis_is_standard_json_with_all_fields_of_the_contract(tmp_path, repro):
     write(tmp_path, repro, findings(), rank=1, keep_state=True)
     assert {file.name for file in tmp_path.iterdir()} == FILES
     record = json.loads((tmp_path / "diagnosis.json").read_text(), parse_constant=pytest.fail)
@@ -62,13 +64,13 @@ def test_the_diagnosis_holds_what_was_promised_as_json_that_every_program_reads(
     assert record["replays"]["older_state"]["not_run"] == UNNEEDED.not_run
     assert record["origin"]["op"] == "aten.div"
     assert record["reading"]["grad_norm"] == 80.0
-    assert record["not_looked_at"] == ["the inputs: no time"]
+    assert record["not_looked_at"] == ["largest input: no time"]
     page = (tmp_path / "report.md").read_text()
     assert page.startswith("# Step 50: ")
     assert f"stabletrain replay {tmp_path}" in page
 
 
-def test_what_is_kept_can_be_replayed_from_the_folder(tmp_path, repro):
+def test_a_kept_state_can_be_loaded_from_the_folder(tmp_path, repro):
     write(tmp_path, repro, findings(), rank=None, keep_state=True)
     model = nn.Linear(3, 2)
     again = load_repro(tmp_path, model, repro.tools)
@@ -83,7 +85,7 @@ def test_without_its_state_an_incident_is_two_small_files(tmp_path, repro):
 
 
 @pytest.mark.parametrize("full_at", [repro_files.BATCH, repro_files.STATE])
-def test_on_a_full_disk_the_cause_is_written_and_no_half_of_the_state(tmp_path, repro, monkeypatch, full_at):
+def test_on_a_full_disk_the_diagnosis_is_written_and_no_partial_state_remains(tmp_path, repro, monkeypatch, full_at):
     written = repro_files.write
 
     def full(path, tensors):
@@ -99,7 +101,7 @@ def test_on_a_full_disk_the_cause_is_written_and_no_half_of_the_state(tmp_path, 
     assert json.loads((tmp_path / "diagnosis.json").read_text())["cause"] == diagnose(EVIDENCE).cause
 
 
-def test_samples_that_were_found_by_halving_are_named_by_what_the_data_says(repro):
+def test_culprit_samples_found_by_bisection_are_named_by_index_id_and_source(repro):
     culprits = Culprits([1, 3], True, 6)
     record = as_json(repro, findings(replace(EVIDENCE, culprits=culprits)), None)
     assert record["samples"] == [{"index": 1, "id": 41, "source": "b"}, {"index": 3, "id": 43, "source": "d"}]
@@ -109,16 +111,16 @@ def test_samples_that_were_found_by_halving_are_named_by_what_the_data_says(repr
         {"index": 3},
     ]
     every = replace(EVIDENCE, culprits=replace(culprits, others_too=True))
-    assert as_json(repro, findings(every), None)["samples"] == [], "where another batch fails too, none is to blame"
+    assert as_json(repro, findings(every), None)["samples"] == [], "if another batch fails too, no sample is to blame"
 
 
-def test_bad_samples_go_before_those_found_by_halving(repro):
+def test_bad_samples_take_precedence_over_culprits_found_by_bisection(repro):
     bad = {"index": 2, "fault": "input", "what": "input holds NaN"}
     evidence = replace(EVIDENCE, samples=[bad], culprits=Culprits([1], True, 6))
     assert as_json(repro, findings(evidence), None)["samples"] == [bad]
 
 
-def test_damage_and_a_step_without_an_origin_are_told(repro):
+def test_damage_and_a_missing_origin_are_recorded(repro):
     evidence = replace(EVIDENCE, origin=None, damage=[Damage("buffer", "mean", "1 of 3 values are not finite")])
     record = as_json(repro, findings(evidence), None)
     assert record["origin"] is None

@@ -1,4 +1,4 @@
-"""An investigation names the cause and what it is known by, keeps to its time, and changes nothing live."""
+"""An investigation names the cause with its evidence, keeps to its time limit, and changes nothing live."""
 
 import math
 import time
@@ -38,13 +38,15 @@ def samples(seed=0, size=4):
 
 @pytest.fixture
 def repro(tools):
-    """Makes a step of a model around a part."""
+    """A function that makes the repro of a step; `part` is a module within the model."""
 
     def repro(part, batch=None, **more):
         model = Around(part)
         chosen = {"reading": BROKEN, "fresh": lambda: samples(1), **more}
         buffers = [buffer.clone() for buffer in model.buffers()]
-        acting = replace(tools, objective=tools.objective.plain)  # of whole logits: the model has no head apart
+        acting = replace(
+            tools, objective=tools.objective.plain
+        )  # the model has no separate head, so the loss needs whole logits
         return Repro(model, buffers, 49, batch or samples(), 1, acting, 1.0, torch.device("cpu"), **chosen)
 
     return repro
@@ -55,7 +57,7 @@ def looked_into(repro, kind="nonfinite", **more):
     return investigate(repro, kind, **chosen)
 
 
-def test_an_unsafe_operation_is_named_with_its_line_and_what_the_replays_showed(repro):
+def test_an_unsafe_operation_is_named_with_its_line_and_the_outcomes_of_the_replays(repro):
     found = looked_into(repro(faulty.LogOfZero()))
     assert (found.diagnosis.cause, found.failures) == ("unsafe_op", [])
     origin = found.evidence.origin
@@ -65,11 +67,11 @@ def test_an_unsafe_operation_is_named_with_its_line_and_what_the_replays_showed(
         **dict.fromkeys(("same", "fp32", "fresh_batch"), False),
         "older_state": None,
     }
-    assert found.evidence.culprits.others_too, "every batch meets that line"
+    assert found.evidence.culprits.others_too, "every batch fails at that line"
     assert found.seconds > 0
 
 
-def test_a_bad_label_is_known_without_running_anything_again(repro):
+def test_a_bad_label_is_found_without_a_replay(repro):
     batch = samples()
     batch.targets[2] = 9
     found = looked_into(repro(faulty.LogOfZero(), batch))
@@ -79,13 +81,13 @@ def test_a_bad_label_is_known_without_running_anything_again(repro):
     assert found.evidence.origin is None
 
 
-def test_an_alarm_of_vanishing_gradients_that_is_not_borne_out_runs_nothing_again(repro):
+def test_a_false_alarm_of_the_loss_scale_causes_no_replay(repro):
     found = looked_into(repro(nn.Identity(), reading=READING), "loss_scale")
     assert found.evidence.outcomes == {}
     assert found.evidence.underflow is None, "there is no loss scale in fp32"
 
 
-def test_weights_bad_before_the_step_are_found_and_blamed(repro):
+def test_weights_that_were_corrupt_before_the_step_are_blamed(repro):
     scene = repro(nn.Linear(3, 3))
     with torch.no_grad():
         scene.model.part.weight[0, 0] = math.inf
@@ -94,7 +96,7 @@ def test_weights_bad_before_the_step_are_found_and_blamed(repro):
     assert [damage.name for damage in found.evidence.damage] == ["part.weight"]
 
 
-def test_an_older_state_that_bears_the_batch_shows_how_far_the_weights_have_come(repro):
+def test_an_older_state_that_is_normal_shows_how_far_the_weights_have_moved(repro):
     scene = repro(nn.Linear(3, 3))
     weights = {name: tensor.clone() for name, tensor in scene.model.state_dict().items()}
     with torch.no_grad():
@@ -110,7 +112,7 @@ def test_an_older_state_that_bears_the_batch_shows_how_far_the_weights_have_come
     assert math.isfinite(found.evidence.before["monitors/log_z_mean"])
 
 
-def test_a_sample_far_brighter_than_another_batch_is_measured_and_named(repro):
+def test_the_sample_with_the_largest_input_is_compared_with_another_batch(repro):
     batch = replace(samples(), ids=torch.arange(40, 44))
     batch.inputs[3, 1] = -1e30
     seen = largest_input(repro(nn.Identity(), batch))
@@ -130,14 +132,14 @@ def test_nothing_live_is_changed(repro):
     assert scene.model.stem.weight.grad is None
 
 
-def test_when_the_time_is_over_what_was_not_looked_at_is_named(repro):
+def test_at_the_time_limit_every_check_that_was_left_out_is_named(repro):
     found = looked_into(repro(faulty.LogOfZero(), deadline=time.monotonic()))
     assert found.diagnosis.cause == "unknown"
-    assert "the operations: no time was left" in found.failures
-    assert {outcome.not_run for outcome in found.evidence.outcomes.values()} == {"no time was left"}
+    assert "trace of the operations: the time limit was reached" in found.failures
+    assert {outcome.not_run for outcome in found.evidence.outcomes.values()} == {"the time limit was reached"}
 
 
-def test_what_fails_is_noted_and_ends_nothing():
+def test_a_failed_attempt_is_recorded_and_the_next_one_runs():
     attempt = Attempts(math.inf)
     assert attempt("one", lambda: 3, 0) == 3
     assert attempt("two", lambda: [][1], "otherwise") == "otherwise"
@@ -147,10 +149,10 @@ def test_what_fails_is_noted_and_ends_nothing():
     assert len(attempt.failures[1]) <= 207
     late = Attempts(time.monotonic())
     assert late("four", lambda: 1 / 0, 5) == 5
-    assert late.failures == ["four: no time was left"]
+    assert late.failures == ["four: the time limit was reached"]
 
 
-def test_the_largest_score_is_that_of_a_softmax_and_neither_of_a_mask_nor_of_the_loss():
+def test_the_largest_score_is_read_from_softmax_and_ignores_masks_and_the_loss():
     with Scores() as scores:
         F.cross_entropy(torch.tensor([[900.0, 1.0]]), torch.tensor([0]))
         assert math.isnan(scores.largest)
@@ -169,21 +171,21 @@ def test_the_largest_score_is_that_of_a_softmax_and_neither_of_a_mask_nor_of_the
         (lambda x: x / (x.var() + 1).sqrt().expand(4, 3), ["aten.sqrt", "aten.add", "aten.var", "aten.mul"]),
         (lambda x: x / x.tanh(), ["aten.tanh"]),
     ],
-    ids=["root of a mean of squares", "std", "through what carries a number on", "no further than another function"],
+    ids=["root of a mean of squares", "std", "through add and expand", "stops at another function"],
 )
-def test_what_is_divided_by_is_followed_to_the_sum_that_it_was_made_of(work, makers):
+def test_the_history_of_a_divisor_is_followed_back_to_its_sum(work, makers):
     with Trace(nn.Identity()) as recorded:
         work(torch.ones(4, 3) * 2)
     (index,) = [record.index for record in recorded.records if record.op == "aten.div"]
     assert divisor_history(recorded.records, index) == makers
 
 
-def test_a_trace_of_a_sound_step_blames_nothing(repro):
+def test_the_trace_of_a_healthy_step_has_no_origin(repro):
     assert trace(repro(nn.Linear(3, 3))) == (None, [])
 
 
-def test_gradients_as_large_as_the_second_moment_says_are_not_stale(repro):
-    """Of moments that are the squares of this step's very gradients, corrected for their bias."""
+def test_staleness_is_1_if_the_second_moment_matches_the_gradients(repro):
+    """The second moments are the squares of this step's gradients, so bias correction gives a ratio of 1."""
     scene = repro(nn.Linear(3, 3))
     optimizer = torch.optim.AdamW(scene.model.parameters(), betas=(0.9, 0.99))
     logits = scene.model(scene.batch.inputs)
@@ -194,6 +196,6 @@ def test_gradients_as_large_as_the_second_moment_says_are_not_stale(repro):
     assert gradient_staleness(scene, optimizer) == pytest.approx(1.0, rel=1e-3)
 
 
-def test_a_batch_without_a_target_that_counts_is_no_step_to_run_again(repro):
+def test_a_batch_whose_targets_are_all_ignored_is_a_bad_label(repro):
     batch = replace(samples(), targets=torch.full((4,), IGNORE_INDEX))
     assert looked_into(repro(nn.Identity(), batch)).diagnosis.cause == "bad_label"

@@ -1,4 +1,4 @@
-"""The page of an incident: what to do before how it is known, and every number where it belongs."""
+"""report.md gives the fix before the evidence, and each number in its section."""
 
 import math
 import re
@@ -21,7 +21,7 @@ FIX = ["add eps to what is divided by", "precision.growth_interval=200", "zloss=
 
 
 def page(evidence=SPIKE, cause="bad_batch", fix=(), samples=(), lines=(), failures=()):
-    """The page of an incident whose folder is `/runs/incidents/x`."""
+    """Returns the page of an incident in the folder `/runs/incidents/x`."""
     diagnosis = Diagnosis(cause, 0.875, "it is this batch", [*fix], [*lines])
     record = {"step": 50, "cause": cause, "confidence": 0.875, "verdict": "it is this batch", "fix": [*fix]}
     record |= {"samples": [*samples], "evidence": [*lines]}
@@ -32,33 +32,31 @@ def headings(text):
     return re.findall(r"^#+ (.*)$", text, re.MULTILINE)
 
 
-def test_a_page_of_little_has_no_empty_sections():
+def test_a_page_has_no_empty_sections():
     text = page(replace(SPIKE, outcomes={}))
-    assert headings(text) == ["Step 50: a batch unlike the others", "Look again"]
+    assert headings(text) == ["Step 50: the batch is unlike the others", "Replay it yourself"]
     assert "**It is this batch.**" in text
     assert "`bad_batch`, 88% sure. The step measured loss 9 and gradient norm 80." in text
     assert text.endswith("    stabletrain replay /runs/incidents/x\n")
 
 
-def test_what_to_do_stands_before_how_it_is_known():
+def test_the_fix_comes_before_the_evidence():
     found = origin()
     found = replace(found, chain=(Link("head", "forward", "float32", 1.0),))
     lost = Underflow(1024.0, 0.5, 0.25, 0.5, (Starved("head.weight", 8, 0.75, 0.25, 0.6),))
     evidence = replace(SPIKE, origin=found, underflow=lost)
-    text = page(
-        evidence, "unsafe_op", FIX, [{"index": 3, "loss": math.nan}], ["a line"], ["the inputs: no time was left"]
-    )
+    text = page(evidence, "unsafe_op", FIX, [{"index": 3, "loss": math.nan}], ["a line"], ["largest input: no time"])
     assert headings(text) == [
-        "Step 50: an operation with no finite result",
-        "Do this",
+        "Step 50: an operation has no finite result for its inputs",
+        "Fix",
         "Where it began",
-        "Gradients that are lost",
-        "Sizes on the way there",
+        "Gradients lost to underflow",
+        "Magnitudes leading up to it",
         "Samples",
-        "The step run again",
-        "What else is known",
-        "What could not be looked at",
-        "Look again",
+        "Replays of the step",
+        "More evidence",
+        "What could not be checked",
+        "Replay it yourself",
     ]
     for line in (
         "1. add eps to what is divided by",
@@ -69,12 +67,12 @@ def test_what_to_do_stands_before_how_it_is_known():
         "| the whole model | | 50.0% | 25.0% |",
         '- {"index": 3, "loss": "NaN"}',
         "- a line",
-        "- the inputs: no time was left",
+        "- largest input: no time",
     ):
         assert f"\n{line}\n" in text
 
 
-def test_the_operation_to_blame_is_shown_with_what_went_in_and_came_out():
+def test_the_origin_is_shown_with_its_inputs_and_outputs():
     found = replace(
         origin(module=""),
         inputs=(Values((2, 3), "float32", 1.5), Values((2,), "int64", None)),
@@ -84,31 +82,31 @@ def test_the_operation_to_blame_is_shown_with_what_went_in_and_came_out():
     assert "`aten.div` in the model, forward, float32, at `model.py:7`:\n\n> words\n" in text
     assert "| in | float32 | [2, 3] | 1.5 | finite |\n| in | int64 | [2] |  | finite |" in text
     assert "| out | float32 | [2, 3] | inf | **not finite** |" in text
-    assert "at `a line that nobody knows`" in page(replace(SPIKE, origin=replace(found, source="")))
+    assert "at `an unknown line`" in page(replace(SPIKE, origin=replace(found, source="")))
 
 
-def test_each_replay_is_a_row_with_what_it_tells():
+def test_each_replay_is_a_row_with_its_result():
     outcomes = {
         "same": replace(NAN, bitwise_equal_to_reading=False),
         "fp32": Outcome(True, 4.25, 1.0),
-        "fresh_batch": Outcome(not_run="no time was left"),
+        "fresh_batch": Outcome(not_run="the time limit was reached"),
     }
     assert runs(replace(SPIKE, outcomes=outcomes))[2:] == [
-        "| as it was | **no** | nan | nan | other bits than the first time |",
+        "| unchanged | **no** | nan | nan | not bitwise equal to the step |",
         "| in fp32 | yes | 4.25 | 1 |  |",
-        "| another batch, same weights | | | | not run: no time was left |",
+        "| another batch, same weights | | | | not run: the time limit was reached |",
     ]
     applied = replace(SPIKE, reading=READING._replace(applied=True))
-    assert "on the weights after it, so there is nothing to compare bits with" in runs(applied)[2]
-    assert "the same bits" in runs(SPIKE)[2]
+    assert "with the weights after the update, so not comparable bitwise" in runs(applied)[2]
+    assert "| bitwise equal to the step |" in runs(SPIKE)[2]
 
 
-def test_whether_anything_is_lost_is_said():
-    assert "the weights are as they were before, nothing is lost" in what_became(SPIKE)
+def test_the_page_says_whether_the_update_was_applied():
+    assert "the weights are unchanged, and nothing is lost" in what_became(SPIKE)
     assert "its update was applied" in what_became(replace(SPIKE, reading=READING._replace(applied=True)))
 
 
-def test_bars_grow_by_a_column_for_each_equal_step_of_the_logarithm():
+def test_the_bars_have_a_logarithmic_scale():
     links = [Link(f"blocks.{i}", "forward", "float16", size) for i, size in enumerate((1.0, 10.0, 100.0))]
     links += [Link("head", "backward", "float16", 0.0), Link("objective", "forward", "float16", math.inf)]
     lines = picture(links)
@@ -119,7 +117,7 @@ def test_bars_grow_by_a_column_for_each_equal_step_of_the_logarithm():
     assert len({line.index("backward" if "backward" in line else "forward") for line in lines}) == 1
 
 
-def test_bars_fill_the_width_where_all_is_finite():
+def test_the_longest_bar_fills_the_width_if_all_values_are_finite():
     assert picture([Link("a", "forward", "float32", 3.0)])[0].endswith("  " + "#" * BAR)
 
 
@@ -132,17 +130,17 @@ def test_bars_fill_the_width_where_all_is_finite():
         ("Enough.", "Enough."),
     ],
 )
-def test_a_verdict_is_a_sentence_and_names_keep_their_letters(words, said):
+def test_a_verdict_is_capitalised_unless_it_starts_with_an_identifier(words, said):
     assert sentence(words) == said
 
 
-def test_a_fix_for_the_command_line_is_told_from_one_by_hand():
+def test_an_override_is_distinguished_from_a_fix_by_hand():
     assert is_override("optimizer.lr=0.001")
     assert not is_override("add eps=1e-6 inside the root")
     assert not is_override("clean sample 41")
 
 
-def test_only_what_one_step_can_show_is_proposed_to_be_tried():
+def test_only_a_fix_that_one_replay_can_show_is_proposed_for_a_trial():
     assert trying(["clean sample 41", "optimizer.lr=0.1", "precision.growth_interval=200"], "x") == []
     assert trying(["optimizer.lr=0.1", "precision=bf16", "zloss=palm"], "x")[-1] == (
         "    stabletrain replay x 'precision=bf16'"
@@ -150,5 +148,5 @@ def test_only_what_one_step_can_show_is_proposed_to_be_tried():
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_the_heading_says_the_cause_in_words(cause):
+def test_the_heading_holds_the_title_of_the_cause(cause):
     assert headings(page(cause=cause))[0] == f"Step 50: {CAUSES[cause].title}"

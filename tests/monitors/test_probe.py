@@ -1,4 +1,4 @@
-"""A look at one step from inside: each number against its definition, place by place, and a part that fails alone."""
+"""Checks each metric of the probe against its definition, and that one failing part does not affect the others."""
 
 import math
 
@@ -15,7 +15,7 @@ FP32 = PRECISIONS["fp32"]()
 
 
 class Two(nn.Module):
-    """Two places, one layer each."""
+    """Two module groups of one layer each."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ def rms(*tensors):
     return torch.cat([tensor.detach().double().flatten() for tensor in tensors]).square().mean().sqrt().item()
 
 
-def test_activations_and_log_z_are_those_of_a_forward_pass():
+def test_activations_and_log_z_match_a_forward_pass():
     model, batch = Two(), features()
     found = Probe().forward(model, batch, FP32)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def test_activations_and_log_z_are_those_of_a_forward_pass():
     assert found["monitors/headroom_min"] == pytest.approx(bits, rel=1e-5)
 
 
-def test_attention_is_told_block_by_block_and_largest_over_all():
+def test_attention_is_measured_per_block_and_as_the_largest_over_all_blocks():
     model = tiny_gpt(dropout=0.0)
     with torch.no_grad():
         model.blocks[1].attention.query.weight.mul_(50.0)
@@ -58,7 +58,7 @@ def test_attention_is_told_block_by_block_and_largest_over_all():
     assert found["monitors/attn_entropy/blocks.1"] < found["monitors/attn_entropy/blocks.0"]
 
 
-def test_gradients_are_told_by_place_with_the_share_that_is_0():
+def test_gradient_norms_and_shares_of_zeros_are_measured_per_module_group():
     model, probe = Two(), Probe()
     backward(model, features(), FP32)
     model.head.weight.grad[:2] = 0.0
@@ -73,7 +73,7 @@ def test_gradients_are_told_by_place_with_the_share_that_is_0():
     assert len(layers) == 8
 
 
-def test_an_update_is_measured_by_the_weights_before_and_after_it():
+def test_the_update_ratio_compares_the_weights_before_and_after():
     model, probe = Two(), Probe()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     backward(model, features(), FP32)
@@ -86,7 +86,7 @@ def test_an_update_is_measured_by_the_weights_before_and_after_it():
     assert not any("sqrt_v" in name for name in found), "SGD has no second moment"
 
 
-def test_of_weights_that_were_0_there_is_no_ratio():
+def test_there_is_no_update_ratio_for_weights_that_were_0():
     model, probe = Two(), Probe()
     with torch.no_grad():
         model.head.weight.zero_()
@@ -100,8 +100,8 @@ def test_of_weights_that_were_0_there_is_no_ratio():
     assert "monitors/g_over_sqrt_v/head" in found
 
 
-def test_the_hessians_top_eigenvalue_is_that_of_the_closed_form():
-    """Of logits that are a bias alone, the Hessian of every sample's cross-entropy is diag(p) - p p^T."""
+def test_the_hessians_top_eigenvalue_matches_the_closed_form():
+    """If the logits are a bias alone, the Hessian of each sample's cross-entropy is diag(p) - p p^T."""
 
     class Bias(nn.Module):
         def __init__(self):
@@ -117,7 +117,7 @@ def test_the_hessians_top_eigenvalue_is_that_of_the_closed_form():
     assert Probe().hessian(model, features(), 30, 16)["monitors/hessian_top"] == pytest.approx(top, rel=1e-3)
 
 
-def test_a_part_that_fails_is_told_once_and_the_others_are_kept():
+def test_only_the_first_failure_is_reported_and_the_other_metrics_are_kept():
     probe = Probe()
     probe.attempt("the first", lambda: {"a": 1.0})
     probe.attempt("the second", lambda: {"b": [][1]})
@@ -127,13 +127,13 @@ def test_a_part_that_fails_is_told_once_and_the_others_are_kept():
         probe.failure
         == probe.signs(True)["monitors"]
         == (
-            "the monitors could not look at the second (IndexError: list index out of range); training goes on without "
-            "these metrics"
+            "the monitors could not measure the second (IndexError: list index out of range); training continues "
+            "without these metrics"
         )
     )
 
 
-def test_gradients_are_a_sign_only_where_the_update_was_applied():
+def test_gradients_raise_a_sign_only_if_the_update_was_applied():
     model, probe = Two(), Probe()
     backward(model, features(), FP32)
     for parameter in model.body.parameters():
@@ -141,11 +141,11 @@ def test_gradients_are_a_sign_only_where_the_update_was_applied():
     probe.gradients(model)
     said = probe.signs(applied=True)
     assert "gradients grow" in said["explosion"]
-    assert "on their way back from head to body" in said["explosion"]
+    assert "in the backward pass from head to body" in said["explosion"]
     assert {*probe.signs(applied=False).values()} == {None}
 
 
-def test_activations_and_attention_are_signs_of_their_own():
+def test_activations_and_attention_raise_separate_signs():
     model, probe = tiny_gpt(dropout=0.0), Probe()
     with torch.no_grad():
         model.blocks[1].mlp.down.weight.mul_(1e6)
@@ -157,7 +157,7 @@ def test_activations_and_attention_are_signs_of_their_own():
     assert (said["vanishing"], said["starving"], said["monitors"]) == (None, None, None)
 
 
-def test_numbers_of_places_are_gathered_under_their_names():
+def test_values_per_module_group_become_named_metrics():
     sizes = {"blocks.0": 3.0, "head": 4.0}
     assert spread({"grad_norm": sizes}) == {"monitors/grad_norm/blocks.0": 3.0, "monitors/grad_norm/head": 4.0}
     assert over_all("largest", np.max, sizes) == {"monitors/largest": 4.0}

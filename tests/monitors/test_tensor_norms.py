@@ -13,7 +13,7 @@ FP32 = PRECISIONS["fp32"]()
 
 
 class Two(nn.Module):
-    """Two places, one layer each."""
+    """Two module groups of one layer each."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Evidence as the tests of causes, fixes and words start from it: a spike of a GPT, and an operation to blame."""
+"""Evidence that the tests of this folder start from: a spike of a GPT, and an operation to blame."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Signs in what was found out about an incident, each at its bound, and the words for them."""
+"""Checks each sign in the evidence of an incident at its bound, and the text that describes it."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ from tests.forensics.diagnosis.given import BAD, CALM, FINE, NAN, READING, SETTI
 
 
 def ran(outcome, **changed):
-    """The spike with one replay."""
+    """The spike with one replay, `same`."""
     return replace(SPIKE, outcomes={"same": outcome}, **changed)
 
 
@@ -49,48 +49,48 @@ def ran(outcome, **changed):
         (Outcome(True, 6.001, 20.0), False),
         (Outcome(True, 6.0, 20.01), False),
         (Outcome(False, 1.0, 1.0), False),
-        (Outcome(not_run="no time was left"), None),
+        (Outcome(not_run="the time limit was reached"), None),
     ],
     ids=["at the limits", "loss", "norm", "not finite", "not run"],
 )
 def test_a_replay_is_normal_if_it_is_finite_and_within_the_guards_limits(outcome, normal):
     assert ran(outcome).normal("same") is normal
-    assert ran(outcome).normal("fp32") is None, "which nobody ran"
+    assert ran(outcome).normal("fp32") is None, "it was not run"
 
 
-def test_no_replay_is_normal_or_not_where_the_buffers_were_not_finite():
-    """A replay does not measure them."""
+def test_replays_are_not_judged_if_the_buffers_were_not_finite():
+    """A replay does not measure buffers."""
     assert ran(FINE, reading=READING._replace(buffers=math.inf)).normal("same") is None
     assert ran(FINE, reading=READING._replace(buffers=math.inf)).finite("same") is True
 
 
-def test_a_size_is_that_of_the_monitors_and_its_growth_the_ratio_to_before():
+def test_size_is_a_monitor_metric_and_grown_is_its_ratio_to_the_older_state():
     evidence = replace(
         SPIKE, sizes={"monitors/a": 6.0, "monitors/b": 1.0}, before={"monitors/a": 1.5, "monitors/b": 0.0}
     )
     assert (evidence.size("a"), evidence.grown("a")) == (6.0, 4.0)
     assert math.isnan(evidence.size("none"))
     assert math.isnan(evidence.grown("none"))
-    assert math.isnan(evidence.grown("b")), "of what was 0 nothing can be said"
+    assert math.isnan(evidence.grown("b")), "no ratio to 0"
 
 
 @pytest.mark.parametrize(
     ("share", "overlong", "is_rushed"),
     [(RUSHED, 1.0, False), (1.01 * RUSHED, 1.0, True), (1.9 * RUSHED, 2.0, False), (2.1 * RUSHED, 2.0, True)],
 )
-def test_weights_are_rushed_by_what_updates_as_long_as_these_do_not_explain(share, overlong, is_rushed):
-    """Of updates that were two learning rates long, twice the way is no sign of a rate that is too high."""
+def test_weights_are_rushed_if_they_move_further_than_the_length_of_the_updates_explains(share, overlong, is_rushed):
+    """If updates are two learning rates long, moving twice as far does not mean that the learning rate is too high."""
     assert rushed(replace(SPIKE, drift=replace(CALM, share=share), overlong=overlong)) is is_rushed
     assert not rushed(replace(SPIKE, drift=None))
 
 
-def test_updates_are_overlong_beyond_what_moments_of_one_age_make():
+def test_updates_are_overlong_only_above_the_bound_for_equally_old_moments():
     assert overlong(replace(SPIKE, overlong=OVERLONG)) == 1.0
     assert overlong(replace(SPIKE, overlong=OVERLONG + 0.5)) == OVERLONG + 0.5
     assert overlong(replace(SPIKE, overlong=math.nan)) == 1.0
 
 
-def test_weights_of_adam_cannot_move_further_than_its_steps_allow():
+def test_adam_cannot_move_weights_further_than_the_learning_rate_allows():
     furthest = 3e-3 * (10 + WAYS)
     assert not beyond_lr(replace(SPIKE, drift=replace(CALM, moved=furthest)))
     far = replace(SPIKE, drift=replace(CALM, moved=1.01 * furthest))
@@ -100,7 +100,7 @@ def test_weights_of_adam_cannot_move_further_than_its_steps_allow():
     assert not beyond_lr(replace(far, setting=replace(SETTING, values={})))
 
 
-def test_weights_are_torn_apart_only_if_the_older_state_bears_the_step():
+def test_weights_are_wild_only_if_the_step_is_normal_on_the_older_state():
     torn = replace(SPIKE, drift=replace(CALM, share=1.01 * WILD))
     assert wild(torn)
     assert not wild(replace(torn, outcomes={"older_state": BAD}))
@@ -109,7 +109,7 @@ def test_weights_are_torn_apart_only_if_the_older_state_bears_the_step():
     assert not wild(replace(SPIKE, drift=replace(CALM, share=WILD)))
 
 
-def test_a_first_loss_far_above_guessing_is_absurd_where_fp32_can_hold_it():
+def test_a_first_loss_far_above_guessing_is_absurd_if_fp32_gives_it_too():
     first = replace(SPIKE, reading=READING._replace(step=3), outcomes={"fp32": Outcome(True, 31.0, 1.0)})
     assert absurd_at_first(first)
     assert not absurd_at_first(replace(first, reading=READING._replace(step=4)))
@@ -117,7 +117,7 @@ def test_a_first_loss_far_above_guessing_is_absurd_where_fp32_can_hold_it():
     assert not absurd_at_first(replace(first, outcomes={}))
 
 
-def test_an_input_is_too_bright_if_it_is_far_larger_than_others_that_the_step_bears():
+def test_an_input_is_too_bright_if_it_is_far_larger_than_those_of_a_batch_that_stays_finite():
     bright = LargestInput({"index": 0}, 2.1 * BRIGHT, 2.0)
     seen = replace(SPIKE, largest_input=bright, outcomes={"fresh_batch": FINE})
     assert too_bright(seen)
@@ -137,7 +137,7 @@ def test_an_input_is_too_bright_if_it_is_far_larger_than_others_that_the_step_be
         (None, 1e-3, "coupled", False),
     ],
 )
-def test_weight_decay_is_to_blame_if_it_takes_half_of_the_weights_in_a_step(decay, rate, kind, is_decayed):
+def test_weight_decay_is_to_blame_if_it_removes_over_half_of_the_weights_per_step(decay, rate, kind, is_decayed):
     values = {"optimizer.weight_decay": decay, "optimizer.lr": rate, "optimizer.decay": kind}
     assert decayed(replace(SPIKE, setting=replace(SETTING, values=values))) is is_decayed
 
@@ -155,11 +155,11 @@ def test_weight_decay_is_to_blame_if_it_takes_half_of_the_weights_in_a_step(deca
         ([], False),
     ],
 )
-def test_operations_compute_a_spread_or_a_mere_length(ops, spread):
+def test_a_variance_is_distinguished_from_a_plain_vector_length(ops, spread):
     assert is_spread(ops) is spread
 
 
-def test_fp16_is_too_narrow_where_fp32_holds_what_it_does_not():
+def test_fp16_is_too_narrow_if_the_step_is_finite_in_fp32():
     assert narrow(replace(SPIKE, origin=origin(in_fp32=7e4), outcomes={"fp32": FINE}))
     assert not narrow(replace(SPIKE, origin=origin(in_fp32=7e4), outcomes={"fp32": NAN}))
     assert not narrow(replace(SPIKE, outcomes={"fp32": FINE}))
@@ -170,37 +170,40 @@ def test_an_operation_has_no_result_only_if_its_inputs_were_ordinary():
         return replace(SPIKE, origin=replace(origin(in_fp32=exact), inputs=(Values((2,), "float32", size),)))
 
     assert no_result(of(0.99 * HUGE))
-    assert no_result(of(None)), "whole numbers are no huge ones"
+    assert no_result(of(None)), "integers have no absmax, and do not count as huge"
     assert not no_result(of(HUGE))
     assert not no_result(of(1.0, exact=7e4))
     assert not no_result(SPIKE)
 
 
-def test_the_words_say_where_it_began_and_what_else_is_known_of_it():
+def test_the_text_names_the_origin_its_fp64_value_and_the_culprit_samples():
     found = replace(SPIKE, origin=origin(in_fp32=7e4), culprits=Culprits([2, 5], True, 4))
     assert origin_sentence(found) == "aten.div in part (forward, float32): words"
     assert place(found) == "model.py:7"
-    known = ["computed in fp64 the largest value of aten.div is 70000", "samples that make it fail: [2, 5]"]
+    known = [
+        "in fp64, the largest value of aten.div is 70000",
+        "samples of the batch that make the step fail: [2, 5]",
+    ]
     assert beside(found) == known
     assert origin_lines(found) == ["aten.div in part (forward, float32): words, at model.py:7", *known]
     every = replace(found, culprits=Culprits([2, 5], True, 4, others_too=True))
-    assert beside(every) == known[:1], "where another batch fails too, no sample is to blame"
+    assert beside(every) == known[:1], "if another batch fails too, no sample is to blame"
 
 
-def test_without_an_operation_to_blame_the_words_are_those_of_the_step():
+def test_without_an_origin_the_text_gives_loss_and_gradient_norm():
     assert origin_sentence(SPIKE) == "loss 9, gradient norm 80"
     assert (place(SPIKE), beside(SPIKE), origin_lines(SPIKE), chain_lines(SPIKE)) == ("the code", [], [], [])
     assert place(replace(SPIKE, origin=replace(origin(), source=""))) == "part"
     assert place(replace(SPIKE, origin=replace(origin(), source="", module=""))) == "the model"
 
 
-def test_the_way_through_the_model_is_a_line_for_each_part():
+def test_chain_lines_has_one_line_for_each_part_of_the_model():
     chain = (Link("blocks.0", "forward", "float16", 900.0), Link("head", "backward", "float32", math.inf))
     lines = chain_lines(replace(SPIKE, origin=replace(origin(), chain=chain)))
     assert lines == ["blocks.0 (forward, float16): up to 900", "head (backward, float32): up to inf"]
 
 
-def test_a_sample_is_named_by_its_source_before_its_id_and_its_place():
+def test_a_sample_is_named_by_its_source_else_its_id_else_its_index():
     sample = {"index": 3, "id": 41, "source": "a.txt:7"}
     assert named(sample) == "a.txt:7"
     assert named({"index": 3, "id": 41}) == "sample 41"

@@ -1,4 +1,4 @@
-"""Fixes: options that exist, that this run has not yet, and numbers that follow from its own."""
+"""Fixes propose options that exist and that the run does not use yet, with values derived from its settings."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from tests.runs import CONF
 
 
 def run(choices=None, values=None, **setting):
-    """The spike of a run that is set so."""
+    """The spike in a run with these settings."""
     chosen = {**SETTING.choices, **(choices or {})}
     return replace(SPIKE, setting=replace(SETTING, choices=chosen, values=values or {}, **setting))
 
@@ -30,7 +30,7 @@ def run(choices=None, values=None, **setting):
 @pytest.mark.parametrize(
     ("precision", "fix"), [("fp16", ["precision=bf16"]), ("auto", ["precision=bf16"]), ("bf16", [])]
 )
-def test_a_wider_format_than_fp16_is_bf16_and_than_bf16_there_is_none(precision, fix):
+def test_bf16_is_proposed_instead_of_fp16_and_nothing_instead_of_bf16(precision, fix):
     assert wider(run({"precision": precision})) == fix
 
 
@@ -44,12 +44,12 @@ def test_a_wider_format_than_fp16_is_bf16_and_than_bf16_there_is_none(precision,
         ("fp16", "", []),
     ],
 )
-def test_a_module_is_kept_in_fp32_where_autocast_chooses_its_format(precision, module, fix):
+def test_fp32_modules_is_proposed_only_for_a_module_under_autocast(precision, module, fix):
     assert more_fp32_modules(replace(run({"precision": precision}), origin=origin(module=module))) == fix
     assert more_fp32_modules(run({"precision": precision})) == []
 
 
-def test_what_keeps_logits_small_is_what_the_model_takes_and_has_not():
+def test_options_that_limit_logits_are_proposed_if_the_model_supports_and_lacks_them():
     assert structure(run()) == ["qknorm=layernorm", "softcap=gemma2", "zloss=palm"]
     assert structure(run({"qknorm": "rmsnorm"})) == ["softcap=gemma2", "zloss=palm"]
     assert structure(run(has_attention=False)) == ["zloss=palm"]
@@ -63,14 +63,14 @@ def test_what_keeps_logits_small_is_what_the_model_takes_and_has_not():
         (2.0**24, ["precision.init_scale=16777216", "precision=bf16"]),
         (1024.0, ["precision=bf16", "precision.growth_interval=200"]),
     ],
-    ids=["nothing helps", "a larger scale", "a scale it once had"],
+    ids=["nothing helps", "a larger scale", "a scale below the initial one"],
 )
-def test_the_loss_scale_that_keeps_gradients_is_proposed_or_a_way_back_to_it(cure, fix):
+def test_a_loss_scale_that_keeps_the_gradients_or_faster_growth_is_proposed(cure, fix):
     evidence = run({"precision": "fp16"}, {"precision.init_scale": 65536.0, "precision.growth_interval": 2000})
     assert larger_scale(evidence, Underflow(1.0, 0.5, 0.0, 0.5, cure=cure)) == fix
 
 
-def test_a_card_without_bf16_is_not_told_to_use_it():
+def test_bf16_is_not_proposed_on_a_gpu_without_it():
     evidence = run({"precision": "auto"})
     assert larger_scale(evidence, Underflow(1.0, 0.5, 0.0, 0.5)) == ["precision=fp32"]
 
@@ -84,11 +84,11 @@ def test_a_card_without_bf16_is_not_told_to_use_it():
         ("normal", None, False, ["init=torch", "init=fan_in"]),
     ],
 )
-def test_other_weights_are_of_a_customary_size_and_not_those_of_the_run(init, std, attends, fix):
+def test_a_proposed_init_has_a_common_std_and_is_not_the_current_one(init, std, attends, fix):
     assert other_weights(run({"init": init}, {"init.std": std}, has_attention=attends)) == fix
 
 
-def test_a_lower_rate_is_a_third_and_while_it_lasts_a_longer_warmup_goes_before():
+def test_the_lower_learning_rate_is_a_third_and_a_longer_warmup_comes_first_near_warmup():
     values = {"optimizer.lr": 3e-3}
     assert lower_lr(run(values=values)) == ["optimizer.lr=0.001"]
     assert lower_lr(run(values=values, warmup=25)) == ["warmup.steps=50", "optimizer.lr=0.001"]
@@ -96,14 +96,14 @@ def test_a_lower_rate_is_a_third_and_while_it_lasts_a_longer_warmup_goes_before(
     assert lower_lr(run()) == []
 
 
-def test_a_slower_rate_is_the_one_at_which_a_parameter_moves_by_a_hundredth_of_itself():
+def test_the_slower_learning_rate_moves_a_parameter_by_one_percent_per_step():
     rushed = replace(run(values={"optimizer.lr": 0.5}), drift=replace(CALM, share=5.0, adaptive=False))
     assert slower(rushed) == ["optimizer.lr=0.001"]
     calm = replace(rushed, drift=replace(CALM, share=RUSHED, adaptive=False))
     assert slower(calm) == lower_lr(calm) == ["optimizer.lr=0.17"]
 
 
-def test_a_weight_decay_that_takes_the_weights_apart_is_lowered_to_a_customary_one():
+def test_a_destructive_weight_decay_is_lowered_to_a_common_value():
     values = {"optimizer.lr": 1.0, "optimizer.weight_decay": 5.0}
     assert slower(run(values=values)) == ["optimizer.weight_decay=0.1"]
     of_sgd = replace(run(values=values), drift=replace(CALM, adaptive=False))
@@ -119,16 +119,16 @@ def test_a_weight_decay_that_takes_the_weights_apart_is_lowered_to_a_customary_o
         ("sgd", None, []),
     ],
 )
-def test_moments_become_younger_by_another_optimizer_or_a_shorter_memory(optimizer, betas, fix):
+def test_stable_adamw_or_a_smaller_beta2_is_proposed_against_stale_moments(optimizer, betas, fix):
     assert younger_moments(run({"optimizer": optimizer}, {"optimizer.betas": betas})) == fix
 
 
-def test_what_bears_a_bad_batch_is_what_the_run_has_not():
+def test_rollback_and_zclip_are_proposed_against_a_bad_batch_if_not_in_use():
     assert past_it(run({"guard": "skip", "clipping": "norm"})) == ["guard=rollback", "clipping=zclip"]
     assert past_it(run({"guard": "rollback", "clipping": "zclip"})) == []
 
 
-def test_every_option_that_is_proposed_exists():
+def test_every_proposed_option_exists():
     every = run({"precision": "fp16", "optimizer": "adamw", "guard": "skip", "clipping": "norm", "init": "normal"})
     lists = [wider(every), structure(every), other_weights(every), younger_moments(every), past_it(every)]
     lists += [other_weights(replace(every, setting=replace(every.setting, has_attention=False)))]

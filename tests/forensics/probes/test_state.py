@@ -1,4 +1,4 @@
-"""What was wrong with weights, buffers and moments before a step, and how far they have come, in closed forms."""
+"""Checks corrupt weights, buffers and moments, and how far the weights have moved, against closed forms."""
 
 import math
 
@@ -25,7 +25,7 @@ def model():
 
 
 def adam(model, steps=3.0, first=0.1, second=0.01, betas=(0.9, 0.99)):
-    """AdamW with these moments of the weight."""
+    """AdamW with the given moments for `weight`."""
     optimizer = torch.optim.AdamW([model.weight], betas=betas, eps=1e-12)
     moments = {"exp_avg": torch.full((1000,), first), "exp_avg_sq": torch.full((1000,), second)}
     optimizer.state[model.weight] = {"step": torch.tensor(steps), **moments}
@@ -33,22 +33,22 @@ def adam(model, steps=3.0, first=0.1, second=0.01, betas=(0.9, 0.99)):
 
 
 def older(model, optimizer=None, step=0):
-    """A captured state of before, as far as it is looked at."""
+    """A captured older state with the entries that are read."""
     state = {} if optimizer is None else {"weight": {k: v.clone() for k, v in optimizer.state[model.weight].items()}}
     return {"model": {k: v.clone() for k, v in model.state_dict().items()}, "optimizer": {"state": state}, "step": step}
 
 
 def found(model, optimizer=None, before=None):
-    """Of each damage what it is of, whether few elements are bad, and whether they are merely large."""
+    """Returns (what, name, few, large) of each damage."""
     return [(d.what, d.name, d.few, d.large) for d in damaged(model, [*model.buffers()], optimizer, before)]
 
 
-def test_a_sound_state_has_no_damage(model):
+def test_a_healthy_state_has_no_damage(model):
     optimizer = adam(model)
     assert found(model, optimizer, older(model, optimizer)) == []
 
 
-def test_what_is_not_finite_is_found_in_weights_buffers_and_moments(model):
+def test_non_finite_values_are_found_in_weights_buffers_and_moments(model):
     optimizer = adam(model)
     with torch.no_grad():
         model.weight[7] = math.nan
@@ -61,29 +61,30 @@ def test_what_is_not_finite_is_found_in_weights_buffers_and_moments(model):
 
 
 def test_buffers_are_judged_as_they_were_before_the_step(model):
-    """The next step's forward pass has written into the live ones already."""
+    """The live buffers may have changed since, in a later forward pass."""
     (held,) = [buffer.clone() for buffer in model.buffers()]
     model.mean[0] = math.nan
     assert damaged(model, [held], None, None) == []
 
 
-def test_a_mean_of_squares_below_0_is_damage_and_a_mean_of_gradients_is_none(model):
+def test_a_negative_mean_of_squares_is_damage_and_a_negative_mean_of_gradients_is_not(model):
     optimizer = adam(model, first=-0.1)
     optimizer.state[model.weight]["exp_avg_sq"][3] = -1e-9
     (only,) = damaged(model, [*model.buffers()], optimizer, None)
-    assert (only.what, only.words) == ("exp_avg_sq", "1 of 1000 values are negative, and they are means of squares")
+    assert only.what == "exp_avg_sq"
+    assert only.words == "1 of 1000 values are negative, but a mean of squares cannot be"
 
 
 @pytest.mark.parametrize(("count", "times", "is_damage"), [(10, 1.01, True), (11, 1.01, False), (10, 0.99, False)])
-def test_a_few_elements_far_beyond_all_of_before_are_damage_and_many_are_not(model, count, times, is_damage):
-    """An update moves them all: no update makes a hundredth of a tensor a thousand times as large."""
+def test_a_few_elements_far_above_the_older_maximum_are_damage_and_many_are_not(model, count, times, is_damage):
+    """An update changes all elements, so it cannot make only 1 % of them a thousand times as large."""
     before = older(model)
     with torch.no_grad():
         model.weight[:count] = -times * BEYOND * 0.5
     assert found(model, None, before) == ([("parameter", "weight", True, True)] if is_damage else [])
 
 
-def test_the_words_say_how_large_it_is_and_was(model):
+def test_the_text_gives_the_largest_value_now_and_before(model):
     before = older(model)
     with torch.no_grad():
         model.weight[0] = 1e30
@@ -92,14 +93,14 @@ def test_the_words_say_how_large_it_is_and_was(model):
 
 
 @pytest.mark.parametrize(("times", "is_damage"), [(1.1, True), (0.9, False)])
-def test_a_large_mean_of_gradients_is_right_where_that_of_their_squares_bears_it_out(model, times, is_damage):
+def test_a_large_first_moment_is_accepted_if_the_second_moment_explains_it(model, times, is_damage):
     optimizer = adam(model, first=1e-6, second=1e-4)
     before = older(model, optimizer)
     optimizer.state[model.weight]["exp_avg"][0] = times * BORNE * 0.01
     assert found(model, optimizer, before) == ([("exp_avg", "weight", True, True)] if is_damage else [])
 
 
-def test_drift_is_the_way_that_a_typical_parameter_has_come():
+def test_drift_is_how_far_the_median_parameter_has_moved():
     model = nn.ParameterDict({name: nn.Parameter(torch.full((4,), 2.0)) for name in "abc"})
     model["frozen"] = nn.Parameter(torch.ones(1), requires_grad=False)
     model["new"] = nn.Parameter(torch.ones(1))
@@ -109,24 +110,24 @@ def test_drift_is_the_way_that_a_typical_parameter_has_come():
         model["b"] += 1.0
         model["frozen"] += 100.0
     moved = drift(model, None, then, step=15)
-    assert (moved.steps, moved.moved, moved.share, moved.grown) == (5, 1.0, 1.0 / 2 / 5, 1.5), "that of b, the median"
+    assert (moved.steps, moved.moved, moved.share, moved.grown) == (5, 1.0, 1.0 / 2 / 5, 1.5), "b is the median"
     assert not moved.adaptive
-    assert drift(model, None, then, step=10).steps == 1, "never none"
+    assert drift(model, None, then, step=10).steps == 1, "at least one step"
 
 
-def test_drift_is_adaptive_where_there_are_second_moments(model):
+def test_drift_is_adaptive_if_there_are_second_moments(model):
     assert drift(model, adam(model), older(model), 3).adaptive
     assert not drift(model, torch.optim.SGD([model.weight]), older(model), 3).adaptive
 
 
-def test_of_weights_that_were_0_there_is_no_drift(model):
+def test_there_is_no_drift_of_weights_that_were_0(model):
     with torch.no_grad():
         model.weight.zero_()
     assert drift(model, None, older(model), 3) is None
 
 
-def test_staleness_is_near_1_while_the_second_moment_follows_and_grows_with_the_gradient(model):
-    """v = g^2 (1 - beta2^t) once corrected is g^2."""
+def test_staleness_is_1_if_the_second_moment_matches_and_grows_with_the_gradient(model):
+    """With bias correction, v = g^2 (1 - beta2^t) gives g^2."""
     second = 0.3**2 * (1 - 0.99**3)
     optimizer = adam(model, second=second)
     for times in (1.0, 50.0):
@@ -136,7 +137,7 @@ def test_staleness_is_near_1_while_the_second_moment_follows_and_grows_with_the_
     assert math.isnan(staleness(model, gradients, torch.optim.SGD([model.weight])))
 
 
-def test_updates_are_one_rate_long_while_both_moments_are_of_one_age(model):
+def test_updates_are_one_learning_rate_long_if_both_moments_are_equally_old(model):
     first, second = 0.3 * (1 - 0.9**3), 0.3**2 * (1 - 0.99**3)
     assert overlong(adam(model, first=first, second=second)) == pytest.approx(1.0, rel=1e-5)
     assert overlong(adam(model, first=first, second=second / 25)) == pytest.approx(5.0, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Why an operation made what is not finite: computed again in wider formats, on the very values that it read."""
+"""Explains a non-finite result by computing the operation again in wider formats, on the same inputs."""
 
 import math
 
@@ -13,7 +13,7 @@ INF = math.inf
 
 
 def explained(func, *args, node=""):
-    """What is found out about an operation on these arguments."""
+    """The explanation of an operation on these arguments."""
     out = func(*args)
     return explain_nonfinite(func, args, {}, 0, out[0] if isinstance(out, tuple) else out, node)
 
@@ -22,7 +22,7 @@ def fp16(*values):
     return torch.tensor(values, dtype=torch.float16)
 
 
-def test_a_result_past_the_end_of_its_format_is_said_with_what_it_should_have_been():
+def test_an_overflow_is_explained_with_the_value_it_should_have_been():
     found = explained(aten.mul.Tensor, fp16(300.0, 1.0), fp16(400.0, 2.0))
     assert found.why == "overflow"
     assert found.reason == (
@@ -31,7 +31,7 @@ def test_a_result_past_the_end_of_its_format_is_said_with_what_it_should_have_be
     assert found.should_have_been == found.in_fp32 == 120_000.0
 
 
-def test_what_fp32_cannot_hold_either_is_finite_only_in_fp64():
+def test_a_value_beyond_fp32_is_finite_only_in_fp64():
     found = explained(aten.mul.Tensor, torch.tensor([1e38]), torch.tensor([5.0]))
     assert found.why == "overflow"
     assert "overflow of fp32" in found.reason
@@ -49,28 +49,28 @@ def test_what_fp32_cannot_hold_either_is_finite_only_in_fp64():
         (1000.0, "exp of 1000 overflows every format"),
     ],
 )
-def test_exp_overflows_its_own_format_or_every_one(x, reason):
+def test_exp_overflows_its_own_format_or_every_format(x, reason):
     found = explained(aten.exp.default, torch.tensor([x]))
     assert (found.why, found.reason) == ("exp_overflow", reason)
 
 
-def test_a_result_that_the_format_holds_has_overflowed_on_the_way():
+def test_an_intermediate_value_overflows_although_the_format_can_hold_the_result():
     x = fp16(40000.0, 40000.0, -40000.0)
     found = explain_nonfinite(aten.sum.dim_IntList, (x, [0]), {}, 0, fp16(INF), "")
     assert found.why == "overflow"
     assert found.reason == (
-        "overflow of fp16 inside sum: inputs up to 4e+04 give 4e+04, which fp16 can hold, but a number on the way "
+        "overflow of fp16 inside sum: inputs up to 4e+04 give 4e+04, which fp16 can hold, but an intermediate value "
         "cannot be held"
     )
 
 
-def test_a_place_without_a_result_is_no_matter_of_the_format():
+def test_an_undefined_result_does_not_depend_on_the_format():
     found = explained(aten.log.default, fp16(0.0, 1.0))
     assert (found.why, found.reason) == ("log_of_zero", "log of 0 (1 of 2 values)")
     assert found.should_have_been == found.in_fp32 == INF
 
 
-def test_what_no_rule_knows_is_told_by_what_went_in_and_came_out():
+def test_without_a_rule_the_reason_gives_inputs_and_output():
     found = explained(aten.tanh.default, torch.tensor([math.nan]))
     assert found.why == "unknown"
     assert found.reason == "NaN came of inputs up to nan; fp64 gives no finite result either"
@@ -96,11 +96,11 @@ def test_a_backward_operation_is_named_by_the_forward_one():
         ("torch::autograd::AccumulateGrad", "AccumulateGrad"),
     ],
 )
-def test_a_node_bears_the_name_of_its_function(node, name):
+def test_a_node_is_named_after_its_function(node, name):
     assert behind_node(node) == name
 
 
-def test_the_node_of_a_users_function_bears_the_name_of_its_class():
+def test_the_node_of_a_users_function_is_named_after_its_class():
     class TakesRoots(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -115,7 +115,7 @@ def test_the_node_of_a_users_function_bears_the_name_of_its_class():
     assert behind_node(x.sqrt().grad_fn.name()) == "sqrt"
 
 
-def test_computing_again_draws_no_random_number_that_training_would_have_drawn():
+def test_computing_an_operation_again_leaves_the_random_generator_unchanged():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -123,13 +123,13 @@ def test_computing_again_draws_no_random_number_that_training_would_have_drawn()
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_of_several_results_the_one_in_question_is_computed_again():
+def test_the_requested_one_of_several_results_is_computed_again():
     halves = (torch.tensor([1.0, -7.0]), 1)
     found = [again(aten.split.Tensor, halves, {}, place, torch.float64) for place in range(3)]
-    assert found == [1.0, 7.0, None], "there are two"
+    assert found == [1.0, 7.0, None], "split gives only two results"
 
 
-def test_arguments_are_copied_in_the_wider_format_and_whole_numbers_stay():
+def test_arguments_are_copied_in_the_wider_format_and_integers_keep_theirs():
     x, index = fp16(1.5), torch.tensor([3])
     found = widened([x, index, torch.float16, torch.int32, 2.5, None], "", torch.float64)
     assert [each.dtype if isinstance(each, Tensor) else each for each in found] == [

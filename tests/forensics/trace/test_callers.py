@@ -1,4 +1,4 @@
-"""Whose code runs: the module and the line of each operation, in forward as in backward, in recomputation too."""
+"""Checks the module and source line of each operation, in forward, backward and recomputation."""
 
 import inspect
 
@@ -16,7 +16,7 @@ from tests.forensics.faulty import Around, line
 
 
 def recorded(part):
-    """What is recorded of a step on a model around `part`."""
+    """The records of a step of a model around `part`."""
     model = Around(part)
     with Trace(model) as trace:
         model(torch.ones(4, 3)).sum().backward()
@@ -24,20 +24,20 @@ def recorded(part):
 
 
 def here(offset=0):
-    """`file:line` of the caller's line, or of one so many lines below."""
+    """`file:line` of the caller, plus `offset` lines."""
     frame = inspect.currentframe().f_back
     return f"{__file__}:{frame.f_lineno + offset}"
 
 
 @pytest.mark.parametrize("name", ["LogOfZero", "LogOfNegative", "Direction", "Exp", "CheckpointedForward"])
-def test_an_operation_in_forward_is_told_with_its_module_and_its_line(name):
+def test_a_forward_operation_has_its_module_and_line(name):
     part = getattr(faulty, name)
     found = [record for record in recorded(part()) if record.source == line(part) and record.direction == "forward"]
     assert found
     assert {record.module for record in found} == {"part"}
 
 
-def test_the_modules_of_a_forward_pass_come_in_their_order_and_the_loss_is_outside():
+def test_forward_operations_are_in_module_order_and_the_loss_is_outside():
     found = [record for record in recorded(nn.Linear(3, 3)) if record.direction == "forward"]
     assert [(record.op, record.module) for record in found if record.op in ("aten.addmm", "aten.sum")] == [
         ("aten.addmm", "stem"),
@@ -53,19 +53,19 @@ BACKWARD = ["RootBackward", "HandWrittenNormBackward", "LogInPlaceOnAView", "Che
 
 
 @pytest.mark.parametrize("name", BACKWARD)
-def test_a_backward_operation_is_told_with_the_line_of_the_forward_one(name):
+def test_a_backward_operation_has_the_line_of_its_forward_operation(name):
     part = getattr(faulty, name)
     found = [record for record in recorded(part()) if record.op == "aten.div" and record.direction == "backward"]
     assert {(record.module, record.source) for record in found} == {("part", line(part))}
 
 
-def test_the_backward_of_a_users_function_is_told_with_its_own_line():
+def test_the_backward_of_a_users_function_has_its_own_line():
     found = [record for record in recorded(faulty.UsersFunction()) if record.op == "aten.div"]
     assert [(record.module, record.source) for record in found] == [("part", line(faulty.UsersFunction))]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_second_forward_is_told_as_such(reentrant):
+def test_a_recomputed_forward_is_marked(reentrant):
     class Part(nn.Module):
         def forward(self, x):
             return checkpoint(self.work, x, use_reentrant=reentrant)
@@ -79,7 +79,7 @@ def test_a_second_forward_is_told_as_such(reentrant):
 
 
 class Asking(TorchDispatchMode):
-    """Asks of every operation who called it; what is told is in `told`."""
+    """Collects the caller of every operation in `told`."""
 
     def __init__(self, model):
         super().__init__()
@@ -93,7 +93,7 @@ class Asking(TorchDispatchMode):
         return out
 
 
-def test_where_a_backward_pass_starts_and_where_its_gradients_arrive_is_known():
+def test_the_start_of_the_backward_pass_and_the_accumulated_gradients_are_marked():
     model = Around(nn.Linear(3, 3))
     with Asking(model) as asking:
         model(torch.ones(4, 3)).sum().backward()
@@ -102,7 +102,7 @@ def test_where_a_backward_pass_starts_and_where_its_gradients_arrive_is_known():
     assert {*arrived} == {"head", "part", "stem"}, "each at the module that read the parameter"
 
 
-def test_the_stack_says_module_and_line_and_that_neither_a_library_nor_checkpointing_is_at_work():
+def test_the_stack_gives_the_module_and_line_of_user_code():
     class Looks(nn.Module):
         def forward(self, x):
             self.seen, self.line = frames(names), here()
@@ -115,7 +115,7 @@ def test_the_stack_says_module_and_line_and_that_neither_a_library_nor_checkpoin
     assert frames(names)[:2] == (None, here())
 
 
-def test_code_of_libraries_is_not_the_users():
+def test_library_code_is_distinguished_from_user_code():
     torchs = torch.__file__.removesuffix("__init__.py")
     assert role(f"{torchs}nn/functional.py", "linear") == "library"
     assert role(f"{torchs}nn/modules/module.py", "_call_impl") == "module"

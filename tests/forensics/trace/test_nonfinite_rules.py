@@ -1,4 +1,4 @@
-"""Rules on where arithmetic has no finite result: each is true of the operation itself, and of no value beside."""
+"""Checks each rule for non-finite results against the operation itself, and on inputs to which it does not apply."""
 
 import math
 
@@ -17,10 +17,10 @@ def t(*values):
     return torch.tensor(values, dtype=F64)
 
 
-PLACES = {
+UNDEFINED = {
     "log 0": (aten.log.default, (t(0.0, 1.0),), "log_of_zero", "log of 0 (1 of 2 values)"),
     "log -": (aten.log2.default, (t(-3.0, 0.0),), "log_of_negative",
-              "log of a negative number (1 of 2 values, the least -3)"),
+              "log of a negative number (1 of 2 values, minimum -3)"),
     "log1p": (aten.log1p.default, (t(-1.0),), "log_of_zero", "log of 0 (1 of 1 values)"),
     "xlogy": (aten.xlogy.Tensor, (t(2.0), t(0.0)), "log_of_zero", "log of 0 (1 of 1 values)"),
     "logit": (aten.logit.default, (t(0.5, 1.0),), "log_of_zero", "log of 0 (1 of 2 values)"),
@@ -33,36 +33,36 @@ PLACES = {
     "0 / 0": (aten.div.Tensor, (t(0.0, 2.0), t(0.0, 0.0)), "zero_over_zero", "0 / 0 (1 of 2 values)"),
     "inf / inf": (aten.div.Tensor, (t(INF), t(INF)), "inf_over_inf", "inf / inf (1 of 1 values)"),
     "x % 0": (aten.fmod.Tensor, (t(1.0), t(0.0)), "division_by_zero",
-              "the remainder of a division by 0 (1 of 1 values)"),
+              "remainder of a division by 0 (1 of 1 values)"),
     "0 ** -1": (aten.pow.Tensor_Scalar, (t(0.0, 1.0), -1.5), "zero_to_negative_power",
                 "0 to a negative power (1 of 2 values)"),
     "- ** 0.5": (aten.pow.Tensor_Scalar, (t(-2.0), 0.5), "root_of_negative",
                  "a negative number to a fractional power (1 of 1 values)"),
     "1e200 ** 2": (aten.pow.Tensor_Scalar, (t(1e200), 2), "overflow",
-                   "a power beyond fp64's range, of numbers up to 1e+200"),
+                   "a power of numbers up to 1e+200 overflows every format"),
     "exp": (aten.exp.default, (t(1.0, 1000.0),), "exp_overflow", "exp of 1000 overflows every format"),
-    "acos": (aten.acos.default, (t(1.5, 1.0),), "outside_domain", "an argument outside of [-1, 1] (1 of 2 values)"),
+    "acos": (aten.acos.default, (t(1.5, 1.0),), "outside_domain", "an argument outside [-1, 1] (1 of 2 values)"),
     "atanh": (aten.atanh.default, (t(1.0, 0.5),), "outside_domain",
               "an argument at or beyond -1 or 1 (1 of 2 values)"),
     "acosh": (aten.acosh.default, (t(0.5),), "outside_domain", "an argument below 1 (1 of 1 values)"),
     "lgamma": (aten.lgamma.default, (t(-2.0, -2.5),), "outside_domain",
-               "a pole at 0 or a negative whole number (1 of 2 values)"),
+               "a pole at 0 or a negative integer (1 of 2 values)"),
     "polygamma": (aten.polygamma.default, (1, t(0.0)), "outside_domain",
-                  "a pole at 0 or a negative whole number (1 of 1 values)"),
+                  "a pole at 0 or a negative integer (1 of 1 values)"),
     "masked row": (aten._softmax.default, (t(-INF, -INF, -INF, 1.0).view(2, 2), 1, False), "masked_row",
                    "every entry of a row is -Inf (1 of 2 rows): inf - inf"),
     "softmax of inf": (aten._softmax.default, (t(INF, 1.0), 0, False), "inf_minus_inf",
                        "softmax subtracts the largest entry, which is Inf: inf - inf (1 of 2 values)"),
     "mean of nothing": (aten.mean.default, (t(),), "mean_of_nothing",
-                        "mean of no value at all, of shape [0]: 0 / 0"),
+                        "mean of an empty tensor, shape [0]: 0 / 0"),
     "targets ignored": (aten.nll_loss_forward.default,
                         (torch.zeros(2, 3, dtype=F64), torch.tensor([-100, -100]), None, 1, -100), "mean_of_nothing",
-                        "mean over no target: all 2 are ignored: 0 / 0"),
+                        "mean over 0 targets, all 2 are ignored: 0 / 0"),
     "norm without eps": (aten.native_layer_norm.default, (t(5.0, 5.0), [2], None, None, 0.0), "zero_variance",
-                         "the variance is 0, and eps=0 is added to it: 1 / sqrt(0)"),
-    "weight of length 0": (aten._weight_norm_interface.default,
+                         "the variance is 0 and eps is only 0: 1 / sqrt(0)"),
+    "weight of norm 0": (aten._weight_norm_interface.default,
                            (t(0.0, 0.0, 1.0, 1.0).view(2, 2), t(1.0, 1.0).view(2, 1)),
-                           "zero_over_zero", "a weight of length 0, divided by its length (1 of 2 values)"),
+                           "zero_over_zero", "a weight vector of norm 0 divided by its norm (1 of 2 values)"),
     "0 * inf": (aten.mul.Tensor, (t(0.0, 1.0), t(INF, 1.0)), "zero_times_inf", "0 * inf"),
     "0 * the number inf": (aten.mul.Tensor, (t(0.0), INF), "zero_times_inf", "0 * inf"),
     "inf - inf": (aten.sub.Tensor, (t(INF), t(INF)), "inf_minus_inf", "inf - inf"),
@@ -72,7 +72,7 @@ PLACES = {
                                "inf - inf in a sum of products"),
     "sum of both inf": (aten.sum.dim_IntList, (t(INF, -INF), [0]), "inf_minus_inf", "inf - inf"),
 }  # fmt: skip
-"""An operation at a place where it has no finite result: arguments, key and words."""
+"""Operations with arguments for which they have no finite result, and the expected key and words."""
 
 HARMLESS = {
     "log": (aten.log.default, (t(0.5),)),
@@ -94,23 +94,23 @@ HARMLESS = {
 
 
 def called(func, args):
-    """The key and words for an operation, and its first result."""
+    """Returns the key and words for an operation, and its output."""
     out = func(*args)
     first = out[0] if isinstance(out, tuple) else out
     return why(func, str(func.overloadpacket).rpartition(".")[2].rstrip("_"), args, {}, first, ""), out
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_the_place_is_named_and_the_operation_has_no_finite_result_there(name):
-    func, args, key, words = PLACES[name]
+@pytest.mark.parametrize("name", UNDEFINED)
+def test_the_rule_applies_and_the_operation_has_no_finite_result(name):
+    func, args, key, words = UNDEFINED[name]
     found, out = called(func, args)
     assert found == (key, words)
     results = out if isinstance(out, tuple) else (out,)
-    assert not all(torch.isfinite(result).all() for result in results), "in fp64, so in no format"
+    assert not all(torch.isfinite(result).all() for result in results), "not finite in fp64, so in no format"
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_beside_the_place_nothing_is_found_and_the_result_is_finite(name):
+def test_no_rule_applies_to_inputs_with_a_finite_result(name):
     found, out = called(*HARMLESS[name])
     assert found is None
     assert torch.isfinite(out[0] if isinstance(out, tuple) else out).all()
@@ -127,19 +127,19 @@ def test_beside_the_place_nothing_is_found_and_the_result_is_finite(name):
     ids=["all", "rows of one", "columns of two", "not corrected"],
 )
 @pytest.mark.filterwarnings("ignore:var\\(\\). degrees of freedom")
-def test_a_variance_of_no_more_values_than_are_corrected_for_is_0_over_0(func, args, is_known):
+def test_a_variance_of_too_few_values_for_its_correction_is_0_over_0(func, args, is_known):
     found, out = called(func, args)
     assert found == (("variance_of_one", "variance of 1 value: 0 / 0") if is_known else None)
     assert bool(out.isnan().any()) is is_known
 
 
-def test_a_matrix_without_an_inverse_is_named():
+def test_a_singular_matrix_is_named():
     singular = torch.stack([torch.ones(2, 2, dtype=F64), torch.eye(2, dtype=F64)])
-    assert RULES["linalg_inv_ex"]((singular,), {}) == ("singular_matrix", "a matrix without an inverse (1 of 2)")
+    assert RULES["linalg_inv_ex"]((singular,), {}) == ("singular_matrix", "a singular matrix (1 of 2)")
     assert RULES["linalg_inv_ex"]((singular[1],), {}) is None
 
 
-def test_in_a_backward_pass_a_division_by_0_is_one_of_the_derivative():
+def test_a_division_by_0_in_a_backward_pass_is_explained_by_the_derivative():
     args = (t(1.0), t(0.0))
     words = "division by 0 (1 of 1 values): the derivative has no finite value there"
     assert why(aten.div.Tensor, "div", args, {}, t(INF), "SqrtBackward0") == ("division_by_zero", words)
@@ -147,13 +147,13 @@ def test_in_a_backward_pass_a_division_by_0_is_one_of_the_derivative():
     assert of_log == ("log_of_zero", "log of 0 (1 of 1 values)")
 
 
-def test_an_operation_without_a_rule_is_known_by_the_infinities_that_it_read():
+def test_an_operation_without_a_rule_is_explained_by_infinite_inputs():
     assert infinite([t(INF, 1.0), t(-INF)], t(NAN)) == ("inf_minus_inf", "inf - inf")
     assert infinite([t(INF)], t(NAN)) is None
     assert infinite([t(INF, -INF)], t(INF)) is None
     assert why(aten.tanh.default, "tanh", (t(1.0),), {}, t(NAN), "") is None
 
 
-def test_for_every_key_but_those_of_a_format_or_a_norm_there_is_something_to_do():
-    keys = {key for _, _, key, _ in PLACES.values()}
+def test_every_key_except_overflow_and_zero_variance_has_a_fix():
+    keys = {key for _, _, key, _ in UNDEFINED.values()}
     assert keys - {*FIXES} == {"overflow", "zero_variance"}
