@@ -51,3 +51,29 @@ def test_an_error_is_raised_at_the_step_it_belongs_to():
         prefetch.get(2)
     assert prefetch.get(3).targets[0] == 3
     prefetch.close()
+
+
+def test_what_was_guessed_is_forgotten_where_the_batches_have_become_others():
+    shift = 0
+    prefetch = Prefetch(lambda step: load(step + shift), ahead=3)
+    assert prefetch.get(0).targets[0] == 0
+    shift = 100
+    prefetch.forget()
+    assert [int(prefetch.get(step).targets[0]) for step in range(1, 6)] == [101, 102, 103, 104, 105]
+    prefetch.close()
+
+
+@pytest.mark.parametrize("pin", [False, True])
+def test_a_batch_is_put_into_page_locked_memory_on_the_thread_where_that_is_asked_for(monkeypatch, pin):
+    threads = []
+
+    def noting(batch):
+        threads.append(threading.current_thread())
+        return batch
+
+    monkeypatch.setattr(Batch, "pin_memory", noting)
+    prefetch = Prefetch(load, ahead=0, pin=pin)
+    assert prefetch.get(7).targets[0] == 7
+    prefetch.close()
+    assert len(threads) == pin
+    assert threading.main_thread() not in threads

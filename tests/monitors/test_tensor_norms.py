@@ -6,7 +6,7 @@ from torch import nn
 
 from stabletrain.monitors.module_groups import trained
 from stabletrain.monitors.monitors import FullMonitors, Monitors
-from stabletrain.monitors.tensor_norms import Adaptive, norms, zero_shares
+from stabletrain.monitors.tensor_norms import Adaptive, buffer_norm, measure, norms, zero_shares
 from tests.monitors.watched import PRECISIONS, adamw, features, look_at, tiny_gpt, tokens
 
 FP32 = PRECISIONS["fp32"]()
@@ -88,6 +88,32 @@ def test_zero_gradients_are_counted_exactly():
     assert metrics["monitors/zero_grads"] == pytest.approx(
         unseen * 32 * 16 / sum(p.numel() for p in model.parameters()), abs=1e-6
     )
+
+
+def test_gradients_are_measured_each_by_itself_and_over_all():
+    model = Two()
+    assert (measure(model).total.item(), measure(model).each.tolist()) == (0.0, [0.0]), "there is none yet"
+    sizes = [3.0, 4.0, 0.0, 12.0]
+    for parameter, size in zip(model.parameters(), sizes, strict=True):
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.view(-1)[0] = -size
+    assert (measure(model).total.item(), measure(model).each.tolist()) == (13.0, sizes)
+    model.head.bias.grad[0] = float("nan")
+    assert measure(model).total.isnan()
+    model.head.bias.grad[0] = 1e20
+    assert measure(model).total.isinf(), "its square is past the end of fp32"
+
+
+def test_buffers_are_measured_together_but_for_whole_numbers():
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(1))
+    model[0].running_mean[:] = torch.tensor([3.0, 4.0])
+    model[0].running_var[:] = torch.tensor([0.0, 12.0])
+    model[1].running_var[:] = 0.0
+    model[1].num_batches_tracked += 1000
+    assert buffer_norm(model).item() == 13.0
+    model[1].running_mean[0] = float("inf")
+    assert buffer_norm(model).isinf()
+    assert buffer_norm(Two()).item() == 0.0
 
 
 def test_norms_of_half_precision_are_fp32():

@@ -131,27 +131,6 @@ def test_online_without_a_key_warns_once_and_goes_on_offline(tmp_path):
     assert read(tmp_path)["history"][0]["x"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("netrc", "found"),
-    [
-        ("machine api.wandb.ai\n  login user\n  password 0123456789\n", True),
-        ("machine example.org\n  login user\n  password 0123456789\n", False),
-        ("mach", False),
-    ],
-)
-def test_a_key_that_wandb_login_has_filed_is_found(tmp_path, monkeypatch, netrc, found):
-    import wandb
-
-    from stabletrain.tracking.wandb_setup import has_key
-
-    for name in [name for name in os.environ if name.startswith("WANDB")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    (tmp_path / "netrc").write_text(netrc)
-    assert has_key(wandb) is found
-
-
 class Broken:
     """A W&B run whose calls all fail."""
 

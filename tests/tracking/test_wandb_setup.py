@@ -1,10 +1,27 @@
-"""The default group, name, job type and tags of a run in W&B."""
+"""Whether W&B can be reached, and where a run is filed there: group, name, job type, tags."""
 
+import os
+import socket
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
-from stabletrain.tracking.wandb_setup import LONGEST_NAME, LONGEST_TAG, card_of, name_of, sweep_of, tags_of
+from stabletrain.errors import ConfigError
+from stabletrain.tracking.wandb_setup import (
+    LONGEST_NAME,
+    LONGEST_TAG,
+    card_of,
+    check_reach,
+    has_key,
+    name_of,
+    sweep_of,
+    tags_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -48,3 +65,81 @@ def test_tags_are_choices_by_name_and_never_longer_than_wandb_takes():
 def test_the_card_is_the_one_it_ran_on():
     assert card_of({"name": "NVIDIA H200", "device": "cuda:0"}) == "NVIDIA H200"
     assert card_of({"name": "cpu"}) == card_of({}) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("netrc", "found"),
+    [
+        ("machine api.wandb.ai\n  login user\n  password 0123456789\n", True),
+        ("machine example.org\n  login user\n  password 0123456789\n", False),
+        ("mach", False),
+    ],
+)
+def test_a_key_that_wandb_login_has_filed_is_found(tmp_path, monkeypatch, netrc, found):
+    import wandb
+
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    (tmp_path / "netrc").write_text(netrc)
+    assert has_key(wandb) is found
+
+
+class Settings(SimpleNamespace):
+    """The library's settings, as far as they are asked."""
+
+    model_fields: ClassVar = {"base_url": SimpleNamespace(default="https://api.wandb.ai")}
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Stands in for the library: it is set to a server at this address, and to this key."""
+
+    def library(url, key="0123456789"):
+        chosen = SimpleNamespace(settings=Settings(base_url=url, api_key=key))
+        monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=Settings, setup=lambda settings: chosen))
+
+    return library
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Answers every request with a refusal."""
+
+    def do_GET(self):
+        self.send_error(404)
+
+    def log_message(self, *words):
+        """Nothing."""
+
+
+def test_a_server_that_answers_is_in_reach_even_if_it_refuses(library):
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.handle_request).start()
+        library(f"http://127.0.0.1:{server.server_port}")
+        check_reach()
+
+
+def test_a_server_that_does_not_answer_is_refused_by_its_address(library):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"  # nobody listens there
+        library(url)
+        with pytest.raises(ConfigError, match=f"{url} cannot be reached .*run this where there is a network"):
+            check_reach()
+
+
+def test_without_a_key_nobody_is_asked(library, monkeypatch, tmp_path):
+    library("http://127.0.0.1:9", key=None)
+    for name in ("WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("somebody is asked"))
+    with pytest.raises(ConfigError, match="no API key was found: log in once with `wandb login`"):
+        check_reach()
+
+
+def test_without_the_library_it_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="wandb cannot be loaded .*pip install 'wandb>="):
+        check_reach()

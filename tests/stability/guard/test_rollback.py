@@ -114,6 +114,27 @@ def test_a_healthy_state_beyond_the_trouble_is_progress():
     assert feed(guard, [50.0] * 3)[-1] is Verdict.ROLLBACK
 
 
+def test_what_patience_would_still_bear_has_no_time_left_at_the_end():
+    guard = calm(started(max_rollbacks=1), 30)
+    (once,) = feed(guard, [50.0], first_step=31)
+    assert guard.at_end(once) is Verdict.SKIP, "a single one is borne"
+    (twice,) = feed(guard, [50.0], first_step=32)
+    assert guard.at_end(Verdict.APPLY) is Verdict.APPLY
+    assert (twice, guard.at_end(twice)) == (Verdict.SKIP, Verdict.ROLLBACK)
+    assert guard.reason.endswith("and the run is at its end")
+
+
+def test_a_state_gone_wrong_without_a_steps_fault_is_computed_again_from_the_same_data_at_the_same_pace():
+    guard = calm(started(max_rollbacks=1), 30)
+    assert guard.distrust("the ranks differ") is Verdict.ROLLBACK
+    assert guard.reason == "the ranks differ"
+    detour = guard.begin_rollback(33, 20, same_data=True)
+    assert (detour.number, detour.skip_batches, detour.lr_factor, detour.until) == (1, 0, 1.0, 20)
+    assert {guard.lr_multiplier(step) for step in range(40)} == {1.0}
+    assert guard.distrust("the ranks differ") is Verdict.HALT
+    assert guard.reason == "the ranks differ, nor have guard.max_rollbacks=1 rollbacks helped"
+
+
 def test_counts_and_budgets_go_through_a_checkpoint():
     guard = calm(started(), 30)
     feed(guard, [50.0] * 3)
