@@ -75,7 +75,7 @@ def test_the_card_is_the_one_it_ran_on():
         ("mach", False),
     ],
 )
-def test_a_key_that_wandb_login_has_filed_is_found(tmp_path, monkeypatch, netrc, found):
+def test_a_key_stored_by_wandb_login_is_found(tmp_path, monkeypatch, netrc, found):
     import wandb
 
     for name in [name for name in os.environ if name.startswith("WANDB")]:
@@ -87,7 +87,7 @@ def test_a_key_that_wandb_login_has_filed_is_found(tmp_path, monkeypatch, netrc,
 
 
 class Settings(SimpleNamespace):
-    """The library's settings, as far as they are asked."""
+    """The library's settings, as far as the code reads them."""
 
     model_fields: ClassVar = {"base_url": SimpleNamespace(default="https://api.wandb.ai")}
 
@@ -123,23 +123,23 @@ def test_a_server_that_answers_is_in_reach_even_if_it_refuses(library):
 def test_a_server_that_does_not_answer_is_refused_by_its_address(library):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"  # nobody listens there
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"  # no server listens there
         library(url)
-        with pytest.raises(ConfigError, match=f"{url} cannot be reached .*run this where there is a network"):
+        with pytest.raises(ConfigError, match=f"{url} cannot be reached .*run this on a machine with a network"):
             check_reach()
 
 
-def test_without_a_key_nobody_is_asked(library, monkeypatch, tmp_path):
+def test_without_a_key_no_server_is_contacted(library, monkeypatch, tmp_path):
     library("http://127.0.0.1:9", key=None)
     for name in ("WANDB_API_KEY", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("somebody is asked"))
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("a request was sent"))
     with pytest.raises(ConfigError, match="no API key was found: log in once with `wandb login`"):
         check_reach()
 
 
 def test_without_the_library_it_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="wandb cannot be loaded .*pip install 'wandb>="):
+    with pytest.raises(ConfigError, match="wandb cannot be imported .*pip install 'wandb>="):
         check_reach()

@@ -132,7 +132,7 @@ def test_a_state_gone_wrong_without_a_steps_fault_is_computed_again_from_the_sam
     assert (detour.number, detour.skip_batches, detour.lr_factor, detour.until) == (1, 0, 1.0, 20)
     assert {guard.lr_multiplier(step) for step in range(40)} == {1.0}
     assert guard.distrust("the ranks differ") is Verdict.HALT
-    assert guard.reason == "the ranks differ, nor have guard.max_rollbacks=1 rollbacks helped"
+    assert guard.reason == "the ranks differ, and guard.max_rollbacks=1 rollbacks did not help"
 
 
 def test_counts_and_budgets_go_through_a_checkpoint():
