@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
 
 from stabletrain.checkpoint.capture import Stateful
@@ -35,11 +35,12 @@ from stabletrain.protocols import Guard, Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.tracking.metrics import Metrics
 from stabletrain.tracking.progress import Progress
-from stabletrain.tracking.run_folder import NoRunFolder, RunFolder, check_same_data, versions
+from stabletrain.tracking.run_folder import NoRunFolder, RunFolder, versions
 from stabletrain.tracking.tracker import NoTracker, Tracker
 from stabletrain.tracking.wandb import NoWandb
 from stabletrain.trainer import roles
 from stabletrain.trainer.banner import closing, opening, sample_text, suggestion
+from stabletrain.trainer.changes import check_data_of_checkpoint, option_fingerprint, record_changes
 from stabletrain.trainer.compile_warmup import warm_up_compiled
 from stabletrain.trainer.contract import make_model, validation
 from stabletrain.trainer.history import UNITS, History
@@ -80,10 +81,6 @@ class Opened:
         )
 
 
-NOT_A_CHANGE = ("resume", "device", "report")
-"""Configuration keys that may differ between the parts of a resumed run without changing what it computes."""
-
-
 def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> TrainingRun:
     """Builds the run that `cfg` describes, restored from a checkpoint if `resume` asks for it.
 
@@ -117,7 +114,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         start_wandb(cfg, process, trained, opened)
         opened.open_checkpoints()
         restore_state(cfg, rollback, guard, opened.tracker)
-        record_changes(cfg, rollback.state.step, opened)
+        record_changes(cfg, rollback.state.step, folder, opened.run_folder, opened.tracker)
         opened.tracker.note(opening_lines(cfg, process, source, trained, tools, folder))
         if compiling.wanted(cfg.compile, process.device):
             compile_model(cfg, process, trained.state, tools, load, opened)
@@ -159,11 +156,9 @@ def start_run_folder(
     """
     run_folder = RunFolder(folder) if process.ranks.is_main else NoRunFolder(folder)
     typed, data = parse_arguments([*sys.argv[1:]]), source.data
-    fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else unread_fingerprint(cfg, process)
+    fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else option_fingerprint(cfg, process.choices)
     resuming = cfg.resume == "auto"
-    if cfg.resume not in ("auto", "none"):  # a checkpoint of another run folder
-        other = Path(cfg.resume).absolute().parent.parent
-        check_same_data(RunFolder(other).read().get("data", {}), fingerprint, other)
+    check_data_of_checkpoint(cfg.resume, fingerprint)
     start = partial(
         run_folder.start,
         resuming=resuming,
@@ -177,11 +172,6 @@ def start_run_folder(
     )
     run_folder.id = run_on_main(process.ranks, start)
     return run_folder
-
-
-def unread_fingerprint(cfg: DictConfig, process: Process) -> dict[str, Any]:
-    """Returns what identifies a user's data that has no `fingerprint()`: its option and keys."""
-    return {"name": process.choices["data"], "keys": plain(cfg.data)}
 
 
 def machine_record(process: Process, trained: Trained) -> dict[str, Any]:
@@ -232,29 +222,6 @@ def restore_state(cfg: DictConfig, rollback: Rollback, guard: Guard, tracker: ro
     if rollback.state.step > cfg.steps:
         raise ConfigError(f"steps={cfg.steps} is below the {rollback.state.step} steps already done: raise steps")
     tracker.rewind(rollback.state.executed_steps)
-
-
-def record_changes(cfg: DictConfig, step: int, opened: Opened) -> None:
-    """Records and shows what a resumed run has changed of its configuration, such as `optimizer.lr`."""
-    file = opened.folder / ".hydra" / "config.yaml"
-    if cfg.resume != "auto" or not step or not file.is_file():
-        return
-    before = dict(leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=True)))
-    for change in RunFolder(opened.folder).read().get("changes", []):
-        before |= {key: value for key, (_, value) in change["keys"].items()}
-    now = dict(leaves(plain(cfg)))
-    keys = {
-        key: [before.get(key), now.get(key)]
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and key not in NOT_A_CHANGE
-    }
-    if not keys:
-        return
-    opened.run_folder.change(step, keys)
-    opened.tracker.event("changed", step, keys=keys)
-    shown = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in keys.items())
-    longer = "; the learning-rate schedule now ends at the new last step" if "steps" in keys else ""
-    opened.tracker.note(f"changed  {shown}{longer}")
 
 
 def compile_model(

@@ -41,7 +41,16 @@ MAY_SEE = {
 
 ONLY = {
     "hydra": {"train", "config", "cli", "trainer/build", "trainer/stages"},
-    "omegaconf": {"train", "config", "cli", "trainer/build", "trainer/contract", "trainer/stages", "trainer/tools"},
+    "omegaconf": {
+        "train",
+        "config",
+        "cli",
+        "trainer/build",
+        "trainer/changes",
+        "trainer/contract",
+        "trainer/stages",
+        "trainer/tools",
+    },
     "wandb": {"tracking/wandb", "tracking/wandb_setup", "tracking/wandb_report"},
     "wandb_workspaces": {"tracking/wandb_report"},
     "rich": {"tracking/progress", "compare/table", "compare/command"},

@@ -1,0 +1,55 @@
+"""What a resumed run may change: any configuration key, which is recorded and shown, but not its data."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from stabletrain.config.make import leaves, plain
+from stabletrain.tracking.run_folder import RunFolder, check_same_data
+from stabletrain.trainer import roles
+
+NOT_A_CHANGE = ("resume", "device", "report")
+"""Configuration keys that may differ between the parts of a resumed run without changing what it computes."""
+
+
+def option_fingerprint(cfg: DictConfig, choices: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what identifies a user's data that has no `fingerprint()`: its option and keys."""
+    return {"name": choices["data"], "keys": plain(cfg.data)}
+
+
+def check_data_of_checkpoint(resume: str, fingerprint: Mapping[str, Any]) -> None:
+    """Checks that a checkpoint from another run folder was trained on the same data.
+
+    Raises:
+        ConfigError: the run that wrote it recorded another fingerprint.
+    """
+    if resume not in ("auto", "none"):
+        other = Path(resume).absolute().parent.parent
+        check_same_data(RunFolder(other).read().get("data", {}), fingerprint, other)
+
+
+def record_changes(
+    cfg: DictConfig, step: int, folder: Path, run_folder: roles.RunFolder, tracker: roles.Tracker
+) -> None:
+    """Records and shows what a resumed run has changed of its configuration, such as `optimizer.lr`."""
+    file = folder / ".hydra" / "config.yaml"
+    if cfg.resume != "auto" or not step or not file.is_file():
+        return
+    before = dict(leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=True)))
+    for change in RunFolder(folder).read().get("changes", []):
+        before |= {key: value for key, (_, value) in change["keys"].items()}
+    now = dict(leaves(plain(cfg)))
+    keys = {
+        key: [before.get(key), now.get(key)]
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and key not in NOT_A_CHANGE
+    }
+    if not keys:
+        return
+    run_folder.change(step, keys)
+    tracker.event("changed", step, keys=keys)
+    shown = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in keys.items())
+    longer = "; the learning-rate schedule now ends at the new last step" if "steps" in keys else ""
+    tracker.note(f"changed  {shown}{longer}")
