@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.models.layers import RMSNorm, Rotary, SwiGLUMLP
+from stabletrain.models.layers import KVCache, RMSNorm, Rotary, SwiGLUMLP
 from tests.models.given import meta
 
 
@@ -70,3 +70,13 @@ def test_rmsnorm_is_exact_under_autocast_whatever_it_is_given(dtype: torch.dtype
     reference = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
     assert y.dtype == dtype
     torch.testing.assert_close(y.double(), reference, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_a_cache_gives_all_keys_and_values_that_it_has_been_shown_in_their_order() -> None:
+    cache, keys = KVCache(), torch.arange(2 * 3 * 5 * 4.0).view(2, 3, 5, 4)
+    assert cache.length == 0
+    for start, stop in [(0, 1), (1, 4), (4, 5)]:
+        k, v = cache.extend(keys[:, :, start:stop], -keys[:, :, start:stop])
+        assert cache.length == stop
+        assert torch.equal(k, keys[:, :, :stop])
+        assert torch.equal(v, -keys[:, :, :stop])

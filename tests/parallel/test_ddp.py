@@ -1,18 +1,23 @@
 """Copies of the model that are no longer the same: a bit that flips on one rank is noticed before anything is saved."""
 
+import copy
+import hashlib
 import json
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from stabletrain.parallel.ddp import checksums, describe
-from stabletrain.records import TrainState
+from stabletrain.errors import ConfigError
+from stabletrain.parallel.ddp import DDP, checksums, describe
+from stabletrain.parallel.ranks import Ranks
+from stabletrain.records import GradNorms, TrainState
 from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel.launches import performed
 from tests.runs import TINY_GPT, TINY_RESNET
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 QUICK = ["forensics=off", "monitors=none", "log_every=1", "precision=fp32", "schedule=constant", "warmup=none"]
 GPT = [*TINY_GPT, *QUICK, "model.dropout=0.1", "steps=16", "checkpoint.every=4", "eval_every=8"]
@@ -50,6 +55,7 @@ def events(folder, kind):
     return [event for event in read_jsonl(folder / "events.jsonl") if event["event"] == kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["weight", "moment"])
 def test_a_flipped_bit_of_one_rank_is_undone_and_the_run_ends_as_if_it_had_not_been(two, place, name):
     for seen in two:
@@ -64,6 +70,7 @@ def test_a_flipped_bit_of_one_rank_is_undone_and_the_run_ends_as_if_it_had_not_b
     assert (back["to"], back["skipped"], back["lr_factor"]) == (5, [], 1.0)
 
 
+@pytest.mark.slow
 def test_a_resnet_goes_back_too(two):
     for seen in two:
         assert seen["resnet"]["error"] is None, seen["resnet"]["message"]
@@ -71,6 +78,7 @@ def test_a_resnet_goes_back_too(two):
     assert two[0]["resnet"]["weights"] == two[1]["resnet"]["weights"]
 
 
+@pytest.mark.slow
 def test_a_statistic_of_one_rank_that_is_nan_does_not_stay(two):
     for seen in two:
         found = seen["nan_statistic"]
@@ -82,6 +90,7 @@ def test_a_statistic_of_one_rank_that_is_nan_does_not_stay(two):
         assert two[0]["nan_statistic"][field] == two[1]["nan_statistic"][field], field
 
 
+@pytest.mark.slow
 def test_without_snapshots_the_run_halts_and_what_is_saved_is_from_before(two, place):
     for seen in two:
         assert seen["skip"]["error"] == "TrainingHalted"
@@ -91,18 +100,21 @@ def test_without_snapshots_the_run_halts_and_what_is_saved_is_from_before(two, p
     assert json.loads((place / "skip" / "run.json").read_text())["status"] == "halted"
 
 
+@pytest.mark.slow
 def test_guard_off_tells_and_goes_on(two, place):
     assert two[0]["off"]["error"] is None
     assert two[0]["off"]["weights"] != two[1]["off"]["weights"]
     assert events(place / "off", "divergence")
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_compare_see_nothing(two, place):
     assert two[0]["unseen"]["weights"] != two[1]["unseen"]["weights"], "or the fault would be none"
     assert two[0]["unseen"]["readings"] == two[1]["unseen"]["readings"], "no number of a step shows it"
     assert not events(place / "unseen", "divergence")
 
 
+@pytest.mark.slow
 def test_a_rank_that_keeps_erring_halts_the_run(two):
     for seen in two:
         assert seen["again_and_again"]["error"] == "TrainingHalted"
@@ -126,6 +138,79 @@ def test_every_bit_of_every_tensor_counts():
             assert sum(checksums(state)[name] != before[name] for name in before) == 1
             whole.copy_(before_it)
     assert checksums(state) == before
+
+
+def test_a_state_that_is_another_on_one_rank_is_told_unless_nobody_compares(monkeypatch):
+    """The others' hashes and sums, as they would be told: on rank 1 those of a state of which one bit is another."""
+    model = torch.nn.Linear(2, 2)
+    state, other = TrainState(model, torch.optim.SGD(model.parameters())), copy.deepcopy(model)
+    other.bias.data.view(torch.int32)[0] ^= 1 << 3
+    there = checksums(TrainState(other, torch.optim.SGD(other.parameters())))
+
+    def told(mine):
+        theirs = there if isinstance(mine, dict) else hashlib.sha256(repr(there).encode()).hexdigest()
+        return [mine, theirs, mine]
+
+    monkeypatch.setattr("stabletrain.parallel.ddp.all_gather_object", told)
+    said = "rank 1 no longer has the state of the other ranks: 'bias' differs"
+    assert DDP(Ranks(0, 3, 0, launched=True)).find_divergence(state) == said
+    assert DDP(Ranks(0, 3, 0, launched=True), compare=False).find_divergence(state) == ""
+    monkeypatch.setattr("stabletrain.parallel.ddp.all_gather_object", lambda mine: [mine] * 3)
+    assert DDP(Ranks(0, 3, 0, launched=True)).find_divergence(state) == ""
+
+
+def test_gradients_of_all_micro_batches_but_the_last_are_not_exchanged(group_of_one):
+    model, ddp, met = torch.nn.Linear(2, 1), DDP(group_of_one), []
+    ddp.wrap(model)
+    wrapped = ddp.wrapped(model)
+    wrapped.register_comm_hook(None, lambda state, bucket: met.append(1) or reduced(bucket))
+    for last in (False, True):
+        with ddp.gradient_sync(model, last):
+            wrapped(torch.ones(3, 2)).sum().backward()
+        assert len(met) == last
+    assert torch.equal(model.weight.grad, torch.full((1, 2), 6.0)), "and those of both add up"
+
+
+def reduced(bucket):
+    """A bucket of gradients, as all ranks' would come back."""
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class WithSpare(torch.nn.Module):
+    """Two layers, of which a forward pass leaves one out."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("finds", [False, True])
+def test_a_parameter_that_a_step_leaves_out_is_named_unless_ddp_looks_for_such(group_of_one, finds):
+    model, ddp = WithSpare(), DDP(group_of_one, find_unused_parameters=finds)
+    ddp.wrap(model)
+    named = pytest.raises(ConfigError, match="'spare.weight' had no part in a step's loss")
+    with nullcontext() if finds else named, ddp.gradient_sync(model, last=True):
+        ddp.wrapped(model)(torch.ones(3, 2)).sum().backward()
+
+
+def test_weights_that_others_stand_in_for_are_refused():
+    ddp = DDP(Ranks(0, 2, 0, launched=True))
+    ddp.check({"precision": "bf16"})
+    with pytest.raises(ConfigError, match="precision=bf16_params trains in one process only: use precision=bf16"):
+        ddp.check({"precision": "bf16_params"})
+
+
+def test_the_norm_is_the_largest_that_a_rank_has_found_and_nan_if_one_is():
+    ddp, mine = DDP(Ranks(0, 2, 0, launched=True)), GradNorms(torch.tensor(3.0), torch.tensor([3.0]))
+    assert ddp.of_gradients(mine).tolist() == [3.0]
+    found = ddp.norms_of(mine, torch.tensor([[3.0], [5.0]]))
+    assert (found.total.item(), found.each.tolist()) == (5.0, [3.0])
+    assert ddp.norms_of(mine, torch.tensor([[3.0], [math.nan]])).total.isnan()
 
 
 def test_the_rank_that_differs_from_most_is_named():

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from stabletrain.checkpoint.tree import is_sharded
 from stabletrain.errors import ConfigError
-from stabletrain.parallel import ranks
 from stabletrain.parallel.fsdp import ABLE, FSDP, blocks
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.records import GradNorms
@@ -24,14 +23,9 @@ def fsdp():
 
 
 @pytest.fixture
-def only(monkeypatch):
-    """FSDP in a group of one rank, whose shard of each tensor is the whole tensor."""
-    from torch import distributed
-
-    monkeypatch.setattr(ranks, "_BY_HOST", [])
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield FSDP(Ranks(0, 1, 0, launched=True))
-    distributed.destroy_process_group()
+def only(group_of_one):
+    """The only rank: its part of every tensor is the whole of it."""
+    return FSDP(group_of_one)
 
 
 def run_passes(model, batch, sync=None):

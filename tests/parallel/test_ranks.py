@@ -1,11 +1,82 @@
-"""A rank exits with its own code, whatever its remaining threads are doing."""
+"""Which rank this is, what ranks tell each other, and how one ends: with its own code, whatever its threads do."""
 
 import pytest
 
+from stabletrain.errors import ConfigError
+from stabletrain.parallel.ranks import (
+    Ranks,
+    all_gather_object,
+    broadcast_object,
+    connection_error,
+    current_ranks,
+    run_on_main,
+)
 from tests.parallel.launches import finish, start
 from tests.runs import ROOT, TINY_GPT
 
-pytestmark = pytest.mark.slow
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+
+
+def test_a_rank_is_the_one_that_torchrun_says(monkeypatch):
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    assert current_ranks() == Ranks(0, 1, 0, launched=False, restarts=0)
+    for name, value in zip(TORCHRUN, (5, 8, 1, 2), strict=True):
+        monkeypatch.setenv(name, str(value))
+    assert current_ranks() == Ranks(5, 8, 1, launched=True, restarts=2)
+
+
+def test_the_first_rank_speaks_and_several_are_distributed():
+    assert [Ranks(rank, 2).is_main for rank in range(2)] == [True, False]
+    assert [Ranks(0, count).distributed for count in (1, 2)] == [False, True]
+
+
+class DistBackendError(RuntimeError):
+    """As PyTorch names what NCCL raises."""
+
+
+@pytest.mark.parametrize(
+    ("error", "heard"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534]\n Connection closed by peer [127.0.0.1]:1"), True),
+        (DistBackendError("NCCL error: remote process exited"), True),
+        (RuntimeError("gloo: tensors have other sizes"), False),
+        (RuntimeError("Connection closed by peer, says my own server"), False),
+        (OSError("gloo: Broken pipe"), False),
+    ],
+    ids=["gloo", "nccl", "another error of gloo", "another connection", "no RuntimeError"],
+)
+def test_a_lost_connection_between_ranks_is_told_from_any_other_error(error, heard):
+    expected = " ".join(str(error).split())[:160] if heard else ""
+    assert connection_error(error) == expected
+
+
+def test_one_process_does_what_only_the_first_rank_may_do_itself():
+    assert run_on_main(Ranks(), lambda: 3) == 3
+    with pytest.raises(ValueError, match="as it is"):
+        run_on_main(Ranks(), lambda: int("as it is"))
+
+
+def test_what_the_first_rank_has_or_refuses_is_so_on_every_rank(group_of_one):
+    first, second = Ranks(0, 2, launched=True), Ranks(1, 2, 1, launched=True)
+
+    def refused():
+        raise ConfigError("the folder is taken")
+
+    assert run_on_main(first, lambda: {"a": [1]}) == {"a": [1]}
+    with pytest.raises(ConfigError, match="the folder is taken"):
+        run_on_main(first, refused)
+    with pytest.raises(ConfigError, match="the folder is taken"):
+        run_on_main(first, refused, otherwise=lambda: None)
+    assert run_on_main(first, lambda: "its own", otherwise=lambda: "another's") == "its own"
+    assert run_on_main(second, refused, otherwise=lambda: "another's") == "another's", "which does nothing of its own"
+
+
+def test_values_are_sent_as_they_are(group_of_one):
+    value = {"a": [1, None, "x"]}
+    assert broadcast_object(value) == value
+    assert all_gather_object(value) == [value]
+
 
 DISTURBED = """
 import atexit, runpy, sys, threading, time, torch
@@ -37,6 +108,7 @@ def ended(tmp_path, ending, *arguments):
     return finish(start(1, str(script), *arguments, cwd=tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 2, 3])
 def test_a_rank_ends_with_its_code_whatever_its_threads_do(tmp_path, code):
     done = ended(tmp_path, "runpy.run_path(sys.argv[0], run_name='__main__')", *RUN, *OVERRIDES[code])
@@ -45,6 +117,7 @@ def test_a_rank_ends_with_its_code_whatever_its_threads_do(tmp_path, code):
     assert code == 0 or f"exitcode  : {code} " in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_pythons_own_end_does_not_survive_such_threads(tmp_path):
     """What the test above guards against: a race, so five tries. If none aborts, drop `exit_process`."""
     assert any("exitcode  : -6 " in ended(tmp_path, "sys.exit(0)").stderr for _ in range(5))

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from stabletrain.config.make import leaves
 from stabletrain.errors import ConfigError
 from stabletrain.machine.hardware import Usage
 from stabletrain.tracking.wandb import INCIDENT
-from stabletrain.tracking.wandb_report import CURVES, PACE, spec, specification
+from stabletrain.tracking.wandb_report import CURVES, HALF, PACE, ROW, below, placed, spec, specification
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.runs import ROOT, TINY_GPT, TINY_RESNET, composed
@@ -118,6 +119,14 @@ def test_only_the_runs_of_the_sweeps_are_compared(grids):
     everything = spec(specification("me", "proof"))
     [first, *_] = [block["metadata"] for block in everything["blocks"] if block["type"] == "panel-grid"]
     assert first["runSets"][0]["filters"]["filters"] == []
+
+
+def test_panels_stand_two_in_a_row_and_the_table_under_them():
+    made = [SimpleNamespace(layout=SimpleNamespace(x=9, y=9, w=9, h=9)) for _ in range(4)]
+    *found, table = *placed(made[:3]), below(made[3], 3)
+    assert [(panel.layout.x, panel.layout.y) for panel in found] == [(0, 0), (HALF, 0), (0, ROW)]
+    assert {(panel.layout.w, panel.layout.h) for panel in found} == {(HALF, ROW)}
+    assert table.layout.y == 2 * ROW
 
 
 def test_panels_do_not_lie_on_one_another(grids):

@@ -1,25 +1,106 @@
-"""`compile=true`: the compiled model trains, its checkpoint has the plain names, a step is replayed bit for bit.
+"""`compile=true`: the trial is a step's own pass; the compiled model trains, and a step is replayed bit for bit.
 
-The runs are in processes of their own, because the tests' shape checks cannot be traced, and with `CI` set, because
-PyTorch is stricter then.
+Compiled runs are in processes of their own, because the shape checks of the tests cannot be traced; and with `CI` set,
+as it is where tests run by themselves, because PyTorch refuses more then.
 """
 
 import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
 from safetensors import safe_open
+from torch import nn
 
+from stabletrain.errors import ConfigError
+from stabletrain.records import IGNORE_INDEX, Batch, TrainState
+from stabletrain.stability import precision
+from stabletrain.trainer import compile_warmup
+from stabletrain.trainer.build import build
+from stabletrain.trainer.compile_warmup import warm_up_compiled
 from tests.devices import CARD
-from tests.runs import TINY_GPT, command
+from tests.runs import TINY_GPT, command, composed
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"),
-]
+pytestmark = pytest.mark.timeout(900)
+
+NO_COMPILER = not (shutil.which("g++") or shutil.which("clang++"))
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    """What acts in a step, at a loss scale of 1024; its objective takes whole logits."""
+    with composed(*TINY_GPT, "checkpoint=off", "monitors=none", "precision=fp32") as cfg:
+        tools = build(cfg, tmp_path_factory.mktemp("run")).tools
+    fp16 = precision.fp16(torch.device("cpu"), init_scale=1024.0, growth_interval=2000, min_scale=1.0)
+    return replace(tools, objective=tools.objective.plain, precision=fp16)
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Has the trial of a compiled model end so, and notes the shape and the loss of its pass."""
+
+    def tried(seconds, why):
+        found = {}
+
+        def trial(model, shape, forward, backward, any_rank):
+            loss = forward()
+            backward(loss)
+            found.update(shape=tuple(shape), loss=loss.item())
+            return seconds, why
+
+        monkeypatch.setattr(compile_warmup, "try_compiled", trial)
+        return found
+
+    return tried
+
+
+def warmed_up(tools, batch, must=False):
+    """A linear model after its trial, and what came of it."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    state = TrainState(model, torch.optim.SGD(model.parameters()))
+    return model, warm_up_compiled(state, batch, tools, must=must, any_rank=bool)
+
+
+BATCH = Batch(torch.arange(12.0).view(4, 3) / 12, torch.tensor([0, 1, IGNORE_INDEX, 3]))
+
+
+def test_the_trial_is_the_pass_of_a_step(tools, tried):
+    found = tried(12.34, "")
+    model, (record, said) = warmed_up(tools, BATCH)
+    assert (dict(record), said) == ({"compiled": True, "compile_seconds": 12.3}, "compile  on, in 12 s")
+    assert found["shape"] == (4, 3)
+    gradient = model.weight.grad.clone()
+    model.weight.grad = None
+    loss = F.cross_entropy(model(BATCH.inputs), BATCH.targets)
+    loss.backward()
+    assert found["loss"] == pytest.approx(loss.item(), rel=1e-2), "of the targets that count, in fp16"
+    torch.testing.assert_close(gradient, 1024 * model.weight.grad, rtol=2e-2, atol=1.0)
+
+
+def test_a_model_that_cannot_be_compiled_trains_uncompiled_unless_it_must_be(tools, tried):
+    tried(1.0, "no compiler")
+    _, (record, said) = warmed_up(tools, BATCH)
+    assert dict(record) == {"compiled": False}
+    assert said == "compile  off: no compiler; training goes on uncompiled (compile=false does not try)"
+    with pytest.raises(
+        ConfigError, match=r"compile=true: the model cannot be compiled here \(no compiler\): use compile="
+    ):
+        warmed_up(tools, BATCH, must=True)
+
+
+def test_on_an_empty_batch_nothing_is_tried(tools, tried):
+    found = tried(1.0, "")
+    empty = Batch(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64))
+    assert warmed_up(tools, empty)[1][0] == {"compiled": False}
+    with pytest.raises(ConfigError, match="the batch to try it on is empty"):
+        warmed_up(tools, empty, must=True)
+    assert not found
+
 
 CHOSEN = [
     *TINY_GPT,
@@ -53,6 +134,8 @@ def place(request, tmp_path_factory):
     return place
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(NO_COMPILER, reason="needs a C++ compiler")
 def test_a_compiled_run_trains_and_its_checkpoint_has_the_plain_names(place):
     losses, names = [], []
     for run in RUNS:
@@ -67,6 +150,8 @@ def test_a_compiled_run_trains_and_its_checkpoint_has_the_plain_names(place):
     assert hardware["compile_seconds"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(NO_COMPILER, reason="needs a C++ compiler")
 @pytest.mark.parametrize("run", ["compiled", "chunks"])
 def test_a_compiled_step_is_replayed_with_the_same_bits_in_the_run_and_from_its_folder(place, run):
     incident = place / run / "incidents" / "step-00000006"

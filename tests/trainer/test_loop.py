@@ -182,6 +182,17 @@ def test_a_verdict_of_a_rollback_restores_an_older_state_once():
     assert asked == [(9, True)]
 
 
+def test_a_verdict_to_halt_leaves_the_last_healthy_state_on_the_disk_before_the_run_ends():
+    run, done = make_run(guard=Halting(), checkpoints=Saves()), []
+    run.rollback.save_last_healthy = lambda: done.append("saved")
+    run.rollback.checkpoints.wait = lambda: done.append("waited for")
+    run.tools.guard.reason = "enough"
+    run.state.step = 9
+    with pytest.raises(TrainingHalted, match=r"^step 9: enough$"):
+        follow(run, Verdict.HALT, Throughput(run.history))
+    assert done == ["saved", "waited for"]
+
+
 def test_only_the_last_step_asks_the_guard_what_the_end_of_the_run_changes():
     class Wants(SkipGuard):
         def at_end(self, verdict):
