@@ -86,7 +86,7 @@ def test_a_model_that_cannot_be_compiled_trains_uncompiled_unless_it_must_be(too
     tried(1.0, "no compiler")
     _, (record, said) = warmed_up(tools, BATCH)
     assert dict(record) == {"compiled": False}
-    assert said == "compile  off: no compiler; training goes on uncompiled (compile=false does not try)"
+    assert said == "compile  off: no compiler; training continues uncompiled (compile=false skips this attempt)"
     with pytest.raises(
         ConfigError, match=r"compile=true: the model cannot be compiled here \(no compiler\): use compile="
     ):
@@ -97,7 +97,7 @@ def test_on_an_empty_batch_nothing_is_tried(tools, tried):
     found = tried(1.0, "")
     empty = Batch(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64))
     assert warmed_up(tools, empty)[1][0] == {"compiled": False}
-    with pytest.raises(ConfigError, match="the batch to try it on is empty"):
+    with pytest.raises(ConfigError, match="the trial batch is empty"):
         warmed_up(tools, empty, must=True)
     assert not found
 
