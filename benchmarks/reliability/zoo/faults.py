@@ -167,6 +167,17 @@ ALL: list[Fault] = [
         fix="run",
         steps=50,
     ),
+    Fault(
+        "one update 150 times too long, long after the older state, bf16",
+        "gpt",
+        "lr_too_high",
+        [
+            *("faults=learning_rate", "faults.at=[108]", "faults.factor=150"),
+            *("guard.snapshot_every=60", "optimizer.lr=0.005", *BF16),
+        ],
+        fix="run",
+        steps=120,
+    ),
     Fault("a learning rate of 1e6", "resnet", "lr_too_high", ["optimizer.lr=1e6", "warmup=none"], fix="override"),
     Fault(
         "a learning rate of 1e4, bf16", "gpt", "lr_too_high", ["optimizer.lr=1e4", "warmup=none", *BF16], fix="override"

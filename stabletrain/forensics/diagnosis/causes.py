@@ -20,6 +20,7 @@ from stabletrain.forensics.diagnosis.evidence import (
     beyond_lr,
     chain_lines,
     is_spread,
+    jumped,
     named,
     narrow,
     no_result,
@@ -297,7 +298,7 @@ def overlong_updates(e: Evidence) -> Diagnosis | None:
 
 def optimizer_staleness(e: Evidence) -> Diagnosis | None:
     """Gradients have outgrown Adam's second moment."""
-    if not e.staleness > STALE or e.normal("older_state") is False or e.normal("fresh_batch"):
+    if not e.staleness > STALE or e.normal("older_state") is False or e.normal("fresh_batch") or jumped(e):
         return None
     verdict = f"RMS(g / sqrt(v)) is {e.staleness:.3g}; it should be near 1"
     return Diagnosis("optimizer_staleness", 0.7, verdict, [*younger_moments(e), *lower_lr(e)], [])
@@ -308,9 +309,15 @@ def lr_too_high(e: Evidence) -> Diagnosis | None:
     if e.normal("fresh_batch") is not False or e.normal("fp32") is not False:
         return None
     sure = 0.8 if e.normal("older_state") else 0.6
-    return Diagnosis(
-        "lr_too_high", sure, "another batch fails with these weights too, even in fp32", slower(e), chain_lines(e)
-    )
+    verdict, lines = "another batch fails with these weights too, even in fp32", chain_lines(e)
+    if e.staleness > STALE and jumped(e):
+        verdict += ", and older weights are normal: an update moved them too far"
+        lines = [
+            f"RMS(g / sqrt(v)) is {e.staleness:.3g}, and RMS(m / sqrt(v)) of the last update was {e.overlong:.3g}: "
+            "the gradients grew only after that update, so v was not out of date",
+            *lines,
+        ]
+    return Diagnosis("lr_too_high", sure, verdict, slower(e), lines)
 
 
 def unknown(e: Evidence) -> Diagnosis:

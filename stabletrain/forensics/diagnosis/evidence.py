@@ -174,6 +174,9 @@ ABSURD = 30.0
 WAYS = 4.0
 """Allowance for single long updates of Adam, in learning rates."""
 
+ORDINARY = 1.0
+"""RMS(m / sqrt(v)) up to which the gradients agree with v: the update is at most the learning rate long."""
+
 OVERLONG = 1.5
 """Bound of RMS(m / sqrt(v)), which is at most about 1 if m and v are equally old."""
 
@@ -240,6 +243,14 @@ def beyond_lr(e: Evidence) -> bool:
         return False
     # moments of different ages make updates long without any fault of the learning rate
     return e.drift.moved > rate * (e.drift.steps + WAYS) * overlong(e)
+
+
+def jumped(e: Evidence) -> bool:
+    """Whether the gradients outgrew v only after the weights had moved too far.
+
+    If v were out of date, the growing gradients would have made the last update longer than the learning rate.
+    """
+    return e.overlong <= ORDINARY and e.normal("older_state") is True
 
 
 def wild(e: Evidence) -> bool:

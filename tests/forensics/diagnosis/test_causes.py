@@ -289,3 +289,13 @@ def test_gradients_far_above_their_second_moment_are_staleness_unless_the_older_
     assert diagnose(replace(SPIKE, staleness=50.0)).cause == "optimizer_staleness"
     older = {**SPIKE.outcomes, "older_state": BAD}
     assert diagnose(replace(SPIKE, staleness=50.0, outcomes=older)).cause == "lr_too_high"
+
+
+@pytest.mark.parametrize(
+    ("overlong", "cause"), [(0.33, "lr_too_high"), (1.2, "optimizer_staleness"), (8.0, "optimizer_staleness")]
+)
+def test_gradients_that_grew_after_an_update_of_ordinary_moments_are_the_learning_rates_fault(overlong, cause):
+    """The numbers of `experiment=spiky`: an update 300 times too long, made of m and v that agree."""
+    found = diagnose(replace(SPIKE, staleness=346.0, overlong=overlong))
+    assert found.cause == cause
+    assert any("0.33" in line for line in found.evidence) == (cause == "lr_too_high")
