@@ -76,6 +76,11 @@ class Spikes:
         return mean + self.sigma * deviation if deviation else mean
 
     @property
+    def values(self) -> list[float]:
+        """Values in the window, oldest first."""
+        return list(self._values)
+
+    @property
     def mean(self) -> float:
         """Mean of the window; 0 if it is empty."""
         return self._normal()[0] if self._values else 0.0

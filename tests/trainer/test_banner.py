@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from stabletrain.config.arguments import LAUNCH, parse_arguments
-from stabletrain.stability.guard import SkipGuard
+from stabletrain.stability.guard import NoGuard, SkipGuard
 from stabletrain.stability.schedule import Constant, LearningRate, LinearWarmup
 from stabletrain.trainer.banner import (
+    SHOWN,
     closing,
     guard_summary,
     opening,
@@ -87,6 +88,23 @@ def test_the_opening_says_what_is_trained_with_which_settings_and_where(tmp_path
         "precision fp32 · in fp32 head · optimizer sgd lr 0.1 · warmup linear 100",
         "run run",
     ]
+
+
+@pytest.mark.parametrize(
+    ("guard", "text"),
+    [
+        (SkipGuard(), "guard skip (its window judges spikes after 64 updates)"),
+        (SkipGuard(window=30), "guard skip (its window judges spikes after 20 updates)"),
+        (SkipGuard(sigma=math.inf), "guard skip (no spike detection)"),
+        (NoGuard(), "guard skip"),
+    ],
+)
+def test_the_opening_says_from_when_on_the_window_judges_spikes(guard, text):
+    choices = dict.fromkeys(SHOWN, "none") | {"model": "mine", "data": "text", "guard": "skip"}
+    config = {group: {} for group in (*SHOWN, "precision")}
+    tools = build_tools(FP32, guard=guard, learning_rate=LearningRate(LinearWarmup(None), Constant(), 2000))
+    lines = opening(choices, config, nn.Linear(4, 3), object(), tools, "CPU", "run").splitlines()
+    assert lines[1] == f"precision fp32 · {text}"
 
 
 # ---- last

@@ -47,6 +47,11 @@ class NoGuard:
         return math.inf, math.inf
 
     @property
+    def note(self) -> str:
+        """What the first lines of the run add to the guard's name: nothing."""
+        return ""
+
+    @property
     def healthy(self) -> bool:
         """Returns True: this guard does not judge the state."""
         return True
@@ -171,6 +176,13 @@ class SkipGuard(NoGuard):
     def bounds(self) -> tuple[float, float]:
         """Largest loss and gradient norm that open the gate."""
         return self.limits.loss.value, self.limits.norm.value
+
+    @property
+    def note(self) -> str:
+        """What the first lines of the run add to the guard's name: when spike detection is at its full strength."""
+        if math.isinf(self.sigma):
+            return " (no spike detection)"
+        return f" (its window judges spikes after {self.limits.cold_steps} updates)"
 
     @property
     def healthy(self) -> bool:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from stabletrain.stability.guard.limits import INPUTS, LARGEST, LOSS, NORM, Limit, Terms
+from stabletrain.stability.guard.limits import INPUTS, LARGEST, LOSS, NORM, RECENT, Limit, Terms
 
 WIDE = Terms(ratio=0.0, share=0.0, cold=3.0)
 
@@ -32,15 +32,73 @@ def test_losses_near_zero_are_limited_by_a_share_of_the_first_loss():
     assert limit_after(values, terms=LOSS) == pytest.approx(0.3 * 2.3)
 
 
-@pytest.mark.parametrize(("terms", "cold"), [(LOSS, 3.0), (NORM, 100.0)])
-def test_a_cold_window_is_protected_by_the_first_value(terms, cold):
+@pytest.mark.parametrize("terms", [LOSS, NORM])
+def test_a_cold_window_judges_by_the_first_value_and_ever_more_by_the_recent_ones(terms):
     limit = Limit(6.0, 128, terms)
     assert limit.value == LARGEST, "nothing is known of the first step but that it is finite"
+    before = math.inf
     for count in range(1, 64):
         limit.add(5.0)
-        assert limit.value == cold * 5.0, count
+        expected = 5.0 * terms.cold ** math.sqrt(terms.prior / (terms.prior + count - 1))
+        assert limit.value == pytest.approx(expected, rel=1e-12), count
+        assert limit.value < before
+        before = limit.value
     limit.add(5.0)
     assert limit.value == max(terms.ratio, terms.share) * 5.0, "half full: the window itself"
+
+
+def test_the_cold_limit_in_closed_form():
+    """Median and changes of the last 16 logarithms; the prior counts as 8 steps beside the 39 changes."""
+    values = np.exp(np.random.default_rng(0).normal(1.0, 0.1, 40)) - np.arange(40) / 40
+    logs = np.log(values[-RECENT:])
+    spread = 1.4826 / math.sqrt(2) * np.median(np.abs(np.diff(logs)))
+    std = math.sqrt((8 * (math.log(3) / 6) ** 2 + 39 * spread**2) / (8 + 39))
+    expected = math.exp(np.median(logs) + 6 * std)
+    assert limit_after(values, window=128, terms=LOSS) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_trend_and_an_outlier_do_not_widen_the_cold_limit():
+    falling = np.geomspace(5.5, 2.5, 30)
+    bumped = [*falling[:25], 4.0, *falling[26:]]
+    steps = np.abs(np.diff(np.log(falling)))[0]
+    prior_alone = 3.0 ** math.sqrt(LOSS.prior / (LOSS.prior + 29))
+    typical = np.median(falling[-RECENT:])
+    assert limit_after(falling, window=128, terms=LOSS) < typical * prior_alone * math.exp(7 * steps)
+    assert limit_after(bumped, window=128, terms=LOSS) == pytest.approx(
+        limit_after(falling, window=128, terms=LOSS), rel=0.03
+    )
+
+
+def test_a_batch_of_wrong_targets_at_step_30_is_a_spike():
+    """Losses of a small GPT (benchmarks/early_steps.py); 3 times the first loss is 18."""
+    losses = np.interp(range(27), range(0, 28, 4), [5.99, 3.8, 3.48, 2.9, 3.14, 2.81, 2.94])
+    assert 1.5 * losses[-1] < limit_after(losses, window=128, terms=LOSS) < 6 < 9.1 < 3 * losses[0]
+
+
+def test_a_cold_limit_is_never_above_a_multiple_of_the_first_value():
+    """Otherwise a loss that grows from step to step would take its limit with it."""
+    growing = [5.0 * 1.1**step for step in range(40)]
+    assert limit_after(growing, window=128, terms=LOSS) == LOSS.cold * 5.0
+
+
+def test_a_cold_limit_takes_losses_of_0_and_is_at_least_a_share_of_the_first():
+    memorised = [2.3, *([0.0, 1e-40, 1e-3] * 10)]
+    assert limit_after(memorised, window=128, terms=LOSS) == pytest.approx(3.0 * 2.3), "they change wildly"
+    assert limit_after([2.3, *([0.0] * 30)], window=128, terms=LOSS) == pytest.approx(0.3 * 2.3)
+
+
+def test_a_checkpoint_continues_a_cold_window_with_the_same_limit():
+    """Its values are all that the cold limit is made of: a checkpoint of an earlier version has them too."""
+    values = np.random.default_rng(0).normal(3.0, 0.1, 40).tolist()
+    old, new = Limit(6.0, 128, LOSS), Limit(6.0, 128, LOSS)
+    for value in values[:25]:
+        old.add(value)
+    assert old.state_dict().keys() == {"window", "first"}
+    new.load_state_dict(old.state_dict())
+    for value in values[25:]:
+        old.add(value)
+        new.add(value)
+    assert new.value == old.value
 
 
 def test_sigma_infinite_limits_nothing():
