@@ -30,6 +30,7 @@ class Questions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow(unless=lambda guard, precision: guard == "rollback" or precision == "bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("guard", ["off", "skip", "rollback"])
 @pytest.mark.parametrize("tiny", [TINY_GPT, [*TINY_RESNET, "model.depth=8"]], ids=["gpt", "resnet"])
