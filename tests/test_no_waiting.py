@@ -1,8 +1,7 @@
 """The step never synchronizes with the host: on a GPU that would drain the launch queue.
 
 A dispatch mode sees each synchronization, on every device: `item()`, `bool()`, `float()` and `nonzero()` of a tensor
-are
-operations of their own.
+are operations of their own.
 """
 
 import pytest
