@@ -218,7 +218,7 @@ class Checkpoints(NoCheckpoints):
         return self._open_folder().preferred()
 
     def best(self) -> Checkpoint | None:
-        """Returns the healthy checkpoint with the lowest validation loss that verifies."""
+        """Returns the checkpoint with the lowest validation loss among the healthy ones that verify."""
         self.wait()
         return self._open_folder().best()
 
