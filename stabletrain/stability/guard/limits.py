@@ -43,7 +43,7 @@ class Terms:
         share: multiple of the first value.
         cold: multiple of the first value while the window is cold.
         prior: number of steps after which the spread of the values counts as much as `cold`; inf: it never counts.
-        firsts: number of first applied steps whose median is the first value.
+        firsts: number of applied steps whose median is used as the first value.
     """
 
     ratio: float
@@ -53,7 +53,7 @@ class Terms:
     firsts: int = 1
 
 
-# `prior`: with these no clean start of benchmarks/early_steps.py exceeds its limit.
+# `prior`: with these no start of benchmarks/early_steps.py exceeds its limit, except two that diverge.
 LOSS = Terms(ratio=1.05, share=0.3, cold=3.0, prior=8)
 # Gradient norms are heavy-tailed, and clipping bounds their effect: their limits are wide.
 NORM = Terms(ratio=20.0, share=3.0, cold=100.0, prior=128)
