@@ -249,3 +249,14 @@ def test_a_fault_of_early_steps_is_caught_if_a_limit_is_passed_in_time(benchmark
     assert [early.clear(start, fault) for fault in faults] == [True, False, True]
     assert early.false_skips(start, True) == early.false_skips(start, False) == 0
     assert early.false_skips(start | {"series": [*series[:20], [7.0, 1.0, 0.0], *series[20:]]}, False) == 1
+
+
+def test_figures_of_the_knobs_follow_their_pattern(benchmark):
+    knobs = benchmark("knobs")
+    added, gradients, embedding = knobs.growth("zero_residual", 2, 0)
+    assert (added, embedding > 0) == (0.0, True)
+    assert gradients == pytest.approx(1.0, abs=0.2)
+    assert knobs.growth("normal", 2, 0)[0] > knobs.growth("gpt2", 2, 0)[0] > 0.5
+    took, seconds, active = knobs.clipped((*GPT, "clipping=norm", "clipping.max_norm=1e-3"), 3)
+    assert active == [1.0] * 3
+    assert all(0 < part < whole for part, whole in zip(took, seconds, strict=True))
