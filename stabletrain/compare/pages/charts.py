@@ -30,7 +30,7 @@ PANELS: list[dict[str, Any]] = [
     {"title": "Gradient norm", "names": ["grad/norm"], "log": True, "smooth": True},
     {
         "title": "Spike score",
-        "note": "Fraction of steps so far whose loss, or whose gradient norm, was a spike.",
+        "note": "Fraction of steps so far whose loss, or gradient norm, was a spike. A skipped spike counts in both.",
         "names": ["spike/score", "spike/grad_norm_score"],
         "floor": 0,
     },

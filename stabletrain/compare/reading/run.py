@@ -162,8 +162,9 @@ class Run:
 
     @property
     def spike_score(self) -> float:
-        """The fraction of steps whose loss was a spike, as the run logged it."""
-        return self.last("spike/score")
+        """The fraction of steps whose loss was a spike, or that were skipped as one, as the run recorded it."""
+        final = self.record.get("final", {}).get("spike/score")  # the last logged line may be older than the run's end
+        return final if isinstance(final, int | float) else self.last("spike/score")
 
     @property
     def diverged(self) -> bool:
