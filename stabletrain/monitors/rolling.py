@@ -7,8 +7,8 @@ Source: OLMo 2, arXiv 2501.00656, section 3.1 (window 1,000, seven standard devi
 This is the package's only definition of a spike.
 
 The standard deviation is the population's (divided by n), in float64. No value of a skipped step enters a window. A
-step that the guard skipped as a spike counts as a spike in both scores, also after a rollback. Other skipped steps count
-only towards the skip rate.
+step that the guard skipped as a spike counts as a spike in both scores, also after a rollback. Other skipped steps
+count only towards the skip rate.
 """
 
 import math
