@@ -29,11 +29,11 @@ DTYPES = {name: COLUMNS[name].dtype for name in IN_FRAME}
 
 
 def frame(*folders: str | Path, processes: int | None = None) -> pd.DataFrame:
-    """Reads runs into a data frame with one row per run, indexed by the run folder.
+    """Reads runs into a data frame with one row per run, indexed by the run folder. Copies of a run count once.
 
     | column | |
     |---|---|
-    | run, sweep | names of the run folder and of its parent folder |
+    | run, sweep | names of the run folder (with the folders above it, if names clash) and of its parent folder |
     | status | finished, halted, preempted, failed, running; `empty`, `broken` |
     | problem | one sentence on what the reader should know about the run |
     | steps | last logged step |

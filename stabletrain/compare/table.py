@@ -27,8 +27,9 @@ def cell_text(rows: pd.DataFrame) -> dict[str, list[str]]:
             found[f"settings.{key}"] = [setting(value) for value in rows[f"settings.{key}"]]
     if "n" not in rows and rows["seed"].nunique() > 1:
         found["seed"] = ["" if missing(seed) else str(seed) for seed in rows["seed"]]
+    named = rows["run"].str.contains("/").any()  # the runs' names contain that of the sweep
     for name in IN_TABLE:
-        if name in rows:
+        if name in rows and not (name == "sweep" and named):
             text = COLUMNS[name].text
             found[name] = ["" if missing(value) else text(value) for value in values(rows[name])]
     found["diverged"] = ["" if not count else str(int(count)) if "n" in rows else "yes" for count in rows["diverged"]]

@@ -28,7 +28,7 @@ def headline(
         arms: learning-rate sensitivity, as returned by `comparison.arm_of`.
         keys: the settings that tell the runs apart.
     """
-    sentences = [best(runs, rows, keys), over_seeds(runs, rows, keys), counts(rows)]
+    sentences = [best(runs, rows, keys), over_seeds(runs, rows, keys), counts(rows), copies(runs)]
     sentences += [diverged(runs, rows, keys), incidents(runs)]
     return [sentence for sentence in (*sentences, sensitivities(arms), fastest(rows)) if sentence]
 
@@ -38,7 +38,7 @@ def name_of(run: Run, keys: Sequence[str]) -> str:
     if not run.settings or not keys:
         return run.name
     if len(keys) > FEW:
-        return f"{run.sweep}/{run.name}"
+        return run.label or f"{run.sweep}/{run.name}"
     return " ".join(f"{key}={shown(value_of(run, key))}" for key in keys)
 
 
@@ -83,6 +83,12 @@ def counts(rows: Sequence[Row]) -> str:
         return ""
     words = ", ".join(f"{count:,} {state}" for state, count in states.most_common())
     return f"{plural(len(rows), 'run')}: {words}."
+
+
+def copies(runs: Sequence[Run]) -> str:
+    """Names the folders that hold a copy of another run, with the same id."""
+    found = [f"{folder} (a copy of {run.folder})" for run in runs for folder in run.copies]
+    return f"Not counted, because the run id is the same: {several(found)}." if found else ""
 
 
 def diverged(runs: Sequence[Run], rows: Sequence[Row], keys: Sequence[str]) -> str:

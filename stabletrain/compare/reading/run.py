@@ -117,6 +117,8 @@ class Run:
         skips: the skipped steps in order, without fp16's routine overflows.
         best: the lowest validation loss and its step; NaN and 0 if there is none.
         seconds: time between the first and the last line.
+        label: the run's name, if another run that is compared has the same folder name.
+        copies: other folders that hold the same run, with the same id; they are not counted.
     """
 
     folder: Path
@@ -133,16 +135,18 @@ class Run:
     best: tuple[float, int] = (math.nan, 0)
     seconds: float = math.nan
     ranges: Mapping[str, Range] = field(default_factory=dict)
+    label: str = ""
+    copies: tuple[Path, ...] = ()
 
     @property
     def name(self) -> str:
-        """The name of the run folder; in a sweep, the number of the run."""
-        return self.folder.name
+        """The name of the run folder (in a sweep, the number of the run); with the folders above it, if names clash."""
+        return self.label or self.folder.absolute().name
 
     @property
     def sweep(self) -> str:
         """The name of the folder that contains the run folder."""
-        return self.folder.parent.name
+        return self.folder.absolute().parent.name
 
     @property
     def card(self) -> str | None:

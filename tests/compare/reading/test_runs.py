@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from benchmarks import made_runs
 from stabletrain.compare import read_runs
+from stabletrain.compare.reading.runs import names_of
 from stabletrain.errors import ConfigError
 from tests.compare.written import write
 from tests.runs import ROOT
@@ -39,6 +41,30 @@ def test_incidents_skips_and_rollbacks_are_told_once_however_often_they_were_run
     run = only(folder)
     assert (run.skips, run.rollbacks) == ([8, 8], 1)
     assert [(i["step"], i["kind"], i["cause"], i["fix"]) for i in run.incidents] == [(8, "spike", "bad_label", ["b"])]
+
+
+def test_of_copies_the_run_that_got_furthest_is_kept(tmp_path):
+    short, long = ([{"step": step, "train/loss": 1.0} for step in range(1, last)] for last in (4, 9))
+    write(tmp_path / "a" / "0", id="aaaa", lines=short, status="running")
+    write(tmp_path / "b" / "0", id="aaaa", lines=long, status="failed", reason="no disk")
+    write(tmp_path / "c" / "0", id=None)
+    write(tmp_path / "d" / "0", id=None)
+    kept, *others = read_runs([tmp_path])
+    assert (kept.name, kept.steps, kept.copies) == ("b/0", 8, (tmp_path / "a" / "0",))
+    assert kept.problem == f"no disk; counted once: run aaaa is also in {tmp_path / 'a' / '0'}"
+    assert [(run.name, run.copies) for run in others] == [("c/0", ()), ("d/0", ())]
+
+
+def test_names_have_as_many_folders_as_it_takes_to_tell_them_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert names_of([Path("sweep/0"), Path("sweep/1")]) == ["0", "1"]
+    assert names_of([Path("a/sweep/0"), Path("b/sweep/0"), Path("b/sweep/1")]) == [
+        "a/sweep/0",
+        "b/sweep/0",
+        "b/sweep/1",
+    ]
+    assert names_of([Path()]) == [tmp_path.name]
+    assert names_of([]) == []
 
 
 def test_the_last_step_the_time_and_the_best_loss_are_those_of_the_lines(tmp_path):
