@@ -167,6 +167,7 @@ def headings(rows: pd.DataFrame) -> dict[str, str]:
         {name: COLUMNS[name].head for name in IN_TABLE}
         | {name: name.removeprefix("settings.") for name in rows.columns if name.startswith("settings.")}
         | {"seed": "seed", "run": "runs" if "n" in rows and rows["n"].max() > 1 else "run"}
+        | ({"steps": "steps done"} if "settings.steps" in rows else {})
         | {"units_per_s": f"{units.pop() if len(units) == 1 else 'units'}/s"}
     )
 

@@ -58,7 +58,7 @@ def columns_of(
         columns += [{"title": key, "kind": kind(values), "setting": True} for key, values in settings]
         cells += [values for _, values in settings]
     for column in (COLUMNS[name] for name in ON_PAGE):
-        name, heading = column.name, column.page_head
+        name, heading = column.name, "steps done" if column.name == "steps" and "steps" in keys else column.page_head
         more = ({"about": column.about} if column.about else {}) | dict.fromkeys(column.page, True)
         values = [row.get(name) for row in table]
         distinct = {*values}

@@ -113,15 +113,32 @@ def incidents(runs: Sequence[Run]) -> str:
 
 
 def sensitivities(arms: Sequence[Mapping[str, Any]]) -> str:
-    """Names the arms that are least and most sensitive to the learning rate."""
-    known = [arm for arm in arms if number(arm.get("sensitivity"))]
+    """Names the arm with the lowest losses over the learning rates, and those least and most sensitive to the rate."""
+    known = [arm for arm in arms if number(arm["sensitivity"]) and all(map(number, arm["loss"]))]
     if len(known) < 2:
         return ""
+    known.sort(key=lambda arm: math.fsum(arm["loss"]))
+    best = known[0]
+    mean = f"{math.fsum(best['loss']) / len(best['loss']):.4g} nats"
+    if all(below(best, arm) for arm in known[1:]):
+        first = f"{best['name']} has the lowest final loss at every learning rate, {mean} on average."
+    else:
+        first = f"No setting is best at every learning rate. {best['name']} has the lowest mean final loss, {mean}."
     least, most = (pick(known, key=lambda arm: arm["sensitivity"]) for pick in (min, max))
+    if least is most:
+        return first
+    # A low sensitivity alone recommends nothing: a setting may be evenly bad.
+    better = next((arm["name"] for arm in known if below(arm, least)), None)
+    worse = f", but {better} is better at every rate" if better else ""
     return (
-        f"Least sensitive to the learning rate: {least['name']} ({least['sensitivity']:.3f} nats); "
+        f"{first} Least sensitive to the learning rate: {least['name']} ({least['sensitivity']:.3f} nats{worse}); "
         f"most sensitive: {most['name']} ({most['sensitivity']:.3f})."
     )
+
+
+def below(arm: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Returns whether the mean loss of `arm` is lower at every learning rate; both have the same rates."""
+    return all(mine < its for mine, its in zip(arm["loss"], other["loss"], strict=True))
 
 
 def fastest(rows: Sequence[Row]) -> str:

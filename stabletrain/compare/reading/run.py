@@ -112,9 +112,10 @@ class Run:
         settings: key to plain value; see `settings.py`.
         composed: whether `settings` is the whole configuration, and not only the overrides.
         overrides: the command-line overrides, key to value; the last one of a key wins.
-        steps: the last logged step; 0 if there is none.
+        steps: the last step: the last one logged, or the one at which the run ended; 0 if there is none.
         incidents: mappings with step, kind, cause, verdict, fix and path, in order.
         skips: the skipped steps in order, without fp16's routine overflows.
+        skip_losses: their losses; NaN for a loss that is not a number or was not recorded.
         best: the lowest validation loss and its step; NaN and 0 if there is none.
         seconds: time between the first and the last line.
         label: the run's name, if another run that is compared has the same folder name.
@@ -131,6 +132,7 @@ class Run:
     steps: int = 0
     incidents: list[dict[str, Any]] = field(default_factory=list)
     skips: list[int] = field(default_factory=list)
+    skip_losses: list[float] = field(default_factory=list)
     rollbacks: int = 0
     best: tuple[float, int] = (math.nan, 0)
     seconds: float = math.nan

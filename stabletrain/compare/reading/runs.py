@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from stabletrain.compare.reading.columns import Columns, blocks, joined, read_columns
+from stabletrain.compare.reading.columns import Columns, as_float, blocks, joined, read_columns
 from stabletrain.compare.reading.run import ENDED, Ranges, Run
 from stabletrain.compare.reading.settings import read_settings
 from stabletrain.errors import ConfigError, StabletrainError
@@ -88,10 +88,12 @@ class Happened:
         incidents: mappings with step, kind, cause, verdict, fix (a list) and path (relative to the run folder; None if
             nothing could be written), in order.
         skips: the skipped steps in order, without fp16's routine overflows.
+        skip_losses: their losses; NaN for a loss that is not a number or was not recorded.
     """
 
     incidents: list[dict[str, Any]] = field(default_factory=list)
     skips: list[int] = field(default_factory=list)
+    skip_losses: list[float] = field(default_factory=list)
     rollbacks: int = 0
 
 
@@ -110,6 +112,7 @@ def read_events(folder: Path) -> Happened:
             found.rollbacks += 1
         elif line.get("kind") != "overflow":
             found.skips.append(line["step"])
+            found.skip_losses.append(as_float(line.get("loss")))
     return found
 
 
@@ -225,15 +228,17 @@ def read_run(folder: Path) -> Run:
     step, seconds = (joined(columns.kept, name)[1] for name in ("step", "time"))
     status, problem = condition(folder, record, damage, columns)
     losses = columns.curve("val/loss")
+    last = record["final"].get("steps")  # a run that was halted early may have logged no step but the first
     lowest = int(np.nanargmin(losses[1])) if not np.isnan(losses[1]).all() else None
     return Run(
         folder,
         status,
         problem,
         **run,
-        steps=int(step.max(initial=0)),
+        steps=max(int(step.max(initial=0)), last if isinstance(last, int) else 0),
         incidents=happened.incidents,
         skips=happened.skips,
+        skip_losses=happened.skip_losses,
         rollbacks=happened.rollbacks,
         best=(math.nan, 0) if lowest is None else (float(losses[1][lowest]), int(losses[0][lowest])),
         seconds=float(seconds[-1] - seconds[0]) if len(seconds) else math.nan,

@@ -1,12 +1,14 @@
 """Reads runs in every state from folders written by hand, and ten thousand runs at once."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import made_runs
@@ -28,7 +30,7 @@ def test_incidents_skips_and_rollbacks_are_told_once_however_often_they_were_run
         {"event": "skip", "step": 8, "tick": 8, "kind": "spike"},
         {"event": "incident", "step": 8, "tick": 8, "cause": "bad_batch", "fix": ["a"], "path": "incidents/step-8"},
         {"event": "resume", "step": 5},
-        {"event": "skip", "step": 8, "tick": 8, "kind": "spike"},
+        {"event": "skip", "step": 8, "tick": 8, "kind": "spike", "loss": 7.5},
         {"event": "incident", "step": 8, "tick": 8, "cause": "bad_label", "fix": ["b"], "path": "incidents/step-8"},
         {"event": "rollback", "step": 9, "tick": 9, "to": 5},
         {"event": "skip", "step": 8, "tick": 12, "kind": "nonfinite"},
@@ -40,6 +42,7 @@ def test_incidents_skips_and_rollbacks_are_told_once_however_often_they_were_run
     (folder / "incidents" / "step-8" / "diagnosis.json").write_text('{"kind": "spike"}')
     run = only(folder)
     assert (run.skips, run.rollbacks) == ([8, 8], 1)
+    np.testing.assert_array_equal(run.skip_losses, [7.5, math.nan])
     assert [(i["step"], i["kind"], i["cause"], i["fix"]) for i in run.incidents] == [(8, "spike", "bad_label", ["b"])]
 
 
@@ -77,6 +80,8 @@ def test_the_last_step_the_time_and_the_best_loss_are_those_of_the_lines(tmp_pat
     run = only(write(tmp_path / "run", lines=lines))
     assert (run.steps, run.seconds, run.best) == (5, 7.0, (2.5, 3))
     assert run.problem is None
+    ended = write(tmp_path / "halted", lines=lines, status="halted", final={"steps": 7})
+    assert only(ended).steps == 7, "the step of a halt is not always logged"
 
 
 def damaged(folder, state):
