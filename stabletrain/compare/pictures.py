@@ -79,11 +79,14 @@ def check_name(file: Path) -> None:
 SMOOTHING = 0.9
 """Weight of the past in the running mean of the losses."""
 
+LONGEST = 60
+"""Maximum length of a name in the legend. If a name is longer, all runs are named by their folders."""
+
 FEW = 10
 """Below this number, the points of a curve are marked."""
 
 MOST = 30
-"""Maximum number of runs in one picture. Of more runs, those with the lowest and highest losses are drawn."""
+"""Maximum number of runs in one picture. If there are more, those with the lowest and highest losses are drawn."""
 
 
 def draw_losses(runs: Sequence[Run], file: Path) -> None:
@@ -100,8 +103,11 @@ def draw_losses(runs: Sequence[Run], file: Path) -> None:
     drawn = ends([run for run in runs if run.steps], MOST)
     keys = telling(runs, but=())
     with canvas(file, width=7.0) as (axis,):
-        for run in drawn:
-            name = ", ".join(f"{key}={shown(value_of(run, key))}" for key in keys) or run.name
+        names = [", ".join(f"{key}={shown(value_of(run, key))}" for key in keys) or run.name for run in drawn]
+        if max(map(len, names), default=0) > LONGEST:
+            names = [run.name for run in drawn]
+        for run, name in zip(drawn, names, strict=True):
+            name = f"{name} ({run.name})" if names.count(name) > 1 else name
             (steps, losses), (skipped, lost) = course(run)
             # A line through one point is invisible.
             (line,) = axis.plot(steps, smooth(losses), label=name, lw=1.2, ms=3, marker="o" if len(steps) < FEW else "")

@@ -80,6 +80,18 @@ def test_the_loss_picture_of_a_run_that_was_halted_early_shows_its_point_its_ski
     ]
 
 
+def test_runs_with_the_same_settings_are_told_apart_by_their_folders(tmp_path, figures):
+    for name, seed in (("a/0", 0), ("b/0", 0), ("b/1", 1)):
+        made(tmp_path / name, f"seed={seed}")
+    draw_losses(read_runs([tmp_path]), tmp_path / "losses.svg")
+    labels = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert labels == ["seed=0 (a/0)", "seed=0 (b/0)", "seed=1"]
+    made(tmp_path / "c" / "2", f"data.path={'long/' * 20}")
+    draw_losses(read_runs([tmp_path]), tmp_path / "losses.svg")
+    labels = [text.get_text() for text in figures[1].axes[0].get_legend().get_texts()]
+    assert labels == ["a/0", "b/0", "b/1", "c/2"], "longer names would hide the picture"
+
+
 def test_the_same_runs_give_the_same_bytes(tmp_path):
     runs = [read_run(made(tmp_path / "run"))]
     for name in ("a.svg", "b.svg"):
