@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ SLOW = "precision.growth_interval="
 def report(record: Mapping[str, Any], found: Findings, folder: Path | None = None) -> str:
     """Returns the page in Markdown. `record` is from `as_json`; `folder` is used in the commands on the page."""
     evidence = found.evidence
-    reading, name = evidence.reading, "<this folder>" if folder is None else str(folder)
+    reading, name = evidence.reading, "<this folder>" if folder is None else shlex.quote(str(folder))
     cause = record["cause"]
     samples, lines = record["samples"], record["evidence"]
     return "\n".join(

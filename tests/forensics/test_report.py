@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +21,12 @@ from tests.forensics.diagnosis.given import NAN, READING, SPIKE, origin
 FIX = ["add eps to what is divided by", "precision.growth_interval=200", "zloss=palm"]
 
 
-def page(evidence=SPIKE, cause="bad_batch", fix=(), samples=(), lines=(), failures=()):
-    """Returns the page of an incident in the folder `/runs/incidents/x`."""
+def page(evidence=SPIKE, cause="bad_batch", fix=(), samples=(), lines=(), failures=(), folder="/runs/incidents/x"):
+    """Returns the page of an incident in the folder."""
     diagnosis = Diagnosis(cause, 0.875, "it is this batch", [*fix], [*lines])
     record = {"step": 50, "cause": cause, "confidence": 0.875, "verdict": "it is this batch", "fix": [*fix]}
     record |= {"samples": [*samples], "evidence": [*lines]}
-    return report(record, Findings(evidence, diagnosis, 1.5, [*failures]), Path("/runs/incidents/x"))
+    return report(record, Findings(evidence, diagnosis, 1.5, [*failures]), Path(folder))
 
 
 def headings(text):
@@ -38,6 +39,12 @@ def test_a_page_has_no_empty_sections():
     assert "**It is this batch.**" in text
     assert "`bad_batch`, 88% sure. The step measured loss 9 and gradient norm 80." in text
     assert text.endswith("    stabletrain replay /runs/incidents/x\n")
+
+
+def test_a_folder_with_a_space_is_quoted_in_the_commands():
+    text = page(fix=["zloss=palm"], folder="/my runs/it's $x")
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("    stabletrain")]
+    assert commands == [["stabletrain", "replay", "/my runs/it's $x", *more] for more in (["zloss=palm"], [])]
 
 
 def test_the_fix_comes_before_the_evidence():
