@@ -98,7 +98,7 @@ class IncidentHandler(NoIncidentHandler):
         self.max_incidents, self.max_seconds, self.keep_state = max_incidents, max_seconds, keep_state
         self.again: Counter[tuple[str, ...]] = Counter()
         self._filed: set[tuple[str, ...]] = set()
-        self._looks = 0
+        self._investigations = 0
         self._folder: Path | None = None
         self._setting = RunSettings()
 
@@ -133,7 +133,7 @@ class IncidentHandler(NoIncidentHandler):
 
     def has_budget(self) -> bool:
         """Whether another incident may be investigated."""
-        if self._folder is None or self._looks >= ATTEMPTS * self.max_incidents:
+        if self._folder is None or self._investigations >= ATTEMPTS * self.max_incidents:
             return False
         return len(list(self._folder.glob("incidents/step-*"))) < self.max_incidents
 
@@ -147,7 +147,7 @@ class IncidentHandler(NoIncidentHandler):
         limits: tuple[float, float],
     ) -> tuple[Repro, Findings] | None:
         """Returns the repro and the findings; None if there is no repro or the alarm was false."""
-        self._looks += 1
+        self._investigations += 1
         repro = make(time.monotonic() + self.max_seconds)
         if repro is None:
             return None
