@@ -121,7 +121,8 @@ class IncidentHandler(NoIncidentHandler):
 
         Args:
             make: builds the repro, given a deadline in `time.monotonic()` seconds.
-            kind: `nonfinite` or `spike` for a skipped step; `loss_scale` for an alarm that gradients vanish.
+            kind: `nonfinite`, `spike`, or `bad_data` for a skipped step; `loss_scale` for an alarm that gradients
+                vanish.
             classes: last dimension of the logits; None if unknown.
             optimizer: the live optimizer; only read.
             limits: the guard's limits of loss and gradient norm.
@@ -228,7 +229,7 @@ class DistributedIncidentHandler(NoIncidentHandler):
         filed = None
         if case is not None and chosen == self._ranks.rank:
             repro, found = case
-            if kind == "nonfinite" and not max(marks):
+            if kind in ("nonfinite", "bad_data") and not max(marks):
                 found = unattributed(found)
             filed = self._own.write_incident(repro, found, rank=chosen)
         return all_gather_object(filed)[chosen]

@@ -91,7 +91,7 @@ def investigate(
     """Investigates a step. Never raises because of the model, and changes no live state.
 
     Args:
-        kind: `nonfinite`, `spike` or `loss_scale`.
+        kind: as in `Evidence`.
         classes: last dimension of the logits; None if unknown.
         optimizer: the live optimizer, with the moments that the step started from; only read.
     """

@@ -24,7 +24,7 @@ from tests.forensics.diagnosis.given import FINE, NAN, READING, SPIKE, origin
 EVIDENCE = replace(SPIKE, outcomes={"same": NAN, "fp32": FINE}, origin=origin(in_fp32=7e4))
 CONTRACT = {
     *("step", "kind", "cause", "confidence", "verdict", "fix", "origin", "samples", "rank", "replays", "reading"),
-    *("damage", "evidence", "time", "seconds", "not_looked_at"),
+    *("limits", "damage", "evidence", "time", "seconds", "not_looked_at"),
 }
 FILES = {"diagnosis.json", "report.md", "scene.json", "batch.safetensors", "state.safetensors"}
 
@@ -64,6 +64,7 @@ def test_the_diagnosis_is_standard_json_with_all_fields_of_the_contract(tmp_path
     assert record["replays"]["older_state"]["not_run"] == UNNEEDED.not_run
     assert record["origin"]["op"] == "aten.div"
     assert record["reading"]["grad_norm"] == 80.0
+    assert record["limits"] == {"loss": 6.0, "grad_norm": 20.0}
     assert record["not_looked_at"] == ["largest input: no time"]
     page = (tmp_path / "report.md").read_text()
     assert page.startswith("# Step 50: ")

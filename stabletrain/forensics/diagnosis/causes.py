@@ -113,7 +113,7 @@ def hardware_fault(e: Evidence) -> Diagnosis | None:
     if again is None or again.finite is None or again.bitwise_equal_to_reading is not False:
         return None
     # A spike must be normal in the replay: a spike that remains, in other bits, is not the machine's fault.
-    cured = again.finite if e.kind == "nonfinite" else e.setting.deterministic and e.normal("same")
+    cured = e.setting.deterministic and e.normal("same") if e.kind == "spike" else again.finite
     if not e.repeats or not cured:
         return None
     verdict = (
