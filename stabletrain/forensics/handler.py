@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.diagnosis.cause_table import CAUSES
-from stabletrain.forensics.diagnosis.causes import diagnose
+from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.incident import place_for, write
 from stabletrain.forensics.investigate import Findings, investigate

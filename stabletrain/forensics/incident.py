@@ -69,6 +69,10 @@ def as_json(repro: Repro, found: Findings, rank: int | None) -> dict[str, Any]:
         "confidence": diagnosis.confidence,
         "verdict": diagnosis.verdict,
         "fix": diagnosis.fix,
+        "also": [
+            {"cause": one.cause, "confidence": one.confidence, "verdict": one.verdict, "fix": one.fix}
+            for one in diagnosis.also
+        ],
         "origin": None if evidence.origin is None else evidence.origin.as_dict(),
         "samples": samples,
         "rank": rank,

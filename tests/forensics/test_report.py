@@ -21,11 +21,13 @@ from tests.forensics.diagnosis.given import NAN, READING, SPIKE, origin
 FIX = ["add eps to what is divided by", "precision.growth_interval=200", "zloss=palm"]
 
 
-def page(evidence=SPIKE, cause="bad_batch", fix=(), samples=(), lines=(), failures=(), folder="/runs/incidents/x"):
+def page(
+    evidence=SPIKE, cause="bad_batch", fix=(), samples=(), lines=(), failures=(), also=(), folder="/runs/incidents/x"
+):
     """Returns the page of an incident in the folder."""
     diagnosis = Diagnosis(cause, 0.875, "it is this batch", [*fix], [*lines])
     record = {"step": 50, "cause": cause, "confidence": 0.875, "verdict": "it is this batch", "fix": [*fix]}
-    record |= {"samples": [*samples], "evidence": [*lines]}
+    record |= {"samples": [*samples], "evidence": [*lines], "also": [*also]}
     return report(record, Findings(evidence, diagnosis, 1.5, [*failures]), Path(folder))
 
 
@@ -77,6 +79,22 @@ def test_the_fix_comes_before_the_evidence():
         "- largest input: no time",
     ):
         assert f"\n{line}\n" in text
+
+
+def test_contributing_causes_come_after_the_fix_each_with_its_own():
+    other = {
+        "cause": "unsafe_op",
+        "confidence": 0.9,
+        "verdict": "exp overflows",
+        "fix": ["model.py:7: clamp", "zloss=palm"],
+    }
+    text = page(
+        fix=FIX, also=[other, {**other, "cause": "lr_too_high", "fix": []}], evidence=replace(SPIKE, outcomes={})
+    )
+    assert headings(text)[1:] == ["Fix", "What contributed", "Replay it yourself"]
+    assert (
+        "- `unsafe_op`, 90% sure: exp overflows.\n   1. model.py:7: clamp\n   2. `zloss=palm`\n- `lr_too_high`" in text
+    )
 
 
 def test_the_origin_is_shown_with_its_inputs_and_outputs():
