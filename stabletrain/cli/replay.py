@@ -30,6 +30,7 @@ from stabletrain.errors import ConfigError, StabletrainError, did_you_mean
 from stabletrain.forensics import repro as repro_files
 from stabletrain.forensics.incident_list import read
 from stabletrain.forensics.replay import replay
+from stabletrain.forensics.user_code import compare
 from stabletrain.machine import hardware
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Tools
@@ -177,7 +178,8 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
     diagnosis: dict[str, Any] = {}
     with contextlib.suppress(ConfigError):  # the step is replayed without it too
         diagnosis = read(folder)
-    return ReplayReport(repro.reading, outcome, tuple(overrides), fresh, repro.applied, diagnosis)
+    changed, unsure = compare(repro_files.read(folder).get("code") or {}, model, tools)
+    return ReplayReport(repro.reading, outcome, tuple(overrides), fresh, repro.applied, diagnosis, changed, unsure)
 
 
 def why_not(folder: Path) -> str:

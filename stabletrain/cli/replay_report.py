@@ -25,6 +25,8 @@ class ReplayReport:
         fresh: parameters that the incident does not contain, which have their initial values.
         applied: whether the weights are those after the step's update, so that the replay does not repeat the step.
         diagnosis: the incident's `diagnosis.json`; empty if it cannot be read.
+        changed: the user's source files that have changed since the run imported them.
+        unsure: those that may have, because they were written while the run trained.
     """
 
     then: Reading | None
@@ -33,6 +35,8 @@ class ReplayReport:
     fresh: Sequence[str]
     applied: bool = False
     diagnosis: Mapping[str, Any] = field(default_factory=dict)
+    changed: Sequence[str] = ()
+    unsure: Sequence[str] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The result as JSON; non-finite numbers are strings."""
@@ -47,6 +51,7 @@ class ReplayReport:
                 "now": now,
                 "zero_gradients": self.now.zero_gradients,
                 "overrides": self.overrides,
+                "changed_files": self.changed,
                 "fresh_parameters": self.fresh,
             }
         )
@@ -72,9 +77,9 @@ class ReplayReport:
         if self.applied:
             if self.now.finite and self.now.zero_gradients is not None:
                 finite += f", and {self.now.zero_gradients:.1%} of its gradients are 0"
-            weights = f"with {self.tried}" if self.overrides else "replayed with the weights after its update,"
+            weights = f"with {self.tried}" if self.tried else "replayed with the weights after its update,"
             return None, f"{weights} the step is {finite}"
-        if self.overrides:
+        if self.tried:
             return self.effect(finite)
         fault = f"; {self.remaining()[1]}" if self.was_finite else ""
         if self.now.bitwise_equal_to_reading is None:
@@ -82,15 +87,21 @@ class ReplayReport:
             return None, f"replayed, the step is {finite}; its bits cannot be compared: {why}{fault}"
         if self.now.bitwise_equal_to_reading:
             return "reproduced", f"bitwise equal: the step is {finite}, as in the run{fault}"
+        why = "This is normal on another machine or with other software; otherwise suspect"
+        if self.unsure:
+            why = (
+                f"{listed(self.unsure)} may have changed while the run trained, which would explain it; if not, suspect"
+            )
         return "different", (
-            f"not bitwise equal: replayed, the step is {finite}. This is normal on another machine or with other "
-            "software; otherwise suspect a hardware fault, or a fault that was injected on purpose"
+            f"not bitwise equal: replayed, the step is {finite}. {why} a hardware fault, or a fault that was injected "
+            "on purpose"
         )
 
     @property
     def tried(self) -> str:
-        """What differs from the run."""
-        return " ".join(self.overrides)
+        """What differs from the run; empty if nothing does."""
+        code = [f"the changed {listed(self.changed)}"] if self.changed else []
+        return " and ".join([*([" ".join(self.overrides)] if self.overrides else []), *code])
 
     @property
     def was_finite(self) -> bool:
@@ -100,9 +111,20 @@ class ReplayReport:
     def effect(self, finite: str) -> tuple[str | None, str]:
         """Verdict and sentence of a replay that differs from the run."""
         result = f"with {self.tried} the step is {finite}"
+        if self.then is None:
+            return None, result
         if not self.was_finite:
-            verdict = "fixed" if self.now.finite else "not_fixed"
-            return None if self.then is None else verdict, result
+            again = (self.diagnosis.get("replays") or {}).get("same") or {}
+            if self.now.finite and again.get("finite"):
+                return None, f"{result}, as it was when the run replayed it unchanged"
+            if self.overrides:
+                return "fixed" if self.now.finite else "not_fixed", result
+            if self.now.finite:
+                return (
+                    "fixed",
+                    f"fixed by the change in {listed(self.changed)}: the step is finite, and was not in the run",
+                )
+            return "not_fixed", f"not fixed by the change in {listed(self.changed)}: the step is still not finite"
         if not self.now.finite:
             return "not_fixed", f"{result}, but it was finite before"
         # A step that was skipped for another reason is not fixed by being finite.
@@ -135,3 +157,9 @@ class ReplayReport:
         if over:
             return True, f"it is still a spike: {' and '.join(over)}"
         return False, "it is no longer a spike: its loss and gradient norm are within the guard's limits"
+
+
+def listed(files: Sequence[str]) -> str:
+    """Names up to three files."""
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    return f"{', '.join(files[:3])}{more}"

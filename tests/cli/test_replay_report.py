@@ -100,3 +100,55 @@ def test_the_unchanged_step_is_reproduced_or_different():
     assert "suspect a hardware fault" in sentence
     assert report(BROKEN, FINE).conclusion()[0] is None
     assert report(None, FINE).as_json()["verdict"] is None
+
+
+MINE = "/home/me/mine.py"
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "verdict", "sentence"),
+    [
+        (BROKEN, FINE, "fixed", f"fixed by the change in {MINE}: the step is finite, and was not in the run"),
+        (BROKEN, NAN, "not_fixed", f"not fixed by the change in {MINE}: the step is still not finite"),
+        (READING, NAN, "not_fixed", f"with the changed {MINE} the step is not finite, but it was finite before"),
+        (None, FINE, None, f"with the changed {MINE} the step is finite"),
+    ],
+)
+def test_a_change_of_the_users_code_is_named_instead_of_the_machine(then, now, verdict, sentence):
+    now = replace(now, bitwise_equal_to_reading=False)
+    found = report(then, now, changed=[MINE])
+    assert found.conclusion() == (verdict, sentence)
+    assert found.as_json()["changed_files"] == [MINE]
+
+
+def test_a_changed_file_and_an_override_are_both_named():
+    found = report(BROKEN, FINE, "precision=bf16", changed=[*"abcde"]).conclusion()
+    assert found == ("fixed", "with precision=bf16 and the changed a, b, c and 2 more the step is finite")
+
+
+def test_bad_data_and_spikes_are_judged_with_changed_code_as_with_an_override():
+    start = f"with the changed {MINE} the step is finite, as it was before; "
+    verdict, sentence = report(MISLABELLED, FINE, changed=[MINE], diagnosis=LABEL).conclusion()
+    assert (verdict, sentence) == ("not_fixed", f"{start}the label is still wrong: {LABEL['verdict']}")
+    assert report(READING, FINE, changed=[MINE], diagnosis=LIMITS).conclusion()[0] == "fixed"
+
+
+def test_a_step_that_was_finite_when_the_run_replayed_it_is_not_fixed_by_a_change():
+    """A bit had flipped, or a fault was injected: the code had nothing to do with it."""
+    known = {"replays": {"same": {"finite": True}}}
+    assert report(BROKEN, FINE, changed=[MINE], diagnosis=known).conclusion() == (
+        None,
+        f"with the changed {MINE} the step is finite, as it was when the run replayed it unchanged",
+    )
+    assert report(BROKEN, FINE, "precision=fp32", diagnosis=known).conclusion()[0] is None
+    failed = {"replays": {"same": {"finite": False}}}
+    assert report(BROKEN, FINE, changed=[MINE], diagnosis=failed).conclusion()[0] == "fixed"
+
+
+def test_a_file_written_while_the_run_trained_may_explain_other_bits():
+    other = replace(FINE, bitwise_equal_to_reading=False)
+    verdict, sentence = report(BROKEN, other, unsure=[MINE]).conclusion()
+    assert verdict == "different"
+    assert f"{MINE} may have changed while the run trained" in sentence
+    same = replace(NAN, bitwise_equal_to_reading=True)
+    assert report(BROKEN, same, unsure=[MINE]).conclusion() == report(BROKEN, same).conclusion()
