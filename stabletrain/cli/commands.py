@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from stabletrain.errors import ConfigError, StabletrainError
+import stabletrain
+from stabletrain.errors import ConfigError, StabletrainError, did_you_mean
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="stabletrain",
         description="Works on data and runs. To train: python train.py --help",
     )
+    parser.add_argument("--version", action="version", version=f"stabletrain {stabletrain.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     from stabletrain.data import prepare
@@ -87,6 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wandb_report.add_arguments(reporting)
     reporting.set_defaults(do=wandb_report.run)
 
+    first = next(iter(sys.argv[1:] if arguments is None else arguments), "-")
+    if not first.startswith("-") and first not in commands.choices:
+        hint, known = did_you_mean(first, commands.choices), ", ".join(commands.choices)
+        parser.error(f"{first}: there is no such command{hint}\ncommands: {known}; to train: python train.py")
     chosen = parser.parse_args(arguments)
     try:
         chosen.do(chosen)

@@ -36,7 +36,7 @@ from stabletrain.cli.sweep.member import Member, stopping_all
 from stabletrain.cli.sweep.plan import Sweep, finished_run, start
 from stabletrain.config.arguments import Arguments, parse_arguments, resolve_resume, resume_command, with_overrides
 from stabletrain.config.checks import check
-from stabletrain.config.error_texts import explain
+from stabletrain.config.error_texts import explain, unknown_option
 from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted
 from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location
 from stabletrain.parallel.ranks import (
@@ -73,6 +73,8 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
     setattr(ConfigStore, "__deepcopy__", lambda store, _: store)  # noqa: B010
     typed, ranks = parse_arguments(sys.argv[1:]), current_ranks()
     sweep: Sweep | None = None
+    if (message := unknown_option(sys.argv[1:], config_dir)) is not None:
+        return refuse(message, ranks)
     try:
         sweep, arguments = resolve_arguments(typed, ranks, config_dir)
         sys.argv[1:] = [*chain(*arguments)]  # Hydra reads the resolved command line
@@ -88,6 +90,9 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         if not isinstance(stop.code, int):
             raise
         return stop.code
+    except BrokenPipeError:  # the reader of Hydra's help or configuration has closed its pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("\nstabletrain: stopped immediately; the last checkpoint is kept", file=sys.stderr)
         return 130

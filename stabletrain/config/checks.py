@@ -76,7 +76,7 @@ def check(cfg: DictConfig) -> None:
     if cfg.batch_size % cfg.grad_accum_steps:
         raise ConfigError(
             f"batch_size={cfg.batch_size} does not divide into grad_accum_steps={cfg.grad_accum_steps} micro-batches: "
-            f"use batch_size={max(1, cfg.batch_size // cfg.grad_accum_steps) * cfg.grad_accum_steps}"
+            f"use batch_size={multiples_near(cfg.batch_size, cfg.grad_accum_steps)}"
         )
     if (growing := values.get("data.length_warmup")) and growing >= cfg.steps:
         raise ConfigError(
@@ -96,12 +96,18 @@ def check_ranks(cfg: DictConfig, ranks: Ranks) -> None:
     """
     parts = ranks.world_size * cfg.grad_accum_steps
     if cfg.batch_size % parts:
-        below = cfg.batch_size // parts * parts
-        sizes = f"{below} or {below + parts}" if below else f"{parts}"
         raise ConfigError(
             f"batch_size={cfg.batch_size} does not divide among {ranks.world_size} ranks x grad_accum_steps="
-            f"{cfg.grad_accum_steps}: use batch_size={sizes}, or another number of ranks"
+            f"{cfg.grad_accum_steps}: use batch_size={multiples_near(cfg.batch_size, parts)}, or another number of "
+            "ranks"
         )
+
+
+def multiples_near(size: int, parts: int) -> str:
+    """Returns the multiples of `parts` on both sides of a batch size, the nearest first: `8 or 4`."""
+    below = size // parts * parts
+    found = sorted((below, below + parts), key=lambda multiple: abs(multiple - size))
+    return " or ".join(str(multiple) for multiple in found if multiple)
 
 
 def reference() -> dict[str, Any]:

@@ -87,6 +87,15 @@ def threads() -> str:
     return f"{count} thread{'s' if count > 1 else ''}"
 
 
+def load_and_cores() -> tuple[float, int]:
+    """Returns the load average of the last minute (0 if unknown), and the number of cores this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        return os.getloadavg()[0], cores
+    except (AttributeError, OSError):  # Windows, and some containers
+        return 0.0, cores
+
+
 def describe(device: torch.device) -> dict:
     """Returns what `run.json` and W&B record about the machine: plain JSON values, memory in GiB."""
     facts = {

@@ -3,7 +3,7 @@
 Both may be the user's own plug-ins. Whatever breaks the contract is refused with a message that names it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -102,15 +102,27 @@ def checked(batch: Any) -> Batch:
     return batch
 
 
-def validation(data: Any, size: int, limit: int | None, ranks: Ranks) -> Iterator[Batch]:
+def val_batches(data: Any, size: int, limit: int | None) -> int:
+    """Returns the number of batches in an evaluation, at most `limit`."""
+    count = data.batches(size, "val") if hasattr(data, "batches") else DEFAULT_VAL_BATCHES
+    return min(count, limit or count)
+
+
+def validation(
+    data: Any, size: int, limit: int | None, ranks: Ranks, show: Callable[[int, int], None] = lambda done, total: None
+) -> Iterator[Batch]:
     """Yields this rank's share of the validation split, or of its first `limit` batches, in a fixed order.
 
     Every rank gets the same number of batches. A rank that runs out repeats the last one with all targets ignored.
+
+    Args:
+        show: is given the number of batches done and of all batches, before each batch and at the end.
     """
-    count = data.batches(size, "val") if hasattr(data, "batches") else DEFAULT_VAL_BATCHES
-    count = min(count, limit or count)
+    count = val_batches(data, size, limit)
     for first in range(0, count, ranks.world_size):
+        show(first, count)
         number = first + ranks.rank
         batch = checked(data.batch(min(number, count - 1), size, "val"))
         # all ranks must run equally many forward passes, because each pass gathers sharded weights from all of them
         yield batch if number < count else replace(batch, targets=torch.full_like(batch.targets, IGNORE_INDEX))
+    show(count, count)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from torch import nn
 
-from stabletrain.config.make import make
+from stabletrain.config.make import make, plain
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
@@ -18,7 +19,8 @@ from stabletrain.machine.hardware import Usage, forget_peak, peak_flops
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
-from stabletrain.trainer.contract import checked, cost, make_model, units, vocabulary
+from stabletrain.trainer.banner import busy_note, opening, split_note
+from stabletrain.trainer.contract import checked, cost, make_model, units, val_batches, vocabulary
 from stabletrain.trainer.tools import tools_from_config
 
 RANK_SEEDS = 1 << 40
@@ -174,3 +176,23 @@ def make_tools(cfg: DictConfig, process: Process, source: Source, model: nn.Modu
         parallel=process.parallel,
         head_apart=process.parallel.head_apart,
     )
+
+
+# ---- the first lines
+
+
+def opening_lines(
+    cfg: DictConfig, process: Process, source: Source, trained: Trained, tools: Tools, folder: Path
+) -> str:
+    """Returns the first lines on the terminal."""
+    machine, notes = f"{hardware.name(process.device)}, {hardware.threads()}", opening_notes(cfg, process, source)
+    return opening(process.choices, plain(cfg), trained.state.model, source.data, tools, machine, str(folder), notes)
+
+
+def opening_notes(cfg: DictConfig, process: Process, source: Source) -> list[str]:
+    """Returns what the user should know about this run beside its settings, one line each; some may be empty."""
+    notes = [split_note(source.data)]
+    if process.device.type == "cpu":
+        batches = val_batches(source.data, cfg.batch_size, cfg.eval_batches)
+        notes.append(busy_note(*hardware.load_and_cores(), torch.get_num_threads(), batches))
+    return notes

@@ -50,6 +50,25 @@ def test_an_invalid_command_line_exits_with_code_2(typed):
 
 
 @pytest.mark.parametrize(
+    ("typed", "hint"), [("compar", "; did you mean compare?"), ("smaple", "; did you mean sample?"), ("train", "")]
+)
+def test_a_mistyped_command_is_answered_with_the_nearest(capsys, typed, hint):
+    with pytest.raises(SystemExit) as ended:
+        main([typed, "x"])
+    assert ended.value.code == 2
+    assert f"{typed}: there is no such command{hint}\ncommands: prepare, sample, " in (said := capsys.readouterr().err)
+    assert said.endswith("to train: python train.py\n")
+
+
+def test_the_version_is_that_of_the_project(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    written = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    assert capsys.readouterr().out == f"stabletrain {written}\n"
+
+
+@pytest.mark.parametrize(
     ("error", "code", "said"),
     [
         (ConfigError("no run"), 2, "stabletrain: no run\n"),

@@ -72,9 +72,12 @@ MISTAKES = {
     "warmup.steps=2000": "warmup.steps=2000 >= steps=1000: the peak learning rate is never reached; "
     "lower warmup.steps or raise steps",
     "warmup.steps=0": "warmup.steps=0 is below 1: use warmup=none for no warmup",
-    "grad_accum_steps=3": "batch_size=16 does not divide into grad_accum_steps=3 micro-batches: use batch_size=15",
+    "grad_accum_steps=3": "batch_size=16 does not divide into grad_accum_steps=3 micro-batches: use batch_size=15 or "
+    "18",
     "model=resnet20": "data=stdlib is for tokens, model=resnet20 reads images: use data=digits or data=cifar10, "
     "or a model for tokens such as model=gpt_nano",
+    "--steps 100": "--steps 100: keys are written without dashes: steps=100",
+    "--lr=1e-3 --config-dir .": "--lr 1e-3: keys are written without dashes: optimizer.lr=1e-3",
     "resume=nowhere": "resume=nowhere is neither a run folder nor a checkpoint: "
     "use auto, none, or outputs/<date>/<time>",
 }
@@ -99,6 +102,17 @@ def test_help_lists_every_group_without_loading_torch(tmp_path, no_torch):
     for group in (folder for folder in (ROOT / "conf").iterdir() if folder.is_dir()):
         options = sorted(file.stem for file in group.glob("*.yaml"))
         assert f"{group.name}: {', '.join(options)}" in done.stdout
+
+
+@pytest.mark.slow(unless=lambda typed: typed == "--help")
+@pytest.mark.parametrize("typed", ["--help", "--cfg=job"])
+def test_help_into_a_closed_pipe_ends_quietly(tmp_path, typed):
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), typed], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, b"")
 
 
 def test_a_bound_that_needs_torch_is_one_message_too(tmp_path):

@@ -200,6 +200,13 @@ def test_ranks_take_equally_many_and_count_each_batch_once(world_size, limit):
     assert repeated <= {(limit or 3) - 1}
 
 
+def test_the_progress_of_an_evaluation_is_shown_before_each_batch_and_at_the_end():
+    shown = []
+    for _ in validation(Counted(), 4, None, Ranks(), lambda done, total: shown.append((done, total))):
+        shown.append("batch")
+    assert shown == [(0, 3), "batch", (1, 3), "batch", (2, 3), "batch", (3, 3)]
+
+
 def test_a_repeated_batch_has_all_targets_ignored():
     *_, last = validation(Counted(), 4, None, Ranks(1, 2))
     assert (last.targets == IGNORE_INDEX).all()

@@ -9,6 +9,7 @@ from torch import nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.faults.planned import NoFaults
+from stabletrain.machine import hardware
 from stabletrain.machine.determinism import Seeded, mix
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.single import SingleProcess
@@ -22,6 +23,7 @@ from stabletrain.trainer.stages import (
     build_model,
     load_data,
     make_tools,
+    opening_notes,
     rank_seed,
     start_process,
 )
@@ -187,3 +189,17 @@ def test_the_model_follows_from_the_seed_and_its_parts_are_in_place():
     assert tools.sanitizer.vocab_size == 256
     assert tools.seed == 4
     assert tools.precision is here.precision
+
+
+# ---- the first lines
+
+
+def test_a_busy_cpu_is_noted_with_the_length_of_an_evaluation(monkeypatch):
+    monkeypatch.setattr(hardware, "load_and_cores", lambda: (9.0, 2))
+    data = SimpleNamespace(split="the last tenth", batches=lambda size, split: 800 // size)
+    source, cfg = Source(data, "tok", "byte"), OmegaConf.create({"batch_size": 8, "eval_batches": None})
+    split, busy = opening_notes(cfg, process(), source)
+    assert split == "split the last tenth"
+    assert "eval_batches=20 instead of 100" in busy
+    cfg.eval_batches = 30
+    assert opening_notes(cfg, process(), source) == [split, ""]
