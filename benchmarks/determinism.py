@@ -4,8 +4,7 @@
 
 A step is forward, loss, backward, gradient norms and a fused AdamW update, on random data. Each round times `--steps`
 steps under both settings, back to back and in alternating order, so other load on the machine affects both alike.
-Prints
-the median and quartiles of the rounds' ratios.
+Prints the median and quartiles of the rounds' ratios.
 """
 
 import argparse

@@ -6,14 +6,12 @@ set's size.
 
 Varies one quantity of a GPT at a time. Steps of all sizes alternate, so other load on the machine affects all alike. In
 each round, fits the exponent e of time ~ size^e by least squares in log-log space over the three largest sizes; the
-same
-fit is made for the FLOPs that PyTorch counts in these models (`machine/hardware.py`). Time grows more slowly than FLOPs
-if small matrix products leave the machine underused.
+same fit is made for the FLOPs that PyTorch counts in these models (`machine/hardware.py`). Time grows more slowly than
+FLOPs if small matrix products leave the machine underused.
 
 Memory is the peak over two steps, including weights, gradients and optimizer state: on a GPU the memory of tensors, on
-a
-CPU the growth of the resident memory of a fresh process. The last part, `long_data.py`, checks that 10^9 tokens cost no
-more than 10^6.
+a CPU the growth of the resident memory of a fresh process. The last part, `long_data.py`, checks that 10^9 tokens cost
+no more than 10^6.
 """
 
 import multiprocessing

@@ -5,8 +5,7 @@ backward.
 
 A transformer's step consists of products with weights, attention, and memory-bound operations (norms, activations,
 casts, the update), which a narrower dtype does not speed up through faster products. Times the first two over the
-step's
-own shapes, all layers together, with inputs already in their dtype; the speed is a ratio per round.
+step's own shapes, all layers together, with inputs already in their dtype; the speed is a ratio per round.
 """
 
 from collections.abc import Callable

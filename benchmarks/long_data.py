@@ -1,8 +1,7 @@
 """A data set of 10^9 tokens against one of 10^6: the time to open it, to make a batch, and to take a training step.
 
 Batches are made on a thread beside the steps. The data files are sparse, so disk time is not included; as long as
-making
-a batch is faster than a step, disk time would not slow the steps either.
+making a batch is faster than a step, disk time would not slow the steps either.
 """
 
 import json

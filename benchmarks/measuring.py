@@ -2,8 +2,7 @@
 
 The compared kinds alternate in one process, round by round, so other load on the machine affects all alike. Each round
 gives one ratio. The median of the ratios is the cost of an ordinary step and ignores rare events. `whole`, the total
-time
-over the reference's total time, includes the rare events, and every disturbance as well.
+time over the reference's total time, includes the rare events, and every disturbance as well.
 """
 
 import argparse
@@ -77,10 +76,8 @@ def in_turns(kinds: Mapping[str, Callable[[int], float]], rounds: int, warm_up: 
     """Runs all kinds alternately and returns each kind's value in each round.
 
     Each kind is called with the round's number, which is negative in the `warm_up` rounds; their values are dropped.
-    The
-    order is shuffled every second round and reversed in the round after it, so no kind always runs first or always
-    follows
-    the same one.
+    The order is shuffled every second round and reversed in the round after it, so no kind always runs first or always
+    follows the same one.
     """
     found: dict[str, list[float]] = {name: [] for name in kinds}
     order, drawn = [*kinds], random.Random(0)

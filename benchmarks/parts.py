@@ -3,8 +3,7 @@
 Executes the loop's own rounds with time marks between the parts: CUDA events on a GPU, which do not synchronize; the
 clock on a CPU. Forward lasts from the model's call to the start of backward, so it includes the loss, and for a loss in
 chunks the head's own backward pass. `guard` is everything that is in no other part: seeding, buffer copies, batch
-checks,
-norms, gate, clipping, snapshots.
+checks, norms, gate, clipping, snapshots.
 """
 
 import itertools

@@ -3,13 +3,10 @@
     torchrun --nproc_per_node=2 benchmarks/small_gather.py --json small_gather.json
 
 A round is a step that shares its statistics once (`parallel/distributed.py`), one that shares them `TIMES` times, and
-one
-that does not share them, in alternating order. A barrier precedes each, so that no rank's time includes another's
-delay.
-Prints the median and quartiles of the differences to the step without sharing, divided by the number of collectives. On
-a busy machine a single collective is lost in the variation between steps; the average over many is not, but includes
-only
-part of the time spent waiting for the other rank.
+one that does not share them, in alternating order. A barrier precedes each, so that no rank's time includes another's
+delay. Prints the median and quartiles of the differences to the step without sharing, divided by the number of
+collectives. On a busy machine a single collective is lost in the variation between steps; the average over many is not,
+but includes only part of the time spent waiting for the other rank.
 """
 
 import argparse

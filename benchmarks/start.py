@@ -4,8 +4,7 @@
 
 Every command is a process of its own; each round runs all of them once, in varying order. Prints median and quartiles
 over the rounds, of wall-clock time and of CPU time (user and system), which is more reliable on a busy machine. The
-first
-round, which reads the files from disk, counts too.
+first round, which reads the files from disk, counts too.
 """
 
 import sys

@@ -6,7 +6,7 @@
     stabletrain            the run of `train.py`: guard=rollback, monitors=default, W&B offline, data through the run's
                            own loader
     stabletrain, compiled  the same with compile=true; `compile, s` is the extra time to build it and take the first
-    steps
+                           steps
     plain fp32             bare.py on the same model in fp32, eager, with prepared batches: the reference, 1
     plain bf16             the same under autocast, if the run is in bf16
     recipe                 torchvision's reference recipe on the same model (ResNet-18; recipe.py), in fp32, its default
@@ -14,9 +14,8 @@
 
 The kinds alternate in one process, step by step (on a GPU ten steps). `speed` is the median over the rounds of the
 reference's time over the kind's own. Rates use the median time. Memory is the peak beyond what the other kinds hold; on
-a
-CPU it is that of the whole process, before the other kinds are built. parts.py defines the parts of a step. `making` is
-the time to make a batch on its own thread, relative to a step: the loop waits for data only if it is above 1.
+a CPU it is that of the whole process, before the other kinds are built. parts.py defines the parts of a step. `making`
+is the time to make a batch on its own thread, relative to a step: the loop waits for data only if it is above 1.
 """
 
 import copy

@@ -11,8 +11,7 @@
 Everything is fp32, as the weights are, except with `precision=bf16_params`. Collectives use a ring, as NCCL's and
 gloo's
 do: of B bytes over W ranks, each rank sends B (W-1)/W to all-gather or reduce-scatter, in W-1 messages, and twice that
-to
-all-reduce, in 2 (W-1). NCCL may use a tree for few bytes or many ranks: fewer messages, about the same bytes.
+to all-reduce, in 2 (W-1). NCCL may use a tree for few bytes or many ranks: fewer messages, about the same bytes.
 
 `tests/parallel/test_traffic.py` compares the collectives, their sizes and the memory with two ranks that train. The
 command prints the table of docs/scaling.md.
@@ -161,10 +160,9 @@ class Memory(NamedTuple):
     Attributes:
         weights, gradients, moments: the rank's own copy or shard.
         whole: additionally on the GPU during a step. DDP: the buckets, a copy of all gradients. FSDP: gathered weights
-            and
-            gradients not yet scattered, of everything outside blocks and of two blocks, one in use and one in transfer;
-            of all
-            blocks if gathered weights are kept. The buffers of the collectives themselves are not included.
+            and gradients not yet scattered, of everything outside blocks and of two blocks, one in use and one in
+            transfer; of all blocks if gathered weights are kept. The buffers of the collectives themselves are not
+            included.
         state: a snapshot, on the host.
     """
 

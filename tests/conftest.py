@@ -31,8 +31,7 @@ def is_slow(item: pytest.Item) -> bool:
     """Whether a test is marked `slow`.
 
     With `slow(unless=condition)`, cases whose parameters fulfil the condition are fast: a few of many, so that both
-    tiers
-    test the property.
+    tiers test the property.
     """
     mark = item.get_closest_marker("slow")
     if mark is None or "unless" not in mark.kwargs:

@@ -1,9 +1,8 @@
 """Runs commands in forks of a process that has already imported the program.
 
 Starting Python and importing torch, Hydra and the package takes several seconds per command; a fork takes milliseconds.
-A
-forked command is a process of its own, with its own folder, environment, output, signals and exit code; it shares only
-the imported modules with the server. Tests of what a command imports use a fresh interpreter, or a server without
+A forked command is a process of its own, with its own folder, environment, output, signals and exit code; it shares
+only the imported modules with the server. Tests of what a command imports use a fresh interpreter, or a server without
 torch.
 
     python -m tests.forkserver SOCKET KIND      serves on a Unix socket until its standard input closes

@@ -105,6 +105,7 @@ def test_a_users_script_compares_runs(place, monkeypatch, capsys):
     assert capsys.readouterr().out == (EXPECTED / "table.csv").read_text()
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_what_is_missing_and_nothing_else(place, monkeypatch, capsys):
     before = json.loads((place / "sweep" / "3" / "run.json").read_text())
     shutil.rmtree(place / "sweep" / "3")
@@ -164,6 +165,7 @@ def old_paths(place, monkeypatch):
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_stored_import_paths_that_moved_are_found(old_paths, monkeypatch, capsys):
     assert "stabletrain.long_gone.clipping" in (old_paths / "one_process" / ".hydra" / "config.yaml").read_text()
     assert told(capsys, "sample", "one_process", "--prompt", "the", "--tokens", "20", "--temperature", "0")

@@ -1,8 +1,7 @@
 """The step never synchronizes with the host: on a GPU that would drain the launch queue.
 
 A dispatch mode sees each synchronization, on every device: `item()`, `bool()`, `float()` and `nonzero()` of a tensor
-are
-operations of their own.
+are operations of their own.
 """
 
 import pytest
@@ -30,6 +29,7 @@ class Questions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow(unless=lambda guard, precision: guard == "rollback" or precision == "bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("guard", ["off", "skip", "rollback"])
 @pytest.mark.parametrize("tiny", [TINY_GPT, [*TINY_RESNET, "model.depth=8"]], ids=["gpt", "resnet"])

@@ -71,6 +71,7 @@ def test_a_mistake_in_a_users_yaml_is_one_message(plugin):
     assert done.stderr.strip() == "stabletrain: model.width=many is not a whole number: the default is 16"
 
 
+@pytest.mark.slow
 def test_a_run_of_plugins_is_resumed_by_its_folder_alone(plugin):
     assert run(plugin)[0].returncode == 0
     more = command("resume=run", "steps=70", cwd=plugin, PYTHONPATH=str(plugin))

@@ -84,7 +84,13 @@ def run(command: str, folder: Path, timeout: float = 300) -> list[str]:
     if made:
         command = command.replace("<date>/<time>", f"{made[-1].parent.name}/{made[-1].name}")
     scripts = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    environment = {
+        **os.environ,
+        "PATH": f"{scripts}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "120",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=folder,

@@ -5,10 +5,8 @@
 
 Every run must end finished, or halted with a reason. Nothing non-finite may remain in its weights, its moments or a
 checkpoint marked healthy; a healthy checkpoint must verify; the guard must not act before the first fault; and a
-finished
-run's loss must be within `BOUND` of the progress of the same setting without faults. Finite damage that shows in no
-loss
-and no gradient is counted as `silent`: a guard that watches losses and gradients cannot detect it.
+finished run's loss must be within `BOUND` of the progress of the same setting without faults. Finite damage that shows
+in no loss and no gradient is counted as `silent`: a guard that watches losses and gradients cannot detect it.
 """
 
 import argparse

@@ -11,8 +11,7 @@ is masked. Both checkouts run in the same folder, one after the other, so that t
 nothing from either, and compares nothing with files stored in the repository.
 
 Prints a line with the first difference for each case that differs (with -v a line for every case), and exits with code
-1
-if any case differs. Takes 12 minutes of CPU time, shared by two cores.
+1 if any case differs. Takes 12 minutes of CPU time, shared by two cores.
 """
 
 import argparse

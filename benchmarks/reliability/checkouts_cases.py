@@ -12,8 +12,7 @@ class Command(NamedTuple):
 
     Attributes:
         program: `train` for train.py, `torchrun` for train.py on two ranks, `stabletrain` for that command, `python`
-            for a
-            user's script.
+            for a user's script.
         arguments: as typed.
         code: the exit code that the old checkout must give, so that a broken case is noticed.
     """
@@ -29,8 +28,7 @@ class Case(NamedTuple):
     Attributes:
         commands: in order.
         shows: texts that the old checkout's events or output must contain, so that a case that no longer tests what it
-            is
-            for is noticed.
+            is for is noticed.
     """
 
     commands: list[Command]

@@ -117,7 +117,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         start_wandb(cfg, process, trained, opened)
         opened.open_checkpoints()
         restore_state(cfg, rollback, guard, opened.tracker)
-        record_changes(cfg, rollback.state.step, folder, opened.run_folder, opened.tracker)
+        record_changes(cfg, process.choices, rollback.state.step, folder, opened.run_folder, opened.tracker)
         opened.tracker.note(opening_lines(cfg, process, source, trained, tools, folder))
         if compiling.wanted(cfg.compile, process.device):
             compile_model(cfg, process, trained.state, tools, load, opened)

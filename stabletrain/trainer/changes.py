@@ -31,25 +31,35 @@ def check_data_of_checkpoint(resume: str, fingerprint: Mapping[str, Any]) -> Non
 
 
 def record_changes(
-    cfg: DictConfig, step: int, folder: Path, run_folder: roles.RunFolder, tracker: roles.Tracker
+    cfg: DictConfig,
+    choices: Mapping[str, str],
+    step: int,
+    folder: Path,
+    run_folder: roles.RunFolder,
+    tracker: roles.Tracker,
 ) -> None:
-    """Records and shows what a resumed run has changed of its configuration, such as `optimizer.lr`."""
+    """Records and shows what a resumed run has changed of its configuration: options, such as `clipping`, and keys."""
     file = folder / ".hydra" / "config.yaml"
     if cfg.resume != "auto" or not step or not file.is_file():
         return
-    before = dict(leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=True)))
+    first = OmegaConf.load(file.with_name("hydra.yaml")).hydra.runtime.choices
+    before = dict(leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=True))) | dict(first)
     for change in RunFolder(folder).read().get("changes", []):
         before |= {key: value for key, (_, value) in change["keys"].items()}
-    now = dict(leaves(plain(cfg)))
+    now = dict(leaves(plain(cfg))) | dict(choices)
+    options = {group for group in choices if before.get(group, choices[group]) != choices[group]}
+    # keys that only one side has, and moved classes, are another version's; another option brings keys of its own
     keys = {
-        key: [before.get(key), now.get(key)]
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and key not in NOT_A_CHANGE
+        key: [before.get(key), value]
+        for key, value in sorted(now.items())
+        if (before[key] != value if key in before else key.partition(".")[0] in options)
+        and key not in NOT_A_CHANGE
+        and not key.endswith("_target_")
     }
     if not keys:
         return
     run_folder.change(step, keys)
     tracker.event("changed", step, keys=keys)
-    shown = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in keys.items())
+    shown = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in keys.items() if key in before)
     longer = "; the learning-rate schedule now ends at the new last step" if "steps" in keys else ""
     tracker.note(f"changed  {shown}{longer}")

@@ -155,6 +155,7 @@ class Data:
 """
 
 
+@pytest.mark.slow
 def test_a_fix_is_tried_on_a_users_own_model(tmp_path):
     (tmp_path / "mine.py").write_text(textwrap.dedent(CODE))
     for group, text in {

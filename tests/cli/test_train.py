@@ -177,6 +177,7 @@ def test_a_run_says_what_it_did_where_it_is_and_what_is_next(tmp_path):
     assert steps == {1, 6}, "the first and the last; monitors.every is 100"
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
     assert command(*QUICK, cwd=tmp_path).returncode == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes(), (tmp_path / "run" / "run.json").read_bytes()
@@ -204,7 +205,7 @@ def begin(cwd, *overrides):
     raise AssertionError(process.communicate())
 
 
-@pytest.mark.slow(unless=lambda number: number == signal.SIGINT)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_says_how_to_continue_and_the_same_command_continues(tmp_path, number):
     process = begin(tmp_path)
@@ -239,6 +240,7 @@ def test_a_signal_saves_says_how_to_continue_and_the_same_command_continues(tmp_
     assert len(list(tmp_path.glob("outputs/*/*"))) == 1, "it continued in the folder of the run"
 
 
+@pytest.mark.slow
 def test_resume_names_a_run_folder_and_takes_its_overrides_along(tmp_path):
     assert command(*QUICK, cwd=tmp_path).returncode == 0
     more = command("resume=run", "steps=9", cwd=tmp_path)
@@ -337,6 +339,7 @@ def test_sampling_from_a_finished_run(tmp_path):
     assert missing.stderr.startswith("stabletrain: nowhere holds no usable checkpoint")
 
 
+@pytest.mark.slow
 def test_raised_steps_continue_the_run_and_changes_are_recorded(tmp_path):
     quick = [*TINY_GPT, "eval_every=10", "checkpoint.every=5"]
     assert command(*quick, "steps=10", cwd=tmp_path).returncode == 0
@@ -354,6 +357,7 @@ def test_raised_steps_continue_the_run_and_changes_are_recorded(tmp_path):
     assert "steps=5 is below the 20 steps already done" in fewer.stderr
 
 
+@pytest.mark.slow
 def test_a_run_is_not_continued_with_other_data(tmp_path):
     quick = [*TINY_GPT, "steps=4", "hydra.run.dir=run"]
     assert command(*quick, cwd=tmp_path).returncode == 0

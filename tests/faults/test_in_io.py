@@ -17,6 +17,7 @@ from tests.runs import TINY_GPT, command
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.safetensors", "manifest.json"
 
 
+@pytest.mark.slow(unless=lambda asynchronous: asynchronous == "true")
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_a_full_disk_costs_that_checkpoint_and_no_other(tmp_path, asynchronous):
     write = writer.write_file

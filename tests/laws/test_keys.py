@@ -317,6 +317,7 @@ def overrides_for(group, option):
     return [choice, *small, *wandb, *others]
 
 
+@pytest.mark.slow(unless=lambda option: option not in ("gpt2", "gpt_mini", "resnet18", "resnet50"))
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: value)
 def test_every_option_trains_or_says_why_not(tmp_path, monkeypatch, places, group, option):
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -484,6 +485,7 @@ tests/faults/test_in_io.py and test_planned.py show their effect.
 """
 
 
+@pytest.mark.slow(unless=lambda key: key in ("compile", "seed", "label_smoothing"))
 @pytest.mark.parametrize("key", TOP)
 def test_every_top_level_key_is_alive(tmp_path, places, key, monkeypatch):
     assert key in CHANGED, f"{key} is new: give CHANGED a value that must change a run"

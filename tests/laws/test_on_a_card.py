@@ -2,8 +2,7 @@
 
 Each test body also runs on the CPU: here in one small case or, for laws 3 and 5, in the files it is imported from. On a
 GPU only `determinism=strict` promises bitwise reproducibility, so tests that compare two runs use it. Nothing is
-compiled,
-because the tests' shape checks cannot be traced (tests/trainer/test_compile_warmup.py has compiled runs).
+compiled, because the tests' shape checks cannot be traced (tests/trainer/test_compile_warmup.py has compiled runs).
 """
 
 import contextlib

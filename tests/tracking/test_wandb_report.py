@@ -161,6 +161,7 @@ def test_a_mistake_is_one_sentence(capsys, monkeypatch):
     assert "pip install 'stabletrain[report]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_is_saved_by_the_library_and_never_to_a_project_that_is_not_there(tmp_path):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     with serving() as server:

@@ -146,6 +146,7 @@ def test_images_have_their_own_numbers(tmp_path):
     assert 0 <= found["summary"]["val/accuracy"] <= 1
 
 
+@pytest.mark.slow
 def test_what_a_continued_run_met_before_is_still_in_its_table(tmp_path):
     ended(tmp_path, *TINY_GPT, *QUIET, *NAN, "checkpoint.every=5", "steps=15")
     for piece in tmp_path.glob("wandb/offline-run-*"):

@@ -31,6 +31,7 @@ def trained(folder, *overrides):
     return job
 
 
+@pytest.mark.slow(unless=lambda precision: precision != "fp16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("more", [[], ["zloss=palm", "softcap=gemma2", "grad_accum_steps=2", "model.tied_head=true"]])
 def test_the_run_equals_that_with_whole_logits_up_to_rounding(tmp_path, precision, more):

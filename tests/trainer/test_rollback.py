@@ -128,7 +128,7 @@ def test_nothing_that_was_measured_is_dropped_and_the_stretch_is_marked(tmp_path
     assert evaluated == [(30, True), (30, False), (50, False)]
 
 
-@pytest.mark.slow(unless=lambda crash_at_tick: crash_at_tick == 34)
+@pytest.mark.slow
 @pytest.mark.parametrize("crash_at_tick", [29, 34, 36, 41, 55])
 def test_a_run_that_was_killed_rolls_back_exactly_as_one_that_was_not(tmp_path, crash_at_tick):
     """Law 4 with a rollback inside: before it, within the trouble, just after it, later."""
@@ -143,6 +143,7 @@ def test_a_run_that_was_killed_rolls_back_exactly_as_one_that_was_not(tmp_path, 
     assert (whole.state.executed_steps, whole.state.skipped) == (resumed.state.executed_steps, resumed.state.skipped)
 
 
+@pytest.mark.slow
 def test_a_state_lost_with_the_process_is_computed_again(tmp_path, capsys):
     """Killed at tick 29 and resumed from step 24: the wanted state, after 25 steps, is in no memory and on no disk."""
     chosen = ["steps=50", "checkpoint.every=12"]
@@ -171,6 +172,7 @@ def test_a_state_that_is_computed_again_is_the_one_that_was_lost(tmp_path):
     assert str(a["parts"]["guard"]) == str(b["parts"]["guard"])
 
 
+@pytest.mark.slow
 def test_rollbacks_in_vain_go_further_back_and_then_halt(tmp_path):
     with pytest.raises(TrainingHalted, match=r"guard\.max_rollbacks=2"):
         trained(tmp_path, "steps=80", "guard.max_rollbacks=2", wrecked=range(42, 1000))
@@ -293,6 +295,7 @@ def test_the_checkpoint_of_a_rollback_claims_no_other_states_loss(tmp_path):
     assert find(tmp_path / "checkpoints" / "step-00000025").val_loss is None, "the loss is that of step 20"
 
 
+@pytest.mark.slow
 def test_a_run_begun_from_another_runs_checkpoint_has_states_of_its_own(tmp_path):
     trained(tmp_path / "a", "steps=27")
     job = trained(tmp_path / "b", "steps=60", f"resume={tmp_path / 'a' / 'checkpoints'}", wrecked=[28])

@@ -236,8 +236,7 @@ class WanderingOffset(Part):
     """Logits with a common offset, which softmax ignores until it costs the other logits their precision.
 
     Training drives the offset: its gradient comes only through the likelier half of the classes, so cross-entropy
-    raises it
-    without limit, ever faster. Anything that bounds log Z bounds the offset.
+    raises it without limit, ever faster. Anything that bounds log Z bounds the offset.
     """
 
     def __init__(self, at: int, mended: bool) -> None:

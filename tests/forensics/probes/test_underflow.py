@@ -66,6 +66,7 @@ def test_an_idle_bias_is_no_underflow():
     assert not found.real
 
 
+@pytest.mark.slow(unless=lambda model: model == "resnet")
 @pytest.mark.parametrize("model", MODELS)
 def test_an_alarm_leads_to_an_incident_and_to_the_same_bits_as_without_forensics(tmp_path, model):
     overrides, place = MODELS[model]
