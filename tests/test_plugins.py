@@ -107,3 +107,17 @@ def test_qknorm_with_a_model_that_does_not_take_it_is_refused(plugin):
     done, _ = run(plugin, "stability=qknorm")
     assert done.returncode == 2
     assert "stability=qknorm sets qknorm=layernorm, which does nothing with model=mine" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_shape_error_in_a_users_model_prints_its_own_lines(plugin):
+    file = plugin / "mine.py"
+    file.write_text(file.read_text().replace("return self.net(inputs)", "return self.net(inputs[:, 1:])"))
+    done, folder = run(plugin)
+    assert done.returncode == 1
+    lines = done.stderr.strip().splitlines()
+    assert lines[0] == f"Traceback (your code; all of it in {folder / 'traceback.txt'}):"
+    assert lines[1].startswith(f'  File "{file}", line ')
+    assert lines[-1].startswith("RuntimeError: ")
+    assert len(lines) < 8
+    assert "torch/nn/modules" in (folder / "traceback.txt").read_text()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import cast
 
 import stabletrain
-from stabletrain.errors import ConfigError, StabletrainError, did_you_mean
+from stabletrain.errors import ConfigError, StabletrainError, did_you_mean, own_traceback
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,7 +117,7 @@ def sample(chosen: argparse.Namespace) -> None:
     from stabletrain.checkpoint.folder import find
     from stabletrain.config.make import make
     from stabletrain.models.sampling import generate
-    from stabletrain.trainer.contract import make_model
+    from stabletrain.trainer.contract import context_length, make_model
 
     checkpoint = find(chosen.run, best=chosen.best)
     file = checkpoint.path.parent.parent / ".hydra" / "config.yaml"
@@ -133,7 +133,18 @@ def sample(chosen: argparse.Namespace) -> None:
     model.load_state_dict(checkpoint.load_model())
     prompt = torch.tensor([data.encode(data.prompt if chosen.prompt is None else chosen.prompt)])
     generator = torch.Generator().manual_seed(chosen.seed)
-    tokens = generate(model, prompt, chosen.tokens, chosen.temperature, chosen.top_k, generator)
+    length = context_length(model, data)
+    try:
+        tokens = generate(model, prompt, chosen.tokens, chosen.temperature, chosen.top_k, generator, length)
+    except StabletrainError:
+        raise
+    except Exception as error:  # a user's model may raise anything
+        if (own := own_traceback(error)) is None:
+            raise
+        hint = (
+            "" if length else "; if it reads at most N tokens, set the attribute block_size=N of the model or the data"
+        )
+        raise StabletrainError(f"{chosen.run}: the model cannot generate text{hint}\n{own.strip()}") from error
     print(data.decode(tokens[0].tolist()))
 
 

@@ -37,7 +37,7 @@ from stabletrain.cli.sweep.plan import Sweep, finished_run, start
 from stabletrain.config.arguments import Arguments, parse_arguments, resolve_resume, resume_command, with_overrides
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain, unknown_option
-from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted
+from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted, own_traceback
 from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location
 from stabletrain.parallel.ranks import (
     Ranks,
@@ -239,7 +239,7 @@ def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
     if isinstance(error, StabletrainError):
         print(f"{where if not ranks.is_main else ''}stabletrain: {error}", file=sys.stderr)
     else:
-        trace = "".join(traceback.format_exception(error))
+        trace = traceback_text(error, folder / ("traceback.txt" if ranks.is_main else f"traceback-{ranks.rank}.txt"))
         print("".join(f"{where}{line}" for line in trace.splitlines(keepends=True)), file=sys.stderr)
     publish_failure(ranks, error)
     if isinstance(error, Interrupted) and error.saved:
@@ -248,6 +248,18 @@ def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)  # shown at the end of torchrun's own summary
+
+
+def traceback_text(error: Exception, file: Path) -> str:
+    """Returns the traceback to print: of an error in the user's code only that part, and `file` gets all of it."""
+    whole, own = "".join(traceback.format_exception(error)), own_traceback(error)
+    if own is None:
+        return whole
+    try:
+        file.write_text(whole, encoding="utf-8")
+    except OSError:
+        return whole
+    return own.replace("Traceback (most recent call last)", f"Traceback (your code; all of it in {file})")
 
 
 def record_failure(folder: Path, error: Exception) -> None:

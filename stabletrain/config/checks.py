@@ -119,8 +119,16 @@ def reference() -> dict[str, Any]:
 
 
 def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Refuses unknown keys (`+typo=1`), removed keys (`~guard`), and values of another type than the default."""
+    """Refuses unknown keys (`+typo=1`), removed keys (`~guard`), and values of another type than the default.
+
+    A group whose `_target_` was changed may have other keys: its target knows which.
+    """
+    retargeted = tuple(
+        key.removesuffix("_target_") for key in values if key.endswith("._target_") and values[key] != defaults.get(key)
+    )
     for key, value in values.items():
+        if key not in defaults and key.startswith(retargeted):
+            continue
         if key not in defaults:
             raise ConfigError(f"{key}={value}: there is no such key{did_you_mean(key, defaults, cutoff=0.75)}")
         if key in MIXED:
@@ -137,7 +145,7 @@ def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
         elif default == [] and not isinstance(value, list):
             hint = f"write {key}=[{show(value)}]"
         raise ConfigError(f"{key}={show(value)} is not {kind_of(default)}: {hint}")
-    if missing := sorted(set(defaults) - set(values)):
+    if missing := sorted(key for key in set(defaults) - set(values) if not key.startswith(retargeted)):
         raise ConfigError(
             f"{missing[0]} was removed: to turn a group off, use its option that does nothing, such as none or off"
         )

@@ -115,6 +115,8 @@ def options_of(folders: Iterable[Path]) -> dict[str, list[str]]:
 def no_such_key(key: str, typed: Arguments, folders: list[Path], options: dict[str, list[str]]) -> str:
     """Returns the message for an unknown key, with the options that have this key, or the closest known key."""
     group, _, name = key.partition(".")
+    if typed.value(f"{group}._target_") is not None:
+        return f"{key}: the chosen {group} has no such key; for your own {group}._target_ write +{key}=..."
     having = [file.stem for folder in folders for file in sorted(folder.glob(f"{group}/*.yaml")) if has(file, name)]
     if name and having:
         return (

@@ -12,6 +12,7 @@ from torch import nn
 from stabletrain.config.arguments import SWEEP, Arguments, key_of, program
 from stabletrain.models.sampling import generate
 from stabletrain.parallel.ranks import current_ranks
+from stabletrain.trainer.contract import context_length
 
 
 def opening(
@@ -185,6 +186,7 @@ def sample_text(model: nn.Module, data: Any, device: torch.device, tokens: int =
     prompt = torch.tensor([data.encode(data.prompt)], device=device)
     generator = torch.Generator(device).manual_seed(0)
     try:
-        return data.decode(generate(model, prompt, tokens, 0.8, 50, generator)[0].tolist())
+        length = context_length(model, data)
+        return data.decode(generate(model, prompt, tokens, 0.8, 50, generator, length)[0].tolist())
     except Exception as error:  # the run is finished and saved: a failed sample must not fail it
         return f"(none: {error})"

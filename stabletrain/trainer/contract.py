@@ -58,6 +58,14 @@ def vocabulary(model: nn.Module, data: Any) -> int | None:
     return tables[0].num_embeddings if tables else None
 
 
+def context_length(model: nn.Module, data: Any) -> int | None:
+    """Returns the most tokens that the model reads at once: its `block_size`, else the data's; None if unknown."""
+    for knows in (model, data):
+        if isinstance(size := getattr(knows, "block_size", None), int):
+            return size
+    return None
+
+
 def units(cfg: DictConfig, data: Any) -> tuple[str, str]:
     """Returns the unit of throughput and the unit of the loss, such as `("tok", "byte")`."""
     if cfg.data.get("modality") == "images":

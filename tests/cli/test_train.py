@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from stabletrain.cli.train import traceback_text
 from stabletrain.tracking.metrics import read_jsonl
 from tests.runs import ROOT, TINY_GPT, command, python
 from tests.tracking.wandb_file import read
@@ -369,3 +370,23 @@ def test_a_run_is_not_continued_with_other_data(tmp_path):
         assert "was trained on stdlib" in other.stderr
         assert "start a new run with resume=none" in other.stderr
     assert (tmp_path / "run" / "run.json").read_text() == before
+
+
+def test_an_error_in_the_users_code_prints_its_lines_and_the_file_has_all(tmp_path):
+    scope = {}
+    exec(compile("def forward():\n    return 1 / 0\n", "/home/user/mine.py", "exec"), scope)
+
+    def train():
+        scope["forward"]()
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        train()
+    file = tmp_path / "traceback.txt"
+    told = traceback_text(caught.value, file)
+    assert told.startswith(f"Traceback (your code; all of it in {file}):\n")
+    assert file.read_text().startswith("Traceback (most recent call last):\n")
+    assert file.read_text().endswith("ZeroDivisionError: division by zero\n")
+    assert traceback_text(caught.value, tmp_path / "missing" / "file").startswith("Traceback (most recent call last)")
+    own = ValueError("of the program")
+    assert traceback_text(own, tmp_path / "other.txt") == "ValueError: of the program\n"
+    assert not (tmp_path / "other.txt").exists()

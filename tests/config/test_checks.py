@@ -139,3 +139,16 @@ def test_a_configuration_that_works_passes_and_ranks_are_counted(monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "3")
         with pytest.raises(ConfigError, match="does not divide among 3 ranks"):
             check(cfg)
+
+
+def test_a_group_with_another_target_may_have_other_keys():
+    defaults = DEFAULTS | {"optimizer._target_": "AdamW", "data._target_": "Text"}
+    values = {key: value for key, value in defaults.items() if key != "optimizer.fused"}
+    values |= {"optimizer._target_": "Adam", "optimizer.amsgrad": True, "optimizer._partial_": True}
+    check_keys(values, defaults)
+    with pytest.raises(ConfigError, match=r"^optimizer\.lr=fast is not a number"):
+        check_keys(values | {"optimizer.lr": "fast"}, defaults)
+    with pytest.raises(ConfigError, match=r"^data\.amsgrad=True: there is no such key"):
+        check_keys(values | {"data.amsgrad": True}, defaults)
+    with pytest.raises(ConfigError, match=r"^optimizer\.amsgrad=True: there is no such key"):
+        check_keys(values | {"optimizer._target_": "AdamW"}, defaults)

@@ -44,6 +44,8 @@ def explained(conf, *typed):
         "optimizer.momentum=1": "optimizer.momentum: the chosen optimizer has no such key; it belongs to optimizer=sgd",
         "optimizer.banana=1": "optimizer.banana: there is no such key; the chosen optimizer has the keys fused, lr; "
         "options of optimizer: adamw, sgd",
+        "optimizer._target_=torch.optim.Adam optimizer.amsgrad=true": "optimizer.amsgrad: the chosen optimizer has no "
+        "such key; for your own optimizer._target_ write +optimizer.amsgrad=...",
         "zloss.banana=1": "zloss.banana: there is no such key; the chosen zloss has no keys; "
         "options of zloss: none, palm",
         "optimizer=adamv": "optimizer=adamv: there is no such option; did you mean adamw?\n"
@@ -55,7 +57,7 @@ def explained(conf, *typed):
     }.items(),
 )
 def test_a_mistake_is_explained(conf, typed, message):
-    assert explained(conf, typed) == message
+    assert explained(conf, *typed.split()) == message
 
 
 def test_what_cannot_be_parsed_shows_how_to_quote(conf):

@@ -13,6 +13,7 @@ from stabletrain.records import IGNORE_INDEX, Batch
 from stabletrain.trainer.contract import (
     DEFAULT_VAL_BATCHES,
     checked,
+    context_length,
     cost,
     make_model,
     units,
@@ -112,6 +113,14 @@ def test_the_vocabulary_is_the_models_then_the_datas_then_that_of_the_first_embe
     said.vocab_size = 30
     assert vocabulary(said, SimpleNamespace(vocab_size=40)) == 30
     assert vocabulary(nn.Linear(2, 2), SimpleNamespace()) is None
+
+
+def test_the_context_length_is_the_models_then_the_datas():
+    model, data = nn.Linear(2, 2), SimpleNamespace(block_size=16)
+    assert context_length(model, data) == 16
+    assert context_length(model, object()) is None
+    model.block_size = 8
+    assert context_length(model, data) == 8
 
 
 # ---- units
