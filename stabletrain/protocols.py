@@ -64,7 +64,7 @@ class RetainedStates(Protocol):
 
 @runtime_checkable
 class Guard(Protocol):
-    """Decides which updates reach the weights, and what follows if one does not; see `stability/guard/`."""
+    """Decides which updates reach the weights, and what happens after a skip; see `stability/guard/`."""
 
     skips: dict[str, int]
     kind: str

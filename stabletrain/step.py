@@ -179,7 +179,7 @@ def set_lr(optimizer: Optimizer, factor: float) -> float:
 
 def apply(optimizer: Optimizer, gate: Tensor) -> None:
     """Runs the optimizer's step if `gate` (0-d bool) is open; otherwise changes no bit."""
-    # Multiplying the update by 0 would not do: 0 * NaN is NaN. A fused optimizer takes the gate as `found_inf`, and
+    # Multiplying the update by 0 would not work: 0 * NaN is NaN. A fused optimizer takes the gate as `found_inf`, and
     # then leaves parameters, moments and step counters alone. Any other optimizer costs one host read.
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.grad_scale, optimizer.found_inf = None, (~gate).float()  # ty: ignore[missing-attribute]

@@ -25,7 +25,7 @@ from stabletrain.errors import ConfigError
 
 
 class Background:
-    """Runs one piece of work at a time on a background thread; in the calling thread if not `asynchronous`.
+    """Runs one task at a time: on a background thread if `asynchronous`, otherwise on the calling thread.
 
     Attributes:
         ending: set when the run is ending with an error; work under way should finish soon.
@@ -60,7 +60,7 @@ class Background:
             raise error
 
     def finish_quietly(self) -> None:
-        """Asks the work to end soon, and waits for it without raising. For a run that already ends with an error."""
+        """Asks the work to end soon and waits for it. Raises nothing: the run is already ending with an error."""
         self.ending.set()
         self._join()
 
@@ -73,7 +73,7 @@ class Background:
 class Checkpoints(NoCheckpoints):
     """Writes and reads the checkpoints in `<run folder>/checkpoints`.
 
-    `open` sets the run folder, which is not known when the configuration creates this. `find` works without it.
+    Call `open` first: when this object is built, the run folder is not known yet. Only `find` works without `open`.
 
     Attributes:
         every: steps between two checkpoints.
@@ -162,7 +162,7 @@ class Checkpoints(NoCheckpoints):
             healthy: the caller's judgement. A checkpoint with bad weights or moments (`writer.py`) is never healthy.
             val_loss: nats per target; None if not known.
             anchor: the newest checkpoint of at most this step is kept, however old it is.
-            here: whether the run is at that step now. False for an older state: no later checkpoint is deleted then.
+            here: whether the run is at that step now. If not (an older state is saved), no later checkpoint is deleted.
             place: where this rank writes its shards of a sharded state; None if this process writes the whole state.
 
         Raises:
@@ -172,7 +172,7 @@ class Checkpoints(NoCheckpoints):
         flatten({"info": info, "tree": tree})  # raise here, where the stack shows the caller
         content = FullState(to_host(tree)) if place is None else RankShard(place, tree, self._background.ending)
         work = partial(self._attempt, step, content, to_host(dict(info)), healthy, val_loss, anchor, here)
-        # Of a sharded checkpoint, only rank 0 publishes, reports and deletes old checkpoints.
+        # Rank 0 alone publishes a sharded checkpoint, reports it, and deletes old ones.
         if isinstance(content, RankShard) and content.place.rank > 0:
             work = partial(write_shard, content, healthy)
         self._background.start(work, f"checkpoint-{step}")
@@ -182,7 +182,7 @@ class Checkpoints(NoCheckpoints):
         self._background.wait()
 
     def finish_quietly(self) -> None:
-        """Waits for the last write to end, without raising. For a run that is already ending with an error."""
+        """Waits for the last write to end. Raises nothing: the run is already ending with an error."""
         self._background.finish_quietly()
 
     def saved(self, step: int) -> bool:
@@ -218,7 +218,7 @@ class Checkpoints(NoCheckpoints):
         return self._open_folder().preferred()
 
     def best(self) -> Checkpoint | None:
-        """Returns the healthy checkpoint with the lowest validation loss that verifies."""
+        """Returns the checkpoint with the lowest validation loss among the healthy ones that verify."""
         self.wait()
         return self._open_folder().best()
 

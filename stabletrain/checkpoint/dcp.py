@@ -1,7 +1,7 @@
 """Writes and reads sharded tensors with PyTorch's distributed checkpoint (DCP), without pickle.
 
 DCP plans which rank writes which shard (`DefaultSavePlanner`), and which stored pieces a rank has to read
-(`DefaultLoadPlanner`), whatever number of ranks wrote them. Its default format stores the plan as a pickle. Its
+(`DefaultLoadPlanner`), however many ranks wrote them. Its default format stores the plan as a pickle. Its
 safetensors format stores the position of every piece in the file's JSON header (`hf_storage.py`, PyTorch 2.11), and
 also reads the safetensors files of any other program.
 

@@ -131,7 +131,7 @@ class Folder:
         Args:
             healthy_only: silently skip checkpoints that are not healthy.
             at_most: silently skip checkpoints of later steps.
-            again: whether to verify again what this process has written or verified and what is unchanged since.
+            again: whether to verify checkpoints again that this process wrote or verified and that are unchanged since.
         """
         for path in reversed(self._paths()):
             if at_most is not None and number(path) > at_most:
@@ -146,7 +146,7 @@ class Folder:
         return next((found for path in self._paths() if (found := self._verified(path, True)) is not None), None)
 
     def best(self) -> Checkpoint | None:
-        """Returns the healthy checkpoint with the lowest validation loss that verifies."""
+        """Returns the checkpoint with the lowest validation loss among the healthy ones that verify."""
         return next((c for c in by_val_loss(self.known()) if self._verified(c.path, True) is not None), None)
 
     def preferred(self) -> Checkpoint | None:
@@ -221,7 +221,7 @@ def find(path: Path, *, best: bool = False, verify: Verify = verify) -> Checkpoi
     Args:
         path: a checkpoint; or a folder of checkpoints or a run folder, which stands for the one a run would continue
             from.
-        best: of a folder, return the healthy one with the lowest validation loss instead.
+        best: in a folder of checkpoints, choose the healthy one with the lowest validation loss instead.
         verify: reads a checkpoint in full.
 
     Raises:

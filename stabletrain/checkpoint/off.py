@@ -72,7 +72,7 @@ class NoCheckpoints:
         return None
 
     def reaches(self, step: int) -> bool:
-        """Returns True, so that a rollback saves no older state."""
+        """Returns True: with checkpoints off, a rollback need not save an older state."""
         del step
         return True
 

@@ -4,7 +4,7 @@ Verifies checksums before loading; rejects a checkpoint if any byte differs from
 file and the reason.
 
 One process (`writer.py`) or several ranks (`sharded.py`) may have written the checkpoint. Either kind can be read
-whole, or by each rank only as far as the rank needs it.
+whole, or each rank reads only the parts that it needs.
 """
 
 import hashlib

@@ -141,9 +141,7 @@ def sample(chosen: argparse.Namespace) -> None:
     except Exception as error:  # a user's model may raise anything
         if (own := own_traceback(error)) is None:
             raise
-        hint = (
-            "" if length else "; if it reads at most N tokens, set the attribute block_size=N of the model or the data"
-        )
+        hint = "" if length else "; if it reads at most N tokens, give it or the data an attribute block_size=N"
         raise StabletrainError(f"{chosen.run}: the model cannot generate text{hint}\n{own.strip()}") from error
     print(data.decode(tokens[0].tolist()))
 

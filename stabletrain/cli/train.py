@@ -52,7 +52,7 @@ ALIKE = 5.0
 """Seconds that other ranks wait before they report an error that rank 0 may have met too."""
 
 LEFT = 5.0
-"""Seconds within which torchrun notices that a rank has ended, and ends the others."""
+"""Seconds to wait after a rank was lost. By then, torchrun has noticed it and has ended the other ranks."""
 
 
 class RunFailed(Exception):

@@ -80,7 +80,7 @@ SMOOTHING = 0.9
 """Weight of the past in the running mean of the losses."""
 
 MOST = 30
-"""Maximum number of runs in one picture. Of more runs, those with the lowest and highest losses are drawn."""
+"""Maximum number of runs in one picture. If there are more, those with the lowest and highest losses are drawn."""
 
 
 def draw_losses(runs: Sequence[Run], file: Path) -> None:

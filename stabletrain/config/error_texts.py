@@ -170,7 +170,7 @@ def raised_in(error: Exception) -> str:
 
 
 def known_keys(config_dir: Path, typed: Arguments, options: dict[str, list[str]]) -> list[str]:
-    """Returns all dotted keys of the configuration with the typed group choices; of a sweep, of its first run."""
+    """Returns all dotted keys of the configuration with the typed group choices; in a sweep, those of its first run."""
     chosen = [f"{key_of(o)}={o.partition('=')[2].split(',')[0]}" for o in typed.overrides if key_of(o) in options]
     chosen = [o for o in chosen if o.partition("=")[2] in options[key_of(o)]]
     own = [f"file://{folder.resolve()}" for folder in own_folders(typed) if folder.is_dir()]

@@ -20,7 +20,7 @@ def make(cfg: DictConfig, group: str, **given: Any) -> Any:
         ConfigError: the option has an unknown key, or a value is out of bounds.
     """
     node = updated(plain(cfg[group]))
-    node.pop("modality", None)  # read by the checks only, no argument of the target
+    node.pop("modality", None)  # only the checks read it; the target does not take it
     option = HydraConfig.get().runtime.choices.get(group, group) if HydraConfig.initialized() else group
     if "_target_" not in node:
         raise ConfigError(f"{group}={option}: its YAML has no _target_, so there is nothing to build")

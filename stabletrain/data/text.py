@@ -100,7 +100,7 @@ class Corpus(Windows):
         val: list[tuple[str, int, bytes]] = []
         held_out = f"the last {val_fraction:.2g} of {'each file' if len(contents) > 1 else 'the file'}"
         if len(contents) >= MANY:
-            # Just above the lowest hash at least, so that validation is never empty.
+            # The limit is above the lowest hash, so that validation is never empty.
             limit = max(val_fraction, math.nextafter(min(place(file) for file, _ in contents), 1))
             for file, content in contents:
                 (val if place(file) < limit else train).append((str(root / file), 0, content))

@@ -1,4 +1,4 @@
-"""Bad training data, as a corrupt file, a wrong label or an empty shard causes.
+"""Bad training data, such as a corrupt file, a wrong label or an empty shard gives.
 
 These faults happen at data positions, the `step` argument of `batch`. Reading a position again gives the same bad
 batch; only a rollback that skips the position avoids it. Validation data is not changed.

@@ -77,7 +77,7 @@ class Kill(DiskFault):
     """
 
     def spared(self, checkpoints: Any) -> set[int]:
-        """Returns a set that opening the folder fills with the steps of half-written checkpoints."""
+        """Returns the steps of half-written checkpoints: a set that is filled when the folder is opened."""
         known: set[int] = set()
         open_ = checkpoints.open  # deletes half-written checkpoints, so look before it
 

@@ -1,7 +1,7 @@
 """Faults in a training step: a bad activation, a bad gradient, a burst of the learning rate.
 
-They happen at ticks: a tick is the number of steps executed before, including those rolled back. No tick occurs twice
-in a run, so the fault does not return after a rollback. A resumed run has the fault at the same tick.
+A fault happens at a tick. The tick is the number of steps executed so far, including those that were rolled back. No
+tick occurs twice in a run, so the fault does not return after a rollback. A resumed run has the fault at the same tick.
 
 Each fault is set up at the start of its step and removed at the start of the next. Between faults the model has no
 hooks and runs exactly the code it runs with `faults=none`. A step begins with the optimizer's `zero_grad`, which is why
@@ -24,7 +24,7 @@ from stabletrain.records import TrainState
 
 @runtime_checkable
 class Removable(Protocol):
-    """A handle as `register_*_hook` returns it."""
+    """A handle that `register_*_hook` returns."""
 
     def remove(self) -> None:
         """Removes the hook; does nothing if it is removed already."""

@@ -115,7 +115,7 @@ def place(tensor: Tensor, seed: int, number: int) -> tuple[int, ...]:
 
 
 def writable(value: float, dtype: torch.dtype) -> float | int:
-    """Converts `value` for a tensor of `dtype`: in integer dtypes, 2^31 - 1 at most stands for NaN and Inf."""
+    """Converts `value` for a tensor of `dtype`; in integers, NaN and Inf become 2^31 - 1 or the largest that fits."""
     if dtype.is_floating_point or dtype.is_complex:
         return value
     return int(value) if math.isfinite(value) else min(2**31 - 1, torch.iinfo(dtype).max)

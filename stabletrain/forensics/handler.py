@@ -6,7 +6,7 @@ operation is written only once.
 `DistributedIncidentHandler` does this on several ranks. Each rank replays its own part of the step on a copy of the
 whole model, without communication, so a rank whose model raises does not block the others. The ranks then exchange
 whether their own part fails. The first rank whose part fails writes the folder, and all ranks return the same lines. If
-no part fails although the step did, the numbers changed in the communication, or the hardware erred once.
+the step failed but no rank's part fails, the communication changed the numbers, or the hardware failed once.
 """
 
 import math
@@ -51,7 +51,7 @@ class NoIncidentHandler:
     """Investigates nothing.
 
     Attributes:
-        newest: the guard's name of the kind of the last skipped step that was explained; set by the caller.
+        newest: kind of the newest skipped step that was explained, as the guard names it; set by the caller.
     """
 
     newest = ""

@@ -77,7 +77,7 @@ class Repro:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def copy_model(self) -> nn.Module:
-        """A copy of the model as the step found it, without gradients and independent of the live model."""
+        """A copy of the model as it was before the step, without gradients and independent of the live model."""
         model_copy = copy_of_model(self.model)
         self.reset_(model_copy)
         return model_copy
@@ -205,7 +205,7 @@ def save_repro(folder: Path, repro: Repro) -> None:
     }
     skeleton = flatten(about)[1]
     folder.mkdir(parents=True, exist_ok=True)
-    # Remove an older scene first, so that new tensors never meet it.
+    # Remove an older `scene.json` first: it does not describe the new tensors.
     (folder / SCENE).unlink(missing_ok=True)
     for file, tree in ((BATCH, laid_out), (STATE, state)):
         tensors, skeleton[file] = flatten(to_host(tree))

@@ -2,7 +2,7 @@
 
     w_hat = gain (w - mean(w)) / sqrt(fan_in var(w))        over each output channel's kernel
     a(x)  = g relu(x),  g = sqrt(2 / (1 - 1/pi))            unit variance in, unit variance out
-    x     = x + alpha f(a(x / beta))                        in each block; beta^2 is the variance x has at the start
+    x     = x + alpha f(a(x / beta))                        in each block; beta^2 = var(x) at initialisation
 
 With gain 1 the branch f keeps unit variance. Each block therefore adds alpha^2 to the variance, and beta is known
 without any batch. A block that changes resolution or width also applies `a(x / beta)` on its shortcut, which resets the

@@ -1,6 +1,6 @@
 """ResNets for image classification (He et al., arXiv 1512.03385): the paper's small ones for CIFAR, and torchvision's.
 
-Parameters and activations are channels_last, the layout that tensor cores and CPU kernels convolve without transposing.
+Parameters and activations are channels_last: in this layout, tensor cores and CPU kernels need no transposed copies.
 """
 
 import torch
@@ -112,7 +112,7 @@ class TorchvisionResNet(ResNet):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, x: Float[Tensor, "batch in_channels height width"]) -> Float[Tensor, "batch num_classes"]:
-        """Returns the logits of images of any size that the stem does not reduce to nothing."""
+        """Returns the logits of images of any size that is large enough for the stem."""
         return super().forward(x.contiguous(memory_format=torch.channels_last))
 
     def classifier(self) -> nn.Module:

@@ -1,7 +1,7 @@
 """Publishes why a rank died, so the others can report it instead of "connection closed by peer".
 
-The messages are written to the store through which torchrun's ranks found each other. torchrun itself runs it, so it
-outlives every rank. In normal operation each rank writes only one entry, at the start: its host and process id.
+The messages are written to the store through which torchrun's ranks found each other. torchrun itself runs this store,
+so it outlives every rank. In normal operation each rank writes only one entry, at the start: its host and process id.
 """
 
 import os
@@ -36,7 +36,7 @@ def publish_failure(ranks: Ranks, error: BaseException) -> None:
 
 
 def as_rank_lost(error: BaseException, ranks: Ranks) -> RankLost | None:
-    """Returns the RankLost that a failed collective stands for; None for an error of any other kind."""
+    """Returns a RankLost that names the lost rank, if `error` is a failed collective; None for any other error."""
     if isinstance(error, RankLost):
         return error
     if not ranks.distributed or not connection_error(error):
@@ -47,7 +47,7 @@ def as_rank_lost(error: BaseException, ranks: Ranks) -> RankLost | None:
 
 
 def describe_lost_rank(ranks: Ranks) -> str:
-    """Returns which other rank has ended and why, as far as that can be learnt within `PATIENCE`."""
+    """Describes which other rank has ended and why. Waits up to `PATIENCE` seconds for its report."""
     others, here = [rank for rank in range(ranks.world_size) if rank != ranks.rank], platform.node()
     places = {rank: get(ranks, "at", rank).partition(" ") for rank in others}
     end = time.monotonic() + PATIENCE

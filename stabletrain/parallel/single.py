@@ -16,7 +16,7 @@ class SingleProcess:
 
     Attributes:
         ranks: this process among those of the run.
-        name: name of the kind.
+        name: `alone`, `ddp` or `fsdp`.
         has_whole_moments: whether every rank has the optimizer's whole moments.
         head_apart: whether the model's head may run outside its forward pass.
     """

@@ -107,6 +107,6 @@ class QKClip:
             past = gate & torch.isfinite(seen) & (seen > self.max_logit)
             root = torch.where(past, self.max_logit / seen, 1.0).sqrt()
             for projection in (attention.get_submodule("query"), attention.get_submodule("key")):
-                for parameter in projection.parameters():  # weight [width, n_embd] and bias [width], a head in a row
+                for parameter in projection.parameters():  # weight [width, n_embd] and bias [width]: head by head
                     parameter.unflatten(0, (len(root), -1)).mul_(root.view(-1, *[1] * parameter.ndim))
             seen.zero_()

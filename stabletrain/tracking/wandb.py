@@ -162,7 +162,7 @@ class Wandb(NoWandb):
 
     def _define(self, names: Iterable[str]) -> None:
         """Defines each new metric: plotted against `step`, with or without an automatic plot."""
-        # One by one: of a pattern such as `*`, an uploaded offline run keeps only what the server makes of it.
+        # One by one: for a pattern such as `*`, an uploaded offline run would keep only what the server expands.
         # No metric gets the summary `min`: in W&B it stays NaN after the first NaN.
         for name in names:
             if name not in self._defined:

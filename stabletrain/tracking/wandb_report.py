@@ -167,7 +167,7 @@ def setting_key(by: str) -> str:
 
 
 def backend(key: str) -> str:
-    """Converts a config key to its name in a column of the table of runs: `optimizer.lr` to `optimizer.value.lr`."""
+    """Converts a config key to the name that W&B's table of runs uses: `optimizer.lr` becomes `optimizer.value.lr`."""
     first, *rest = key.split(".")
     return ".".join([first, "value", *rest])
 

@@ -39,7 +39,7 @@ class Piece(NamedTuple):
     @property
     def uploaded(self) -> bool:
         """Whether W&B has marked the piece as uploaded."""
-        # The exit code of `wandb sync` does not tell: it is 0 also after a failure.
+        # The exit code of `wandb sync` does not show this: it is 0 even after a failure.
         return any(self.folder.glob("*.wandb.synced"))
 
 

@@ -38,7 +38,7 @@ def record_changes(
     run_folder: roles.RunFolder,
     tracker: roles.Tracker,
 ) -> None:
-    """Records and shows what a resumed run has changed of its configuration: options, such as `clipping`, and keys."""
+    """Records and shows what a resumed run changes in its configuration: options, such as `clipping`, and keys."""
     file = folder / ".hydra" / "config.yaml"
     if cfg.resume != "auto" or not step or not file.is_file():
         return
@@ -48,7 +48,8 @@ def record_changes(
         before |= {key: value for key, (_, value) in change["keys"].items()}
     now = dict(leaves(plain(cfg))) | dict(choices)
     options = {group for group in choices if before.get(group, choices[group]) != choices[group]}
-    # keys that only one side has, and moved classes, are another version's; another option brings keys of its own
+    # Keys that only one side has, and moved classes, come from another version: ignore them. But a changed option
+    # brings keys of its own.
     keys = {
         key: [before.get(key), value]
         for key, value in sorted(now.items())

@@ -1,6 +1,7 @@
 """The contract between a model and its data: the sizes they must agree on, and the format of a batch.
 
-Both may be the user's own plug-ins. Whatever breaks the contract is refused with a message that names it.
+Both may be the user's own plug-ins. If one breaks the contract, the run is refused with a message that names the
+violation.
 """
 
 from collections.abc import Callable, Iterator

@@ -29,7 +29,7 @@ def evaluate(
     """
     modes, device = [(module, module.training) for module in model.modules()], next(model.parameters()).device
     model.eval()
-    loss = count = correct = spoilt = 0  # become tensors on the device: one host read after the last batch
+    loss = count = correct = spoilt = 0  # tensors on the device after the first batch, read once at the end
     classifies = False
     try:
         for batch in batches:

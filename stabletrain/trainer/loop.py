@@ -208,7 +208,7 @@ def replicas_agree(run: TrainingRun, throughput: Throughput) -> bool:
 
 
 def use_state(run: TrainingRun, due: Due, throughput: Throughput) -> None:
-    """Evaluates and saves a judged state, as far as that is due; stops the run after a signal.
+    """Evaluates and saves a judged state, if either is due; stops the run after a signal.
 
     Raises:
         Interrupted: a signal arrived, and the state is saved.

@@ -111,8 +111,8 @@ class Rollback:
         """
         if self.replaying:  # these steps were saved when they first ran
             return
-        # Snapshots are lost if the process is killed. So the disk must hold a state at least as old as the oldest one
-        # that a rollback may ask for, from which that one can be replayed.
+        # Snapshots are lost if the process is killed. So the disk must hold a state that is at least as old as
+        # the oldest one that a rollback may ask for: from there, any of them can be replayed.
         oldest = min(self._retained.steps, default=self.state.step)
         if oldest < self.state.step and not self.checkpoints.reaches(oldest):
             kept = self.snapshots.newest(oldest)

@@ -1,4 +1,4 @@
-"""Faults that test the diagnosis rules: written after the rules were finished, and not used to make them."""
+"""Faults that were written after the diagnosis rules, to test them."""
 
 from functools import partial
 

@@ -1,8 +1,8 @@
 """The page of a comparison, `report.html`: one file that opens offline.
 
 The page begins with a summary in sentences. A table of all runs and charts follow; the table selects the runs to draw.
-A value that all runs have in common is not a column. Of many runs, the page contains only the curves of the best, the
-worst and those with incidents.
+If a setting or result is the same in all runs, it is not a column. If there are many runs, the page contains only the
+curves of the best, the worst and those with incidents.
 """
 
 import math
@@ -244,7 +244,7 @@ def arm_of(arm: sensitivity.Arm) -> dict[str, Any]:
 
 
 def table_part(runs: Sequence[Run], same: dict[str, Any], keys: Sequence[str]) -> str:
-    """Returns the element of the table and its controls, and the settings that the table does not show."""
+    """Returns the HTML of the table and its controls, and of the settings that the table does not show."""
     equal = shared(runs)
     others = [key for key in varied(runs) if key not in keys]
     common = {**same, **equal}
@@ -264,7 +264,7 @@ def table_part(runs: Sequence[Run], same: dict[str, Any], keys: Sequence[str]) -
 
 
 def grid_part(arms: Sequence[sensitivity.Arm]) -> str:
-    """Returns the element of the sensitivity charts, and the missing runs; empty if no learning rate was swept."""
+    """Returns the HTML of the sensitivity charts and of the missing runs; empty if no learning rate was swept."""
     if not arms:
         return ""
     lacking = [line for arm in arms for line in arm.missing]
@@ -279,7 +279,7 @@ def grid_part(arms: Sequence[sensitivity.Arm]) -> str:
 
 
 def coloring(columns: Sequence[dict[str, Any]]) -> str:
-    """Returns the control that selects what the colours show: a setting that differs, or the run."""
+    """Returns the HTML of the menu that selects what the colours show: a setting that differs, or the run."""
     fields = [(c, str(column["title"])) for c, column in enumerate(columns) if column.get("setting")]
     usual = next((c for c, title in fields if title not in ("seed", sensitivity.RATE)), None)
     usual = next((c for c, title in fields if title != "seed"), -1) if usual is None else usual

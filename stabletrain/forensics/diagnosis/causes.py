@@ -319,7 +319,7 @@ def unknown(e: Evidence) -> Diagnosis:
 
 
 RULES: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
-    # Direct observations: the batch's values, the state, the machine. No other cause can explain these away.
+    # Direct observations: the batch's values, the state, the machine. If one of these is bad, no other cause is needed.
     poison_input,
     bad_label,
     corrupt_state,

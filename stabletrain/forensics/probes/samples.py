@@ -186,7 +186,7 @@ class Bisection:
 
     def _divided_as_then(self) -> Tools:
         """The tools, with an objective that divides by the number of targets in the whole batch."""
-        # Divided by its own targets, the loss of a few samples would overflow fp16 in backward, unlike the batch's.
+        # A few samples have few targets. Divided by these alone, their loss could overflow fp16 in the backward pass.
         tools, targets = self._repro.replay_tools(), self._repro.batch.targets
         n_valid = (targets != IGNORE_INDEX).sum().clamp(min=1).to(self._repro.device)
         return replace(tools, objective=Divided(tools.objective.plain, n_valid))

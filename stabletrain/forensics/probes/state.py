@@ -15,7 +15,7 @@ BEYOND = 1e3
 """Ratio to the older state's largest element, above which an element of a weight or moment is out of place."""
 
 FEW = 1e-2
-"""Share of a tensor's elements up to which an update cannot be the reason, because it changes all of them."""
+"""If at most this share of a tensor's elements is bad, an update is not the reason: it would change all of them."""
 
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
 """Moments that are means of squares."""

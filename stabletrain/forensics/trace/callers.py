@@ -1,9 +1,9 @@
 """Finds the module and source line of the running operation, forward or backward.
 
-In forward they are read off the Python stack. This needs no hooks, so it also works inside recomputation by
-checkpointing, inside hooks and inside the user's backward functions. A backward operation gets the module and line of
-the forward operation that made its autograd node: autograd numbers its nodes, and makes each one just before its
-operation runs.
+For a forward operation, the Python stack shows them. This needs no hooks, so it also works while activation
+checkpointing recomputes a module, inside hooks, and inside the user's backward functions. A backward operation gets the
+module and line of the forward operation that made its autograd node. Autograd numbers its nodes, and makes each one
+just before its operation runs.
 """
 
 import bisect
@@ -37,9 +37,9 @@ class Frames(NamedTuple):
     Attributes:
         module: dotted path of the module whose forward is running; None outside the model.
         source: `file:line` of the innermost frame outside PyTorch and this folder; empty if there is none.
-        seed: whether the operation makes the gradient that a backward pass starts from.
-        recomputing: whether it belongs to a recomputation by checkpointing.
-        checkpoint: whether checkpointing is anywhere on the stack, including a backward pass that it started.
+        seed: whether the operation makes the gradient from which a backward pass starts.
+        recomputing: whether activation checkpointing recomputes it.
+        checkpoint: whether activation checkpointing is anywhere on the stack, also above a backward pass.
     """
 
     module: str | None
@@ -102,7 +102,7 @@ class Callers:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._nodes = {False: Nodes(), True: Nodes()}  # by whether checkpointing made them: it may count apart
+        self._nodes = {False: Nodes(), True: Nodes()}  # True: made under checkpointing, may be numbered apart
         self._owners: dict[int, tuple[str, str]] = {}  # parameter -> module and line that first read it
 
     def of(self, node: Any, reads: list[Tensor], makes: bool) -> Caller:
@@ -128,7 +128,7 @@ class Callers:
         return Caller(module, seen.source or source, True, False, False, leaf)
 
     def _module(self, node: Any, seen: Frames) -> str:
-        """The module of a forward operation; in a recomputed plain method, that of its first forward."""
+        """Returns the module of a forward operation; outside a module's recomputed forward, that of its first run."""
         if seen.module is not None or node is None:
             return OUTSIDE if seen.module is None else seen.module
         made = self._nodes[False].find(node)
@@ -151,8 +151,8 @@ class Nodes:
         """Returns module and source line of a node's forward operation; None if unknown."""
         number = node._sequence_nr()
         at = bisect.bisect_left(self._numbers, number)
-        # Without an exact match the node belongs to an autograd.Function of the user, whose first operation comes next,
-        # or it was made after an operation, by writing into a view: then that operation comes before.
+        # Without an exact match there are two cases. If the node belongs to a user's autograd.Function, the function's
+        # first operation comes next. Otherwise the node was made after an operation that wrote into a view: use that.
         exact = at < len(self._numbers) and self._numbers[at] == number and self._made[at][2]
         if not exact and not isinstance(node, BackwardCFunction):
             at -= 1

@@ -1,8 +1,8 @@
 """Finds the origin: the first operation whose non-finite values reached the loss or a gradient, and what led up to it.
 
-Only sources that reached an end count: the loss if it is not finite, else a gradient. Accidents come before values that
-were non-finite on purpose, then earlier operations before later ones. If a masked -Inf and a real overflow meet in one
-sum, the overflow is to blame.
+A source counts only if its values reached an end: the loss if it is not finite, otherwise a gradient. Accidents are
+blamed before intended non-finite values, and earlier operations before later ones. For example, if a sum contains both
+a masked -Inf and a real overflow, the overflow is blamed.
 """
 
 from collections.abc import Callable, Sequence
@@ -103,7 +103,7 @@ def find_origin(trace: Trace) -> Origin | None:
 
 
 def blamed(trace: Trace) -> Source | None:
-    """The source to blame, in the first micro-batch with a non-finite loss, or else gradient."""
+    """Returns the source to blame in the first micro-batch with a non-finite loss or gradient, or None."""
     ends = [end for end in trace.ends if end.part == trace.ends[0].part]
     ends = [end for end in ends if end.loss] or ends
     reached = frozenset[Source]().union(*(end.sources for end in ends))
@@ -132,7 +132,7 @@ def words(trace: Trace, source: Source) -> tuple[str, str]:
 
 
 def whence(trace: Trace, record: OpRecord) -> str:
-    """Describes where the Inf came from that the operation turned into NaN."""
+    """Describes where an Inf came from, if the operation turned it into NaN."""
     if not record.sources:
         return ""
     first = min(record.sources)
@@ -143,7 +143,7 @@ def whence(trace: Trace, record: OpRecord) -> str:
 
 
 def chain(trace: Trace, origin: OpRecord) -> tuple[Link, ...]:
-    """Magnitudes in the origin's micro-batch, up to the origin: outputs part by part, then gradients."""
+    """Returns the magnitudes that led up to the origin in its micro-batch: the parts' outputs, then their gradients."""
     among = blocks(trace.model)
     here = [r for r in trace.records[: origin.index + 1] if r.part == origin.part and not r.recomputed]
     forward = [record for record in here if record.direction == "forward"]

@@ -121,7 +121,7 @@ class OpRecord:
     Attributes:
         index: its number in the trace.
         module: dotted path in the model; empty for the model itself, `objective` outside it.
-        direction: `forward` or `backward`; a recomputation by checkpointing is forward.
+        direction: `forward` or `backward`. What activation checkpointing recomputes is forward.
         op: its name without overload, such as `aten.exp`.
         node: the autograd node that runs it, such as `SqrtBackward0`; empty in forward.
         source: `file:line` of the code that called it, or that called its forward operation.
@@ -131,7 +131,7 @@ class OpRecord:
         sources: where the non-finite values that it read began.
         finding: the arithmetic of an accident; None otherwise.
         part: number of the micro-batch, from 0.
-        recomputed: whether it belongs to a recomputation by checkpointing.
+        recomputed: whether activation checkpointing recomputed it.
     """
 
     index: int
@@ -157,7 +157,7 @@ class Trace(TorchDispatchMode):
     `backward()`, which accumulates them in parameters.
 
     Attributes:
-        model: the model, for the names of its modules.
+        model: the traced model; `OpRecord.module` names its modules.
         records: the operations, in order.
         ends: every non-finite loss and gradient, in order of computation.
         last: sources of the last floating-point output, which is the end if there is no backward pass.
@@ -179,7 +179,7 @@ class Trace(TorchDispatchMode):
 
     @property
     def accidents(self) -> list[OpRecord]:
-        """Records that are producers or revealed, whether or not their values reached an end."""
+        """The records of accidents (`producer`, `revealed`), whether or not their values reached an end."""
         return [record for record in self.records if record.how in ACCIDENTS]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

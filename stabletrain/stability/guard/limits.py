@@ -30,7 +30,7 @@ class Terms:
         ratio: multiple of the window's mean.
         share: multiple of the first value.
         cold: multiple of the first value while the window is cold.
-        firsts: number of first applied steps whose median is the first value.
+        firsts: number of applied steps whose median is used as the first value.
     """
 
     ratio: float

@@ -39,7 +39,7 @@ class RetainedStates(NoRetainedStates):
     Attributes:
         most: maximum number of healthy states.
         every: steps between two snapshots.
-        healthy_after: steps after which a state becomes healthy, if the run is out of trouble by then.
+        healthy_after: steps after which a state becomes healthy, if `trouble` is 0 then.
         waiting: steps of the states not yet known to be healthy, oldest first.
         known: steps of the healthy states, oldest first.
     """

@@ -47,7 +47,7 @@ class RollbackGuard(SkipGuard):
         patience: value of `trouble` that triggers a rollback.
         snapshots: number of healthy states held in memory.
         snapshot_every: steps between two snapshots.
-        healthy_after: steps after which a snapshot becomes healthy, if the run is out of trouble by then.
+        healthy_after: steps after which a snapshot becomes healthy, if `trouble` is 0 then.
         skip_batches: batches to skip in addition to those read since the restored state.
         max_rollbacks: number of rollbacks without progress after which the next trouble halts the run. Progress is a
             healthy state taken after the step that caused the last rollback.

@@ -112,7 +112,7 @@ class Rounding:
         """Replaces weights and gradients by fp32 copies."""
         self._kept = [(weight.data, weight.grad) for weight in self.weights]
         for weight, (data, gradient) in zip(self.weights, self._kept, strict=True):
-            # PyTorch requires a gradient of its weight's dtype, so clear it before the dtype changes.
+            # PyTorch requires that a gradient has its weight's dtype, so clear it before the dtype changes.
             weight.grad, weight.data = None, data.float()
             weight.grad = None if gradient is None else gradient.float()
 

@@ -79,7 +79,7 @@ class LossScaled(Unscaled):
         return {"scale": self._scale, "clean": self._clean}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores the scale and its step count; `state` is empty if the checkpoint is of another precision."""
+        """Restores the scale and its step count; `state` is empty if it was saved in another precision."""
         if state:
             self._scale = state["scale"].to(self._scale)
             self._clean = state["clean"].to(self._clean)

@@ -98,6 +98,14 @@ def test_a_folder_of_another_sweep_is_refused_and_keeps_its_record(conf, tmp_pat
     assert (tmp_path / "here" / "sweep.json").read_text() == before
 
 
+def test_a_sweep_grows_by_values_of_its_first_key_only(conf, tmp_path):
+    for number, (seed, steps) in enumerate([(0, 5), (0, 6), (1, 5), (1, 6)]):
+        ran(tmp_path / "here" / str(number), [f"seed={seed}", f"steps={steps}"])
+    assert started(conf, "-m", "seed=0,1,2", "steps=5,6", "hydra.sweep.dir=here")[0].count == 6
+    with pytest.raises(ConfigError, match="holds another sweep: its run 2 is seed=1 steps=5"):
+        started(conf, "-m", "seed=0,1", "steps=5,6,7", "hydra.sweep.dir=here")
+
+
 def test_a_folder_that_cannot_be_written_is_refused(conf, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="hydra.sweep.dir=file/below cannot be written"):
