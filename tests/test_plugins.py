@@ -85,18 +85,23 @@ def test_a_misspelt_key_of_a_users_own_is_found(plugin):
 
 
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("code", "wrong", "message"),
     [
         (
             "return Batch(inputs, targets)",
+            "return inputs, inputs",
             "data: batch() returned a tuple: return stabletrain.records.Batch(inputs, targets)",
         ),
-        ("return self.net(inputs)", "model: forward() gave a tuple for targets of [16]: logits are [batch, classes], "),
+        (
+            "return self.net(inputs)",
+            "return {'scores': self.net(inputs)}",
+            "model: forward() gave a dict for targets of [2]: logits are [batch, classes], ",
+        ),
     ],
 )
-def test_a_broken_contract_is_named(plugin, code, message):
+def test_a_broken_contract_is_named(plugin, code, wrong, message):
     file = plugin / "mine.py"
-    file.write_text(file.read_text().replace(code, "return inputs, inputs"))
+    file.write_text(file.read_text().replace(code, wrong))
     done, folder = run(plugin)
     assert done.returncode == 2
     assert done.stderr.startswith(f"stabletrain: {message}")

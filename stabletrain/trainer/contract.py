@@ -4,8 +4,10 @@ Both may be the user's own plug-ins. If one breaks the contract, the run is refu
 violation.
 """
 
+import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +16,11 @@ from torch import Tensor, nn
 
 from stabletrain.config.make import make
 from stabletrain.errors import ConfigError
-from stabletrain.machine.hardware import flops_per_sample
+from stabletrain.machine.determinism import rng_restored
+from stabletrain.machine.hardware import flops_per_sample, meta_copy
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.records import IGNORE_INDEX, Batch
+from stabletrain.stability.objective import check_logits
 
 FROM_DATA = ("vocab_size", "block_size", "num_classes", "in_channels")
 """Sizes of a model that are taken from the data if they are null."""
@@ -47,7 +51,70 @@ def make_model(cfg: DictConfig, data: Any) -> nn.Module:
         raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not an nn.Module")
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(f"model: {cfg.model._target_} has no parameters to train")
+    accept_output_(model, data)
     return model
+
+
+@dataclass(frozen=True)
+class TakeLogits:
+    """A forward hook that replaces a model's output by its logits, so that calling the model returns a tensor.
+
+    Takes the attribute `.logits` of an object (as in transformers), or the first element of a tuple. Any other output
+    stays as it is.
+
+    Attributes:
+        note: what is taken, for the user; empty if unknown.
+    """
+
+    note: str = ""
+
+    def __call__(self, model: nn.Module, inputs: Any, output: Any) -> Any:
+        """Returns the logits of `output`."""
+        del model, inputs
+        if isinstance(output, Tensor):
+            return output
+        if isinstance(logits := getattr(output, "logits", None), Tensor):
+            return logits
+        return output[0] if isinstance(output, tuple) and output and isinstance(output[0], Tensor) else output
+
+
+def accept_output_(model: nn.Module, data: Any) -> None:
+    """Lets calls of the model return its logits, whatever kind of object contains them.
+
+    Tries a copy of a user's model on two samples. A model that returns a tensor gets no hook, so it costs nothing.
+
+    Raises:
+        ConfigError: the output holds no logits, or they do not fit the targets.
+    """
+    if type(model).__module__.startswith("stabletrain."):  # these return tensors
+        return
+    try:
+        sample = checked(data.batch(0, 2, "val"))
+    except Exception:  # an error in the data is reported when training reads it
+        return
+    if (output := trial_output(model, sample.inputs)) is None:
+        model.register_forward_hook(TakeLogits())  # unknown: take the logits if there are any
+        return
+    logits = TakeLogits()(model, sample.inputs, output)
+    check_logits(logits, sample.targets)
+    if logits is not output:
+        part = "its .logits are" if logits is getattr(output, "logits", None) else "its first element is"
+        note = f"model output of type {type(output).__name__}: {part} taken as the logits"
+        model.register_forward_hook(TakeLogits(note))
+
+
+def trial_output(model: nn.Module, inputs: Tensor) -> Any:
+    """Returns what a copy of the model returns; None if it fails, as an error in the model is reported in training."""
+    # without memory and computation on the meta device; a model that reads values there fails, and runs on the CPU
+    for device, copied in (("meta", meta_copy), ("cpu", copy.deepcopy)):
+        with suppress(Exception), rng_restored(model), torch.no_grad():
+            return copied(model)(inputs.to(device))
+    return None
+
+
+def output_note(model: nn.Module) -> str:
+    """Returns what is taken as the logits, if the model does not return them; else an empty string."""
+    return next((hook.note for hook in model._forward_hooks.values() if isinstance(hook, TakeLogits)), "")
 
 
 def vocabulary(model: nn.Module, data: Any) -> int | None:

@@ -24,7 +24,7 @@ from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.trainer.banner import busy_note, opening, split_note
-from stabletrain.trainer.contract import checked, cost, make_model, units, val_batches, vocabulary
+from stabletrain.trainer.contract import checked, cost, make_model, output_note, units, val_batches, vocabulary
 from stabletrain.trainer.tools import tools_from_config
 
 RANK_SEEDS = 1 << 40
@@ -145,7 +145,7 @@ def build_model(cfg: DictConfig, process: Process, source: Source, faults: Any) 
     precision.attach(model, state.optimizer)
     faults.state(state, precision)
     parallel.wrap(model)  # last, because it broadcasts the main process's weights to all ranks
-    return Trained(state, usage, fp32_modules, parameters, [note])
+    return Trained(state, usage, fp32_modules, parameters, [output_note(model), note])
 
 
 def make_optimizer(cfg: DictConfig, model: nn.Module, overrides: Mapping[str, Any]) -> tuple[Optimizer, str]:
