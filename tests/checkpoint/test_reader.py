@@ -432,7 +432,7 @@ SEEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.slow(unless=lambda damage: damage == "bit")
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", SEEN)
 def test_resume_goes_on_from_the_one_before_and_says_so(tmp_path, trained, damage):
     shutil.copytree(trained, tmp_path / "run")

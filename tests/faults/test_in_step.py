@@ -164,6 +164,7 @@ def test_a_missing_parameter_or_module_is_refused_before_the_first_step(fault, m
         fault.state(fresh(), Scaled())
 
 
+@pytest.mark.slow
 def test_a_burst_of_the_learning_rate_is_neither_saved_nor_logged(tmp_path):
     given = [*TINY_GPT, *CADENCE, "schedule=constant", "guard=off"]
     burst, _ = ran(tmp_path / "burst", *given, "faults=learning_rate", "faults.at=[4]", "faults.factor=10")

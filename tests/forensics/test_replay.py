@@ -40,7 +40,7 @@ def everything(job):
     return tensors, str(skeleton)
 
 
-@pytest.mark.slow(unless=lambda precision: precision in ("fp32", "bf16"))
+@pytest.mark.slow(unless=lambda precision: precision == "bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_params"])
 @pytest.mark.parametrize("model", MODELS)
 def test_any_recorded_step_gives_the_same_bits_again_from_its_state_and_from_its_folder_alone(

@@ -75,6 +75,7 @@ def test_with_scaled_residual_projections_growth_does_not_depend_on_depth(init: 
     assert max(sums) < {"gpt2": 1.5, "small": 0.2}[init]
 
 
+@pytest.mark.slow(unless=lambda init: init == "normal")
 @pytest.mark.parametrize("init", ["normal", "fan_in"])
 def test_without_scaled_residual_projections_every_block_adds_the_same_variance(init: str) -> None:
     """Averages over 8 models, because a single one varies by about 10 %."""

@@ -66,6 +66,7 @@ def plain_key(name):
     return ".".join([first, *rest])
 
 
+@pytest.mark.slow
 def test_every_curve_is_drawn_from_a_metric_that_is_logged_for_each_card(grids, logged):
     found = panels(grids, "Run History Line Plot")
     assert {name for panel in found for name in panel["metrics"]} == CURVES.keys()
@@ -74,6 +75,7 @@ def test_every_curve_is_drawn_from_a_metric_that_is_logged_for_each_card(grids, 
     assert "step" in logged["history"]
 
 
+@pytest.mark.slow
 def test_every_bar_is_a_number_of_the_summary(grids, logged):
     found = panels(grids, "Bar Chart")
     names = {name for panel in found for name in panel["metrics"]}
@@ -83,6 +85,7 @@ def test_every_bar_is_a_number_of_the_summary(grids, logged):
         assert by == "jobType" or plain_key(by) in logged["config"]
 
 
+@pytest.mark.slow
 def test_sensitivity_is_drawn_over_the_learning_rate(grids, logged):
     [scatter] = panels(grids, "Scatter Plot")
     assert (scatter["xAxis"], scatter["yAxis"]) == ("config:optimizer.value.lr", "summary:val/loss")
@@ -95,12 +98,14 @@ def test_sensitivity_is_drawn_over_the_learning_rate(grids, logged):
         assert (plain_key(name) if section == "config" else name) in logged[section]
 
 
+@pytest.mark.slow
 def test_incidents_are_the_table_that_runs_log(grids, logged):
     [panel] = panels(grids, "Weave")
     assert '"incidents"' in re.sub(r"\\", "", str(panel).replace("'", '"'))
     assert "incidents.path" in logged["summary"]
 
 
+@pytest.mark.slow
 def test_every_column_of_the_table_of_runs_is_there(grids, logged):
     for grid in grids:
         [runs] = grid["runSets"]

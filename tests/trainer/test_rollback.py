@@ -110,6 +110,7 @@ def test_after_a_rollback_the_run_is_the_one_that_never_read_that_data(tmp_path)
     assert [position(step, job.state.skipped) for step in (24, 25)] == [24, 37]
 
 
+@pytest.mark.slow
 def test_the_learning_rate_is_lowered_for_a_while(tmp_path):
     trained(tmp_path, "steps=50", "optimizer.lr=0.002", wrecked=[32])
     rates = {line["step"]: line["lr"] for line in lines(tmp_path) if "lr" in line and not line.get("rolled_back")}
@@ -117,6 +118,7 @@ def test_the_learning_rate_is_lowered_for_a_while(tmp_path):
     assert {rates[step] for step in rates if not 26 <= step <= 31} == {0.002}
 
 
+@pytest.mark.slow
 def test_nothing_that_was_measured_is_dropped_and_the_stretch_is_marked(tmp_path):
     trained(tmp_path, "steps=50", "eval_every=30", wrecked=[32])
     found = [line for line in lines(tmp_path) if "train/loss" in line]
@@ -198,6 +200,7 @@ def test_progress_gives_the_budget_back(tmp_path):
     assert job.state.step == 160
 
 
+@pytest.mark.slow
 def test_checkpoints_of_the_rolled_back_stretch_are_gone_and_the_new_course_is_saved(tmp_path):
     trained(tmp_path, "steps=36", "checkpoint.every=11", "checkpoint.keep=9", wrecked=[31])
     # 11, 22 and 33 were due; the trouble began at 32 and was over after 34, so 33 was saved in it and went with it.
@@ -211,6 +214,7 @@ def test_checkpoints_of_the_rolled_back_stretch_are_gone_and_the_new_course_is_s
     assert find(tmp_path / "checkpoints" / "step-00000033").load()["parts"]["guard"]["rollbacks"] == 1
 
 
+@pytest.mark.slow
 def test_an_end_that_says_what_the_guard_did(tmp_path):
     job = trained(tmp_path, "steps=50", wrecked=[32])
     said = job.output.closing()
@@ -233,6 +237,7 @@ def test_wandb_drops_nothing_after_a_rollback(tmp_path, monkeypatch):
     assert found["summary"]["guard/rollbacks"] == 1
 
 
+@pytest.mark.slow
 def test_trouble_in_the_last_steps_is_no_end(tmp_path):
     """Patience would outlast the run: it goes back at once, and ends well."""
     job = trained(tmp_path, "steps=40", "guard.patience=9", wrecked=[37])
@@ -282,6 +287,7 @@ def test_after_a_restart_a_ruined_checkpoint_is_not_gone_back_to_again_and_again
     assert job.tools.guard.rollbacks == 1
 
 
+@pytest.mark.slow
 def test_a_state_knows_the_evaluation_of_its_own_step(tmp_path):
     """Evaluated, put by and gone back to, all after 25 steps: the best loss is still that one."""
     job = trained(tmp_path, "steps=30", "eval_every=25", "checkpoint.every=25", wrecked=[29], factor=1.0)
@@ -290,6 +296,7 @@ def test_a_state_knows_the_evaluation_of_its_own_step(tmp_path):
     assert job.rollback.snapshots.newest(25)["parts"]["history"]["val_step"] == 25
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_a_rollback_claims_no_other_states_loss(tmp_path):
     trained(tmp_path, "steps=36", "eval_every=20", "checkpoint.every=10", "checkpoint.keep=9", wrecked=[32])
     assert find(tmp_path / "checkpoints" / "step-00000025").val_loss is None, "the loss is that of step 20"

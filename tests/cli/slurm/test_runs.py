@@ -2,7 +2,10 @@
 
 import shlex
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_v100_is_told_of_its_preset_unless_it_has_chosen(launch):
     hint = "v100 trains in fp16: stability=v100 is the preset"
     assert hint in launch("--dry-run", "--gpu", "v100")[2]

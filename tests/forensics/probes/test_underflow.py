@@ -130,6 +130,7 @@ def test_gradients_that_are_0_in_fp32_too_are_an_alarm_and_no_incident(tmp_path)
     assert not events(tmp_path, "incident")
 
 
+@pytest.mark.slow
 def test_an_incident_is_replayed_from_its_folder_and_a_larger_scale_is_tried(tmp_path, capsys):
     with composed(
         *QUIET, *MODELS["gpt"][0], "precision=fp16", *("precision.init_scale=1e-7", "precision.min_scale=1e-7")
@@ -153,6 +154,7 @@ def test_an_incident_is_replayed_from_its_folder_and_a_larger_scale_is_tried(tmp
     assert "after its update, the step is finite, and 100.0% of its gradients" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_collapse_that_ends_the_run_is_explained_even_if_bad_data_was_skipped_before_it(tmp_path):
     halting = ["guard=skip", "guard.max_consecutive=3", "precision=fp16", "precision.init_scale=1"]
     label = ["faults=label", "faults.at=[4]", "checkpoint=off"]
