@@ -98,13 +98,13 @@ class Corpus(Windows):
                     ) from None
         train: list[tuple[str, int, bytes]] = []
         val: list[tuple[str, int, bytes]] = []
-        held_out = f"the last {val_fraction:.2g} of {'each file' if len(contents) > 1 else 'the file'}"
+        held_out = f"the last {100 * val_fraction:g} % of {'each file is' if len(contents) > 1 else 'the file is'}"
         if len(contents) >= MANY:
             # The limit is above the lowest hash, so that validation is never empty.
             limit = max(val_fraction, math.nextafter(min(place(file) for file, _ in contents), 1))
             for file, content in contents:
                 (val if place(file) < limit else train).append((str(root / file), 0, content))
-            held_out = f"{len(val)} of {len(contents)} files"
+            held_out = f"{len(val)} of {len(contents)} files are"
         else:
             for file, content in contents:
                 cut = len(content) - round(len(content) * val_fraction)
@@ -189,7 +189,7 @@ class Text(Corpus):
     def split(self) -> str:
         """How the text is split, and that file names do not matter if one looks like the name of a split."""
         named = next((f for f in self._files if NAMES_OF_SPLITS & {*re.split(r"[\W_]+", f.lower())}), None)
-        hint = "" if named is None else f"; the name {named} does not choose a split: data.path=<files> chooses files"
+        hint = "" if named is None else f"; the name {named} does not choose a split: data.path=<glob> can leave it out"
         return f"{self._held_out} for validation (data.val_fraction){hint}"
 
 

@@ -59,7 +59,7 @@ LONG = 50
 def split_note(data: Any) -> str:
     """Returns how the data was split into training and validation, if the data knows; else an empty string."""
     about = getattr(data, "split", "")
-    return f"split {about}" if isinstance(about, str) and about else ""
+    return f"split: {about}" if isinstance(about, str) and about else ""
 
 
 def busy_note(load: float, cores: int, threads: int, val_batches: int) -> str:

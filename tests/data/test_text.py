@@ -48,15 +48,15 @@ def test_the_split_of_many_files_does_not_depend_on_the_seed_or_on_other_files(t
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (["a.txt"], "the last 0.2 of the file for validation (data.val_fraction)"),
-        (["a.txt", "b.txt"], "the last 0.2 of each file for validation (data.val_fraction)"),
-        ([f"{n}.txt" for n in range(20)], "{val} of 20 files for validation (data.val_fraction)"),
+        (["a.txt"], "the last 20 % of the file is for validation (data.val_fraction)"),
+        (["a.txt", "b.txt"], "the last 20 % of each file is for validation (data.val_fraction)"),
+        ([f"{n}.txt" for n in range(20)], "{val} of 20 files are for validation (data.val_fraction)"),
         (
             ["train", "wiki.test.txt"],
-            "the last 0.2 of each file for validation (data.val_fraction); the name wiki.test.txt does not choose a "
-            "split: data.path=<files> chooses files",
+            "the last 20 % of each file is for validation (data.val_fraction); the name wiki.test.txt does not choose a "
+            "split: data.path=<glob> can leave it out",
         ),
-        (["contest.txt", "values.txt"], "the last 0.2 of each file for validation (data.val_fraction)"),
+        (["contest.txt", "values.txt"], "the last 20 % of each file is for validation (data.val_fraction)"),
     ],
     ids=["one file", "two files", "many files", "a file named test", "names that only contain such a word"],
 )

@@ -94,7 +94,7 @@ def test_the_opening_says_what_is_trained_with_which_settings_and_where(tmp_path
 
 
 def test_data_that_knows_its_split_is_quoted():
-    assert split_note(SimpleNamespace(split="the last 0.1 of the file")) == "split the last 0.1 of the file"
+    assert split_note(SimpleNamespace(split="the last 0.1 of the file")) == "split: the last 0.1 of the file"
     assert split_note(object()) == split_note(SimpleNamespace(split=lambda parts: parts)) == ""
 
 

@@ -273,7 +273,7 @@ def test_a_busy_cpu_is_noted_with_the_length_of_an_evaluation(monkeypatch):
     data = SimpleNamespace(split="the last tenth", batches=lambda size, split: 800 // size)
     source, cfg = Source(data, "tok", "byte"), OmegaConf.create({"batch_size": 8, "eval_batches": None})
     split, busy = opening_notes(cfg, process(), source)
-    assert split == "split the last tenth"
+    assert split == "split: the last tenth"
     assert "eval_batches=20 instead of 100" in busy
     cfg.eval_batches = 30
     assert opening_notes(cfg, process(), source) == [split, ""]
