@@ -53,8 +53,8 @@ def test_the_split_of_many_files_does_not_depend_on_the_seed_or_on_other_files(t
         ([f"{n}.txt" for n in range(20)], "{val} of 20 files are for validation (data.val_fraction)"),
         (
             ["train", "wiki.test.txt"],
-            "the last 20 % of each file is for validation (data.val_fraction); the name wiki.test.txt does not choose a "
-            "split: data.path=<glob> can leave it out",
+            "the last 20 % of each file is for validation (data.val_fraction); the name wiki.test.txt does not choose "
+            "a split: data.path=<glob> can leave it out",
         ),
         (["contest.txt", "values.txt"], "the last 20 % of each file is for validation (data.val_fraction)"),
     ],
