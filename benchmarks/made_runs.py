@@ -86,7 +86,7 @@ def sweep(folder: Path, runs: int, lines: int) -> None:
 def record(rate: float, arm: str, seed: int) -> dict:
     """Returns a `run.json` of realistic size."""
     return {
-        "id": f"{seed:08d}",
+        "id": f"{arm}-{rate}-{seed}",
         "status": "finished",
         "reason": None,
         "choices": {"stability": arm, "qknorm": "layernorm" if arm == "qknorm" else "none", "model": "gpt_nano"}

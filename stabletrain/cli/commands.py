@@ -59,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     comparing.add_argument("--wide", action="store_true", help="print every column, even if the terminal is too narrow")
     comparing.add_argument("--csv", type=Path, help="write all rows and columns to this file")
     comparing.add_argument("--png", "--picture", type=Path, help="plot the curves to this file (.png, .svg, .pdf)")
-    comparing.add_argument("--html", type=Path, help="the page to write (default: report.html in the first folder)")
+    comparing.add_argument(
+        "--html", type=Path, help="the page (default: report.html in a sweep's folder, else compare.html here)"
+    )
     comparing.set_defaults(do=compare)
 
     drawing = commands.add_parser("losses", help="plot the training losses of runs")

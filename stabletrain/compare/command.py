@@ -1,24 +1,24 @@
 """`stabletrain compare`: reads runs, prints their table, and writes the requested files."""
 
+import itertools
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from stabletrain.compare.frames import by_seed, frame_of
-from stabletrain.compare.pages.comparison import write_page
+from stabletrain.compare.pages.comparison import is_another_page, write_page
 from stabletrain.compare.pictures import check_name, draw, draw_losses
 from stabletrain.compare.reading.run import Run
-from stabletrain.compare.reading.runs import read_runs
+from stabletrain.compare.reading.runs import is_run, read_runs
 from stabletrain.compare.sensitivity import Arm, arms, markdown
 from stabletrain.compare.table import ENDLESS, ranked, show
 from stabletrain.errors import ConfigError
 
 MISSING_SHOWN = 5
-"""Maximum number of missing runs that are printed by name."""
+"""Maximum number of missing runs, and of copies, that are printed by name."""
 
 
 def compare(
@@ -41,15 +41,18 @@ def compare(
         wide: print all columns, even if they do not fit the terminal.
         csv: file for all rows and columns.
         picture: file for the sensitivity curves if the learning rate differs between runs, else the training losses.
-        html: file for the page; by default `report.html` in the first folder, or in its parent if it is a run folder.
+        html: file for the page; by default `report.html` in the folder of a sweep, and `compare.html` in the working
+            folder for anything else. A page of other runs is never overwritten.
 
     Raises:
         ConfigError: a folder contains no runs, the column does not exist, or a file cannot be written.
     """
     check_arguments(rows, csv, picture, html)
+    page, note = page_for(folders, html)
     runs = read_runs(folders)
     found = frame_of(runs)
     show(ranked(found if each else by_seed(found), sort), terminal(wide), rows)
+    print_copies(runs)
     swept = arms(runs)
     if swept:
         print_sensitivity(swept)
@@ -62,19 +65,35 @@ def compare(
         else:
             draw_losses(runs, picture)
         print(f"picture  {picture}", file=sys.stderr)
-    write_or_warn(runs, found, html or page_beside(folders[0], runs[0]), wanted=html is not None)
-
-
-def write_or_warn(runs: Sequence[Run], found: Any, page: Path, *, wanted: bool) -> None:
-    """Writes the page. A failure raises ConfigError if the user requested the page (`wanted`), else prints a line."""
     try:
-        write_page(runs, found, page)
+        write_page(runs, found, page, folders)
     except ConfigError as error:
-        if wanted:
+        if html is not None:
             raise
         print(f"no page  {error}", file=sys.stderr)  # the folder may belong to another user
     else:
-        print(f"page     {page}", file=sys.stderr)
+        print(f"page     {page}{note}", file=sys.stderr)
+
+
+def page_for(folders: Sequence[Path], html: Path | None) -> tuple[Path, str]:
+    """Returns the file for the page, and a note for the user if the usual file is taken.
+
+    Raises:
+        ConfigError: the user's own choice, `html`, exists and is not a page of these folders.
+    """
+    if html is not None:
+        if is_another_page(html, folders):
+            raise ConfigError(
+                f"--html {html}: this file exists, and is not the page of these runs: name another file, or delete it"
+            )
+        return html, ""
+    one_sweep = len({os.path.realpath(folder) for folder in folders}) == 1 and not is_run(folders[0])
+    usual = folders[0] / "report.html" if one_sweep else Path("compare.html")
+    if not is_another_page(usual, folders):
+        return usual, ""
+    names = (usual.with_stem(f"{usual.stem}-{number}") for number in itertools.count(2))
+    free = next(name for name in names if not is_another_page(name, folders))
+    return free, f" ({usual} is not the page of these runs, so it was kept)"
 
 
 def check_arguments(rows: int, csv: Path | None, picture: Path | None, html: Path | None) -> None:
@@ -88,6 +107,15 @@ def check_arguments(rows: int, csv: Path | None, picture: Path | None, html: Pat
             raise ConfigError(f"{file}: the folder {file.parent} does not exist: create it first")
 
 
+def print_copies(runs: Sequence[Run]) -> None:
+    """Prints which folders hold a copy of another run, with the same id."""
+    found = [(folder, run) for run in runs for folder in run.copies]
+    for folder, run in found[:MISSING_SHOWN]:
+        print(f"copy     {folder} holds the same run as {run.folder} (id {run.record['id']}): counted once")
+    if len(found) > MISSING_SHOWN:
+        print(f"copy     and {len(found) - MISSING_SHOWN} more")
+
+
 def print_sensitivity(swept: Sequence[Arm]) -> None:
     """Prints the learning-rate sensitivity table, and which runs it lacks."""
     print(f"\n{markdown(swept)}")
@@ -96,11 +124,6 @@ def print_sensitivity(swept: Sequence[Arm]) -> None:
         print(f"missing  {line}")
     if len(missing) > MISSING_SHOWN:
         print(f"missing  and {len(missing) - MISSING_SHOWN} more")
-
-
-def page_beside(folder: Path, first: Run) -> Path:
-    """Returns where the page goes: the first folder, or its parent if it is a run folder, which has its own page."""
-    return (folder.absolute().parent if first.folder == folder else folder) / "report.html"
 
 
 def terminal(wide: bool) -> Console:

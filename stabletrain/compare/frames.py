@@ -29,11 +29,11 @@ DTYPES = {name: COLUMNS[name].dtype for name in IN_FRAME}
 
 
 def frame(*folders: str | Path, processes: int | None = None) -> pd.DataFrame:
-    """Reads runs into a data frame with one row per run, indexed by the run folder.
+    """Reads runs into a data frame with one row per run, indexed by the run folder. Copies of a run count once.
 
     | column | |
     |---|---|
-    | run, sweep | names of the run folder and of its parent folder |
+    | run, sweep | names of the run folder (with the folders above it, if names clash) and of its parent folder |
     | status | finished, halted, preempted, failed, running; `empty`, `broken` |
     | problem | one sentence on what the reader should know about the run |
     | steps | last logged step |
@@ -42,7 +42,7 @@ def frame(*folders: str | Path, processes: int | None = None) -> pd.DataFrame:
     | loss_at_init | cross-entropy of the first step, nats |
     | diverged | the run was halted, or finished with a loss that is not finite |
     | sensitivity | learning-rate sensitivity in nats, over runs that differ only in learning rate and seed |
-    | spike_score | fraction of steps whose loss was a spike, as the run logged it |
+    | spike_score | fraction of steps whose loss was a spike, or that were skipped as one |
     | skips, rollbacks, incidents | their numbers; skips without fp16's routine overflows |
     | cause | cause of the first incident |
     | units_per_s, unit | training throughput, in tokens, images or samples |

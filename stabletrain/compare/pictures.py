@@ -79,6 +79,12 @@ def check_name(file: Path) -> None:
 SMOOTHING = 0.9
 """Weight of the past in the running mean of the losses."""
 
+LONGEST = 60
+"""Maximum length of a name in the legend. If a name is longer, all runs are named by their folders."""
+
+FEW = 10
+"""Below this number, the points of a curve are marked."""
+
 MOST = 30
 """Maximum number of runs in one picture. If there are more, those with the lowest and highest losses are drawn."""
 
@@ -86,8 +92,9 @@ MOST = 30
 def draw_losses(runs: Sequence[Run], file: Path) -> None:
     """Draws the training losses of some runs over the steps.
 
-    A line is the running mean (`SMOOTHING`) over the applied steps. A cross marks a skipped step, and a thin line the
-    losses that were rolled back. The file extension, such as .svg, sets the format.
+    A line is the running mean (`SMOOTHING`) over the applied steps. A cross marks a skipped step (at the top, if its
+    loss is not finite), a thin line the losses that were rolled back, and a vertical line the step of a halt. The file
+    extension, such as .svg, sets the format.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written in that format or folder.
@@ -96,11 +103,20 @@ def draw_losses(runs: Sequence[Run], file: Path) -> None:
     drawn = ends([run for run in runs if run.steps], MOST)
     keys = telling(runs, but=())
     with canvas(file, width=7.0) as (axis,):
-        for run in drawn:
-            name = ", ".join(f"{key}={shown(value_of(run, key))}" for key in keys) or run.name
+        names = [", ".join(f"{key}={shown(value_of(run, key))}" for key in keys) or run.name for run in drawn]
+        if max(map(len, names), default=0) > LONGEST:
+            names = [run.name for run in drawn]
+        for run, name in zip(drawn, names, strict=True):
+            name = f"{name} ({run.name})" if names.count(name) > 1 else name
             (steps, losses), (skipped, lost) = course(run)
-            (line,) = axis.plot(steps, smooth(losses), label=name, lw=1.2)
-            axis.plot(skipped, lost, "x", ms=3, color=line.get_color())
+            # A line through one point is invisible.
+            (line,) = axis.plot(steps, smooth(losses), label=name, lw=1.2, ms=3, marker="o" if len(steps) < FEW else "")
+            finite = np.isfinite(lost)
+            axis.plot(skipped[finite], lost[finite], "x", ms=3, color=line.get_color())
+            at_top = {"transform": axis.get_xaxis_transform(), "color": line.get_color()}
+            axis.plot(skipped[~finite], np.full((~finite).sum(), 0.97), "x", ms=3, **at_top)
+            if run.status == "halted":
+                axis.axvline(run.steps, lw=0.8, color=line.get_color())
             for steps, losses in run.abandoned("train/loss"):
                 axis.plot(steps, losses, color=line.get_color(), lw=0.5, alpha=0.5)
         axis.set(xlabel="step", ylabel="training loss (nats)")
@@ -117,11 +133,16 @@ def ends(runs: Sequence[Run], most: int) -> list[Run]:
 
 
 def course(run: Run) -> tuple[Curve, Curve]:
-    """Returns the loss curve of the applied steps, and that of the skipped steps."""
+    """Returns the loss curve of the applied steps, and that of the skipped steps, as far as their losses are known."""
     steps, losses = run.curve("train/loss", points=-1)
     gates, applied = run.curve("guard/applied", points=-1)
     skipped = np.isin(steps, gates[applied == 0])
-    return (steps[~skipped], losses[~skipped]), (steps[skipped], losses[skipped])
+    logged = dict(zip(steps[skipped].tolist(), losses[skipped].tolist(), strict=True))
+    lost = [
+        logged.get(step, loss) if np.isnan(loss) else loss
+        for step, loss in zip(run.skips, run.skip_losses, strict=True)
+    ]
+    return (steps[~skipped], losses[~skipped]), (np.array(run.skips, np.int64), np.array(lost))
 
 
 def smooth(values: Sequence[float] | np.ndarray) -> list[float]:

@@ -27,8 +27,9 @@ def cell_text(rows: pd.DataFrame) -> dict[str, list[str]]:
             found[f"settings.{key}"] = [setting(value) for value in rows[f"settings.{key}"]]
     if "n" not in rows and rows["seed"].nunique() > 1:
         found["seed"] = ["" if missing(seed) else str(seed) for seed in rows["seed"]]
+    named = rows["run"].str.contains("/").any()  # the runs' names contain that of the sweep
     for name in IN_TABLE:
-        if name in rows:
+        if name in rows and not (name == "sweep" and named):
             text = COLUMNS[name].text
             found[name] = ["" if missing(value) else text(value) for value in values(rows[name])]
     found["diverged"] = ["" if not count else str(int(count)) if "n" in rows else "yes" for count in rows["diverged"]]
@@ -166,6 +167,7 @@ def headings(rows: pd.DataFrame) -> dict[str, str]:
         {name: COLUMNS[name].head for name in IN_TABLE}
         | {name: name.removeprefix("settings.") for name in rows.columns if name.startswith("settings.")}
         | {"seed": "seed", "run": "runs" if "n" in rows and rows["n"].max() > 1 else "run"}
+        | ({"steps": "steps done"} if "settings.steps" in rows else {})
         | {"units_per_s": f"{units.pop() if len(units) == 1 else 'units'}/s"}
     )
 

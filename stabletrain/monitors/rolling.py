@@ -6,7 +6,9 @@
 Source: OLMo 2, arXiv 2501.00656, section 3.1 (window 1,000, seven standard deviations), for losses and gradient norms.
 This is the package's only definition of a spike.
 
-The standard deviation is the population's (divided by n), in float64. Skipped steps count only towards the skip rate.
+The standard deviation is the population's (divided by n), in float64. No value of a skipped step enters a window. A
+step that the guard skipped as a spike counts as a spike in both scores, also after a rollback. Other skipped steps
+count only towards the skip rate.
 """
 
 import math
@@ -109,6 +111,11 @@ class Spikes:
         self._known = None
         return distance
 
+    def count_skipped(self) -> None:
+        """Counts a spike whose step was skipped; the window stays as it is."""
+        self.judged += 1
+        self.spikes += 1
+
     @property
     def score(self) -> float:
         """Share of the judged values that were spikes, in [0, 1]; 0 if none was judged."""
@@ -125,7 +132,7 @@ class Spikes:
 
 
 def spike_score(values: Iterable[float], window: int = 1000, sigma: float = 7.0, minimum: int = MINIMUM) -> float:
-    """Returns the spike score of a finished run's values, without those of skipped steps; equal to `Spikes.score`.
+    """Returns the spike score of a finished run's values, without skipped steps; equal to `Spikes.score`.
 
     Raises:
         ValueError: see `Spikes`.
@@ -184,11 +191,18 @@ class RollingStats:
         self._spikes = {"loss": Spikes(), "grad_norm": Spikes()}
         self._raised: list[str] = []
 
-    def add(self, reading: Reading) -> list[Alarm]:
-        """Adds a step; returns new alarms: each kind is raised once in a run."""
+    def add(self, reading: Reading, skipped_spike: bool = False) -> list[Alarm]:
+        """Adds a step; returns new alarms: each kind is raised once in a run.
+
+        Args:
+            skipped_spike: whether the guard skipped the step as a spike.
+        """
         self._applied.append(reading.applied)
         self._fallen.append(not reading.applied and not reading.overflow)
         if not reading.applied:
+            if skipped_spike:  # the guard's window is shorter than the scores', so the scores may not see this spike
+                for spikes in self._spikes.values():
+                    spikes.count_skipped()
             return self._raise("skips", sum(self._fallen) >= OFTEN, SKIPS.format(sum(self._fallen), len(self._fallen)))
         self._active.append(reading.clip_active)
         self._spikes["loss"].add(reading.loss)
@@ -228,15 +242,19 @@ class RollingStats:
         self._fallen = deque(state.get("fallen", []), maxlen=self._fallen.maxlen)
         for name, spikes in self._spikes.items():
             spikes.load_state_dict(state["spikes"][name])
-        self._raised = list(state["raised"])
+        self.load_cumulative_state(state)
 
     def cumulative_state(self) -> dict:
-        """Raised alarms, which a rollback does not restore: no alarm is raised twice."""
-        return {"raised": list(self._raised)}
+        """What a rollback does not restore: raised alarms (none is raised twice), and the counts of spikes."""
+        counts = {name: [spikes.judged, spikes.spikes] for name, spikes in self._spikes.items()}
+        return {"raised": list(self._raised), "counts": counts}
 
     def load_cumulative_state(self, state: dict) -> None:
-        """Overwrites the restored alarms with those from before the rollback."""
+        """Overwrites the restored alarms and counts with those from before the rollback."""
         self._raised = list(state["raised"])
+        # A checkpoint has these counts only if it was written when the run halted.
+        for name, (judged, spikes) in state.get("counts", {}).items():
+            self._spikes[name].judged, self._spikes[name].spikes = judged, spikes
 
 
 def mean(values: deque) -> float:

@@ -102,7 +102,7 @@ COLUMNS = {
             percent,
             "spikes",
             "spike score",
-            "fraction of steps whose loss was a spike",
+            "fraction of steps whose loss was a spike, or that were skipped as a spike",
             HIGH,
             ("spike/score",),
         ),

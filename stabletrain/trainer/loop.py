@@ -159,7 +159,8 @@ def settle(
     """
     reading, guard = executed.reading(), run.tools.guard
     verdict = guard.judge(reading)
-    log_alarms(run, reading.step, run.monitoring.rolling.add(reading))
+    skipped_spike = not reading.applied and guard.kind == "spike"
+    log_alarms(run, reading.step, run.monitoring.rolling.add(reading, skipped_spike))
     if not reading.applied:  # the weights are still those the step started from: replay it now
         investigate_skip(run, executed, reading, verdict)
     log_step(run, reading, throughput, seen)

@@ -52,7 +52,9 @@ def made(
         (path / "diagnosis.json").write_text('{"kind": "nonfinite"}')
         events.append({"event": "incident", "tick": incident["step"], "path": f"incidents/{path.name}", **incident})
     (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
-    (folder / "run.json").write_text(json.dumps(record(overrides, level, steps, status, card, pace)))
+    (folder / "run.json").write_text(
+        json.dumps(record(overrides, level, steps, status, card, pace) | {"id": str(folder)})
+    )
     (folder / ".hydra").mkdir()
     (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(tree(overrides), sort_keys=False))
     if sample is not None:

@@ -2,14 +2,14 @@
 
 import csv
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from stabletrain.cli.commands import main
-from stabletrain.compare.command import MISSING_SHOWN, compare, page_beside, print_sensitivity, terminal
-from stabletrain.compare.reading.runs import read_run
+from stabletrain.compare.command import MISSING_SHOWN, compare, page_for, print_sensitivity, terminal
 from stabletrain.compare.sensitivity import Arm
 from stabletrain.compare.table import ENDLESS
 from stabletrain.errors import ConfigError
@@ -98,21 +98,81 @@ def test_a_folder_without_runs_is_rejected(tmp_path, capsys):
     assert f"{tmp_path} contains no runs: name a run folder or a sweep folder" in capsys.readouterr().err
 
 
-def test_the_page_is_written_to_the_sweep_folder_and_never_to_a_run_folder(sweep, tmp_path):
+def test_the_page_of_a_sweep_is_in_its_folder_and_that_of_anything_else_in_the_working_folder(sweep, monkeypatch):
+    monkeypatch.chdir(sweep.parent)
+    for folders in ([Path("sweep")], [sweep, Path("sweep")]):
+        assert page_for(folders, None) == (folders[0] / "report.html", "")
+    for folders in ([sweep / "0", sweep / "1"], [sweep / "0"], [sweep, sweep / "0"]):
+        assert page_for(folders, None) == (Path("compare.html"), "")
+    assert page_for([sweep], Path("mine.html")) == (Path("mine.html"), "")
     compare([sweep])
     assert (sweep / "report.html").read_text().startswith("<!DOCTYPE html>")
-    (sweep / "report.html").unlink()
     compare([sweep / "0", sweep / "1"])
-    assert (sweep / "report.html").exists()
+    assert Path("compare.html").stat().st_size > 100_000
     assert not (sweep / "0" / "report.html").exists()
-    compare([sweep], html=tmp_path / "mine.html")
-    assert (tmp_path / "mine.html").stat().st_size > 100_000
 
 
-def test_the_page_of_a_run_in_the_working_directory_is_written_to_its_parent(sweep, monkeypatch):
-    monkeypatch.chdir(sweep / "0")
-    assert page_beside(Path(), read_run(Path())) == sweep / "report.html"
-    assert page_beside(Path(".."), read_run(Path("../0"))) == Path("../report.html")
+def test_a_page_of_other_runs_is_never_overwritten(sweep, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    other = six_runs(tmp_path / "other")
+    write(tmp_path / "third" / "0")
+    compare([sweep, other])
+    first = Path("compare.html").read_bytes()
+    compare([sweep, tmp_path / "third"])
+    assert (
+        "page     compare-2.html (compare.html is not the page of these runs, so it was kept)"
+        in capsys.readouterr().err
+    )
+    assert Path("compare.html").read_bytes() == first
+    compare([tmp_path / "third", Path("sweep")])
+    assert "page     compare-2.html (" in capsys.readouterr().err, "the same folders: the page is written again"
+    (sweep / "report.html").write_text("the user's own page")
+    compare([sweep])
+    assert (sweep / "report.html").read_text() == "the user's own page"
+    assert (sweep / "report-2.html").exists()
+    compare([other, sweep], html=Path("compare.html"))
+    assert main(["compare", "sweep", "--html", "compare.html"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "stabletrain: --html compare.html: this file exists, and is not the page of these runs: name another file, or "
+        "delete it\n"
+    )
+
+
+def test_a_page_is_recognized_after_its_sweep_has_moved(sweep, tmp_path):
+    compare([sweep])
+    sweep.rename(tmp_path / "moved")
+    assert page_for([tmp_path / "moved"], None) == (tmp_path / "moved" / "report.html", "")
+
+
+def test_a_copy_of_a_run_counts_once_and_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(Path("a/0"), ["seed=0"], id="aaaa")
+    write(Path("a/1"), ["seed=1"], id="bbbb", loss=1.5)
+    shutil.copytree("a", "b")
+    compare([Path("a"), Path("b")], csv=Path("runs.csv"))
+    out = capsys.readouterr().out
+    assert out.startswith("2 runs\n")
+    assert any(line.startswith("0, 1 ") for line in out.splitlines())
+    assert "copy     b/0 holds the same run as a/0 (id aaaa): counted once" in out
+    with open("runs.csv", newline="") as file:
+        assert [row["problem"] for row in csv.DictReader(file)] == [
+            "counted once: run bbbb is also in b/1",
+            "counted once: run aaaa is also in b/0",
+        ]
+    assert (
+        "Not counted, because the run id is the same: b/1 (a copy of a/1); b/0 (a copy of a/0)."
+        in Path("compare.html").read_text()
+    )
+
+
+def test_where_the_names_of_runs_clash_their_folders_are_shown(sweep, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "other" / "1", ["stability=palm"], loss=0.5)
+    compare([sweep, tmp_path / "other"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "palm" in line] == ["other/1"]
+    assert any(line.startswith("sweep/1 +1 ") for line in lines)
+    assert not any("sweep" in line.split() for line in lines), "the column would say the same"
 
 
 def test_a_page_that_cannot_be_written_is_an_error_only_if_it_was_requested(sweep, tmp_path, capsys):

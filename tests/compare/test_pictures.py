@@ -66,6 +66,32 @@ def test_the_loss_picture_shows_means_without_skips_crosses_for_skips_and_rolled
     assert [[*line.get_xdata()] for line in faint] == [[*range(24, 31)]]
 
 
+def test_the_loss_picture_of_a_run_that_was_halted_early_shows_its_point_its_skips_and_its_halt(tmp_path, figures):
+    lines = [{"step": 1, "train/loss": 5.5, "guard/applied": 1}]
+    events = [{"event": "skip", "step": step, "tick": step, "loss": loss} for step, loss in [(3, 4.5), (4, "NaN")]]
+    folder = write(tmp_path / "run", lines=lines, events=events, status="halted", final={"steps": 4})
+    draw_losses([read_run(folder)], tmp_path / "losses.svg")
+    (axis,) = figures[0].axes
+    assert [(marker, x, y) for _, marker, x, y in lines_of(axis) if x] == [
+        ("o", [1], [5.5]),
+        ("x", [3], [4.5]),
+        ("x", [4], [0.97]),  # of the axis: its loss is not finite
+        ("None", [4, 4], [0, 1]),
+    ]
+
+
+def test_runs_with_the_same_settings_are_told_apart_by_their_folders(tmp_path, figures):
+    for name, seed in (("a/0", 0), ("b/0", 0), ("b/1", 1)):
+        made(tmp_path / name, f"seed={seed}")
+    draw_losses(read_runs([tmp_path]), tmp_path / "losses.svg")
+    labels = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert labels == ["seed=0 (a/0)", "seed=0 (b/0)", "seed=1"]
+    made(tmp_path / "c" / "2", f"data.path={'long/' * 20}")
+    draw_losses(read_runs([tmp_path]), tmp_path / "losses.svg")
+    labels = [text.get_text() for text in figures[1].axes[0].get_legend().get_texts()]
+    assert labels == ["a/0", "b/0", "b/1", "c/2"], "longer names would hide the picture"
+
+
 def test_the_same_runs_give_the_same_bytes(tmp_path):
     runs = [read_run(made(tmp_path / "run"))]
     for name in ("a.svg", "b.svg"):

@@ -167,7 +167,7 @@ def test_shares_are_of_the_window_and_of_the_right_steps():
     assert rolling.metrics()["clip/fraction"] == 1.5 / 4
 
 
-def test_a_skipped_step_enters_no_spike_score():
+def test_a_skipped_step_enters_no_window_and_counts_only_if_skipped_as_a_spike():
     rolling = RollingStats()
     for i in range(40):
         rolling.add(reading(loss=2.0 + 0.1 * (i % 2), norm=1.0 + 0.1 * (i % 2)))
@@ -178,6 +178,29 @@ def test_a_skipped_step_enters_no_spike_score():
     metrics = rolling.metrics()
     assert metrics["spike/score"] == 1 / 21
     assert metrics["spike/grad_norm_score"] == 0.0
+    windows = {name: state["values"] for name, state in rolling.state_dict()["spikes"].items()}
+    for value in (2.5, 1e30, math.nan):  # the guard's limit may be lower than the scores'
+        rolling.add(reading(applied=False, loss=value, norm=value), skipped_spike=True)
+    metrics = rolling.metrics()
+    assert (metrics["spike/score"], metrics["spike/grad_norm_score"]) == (4 / 24, 3 / 24)
+    assert windows == {name: state["values"] for name, state in rolling.state_dict()["spikes"].items()}
+
+
+def test_skipped_spikes_count_after_a_rollback_and_after_the_resume_of_a_halted_run():
+    rolling = RollingStats()
+    for i in range(40):
+        rolling.add(reading(loss=2.0 + 0.1 * (i % 2), norm=1.0 + 0.1 * (i % 2)))
+    before = rolling.state_dict()
+    for _ in range(5):
+        rolling.add(reading(applied=False, loss=9.0), skipped_spike=True)
+    cumulative = json.loads(json.dumps(rolling.cumulative_state()))
+    rolling.load_state_dict(before)
+    assert rolling.metrics()["spike/score"] == 0.0
+    rolling.load_cumulative_state(cumulative)
+    assert rolling.metrics()["spike/score"] == 5 / 25
+    resumed = RollingStats()
+    resumed.load_state_dict({**before, **cumulative})  # as `Rollback.save_last_healthy` writes it
+    assert resumed.metrics() == rolling.metrics()
 
 
 def test_clipping_nearly_always_raises_one_alarm():

@@ -171,6 +171,14 @@ def test_only_an_applied_update_counts_as_one():
     assert run.monitoring.rolling.metrics()["guard/skip_rate"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("fault", "score"), [({"loss": 9.0}, 1.0), ({"loss": math.nan}, 0.0), ({"bad_data": True}, 0.0)]
+)
+def test_a_step_skipped_as_a_spike_counts_in_the_spike_score(fault, score):
+    run, _ = settled(SkipGuard(), reading(5, applied=False, **fault))
+    assert run.monitoring.rolling.metrics()["spike/score"] == score
+
+
 def test_a_verdict_of_a_rollback_restores_an_older_state_once():
     run, asked = make_run(), []
     run.rollback.roll_back = lambda *arguments: asked.append(arguments)

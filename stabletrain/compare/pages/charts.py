@@ -19,7 +19,6 @@ from stabletrain.compare.reading.run import Run
 PANELS: list[dict[str, Any]] = [
     {
         "title": "Training loss (nats)",
-        "note": "Cross: skipped step. Triangle: incident. Faint line: rolled back.",
         "names": ["train/loss"],
         "cap": True,
         "smooth": True,
@@ -30,7 +29,7 @@ PANELS: list[dict[str, Any]] = [
     {"title": "Gradient norm", "names": ["grad/norm"], "log": True, "smooth": True},
     {
         "title": "Spike score",
-        "note": "Fraction of steps so far whose loss, or whose gradient norm, was a spike.",
+        "note": "Fraction of steps so far whose loss, or gradient norm, was a spike. A skipped spike counts in both.",
         "names": ["spike/score", "spike/grad_norm_score"],
         "floor": 0,
     },
@@ -78,9 +77,10 @@ def panels(runs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def chart_data(run: Run, points: int) -> dict[str, Any]:
-    """Returns a run's `curves` by metric, the `abandoned` (rolled-back) stretches of its loss, `skips` and `rollbacks`.
+    """Returns a run's `curves` by metric, the `abandoned` (rolled-back) stretches of its loss, and its marks.
 
-    A curve has at most `points` points.
+    A curve has at most `points` points. The marks are `skips`, `rollbacks` and `halt`. The curve of the loss may be
+    empty if there are marks: a run that was halted early may have logged no applied step.
     """
     curves = {name: as_lists(run.curve(name), points) for name in NAMES if len(run.curve(name)[0])}
     for name in ("precision/loss_scale", "clip/fraction"):  # a constant is not worth a chart
@@ -88,15 +88,19 @@ def chart_data(run: Run, points: int) -> dict[str, Any]:
             del curves[name]
     stretches = run.abandoned(LOSS)
     skips: list[list[float | None]] = []
-    if run.skips and LOSS in curves:
+    halt = {"step": run.steps, "reason": run.problem or "by the guard"} if run.status == "halted" else None
+    if run.skips:
         applied, withheld = split(run)
         curves[LOSS] = as_lists(applied, points)
         skips = skip_marks(run, withheld, stretches)
+    elif halt:
+        curves.setdefault(LOSS, as_lists(run.curve(LOSS), points))
     return {
         "curves": curves,
         "abandoned": [[listed["x"], listed["y"]] for listed in (as_lists(each, points) for each in stretches)],
         "skips": skips,
         "rollbacks": [int(steps[-1]) for steps, _ in stretches if len(steps)],
+        "halt": halt,
     }
 
 
@@ -113,8 +117,15 @@ def skip_marks(run: Run, withheld: Curve, stretches: list[Curve]) -> list[list[f
     known: dict[int, float] = {}
     for steps, losses in (*stretches, withheld):
         known.update(zip(steps.tolist(), losses.tolist(), strict=True))
-    places = run.skips if len(run.skips) <= MOST_SKIPS else run.skips[:: -(-len(run.skips) // MOST_SKIPS)]
-    return [[step, rounded(known.get(step))] for step in places]
+    marks = [
+        [step, rounded(known.get(step) if math.isnan(loss) else loss)]
+        for step, loss in zip(run.skips, run.skip_losses, strict=True)
+    ]
+    if len(marks) <= MOST_SKIPS:
+        return marks
+    incidents = {one["step"] for one in run.incidents}  # an incident is drawn at the loss of its skipped step
+    every = -(-len(marks) // MOST_SKIPS)
+    return [mark for number, mark in enumerate(marks) if number % every == 0 or mark[0] in incidents]
 
 
 def as_lists(curve: Curve, points: int) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""The page of a comparison, `report.html`: one file that opens offline.
+"""The page of a comparison: one file that opens offline.
 
 The page begins with a summary in sentences. A table of all runs and charts follow; the table selects the runs to draw.
 If a setting or result is the same in all runs, it is not a column. If there are many runs, the page contains only the
 curves of the best, the worst and those with incidents.
 """
 
+import hashlib
 import math
 import numbers
+import os
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -36,7 +38,7 @@ def rank(row: Row) -> tuple[int, float]:
 
 
 def unique(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
-    """Adds the folder name to each name that several runs share."""
+    """Adds the run's name to each name that several runs share."""
     known = Counter(names)
     return [
         f"{name} ({run.name})" if known[name] > 1 and name != run.name else name
@@ -44,28 +46,24 @@ def unique(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def folders(runs: Sequence[Run]) -> list[str]:
-    """Names the runs by their folders, with the sweep's folder if there are several sweeps."""
-    several = len({run.sweep for run in runs}) > 1
-    return [f"{run.sweep}/{run.name}" if several else run.name for run in runs]
-
-
 def columns_of(
     runs: Sequence[Run], table: Sequence[Row], keys: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[list[Any]], dict[str, Any]]:
     """Returns the table's columns, its rows, and the values that all rows have in common, which are not columns."""
     columns: list[dict[str, Any]] = [{"title": "run", "kind": "text", "name": True}]
-    cells: list[Sequence[Any]] = [folders(runs)]
+    cells: list[Sequence[Any]] = [[run.name for run in runs]]
     settings = [(key, alike([setting(value_of(run, key)) for run in runs])) for key in keys]
     same = {}
     if len(keys) <= FEW:
         columns += [{"title": key, "kind": kind(values), "setting": True} for key, values in settings]
         cells += [values for _, values in settings]
     for column in (COLUMNS[name] for name in ON_PAGE):
-        name, heading = column.name, column.page_head
+        name, heading = column.name, "steps done" if column.name == "steps" and "steps" in keys else column.page_head
         more = ({"about": column.about} if column.about else {}) | dict.fromkeys(column.page, True)
         values = [row.get(name) for row in table]
         distinct = {*values}
+        if name == "sweep" and any(run.label for run in runs):  # the runs' names contain it
+            continue
         if distinct <= {None} or (distinct <= {None, 0} and name not in ALWAYS):
             continue
         if len(distinct) == 1 and len(runs) > 1 and name not in ALWAYS:
@@ -130,25 +128,43 @@ SCRIPTS = [
 STYLES = ["uplot.min.css", "tabulator.min.css", "page.css"]
 
 
-def write_page(runs: Sequence[Run], frame: "DataFrame", file: Path) -> None:
+def made_from(folders: Sequence[Path], file: Path) -> str:
+    """Identifies the compared folders, as they are seen from the page: the same again if all of them have moved."""
+    places = {os.path.relpath(os.path.realpath(folder), os.path.realpath(file.parent)) for folder in folders}
+    return hashlib.sha256("\n".join(sorted(places)).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def is_another_page(file: Path, folders: Sequence[Path]) -> bool:
+    """Returns whether `file` exists and is not the page of these folders."""
+    try:
+        with open(file, "rb") as stream:
+            return shell.mark(made_from(folders, file)).encode() not in stream.read(4096)
+    except (FileNotFoundError, IsADirectoryError):
+        return False
+    except OSError:
+        return True
+
+
+def write_page(runs: Sequence[Run], frame: "DataFrame", file: Path, folders: Sequence[Path] = ()) -> None:
     """Writes the page of a comparison.
 
     Args:
         frame: one row per run, in the same order; the page omits columns that are missing.
         file: a file in an existing folder, to which links on the page are relative.
+        folders: the folders that were compared, by which the page is recognized (`is_another_page`).
 
     Raises:
         ConfigError: the page cannot be written.
     """
-    made = comparison(runs, frame, file)
+    made = comparison(runs, frame, file, made_from(folders, file))
     try:
         write(made, file)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written ({error}): name another file with --html") from error
 
 
-def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path) -> str:
-    """Returns the HTML of the page; see `write_page`."""
+def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path, inputs: str) -> str:
+    """Returns the HTML of the page; see `write_page` and `made_from`."""
     table = [{key: plain(value) for key, value in row.items()} for row in frame.to_dict("records")]
     order = sorted(range(len(runs)), key=lambda i: rank(table[i]))
     runs, table = [runs[i] for i in order], [table[i] for i in order]
@@ -186,7 +202,7 @@ def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path) -> str:
             ),
         ]
     )
-    return page(title(runs), body, data, scripts=SCRIPTS, styles=STYLES)
+    return page(title(runs), body, data, scripts=SCRIPTS, styles=STYLES, inputs=inputs)
 
 
 def title(runs: Sequence[Run]) -> str:

@@ -28,7 +28,7 @@ def headline(
         arms: learning-rate sensitivity, as returned by `comparison.arm_of`.
         keys: the settings that tell the runs apart.
     """
-    sentences = [best(runs, rows, keys), over_seeds(runs, rows, keys), counts(rows)]
+    sentences = [best(runs, rows, keys), over_seeds(runs, rows, keys), counts(rows), copies(runs)]
     sentences += [diverged(runs, rows, keys), incidents(runs)]
     return [sentence for sentence in (*sentences, sensitivities(arms), fastest(rows)) if sentence]
 
@@ -38,7 +38,7 @@ def name_of(run: Run, keys: Sequence[str]) -> str:
     if not run.settings or not keys:
         return run.name
     if len(keys) > FEW:
-        return f"{run.sweep}/{run.name}"
+        return run.label or f"{run.sweep}/{run.name}"
     return " ".join(f"{key}={shown(value_of(run, key))}" for key in keys)
 
 
@@ -85,6 +85,12 @@ def counts(rows: Sequence[Row]) -> str:
     return f"{plural(len(rows), 'run')}: {words}."
 
 
+def copies(runs: Sequence[Run]) -> str:
+    """Names the folders that hold a copy of another run, with the same id."""
+    found = [f"{folder} (a copy of {run.folder})" for run in runs for folder in run.copies]
+    return f"Not counted, because the run id is the same: {several(found)}." if found else ""
+
+
 def diverged(runs: Sequence[Run], rows: Sequence[Row], keys: Sequence[str]) -> str:
     """Names the runs that diverged."""
     gone = [run for run, row in zip(runs, rows, strict=True) if row.get("diverged")]
@@ -107,15 +113,32 @@ def incidents(runs: Sequence[Run]) -> str:
 
 
 def sensitivities(arms: Sequence[Mapping[str, Any]]) -> str:
-    """Names the arms that are least and most sensitive to the learning rate."""
-    known = [arm for arm in arms if number(arm.get("sensitivity"))]
+    """Names the arm with the lowest losses over the learning rates, and those least and most sensitive to the rate."""
+    known = [arm for arm in arms if number(arm["sensitivity"]) and all(map(number, arm["loss"]))]
     if len(known) < 2:
         return ""
+    known.sort(key=lambda arm: math.fsum(arm["loss"]))
+    best = known[0]
+    mean = f"{math.fsum(best['loss']) / len(best['loss']):.4g} nats"
+    if all(below(best, arm) for arm in known[1:]):
+        first = f"{best['name']} has the lowest final loss at every learning rate, {mean} on average."
+    else:
+        first = f"No setting is best at every learning rate. {best['name']} has the lowest mean final loss, {mean}."
     least, most = (pick(known, key=lambda arm: arm["sensitivity"]) for pick in (min, max))
+    if least is most:
+        return first
+    # A low sensitivity alone recommends nothing: a setting may be evenly bad.
+    better = next((arm["name"] for arm in known if below(arm, least)), None)
+    worse = f", but {better} is better at every rate" if better else ""
     return (
-        f"Least sensitive to the learning rate: {least['name']} ({least['sensitivity']:.3f} nats); "
+        f"{first} Least sensitive to the learning rate: {least['name']} ({least['sensitivity']:.3f} nats{worse}); "
         f"most sensitive: {most['name']} ({most['sensitivity']:.3f})."
     )
+
+
+def below(arm: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Returns whether the mean loss of `arm` is lower at every learning rate; both have the same rates."""
+    return all(mine < its for mine, its in zip(arm["loss"], other["loss"], strict=True))
 
 
 def fastest(rows: Sequence[Row]) -> str:

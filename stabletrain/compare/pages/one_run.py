@@ -5,6 +5,7 @@ machine and package versions.
 """
 
 import math
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from stabletrain.compare.pages.headline import number, plural
 from stabletrain.compare.pages.shell import page, words, write
 from stabletrain.compare.reading.run import Run
 from stabletrain.compare.reading.runs import read_run
+from stabletrain.compare.reading.settings import Value
 
 SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "run.js"]
 STYLES = ["uplot.min.css", "page.css"]
@@ -55,7 +57,7 @@ def outcome(run: Run) -> list[str]:
     """Returns sentences on how the run ended, why, what the guard did, and the number of incidents."""
     final = run.record.get("final", {})
     loss, steps = final.get("val/loss"), final.get("steps", run.steps)
-    first = f"{run.status.capitalize()} after {steps:,} steps"
+    first = f"{run.status.capitalize()} after {plural(steps, 'step')}"
     if number(loss):
         first += f", validation loss {loss:.4g} nats"
         if number(final.get("val/accuracy")):
@@ -71,13 +73,15 @@ def guard(final: Mapping[str, Any]) -> str:
     """Returns a sentence on what the guard did; empty if that was not recorded."""
     if "guard/updates" not in final:
         return ""
-    said = [f"{final['guard/updates']:,} updates in {final.get('steps', 0):,} steps"]
+    said = [f"{plural(final['guard/updates'], 'update')} in {plural(final.get('steps', 0), 'step')}"]
     for name, count in final.items():
         if name.startswith("guard/skipped_") and count:
             said.append(f"{count:,} skipped ({name.removeprefix('guard/skipped_').replace('_', ' ')})")
     if final.get("guard/rollbacks"):
         said.append(plural(final["guard/rollbacks"], "rollback"))
-        said.append(f"{final.get('guard/lost_steps', 0):,} steps ({final.get('guard/lost_seconds', 0):.0f} s) lost")
+        said.append(
+            f"{plural(final.get('guard/lost_steps', 0), 'step')} ({final.get('guard/lost_seconds', 0):.0f} s) lost"
+        )
     return f"Guard: {', '.join(said) if len(said) > 1 else f'{said[0]}, no step skipped'}."
 
 
@@ -110,13 +114,35 @@ def figure(value: Any, form: str) -> str | None:
 def settings(run: Run) -> str:
     """Returns the command and the overrides, and all other settings collapsed."""
     typed = {key: run.settings.get(key, value) for key, value in run.overrides.items() if not key.startswith("hydra.")}
-    others = {key: value for key, value in run.settings.items() if key not in typed}
-    command = run.record.get("command")
+    others = {key: resolved(value, run.settings) for key, value in run.settings.items() if key not in typed}
     return (
-        (f'<p class="code">{words(command)}</p>' if command else "")
+        commands(run)
         + (shell.facts(typed) if typed else '<p class="soft">No overrides: every setting has its default value.</p>')
         + shell.folded(f"{len(others)} more settings, from defaults or a preset", shell.facts(others))
     )
+
+
+def resolved(value: Value, settings: Mapping[str, Value]) -> Value:
+    """Returns the setting that an interpolation such as `${seed}` refers to; any other value unchanged."""
+    refers = isinstance(value, str) and value.startswith("${") and value.endswith("}")
+    return settings.get(str(value)[2:-1], value) if refers else value
+
+
+def commands(run: Run) -> str:
+    """Returns the command that runs this run alone, and for a run of a sweep, that of the sweep."""
+    command = run.record.get("command")
+    if not isinstance(command, str) or not command:
+        return ""
+    above = run.folder.parent
+    if not ((above / "sweep.json").exists() or (above / "multirun.yaml").exists()):
+        return f'<p class="code">{words(command)}</p>'
+    typed = command.split()
+    script = next((place for place, word in enumerate(typed) if word.endswith(".py")), None)
+    program = " ".join(typed[: script + 1]) if script is not None else "python train.py"
+    arguments = [*(run.record.get("options") or []), *(run.record.get("overrides") or [])]
+    own = " ".join([program, shlex.join(map(str, arguments))])
+    of_sweep = f'<p class="soft">Run {words(run.name)} of the sweep <span class="code">{words(command)}</span></p>'
+    return f'<p class="code">{words(own)}</p>{of_sweep if own != command else ""}'
 
 
 def machine(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,12 @@ ICON = "<link rel='icon' href='data:,'>"
 """An empty icon, so that no browser requests one."""
 
 
-def page(title: str, body: str, data: Any, *, scripts: Sequence[str], styles: Sequence[str]) -> str:
+def mark(inputs: str) -> str:
+    """Returns the element that says what a page was made from."""
+    return f'<meta name="stabletrain-inputs" content="{inputs}">'
+
+
+def page(title: str, body: str, data: Any, *, scripts: Sequence[str], styles: Sequence[str], inputs: str = "") -> str:
     """Returns the whole page.
 
     Args:
@@ -33,6 +38,7 @@ def page(title: str, body: str, data: Any, *, scripts: Sequence[str], styles: Se
         body: HTML; the caller has escaped all outside text with `words`.
         data: plain JSON values that the scripts read.
         scripts, styles: names of files in `web/`, in the order they are embedded.
+        inputs: identifies what the page was made from.
     """
     codes = [script(name) for name in scripts]
     allowed = " ".join(f"'sha256-{fingerprint(code)}'" for code in codes)
@@ -46,6 +52,7 @@ def page(title: str, body: str, data: Any, *, scripts: Sequence[str], styles: Se
             '<html lang="en">',
             "<head>",
             '<meta charset="utf-8">',
+            mark(inputs),
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',

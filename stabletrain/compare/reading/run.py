@@ -112,11 +112,14 @@ class Run:
         settings: key to plain value; see `settings.py`.
         composed: whether `settings` is the whole configuration, and not only the overrides.
         overrides: the command-line overrides, key to value; the last one of a key wins.
-        steps: the last logged step; 0 if there is none.
+        steps: the last step: the last one logged, or the one at which the run ended; 0 if there is none.
         incidents: mappings with step, kind, cause, verdict, fix and path, in order.
         skips: the skipped steps in order, without fp16's routine overflows.
+        skip_losses: their losses; NaN for a loss that is not a number or was not recorded.
         best: the lowest validation loss and its step; NaN and 0 if there is none.
         seconds: time between the first and the last line.
+        label: the run's name, if another run that is compared has the same folder name.
+        copies: other folders that hold the same run, with the same id; they are not counted.
     """
 
     folder: Path
@@ -129,20 +132,23 @@ class Run:
     steps: int = 0
     incidents: list[dict[str, Any]] = field(default_factory=list)
     skips: list[int] = field(default_factory=list)
+    skip_losses: list[float] = field(default_factory=list)
     rollbacks: int = 0
     best: tuple[float, int] = (math.nan, 0)
     seconds: float = math.nan
     ranges: Mapping[str, Range] = field(default_factory=dict)
+    label: str = ""
+    copies: tuple[Path, ...] = ()
 
     @property
     def name(self) -> str:
-        """The name of the run folder; in a sweep, the number of the run."""
-        return self.folder.name
+        """The name of the run folder (in a sweep, the number of the run); with the folders above it, if names clash."""
+        return self.label or self.folder.absolute().name
 
     @property
     def sweep(self) -> str:
         """The name of the folder that contains the run folder."""
-        return self.folder.parent.name
+        return self.folder.absolute().parent.name
 
     @property
     def card(self) -> str | None:
@@ -162,8 +168,9 @@ class Run:
 
     @property
     def spike_score(self) -> float:
-        """The fraction of steps whose loss was a spike, as the run logged it."""
-        return self.last("spike/score")
+        """The fraction of steps whose loss was a spike, or that were skipped as one, as the run recorded it."""
+        final = self.record.get("final", {}).get("spike/score")  # the last logged line may be older than the run's end
+        return final if isinstance(final, int | float) else self.last("spike/score")
 
     @property
     def diverged(self) -> bool:

@@ -11,14 +11,14 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 
-from stabletrain.compare.reading.columns import Columns, blocks, joined, read_columns
+from stabletrain.compare.reading.columns import Columns, as_float, blocks, joined, read_columns
 from stabletrain.compare.reading.run import ENDED, Ranges, Run
 from stabletrain.compare.reading.settings import read_settings
 from stabletrain.errors import ConfigError, StabletrainError
@@ -26,6 +26,11 @@ from stabletrain.tracking.metrics import numbers
 
 SIGNS = ("run.json", "metrics.jsonl", ".hydra")
 """A folder that contains one of these is a run folder. A run that was rejected at startup has only `.hydra`."""
+
+
+def is_run(folder: Path) -> bool:
+    """Returns whether `folder` is a run folder."""
+    return any((folder / sign).exists() for sign in SIGNS)
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
@@ -83,10 +88,12 @@ class Happened:
         incidents: mappings with step, kind, cause, verdict, fix (a list) and path (relative to the run folder; None if
             nothing could be written), in order.
         skips: the skipped steps in order, without fp16's routine overflows.
+        skip_losses: their losses; NaN for a loss that is not a number or was not recorded.
     """
 
     incidents: list[dict[str, Any]] = field(default_factory=list)
     skips: list[int] = field(default_factory=list)
+    skip_losses: list[float] = field(default_factory=list)
     rollbacks: int = 0
 
 
@@ -105,6 +112,7 @@ def read_events(folder: Path) -> Happened:
             found.rollbacks += 1
         elif line.get("kind") != "overflow":
             found.skips.append(line["step"])
+            found.skip_losses.append(as_float(line.get("loss")))
     return found
 
 
@@ -142,7 +150,7 @@ SILENT = 3600.0
 
 
 def read_runs(folders: Sequence[Path | str], processes: int | None = None) -> list[Run]:
-    """Reads all runs at or below these folders.
+    """Reads all runs at or below these folders. Copies of one run, which have the same id, count once.
 
     Args:
         folders: run folders, sweep folders, or folders that contain them.
@@ -154,7 +162,7 @@ def read_runs(folders: Sequence[Path | str], processes: int | None = None) -> li
     """
     found = find_runs([Path(folder) for folder in folders])
     if len(found) <= CHUNK or processes == 1:
-        return [read_run(folder) for folder in found]
+        return told_apart([read_run(folder) for folder in found])
     import joblib
 
     chunks = [found[start : start + CHUNK] for start in range(0, len(found), CHUNK)]
@@ -166,7 +174,39 @@ def read_runs(folders: Sequence[Path | str], processes: int | None = None) -> li
                 f"a worker process that reads runs was killed ({type(error).__name__}), perhaps because memory ran "
                 "out: compare fewer runs at a time"
             ) from error
-    return [run for runs in read for run in runs]
+    return told_apart([run for runs in read for run in runs])
+
+
+def told_apart(runs: Sequence[Run]) -> list[Run]:
+    """Keeps one of the runs with the same id, and labels the runs if several have the same folder name.
+
+    Of copies, the run with the most steps is kept; its `copies` and its `problem` name the others.
+    """
+    same: dict[str, list[Run]] = {}
+    for place, run in enumerate(runs):
+        known = run.record.get("id")
+        same.setdefault(known if isinstance(known, str) and known else f"no id: {place}", []).append(run)
+    kept = []
+    for copies in same.values():
+        first = max(copies, key=lambda run: (run.steps, run.status in ENDED))
+        others = tuple(run.folder for run in copies if run is not first)
+        if others:
+            note = f"counted once: run {first.record['id']} is also in {', '.join(map(str, others))}"
+            first = replace(first, copies=others, problem="; ".join(filter(None, (first.problem, note))))
+        kept.append(first)
+    labels = names_of([run.folder for run in kept])
+    return [run if label == run.name else replace(run, label=label) for run, label in zip(kept, labels, strict=True)]
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Returns the names of the folders, each with as many folders above it as it takes to tell all of them apart."""
+    parts = [folder.absolute().parts for folder in folders]
+    found: list[str] = []
+    for depth in range(1, max(map(len, parts), default=0) + 1):
+        found = ["/".join(each[-depth:]) for each in parts]
+        if len({*found}) == len(found):
+            break
+    return found
 
 
 def read_some(folders: Sequence[Path]) -> list[Run]:
@@ -188,15 +228,17 @@ def read_run(folder: Path) -> Run:
     step, seconds = (joined(columns.kept, name)[1] for name in ("step", "time"))
     status, problem = condition(folder, record, damage, columns)
     losses = columns.curve("val/loss")
+    last = record["final"].get("steps")  # a run that was halted early may have logged no step but the first
     lowest = int(np.nanargmin(losses[1])) if not np.isnan(losses[1]).all() else None
     return Run(
         folder,
         status,
         problem,
         **run,
-        steps=int(step.max(initial=0)),
+        steps=max(int(step.max(initial=0)), last if isinstance(last, int) else 0),
         incidents=happened.incidents,
         skips=happened.skips,
+        skip_losses=happened.skip_losses,
         rollbacks=happened.rollbacks,
         best=(math.nan, 0) if lowest is None else (float(losses[1][lowest]), int(losses[0][lowest])),
         seconds=float(seconds[-1] - seconds[0]) if len(seconds) else math.nan,

@@ -56,9 +56,11 @@ def read_settings(
 
 
 def split(text: str) -> list[str]:
-    """Splits a block-style YAML mapping into one block per top-level key."""
+    """Splits a block-style YAML mapping into one block per top-level key, without what comes before the first key."""
     blocks: list[list[str]] = []
     for line in text.splitlines(keepends=True):
+        if not blocks and (line.strip() in ("", "---") or line[0] in "#%"):
+            continue  # comments and the start of the document: a block of its own would hold no mapping
         if not blocks or line[0] not in " \t-#\r\n":
             blocks.append([])
         blocks[-1].append(line)

@@ -62,6 +62,42 @@ def test_the_number_of_marked_skips_is_limited(tmp_path):
     assert steps == sorted(steps)
 
 
+def test_a_skipped_step_has_the_loss_of_its_event(tmp_path):
+    lines = [{"step": 10, "train/loss": 2.0, "guard/applied": 1}]
+    losses = {3: 4.5, 4: "NaN", 5: None}
+    events = [
+        {"event": "skip", "step": step, "tick": step, "kind": "spike", "loss": loss} for step, loss in losses.items()
+    ]
+    assert chart_data(read_run(write(tmp_path / "run", lines=lines, events=events)), 500)["skips"] == [
+        [3, 4.5],
+        [4, None],
+        [5, None],
+    ]
+
+
+def test_an_incident_keeps_its_skip_among_many(tmp_path):
+    events = [{"event": "skip", "step": step, "tick": step, "kind": "spike", "loss": step} for step in range(1, 1001)]
+    events.append({"event": "incident", "step": 503, "tick": 503})
+    marks = chart_data(read_run(write(tmp_path / "run", events=events)), 500)["skips"]
+    assert [503, 503.0] in marks
+    assert len(marks) <= MOST_SKIPS + 1
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_a_run_that_was_halted_before_its_first_update_has_marks_and_an_empty_curve(tmp_path, skipped):
+    lines = [{"step": 1, "train/loss": "NaN", "guard/applied": 0}] if skipped else [{"step": 1, "lr": 0.1}]
+    events = [{"event": "skip", "step": 1, "tick": 1, "kind": "nonfinite", "loss": "NaN"}] if skipped else []
+    folder = write(tmp_path / "run", lines=lines, events=events, status="halted", reason="why", final={"steps": 3})
+    found = chart_data(read_run(folder), 500)
+    assert found["curves"]["train/loss"] == {"x": [], "y": []}
+    assert (found["skips"], found["halt"]) == ([[1, None]] if skipped else [], {"step": 3, "reason": "why"})
+    assert panels([found])[0]["names"] == ["train/loss"]
+
+
+def test_a_run_that_was_not_halted_has_no_halt(tmp_path):
+    assert chart_data(read_run(made(tmp_path / "run")), 500)["halt"] is None
+
+
 def test_only_panels_with_logged_metrics_are_shown():
     found = panels([{"curves": {"train/loss": {}}}, {"curves": {"spike/grad_norm_score": {}, "unheard of": {}}}])
     assert [(panel["title"], panel["names"]) for panel in found] == [

@@ -10,6 +10,7 @@ from stabletrain.compare.pages.comparison import EMBEDDED, columns_of, embedded,
 from stabletrain.compare.pages.headline import name_of
 from stabletrain.compare.pages.one_run import write_run_page
 from stabletrain.compare.reading.runs import read_run, read_runs
+from stabletrain.compare.table import headings
 from stabletrain.errors import ConfigError
 from tests.compare.made_pages import made, sweep, text_of
 
@@ -69,6 +70,14 @@ def test_where_many_settings_differ_the_results_come_first(tmp_path):
     columns, _, _ = columns_of(runs, frame_of(runs).to_dict("records"), keys)
     assert [column["title"] for column in columns][:3] == ["run", "status", "val loss"]
     assert name_of(runs[0], keys) == "s/0"
+
+
+def test_the_setting_and_the_number_of_steps_have_different_headings(tmp_path):
+    for steps in (8, 12):
+        made(tmp_path / "s" / str(steps), f"steps={steps}", steps=steps)
+    titles = [column["title"] for column in data_of(written(tmp_path / "s"))["columns"]]
+    assert ("steps" in titles, "steps done" in titles, len({*titles})) == (True, True, len(titles))
+    assert headings(frame_of(read_runs([tmp_path / "s"])))["steps"] == "steps done"
 
 
 def test_runs_are_ordered_by_how_they_ended():

@@ -93,9 +93,24 @@ def test_incidents_are_counted_by_cause_with_the_most_common_first(tmp_path):
 
 
 def test_the_arms_least_and_most_sensitive_to_the_learning_rate_are_named():
-    arms = [{"name": name, "sensitivity": value} for name, value in [("a", 0.5), ("b", 0.125), ("c", None), ("d", 2)]]
-    expected = "Least sensitive to the learning rate: b (0.125 nats); most sensitive: d (2.000)."
-    assert sensitivities(arms) == expected
+    losses = {"a": [2.0, 3.0], "b": [2.5, 2.75], "c": [1.0], "d": [1.75, 5.75]}
+    known = {"a": 0.5, "b": 0.125, "c": None, "d": 2.0}
+    arms = [{"name": name, "sensitivity": known[name], "loss": losses[name]} for name in losses]
+    assert sensitivities(arms) == (
+        "No setting is best at every learning rate. a has the lowest mean final loss, 2.5 nats. Least sensitive to the "
+        "learning rate: b (0.125 nats); most sensitive: d (2.000)."
+    )
+    # Evenly bad, and therefore least sensitive: the sentence must not recommend it.
+    arms[1]["loss"] = [4.0, 4.25]
+    assert "Least sensitive to the learning rate: b (0.125 nats, but a is better at every rate); " in sensitivities(
+        arms
+    )
+    assert sensitivities([arms[1], arms[0]]).startswith(
+        "a has the lowest final loss at every learning rate, 2.5 nats on average. "
+    )
+    assert sensitivities([arms[0], {**arms[0], "name": "e"}]) == (
+        "No setting is best at every learning rate. a has the lowest mean final loss, 2.5 nats."
+    )
     assert sensitivities(arms[1:3]) == ""
 
 

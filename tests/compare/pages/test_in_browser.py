@@ -12,6 +12,7 @@ from stabletrain.compare.pages.one_run import write_run_page
 from stabletrain.compare.reading.runs import read_runs
 from tests.compare.browser import browser, contrast, opened, painted, until
 from tests.compare.made_pages import SAMPLE, made, sweep
+from tests.compare.written import write
 from tests.runs import ROOT
 
 pytestmark = pytest.mark.slow
@@ -146,7 +147,77 @@ def test_the_incident_is_drawn_and_leads_to_its_page(chromium, folder):
         marks = page.evaluate(
             "pictures.panels[0].chart.plan.series.flatMap((one) => (one.marks || []).map((m) => m.kind))"
         )
-        assert sorted(marks) == ["cross", "incident", "rollback"]
+        assert sorted(marks) == ["halt", "incident", "rollback"], "one mark for a skipped step with an incident"
+
+
+def test_a_skipped_step_with_an_incident_is_at_the_loss_of_the_skipped_step(chromium, tmp_path):
+    made(tmp_path / "run", incident={"step": 20, "cause": "bad_batch"})
+    skip = {"event": "skip", "step": 20, "tick": 20, "kind": "spike", "loss": 3.75}
+    with open(tmp_path / "run" / "events.jsonl", "a") as file:
+        file.write(json.dumps(skip) + "\n" + json.dumps({**skip, "step": 21, "tick": 21, "loss": "NaN"}) + "\n")
+    write_run_page(tmp_path / "run")
+    with opened(chromium, tmp_path / "run" / "report.html") as page:
+        marks = page.evaluate("pictures.panels[0].chart.plan.series[0].marks.map((m) => [m.kind, m.x, m.y, m.text])")
+        assert marks == [
+            ["cross", 21, None, "step 21: skipped"],
+            ["incident", 20, 3.75, "step 20: skipped, loss 3.75; bad_batch"],
+        ]
+        note = page.locator(f"{LOSS} .note").inner_text()
+        assert note == "Cross: skipped step. Triangle: incident."
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_a_run_that_was_halted_early_shows_its_steps_up_to_the_halt(chromium, tmp_path, applied):
+    first = {"step": 1, "train/loss": 5.5 if applied else "NaN", "guard/applied": int(applied)}
+    skips = [{"event": "skip", "step": step, "tick": step, "loss": 4.5} for step in (3, 4)]
+    write(tmp_path / "run", lines=[first], events=skips, status="halted", reason="too many", final={"steps": 4})
+    write_run_page(tmp_path / "run")
+    with opened(chromium, tmp_path / "run" / "report.html") as page:
+        chart = "pictures.panels[0].chart"
+        marks = page.evaluate(f"{chart}.plan.series[0].marks.map((m) => [m.kind, m.x])")
+        assert marks == [["cross", 3], ["cross", 4], ["halt", 4]]
+        scales = page.evaluate(f"[{chart}.u.scales.x.min, {chart}.u.scales.x.max, {chart}.u.scales.y.min]")
+        assert scales[:2] == ([1, 4] if applied else [3, 4])
+        assert scales[2] < 4.5, "the crosses are inside the chart, at their losses"
+        over = page.locator(f"{LOSS} .u-over")
+        over.scroll_into_view_if_needed()
+        over.hover(position={"x": page.evaluate(f"{chart}.u.valToPos(4, 'x')") - 2, "y": 100})
+        assert "step 4: halted: too many" in page.locator(f"{LOSS} .tip").inner_text()
+        assert painted(page, LOSS)[0] > 0.005
+
+
+def test_no_two_ticks_of_an_axis_have_the_same_text(chromium, folder):
+    with opened(chromium, folder / "2" / "report.html") as page:
+        for values in ([0, 5e-5, 1e-4, 1.5e-4, 2e-4], [1e6, 1.5e6, 2e6], [123450, 123451, 123452], [0.1, 0.1000001]):
+            texts = page.evaluate("(values) => Numbers.ticks(null, values)", values)
+            assert len({*texts}) == len(values), texts
+            assert [float(text) for text in texts] == values
+        assert page.evaluate("Numbers.ticks(null, [1, null, 0.0005, 2e7])") == ["1", "", "5e-4", "2e7"]
+        u = "{axes: [{scale: 'y'}], scales: {y: {min: values[0], max: values.at(-1)}}}"
+        log = f"(values) => Numbers.round({u}, values, 0)"
+        assert page.evaluate(log, [0.01, 0.02, 0.1, 0.5, 1, 10]) == [0.01, None, 0.1, None, 1, 10]
+        assert page.evaluate(log, [1, 2, 3, 5, 10]) == [1, 2, None, 5, 10]
+        assert page.evaluate(log, [5.5, 6, 7, 8, 9]) == [None, 6, 7, 8, 9], "one labelled tick would show no scale"
+
+
+def test_ticks_of_steps_are_whole_numbers(chromium, tmp_path):
+    write_run_page(made(tmp_path / "run", steps=4))
+    with opened(chromium, tmp_path / "run" / "report.html") as page:
+        assert page.evaluate("pictures.all()[0].u.axes[0]._values") == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_words_of_settings_are_not_broken(chromium, tmp_path, width):
+    long = "a.rather.long.name.of.a.setting.in.a.group"
+    made(tmp_path / "run", f"{long}=false", "card=NVIDIA_H100_80GB_HBM3", f"path=/data/{'folder/' * 20}")
+    write_run_page(tmp_path / "run")
+    with opened(chromium, tmp_path / "run" / "report.html", width) as page:
+        lines = page.evaluate(
+            """() => Object.fromEntries([...document.querySelectorAll('.settings dt, .settings dd')].map((one) => [
+              one.textContent, one.getBoundingClientRect().height / parseFloat(getComputedStyle(one).lineHeight)]))"""
+        )
+        assert {lines[word] for word in (long, "false", "NVIDIA_H100_80GB_HBM3", "path")} == {1.0}
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_a_run_opens_from_the_table_and_closes_with_escape(chromium, folder):

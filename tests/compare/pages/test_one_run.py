@@ -2,7 +2,7 @@
 
 import pytest
 
-from stabletrain.compare.pages.one_run import figures, guard, machine, outcome, write_run_page
+from stabletrain.compare.pages.one_run import commands, figures, guard, machine, outcome, resolved, write_run_page
 from stabletrain.compare.pages.shell import words
 from stabletrain.compare.reading.run import Range, Run
 from tests.compare.made_pages import SAMPLE, made, text_of
@@ -45,13 +45,32 @@ def test_a_runs_page_is_small_and_contains_the_librarys_licence(tmp_path):
         ({"val/loss": float("nan"), "steps": 9},
          "Halted after 9 steps, but the validation loss is not finite: the run diverged."),
         ({}, "Halted after 7 steps."),
+        ({"steps": 1}, "Halted after 1 step."),
     ],
-    ids=["loss", "accuracy", "nan", "nothing"],
+    ids=["loss", "accuracy", "nan", "nothing", "one step"],
 )  # fmt: skip
 def test_the_first_sentence_says_how_the_run_ended(tmp_path, final, expected):
     first, *rest = outcome(run(tmp_path, "halted", final=final, steps=7, reason="the loss is NaN"))
     assert first == expected
     assert rest == ["the loss is NaN", "No incidents."]
+
+
+@pytest.mark.parametrize("mark", ["sweep.json", "multirun.yaml", None])
+def test_a_run_of_a_sweep_shows_its_own_command_and_then_that_of_the_sweep(tmp_path, mark):
+    sweep = "torchrun train.py -m seed=0,1 'data.path=a b'"
+    record = {"command": sweep, "options": ["--config-dir", "mine"], "overrides": ["seed=1", "data.path=a b"]}
+    (tmp_path / "1").mkdir()
+    if mark is not None:
+        (tmp_path / mark).touch()
+    shown = " ".join(text_of(commands(Run(tmp_path / "1", "finished", None, record, {}, True, {}))).split())
+    own = words("torchrun train.py --config-dir mine seed=1 'data.path=a b'")
+    assert shown == (f"{own} Run 1 of the sweep {words(sweep)}" if mark else words(sweep))
+    assert commands(run(tmp_path)) == ""
+
+
+def test_an_interpolated_setting_shows_the_value_that_it_refers_to():
+    settings = {"seed": 3, "data.seed": "${seed}", "other": "${not.there}", "path": "${seed}/x"}
+    assert {key: resolved(value, settings) for key, value in settings.items()} == {**settings, "data.seed": 3}
 
 
 def test_a_problem_with_the_files_replaces_the_recorded_reason(tmp_path):
@@ -65,6 +84,7 @@ def test_a_sentence_counts_what_the_guard_did():
     lost = {"guard/updates": 7, "steps": 10, "guard/skipped_bad_data": 3, "guard/rollbacks": 1}
     lost |= {"guard/lost_steps": 5, "guard/lost_seconds": 1.6}
     assert guard(lost) == "Guard: 7 updates in 10 steps, 3 skipped (bad data), 1 rollback, 5 steps (2 s) lost."
+    assert guard({"guard/updates": 1, "steps": 1}) == "Guard: 1 update in 1 step, no step skipped."
     assert guard({"steps": 10}) == ""
 
 

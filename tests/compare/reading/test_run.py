@@ -74,6 +74,9 @@ def test_a_runs_spike_score_is_the_one_it_logged(tmp_path):
     values = [1.0 + 0.01 * (step % 3) for step in range(40)] + [9.0]
     run = read_run(write(tmp_path / "run", lines=[{"step": 41, "spike/score": spike_score(values)}]))
     assert run.spike_score == pytest.approx(1 / 21)
+    lines = [{"step": 10, "spike/score": 0.0}, {"step": 11, "spike/score": 0.5, "rolled_back": True}]
+    ended = write(tmp_path / "ended", lines=lines, status="halted", final={"spike/score": 0.25})
+    assert read_run(ended).spike_score == 0.25, "the spikes after the last logged step count too"
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,19 @@
 """Reads runs in every state from folders written by hand, and ten thousand runs at once."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import made_runs
 from stabletrain.compare import read_runs
+from stabletrain.compare.reading.runs import names_of
 from stabletrain.errors import ConfigError
 from tests.compare.written import write
 from tests.runs import ROOT
@@ -26,7 +30,7 @@ def test_incidents_skips_and_rollbacks_are_told_once_however_often_they_were_run
         {"event": "skip", "step": 8, "tick": 8, "kind": "spike"},
         {"event": "incident", "step": 8, "tick": 8, "cause": "bad_batch", "fix": ["a"], "path": "incidents/step-8"},
         {"event": "resume", "step": 5},
-        {"event": "skip", "step": 8, "tick": 8, "kind": "spike"},
+        {"event": "skip", "step": 8, "tick": 8, "kind": "spike", "loss": 7.5},
         {"event": "incident", "step": 8, "tick": 8, "cause": "bad_label", "fix": ["b"], "path": "incidents/step-8"},
         {"event": "rollback", "step": 9, "tick": 9, "to": 5},
         {"event": "skip", "step": 8, "tick": 12, "kind": "nonfinite"},
@@ -38,7 +42,32 @@ def test_incidents_skips_and_rollbacks_are_told_once_however_often_they_were_run
     (folder / "incidents" / "step-8" / "diagnosis.json").write_text('{"kind": "spike"}')
     run = only(folder)
     assert (run.skips, run.rollbacks) == ([8, 8], 1)
+    np.testing.assert_array_equal(run.skip_losses, [7.5, math.nan])
     assert [(i["step"], i["kind"], i["cause"], i["fix"]) for i in run.incidents] == [(8, "spike", "bad_label", ["b"])]
+
+
+def test_of_copies_the_run_that_got_furthest_is_kept(tmp_path):
+    short, long = ([{"step": step, "train/loss": 1.0} for step in range(1, last)] for last in (4, 9))
+    write(tmp_path / "a" / "0", id="aaaa", lines=short, status="running")
+    write(tmp_path / "b" / "0", id="aaaa", lines=long, status="failed", reason="no disk")
+    write(tmp_path / "c" / "0", id=None)
+    write(tmp_path / "d" / "0", id=None)
+    kept, *others = read_runs([tmp_path])
+    assert (kept.name, kept.steps, kept.copies) == ("b/0", 8, (tmp_path / "a" / "0",))
+    assert kept.problem == f"no disk; counted once: run aaaa is also in {tmp_path / 'a' / '0'}"
+    assert [(run.name, run.copies) for run in others] == [("c/0", ()), ("d/0", ())]
+
+
+def test_names_have_as_many_folders_as_it_takes_to_tell_them_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert names_of([Path("sweep/0"), Path("sweep/1")]) == ["0", "1"]
+    assert names_of([Path("a/sweep/0"), Path("b/sweep/0"), Path("b/sweep/1")]) == [
+        "a/sweep/0",
+        "b/sweep/0",
+        "b/sweep/1",
+    ]
+    assert names_of([Path()]) == [tmp_path.name]
+    assert names_of([]) == []
 
 
 def test_the_last_step_the_time_and_the_best_loss_are_those_of_the_lines(tmp_path):
@@ -51,6 +80,8 @@ def test_the_last_step_the_time_and_the_best_loss_are_those_of_the_lines(tmp_pat
     run = only(write(tmp_path / "run", lines=lines))
     assert (run.steps, run.seconds, run.best) == (5, 7.0, (2.5, 3))
     assert run.problem is None
+    ended = write(tmp_path / "halted", lines=lines, status="halted", final={"steps": 7})
+    assert only(ended).steps == 7, "the step of a halt is not always logged"
 
 
 def damaged(folder, state):

@@ -60,6 +60,16 @@ def test_the_composed_configuration_is_flattened_and_a_group_has_its_option_as_v
     }
 
 
+@pytest.mark.parametrize("start", ["# a comment\n\n", "---\n", "%YAML 1.1\n---\n# a comment\n"])
+def test_a_configuration_may_begin_with_a_comment(tmp_path, start):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text(start + CONFIG)
+    assert "".join(split(start + CONFIG)) == CONFIG
+    found, composed = read_settings(tmp_path, {}, {})
+    assert composed
+    assert (found["seed"], found["optimizer.lr"]) == (1, 0.001)
+
+
 @pytest.mark.parametrize("text", [None, "seed: [1\n", "- a list\n"], ids=["missing", "torn", "no mapping"])
 def test_without_a_configuration_the_settings_are_the_overrides_and_choices(tmp_path, text):
     if text is not None:

@@ -55,7 +55,7 @@ class Chart {
           y: { distr: plan.log ? 3 : 1, range: (u, low, high) => this.high(low, high) },
         },
         axes: [
-          { ...this.axis(plan.x && plan.x.log), size: 34 },
+          { ...this.axis(plan.x && plan.x.log), ...(plan.x ? {} : { incrs: Chart.WHOLE }), size: 34 },
           { ...this.axis(plan.log), size: 62 },
         ],
         series: [
@@ -88,6 +88,9 @@ class Chart {
     this.u.setScale("x", { min, max });
     this.following = false;
   }
+
+  /** The distances between the ticks of an axis of steps, which are whole numbers. */
+  static WHOLE = Array.from({ length: 10 }, (_, i) => [1, 2, 5].map((lead) => lead * 10 ** i)).flat();
 
   axis(log) {
     const soft = () => Colors.css("soft");
@@ -124,13 +127,25 @@ class Chart {
 
   high(low, high) {
     for (const line of this.plan.lines || []) if (line.always) [low, high] = [Math.min(low ?? line.y, line.y), Math.max(high ?? line.y, line.y)];
-    if (low == null) return this.plan.log ? [0.1, 1] : [0, 1];
     const cap = this.plan.log || this.plan.cap == null ? Infinity : this.plan.cap;
+    const heights = this.heights().filter((y) => y <= cap);
+    if (low == null && !heights.length) return this.plan.log ? [0.1, 1] : [0, 1];
+    [low, high] = [Math.min(low ?? Infinity, ...heights), Math.max(high ?? -Infinity, ...heights)];
     if (high > cap && low < cap) high = cap;
-    if (this.plan.log) return low === high ? [low / 3, high * 3] : [low / 1.2, high * 1.2];
+    if (this.plan.log) {
+      const room = high / low < 4 ? 2 : 1.2; // a narrow range of values may contain no round number
+      return [low / room, high * room];
+    }
     const room = (high - low || Math.abs(high) || 1) * 0.05;
     const floor = this.plan.floor == null ? -Infinity : this.plan.floor;
     return [Math.max(low - room, Math.min(floor, low)), high + room];
+  }
+
+  /** The heights of the marks in the visible range of x. */
+  heights() {
+    const [from, to] = this.range() || this.full;
+    const marks = this.plan.series.flatMap((one) => one.marks || []).filter((mark) => mark.x >= from && mark.x <= to);
+    return marks.map((mark) => mark.y).filter((y) => y != null && (y > 0 || !this.plan.log));
   }
 
   /** Shows a range of x, or all of it for null. Charts that share their x follow. */
@@ -164,7 +179,8 @@ class Chart {
     const dpr = uPlot.pxRatio;
     ctx.save();
     ctx.beginPath();
-    ctx.rect(bbox.left, bbox.top - 1, bbox.width, bbox.height + 2);
+    const beside = 5 * dpr; // a mark at the first or last step is drawn whole
+    ctx.rect(bbox.left - beside, bbox.top - 1, bbox.width + 2 * beside, bbox.height + 2);
     ctx.clip();
     ctx.font = `${11 * dpr}px system-ui, sans-serif`;
     ctx.textAlign = "left";
@@ -180,7 +196,8 @@ class Chart {
       ctx.lineTo(bbox.left + bbox.width, y);
       ctx.stroke();
       ctx.setLineDash([]);
-      ctx.fillText(line.text, bbox.left + 6 * dpr, y - 4 * dpr);
+      const above = y - 4 * dpr;
+      ctx.fillText(line.text, bbox.left + 6 * dpr, above - 11 * dpr < bbox.top ? y + 13 * dpr : above);
     }
     this.plan.series.forEach((one) => {
       const color = Colors.css(one.style.color);
@@ -198,8 +215,8 @@ class Chart {
     if (mark.kind === "cross") return this.cross(ctx, x, y, 3.5 * dpr, color);
     ctx.fillStyle = ctx.strokeStyle = Colors.css("mark");
     ctx.lineWidth = dpr;
-    if (mark.kind === "rollback") {
-      ctx.setLineDash([2 * dpr, 3 * dpr]);
+    if (mark.kind === "rollback" || mark.kind === "halt") {
+      ctx.setLineDash(mark.kind === "halt" ? [] : [2 * dpr, 3 * dpr]);
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
@@ -234,20 +251,23 @@ class Chart {
     const { left, top } = u.cursor;
     if (!this.active || left == null || left < 0 || !this.plan.series.length) return this.hide();
     const found = this.nearest(u, left, top);
-    if (!found) return this.hide();
-    const { one, i } = found;
-    const head = make("b", {}, Colors.swatch(one.style), one.name);
-    const at = this.plan.x ? `${this.plan.x.label} ${Numbers.setting(one.x[i])}` : `step ${Numbers.short(one.x[i])}`;
-    const value = Numbers.short(one.y[i]) + (one.band ? ` (${Numbers.short(one.band[0][i])} to ${Numbers.short(one.band[1][i])})` : "");
     const marks = this.marked(u, left).map((text) => make("div", { class: "bad" }, text));
-    this.tip.replaceChildren(make("div", {}, head), make("div", {}, `${at} · ${value}`), ...marks);
+    if (!found && !marks.length) return this.hide();
+    this.tip.replaceChildren(...(found ? this.pointLines(found) : []), ...marks);
     const width = this.tip.offsetWidth;
-    const x = u.valToPos(one.x[i], "x");
+    const x = found ? u.valToPos(found.one.x[found.i], "x") : left;
     this.tip.style.left = `${Math.max(0, Math.min(x + 14 + width > u.over.clientWidth ? x - width - 14 : x + 14, u.over.clientWidth - width))}px`;
     this.tip.style.top = `${Math.min(Math.max(0, top - 20), Math.max(0, u.over.clientHeight - this.tip.offsetHeight))}px`;
     this.tip.style.visibility = "visible";
-    const series = this.plan.series.indexOf(one) + 1;
-    if (this.plan.series.length > 1 && this.focused !== series) u.setSeries((this.focused = series), { focus: true });
+    const series = found ? this.plan.series.indexOf(found.one) + 1 : 0;
+    if (series && this.plan.series.length > 1 && this.focused !== series) u.setSeries((this.focused = series), { focus: true });
+  }
+
+  /** The lines of the tooltip for a point: the name of its line, its step and its value. */
+  pointLines({ one, i }) {
+    const at = this.plan.x ? `${this.plan.x.label} ${Numbers.setting(one.x[i])}` : `step ${Numbers.short(one.x[i])}`;
+    const value = Numbers.short(one.y[i]) + (one.band ? ` (${Numbers.short(one.band[0][i])} to ${Numbers.short(one.band[1][i])})` : "");
+    return [make("div", {}, make("b", {}, Colors.swatch(one.style), one.name)), make("div", {}, `${at} · ${value}`)];
   }
 
   /** Series and index of the point nearest to a position in the chart. */

@@ -18,23 +18,28 @@ const Numbers = {
     const size = Math.abs(value);
     return size !== 0 && (size < 1e-3 || size >= 1e7) ? value.toExponential().replace("e+", "e") : String(value);
   },
-  /** The ticks of an axis. */
+  /** The ticks of an axis, with as many digits as it takes to tell all of them apart. */
   ticks(u, values) {
-    return values.map((value) => {
-      if (value === null) return "";
+    const known = values.filter((value) => value !== null);
+    const text = (value, digits) => {
       const size = Math.abs(value);
-      if (size >= 1e5 || (size > 0 && size < 1e-3)) return value.toExponential(0).replace("e+", "e");
-      return String(Number(value.toPrecision(6)));
-    });
+      if (size >= 1e6 || (size > 0 && size < 1e-3)) return value.toExponential(digits).replace("e+", "e");
+      return String(Number(value.toPrecision(digits + 6)));
+    };
+    let digits = 0;
+    while (digits < 9 && new Set(known.map((value) => text(value, digits))).size < new Set(known).size) digits += 1;
+    return values.map((value) => (value === null ? "" : text(value, digits)));
   },
-  /** The ticks of a logarithmic axis that get a label: powers of ten, and also 2 and 5 if there are few. */
-  round(u, values) {
+  /** The ticks of a logarithmic axis that get a label: powers of ten; if these are few, also 2 and 5; then 1 to 9. */
+  round(u, values, axis) {
     const known = values.filter((value) => value > 0);
     const few = known.length && Math.log10(Math.max(...known) / Math.min(...known)) < 1.7;
-    return values.map((value) => {
-      const lead = value > 0 ? Number((value / 10 ** Math.floor(Math.log10(value) + 1e-9)).toPrecision(6)) : 0;
-      return lead === 1 || (few && (lead === 2 || lead === 5)) ? value : null;
-    });
+    const lead = (value) => (value > 0 ? Number((value / 10 ** Math.floor(Math.log10(value) + 1e-9)).toPrecision(6)) : 0);
+    const { min, max } = u.scales[u.axes[axis].scale];
+    const ticks = (leads) => values.map((value) => (leads.includes(lead(value)) ? value : null));
+    const chosen = ticks(few ? [1, 2, 5] : [1]);
+    const seen = chosen.filter((value) => value !== null && value >= min && value <= max);
+    return seen.length > 1 ? chosen : ticks([1, 2, 3, 4, 5, 6, 7, 8, 9]);
   },
   /** A count with its noun in the singular or plural. */
   count(number, word, many) {

@@ -39,7 +39,9 @@ class Pictures {
   /** Draws these runs: [{ name, group, style, curves, abandoned, marks, skips }]. */
   show(runs) {
     this.runs = runs;
-    const steps = runs.flatMap((run) => Object.values(run.curves).flatMap((curve) => [curve.x[0], curve.x[curve.x.length - 1]]));
+    const ends = (run) => Object.values(run.curves).flatMap((curve) => [curve.x[0], curve.x[curve.x.length - 1]]);
+    const marked = (run) => [...(run.skips || []).map(([x]) => x), run.halt && run.halt.step];
+    const steps = runs.flatMap((run) => [...ends(run), ...marked(run)]).filter((x) => x != null);
     this.domain = steps.length ? [Math.min(...steps), Math.max(...steps)] : null;
     if (this.domain && this.domain[0] === this.domain[1]) this.domain = [this.domain[0] - 1, this.domain[1] + 1];
     this.panels.forEach((shown) => this.draw(shown));
@@ -59,7 +61,9 @@ class Pictures {
     const out = above && !shown.log ? " Some values are above the top of the chart; the log axis shows them all." : "";
     const names = series.length > 1 && this.runs.every((run) => run.alone) ? series.filter((one) => !one.faint) : [];
     const lines = names.length > 1 ? names.flatMap((one) => [Colors.swatch(one.style), `${one.name}\u2003`]) : [];
-    shown.note.replaceChildren(...lines, missing || `${panel.note || ""}${out}`);
+    const kinds = new Set(series.flatMap((one) => (one.faint ? ["faint"] : (one.marks || []).map((mark) => mark.kind))));
+    const marks = Object.entries(Pictures.KINDS).filter(([kind]) => kinds.has(kind)).map(([, text]) => text).join(" ");
+    shown.note.replaceChildren(...lines, missing || `${panel.note || marks}${out}`);
     const plan = { title: panel.title, series, log: shown.log, cap, floor: panel.floor, domain: this.domain, lines: panel.lines, together: this.together };
     if (shown.chart) return shown.chart.draw(plan);
     shown.chart = new Chart(shown.plot, plan);
@@ -78,27 +82,44 @@ class Pictures {
       const called = run.alone ? name : run.name;
       return { name: called, group: run.group, style, x: curve.x, y, bad: curve.bad, dots: panel.dots, width: run.alone ? 1.7 : 1.4 };
     });
-    if (lines.length && panel.marks) lines[0].marks = Pictures.marks(run, run.curves[names[0]]);
+    if (panel.marks) {
+      const marks = Pictures.marks(run, run.curves[panel.names[0]] || { x: [], y: [] });
+      if (lines.length) lines[0].marks = marks;
+      // A run that was halted before it applied a step has no curve, but it has marks.
+      else if (marks.length) lines.push({ name: run.name, group: run.group, style: run.style, x: [], y: [], marks });
+    }
     for (const [x, y] of panel.marks && run.abandoned ? run.abandoned : []) {
       lines.push({ name: `${run.name}, rolled back`, group: run.group, style: lines.length ? lines[0].style : run.style, x, y, faint: true, width: 0.8 });
     }
     return lines;
   }
 
-  /** Marks: a cross for a skipped step, a vertical line for a rollback, a triangle on the curve for an incident. */
-  static marks(run, curve) {
-    const withheld = new Map(run.skips || []); // at the loss of the skipped step, if it is known
-    const height = (x) => withheld.get(x) ?? curve.y[Chart.index(curve.x, x)];
-    return [
-      ...(run.rollbacks || []).map((x) => ({ x, kind: "rollback", text: `step ${Numbers.short(x)}: rolled back` })),
-      ...(run.skips || []).map(([x, y]) => ({ x, y, kind: "cross", text: `step ${Numbers.short(x)}: skipped${y === null ? "" : `, loss ${Numbers.short(y)}`}` })),
-      ...(run.incidents || []).map((one) => ({ x: one.step, y: height(one.step), kind: "incident", text: Pictures.told(run, one) })),
-    ];
-  }
+  /** What the marks mean, for the note below the chart. */
+  static KINDS = {
+    cross: "Cross: skipped step.",
+    incident: "Triangle: incident.",
+    faint: "Faint line: rolled back.",
+    rollback: "Dotted vertical line: rollback.",
+    halt: "Vertical line: halted.",
+  };
 
-  static told(run, one) {
-    const where = run.alone ? "" : `${run.name}, `;
-    return `${where}step ${Numbers.short(one.step)}: ${[one.cause || one.kind, one.verdict].filter(Boolean).join(": ")}`;
+  /** The marks of a run. A skipped step has one mark: a triangle if it is an incident, or else a cross. */
+  static marks(run, curve) {
+    const skipped = new Map(run.skips || []); // with the loss of the step, if it is known and finite
+    const incidents = new Set((run.incidents || []).map((one) => one.step));
+    const height = (x) => (skipped.has(x) ? skipped.get(x) : curve.y[Chart.index(curve.x, x)]);
+    const skip = (x, y) => `skipped${y == null ? "" : `, loss ${Numbers.short(y)}`}`;
+    const where = (x) => `${run.alone ? "" : `${run.name}, `}step ${Numbers.short(x)}: `;
+    const told = (one) => [
+      skipped.has(one.step) ? skip(one.step, height(one.step)) : "",
+      [one.cause || one.kind, one.verdict].filter(Boolean).join(": "),
+    ];
+    return [
+      ...(run.rollbacks || []).map((x) => ({ x, kind: "rollback", text: `${where(x)}rolled back` })),
+      ...(run.skips || []).filter(([x]) => !incidents.has(x)).map(([x, y]) => ({ x, y, kind: "cross", text: where(x) + skip(x, y) })),
+      ...(run.incidents || []).map((one) => ({ x: one.step, y: height(one.step), kind: "incident", text: where(one.step) + told(one).filter(Boolean).join("; ") })),
+      ...(run.halt ? [{ x: run.halt.step, kind: "halt", text: `${where(run.halt.step)}halted: ${run.halt.reason}` }] : []),
+    ];
   }
 
   /** 1.25 times the highest first value. Losses far above it have diverged, and would flatten all other lines. */
