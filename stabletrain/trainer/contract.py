@@ -2,6 +2,10 @@
 
 Both may be the user's own plug-ins. If one breaks the contract, the run is refused with a message that names the
 violation.
+
+A model's `forward(inputs)` returns logits `[batch, classes]` or `[batch, time, vocab]`, or an object or a tuple that holds
+them (`TakeLogits`). Two attributes are optional, and default to the data's: `vocab_size` (ids outside it are bad data),
+and `block_size` (the most tokens that it reads at once when it generates text).
 """
 
 import copy
@@ -88,11 +92,11 @@ def accept_output_(model: nn.Module, data: Any) -> None:
     """
     if type(model).__module__.startswith("stabletrain."):  # these return tensors
         return
-    try:
+    sample, output = None, None
+    with suppress(Exception):  # an error in the data is reported when training reads it
         sample = checked(data.batch(0, 2, "val"))
-    except Exception:  # an error in the data is reported when training reads it
-        return
-    if (output := trial_output(model, sample.inputs)) is None:
+        output = trial_output(model, sample.inputs)
+    if sample is None or output is None:
         model.register_forward_hook(TakeLogits())  # unknown: take the logits if there are any
         return
     logits = TakeLogits()(model, sample.inputs, output)
