@@ -3,9 +3,9 @@
 Both may be the user's own plug-ins. If one breaks the contract, the run is refused with a message that names the
 violation.
 
-A model's `forward(inputs)` returns logits `[batch, classes]` or `[batch, time, vocab]`, or an object or a tuple that holds
-them (`TakeLogits`). Two attributes are optional, and default to the data's: `vocab_size` (ids outside it are bad data),
-and `block_size` (the most tokens that it reads at once when it generates text).
+A model's `forward(inputs)` returns logits, `[batch, classes]` or `[batch, time, vocab]`, or an object or a tuple that
+holds them (`TakeLogits`). Two attributes are optional, and default to the data's: `vocab_size` (ids outside it are bad
+data), and `block_size` (the most tokens that it reads at once when it generates text).
 """
 
 import copy
