@@ -139,7 +139,8 @@ def test_stored_runs_read_as_they_did(capsys, file, typed):
 def test_an_incident_is_replayed(capsys):
     found = json.loads(told(capsys, "replay", "incident/incidents/step-00000002", "--json"))
     expected = json.loads((EXPECTED / "replay.json").read_text())
-    assert found.keys() == expected.keys()
+    assert found.keys() >= expected.keys(), "later versions add keys"
+    assert found["verdict"] == "reproduced"
     assert found["then"] == expected["then"]
     close(found["now"], expected["now"])
 

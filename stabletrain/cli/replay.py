@@ -7,7 +7,7 @@ backward depend on are accepted, because one step cannot show the effect of othe
 
 import contextlib
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
+from stabletrain.cli.replay_report import ReplayReport
 from stabletrain.config.arguments import Arguments, key_of
 from stabletrain.config.checks import CHOSEN_PARTS, check_keys
 from stabletrain.config.error_texts import explain
@@ -27,13 +28,14 @@ from stabletrain.config.make import leaves, make, plain
 from stabletrain.config.moved import updated
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean
 from stabletrain.forensics import repro as repro_files
-from stabletrain.forensics.replay import Outcome, replay
+from stabletrain.forensics.incident_list import read
+from stabletrain.forensics.replay import replay
+from stabletrain.forensics.user_code import compare
 from stabletrain.machine import hardware
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Tools
-from stabletrain.records import Reading, TrainState
+from stabletrain.records import TrainState
 from stabletrain.stability.guard import NoGuard
-from stabletrain.tracking import metrics
 from stabletrain.trainer.contract import FROM_DATA, TakeLogits, vocabulary
 from stabletrain.trainer.tools import tools_from_config
 
@@ -136,68 +138,6 @@ ODD = 7919
 """A size that no user chooses. It marks the dimensions of a model that the data determines."""
 
 
-@dataclass(frozen=True)
-class ReplayReport:
-    """The result of replaying a step.
-
-    Attributes:
-        then: the step's reading; None if unknown.
-        fresh: parameters that the incident does not contain, which have their initial values.
-        applied: whether the weights are those after the step's update, so that the replay does not repeat the step.
-    """
-
-    then: Reading | None
-    now: Outcome
-    overrides: Sequence[str]
-    fresh: Sequence[str]
-    applied: bool = False
-
-    def as_json(self) -> dict[str, Any]:
-        """The result as JSON; non-finite numbers are strings."""
-        then = None if self.then is None else {"loss": self.then.loss, "grad_norm": self.then.grad_norm}
-        now = {"loss": self.now.loss, "grad_norm": self.now.grad_norm}
-        return metrics.plain(
-            {
-                "same_bits": None if self.overrides else self.now.bitwise_equal_to_reading,
-                "finite": self.now.finite,
-                "then": then,
-                "now": now,
-                "zero_gradients": self.now.zero_gradients,
-                "overrides": self.overrides,
-                "fresh_parameters": self.fresh,
-            }
-        )
-
-    def __str__(self) -> str:
-        """A table and the verdict."""
-        lines = [f"{'':<6}{'loss':>14}{'gradient norm':>16}"]
-        for name, one in (("then", self.then), ("now", self.now)):
-            if one is not None:
-                lines.append(f"{name:<6}{one.loss:>14.8g}{one.grad_norm:>16.8g}")
-        if self.fresh:
-            lines.append(f"new    {', '.join(self.fresh[:3])}: untrained, because the incident has no weights for them")
-        return "\n".join([*lines, self.verdict()])
-
-    def verdict(self) -> str:
-        """One sentence: whether the replay is bitwise equal, or what the overrides changed."""
-        finite = "finite" if self.now.finite else "not finite"
-        if self.applied and self.now.finite and self.now.zero_gradients is not None:
-            finite += f", and {self.now.zero_gradients:.1%} of its gradients are 0"
-        if self.overrides:
-            return f"with {' '.join(self.overrides)} the step is {finite}"
-        if self.applied:
-            return f"replayed with the weights after its update, the step is {finite}"
-        if self.now.bitwise_equal_to_reading is None:
-            why = "its original numbers are unknown" if self.then is None else "it ran compiled or on several ranks"
-            return f"replayed, the step is {finite}; its bits cannot be compared: {why}"
-        if self.now.bitwise_equal_to_reading:
-            return f"bitwise equal: the step is {finite}, as in the run"
-        return (
-            f"not bitwise equal: replayed, the step is {finite}. This is normal on another machine or with other "
-            "software; otherwise suspect a hardware fault, or a fault that was injected on purpose"
-        )
-
-
 def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Path | None = None) -> ReplayReport:
     """Replays an incident's step, on the device of the overrides or else of the run.
 
@@ -235,7 +175,11 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
         raise StabletrainError(f"{folder}: the step cannot be replayed: {outcome.not_run}")
     known = repro_files.read(folder)[repro_files.STATE]["parameters"]
     fresh = [name for name, _ in model.named_parameters() if name not in known]
-    return ReplayReport(repro.reading, outcome, tuple(overrides), fresh, repro.applied)
+    diagnosis: dict[str, Any] = {}
+    with contextlib.suppress(ConfigError):  # the step is replayed without it too
+        diagnosis = read(folder)
+    changed, unsure = compare(repro_files.read(folder).get("code") or {}, model, tools)
+    return ReplayReport(repro.reading, outcome, tuple(overrides), fresh, repro.applied, diagnosis, changed, unsure)
 
 
 def why_not(folder: Path) -> str:

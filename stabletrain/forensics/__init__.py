@@ -8,6 +8,7 @@ without importing torch.
 | handler | investigates incidents within a time budget and writes their folders; also on several ranks |
 | investigate | gathers the evidence of one incident, on copies |
 | repro | everything needed to replay a step, in memory and on disk |
+| user_code | hashes of the user's source files that the step runs through |
 | replay | replays the step, unchanged or with one thing changed |
 | probes/samples, state | finds bad samples of the batch, and corrupt weights and moments |
 | probes/underflow | finds gradients that underflow to 0 in fp16 |

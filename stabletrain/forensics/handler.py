@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.diagnosis.cause_table import CAUSES
-from stabletrain.forensics.diagnosis.causes import diagnose
+from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.incident import place_for, write
 from stabletrain.forensics.investigate import Findings, investigate
@@ -98,7 +98,7 @@ class IncidentHandler(NoIncidentHandler):
         self.max_incidents, self.max_seconds, self.keep_state = max_incidents, max_seconds, keep_state
         self.again: Counter[tuple[str, ...]] = Counter()
         self._filed: set[tuple[str, ...]] = set()
-        self._looks = 0
+        self._investigations = 0
         self._folder: Path | None = None
         self._setting = RunSettings()
 
@@ -121,7 +121,8 @@ class IncidentHandler(NoIncidentHandler):
 
         Args:
             make: builds the repro, given a deadline in `time.monotonic()` seconds.
-            kind: `nonfinite` or `spike` for a skipped step; `loss_scale` for an alarm that gradients vanish.
+            kind: `nonfinite`, `spike`, or `bad_data` for a skipped step; `loss_scale` for an alarm that gradients
+                vanish.
             classes: last dimension of the logits; None if unknown.
             optimizer: the live optimizer; only read.
             limits: the guard's limits of loss and gradient norm.
@@ -133,7 +134,7 @@ class IncidentHandler(NoIncidentHandler):
 
     def has_budget(self) -> bool:
         """Whether another incident may be investigated."""
-        if self._folder is None or self._looks >= ATTEMPTS * self.max_incidents:
+        if self._folder is None or self._investigations >= ATTEMPTS * self.max_incidents:
             return False
         return len(list(self._folder.glob("incidents/step-*"))) < self.max_incidents
 
@@ -147,7 +148,7 @@ class IncidentHandler(NoIncidentHandler):
         limits: tuple[float, float],
     ) -> tuple[Repro, Findings] | None:
         """Returns the repro and the findings; None if there is no repro or the alarm was false."""
-        self._looks += 1
+        self._investigations += 1
         repro = make(time.monotonic() + self.max_seconds)
         if repro is None:
             return None
@@ -228,7 +229,7 @@ class DistributedIncidentHandler(NoIncidentHandler):
         filed = None
         if case is not None and chosen == self._ranks.rank:
             repro, found = case
-            if kind == "nonfinite" and not max(marks):
+            if kind in ("nonfinite", "bad_data") and not max(marks):
                 found = unattributed(found)
             filed = self._own.write_incident(repro, found, rank=chosen)
         return all_gather_object(filed)[chosen]

@@ -69,11 +69,16 @@ def as_json(repro: Repro, found: Findings, rank: int | None) -> dict[str, Any]:
         "confidence": diagnosis.confidence,
         "verdict": diagnosis.verdict,
         "fix": diagnosis.fix,
+        "also": [
+            {"cause": one.cause, "confidence": one.confidence, "verdict": one.verdict, "fix": one.fix}
+            for one in diagnosis.also
+        ],
         "origin": None if evidence.origin is None else evidence.origin.as_dict(),
         "samples": samples,
         "rank": rank,
         "replays": {name: asdict(evidence.outcomes.get(name, UNNEEDED)) for name in VARIANTS},
         "reading": evidence.reading._asdict(),
+        "limits": {"loss": evidence.setting.loss_limit, "grad_norm": evidence.setting.norm_limit},
         "damage": [asdict(damage) for damage in evidence.damage],
         "evidence": diagnosis.evidence,
         "time": now(),

@@ -54,6 +54,9 @@ def block(path: Path, record: dict[str, Any]) -> str:
         named("fix", fixes[0]),
         *(named("or", fix) for fix in fixes[1:3]),
     ]
+    for one in record.get("also") or []:
+        lines.append(named("also", f"{one['cause']} ({one['confidence']:.0%} sure): {one['verdict']}"))
+        lines += [named("its fix", fix) for fix in one["fix"][:1]]
     if samples := record.get("samples"):
         more = f" and {len(samples) - 3} more" if len(samples) > 3 else ""
         lines.append(named("samples", ", ".join(map(sample, samples[:3])) + more))

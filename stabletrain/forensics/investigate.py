@@ -11,7 +11,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stabletrain.forensics.diagnosis.causes import Diagnosis, diagnose
+from stabletrain.forensics.diagnosis.causes import Diagnosis
+from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Evidence, LargestInput, RunSettings
 from stabletrain.forensics.probes.samples import bad_samples, find_culprits, named
 from stabletrain.forensics.probes.state import damaged, drift, overlong, staleness
@@ -91,7 +92,7 @@ def investigate(
     """Investigates a step. Never raises because of the model, and changes no live state.
 
     Args:
-        kind: `nonfinite`, `spike` or `loss_scale`.
+        kind: as in `Evidence`.
         classes: last dimension of the logits; None if unknown.
         optimizer: the live optimizer, with the moments that the step started from; only read.
     """
@@ -126,13 +127,13 @@ class Attempts:
         self._deadline = deadline
         self.failures: list[str] = []
 
-    def __call__(self, what: str, look: Callable[[], T], otherwise: T) -> T:
-        """Returns the result of `look`; `otherwise` if the deadline has passed or `look` raises."""
+    def __call__(self, what: str, check: Callable[[], T], otherwise: T) -> T:
+        """Returns the result of `check`; `otherwise` if the deadline has passed or `check` raises."""
         if time.monotonic() >= self._deadline:
             self.failures.append(f"{what}: the time limit was reached")
             return otherwise
         try:
-            return look()
+            return check()
         except Exception as error:  # a user's model may raise anything
             self.failures.append(f"{what}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}")
             return otherwise
@@ -227,13 +228,13 @@ def repeats(repro: Repro, first: Outcome) -> bool | None:
 
 def sizes_of(repro: Repro, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
     """The monitors' metrics on the first micro-batch, with the step's weights or those of an older state."""
-    model, look = repro.copy_model(), Probe()
+    model, probe = repro.copy_model(), Probe()
     if older is not None:
         model.load_state_dict(older["model"])
     batch = repro.to_micro_batches(repro.batch)[0]
     batch = repro.tools.sanitizer.safe(batch, classes or torch.iinfo(torch.int64).max)
     with Scores() as scores, contextlib.suppress(RuntimeError):
-        return look.forward(model, batch, repro.tools.precision) | {"monitors/softmax_max": scores.largest}
+        return probe.forward(model, batch, repro.tools.precision) | {"monitors/softmax_max": scores.largest}
     return {}
 
 

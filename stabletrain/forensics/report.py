@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ SLOW = "precision.growth_interval="
 def report(record: Mapping[str, Any], found: Findings, folder: Path | None = None) -> str:
     """Returns the page in Markdown. `record` is from `as_json`; `folder` is used in the commands on the page."""
     evidence = found.evidence
-    reading, name = evidence.reading, "<this folder>" if folder is None else str(folder)
+    reading, name = evidence.reading, "<this folder>" if folder is None else shlex.quote(str(folder))
     cause = record["cause"]
     samples, lines = record["samples"], record["evidence"]
     return "\n".join(
@@ -46,6 +47,7 @@ def report(record: Mapping[str, Any], found: Findings, folder: Path | None = Non
             f"`{cause}`, {record['confidence']:.0%} sure. The step measured loss {reading.loss:.6g} and gradient norm "
             f"{reading.grad_norm:.6g}. {what_became(evidence)}",
             *section("Fix", [*numbered(record["fix"]), *trying(record["fix"], name)]),
+            *section("What contributed", contributing(record["also"])),
             *section("Where it began", where(evidence.origin)),
             *section("Gradients lost to underflow", lost(evidence.underflow)),
             *section("Magnitudes leading up to it", chain(evidence.origin)),
@@ -83,6 +85,15 @@ def sentence(words: str) -> str:
 def numbered(fixes: Sequence[str]) -> list[str]:
     """The fixes as a numbered list, best first."""
     return [f"{number}. {f'`{fix}`' if is_override(fix) else fix}" for number, fix in enumerate(fixes, 1)]
+
+
+def contributing(also: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The contributing causes, each with its fixes, best first."""
+    lines = []
+    for one in also:
+        lines.append(f"- `{one['cause']}`, {one['confidence']:.0%} sure: {one['verdict']}.")
+        lines += [f"   {fix}" for fix in numbered(one["fix"])]
+    return lines
 
 
 def is_override(fix: str) -> bool:

@@ -26,6 +26,7 @@ from stabletrain.checkpoint.capture import Stateful
 from stabletrain.checkpoint.tree import Tree, flatten, map_tensors, to_host, unflatten
 from stabletrain.checkpoint.writer import pieces
 from stabletrain.errors import ConfigError
+from stabletrain.forensics.user_code import hashes
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Precision, Tools
@@ -56,7 +57,8 @@ class Repro:
         older: returns a captured state (`checkpoint/capture.py`) from before the step; None if none is left.
         fresh: returns another batch, from a data position that the run neither read nor passed.
         deadline: in `time.monotonic()` seconds; replays that have not begun by then are not run.
-        metadata: a tree without tensors to save with the repro: the run's configuration.
+        metadata: a tree without tensors to save with the repro: the run's configuration, and the time at which it
+            `started` to train, with all code imported.
     """
 
     model: nn.Module
@@ -198,6 +200,7 @@ def save_repro(folder: Path, repro: Repro) -> None:
         "compiled": not replace(repro, applied=False).comparable,
         "compiled_for": None if repro.compiled_for is None else [*repro.compiled_for],
         "applied": repro.applied,
+        "code": hashes(model, repro.tools, repro.metadata.get("started", math.inf)),
         "threads": torch.get_num_threads(),  # the order of sums depends on it
         "order": order,
         "sources": None if batch.sources is None else [*batch.sources],

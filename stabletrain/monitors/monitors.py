@@ -64,7 +64,7 @@ class Monitors(NoMonitors):
     every: int
     _raised: list[str] = field(init=False, repr=False, default_factory=list)
     _starving: int = field(init=False, repr=False, default=0)
-    _look: Probe = field(init=False, repr=False, default_factory=Probe)
+    _probe: Probe = field(init=False, repr=False, default_factory=Probe)
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -84,9 +84,9 @@ class Monitors(NoMonitors):
             precision: autocast settings of the forward pass.
         """
         del optimizer
-        self._look = look = Probe()
-        look.attempt("the activations", lambda: look.forward(model, batch, precision))
-        look.attempt("the gradients", lambda: look.gradients(model))
+        self._probe = probe = Probe()
+        probe.attempt("the activations", lambda: probe.forward(model, batch, precision))
+        probe.attempt("the gradients", lambda: probe.gradients(model))
 
     def after(self, model: nn.Module, optimizer: Optimizer, applied: bool) -> tuple[Metrics, list[Alarm]]:
         """Runs the second half of an inspection; call it after the update.
@@ -99,10 +99,10 @@ class Monitors(NoMonitors):
         Returns:
             metrics, and new alarms: each kind is raised once in a run.
         """
-        look, self._look = self._look, Probe()  # frees the copy of the weights
+        probe, self._probe = self._probe, Probe()  # frees the copy of the weights
         if applied:
-            look.attempt("the updates", lambda: look.updates(model, optimizer))
-        signs = look.signs(applied)
+            probe.attempt("the updates", lambda: probe.updates(model, optimizer))
+        signs = probe.signs(applied)
         starving = signs.pop("starving", None)
         if applied:
             self._starving = self._starving + 1 if starving else 0
@@ -110,7 +110,7 @@ class Monitors(NoMonitors):
             signs["vanishing"] = signs.get("vanishing") or starving
         alarms = [Alarm(kind, text) for kind, text in signs.items() if text and kind not in self._raised]
         self._raised += [alarm.kind for alarm in alarms]
-        return look.metrics, alarms
+        return probe.metrics, alarms
 
     def state_dict(self) -> dict:
         """Raised alarms, and the number of consecutive inspections that found gradients too small."""
@@ -146,8 +146,8 @@ class FullMonitors(Monitors):
     def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward) -> None:
         """Runs the first half of an inspection; see `Monitors`."""
         super().before(model, optimizer, batch, precision)
-        look = self._look
-        look.attempt("the layers", look.layers)
+        probe = self._probe
+        probe.attempt("the layers", probe.layers)
         if self.hessian_iterations:
             iterations, samples = self.hessian_iterations, self.hessian_samples
-            look.attempt("the Hessian", lambda: look.hessian(model, batch, iterations, samples))
+            probe.attempt("the Hessian", lambda: probe.hessian(model, batch, iterations, samples))

@@ -7,6 +7,7 @@ Hydra builds one object for each config group. Groups depend on each other in on
 """
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -327,7 +328,7 @@ def start_forensics(
         deterministic=choices["determinism"] == "strict" or uncompiled_cpu,
     )
     handler.open(folder, settings)
-    return Forensics(handler, model_factory, metadata={"config": config, "choices": choices})
+    return Forensics(handler, model_factory, metadata={"config": config, "choices": choices, "started": time.time()})
 
 
 def closing_lines(

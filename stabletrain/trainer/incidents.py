@@ -1,5 +1,6 @@
 """Decides which skipped steps and alarms are investigated, and collects what an investigation needs."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -64,7 +65,9 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
         return
     handler = run.forensics.handler
     if guard.consecutive == 1 or (verdict is Verdict.HALT and guard.kind != handler.newest):
-        kind = "spike" if guard.kind == "spike" else "nonfinite"
+        finite = all(map(math.isfinite, (reading.loss, reading.grad_norm, reading.buffers)))
+        # bad inputs may make the step non-finite; a bad label does not
+        kind = "nonfinite" if guard.kind == "bad_data" and not finite else guard.kind
         if handle_incident(run, executed, reading, kind):
             handler.newest = guard.kind
             return

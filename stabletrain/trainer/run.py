@@ -65,7 +65,7 @@ class Forensics:
     Attributes:
         handler: investigates a step and writes the incident.
         model_factory: builds another unsharded model, with arbitrary weights.
-        metadata: the run's configuration, stored with each incident.
+        metadata: the run's configuration and the time it started, stored with each incident.
     """
 
     handler: IncidentHandler

@@ -179,6 +179,9 @@ def test_a_fix_is_tried_on_a_users_own_model(tmp_path):
     assert replay() == "bitwise equal: the step is not finite, as in the run"
     assert replay("precision=bf16") == "with precision=bf16 the step is finite"
     assert replay("precision.init_scale=4") == "with precision.init_scale=4 the step is not finite"
+    mine = tmp_path / "mine.py"
+    mine.write_text(mine.read_text().replace("self.net(inputs)", "self.net(inputs.clamp(-9, 9))"))
+    assert replay() == f"fixed by the change in {mine}: the step is finite, and was not in the run"
 
 
 # ---- diagnose

@@ -9,9 +9,10 @@ from tests.compare.written import six_runs
 
 
 @pytest.fixture(autouse=True)
-def a_pipe(monkeypatch):
+def a_pipe(monkeypatch, tmp_path):
     """Standard output is a pipe without a known width."""
     monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.chdir(tmp_path)  # the page of several folders is written into the working folder
 
 
 @pytest.fixture

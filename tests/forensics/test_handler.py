@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -89,6 +90,10 @@ def test_the_folder_holds_every_field_and_section_of_the_contract(tmp_path):
     page = (tmp_path / "a" / "incidents" / "step-00000006" / "report.md").read_text()
     for words in PAGE:
         assert words in page
+    assert not re.search("n[o']t.?finite|non.?finite", page), "only the label is wrong"
+    finite = (tmp_path / "a" / "incidents" / "step-00000006" / "diagnosis.json").read_text()
+    assert json.loads(finite)["kind"] == "bad_data"
+    assert "nonfinite" not in finite
     first = tmp_path / "b" / "incidents" / "step-00000001"
     origin = json.loads((first / "diagnosis.json").read_text())["origin"]
     assert {"module", "op", "direction", "dtype", "source", "inputs", "outputs"} <= set(origin)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stabletrain.forensics import repro as repro_files
-from stabletrain.forensics.diagnosis.causes import diagnose
+from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Damage
 from stabletrain.forensics.incident import UNNEEDED, as_json, place_for, write
 from stabletrain.forensics.investigate import Findings
@@ -23,8 +23,21 @@ from tests.forensics.diagnosis.given import FINE, NAN, READING, SPIKE, origin
 
 EVIDENCE = replace(SPIKE, outcomes={"same": NAN, "fp32": FINE}, origin=origin(in_fp32=7e4))
 CONTRACT = {
-    *("step", "kind", "cause", "confidence", "verdict", "fix", "origin", "samples", "rank", "replays", "reading"),
-    *("damage", "evidence", "time", "seconds", "not_looked_at"),
+    *(
+        "step",
+        "kind",
+        "cause",
+        "confidence",
+        "verdict",
+        "fix",
+        "also",
+        "origin",
+        "samples",
+        "rank",
+        "replays",
+        "reading",
+    ),
+    *("limits", "damage", "evidence", "time", "seconds", "not_looked_at"),
 }
 FILES = {"diagnosis.json", "report.md", "scene.json", "batch.safetensors", "state.safetensors"}
 
@@ -64,6 +77,7 @@ def test_the_diagnosis_is_standard_json_with_all_fields_of_the_contract(tmp_path
     assert record["replays"]["older_state"]["not_run"] == UNNEEDED.not_run
     assert record["origin"]["op"] == "aten.div"
     assert record["reading"]["grad_norm"] == 80.0
+    assert record["limits"] == {"loss": 6.0, "grad_norm": 20.0}
     assert record["not_looked_at"] == ["largest input: no time"]
     page = (tmp_path / "report.md").read_text()
     assert page.startswith("# Step 50: ")
@@ -118,6 +132,17 @@ def test_bad_samples_take_precedence_over_culprits_found_by_bisection(repro):
     bad = {"index": 2, "fault": "input", "what": "input holds NaN"}
     evidence = replace(EVIDENCE, samples=[bad], culprits=Culprits([1], True, 6))
     assert as_json(repro, findings(evidence), None)["samples"] == [bad]
+
+
+def test_contributing_causes_are_recorded_with_their_fixes(repro):
+    outcomes = {"same": NAN, "fresh_batch": FINE}
+    unsafe = replace(EVIDENCE, origin=origin(why="log_of_zero"), outcomes=outcomes, culprits=Culprits([1], True, 6))
+    record = as_json(repro, findings(unsafe), None)
+    assert record["cause"] == "unsafe_op"
+    (other,) = record["also"]
+    assert other.keys() == {"cause", "confidence", "verdict", "fix"}
+    assert (other["cause"], other["fix"]) == ("bad_batch", diagnose(unsafe).also[0].fix)
+    assert as_json(repro, findings(), None)["also"] == []
 
 
 def test_damage_and_a_missing_origin_are_recorded(repro):

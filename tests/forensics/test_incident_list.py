@@ -89,6 +89,21 @@ def test_a_block_says_what_happened_what_to_do_and_where(tmp_path):
     ]
 
 
+def test_contributing_causes_are_listed_with_their_best_fix(tmp_path):
+    other = {
+        "cause": "unsafe_op",
+        "confidence": 0.9,
+        "verdict": "exp overflows",
+        "fix": ["model.py:7: clamp", "zloss=palm"],
+    }
+    lines = block(tmp_path, RECORD | {"also": [other, {**other, "cause": "lr_too_high", "fix": []}]}).splitlines()
+    assert lines[5:-1] == [
+        "  also       unsafe_op (90% sure): exp overflows",
+        "  its fix    model.py:7: clamp",
+        "  also       lr_too_high (90% sure): exp overflows",
+    ]
+
+
 def test_a_block_of_an_unknown_cause(tmp_path):
     lines = block(tmp_path, RECORD | {"fix": [], "samples": [], "confidence": None}).splitlines()
     assert lines[0] == "step 7: bad_batch (0% sure), nonfinite"

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +21,14 @@ from tests.forensics.diagnosis.given import NAN, READING, SPIKE, origin
 FIX = ["add eps to what is divided by", "precision.growth_interval=200", "zloss=palm"]
 
 
-def page(evidence=SPIKE, cause="bad_batch", fix=(), samples=(), lines=(), failures=()):
-    """Returns the page of an incident in the folder `/runs/incidents/x`."""
+def page(
+    evidence=SPIKE, cause="bad_batch", fix=(), samples=(), lines=(), failures=(), also=(), folder="/runs/incidents/x"
+):
+    """Returns the page of an incident in the folder."""
     diagnosis = Diagnosis(cause, 0.875, "it is this batch", [*fix], [*lines])
     record = {"step": 50, "cause": cause, "confidence": 0.875, "verdict": "it is this batch", "fix": [*fix]}
-    record |= {"samples": [*samples], "evidence": [*lines]}
-    return report(record, Findings(evidence, diagnosis, 1.5, [*failures]), Path("/runs/incidents/x"))
+    record |= {"samples": [*samples], "evidence": [*lines], "also": [*also]}
+    return report(record, Findings(evidence, diagnosis, 1.5, [*failures]), Path(folder))
 
 
 def headings(text):
@@ -38,6 +41,12 @@ def test_a_page_has_no_empty_sections():
     assert "**It is this batch.**" in text
     assert "`bad_batch`, 88% sure. The step measured loss 9 and gradient norm 80." in text
     assert text.endswith("    stabletrain replay /runs/incidents/x\n")
+
+
+def test_a_folder_with_a_space_is_quoted_in_the_commands():
+    text = page(fix=["zloss=palm"], folder="/my runs/it's $x")
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("    stabletrain")]
+    assert commands == [["stabletrain", "replay", "/my runs/it's $x", *more] for more in (["zloss=palm"], [])]
 
 
 def test_the_fix_comes_before_the_evidence():
@@ -70,6 +79,22 @@ def test_the_fix_comes_before_the_evidence():
         "- largest input: no time",
     ):
         assert f"\n{line}\n" in text
+
+
+def test_contributing_causes_come_after_the_fix_each_with_its_own():
+    other = {
+        "cause": "unsafe_op",
+        "confidence": 0.9,
+        "verdict": "exp overflows",
+        "fix": ["model.py:7: clamp", "zloss=palm"],
+    }
+    text = page(
+        fix=FIX, also=[other, {**other, "cause": "lr_too_high", "fix": []}], evidence=replace(SPIKE, outcomes={})
+    )
+    assert headings(text)[1:] == ["Fix", "What contributed", "Replay it yourself"]
+    assert (
+        "- `unsafe_op`, 90% sure: exp overflows.\n   1. model.py:7: clamp\n   2. `zloss=palm`\n- `lr_too_high`" in text
+    )
 
 
 def test_the_origin_is_shown_with_its_inputs_and_outputs():

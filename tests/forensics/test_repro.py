@@ -167,6 +167,20 @@ def test_a_repro_keeps_its_metadata_and_the_memory_layout_of_the_batch(tmp_path)
     json.loads((tmp_path / "scene" / "scene.json").read_text(), parse_constant=pytest.fail)
 
 
+class Own(nn.Linear):
+    """A model of the user's: this file."""
+
+
+def test_the_users_source_files_are_saved_with_their_hashes(tmp_path, repro):
+    repro = replace(repro, model=Own(3, 2), buffers=[])
+    for started, length in ((math.inf, 64), (0.0, None)):
+        save_repro(tmp_path, replace(repro, metadata={} if started else {"started": started}))
+        code = json.loads((tmp_path / "scene.json").read_text())["code"]
+        assert code[__name__]["file"] == __file__
+        digest = code[__name__]["sha256"]
+        assert (digest and len(digest)) == length, "it was written after the run began"
+
+
 def test_a_reading_of_nan_comes_back_and_still_compares(tmp_path):
     job = ruined(made(tmp_path / "run", *GPT, "guard=skip"), "forward")
     batch = marked(job.data.batches.get(0), [1])

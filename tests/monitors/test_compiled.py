@@ -71,6 +71,6 @@ def test_an_inspection_keeps_the_compiled_step(precision):
     assert graphs > 0
     torch.compiler.reset()
     watched = trained(FullMonitors(1, 2, 4))
-    assert compiled == 2 * graphs, "a look must not make a graph of its own"
+    assert compiled == 2 * graphs, "an inspection must not make a graph of its own"
     assert all(torch.equal(a, b) for a, b in zip(watched, alone, strict=True))
     torch.compiler.reset()

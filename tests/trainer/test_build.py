@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 
 import pytest
 import torch
@@ -82,6 +83,7 @@ def test_an_investigation_gets_a_model_of_its_own_and_the_whole_configuration(bu
     assert run.forensics.handler.max_incidents == 3
     assert run.forensics.metadata["config"]["grad_accum_steps"] == 2
     assert run.forensics.metadata["choices"]["model"] == "gpt_nano"
+    assert time.time() - 3600 < run.forensics.metadata["started"] <= time.time()
 
 
 def test_the_run_folder_describes_the_run_before_the_first_step(built):

@@ -63,7 +63,14 @@ def test_bad_data_is_recorded_with_the_samples_that_are_bad():
 
 
 @pytest.mark.parametrize(
-    ("row", "kind"), [(NAN, "nonfinite"), (SPIKE, "spike"), (BAD_DATA, "nonfinite")], ids=["nan", "spike", "bad data"]
+    ("row", "kind"),
+    [
+        (NAN, "nonfinite"),
+        (SPIKE, "spike"),
+        (BAD_DATA, "bad_data"),
+        *(({**BAD_DATA, name: math.inf}, "nonfinite") for name in ("loss", "grad_norm", "buffers")),
+    ],
+    ids=["nan", "spike", "bad data", "bad data and loss", "bad data and gradient", "bad data and buffers"],
 )
 def test_the_first_of_several_in_a_row_is_investigated(row, kind):
     run = skipped(row, row, row)

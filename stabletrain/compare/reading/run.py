@@ -148,7 +148,7 @@ class Run:
     @property
     def sweep(self) -> str:
         """The name of the folder that contains the run folder."""
-        return self.folder.absolute().parent.name
+        return self.folder.parent.name
 
     @property
     def card(self) -> str | None:

@@ -1,13 +1,13 @@
 """Rules that derive the cause of an incident, and its fixes, from the evidence.
 
 Each rule is a function of the evidence alone: it returns a `Diagnosis`, or None if it does not hold. `RULES` lists them
-in order; the first rule that holds gives the cause. A second rule for the same cause has its own name: `bad_inputs`
-gives `bad_batch`, `rushed_updates` gives `lr_too_high`, `overlong_updates` gives `optimizer_staleness`, and `overflow`
-gives `unsafe_op`. `cause_table.py` lists all causes.
+in order, and `diagnose.py` applies them: the first rule that holds gives the cause. A second rule for the same cause
+has its own name: `bad_inputs` gives `bad_batch`, `rushed_updates` gives `lr_too_high`, `overlong_updates` gives
+`optimizer_staleness`, and `overflow` gives `unsafe_op`. `cause_table.py` lists all causes.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stabletrain.forensics.diagnosis.evidence import (
@@ -68,6 +68,7 @@ class Diagnosis:
         confidence: in [0, 1].
         verdict: one sentence with the numbers.
         fix: Hydra overrides or actions, best first.
+        also: further causes that contribute; they have no `also`.
     """
 
     cause: str
@@ -75,6 +76,7 @@ class Diagnosis:
     verdict: str
     fix: list[str]
     evidence: list[str]
+    also: "Sequence[Diagnosis]" = ()
 
 
 def poison_input(e: Evidence) -> Diagnosis | None:
@@ -113,7 +115,7 @@ def hardware_fault(e: Evidence) -> Diagnosis | None:
     if again is None or again.finite is None or again.bitwise_equal_to_reading is not False:
         return None
     # A spike must be normal in the replay: a spike that remains, in other bits, is not the machine's fault.
-    cured = again.finite if e.kind == "nonfinite" else e.setting.deterministic and e.normal("same")
+    cured = e.setting.deterministic and e.normal("same") if e.kind == "spike" else again.finite
     if not e.repeats or not cured:
         return None
     verdict = (
@@ -318,7 +320,9 @@ def unknown(e: Evidence) -> Diagnosis:
     return Diagnosis("unknown", 0.0, origin_sentence(e), [*wider(e), *lower_lr(e)], beside(e) + chain_lines(e))
 
 
-RULES: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
+Rule = Callable[[Evidence], Diagnosis | None]
+
+RULES: tuple[Rule, ...] = (
     # Direct observations: the batch's values, the state, the machine. If one of these is bad, no other cause is needed.
     poison_input,
     bad_label,
@@ -343,8 +347,3 @@ RULES: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
     optimizer_staleness,
     lr_too_high,
 )
-
-
-def diagnose(evidence: Evidence) -> Diagnosis:
-    """Returns the diagnosis of the first rule that holds."""
-    return next((found for rule in RULES if (found := rule(evidence)) is not None), unknown(evidence))

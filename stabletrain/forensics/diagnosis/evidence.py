@@ -92,7 +92,7 @@ class Evidence:
     """Everything that was found out about one incident.
 
     Attributes:
-        kind: `nonfinite`, `spike` or `loss_scale`.
+        kind: `nonfinite`, `spike`, `loss_scale`, or `bad_data` for a finite step whose batch is bad.
         reading: the step's.
         samples: bad samples of the batch, from `bad_samples`.
         damage: corruption of the state before the step.

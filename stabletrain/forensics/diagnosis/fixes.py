@@ -30,9 +30,11 @@ FIXES = {
 
 
 def wider(e: Evidence) -> list[str]:
-    """A precision with a larger range, unless the run has it already."""
+    """A precision with a larger range than fp16's; nothing if the run does not use fp16."""
     chosen = e.setting.choices.get("precision")
-    return [f"precision={name}" for name in ("bf16", "fp32") if chosen not in (name, "bf16")][:1]
+    if chosen == "auto" and e.origin is not None and e.origin.dtype == "float16":
+        return ["precision=fp32"]  # auto takes fp16 only on a card without bf16
+    return ["precision=bf16"] if chosen == "fp16" else []
 
 
 def more_fp32_modules(e: Evidence) -> list[str]:

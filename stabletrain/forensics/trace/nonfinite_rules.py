@@ -278,7 +278,8 @@ RULES: dict[str, Callable[[tuple, dict], Found]] = {
     ),
     **dict.fromkeys(("linalg_inv_ex", "_linalg_slogdet", "_linalg_solve_ex"), inverse),
     "mul": times,
-    **dict.fromkeys(("add", "sub", "rsub", "sum", "cumsum"), minus),
+    # sum and cumsum read one tensor: `infinite` finds both signs in it
+    **dict.fromkeys(("add", "sub", "rsub"), minus),
     **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "matmul", "convolution", "dot", "mv"), product),
 }
 """The rule of each operation."""

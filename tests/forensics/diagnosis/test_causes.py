@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from stabletrain.forensics.diagnosis.causes import diagnose
+from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Damage, Drift, Evidence, LargestInput
 from stabletrain.forensics.trace.values import Values
 from tests.forensics.diagnosis.given import BAD, CALM, FINE, NAN, READING, SETTING, SPIKE, origin

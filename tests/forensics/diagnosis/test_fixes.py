@@ -28,10 +28,18 @@ def run(choices=None, values=None, **setting):
 
 
 @pytest.mark.parametrize(
-    ("precision", "fix"), [("fp16", ["precision=bf16"]), ("auto", ["precision=bf16"]), ("bf16", [])]
+    ("precision", "dtype", "fix"),
+    [
+        ("fp16", "float16", ["precision=bf16"]),
+        ("auto", "float16", ["precision=fp32"]),
+        ("auto", "bfloat16", []),
+        *((name, "float32", []) for name in ("bf16", "bf16_params", "tf32", "fp32")),
+    ],
 )
-def test_bf16_is_proposed_instead_of_fp16_and_nothing_instead_of_bf16(precision, fix):
-    assert wider(run({"precision": precision})) == fix
+def test_a_wider_range_is_proposed_only_instead_of_fp16(precision, dtype, fix):
+    """Every other format has fp32's range, and auto takes fp16 only on a card without bf16."""
+    assert wider(replace(run({"precision": precision}), origin=origin(dtype=dtype))) == fix
+    assert wider(run({"precision": precision})) == ([] if precision == "auto" else fix)
 
 
 @pytest.mark.parametrize(

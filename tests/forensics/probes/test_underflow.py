@@ -12,7 +12,7 @@ from benchmarks.reliability.zoo.parts import FaintGradient, SteepBackward
 from stabletrain.cli.commands import main
 from stabletrain.errors import TrainingHalted
 from stabletrain.forensics import handler
-from stabletrain.forensics.diagnosis.causes import diagnose
+from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
 from stabletrain.forensics.probes.underflow import Starved, Underflow, compared
 from stabletrain.records import Reading

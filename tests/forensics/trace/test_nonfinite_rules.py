@@ -71,6 +71,8 @@ UNDEFINED = {
     "inf - inf in a product": (aten.mm.default, (t(INF, INF).view(1, 2), t(1.0, -1.0).view(2, 1)), "inf_minus_inf",
                                "inf - inf in a sum of products"),
     "sum of both inf": (aten.sum.dim_IntList, (t(INF, -INF), [0]), "inf_minus_inf", "inf - inf"),
+    "sum of all, both inf": (aten.sum.default, (t(INF, -INF),), "inf_minus_inf", "inf - inf"),
+    "cumsum of both inf": (aten.cumsum.default, (t(INF, -INF), 0), "inf_minus_inf", "inf - inf"),
 }  # fmt: skip
 """Operations with arguments for which they have no finite result, and the expected key and words."""
 

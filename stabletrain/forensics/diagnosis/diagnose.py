@@ -1,0 +1,69 @@
+"""Diagnoses an incident: the first rule that holds gives the cause; further causes that contribute are listed.
+
+A rule lower in the order is often another explanation of the same evidence, or holds because nothing else does. So a
+contributing cause needs evidence of its own: besides its rule, what this table says.
+
+| contributes | if |
+|---|---|
+| bad labels | the batch has bad inputs too |
+| the operation where non-finite values began | the cause is an outlier in the inputs |
+| updates too long, attention logits, log Z | the same batch is normal with older weights |
+| the batch | another batch is normal, and the samples that make the step fail are known |
+
+A corrupt state and a hardware fault explain everything that was measured after them.
+"""
+
+from dataclasses import replace
+
+from stabletrain.forensics.diagnosis.causes import (
+    RULES,
+    Diagnosis,
+    Rule,
+    attention_logit_growth,
+    bad_batch,
+    bad_inputs,
+    bad_label,
+    corrupt_state,
+    fp16_overflow,
+    hardware_fault,
+    output_logit_drift,
+    overlong_updates,
+    poison_input,
+    rushed_updates,
+    unknown,
+    unsafe_op,
+    zero_variance_norm,
+)
+from stabletrain.forensics.diagnosis.evidence import Evidence, rushed
+
+OPERATION = (zero_variance_norm, fp16_overflow, unsafe_op)
+"""Explanations of one operation; the first that holds applies."""
+
+GROWTHS = (overlong_updates, attention_logit_growth, output_logit_drift)
+"""Rules that measure what has grown although the weights in general have not moved too far."""
+
+
+def diagnose(e: Evidence) -> Diagnosis:
+    """Returns the diagnosis of the first rule that holds, with the causes that contribute."""
+    for rule in RULES:
+        if (found := rule(e)) is not None:
+            alone = rule in (corrupt_state, hardware_fault)
+            others = [] if alone else [other(e) for other in contributing(e) if other is not rule]
+            return replace(found, also=[one for one in others if one is not None and one.cause != found.cause])
+    return unknown(e)
+
+
+def contributing(e: Evidence) -> list[Rule]:
+    """The rules whose causes contribute if they hold."""
+    if poison_input(e):
+        return [bad_label]  # the step was not replayed
+    if e.normal("same"):
+        return []  # there is nothing to contribute to
+    rules: list[Rule] = []
+    if bad_inputs(e):
+        rules += [rule for rule in OPERATION if rule(e)][:1]
+    if e.normal("older_state"):
+        rules += [rushed_updates] if rushed(e) else GROWTHS  # if all weights have moved too far, so have the logits
+    if e.culprits is not None and e.culprits.samples and not e.culprits.others_too:
+        rules.append(bad_batch)
+    return rules

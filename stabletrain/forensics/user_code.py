@@ -1,0 +1,93 @@
+"""Hashes of the user's source files that a step runs through, so that a replay notices if they have changed.
+
+Such a file is the module of a class or function that the model or the tools of the step consist of, or one that is
+imported from there, unless it belongs to stabletrain, PyTorch, the standard library or an installed package.
+"""
+
+import hashlib
+import math
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from stabletrain.protocols import Tools
+
+LIBRARIES = tuple(
+    f"{os.path.realpath(folder)}{os.sep}"
+    for folder in {
+        *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *(str(Path(torch.__file__).parent), str(Path(__file__).parents[1])),
+    }
+)
+INSTALLED = ("site-packages", "dist-packages")
+
+
+def hashes(model: nn.Module, tools: Tools, since: float) -> dict[str, dict[str, str | None]]:
+    """Returns `file` and `sha256` of each of the user's modules that the step runs through.
+
+    The hash is None if the file was written after `since`, in `time.time()` seconds: the run had imported it by then,
+    so the file may not be what the run executes.
+    """
+    return {name: {"file": file, "sha256": hash_of(file, since)} for name, file in files(model, tools).items()}
+
+
+def compare(
+    then: Mapping[str, Mapping[str, str | None]], model: nn.Module, tools: Tools
+) -> tuple[list[str], list[str]]:
+    """Compares the files with what `hashes` returned then: those that have changed, and those that may have."""
+    now = files(model, tools)
+    known = {now[name]: one["sha256"] for name, one in then.items() if name in now}
+    changed = [file for file, digest in known.items() if digest is not None and digest != hash_of(file)]
+    return changed, [file for file, digest in known.items() if digest is None]
+
+
+def hash_of(file: str, since: float = math.inf) -> str | None:
+    """The SHA-256 of a file; None if it was written after `since` or cannot be read."""
+    try:
+        return None if os.stat(file).st_mtime > since else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def files(model: nn.Module, tools: Tools) -> dict[str, str]:
+    """Returns the user's modules that forward and backward run through, and their files."""
+    objects = [*model.modules(), tools.sanitizer, tools.precision, tools.objective.plain, tools.determinism]
+    waiting = [name for each in objects for value in (each, *vars_of(each)) for name in module_of(value)]
+    found: dict[str, str] = {}
+    while waiting:
+        name = waiting.pop()
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if name in found or not isinstance(file, str) or is_library(file):
+            continue
+        found[name] = file
+        waiting += [other for value in vars_of(module) for other in module_of(value)]
+    return dict(sorted(found.items()))
+
+
+def is_library(file: str) -> bool:
+    """Whether a file belongs to stabletrain, PyTorch, the standard library or an installed package."""
+    path = os.path.realpath(file)
+    return path.startswith(LIBRARIES) or any(part in INSTALLED for part in Path(path).parts)
+
+
+def vars_of(value: Any) -> list[Any]:
+    """The attributes of an object or the names in a module; empty if it has no `__dict__`."""
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def module_of(value: Any) -> Iterator[str]:
+    """The name of the module that a class, a function or an object's class comes from, or of a module itself."""
+    try:
+        name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    except Exception:  # any object may be in a user's module, and it may raise anything
+        return
+    if isinstance(name, str):
+        yield name
