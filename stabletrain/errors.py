@@ -5,7 +5,14 @@ The message of each error is written for the user: name, value, bound, fix. `tra
 """
 
 import difflib
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
+
+PACKAGE = str(Path(__file__).parent)
+LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages")
+"""Parts of the paths of code that is neither stabletrain's nor the user's."""
 
 
 def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -51,3 +58,31 @@ class Interrupted(StabletrainError):
         super().__init__(message)
         self.saved = saved
         self.exit_code = 75 if saved else 130
+
+
+def own_traceback(error: BaseException) -> str | None:
+    """Returns an error with the part of its traceback that is the user's code; None if no frame is the user's.
+
+    Leaves out the frames above the user's code, and those of libraries such as PyTorch.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    each: traceback.TracebackException | None = shown
+    found = False
+    while each is not None:  # the error, and those that caused it
+        files = [frame.filename for frame in each.stack]
+        mine = [i for i, file in enumerate(files) if is_own(file)]
+        kept = [i for i in range(mine[0], len(files)) if not is_library(files[i])] if mine else []
+        each.stack = traceback.StackSummary.from_list([each.stack[i] for i in kept])
+        found = found or bool(mine)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return "".join(shown.format()) if found else None
+
+
+def is_library(file: str) -> bool:
+    """Returns whether a frame of this file is code of a library or of Python, or generated code."""
+    return not Path(file).is_absolute() or any(part in file for part in LIBRARIES)
+
+
+def is_own(file: str) -> bool:
+    """Returns whether a frame of this file is the user's code."""
+    return not is_library(file) and not file.startswith(PACKAGE)

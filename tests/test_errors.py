@@ -1,8 +1,14 @@
 """Errors: their exit codes, and suggestions for mistyped names."""
 
+import json
+import traceback
+from functools import partial
+
 import pytest
+import torch
 
 from stabletrain.errors import (
+    PACKAGE,
     ConfigError,
     Interrupted,
     RankLost,
@@ -10,6 +16,7 @@ from stabletrain.errors import (
     TrainingHalted,
     closest,
     did_you_mean,
+    own_traceback,
 )
 
 
@@ -44,3 +51,46 @@ def test_an_interrupted_run_asks_to_be_tried_again_only_if_its_state_is_saved(sa
     assert (error.exit_code, error.saved, str(error)) == (code, saved, "SIGTERM")
     assert isinstance(error, StabletrainError)
     assert StabletrainError.exit_code == 1, "the code of other errors stays"
+
+
+def raised(act):
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        act()
+    error = caught.value
+    error.__traceback__ = error.__traceback__.tb_next  # without the frame of this function
+    return error
+
+
+def from_users_code(act, file="/home/user/mine.py"):
+    """An error in a file of the user's, which calls `act`."""
+    scope = {"act": act}
+    exec(compile("def forward():\n    return act()\n", file, "exec"), scope)
+    return raised(scope["forward"])
+
+
+def test_of_an_error_in_the_users_code_only_its_own_lines_are_shown():
+    layer = torch.nn.Linear(3, 2)
+    error = from_users_code(partial(layer, torch.ones(4)))
+    assert "nn/modules/module.py" in "".join(traceback.format_exception(error))
+    header, frame, last = own_traceback(error).splitlines()
+    assert (header, frame) == ("Traceback (most recent call last):", '  File "/home/user/mine.py", line 2, in forward')
+    assert last.startswith("RuntimeError: ")
+
+
+def test_the_cause_of_the_users_error_is_shown_too():
+    def wrapping():
+        try:
+            json.loads("{")
+        except ValueError as error:
+            raise LookupError("no such sample") from error
+
+    told = own_traceback(from_users_code(wrapping))
+    assert "JSONDecodeError: Expecting property name" in told
+    assert "json/decoder.py" not in told
+    assert "/home/user/mine.py" in told
+    assert told.endswith("LookupError: no such sample\n")
+
+
+def test_an_error_without_the_users_code_is_not_shortened():
+    assert own_traceback(raised(partial(json.loads, "{"))) is None
+    assert own_traceback(from_users_code(partial(json.loads, "{"), f"{PACKAGE}/step.py")) is None

@@ -85,18 +85,23 @@ def test_a_misspelt_key_of_a_users_own_is_found(plugin):
 
 
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("code", "wrong", "message"),
     [
         (
             "return Batch(inputs, targets)",
+            "return inputs, inputs",
             "data: batch() returned a tuple: return stabletrain.records.Batch(inputs, targets)",
         ),
-        ("return self.net(inputs)", "model: forward() gave a tuple for targets of [16]: logits are [batch, classes], "),
+        (
+            "return self.net(inputs)",
+            "return {'scores': self.net(inputs)}",
+            "model: forward() gave a dict for targets of [2]: logits are [batch, classes], ",
+        ),
     ],
 )
-def test_a_broken_contract_is_named(plugin, code, message):
+def test_a_broken_contract_is_named(plugin, code, wrong, message):
     file = plugin / "mine.py"
-    file.write_text(file.read_text().replace(code, "return inputs, inputs"))
+    file.write_text(file.read_text().replace(code, wrong))
     done, folder = run(plugin)
     assert done.returncode == 2
     assert done.stderr.startswith(f"stabletrain: {message}")
@@ -107,3 +112,17 @@ def test_qknorm_with_a_model_that_does_not_take_it_is_refused(plugin):
     done, _ = run(plugin, "stability=qknorm")
     assert done.returncode == 2
     assert "stability=qknorm sets qknorm=layernorm, which does nothing with model=mine" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_shape_error_in_a_users_model_prints_its_own_lines(plugin):
+    file = plugin / "mine.py"
+    file.write_text(file.read_text().replace("return self.net(inputs)", "return self.net(inputs[:, 1:])"))
+    done, folder = run(plugin)
+    assert done.returncode == 1
+    lines = done.stderr.strip().splitlines()
+    assert lines[0] == f"Traceback (your code; all of it in {folder / 'traceback.txt'}):"
+    assert lines[1].startswith(f'  File "{file}", line ')
+    assert lines[-1].startswith("RuntimeError: ")
+    assert len(lines) < 8
+    assert "torch/nn/modules" in (folder / "traceback.txt").read_text()

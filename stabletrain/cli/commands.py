@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from stabletrain.errors import ConfigError, StabletrainError
+import stabletrain
+from stabletrain.errors import ConfigError, StabletrainError, did_you_mean, own_traceback
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="stabletrain",
         description="Works on data and runs. To train: python train.py --help",
     )
+    parser.add_argument("--version", action="version", version=f"stabletrain {stabletrain.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     from stabletrain.data import prepare
@@ -89,6 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wandb_report.add_arguments(reporting)
     reporting.set_defaults(do=wandb_report.run)
 
+    first = next(iter(sys.argv[1:] if arguments is None else arguments), "-")
+    if not first.startswith("-") and first not in commands.choices:
+        hint, known = did_you_mean(first, commands.choices), ", ".join(commands.choices)
+        parser.error(f"{first}: there is no such command{hint}\ncommands: {known}; to train: python train.py")
     chosen = parser.parse_args(arguments)
     try:
         chosen.do(chosen)
@@ -113,7 +119,7 @@ def sample(chosen: argparse.Namespace) -> None:
     from stabletrain.checkpoint.folder import find
     from stabletrain.config.make import make
     from stabletrain.models.sampling import generate
-    from stabletrain.trainer.contract import make_model
+    from stabletrain.trainer.contract import context_length, make_model
 
     checkpoint = find(chosen.run, best=chosen.best)
     file = checkpoint.path.parent.parent / ".hydra" / "config.yaml"
@@ -129,7 +135,16 @@ def sample(chosen: argparse.Namespace) -> None:
     model.load_state_dict(checkpoint.load_model())
     prompt = torch.tensor([data.encode(data.prompt if chosen.prompt is None else chosen.prompt)])
     generator = torch.Generator().manual_seed(chosen.seed)
-    tokens = generate(model, prompt, chosen.tokens, chosen.temperature, chosen.top_k, generator)
+    length = context_length(model, data)
+    try:
+        tokens = generate(model, prompt, chosen.tokens, chosen.temperature, chosen.top_k, generator, length)
+    except StabletrainError:
+        raise
+    except Exception as error:  # a user's model may raise anything
+        if (own := own_traceback(error)) is None:
+            raise
+        hint = "" if length else "; if it reads at most N tokens, give it or the data an attribute block_size=N"
+        raise StabletrainError(f"{chosen.run}: the model cannot generate text{hint}\n{own.strip()}") from error
     print(data.decode(tokens[0].tolist()))
 
 

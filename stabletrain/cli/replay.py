@@ -36,7 +36,7 @@ from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Tools
 from stabletrain.records import TrainState
 from stabletrain.stability.guard import NoGuard
-from stabletrain.trainer.contract import FROM_DATA, vocabulary
+from stabletrain.trainer.contract import FROM_DATA, TakeLogits, vocabulary
 from stabletrain.trainer.tools import tools_from_config
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -198,6 +198,7 @@ def model_and_tools(cfg: DictConfig) -> tuple[nn.Module, Tools]:
     precision.prepare()
     determinism.seed_run(cfg.seed)
     model = make(cfg, "model").to(device)
+    model.register_forward_hook(TakeLogits())
     precision.wrap_fp32_modules(model)
     precision.attach(model, TrainState(model, torch.optim.SGD(model.parameters(), lr=0.0)).optimizer)
     tools = tools_from_config(

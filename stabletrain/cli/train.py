@@ -36,8 +36,8 @@ from stabletrain.cli.sweep.member import Member, stopping_all
 from stabletrain.cli.sweep.plan import Sweep, finished_run, start
 from stabletrain.config.arguments import Arguments, parse_arguments, resolve_resume, resume_command, with_overrides
 from stabletrain.config.checks import check
-from stabletrain.config.error_texts import explain
-from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted
+from stabletrain.config.error_texts import explain, unknown_option
+from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted, own_traceback
 from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location
 from stabletrain.parallel.ranks import (
     Ranks,
@@ -73,6 +73,8 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
     setattr(ConfigStore, "__deepcopy__", lambda store, _: store)  # noqa: B010
     typed, ranks = parse_arguments(sys.argv[1:]), current_ranks()
     sweep: Sweep | None = None
+    if (message := unknown_option(sys.argv[1:], config_dir)) is not None:
+        return refuse(message, ranks)
     try:
         sweep, arguments = resolve_arguments(typed, ranks, config_dir)
         sys.argv[1:] = [*chain(*arguments)]  # Hydra reads the resolved command line
@@ -88,6 +90,9 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         if not isinstance(stop.code, int):
             raise
         return stop.code
+    except BrokenPipeError:  # the reader of Hydra's help or configuration has closed its pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("\nstabletrain: stopped immediately; the last checkpoint is kept", file=sys.stderr)
         return 130
@@ -234,7 +239,7 @@ def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
     if isinstance(error, StabletrainError):
         print(f"{where if not ranks.is_main else ''}stabletrain: {error}", file=sys.stderr)
     else:
-        trace = "".join(traceback.format_exception(error))
+        trace = traceback_text(error, folder / ("traceback.txt" if ranks.is_main else f"traceback-{ranks.rank}.txt"))
         print("".join(f"{where}{line}" for line in trace.splitlines(keepends=True)), file=sys.stderr)
     publish_failure(ranks, error)
     if isinstance(error, Interrupted) and error.saved:
@@ -243,6 +248,18 @@ def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)  # shown at the end of torchrun's own summary
+
+
+def traceback_text(error: Exception, file: Path) -> str:
+    """Returns the traceback to print: of an error in the user's code only that part, and `file` gets all of it."""
+    whole, own = "".join(traceback.format_exception(error)), own_traceback(error)
+    if own is None:
+        return whole
+    try:
+        file.write_text(whole, encoding="utf-8")
+    except OSError:
+        return whole
+    return own.replace("Traceback (most recent call last)", f"Traceback (your code; all of it in {file})")
 
 
 def record_failure(folder: Path, error: Exception) -> None:

@@ -38,6 +38,10 @@ WITH_VALUE = frozenset(
 
 SWEEP = frozenset({"-m", "--multirun"})
 
+OPTIONS = WITH_VALUE | SWEEP | {"--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"}
+OPTIONS |= {"--experimental-rerun"}
+"""All options of Hydra."""
+
 
 class Arguments(NamedTuple):
     """A parsed command line.

@@ -76,7 +76,7 @@ def check(cfg: DictConfig) -> None:
     if cfg.batch_size % cfg.grad_accum_steps:
         raise ConfigError(
             f"batch_size={cfg.batch_size} does not divide into grad_accum_steps={cfg.grad_accum_steps} micro-batches: "
-            f"use batch_size={max(1, cfg.batch_size // cfg.grad_accum_steps) * cfg.grad_accum_steps}"
+            f"use batch_size={multiples_near(cfg.batch_size, cfg.grad_accum_steps)}"
         )
     if (growing := values.get("data.length_warmup")) and growing >= cfg.steps:
         raise ConfigError(
@@ -96,12 +96,18 @@ def check_ranks(cfg: DictConfig, ranks: Ranks) -> None:
     """
     parts = ranks.world_size * cfg.grad_accum_steps
     if cfg.batch_size % parts:
-        below = cfg.batch_size // parts * parts
-        sizes = f"{below} or {below + parts}" if below else f"{parts}"
         raise ConfigError(
             f"batch_size={cfg.batch_size} does not divide among {ranks.world_size} ranks x grad_accum_steps="
-            f"{cfg.grad_accum_steps}: use batch_size={sizes}, or another number of ranks"
+            f"{cfg.grad_accum_steps}: use batch_size={multiples_near(cfg.batch_size, parts)}, or another number of "
+            "ranks"
         )
+
+
+def multiples_near(size: int, parts: int) -> str:
+    """Returns the multiples of `parts` on both sides of a batch size, the nearest first: `8 or 4`."""
+    below = size // parts * parts
+    found = sorted((below, below + parts), key=lambda multiple: abs(multiple - size))
+    return " or ".join(str(multiple) for multiple in found if multiple)
 
 
 def reference() -> dict[str, Any]:
@@ -113,8 +119,16 @@ def reference() -> dict[str, Any]:
 
 
 def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Refuses unknown keys (`+typo=1`), removed keys (`~guard`), and values of another type than the default."""
+    """Refuses unknown keys (`+typo=1`), removed keys (`~guard`), and values of another type than the default.
+
+    A group whose `_target_` was changed may have other keys: its target knows which.
+    """
+    retargeted = tuple(
+        key.removesuffix("_target_") for key in values if key.endswith("._target_") and values[key] != defaults.get(key)
+    )
     for key, value in values.items():
+        if key not in defaults and key.startswith(retargeted):
+            continue
         if key not in defaults:
             raise ConfigError(f"{key}={value}: there is no such key{did_you_mean(key, defaults, cutoff=0.75)}")
         if key in MIXED:
@@ -131,7 +145,7 @@ def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
         elif default == [] and not isinstance(value, list):
             hint = f"write {key}=[{show(value)}]"
         raise ConfigError(f"{key}={show(value)} is not {kind_of(default)}: {hint}")
-    if missing := sorted(set(defaults) - set(values)):
+    if missing := sorted(key for key in set(defaults) - set(values) if not key.startswith(retargeted)):
         raise ConfigError(
             f"{missing[0]} was removed: to turn a group off, use its option that does nothing, such as none or off"
         )

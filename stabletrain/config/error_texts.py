@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from stabletrain.config.arguments import Arguments, key_of
+from stabletrain.config.arguments import OPTIONS, WITH_VALUE, Arguments, key_of, parse_arguments
 from stabletrain.config.make import leaves
 from stabletrain.errors import closest
 
@@ -37,9 +37,7 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
         return f"the run folder cannot be created ({error}): choose another hydra.run.dir"
     if not {"hydra", "omegaconf", "antlr4"} & origin:
         return None
-    options: dict[str, list[str]] = {}
-    for file in (file for folder in folders for file in folder.glob("*/*.yaml")):
-        options.setdefault(file.parent.name, []).append(file.stem)
+    options = options_of(folders)
     if match := re.search(r"Could not override '([^']+)'", text):
         return no_such_key(match[1], typed, folders, options)
     if (match := re.search(r"Could not find 'hydra/(\w+)/(\w+)'", text)) and match[2] in EXTRAS:
@@ -65,9 +63,60 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
     return f"the command line cannot be read: {' '.join(lines[:2])}"
 
 
+def unknown_option(words: list[str], config_dir: Path) -> str | None:
+    """Explains the first word that begins with a dash but is no option of Hydra; None if there is none.
+
+    Args:
+        words: the command line after the script.
+        config_dir: the project's `conf/`.
+    """
+    after_option = False
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        name, _, value = word.partition("=")
+        if after_option or not name.startswith("-") or is_option(name):
+            after_option = word in WITH_VALUE and not after_option
+            continue
+        if not value and not following.startswith("-") and "=" not in following:
+            value = following
+        typed, key = f"{name} {value}".strip(), name.lstrip("-").replace("-", "_")
+        if key.startswith("conf"):
+            option = Path(value).stem or "<name>"
+            return (
+                f"{typed}: write experiment={option} for conf/experiment/{option}.yaml; a file of your own goes into "
+                f"<folder>/experiment/: --config-dir <folder> experiment={option}; --config-name {option} replaces "
+                "conf/config.yaml as a whole"
+            )
+        arguments = parse_arguments(words)
+        options = options_of([config_dir, *own_folders(arguments)])
+        known = [*options, *known_keys(config_dir, arguments, options)]
+        if found := key if key in known else closest_key(key, known):
+            return f"{typed}: keys are written without dashes: {found}={value or '<value>'}"
+        return f"{typed}: there is no such option, and no such key; python train.py --help lists the keys"
+    return None
+
+
+def is_option(name: str) -> bool:
+    """Returns whether Hydra accepts a word as one of its options: exactly, shortened, or with its value joined."""
+    if name in OPTIONS or name.removeprefix("-").replace(".", "").isdigit():
+        return True
+    if name.startswith("--"):
+        return sum(option.startswith(name) for option in OPTIONS) == 1
+    return any(name.startswith(option) for option in WITH_VALUE if not option.startswith("--"))
+
+
+def options_of(folders: Iterable[Path]) -> dict[str, list[str]]:
+    """Returns the options of each config group in these folders."""
+    options: dict[str, list[str]] = {}
+    for file in (file for folder in folders for file in folder.glob("*/*.yaml")):
+        options.setdefault(file.parent.name, []).append(file.stem)
+    return options
+
+
 def no_such_key(key: str, typed: Arguments, folders: list[Path], options: dict[str, list[str]]) -> str:
     """Returns the message for an unknown key, with the options that have this key, or the closest known key."""
     group, _, name = key.partition(".")
+    if typed.value(f"{group}._target_") is not None:
+        return f"{key}: the chosen {group} has no such key; for your own {group}._target_ write +{key}=..."
     having = [file.stem for folder in folders for file in sorted(folder.glob(f"{group}/*.yaml")) if has(file, name)]
     if name and having:
         return (
@@ -92,12 +141,17 @@ def has(file: Path, name: str) -> bool:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Returns `; did you mean ...?` with the closest of `known`; empty if none is close."""
-    known = list(known)
+    near = closest_key(word, list(known))
+    return f"; did you mean {near}?" if near else ""
+
+
+def closest_key(word: str, known: list[str]) -> str:
+    """Returns the closest of `known`, whole or by its last part; empty if none is close."""
     near = closest(word, known, cutoff=0.75)
     if not near and "." not in word:  # try the last part: lr finds optimizer.lr
         last = {key.rsplit(".", 1)[-1]: key for key in known}
         near = last.get(closest(word, last, cutoff=0.8), "")
-    return f"; did you mean {near}?" if near else ""
+    return near
 
 
 def own_folders(typed: Arguments) -> list[Path]:
@@ -119,8 +173,8 @@ def known_keys(config_dir: Path, typed: Arguments, options: dict[str, list[str]]
     """Returns all dotted keys of the configuration with the typed group choices; in a sweep, those of its first run."""
     chosen = [f"{key_of(o)}={o.partition('=')[2].split(',')[0]}" for o in typed.overrides if key_of(o) in options]
     chosen = [o for o in chosen if o.partition("=")[2] in options[key_of(o)]]
-    search = [f"hydra.searchpath=[{','.join(f'file://{folder.resolve()}' for folder in own_folders(typed))}]"]
+    own = [f"file://{folder.resolve()}" for folder in own_folders(typed) if folder.is_dir()]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_dir.resolve()), version_base="1.3"):
-        cfg: Any = compose("config", [*chosen, *(search if own_folders(typed) else [])])
+        cfg: Any = compose("config", [*chosen, *([f"hydra.searchpath=[{','.join(own)}]"] if own else [])])
         return [key for key, _ in leaves(OmegaConf.to_container(cfg))]

@@ -1,6 +1,7 @@
 """Builds the object of a config group from the `_target_` of its chosen option, with Hydra."""
 
 from collections.abc import Iterator
+from pydoc import ErrorDuringImport, locate
 from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
@@ -30,6 +31,14 @@ def make(cfg: DictConfig, group: str, **given: Any) -> Any:
         if isinstance(cause, StabletrainError):
             raise cause from None
         raise ConfigError(f"{group}={option} cannot be built from {node['_target_']}: {cause}") from error
+
+
+def target_of(cfg: DictConfig, group: str) -> Any:
+    """Returns the class or function that a group's `_target_` names; None if it cannot be imported."""
+    try:
+        return locate(updated(plain(cfg[group])).get("_target_", ""))
+    except ErrorDuringImport:  # `make` names the problem
+        return None
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from stabletrain.errors import ConfigError
 ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
 
+NAMES_OF_SPLITS = frozenset({"train", "training", "test", "testing", "val", "valid", "validation"})
+
+
 class Files:
     """Image files, decoded on access.
 
@@ -79,8 +82,8 @@ class ImageFolder(Images):
         splits: dict[str, Pictures]
         second = next((name for name in ("val", "test") if (root / name).is_dir()), None)
         if (root / "train").is_dir() and second:
-            classes = class_folders(root / "train")
-            if classes != class_folders(root / second):
+            classes = class_folders(root / "train", path)
+            if classes != class_folders(root / second, path):
                 raise ConfigError(f"data.path={path}: train/ and {second}/ do not have the same class folders")
             train, val = (files_of(root / split, classes) for split in ("train", second))
             splits = {
@@ -89,13 +92,17 @@ class ImageFolder(Images):
             }
         else:
             root = root / "train" if (root / "train").is_dir() else root
-            classes = class_folders(root)
+            classes = class_folders(root, path)
             files = files_of(root, classes)
             kept = [place(name) < val_fraction for name, _ in files]
             splits = {
                 "train": Files(root, [f for f, held in zip(files, kept, strict=True) if not held], len(mean)),
                 "val": Files(root, [f for f, held in zip(files, kept, strict=True) if held], len(mean)),
             }
+        for split, found in splits.items():
+            if not len(found.labels):
+                use = "train" if split == "train" else "validate"
+                raise ConfigError(f"data.path={path} has no images to {use} on: {layout(path)}")
         super().__init__(
             root.name,
             splits,
@@ -109,14 +116,27 @@ class ImageFolder(Images):
         )
 
 
-def class_folders(root: Path) -> list[str]:
-    """Returns the sorted names of the class folders; raises ConfigError for fewer than two."""
+def class_folders(root: Path, path: str) -> list[str]:
+    """Returns the sorted names of the class folders in `root`, a folder of the user's `path`.
+
+    Raises:
+        ConfigError: there are fewer than two.
+    """
+    if not root.is_dir():
+        raise ConfigError(f"data.path={path} is a file: {layout('<folder>')}")
     found = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if len(found) < 2:
-        raise ConfigError(
-            f"data.path: {root} has {len(found)} class folders: put the images of each class into a folder of its own"
-        )
+        count = f"{len(found)} class folder{'s' if len(found) != 1 else ''}"
+        raise ConfigError(f"data.path={path}: {root} has {count}: {layout(path)}")
+    if {name.lower() for name in found} <= NAMES_OF_SPLITS:
+        raise ConfigError(f"data.path={path}: the class folders are named {' and '.join(found)}: {layout(path)}")
     return found
+
+
+def layout(path: str) -> str:
+    """Describes the folders that `path` should hold."""
+    path = path.rstrip("/")
+    return f"expected {path}/<class>/*.png, or {path}/train/<class>/*.png and {path}/val/<class>/*.png (or test/)"
 
 
 def files_of(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:

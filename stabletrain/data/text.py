@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import re
 import sysconfig
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from stabletrain.data.windows import LengthWarmup, Windows
 from stabletrain.errors import ConfigError
 
 MANY = 20  # from this many files on, whole files are held out
+NAMES_OF_SPLITS = frozenset({"test", "val", "valid", "validation"})
 NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -96,11 +98,13 @@ class Corpus(Windows):
                     ) from None
         train: list[tuple[str, int, bytes]] = []
         val: list[tuple[str, int, bytes]] = []
+        held_out = f"the last {100 * val_fraction:g} % of {'each file is' if len(contents) > 1 else 'the file is'}"
         if len(contents) >= MANY:
             # The limit is above the lowest hash, so that validation is never empty.
             limit = max(val_fraction, math.nextafter(min(place(file) for file, _ in contents), 1))
             for file, content in contents:
                 (val if place(file) < limit else train).append((str(root / file), 0, content))
+            held_out = f"{len(val)} of {len(contents)} files are"
         else:
             for file, content in contents:
                 cut = len(content) - round(len(content) * val_fraction)
@@ -115,7 +119,7 @@ class Corpus(Windows):
             unit="bytes",
             length_warmup=length_warmup,
         )
-        self.name, self.prompt = name, prompt
+        self.name, self.prompt, self._held_out = name, prompt, held_out
         self._files, self._sizes = [file for file, _ in contents], [len(content) for _, content in contents]
 
     @property
@@ -181,6 +185,13 @@ class Text(Corpus):
             length_warmup=LengthWarmup(length_warmup, length_start),
         )
 
+    @property
+    def split(self) -> str:
+        """How the text is split, and that file names do not matter if one looks like the name of a split."""
+        named = next((f for f in self._files if NAMES_OF_SPLITS & {*re.split(r"[\W_]+", f.lower())}), None)
+        hint = "" if named is None else f"; the name {named} does not choose a split: data.path=<glob> can leave it out"
+        return f"{self._held_out} for validation (data.val_fraction){hint}"
+
 
 class Stdlib(Corpus):
     """The source of the Python standard library: about 11 MB of text that every machine with Python has.
@@ -198,7 +209,7 @@ class Stdlib(Corpus):
     def __init__(
         self,
         block_size: int = 128,
-        val_fraction: float = 0.02,
+        val_fraction: float = 0.04,
         seed: int = 0,
         length_warmup: int = 0,
         length_start: int = 8,

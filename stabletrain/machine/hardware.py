@@ -87,6 +87,15 @@ def threads() -> str:
     return f"{count} thread{'s' if count > 1 else ''}"
 
 
+def load_and_cores() -> tuple[float, int]:
+    """Returns the load average of the last minute (0 if unknown), and the number of cores this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        return os.getloadavg()[0], cores
+    except (AttributeError, OSError):  # Windows, and some containers
+        return 0.0, cores
+
+
 def describe(device: torch.device) -> dict:
     """Returns what `run.json` and W&B record about the machine: plain JSON values, memory in GiB."""
     facts = {
@@ -131,6 +140,15 @@ def peak_flops(card: str, precision: str) -> float | None:
     return None
 
 
+def meta_copy(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model on the meta device: its forward pass gives shapes, and takes no memory or time."""
+    memo: dict[int, Tensor] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        empty = tensor.detach().to("meta")
+        memo[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
+
+
 def flops_per_sample(model: nn.Module, inputs: Tensor) -> float | None:
     """Returns the training FLOPs of one sample: three times the products of its forward pass, as PyTorch counts them.
 
@@ -142,12 +160,8 @@ def flops_per_sample(model: nn.Module, inputs: Tensor) -> float | None:
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    memo: dict[int, Tensor] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        empty = tensor.detach().to("meta")
-        memo[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
     try:
-        model_copy = copy.deepcopy(model, memo).eval()
+        model_copy = meta_copy(model).eval()
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model_copy(inputs.to("meta"))
     except Exception:  # a user's model may read values, or be impossible to copy

@@ -81,6 +81,16 @@ def count_valid(targets: Int[Tensor, "*shape"]) -> Int[Tensor, ""]:
     return (targets != IGNORE_INDEX).sum()
 
 
+def check_logits(logits: Any, targets: Tensor) -> None:
+    """Raises ConfigError if a model's output is not a tensor with one dimension more than `targets`."""
+    if not isinstance(logits, Tensor) or logits.ndim != targets.ndim + 1:
+        shape = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise ConfigError(
+            f"model: forward() gave {shape} for targets of {list(targets.shape)}: logits are [batch, classes], or "
+            "[batch, time, vocab] for text; return them, an object with .logits, or a tuple that begins with them"
+        )
+
+
 @dataclass(frozen=True)
 class Objective:
     """Cross-entropy with label smoothing and a kind of z-loss.
@@ -123,12 +133,7 @@ class Objective:
         Raises:
             ConfigError: `logits` is not a tensor with one dimension more than `targets`.
         """
-        if not isinstance(logits, Tensor) or logits.ndim != targets.ndim + 1:
-            shape = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-            raise ConfigError(
-                f"model: forward() gave {shape} for targets of {list(targets.shape)}: logits are [batch, classes], "
-                "or [batch, time, vocab] for text"
-            )
+        check_logits(logits, targets)
         rows = logits.flatten(0, -2).float()
         wanted = targets.flatten()
         ce = F.cross_entropy(

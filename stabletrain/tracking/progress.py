@@ -26,6 +26,9 @@ DROPPED_FIRST = ("quiet", "lr", "rate", "grad", "left", "skipped")
 REFRESH = 0.1
 """Minimum seconds between two redraws of the live line."""
 
+EVALUATION_LINES = 30.0
+"""Seconds between two plain lines about an evaluation; a shorter one has none."""
+
 
 class Progress:
     """Shows progress as one live line, or as a plain line every `log_every` steps."""
@@ -40,8 +43,9 @@ class Progress:
         self._label = label
         self._live: Any = None
         self._parts: dict[str, str] = {}
+        self._evaluation: tuple[int, int] | None = None
         self._first = self._step = self._total = 0
-        self._started = self._drawn = time.monotonic()
+        self._started = self._drawn = self._evaluation_began = self._printed = time.monotonic()
 
     @property
     def moves(self) -> bool:
@@ -79,6 +83,28 @@ class Progress:
             self._drawn = time.monotonic()
             self._live.refresh()
 
+    def evaluating(self, done: int, total: int) -> None:
+        """Shows an evaluation in place of the step, `done` of `total` batches; at the end, the step again."""
+        now = time.monotonic()
+        if done == 0:
+            self._evaluation_began = self._printed = now
+        self._evaluation = (done, total) if done < total else None
+        if self._live is not None:
+            if now - self._drawn >= REFRESH or self._evaluation is None:
+                self._drawn = now
+                self._live.refresh()
+        elif self._evaluation and now - self._printed >= EVALUATION_LINES:
+            self._printed = now
+            self._print("  ".join(self._evaluation_parts().values()))
+
+    def _evaluation_parts(self) -> dict[str, str]:
+        done, total = self._evaluation or (0, 0)
+        words = {"step": f"step {self._step}/{self._total}", "evaluating": f"evaluating {done}/{total}"}
+        if done:
+            seconds = (time.monotonic() - self._evaluation_began) / done * (total - done)
+            words["left"] = f"{elapsed(seconds)} left"
+        return words
+
     def note(self, text: str) -> None:
         """Prints a separate line, above the live one."""
         if self._live is None:
@@ -105,8 +131,11 @@ class Progress:
 
         if not self._parts:
             return Text("")
-        words = fit({**self._parts, "step": self._label + self._parts["step"]}, self._live.console.width)
-        bar = bar_of(self._step / max(self._total, 1), words.pop("bar"))
+        parts, (done, total) = self._parts, (self._step, self._total)
+        if self._evaluation is not None:
+            parts, (done, total) = self._evaluation_parts(), self._evaluation
+        words = fit({**parts, "step": self._label + parts["step"]}, self._live.console.width)
+        bar = bar_of(done / max(total, 1), words.pop("bar"))
         head, *rest = words.items()
         text = Text(head[1] + " ", no_wrap=True, overflow="crop")
         text.append(bar[0], style="green").append(bar[1], style="bright_black").append(" ")
@@ -180,6 +209,11 @@ class InSweep(Progress):
         super().update(step, metrics, rate, unit, skipped)
         if self._shown is not None:
             self._shown.update(step, metrics, rate, unit, skipped)
+
+    def evaluating(self, done: int, total: int) -> None:
+        super().evaluating(done, total)
+        if self._shown is not None:
+            self._shown.evaluating(done, total)
 
     def close(self) -> None:
         super().close()

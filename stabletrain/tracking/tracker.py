@@ -29,6 +29,9 @@ class NoTracker:
     def progress(self, step: int, metrics: Mapping[str, Any], rate: float, unit: str, skipped: int) -> None:
         """Updates the progress line; see `Progress.update`."""
 
+    def evaluating(self, done: int, total: int) -> None:
+        """Shows the progress of an evaluation, in batches."""
+
     def summary(self, values: Mapping[str, Any]) -> None:
         """Sets summary values of the run, such as its final metrics."""
 
@@ -74,6 +77,9 @@ class Tracker(NoTracker):
 
     def progress(self, step: int, metrics: Mapping[str, Any], rate: float, unit: str, skipped: int) -> None:
         self._progress.update(step, metrics, rate, unit, skipped)
+
+    def evaluating(self, done: int, total: int) -> None:
+        self._progress.evaluating(done, total)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         self._wandb.summary(values)

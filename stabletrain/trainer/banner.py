@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from stabletrain.config.arguments import SWEEP, Arguments, key_of, program
 from stabletrain.models.sampling import generate
 from stabletrain.parallel.ranks import current_ranks
+from stabletrain.trainer.contract import context_length
 
 
 def opening(
@@ -22,8 +23,9 @@ def opening(
     tools: Any,
     machine: str,
     folder: str,
+    notes: Sequence[str] = (),
 ) -> str:
-    """Returns three lines: model, data and machine; the settings; the run folder."""
+    """Returns the first lines: model, data and machine; the settings; `notes` that are not empty; the run folder."""
     size = sum(p.numel() for p in model.parameters())
     about = getattr(data, "summary", choices["data"])
     precision = tools.precision
@@ -42,9 +44,40 @@ def opening(
         [
             f"stabletrain · {choices['model']}, {parameter_count(size)} parameters · {about} · {machine}",
             " · ".join(settings),
+            *filter(None, notes),
             f"run {relative_path(folder)}",
         ]
     )
+
+
+BUSY = 1.5
+"""Load average per core above which a run on the CPU is slow."""
+
+LONG = 50
+"""Batches of an evaluation above which fewer of them would save time."""
+
+
+def split_note(data: Any) -> str:
+    """Returns how the data was split into training and validation, if the data knows; else an empty string."""
+    about = getattr(data, "split", "")
+    return f"split: {about}" if isinstance(about, str) and about else ""
+
+
+def busy_note(load: float, cores: int, threads: int, val_batches: int) -> str:
+    """Returns what would make a run on a busy CPU faster; empty if it is not busy, or if nothing would help.
+
+    Args:
+        load: load average: the number of processes that want a core.
+        cores: number of cores that this process may use.
+        threads: number of threads that PyTorch uses.
+        val_batches: number of batches of an evaluation.
+    """
+    if load < BUSY * cores:
+        return ""
+    help = [f"OMP_NUM_THREADS=1 instead of {threads} threads"] if threads > 1 else []
+    if val_batches > LONG:
+        help.append(f"eval_batches=20 instead of {val_batches} at each evaluation")
+    return f"busy machine: load {load:.1f} on {cores} cores; faster with {' and '.join(help)}" if help else ""
 
 
 def relative_path(folder: str) -> str:
@@ -154,6 +187,7 @@ def sample_text(model: nn.Module, data: Any, device: torch.device, tokens: int =
     prompt = torch.tensor([data.encode(data.prompt)], device=device)
     generator = torch.Generator(device).manual_seed(0)
     try:
-        return data.decode(generate(model, prompt, tokens, 0.8, 50, generator)[0].tolist())
+        length = context_length(model, data)
+        return data.decode(generate(model, prompt, tokens, 0.8, 50, generator, length)[0].tolist())
     except Exception as error:  # the run is finished and saved: a failed sample must not fail it
         return f"(none: {error})"

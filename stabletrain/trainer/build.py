@@ -40,7 +40,7 @@ from stabletrain.tracking.run_folder import NoRunFolder, RunFolder, versions
 from stabletrain.tracking.tracker import NoTracker, Tracker
 from stabletrain.tracking.wandb import NoWandb
 from stabletrain.trainer import roles
-from stabletrain.trainer.banner import closing, opening, sample_text, suggestion
+from stabletrain.trainer.banner import closing, sample_text, suggestion
 from stabletrain.trainer.changes import check_data_of_checkpoint, option_fingerprint, record_changes
 from stabletrain.trainer.compile_warmup import warm_up_compiled
 from stabletrain.trainer.contract import make_model, validation
@@ -55,6 +55,7 @@ from stabletrain.trainer.stages import (
     build_model,
     load_data,
     make_tools,
+    opening_lines,
     start_process,
 )
 
@@ -104,7 +105,9 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     opened = open_output(cfg, folder, process, source, trained, faults, shown)
     data = TrainingData(
         batches=Prefetch(load, pin=process.device.type == "cuda"),
-        validation=lambda: validation(source.data, cfg.batch_size, cfg.eval_batches, process.ranks),
+        validation=lambda: validation(
+            source.data, cfg.batch_size, cfg.eval_batches, process.ranks, opened.tracker.evaluating
+        ),
         load=load,
         unit=source.unit,
     )
@@ -301,14 +304,6 @@ def assemble(
         rollback=rollback,
         history=history,
     )
-
-
-def opening_lines(
-    cfg: DictConfig, process: Process, source: Source, trained: Trained, tools: Tools, folder: Path
-) -> str:
-    """Returns the first lines on the terminal."""
-    machine = f"{hardware.name(process.device)}, {hardware.threads()}"
-    return opening(process.choices, plain(cfg), trained.state.model, source.data, tools, machine, str(folder))
 
 
 def start_forensics(

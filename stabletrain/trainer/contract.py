@@ -2,10 +2,16 @@
 
 Both may be the user's own plug-ins. If one breaks the contract, the run is refused with a message that names the
 violation.
+
+A model's `forward(inputs)` returns logits, `[batch, classes]` or `[batch, time, vocab]`, or an object or a tuple that
+holds them (`TakeLogits`). Two attributes are optional, and default to the data's: `vocab_size` (ids outside it are bad
+data), and `block_size` (the most tokens that it reads at once when it generates text).
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +20,11 @@ from torch import Tensor, nn
 
 from stabletrain.config.make import make
 from stabletrain.errors import ConfigError
-from stabletrain.machine.hardware import flops_per_sample
+from stabletrain.machine.determinism import rng_restored
+from stabletrain.machine.hardware import flops_per_sample, meta_copy
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.records import IGNORE_INDEX, Batch
+from stabletrain.stability.objective import check_logits
 
 FROM_DATA = ("vocab_size", "block_size", "num_classes", "in_channels")
 """Sizes of a model that are taken from the data if they are null."""
@@ -47,7 +55,70 @@ def make_model(cfg: DictConfig, data: Any) -> nn.Module:
         raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not an nn.Module")
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(f"model: {cfg.model._target_} has no parameters to train")
+    accept_output_(model, data)
     return model
+
+
+@dataclass(frozen=True)
+class TakeLogits:
+    """A forward hook that replaces a model's output by its logits, so that calling the model returns a tensor.
+
+    Takes the attribute `.logits` of an object (as in transformers), or the first element of a tuple. Any other output
+    stays as it is.
+
+    Attributes:
+        note: what is taken, for the user; empty if unknown.
+    """
+
+    note: str = ""
+
+    def __call__(self, model: nn.Module, inputs: Any, output: Any) -> Any:
+        """Returns the logits of `output`."""
+        del model, inputs
+        if isinstance(output, Tensor):
+            return output
+        if isinstance(logits := getattr(output, "logits", None), Tensor):
+            return logits
+        return output[0] if isinstance(output, tuple) and output and isinstance(output[0], Tensor) else output
+
+
+def accept_output_(model: nn.Module, data: Any) -> None:
+    """Lets calls of the model return its logits, whatever kind of object contains them.
+
+    Tries a copy of a user's model on two samples. A model that returns a tensor gets no hook, so it costs nothing.
+
+    Raises:
+        ConfigError: the output holds no logits, or they do not fit the targets.
+    """
+    if type(model).__module__.startswith("stabletrain."):  # these return tensors
+        return
+    sample, output = None, None
+    with suppress(Exception):  # an error in the data is reported when training reads it
+        sample = checked(data.batch(0, 2, "val"))
+        output = trial_output(model, sample.inputs)
+    if sample is None or output is None:
+        model.register_forward_hook(TakeLogits())  # unknown: take the logits if there are any
+        return
+    logits = TakeLogits()(model, sample.inputs, output)
+    check_logits(logits, sample.targets)
+    if logits is not output:
+        part = "its .logits are" if logits is getattr(output, "logits", None) else "its first element is"
+        note = f"model output of type {type(output).__name__}: {part} taken as the logits"
+        model.register_forward_hook(TakeLogits(note))
+
+
+def trial_output(model: nn.Module, inputs: Tensor) -> Any:
+    """Returns what a copy of the model returns; None if it fails, as an error in the model is reported in training."""
+    # without memory and computation on the meta device; a model that reads values there fails, and runs on the CPU
+    for device, copied in (("meta", meta_copy), ("cpu", copy.deepcopy)):
+        with suppress(Exception), rng_restored(model), torch.no_grad():
+            return copied(model)(inputs.to(device))
+    return None
+
+
+def output_note(model: nn.Module) -> str:
+    """Returns what is taken as the logits, if the model does not return them; else an empty string."""
+    return next((hook.note for hook in model._forward_hooks.values() if isinstance(hook, TakeLogits)), "")
 
 
 def vocabulary(model: nn.Module, data: Any) -> int | None:
@@ -57,6 +128,14 @@ def vocabulary(model: nn.Module, data: Any) -> int | None:
             return size
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     return tables[0].num_embeddings if tables else None
+
+
+def context_length(model: nn.Module, data: Any) -> int | None:
+    """Returns the most tokens that the model reads at once: its `block_size`, else the data's; None if unknown."""
+    for knows in (model, data):
+        if isinstance(size := getattr(knows, "block_size", None), int):
+            return size
+    return None
 
 
 def units(cfg: DictConfig, data: Any) -> tuple[str, str]:
@@ -103,15 +182,27 @@ def checked(batch: Any) -> Batch:
     return batch
 
 
-def validation(data: Any, size: int, limit: int | None, ranks: Ranks) -> Iterator[Batch]:
+def val_batches(data: Any, size: int, limit: int | None) -> int:
+    """Returns the number of batches in an evaluation, at most `limit`."""
+    count = data.batches(size, "val") if hasattr(data, "batches") else DEFAULT_VAL_BATCHES
+    return min(count, limit or count)
+
+
+def validation(
+    data: Any, size: int, limit: int | None, ranks: Ranks, show: Callable[[int, int], None] = lambda done, total: None
+) -> Iterator[Batch]:
     """Yields this rank's share of the validation split, or of its first `limit` batches, in a fixed order.
 
     Every rank gets the same number of batches. A rank that runs out repeats the last one with all targets ignored.
+
+    Args:
+        show: is given the number of batches done and of all batches, before each batch and at the end.
     """
-    count = data.batches(size, "val") if hasattr(data, "batches") else DEFAULT_VAL_BATCHES
-    count = min(count, limit or count)
+    count = val_batches(data, size, limit)
     for first in range(0, count, ranks.world_size):
+        show(first, count)
         number = first + ranks.rank
         batch = checked(data.batch(min(number, count - 1), size, "val"))
         # all ranks must run equally many forward passes, because each pass gathers sharded weights from all of them
         yield batch if number < count else replace(batch, targets=torch.full_like(batch.targets, IGNORE_INDEX))
+    show(count, count)

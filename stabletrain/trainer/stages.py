@@ -1,15 +1,19 @@
 """The first stages of building a run: process, data, model and optimizer, and the tools of a step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from torch import nn
+from torch.optim import Optimizer
 
-from stabletrain.config.make import make
+from stabletrain.config.arguments import key_of
+from stabletrain.config.make import make, plain, target_of
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
@@ -18,7 +22,9 @@ from stabletrain.machine.hardware import Usage, forget_peak, peak_flops
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
-from stabletrain.trainer.contract import checked, cost, make_model, units, vocabulary
+from stabletrain.stability.optimizers.sgd import zero_momentum_
+from stabletrain.trainer.banner import busy_note, opening, split_note
+from stabletrain.trainer.contract import checked, cost, make_model, output_note, units, val_batches, vocabulary
 from stabletrain.trainer.tools import tools_from_config
 
 RANK_SEEDS = 1 << 40
@@ -64,12 +70,14 @@ class Trained:
     Attributes:
         fp32_modules: names of the modules kept in fp32.
         parameters: number of parameters of the whole model.
+        notes: what the user should know about them, one line each; some may be empty.
     """
 
     state: TrainState
     usage: Usage
     fp32_modules: list[str]
     parameters: int
+    notes: Sequence[str] = ()
 
 
 # ---- process
@@ -132,11 +140,66 @@ def build_model(cfg: DictConfig, process: Process, source: Source, faults: Any) 
     fp32_modules = precision.wrap_fp32_modules(model)
     parallel.shard(model)  # before the optimizer is built, which must hold the sharded parameters
     overrides = parallel.optimizer_overrides(process.choices["optimizer"])
-    state = TrainState(model, make(cfg, "optimizer", **overrides)(model))
+    optimizer, note = make_optimizer(cfg, model, overrides)
+    state = TrainState(model, optimizer)
     precision.attach(model, state.optimizer)
     faults.state(state, precision)
     parallel.wrap(model)  # last, because it broadcasts the main process's weights to all ranks
-    return Trained(state, usage, fp32_modules, parameters)
+    return Trained(state, usage, fp32_modules, parameters, [output_note(model), note])
+
+
+def make_optimizer(cfg: DictConfig, model: nn.Module, overrides: Mapping[str, Any]) -> tuple[Optimizer, str]:
+    """Builds the optimizer of the model's trainable parameters.
+
+    `optimizer._target_` is an option's class, whose object is called with the model, or a class of optimizers such as
+    `torch.optim.Adam`, which gets all trainable parameters in one group.
+
+    Returns:
+        the optimizer; and if the user typed the class, a line with its arguments.
+
+    Raises:
+        ConfigError: the target is neither, or does not take its arguments.
+    """
+    target, kind, note = cfg.optimizer.get("_target_"), target_of(cfg, "optimizer"), ""
+    if isinstance(kind, type) and issubclass(kind, Optimizer):
+        given, note = optimizer_arguments(cfg, kind, overrides)
+        build = make(DictConfig({"optimizer": given}), "optimizer", _partial_=True)
+        parameters: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    else:
+        build, parameters = make(cfg, "optimizer", **overrides), model
+    try:
+        optimizer = build(parameters)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer: {target} cannot be built: {error}") from error
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"optimizer: {target} gives a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(f"optimizer: {target} calls the loss several times in a step (a closure): use another")
+    if isinstance(optimizer, torch.optim.SGD):
+        zero_momentum_(optimizer)
+    return optimizer, note
+
+
+def optimizer_arguments(cfg: DictConfig, kind: type, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Returns the configuration of an optimizer class, and if the user typed the class, a line that shows it.
+
+    If the class was typed, the other keys are those of the option that was chosen beside it: the class gets those that
+    it knows.
+    """
+    given, known = plain(cfg.optimizer), signature(kind).parameters
+    taken = {key: value for key, value in overrides.items() if key in known}
+    typed = [key_of(override) for override in HydraConfig.get().overrides.task]
+    if "optimizer._target_" not in typed:
+        return given | taken, ""
+    unknown = [key for key in given if not key.startswith("_") and key not in known]
+    for key in unknown:
+        if f"optimizer.{key}" in typed:
+            raise ConfigError(f"optimizer.{key}={given[key]}: {cfg.optimizer._target_} has no such argument")
+    kept = {key: value for key, value in given.items() if key not in unknown} | taken
+    shown = ", ".join(f"{key}={value}" for key, value in kept.items() if not key.startswith("_"))
+    rest = f"; without {', '.join(unknown)}" if unknown else ""
+    return kept, f"optimizer {cfg.optimizer._target_}({shown}) over all parameters{rest}"
 
 
 def batch_loader(cfg: DictConfig, process: Process, source: Source, state: TrainState) -> Callable[[int], Batch]:
@@ -174,3 +237,24 @@ def make_tools(cfg: DictConfig, process: Process, source: Source, model: nn.Modu
         parallel=process.parallel,
         head_apart=process.parallel.head_apart,
     )
+
+
+# ---- the first lines
+
+
+def opening_lines(
+    cfg: DictConfig, process: Process, source: Source, trained: Trained, tools: Tools, folder: Path
+) -> str:
+    """Returns the first lines on the terminal."""
+    machine = f"{hardware.name(process.device)}, {hardware.threads()}"
+    notes = [*trained.notes, *opening_notes(cfg, process, source)]
+    return opening(process.choices, plain(cfg), trained.state.model, source.data, tools, machine, str(folder), notes)
+
+
+def opening_notes(cfg: DictConfig, process: Process, source: Source) -> list[str]:
+    """Returns what the user should know about this run beside its settings, one line each; some may be empty."""
+    notes = [split_note(source.data)]
+    if process.device.type == "cpu":
+        batches = val_batches(source.data, cfg.batch_size, cfg.eval_batches)
+        notes.append(busy_note(*hardware.load_and_cores(), torch.get_num_threads(), batches))
+    return notes

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 
 from stabletrain.cli import commands
 from stabletrain.cli.commands import main
@@ -47,6 +49,25 @@ def test_an_invalid_command_line_exits_with_code_2(typed):
     with pytest.raises(SystemExit) as ended:
         main(typed)
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"), [("compar", "; did you mean compare?"), ("smaple", "; did you mean sample?"), ("train", "")]
+)
+def test_a_mistyped_command_is_answered_with_the_nearest(capsys, typed, hint):
+    with pytest.raises(SystemExit) as ended:
+        main([typed, "x"])
+    assert ended.value.code == 2
+    assert f"{typed}: there is no such command{hint}\ncommands: prepare, sample, " in (said := capsys.readouterr().err)
+    assert said.endswith("to train: python train.py\n")
+
+
+def test_the_version_is_that_of_the_project(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    written = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    assert capsys.readouterr().out == f"stabletrain {written}\n"
 
 
 @pytest.mark.parametrize(
@@ -115,6 +136,39 @@ def test_the_best_option_samples_from_the_best_checkpoint(trained, tmp_path, cap
     assert of_best != of_last
     assert output_of(capsys, "sample", run, *typed) == of_last
     assert output_of(capsys, "sample", run, "--best", *typed) == of_best
+
+
+class Positions(torch.nn.Module):
+    """Reads at most 64 tokens, which is the data's block size, but has no attribute that says so."""
+
+    def __init__(self, longest=64):
+        super().__init__()
+        self.table, self.out = torch.nn.Embedding(longest, 4), torch.nn.Linear(4, 256)
+        self.lengths = []
+
+    def load_state_dict(self, state):
+        """Keeps its own weights."""
+
+    def forward(self, tokens):
+        self.lengths.append(tokens.shape[1])
+        return self.out(self.table(torch.arange(tokens.shape[1])))[None]
+
+
+def test_a_model_without_a_block_size_reads_as_many_tokens_as_the_data_has(trained, capsys, monkeypatch):
+    model = Positions(OmegaConf.load(trained / ".hydra" / "config.yaml").data.block_size)
+    monkeypatch.setattr("stabletrain.trainer.contract.make_model", lambda cfg, data: model)
+    output_of(capsys, "sample", trained, "--prompt", "a", "--tokens", "100")
+    assert (min(model.lengths), max(model.lengths), len(model.lengths)) == (1, model.table.num_embeddings, 100)
+
+
+def test_a_model_that_cannot_generate_text_shows_its_own_lines(trained, capsys, monkeypatch):
+    monkeypatch.setattr("stabletrain.trainer.contract.make_model", lambda cfg, data: Positions(2))
+    assert main(["sample", str(trained), "--prompt", "abc"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"stabletrain: {trained}: the model cannot generate text\nTraceback")
+    assert "in forward\n" in said
+    assert said.endswith("IndexError: index out of range in self\n")
+    assert "site-packages" not in said
 
 
 def test_a_checkpoint_without_its_run_is_refused(trained, tmp_path, capsys):

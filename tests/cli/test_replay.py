@@ -141,7 +141,7 @@ class Model(nn.Module):
         self.net = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, num_classes))
 
     def forward(self, inputs):
-        return self.net(inputs)
+        return self.net(inputs), None
 
 class Data:
     num_classes = 3
@@ -168,6 +168,7 @@ def test_a_fix_is_tried_on_a_users_own_model(tmp_path):
     where = ["--config-dir", "conf", "hydra.run.dir=run", "precision.init_scale=8"]
     done = command(*where, *chosen, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
+    assert "model output of type tuple: its first element is taken as the logits\n" in done.stdout
 
     def replay(*overrides):
         words = ["-m", "stabletrain.cli.commands", "replay", "run/incidents/step-00000008", *overrides]

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from stabletrain.cli.train import traceback_text
 from stabletrain.tracking.metrics import read_jsonl
 from tests.runs import ROOT, TINY_GPT, command, python
 from tests.tracking.wandb_file import read
@@ -72,9 +73,12 @@ MISTAKES = {
     "warmup.steps=2000": "warmup.steps=2000 >= steps=1000: the peak learning rate is never reached; "
     "lower warmup.steps or raise steps",
     "warmup.steps=0": "warmup.steps=0 is below 1: use warmup=none for no warmup",
-    "grad_accum_steps=3": "batch_size=16 does not divide into grad_accum_steps=3 micro-batches: use batch_size=15",
+    "grad_accum_steps=3": "batch_size=16 does not divide into grad_accum_steps=3 micro-batches: use batch_size=15 or "
+    "18",
     "model=resnet20": "data=stdlib is for tokens, model=resnet20 reads images: use data=digits or data=cifar10, "
     "or a model for tokens such as model=gpt_nano",
+    "--steps 100": "--steps 100: keys are written without dashes: steps=100",
+    "--lr=1e-3 --config-dir .": "--lr 1e-3: keys are written without dashes: optimizer.lr=1e-3",
     "resume=nowhere": "resume=nowhere is neither a run folder nor a checkpoint: "
     "use auto, none, or outputs/<date>/<time>",
 }
@@ -99,6 +103,17 @@ def test_help_lists_every_group_without_loading_torch(tmp_path, no_torch):
     for group in (folder for folder in (ROOT / "conf").iterdir() if folder.is_dir()):
         options = sorted(file.stem for file in group.glob("*.yaml"))
         assert f"{group.name}: {', '.join(options)}" in done.stdout
+
+
+@pytest.mark.slow(unless=lambda typed: typed == "--help")
+@pytest.mark.parametrize("typed", ["--help", "--cfg=job"])
+def test_help_into_a_closed_pipe_ends_quietly(tmp_path, typed):
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), typed], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, b"")
 
 
 def test_a_bound_that_needs_torch_is_one_message_too(tmp_path):
@@ -355,3 +370,23 @@ def test_a_run_is_not_continued_with_other_data(tmp_path):
         assert "was trained on stdlib" in other.stderr
         assert "start a new run with resume=none" in other.stderr
     assert (tmp_path / "run" / "run.json").read_text() == before
+
+
+def test_an_error_in_the_users_code_prints_its_lines_and_the_file_has_all(tmp_path):
+    scope = {}
+    exec(compile("def forward():\n    return 1 / 0\n", "/home/user/mine.py", "exec"), scope)
+
+    def train():
+        scope["forward"]()
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        train()
+    file = tmp_path / "traceback.txt"
+    told = traceback_text(caught.value, file)
+    assert told.startswith(f"Traceback (your code; all of it in {file}):\n")
+    assert file.read_text().startswith("Traceback (most recent call last):\n")
+    assert file.read_text().endswith("ZeroDivisionError: division by zero\n")
+    assert traceback_text(caught.value, tmp_path / "missing" / "file").startswith("Traceback (most recent call last)")
+    own = ValueError("of the program")
+    assert traceback_text(own, tmp_path / "other.txt") == "ValueError: of the program\n"
+    assert not (tmp_path / "other.txt").exists()

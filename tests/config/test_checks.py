@@ -115,7 +115,9 @@ def test_a_batch_that_does_not_divide_among_the_ranks_names_sizes_that_do(batch,
         (["seed=-1"], "seed=-1 is outside [0, 2^63)"),
         (["optimizer.lr=fast"], "optimizer.lr=fast is not a number: the default is 0.003"),
         (["+foo=1"], "foo=1: there is no such key"),
-        (["grad_accum_steps=3"], "batch_size=16 does not divide into grad_accum_steps=3 micro-batches"),
+        (["grad_accum_steps=3"], "grad_accum_steps=3 micro-batches: use batch_size=15 or 18"),
+        (["batch_size=7", "grad_accum_steps=4"], "grad_accum_steps=4 micro-batches: use batch_size=8 or 4"),
+        (["batch_size=1", "grad_accum_steps=4"], "grad_accum_steps=4 micro-batches: use batch_size=4"),
         (["data.length_warmup=2000"], "data.length_warmup=2000 >= steps=1000"),
         (["warmup.steps=2000"], "the peak learning rate is never reached"),
         (["model=resnet20"], "data=stdlib is for tokens, model=resnet20 reads images"),
@@ -137,3 +139,16 @@ def test_a_configuration_that_works_passes_and_ranks_are_counted(monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "3")
         with pytest.raises(ConfigError, match="does not divide among 3 ranks"):
             check(cfg)
+
+
+def test_a_group_with_another_target_may_have_other_keys():
+    defaults = DEFAULTS | {"optimizer._target_": "AdamW", "data._target_": "Text"}
+    values = {key: value for key, value in defaults.items() if key != "optimizer.fused"}
+    values |= {"optimizer._target_": "Adam", "optimizer.amsgrad": True, "optimizer._partial_": True}
+    check_keys(values, defaults)
+    with pytest.raises(ConfigError, match=r"^optimizer\.lr=fast is not a number"):
+        check_keys(values | {"optimizer.lr": "fast"}, defaults)
+    with pytest.raises(ConfigError, match=r"^data\.amsgrad=True: there is no such key"):
+        check_keys(values | {"data.amsgrad": True}, defaults)
+    with pytest.raises(ConfigError, match=r"^optimizer\.amsgrad=True: there is no such key"):
+        check_keys(values | {"optimizer._target_": "AdamW"}, defaults)

@@ -4,7 +4,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from stabletrain.config.arguments import parse_arguments
-from stabletrain.config.error_texts import explain, has, nearest, own_folders
+from stabletrain.config.error_texts import explain, has, nearest, own_folders, unknown_option
 
 FILES = {
     "config.yaml": "defaults:\n  - _self_\n  - optimizer: adamw\n  - zloss: none\nsteps: 5\n",
@@ -44,6 +44,8 @@ def explained(conf, *typed):
         "optimizer.momentum=1": "optimizer.momentum: the chosen optimizer has no such key; it belongs to optimizer=sgd",
         "optimizer.banana=1": "optimizer.banana: there is no such key; the chosen optimizer has the keys fused, lr; "
         "options of optimizer: adamw, sgd",
+        "optimizer._target_=torch.optim.Adam optimizer.amsgrad=true": "optimizer.amsgrad: the chosen optimizer has no "
+        "such key; for your own optimizer._target_ write +optimizer.amsgrad=...",
         "zloss.banana=1": "zloss.banana: there is no such key; the chosen zloss has no keys; "
         "options of zloss: none, palm",
         "optimizer=adamv": "optimizer=adamv: there is no such option; did you mean adamw?\n"
@@ -55,7 +57,7 @@ def explained(conf, *typed):
     }.items(),
 )
 def test_a_mistake_is_explained(conf, typed, message):
-    assert explained(conf, typed) == message
+    assert explained(conf, *typed.split()) == message
 
 
 def test_what_cannot_be_parsed_shows_how_to_quote(conf):
@@ -114,3 +116,41 @@ def test_only_whole_keys_of_a_yaml_count(conf):
 def test_nothing_is_proposed_that_is_not_close():
     assert nearest("steps", ["seed", "device"]) == ""
     assert nearest("clipping.lr", ["optimizer.lr"]) == "", "a name with its group is not looked for elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    {
+        "--steps 100": "--steps 100: keys are written without dashes: steps=100",
+        "--steps=100 optimizer=sgd": "--steps 100: keys are written without dashes: steps=100",
+        "-m --momentum 0.5 optimizer=sgd": "--momentum 0.5: keys are written without dashes: optimizer.momentum=0.5",
+        "--fused": "--fused: keys are written without dashes: optimizer.fused=<value>",
+        "--optimizer sgd": "--optimizer sgd: keys are written without dashes: optimizer=sgd",
+        "--lr steps=3": "--lr: keys are written without dashes: optimizer.lr=<value>",
+        "-lr 3": "-lr 3: keys are written without dashes: optimizer.lr=3",
+        "--banana 3": "--banana 3: there is no such option, and no such key; python train.py --help lists the keys",
+        "--config runs/x.yaml": "--config runs/x.yaml: write experiment=x for conf/experiment/x.yaml; a file of your "
+        "own goes into <folder>/experiment/: --config-dir <folder> experiment=x; --config-name x replaces "
+        "conf/config.yaml as a whole",
+    }.items(),
+)
+def test_a_key_typed_as_an_option_is_shown_in_hydras_form(conf, typed, message):
+    assert unknown_option(typed.split(), conf) == message
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        *("", "steps=3", "-m steps=1,2", "--multirun", "--config-dir own", "-cd=own", "-cn x", "--cfg job", "-c job"),
+        *("--help", "--hydra-h", "--config-n x", "steps -1", "--config-dir --steps", "-cdown"),
+    ],
+)
+def test_hydras_own_options_are_left_to_hydra(conf, typed):
+    assert unknown_option(typed.split(), conf) is None
+
+
+def test_a_key_of_the_users_own_option_is_found_without_its_group(conf, tmp_path):
+    (tmp_path / "own" / "optimizer").mkdir(parents=True)
+    (tmp_path / "own" / "optimizer" / "mine.yaml").write_text("_target_: mine.Mine\nspecial: 1\n")
+    words = ["--config-dir", str(tmp_path / "own"), "optimizer=mine", "--special", "2"]
+    assert unknown_option(words, conf) == "--special 2: keys are written without dashes: optimizer.special=2"

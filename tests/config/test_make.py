@@ -5,7 +5,7 @@ from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
 from stabletrain.config import moved
-from stabletrain.config.make import innermost, leaves, make, plain
+from stabletrain.config.make import innermost, leaves, make, plain, target_of
 from stabletrain.errors import ConfigError, TrainingHalted
 from tests.runs import composed
 
@@ -101,3 +101,10 @@ def test_leaves_have_dotted_keys_and_lists_are_values():
 
 def test_plain_values_have_their_interpolations_resolved():
     assert plain(OmegaConf.create({"a": 1, "b": {"c": "${a}"}})) == {"a": 1, "b": {"c": 1}}
+
+
+def test_the_target_of_a_group_is_found_at_its_path_of_today_or_not_at_all(monkeypatch):
+    assert target_of(option(), "mine") is Option
+    monkeypatch.setitem(moved.MOVED, "somewhere.Else", f"{HERE}.Option")
+    for path, found in {"somewhere.Else": Option, "builtins.Nothing": None, "tests.nowhere": None}.items():
+        assert target_of(OmegaConf.create({"mine": {"_target_": path}}), "mine") is found

@@ -94,9 +94,33 @@ def test_bounds_are_named(folder, values, message):
         ImageFolder(**({"path": str(folder)} | FOLDER | values))
 
 
-def test_one_class_folder_is_refused(tmp_path):
-    picture(tmp_path / "only" / "0.png", 1)
-    with pytest.raises(ConfigError, match="has 1 class folders"):
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        (["0.png", "1.png"], "{path} has 0 class folders"),
+        (["only/0.png"], "{path} has 1 class folder"),
+        (["train/only/0.png", "val/only/0.png"], "{path}/train has 1 class folder"),
+        (["training/a/0.png", "testing/a/0.png"], "the class folders are named testing and training"),
+    ],
+    ids=["no folders", "one class", "one class in train", "other names of splits"],
+)
+def test_another_layout_is_answered_with_the_expected_one(tmp_path, files, problem):
+    for file in files:
+        picture(tmp_path / file, 1)
+    with pytest.raises(ConfigError) as refusal:
+        ImageFolder(f"{tmp_path}/", **FOLDER)
+    told = f"data.path={tmp_path}/: {problem.format(path=tmp_path)}: expected {tmp_path}/<class>/*.png, or "
+    assert str(refusal.value).startswith(told)
+    assert f"{tmp_path}/train/<class>/*.png and {tmp_path}/val/<class>/*.png" in str(refusal.value)
+
+
+def test_a_file_and_empty_class_folders_are_refused(tmp_path):
+    picture(tmp_path / "0.png", 1)
+    with pytest.raises(ConfigError, match=r"data\.path=.*0\.png is a file: expected <folder>/<class>"):
+        ImageFolder(str(tmp_path / "0.png"), **FOLDER)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=r"data\.path=.* has no images to train on: expected"):
         ImageFolder(str(tmp_path), **FOLDER)
 
 

@@ -1,11 +1,14 @@
 """Text: the split into training and validation bytes, and the source of each sample."""
 
+from inspect import signature
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from stabletrain.data.text import Stdlib, Text
 from tests.data.given import texts, tokens
+from tests.runs import CONF
 
 
 @pytest.mark.parametrize("files", [1, 30])
@@ -40,6 +43,38 @@ def test_the_split_of_many_files_does_not_depend_on_the_seed_or_on_other_files(t
     texts(tmp_path, files=60)
     more = held_out(Text(folder, 16, 0.2, seed=0))
     assert one == {name for name in more if int(name[-7:-4]) < 40}
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["a.txt"], "the last 20 % of the file is for validation (data.val_fraction)"),
+        (["a.txt", "b.txt"], "the last 20 % of each file is for validation (data.val_fraction)"),
+        ([f"{n}.txt" for n in range(20)], "{val} of 20 files are for validation (data.val_fraction)"),
+        (
+            ["train", "wiki.test.txt"],
+            "the last 20 % of each file is for validation (data.val_fraction); the name wiki.test.txt does not choose "
+            "a split: data.path=<glob> can leave it out",
+        ),
+        (["contest.txt", "values.txt"], "the last 20 % of each file is for validation (data.val_fraction)"),
+    ],
+    ids=["one file", "two files", "many files", "a file named test", "names that only contain such a word"],
+)
+def test_the_user_is_told_how_the_text_is_split(tmp_path, names, told):
+    for name in names:
+        (tmp_path / name).write_text(100 * "some text ")
+    data = Text(str(tmp_path), block_size=16, val_fraction=0.2)
+    sources = [s for step in range(data.batches(4, "val")) for s in data.batch(step, 4, "val").sources]
+    assert data.split == told.format(val=len({source.rpartition(":")[0] for source in sources}))
+
+
+@pytest.mark.parametrize(("kind", "option"), [(Stdlib, "stdlib"), (Text, "text")])
+def test_a_default_in_python_is_the_one_in_the_yaml(kind, option):
+    options = OmegaConf.load(CONF / "data" / f"{option}.yaml")
+    defaults = {name: p.default for name, p in signature(kind).parameters.items() if p.default is not p.empty}
+    assert "val_fraction" in defaults
+    del defaults["seed"]  # the run's own seed in the YAML
+    assert {name: options[name] for name in defaults} == defaults
 
 
 def test_the_standard_library_is_there_and_its_fingerprint_is_its_own():

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -44,6 +45,18 @@ def cards(monkeypatch):
 def flags(monkeypatch, *names):
     """A CPU with these feature flags."""
     monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset(names))
+
+
+# ---- the load
+
+
+def test_the_load_is_counted_per_core_that_may_be_used(monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.5, 1.0, 1.0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 5, 7}, raising=False)
+    assert hardware.load_and_cores() == (3.5, 3)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "getloadavg", lambda: (_ for _ in ()).throw(OSError))
+    assert hardware.load_and_cores() == (0.0, os.cpu_count())
 
 
 # ---- the device

@@ -82,6 +82,27 @@ def test_piped_it_is_plain_lines_every_so_many_steps_and_at_the_end():
     assert "\x1b" not in stream.getvalue()
 
 
+def test_piped_only_a_long_evaluation_has_lines(monkeypatch):
+    stream, now = io.StringIO(), [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    progress = Progress(10, stream)
+    progress.start(1000, 0)
+    progress.update(500, METRICS, 950.0, "img", 0)
+    for done in range(101):
+        progress.evaluating(done, 100)
+        now[0] += 1
+    assert stream.getvalue().splitlines()[1:] == [
+        "step 500/1000  evaluating 30/100  1:10 left",
+        "step 500/1000  evaluating 60/100  0:40 left",
+        "step 500/1000  evaluating 90/100  0:10 left",
+    ]
+    before = stream.getvalue()
+    for done in range(21):
+        progress.evaluating(done, 20)
+        now[0] += 1
+    assert stream.getvalue() == before
+
+
 def test_time_left_counts_from_where_the_run_began(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("stabletrain.tracking.progress.time.monotonic", lambda: now[0])
@@ -121,6 +142,8 @@ for step in range(1, 41):
     line.update(step, {"train/loss": 1.0 / step, "grad/norm": 0.5, "lr": 1e-3}, 27400.0, "tok", 0)
     if step == 20:
         line.note("skip  step 20 [bold]")
+for done in range(5):
+    line.evaluating(done, 4)
 line.close()
 line.close()
 print("rich" in sys.modules)
@@ -159,6 +182,9 @@ def test_on_a_terminal_it_is_one_live_line_with_notes_above():
     assert "skip  step 20 [bold]\r\n" in sent
     assert "\x1b[1A" not in sent  # never more than one line
     assert sent.count("step 10/40") >= 1
+    assert sent.index("evaluating 1/4") < sent.index("evaluating 3/4") < sent.rindex("loss 0.025"), (
+        "the step at the end"
+    )
     assert sent.rstrip().endswith("True")
 
 

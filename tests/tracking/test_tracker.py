@@ -35,6 +35,7 @@ def test_files_and_wandb_hear_the_same_and_the_exit_code_arrives(tmp_path, capsy
     tracker.event("skip", 3, reason="grad")
     tracker.note("a line")
     tracker.progress(1, {"train/loss": 1.0}, 10.0, "tok", 0)
+    tracker.evaluating(0, 2)
     tracker.alert("title", "text")
     tracker.summary({"val/loss": 2.0})
     tracker.rewind(2)

@@ -13,6 +13,7 @@ from stabletrain.stability.guard import NoGuard, SkipGuard
 from stabletrain.stability.schedule import Constant, LearningRate, LinearWarmup
 from stabletrain.trainer.banner import (
     SHOWN,
+    busy_note,
     closing,
     guard_summary,
     opening,
@@ -20,6 +21,7 @@ from stabletrain.trainer.banner import (
     parameter_count,
     relative_path,
     sample_text,
+    split_note,
     suggestion,
 )
 from stabletrain.trainer.history import History
@@ -88,6 +90,33 @@ def test_the_opening_says_what_is_trained_with_which_settings_and_where(tmp_path
         "precision fp32 · in fp32 head · optimizer sgd lr 0.1 · warmup linear 100",
         "run run",
     ]
+    noted = opening(choices, config, nn.Linear(4, 3), object(), tools, "CPU", str(tmp_path / "run"), ["", "a note"])
+    assert noted.splitlines()[2:] == ["a note", "run run"]
+
+
+def test_data_that_knows_its_split_is_quoted():
+    assert split_note(SimpleNamespace(split="the last 0.1 of the file")) == "split: the last 0.1 of the file"
+    assert split_note(object()) == split_note(SimpleNamespace(split=lambda parts: parts)) == ""
+
+
+@pytest.mark.parametrize(
+    ("load", "cores", "threads", "batches", "note"),
+    [
+        (1.9, 2, 2, 113, ""),
+        (2.9, 2, 2, 113, ""),
+        (6.0, 2, 1, 20, ""),
+        (6.0, 2, 1, 113, "faster with eval_batches=20 instead of 113 at each evaluation"),
+        (6.0, 2, 2, 20, "faster with OMP_NUM_THREADS=1 instead of 2 threads"),
+        (
+            *(6.04, 2, 2, 113),
+            "faster with OMP_NUM_THREADS=1 instead of 2 threads and eval_batches=20 instead of 113 at each evaluation",
+        ),
+        (40.0, 64, 64, 500, ""),
+    ],
+)
+def test_only_a_busy_cpu_is_noted_with_what_would_help(load, cores, threads, batches, note):
+    told = busy_note(load, cores, threads, batches)
+    assert told == (f"busy machine: load 6.0 on 2 cores; {note}" if note else "")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """What a model and its data must agree on: sizes taken from the data, refusals, and how ranks share batches."""
 
+import copy
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,8 +16,10 @@ from stabletrain.records import IGNORE_INDEX, Batch
 from stabletrain.trainer.contract import (
     DEFAULT_VAL_BATCHES,
     checked,
+    context_length,
     cost,
     make_model,
+    output_note,
     units,
     validation,
     vocabulary,
@@ -104,6 +109,118 @@ def test_what_is_no_model_to_train_is_refused():
         model_of({}, target="Frozen")
 
 
+# ---- the model's output
+
+
+class Scored(NamedTuple):
+    """An output with other tensors before its logits."""
+
+    aux: torch.Tensor
+    logits: torch.Tensor
+
+
+RETURNS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda logits: logits,
+    "object": lambda logits: SimpleNamespace(logits=logits, loss=None),
+    "named tuple": lambda logits: Scored(logits[:1], logits),
+    "tuple": lambda logits: (logits, {}),
+    "dict": lambda logits: {"logits": logits},
+    "list": lambda logits: [logits],
+    "object without": lambda logits: SimpleNamespace(logits=None),
+    "tuple without": lambda logits: ({}, logits),
+    "flat": lambda logits: logits[:, 0],
+}
+
+
+class Answering(nn.Module):
+    """Returns its logits in one of the ways of `RETURNS`; `reads` looks at a value, `fails` raises an error."""
+
+    def __init__(self, returns, reads=False, fails=False):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.returns, self.reads, self.fails, self.calls = returns, reads, fails, 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        if self.reads and inputs.max().item() > 100:
+            raise ValueError("inputs are too large")
+        if self.fails:
+            raise ValueError("fails")
+        return RETURNS[self.returns](self.net(inputs))
+
+
+def answering(returns, **keys):
+    """A model that returns its logits in this way, accepted as a run accepts it."""
+    cfg = OmegaConf.create({"model": {"_target_": f"{__name__}.Answering", "returns": returns, **keys}})
+    torch.manual_seed(0)
+    return make_model(cfg, Endless())
+
+
+@pytest.mark.parametrize(
+    ("returns", "note"),
+    [
+        ("object", "model output of type SimpleNamespace: its .logits are taken as the logits"),
+        ("named tuple", "model output of type Scored: its .logits are taken as the logits"),
+        ("tuple", "model output of type tuple: its first element is taken as the logits"),
+    ],
+)
+@pytest.mark.parametrize("reads", [False, True], ids=["", "reads values"])
+def test_logits_are_taken_out_of_an_object_or_a_tuple(returns, note, reads):
+    model, plain = answering(returns, reads=reads), answering("tensor")
+    assert output_note(model) == note
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    for each in (model, copy.deepcopy(model)):
+        each.eval()
+        assert torch.equal(each(torch.ones(3, 2)), plain.eval()(torch.ones(3, 2)))
+
+
+@pytest.mark.parametrize("returns", ["tensor", "tuple"])
+@pytest.mark.parametrize("reads", [False, True], ids=["", "reads values"])
+def test_the_trial_changes_nothing(returns, reads):
+    torch.manual_seed(0)
+    untried = Answering(returns, reads)
+    drawn = torch.rand(3)
+    model = answering(returns, reads=reads)
+    assert torch.equal(torch.rand(3), drawn), "no random number was drawn"
+    assert (model.calls, model.training) == (0, True)
+    before = untried.state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_returns_a_tensor_gets_no_hook():
+    model = answering("tensor")
+    assert not model._forward_hooks
+    assert output_note(model) == ""
+
+
+@pytest.mark.parametrize(
+    ("returns", "gave"),
+    [
+        ("dict", "a dict"),
+        ("list", "a list"),
+        ("object without", "a SimpleNamespace"),
+        ("tuple without", "a tuple"),
+        ("flat", "[2]"),
+    ],
+)
+def test_an_output_without_logits_is_refused_with_what_is_expected(returns, gave):
+    with pytest.raises(ConfigError) as refusal:
+        answering(returns)
+    assert str(refusal.value) == (
+        f"model: forward() gave {gave} for targets of [2]: logits are [batch, classes], or [batch, time, vocab] for "
+        "text; return them, an object with .logits, or a tuple that begins with them"
+    )
+
+
+def test_a_model_that_fails_in_the_trial_is_left_to_training():
+    model = answering("tuple", fails=True)
+    assert output_note(model) == ""
+    with pytest.raises(ValueError, match="fails"):
+        model(torch.ones(3, 2))
+    model.fails = False
+    assert isinstance(model(torch.ones(3, 2)), torch.Tensor), "its logits are taken"
+
+
 def test_the_vocabulary_is_the_models_then_the_datas_then_that_of_the_first_embedding():
     plain = nn.Sequential(nn.Embedding(50, 2), nn.Embedding(7, 2))
     assert vocabulary(plain, SimpleNamespace()) == 50
@@ -112,6 +229,14 @@ def test_the_vocabulary_is_the_models_then_the_datas_then_that_of_the_first_embe
     said.vocab_size = 30
     assert vocabulary(said, SimpleNamespace(vocab_size=40)) == 30
     assert vocabulary(nn.Linear(2, 2), SimpleNamespace()) is None
+
+
+def test_the_context_length_is_the_models_then_the_datas():
+    model, data = nn.Linear(2, 2), SimpleNamespace(block_size=16)
+    assert context_length(model, data) == 16
+    assert context_length(model, object()) is None
+    model.block_size = 8
+    assert context_length(model, data) == 8
 
 
 # ---- units
@@ -198,6 +323,13 @@ def test_ranks_take_equally_many_and_count_each_batch_once(world_size, limit):
     assert counted == [*range(limit or 3)]
     repeated = {number for each in taken for number, counts in each if not counts}
     assert repeated <= {(limit or 3) - 1}
+
+
+def test_the_progress_of_an_evaluation_is_shown_before_each_batch_and_at_the_end():
+    shown = []
+    for _ in validation(Counted(), 4, None, Ranks(), lambda done, total: shown.append((done, total))):
+        shown.append("batch")
+    assert shown == [(0, 3), "batch", (1, 3), "batch", (2, 3), "batch", (3, 3)]
 
 
 def test_a_repeated_batch_has_all_targets_ignored():

@@ -9,6 +9,7 @@ from torch import nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.faults.planned import NoFaults
+from stabletrain.machine import hardware
 from stabletrain.machine.determinism import Seeded, mix
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.single import SingleProcess
@@ -21,7 +22,9 @@ from stabletrain.trainer.stages import (
     batch_loader,
     build_model,
     load_data,
+    make_optimizer,
     make_tools,
+    opening_notes,
     rank_seed,
     start_process,
 )
@@ -187,3 +190,90 @@ def test_the_model_follows_from_the_seed_and_its_parts_are_in_place():
     assert tools.sanitizer.vocab_size == 256
     assert tools.seed == 4
     assert tools.precision is here.precision
+
+
+# ---- the optimizer
+
+
+def optimizer_of(*overrides):
+    """The optimizer of a linear layer with a frozen bias, and its note."""
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    with composed(*overrides) as cfg:
+        optimizer, note = make_optimizer(cfg, model, {})
+    assert [p for group in optimizer.param_groups for p in group["params"]] == [model.weight]
+    return optimizer, note
+
+
+ADAM = "optimizer._target_=torch.optim.Adam"
+
+
+@pytest.mark.parametrize("more", [[], ["+optimizer._partial_=true"]], ids=["plain", "partial"])
+def test_a_typed_optimizer_class_gets_the_arguments_that_it_knows(more):
+    optimizer, note = optimizer_of(ADAM, "optimizer.lr=0.5", "~optimizer.fused", "+optimizer.amsgrad=true", *more)
+    assert type(optimizer) is torch.optim.Adam
+    assert (optimizer.defaults["lr"], optimizer.defaults["amsgrad"], optimizer.defaults["fused"]) == (0.5, True, None)
+    assert note == (
+        "optimizer torch.optim.Adam(lr=0.5, betas=[0.9, 0.95], eps=1e-08, weight_decay=0.1, amsgrad=True) over all "
+        "parameters; without decay"
+    )
+
+
+@pytest.mark.parametrize("partial", ["", "_partial_: true\n"], ids=["plain", "partial"])
+def test_an_optimizer_class_in_the_users_own_yaml_is_built(tmp_path, partial):
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "mine.yaml").write_text(f"_target_: torch.optim.Adam\n{partial}lr: 0.25\n")
+    optimizer, note = optimizer_of(f"hydra.searchpath=[file://{tmp_path}]", "optimizer=mine")
+    assert type(optimizer) is torch.optim.Adam
+    assert (optimizer.defaults["lr"], note) == (0.25, "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ([ADAM, "optimizer.decay=independent"], "optimizer.decay=independent: torch.optim.Adam has no such argument"),
+        ([ADAM, "optimizer.lr=-1.0"], "optimizer: torch.optim.Adam cannot be built: Invalid learning rate: -1.0"),
+        (["optimizer._target_=torch.optim.LBFGS"], "optimizer: torch.optim.LBFGS calls the loss several times in a"),
+        (["optimizer._target_=types.SimpleNamespace"], "optimizer: types.SimpleNamespace cannot be built: "),
+        (
+            [f"optimizer._target_={__name__}.NoOptimizer"],
+            f"optimizer: {__name__}.NoOptimizer gives a dict, not a",
+        ),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(typed, message):
+    with pytest.raises(ConfigError) as refusal:
+        optimizer_of(*typed)
+    assert str(refusal.value).startswith(message)
+
+
+class NoOptimizer:
+    """Takes anything, and gives no optimizer."""
+
+    def __init__(self, **keys):
+        self.keys = keys
+
+    def __call__(self, model):
+        return self.keys
+
+
+def test_pytorchs_sgd_starts_from_a_momentum_of_zeros():
+    typed = ["optimizer=sgd", "optimizer._target_=torch.optim.SGD"]
+    optimizer, _ = optimizer_of(*typed)
+    [state] = optimizer.state.values()
+    assert not state["momentum_buffer"].any()
+    assert not optimizer_of(*typed, "optimizer.momentum=0", "optimizer.nesterov=false")[0].state
+
+
+# ---- the first lines
+
+
+def test_a_busy_cpu_is_noted_with_the_length_of_an_evaluation(monkeypatch):
+    monkeypatch.setattr(hardware, "load_and_cores", lambda: (9.0, 2))
+    data = SimpleNamespace(split="the last tenth", batches=lambda size, split: 800 // size)
+    source, cfg = Source(data, "tok", "byte"), OmegaConf.create({"batch_size": 8, "eval_batches": None})
+    split, busy = opening_notes(cfg, process(), source)
+    assert split == "split: the last tenth"
+    assert "eval_batches=20 instead of 100" in busy
+    cfg.eval_batches = 30
+    assert opening_notes(cfg, process(), source) == [split, ""]

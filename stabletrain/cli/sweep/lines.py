@@ -103,7 +103,7 @@ def closing(sweep: Sweep) -> str:
         if record.get("status") not in ("finished", "running"):
             reason = " ".join(str(record.get("reason")).split())[:100]
             varied = sweep.varied(record.get("overrides", []))
-            lines.append(f"{record.get('status'):<9}{varied}  {sweep.folder / name}  {reason}")
+            lines.append(f"{record.get('status'):<8} {varied}  {sweep.folder / name}  {reason}")
     folder = shlex.quote(str(sweep.folder))
     if missing > 0 or ends["failed"] or ends["preempted"] or ends["running"]:
         lines.append(f"then     python train.py resume={folder} runs what is missing or failed")

@@ -118,7 +118,8 @@ def staleness(model: nn.Module, gradients: Sequence[Tensor | None], optimizer: O
         state = optimizer.state.get(parameter, {})
         if gradient is None or "exp_avg_sq" not in state or not float(state.get("step", 0)):
             continue
-        betas = next((g["betas"] for g in optimizer.param_groups if any(p is parameter for p in g["params"])), (0, 0))
+        group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), {})
+        betas = group.get("betas", (0.0, 0.0))
         second = state["exp_avg_sq"].float() / (1 - betas[1] ** float(state["step"]))
         rms = float((gradient.float().square() / second.clamp(min=1e-16)).mean().sqrt())
         largest = rms if math.isnan(largest) else max(largest, rms)

@@ -49,9 +49,16 @@ class SGD:
             nesterov=self.nesterov,
             fused=self.fused or None,
         )
-        # PyTorch's fused kernel would create the momentum from uninitialised memory in the first step, and leave it
-        # uninitialised if that step is skipped. Zeros give the same first step.
-        for group in optimizer.param_groups if self.momentum else []:
-            for parameter in group["params"]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        zero_momentum_(optimizer)
         return optimizer
+
+
+def zero_momentum_(optimizer: torch.optim.SGD) -> None:
+    """Creates the momentum of every parameter, as zeros, if it has none yet.
+
+    PyTorch's fused kernel would create it from uninitialised memory in the first step, and leave it uninitialised if
+    that step is skipped. Zeros give the same first step.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else []:
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))

@@ -85,10 +85,12 @@ def test_the_closing_names_the_best_run_and_those_that_did_not_finish(tmp_path):
     ran(tmp_path / "0", RUNS[0], loss=2.5)
     ran(tmp_path / "1", RUNS[1], loss=2.25)
     ran(tmp_path / "2", RUNS[2], "failed", reason="optimizer.lr=-1\nis bad")
-    assert lines.closing(sweep_of(tmp_path)).splitlines() == [
-        f"sweep    4 runs, 2 finished, 1 failed, 1 not started, in {tmp_path}",
+    ran(tmp_path / "3", RUNS[3], "preempted", reason="SIGTERM")
+    assert lines.closing(sweep_of(tmp_path)._replace(count=5)).splitlines() == [
+        f"sweep    5 runs, 2 finished, 1 failed, 1 preempted, 1 not started, in {tmp_path}",
         f"best     val loss 2.250  seed=1  {tmp_path / '1'}",
         f"failed   seed=2  {tmp_path / '2'}  optimizer.lr=-1 is bad",
+        f"preempted seed=3  {tmp_path / '3'}  SIGTERM",
         f"then     python train.py resume={tmp_path} runs what is missing or failed",
         f"next     stabletrain compare {tmp_path}",
     ]
