@@ -5,14 +5,16 @@ The message of each error is written for the user: name, value, bound, fix. `tra
 """
 
 import difflib
+import os
 import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-PACKAGE = str(Path(__file__).parent)
-LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages")
-"""Parts of the paths of code that is neither stabletrain's nor the user's."""
+PACKAGE = os.path.realpath(Path(__file__).parent) + os.sep
+LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
+INSTALLED = {"site-packages", "dist-packages"}
+"""Where code lies that is neither stabletrain's nor the user's: folders of Python, and names of folders."""
 
 
 def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -79,10 +81,11 @@ def own_traceback(error: BaseException) -> str | None:
 
 
 def is_library(file: str) -> bool:
-    """Returns whether a frame of this file is code of a library or of Python, or generated code."""
-    return not Path(file).is_absolute() or any(part in file for part in LIBRARIES)
+    """Returns whether a source file belongs to Python or to an installed package, or is generated code."""
+    path = os.path.realpath(file)
+    return not os.path.isabs(file) or path.startswith(LIBRARIES) or not INSTALLED.isdisjoint(Path(path).parts)
 
 
 def is_own(file: str) -> bool:
-    """Returns whether a frame of this file is the user's code."""
-    return not is_library(file) and not file.startswith(PACKAGE)
+    """Returns whether a source file is the user's: not stabletrain's, not Python's, not an installed package's."""
+    return not is_library(file) and not os.path.realpath(file).startswith(PACKAGE)

@@ -1,12 +1,15 @@
 """Errors: their exit codes, and suggestions for mistyped names."""
 
+import importlib
 import json
 import traceback
 from functools import partial
 
 import pytest
 import torch
+import yaml
 
+import stabletrain
 from stabletrain.errors import (
     PACKAGE,
     ConfigError,
@@ -16,6 +19,7 @@ from stabletrain.errors import (
     TrainingHalted,
     closest,
     did_you_mean,
+    is_own,
     own_traceback,
 )
 
@@ -93,4 +97,18 @@ def test_the_cause_of_the_users_error_is_shown_too():
 
 def test_an_error_without_the_users_code_is_not_shortened():
     assert own_traceback(raised(partial(json.loads, "{"))) is None
-    assert own_traceback(from_users_code(partial(json.loads, "{"), f"{PACKAGE}/step.py")) is None
+    assert own_traceback(from_users_code(partial(json.loads, "{"), f"{PACKAGE}step.py")) is None
+
+
+@pytest.mark.parametrize("module", [torch, stabletrain, yaml, importlib, pytest])
+def test_libraries_are_not_the_users_code(module):
+    assert not is_own(module.__file__)
+
+
+def test_a_linked_file_is_the_users_if_its_target_is(tmp_path):
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "mine.py").write_text("")
+    link = tmp_path / "site-packages" / "mine.py"
+    link.symlink_to(tmp_path / "mine.py")
+    assert is_own(str(link))
+    assert not is_own(str(tmp_path / "site-packages" / "other.py"))

@@ -8,25 +8,15 @@ import hashlib
 import math
 import os
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
+from stabletrain.errors import is_own
 from stabletrain.protocols import Tools
-
-LIBRARIES = tuple(
-    f"{os.path.realpath(folder)}{os.sep}"
-    for folder in {
-        *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        *(str(Path(torch.__file__).parent), str(Path(__file__).parents[1])),
-    }
-)
-INSTALLED = ("site-packages", "dist-packages")
 
 
 def hashes(model: nn.Module, tools: Tools, since: float) -> dict[str, dict[str, str | None]]:
@@ -65,17 +55,11 @@ def files(model: nn.Module, tools: Tools) -> dict[str, str]:
         name = waiting.pop()
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None)
-        if name in found or not isinstance(file, str) or is_library(file):
+        if name in found or not isinstance(file, str) or not is_own(file):
             continue
         found[name] = file
         waiting += [other for value in vars_of(module) for other in module_of(value)]
     return dict(sorted(found.items()))
-
-
-def is_library(file: str) -> bool:
-    """Whether a file belongs to stabletrain, PyTorch, the standard library or an installed package."""
-    path = os.path.realpath(file)
-    return path.startswith(LIBRARIES) or any(part in INSTALLED for part in Path(path).parts)
 
 
 def vars_of(value: Any) -> list[Any]:

@@ -34,9 +34,9 @@ def opening(
         settings.append(f"in fp32 {', '.join(config['precision']['fp32_modules'])}")
     # warmup.steps=null is resolved from `steps`: show the length that is used
     resolved = {"warmup": {"steps": tools.learning_rate.warmup.length(tools.learning_rate.total)}}
-    notes = {"guard": tools.guard.note}
     settings += [
-        option_text(group, choices[group], {**config[group], **resolved.get(group, {})}) + notes.get(group, "")
+        option_text(group, choices[group], {**config[group], **resolved.get(group, {})})
+        + (tools.guard.note if group == "guard" else "")
         for group in SHOWN
         if choices[group] != "none"
     ]

@@ -8,12 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
 from torch import nn
 
-import stabletrain
-from stabletrain.forensics.user_code import compare, files, hash_of, hashes, is_library
+from stabletrain.forensics.user_code import compare, files, hash_of, hashes
 from stabletrain.stability.objective import Objective
 
 SOURCES = {
@@ -62,20 +59,6 @@ def test_the_modules_of_the_model_and_the_loss_and_what_they_import_are_found_an
 
 def test_a_model_of_stabletrain_runs_through_no_file_of_the_user(tools):
     assert files(nn.Linear(2, 2), tools) == {}
-
-
-@pytest.mark.parametrize("module", [torch, stabletrain, yaml, importlib, pytest])
-def test_libraries_are_not_the_users_code(module):
-    assert is_library(module.__file__)
-
-
-def test_a_linked_file_is_the_users_if_its_target_is(tmp_path):
-    (tmp_path / "site-packages").mkdir()
-    (tmp_path / "mine.py").write_text("")
-    link = tmp_path / "site-packages" / "mine.py"
-    link.symlink_to(tmp_path / "mine.py")
-    assert not is_library(str(link))
-    assert is_library(str(tmp_path / "site-packages" / "other.py"))
 
 
 def test_a_change_is_noticed_by_its_content(code, step):
