@@ -59,7 +59,7 @@ def test_every_transcript_says_whether_it_is_run():
 def test_masks_hide_numbers_and_places_but_no_words():
     assert masked("step  260: loss 11.67 is a spike") == masked("step 31: loss 2.5e-3 is a spike")
     assert masked("run outputs/2026-11-21/16-45-39") == "run outputs/<date>/<time>"
-    assert masked("at /usr/lib/python3.11/parse.py:24321") == masked("at .../topics.py:7")
+    assert masked("at /usr/lib/python3.11/parse.py at byte 24321") == masked("at .../topics.py at byte 7")
     assert masked("loss is high") != masked("loss is low")
 
 

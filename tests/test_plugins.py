@@ -120,6 +120,7 @@ def test_a_shape_error_in_a_users_model_prints_its_own_lines(plugin):
     file.write_text(file.read_text().replace("return self.net(inputs)", "return self.net(inputs[:, 1:])"))
     done, folder = run(plugin)
     assert done.returncode == 1
+    assert not done.stderr.endswith("\n\n")
     lines = done.stderr.strip().splitlines()
     assert lines[0] == f"Traceback (your code; all of it in {folder / 'traceback.txt'}):"
     assert lines[1].startswith(f'  File "{file}", line ')

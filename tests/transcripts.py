@@ -106,12 +106,12 @@ def run(command: str, folder: Path, timeout: float = 300) -> list[str]:
 
 
 def masked(line: str) -> str:
-    """A line without what differs from run to run: numbers, dates, folders, file names with line numbers, spacing."""
+    """A line without what differs from run to run: numbers, dates, folders, file names with a position, spacing."""
     line = re.sub(STAMP, "<date>/<time>", line)
     line = re.sub(r"(?:/[\w.+-]+)*/(outputs|multirun)/<date>", r"\1/<date>", line)
     line = re.sub(r"precision \w+ \(auto: [^)]*\)", "precision auto", line)
     line = re.sub(r"(?:\.\.\.|~|(?<![\w.<>])(?:/[\w.+-]+)+)/(?=[\w.<])", "", line)
-    line = re.sub(r"\b[\w-]+\.(?:py|md):\d+", "<file>", line)
+    line = re.sub(r"\b[\w-]+\.(?:py|md)(?::| at byte )\d+", "<file>", line)
     line = re.sub(r"cpu, \d+ threads?", "cpu", line)
     line = re.sub(r"\d+(?:[.,:]\d+)*(?:e[+-]?\d+)?(?:[kM]\b)?", "#", line)
     return " ".join(line.split())

@@ -91,10 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wandb_report.add_arguments(reporting)
     reporting.set_defaults(do=wandb_report.run)
 
-    first = next(iter(sys.argv[1:] if arguments is None else arguments), "-")
+    first = next(iter(sys.argv[1:] if arguments is None else arguments), "")
     if not first.startswith("-") and first not in commands.choices:
-        hint, known = did_you_mean(first, commands.choices), ", ".join(commands.choices)
-        parser.error(f"{first}: there is no such command{hint}\ncommands: {known}; to train: python train.py")
+        known = f"commands: {', '.join(commands.choices)}; to train: python train.py"
+        wrong = f"{first}: there is no such command{did_you_mean(first, commands.choices)}"
+        parser.error(f"{wrong if first else 'a command is missing'}\n{known}")
     chosen = parser.parse_args(arguments)
     try:
         chosen.do(chosen)

@@ -240,7 +240,7 @@ def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
         print(f"{where if not ranks.is_main else ''}stabletrain: {error}", file=sys.stderr)
     else:
         trace = traceback_text(error, folder / ("traceback.txt" if ranks.is_main else f"traceback-{ranks.rank}.txt"))
-        print("".join(f"{where}{line}" for line in trace.splitlines(keepends=True)), file=sys.stderr)
+        print("".join(f"{where}{line}" for line in trace.splitlines(keepends=True)), end="", file=sys.stderr)
     publish_failure(ranks, error)
     if isinstance(error, Interrupted) and error.saved:
         print(f"continue  {resume_command(ranks, folder)}", file=sys.stderr)

@@ -47,7 +47,8 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
         group, option = match.groups()
         available = sorted(options.get(group, []))
         hint = nearest(option, available)
-        return f"{group}={option}: there is no such option{hint}\noptions of {group}: {', '.join(available)}"
+        yours = "" if hint or folders[1:] else "; for your own options add --config-dir <folder>"
+        return f"{group}={option}: there is no such option{hint}\noptions of {group}: {', '.join(available)}{yours}"
     for override in typed.overrides:
         if override.partition("=")[2] == "" and not override.startswith("~"):
             return f"{override}: a value is missing: write {key_of(override)}=<value>"

@@ -1,5 +1,6 @@
 """Builds the object of a config group from the `_target_` of its chosen option, with Hydra."""
 
+import sys
 from collections.abc import Iterator
 from pydoc import ErrorDuringImport, locate
 from typing import Any, cast
@@ -10,7 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.config.moved import updated
-from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.errors import ConfigError, StabletrainError, did_you_mean
 
 
 def make(cfg: DictConfig, group: str, **given: Any) -> Any:
@@ -30,7 +31,10 @@ def make(cfg: DictConfig, group: str, **given: Any) -> Any:
         cause = innermost(error)  # Hydra wraps the option's own error
         if isinstance(cause, StabletrainError):
             raise cause from None
-        raise ConfigError(f"{group}={option} cannot be built from {node['_target_']}: {cause}") from error
+        module, _, name = node["_target_"].rpartition(".")
+        known = vars(sys.modules[module]) if module in sys.modules else {}
+        hint = "" if name in known else did_you_mean(name, known)
+        raise ConfigError(f"{group}={option} cannot be built from {node['_target_']}: {cause}{hint}") from error
 
 
 def target_of(cfg: DictConfig, group: str) -> Any:

@@ -40,10 +40,10 @@ class Pieces:
         return self._bytes[start:stop]
 
     def locate(self, position: int) -> str:
-        """Returns `file:offset` of a byte."""
+        """Returns `<file> at byte <offset>`."""
         piece = int(np.searchsorted(self._starts, position, "right")) - 1
         name, offset = self._where[piece]
-        return f"{name}:{offset + position - int(self._starts[piece])}"
+        return f"{name} at byte {offset + position - int(self._starts[piece])}"  # a colon would read as a line number
 
 
 class Corpus(Windows):

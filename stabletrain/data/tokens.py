@@ -52,9 +52,9 @@ class Shards:
         return np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
 
     def locate(self, position: int) -> str:
-        """Returns `shard:offset` of a token; the offset is in bytes."""
+        """Returns `<shard> at byte <offset>` of a token."""
         shard = int(np.searchsorted(self._starts, position, "right")) - 1
-        return f"{self._files[shard]}:{(position - int(self._starts[shard])) * self._itemsize}"
+        return f"{self._files[shard]} at byte {(position - int(self._starts[shard])) * self._itemsize}"
 
 
 class Tokens(Windows):

@@ -30,7 +30,7 @@ class Stream(Protocol):
         ...
 
     def locate(self, position: int) -> str:
-        """Returns `file:offset` of a token; the offset is in bytes."""
+        """Returns `<file> at byte <offset>` of a token."""
         ...
 
 

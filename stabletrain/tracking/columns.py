@@ -28,8 +28,9 @@ def percent(value: float) -> str:
 
 
 def thousands(value: float | int) -> str:
-    """Formats a number briefly: 950, 14.6k, 1.2M."""
-    return f"{value / 1e6:.3g}M" if value >= 1e6 else f"{value / 1e3:.3g}k" if value >= 1e3 else f"{value:.3g}"
+    """Formats a number with three digits: 950, 14.6k, 7.00k, 1.20M."""
+    size, letter = (1e6, "M") if value >= 999.5e3 else (1e3, "k") if value >= 999.5 else (1, "")
+    return f"{value / size:#.3g}".rstrip(".") + letter  # `#` keeps zeros, so the width of a line does not jump
 
 
 def duration(value: float | int) -> str:

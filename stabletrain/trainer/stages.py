@@ -198,7 +198,7 @@ def optimizer_arguments(cfg: DictConfig, kind: type, overrides: Mapping[str, Any
             raise ConfigError(f"optimizer.{key}={given[key]}: {cfg.optimizer._target_} has no such argument")
     kept = {key: value for key, value in given.items() if key not in unknown} | taken
     shown = ", ".join(f"{key}={value}" for key, value in kept.items() if not key.startswith("_"))
-    rest = f"; without {', '.join(unknown)}" if unknown else ""
+    rest = f"; unused: {', '.join(f'optimizer.{key}' for key in unknown)}" if unknown else ""
     return kept, f"optimizer {cfg.optimizer._target_}({shown}) over all parameters{rest}"
 
 

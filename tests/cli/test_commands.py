@@ -62,6 +62,13 @@ def test_a_mistyped_command_is_answered_with_the_nearest(capsys, typed, hint):
     assert said.endswith("to train: python train.py\n")
 
 
+def test_without_a_command_all_are_named(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "error: a command is missing\ncommands: prepare, sample, " in capsys.readouterr().err
+
+
 def test_the_version_is_that_of_the_project(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

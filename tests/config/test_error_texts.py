@@ -50,7 +50,8 @@ def explained(conf, *typed):
         "options of zloss: none, palm",
         "optimizer=adamv": "optimizer=adamv: there is no such option; did you mean adamw?\n"
         "options of optimizer: adamw, sgd",
-        "optimizer=banana": "optimizer=banana: there is no such option\noptions of optimizer: adamw, sgd",
+        "optimizer=banana": "optimizer=banana: there is no such option\noptions of optimizer: adamw, sgd; "
+        "for your own options add --config-dir <folder>",
         "optimizer=null": "optimizer=null: to turn a group off, use its option that does nothing, such as none or off",
         "steps": "steps: a value is missing: write steps=<value>",
         "steps=1,2": "steps=1,2: these are several values: to sweep over them, add -m (python train.py -m ...)",

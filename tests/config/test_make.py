@@ -68,6 +68,14 @@ def test_a_key_that_the_option_does_not_have_is_refused():
         make(cfg, "mine")
 
 
+def test_a_mistyped_target_is_answered_with_the_nearest_name():
+    cfg = OmegaConf.create({"mine": {"_target_": "datetime.timedetla", "days": 1}})
+    with pytest.raises(
+        ConfigError, match=r"^mine=mine cannot be built from datetime.timedetla: .*; did you mean timedelta\?$"
+    ):
+        make(cfg, "mine")
+
+
 def test_a_group_without_a_target_is_refused():
     with pytest.raises(ConfigError, match="mine=mine: its YAML has no _target_"):
         make(OmegaConf.create({"mine": {"size": 1}}), "mine")

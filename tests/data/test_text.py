@@ -18,7 +18,7 @@ def test_a_source_points_at_the_bytes_of_its_sample(tmp_path, files, split):
     for step in range(3):
         batch = data.batch(step, 4, split)
         for source, ours in zip(batch.sources, tokens(batch), strict=True):
-            file, _, offset = source.rpartition(":")
+            file, _, offset = source.rpartition(" at byte ")
             theirs = Path(file).read_bytes()[int(offset) :][:17]
             assert ours.startswith(theirs), "a sample may go on into the next file"
             assert len(theirs) > 0
@@ -26,15 +26,17 @@ def test_a_source_points_at_the_bytes_of_its_sample(tmp_path, files, split):
 
 def test_train_and_validation_share_no_byte_of_a_file(tmp_path):
     data = Text(str(texts(tmp_path)), block_size=16, val_fraction=0.2, seed=0)
-    last = max(int(s.rpartition(":")[2]) for step in range(50) for s in data.batch(step, 4, "train").sources)
-    first = min(int(s.rpartition(":")[2]) for s in data.batch(0, 4, "val").sources)
+    last = max(int(s.rpartition(" at byte ")[2]) for step in range(50) for s in data.batch(step, 4, "train").sources)
+    first = min(int(s.rpartition(" at byte ")[2]) for s in data.batch(0, 4, "val").sources)
     assert last + 17 <= first
 
 
 def test_the_split_of_many_files_does_not_depend_on_the_seed_or_on_other_files(tmp_path):
     def held_out(data):
         return {
-            s.rpartition(":")[0] for step in range(data.batches(4, "val")) for s in data.batch(step, 4, "val").sources
+            s.rpartition(" at byte ")[0]
+            for step in range(data.batches(4, "val"))
+            for s in data.batch(step, 4, "val").sources
         }
 
     folder = str(texts(tmp_path, files=40))
@@ -65,7 +67,7 @@ def test_the_user_is_told_how_the_text_is_split(tmp_path, names, told):
         (tmp_path / name).write_text(100 * "some text ")
     data = Text(str(tmp_path), block_size=16, val_fraction=0.2)
     sources = [s for step in range(data.batches(4, "val")) for s in data.batch(step, 4, "val").sources]
-    assert data.split == told.format(val=len({source.rpartition(":")[0] for source in sources}))
+    assert data.split == told.format(val=len({source.rpartition(" at byte ")[0] for source in sources}))
 
 
 @pytest.mark.parametrize(("kind", "option"), [(Stdlib, "stdlib"), (Text, "text")])

@@ -30,7 +30,7 @@ def test_a_source_points_at_the_shard_and_its_byte(tmp_path, text):
     prepare(str(text), str(tmp_path / "out"), shard_tokens=100, val_fraction=0.2)
     batch = Tokens(str(tmp_path / "out"), block_size=16, seed=0).batch(1, 8, "train")
     for row, source in zip(batch.inputs, batch.sources, strict=True):
-        file, _, offset = source.rpartition(":")
+        file, _, offset = source.rpartition(" at byte ")
         assert Path(file).read_bytes()[int(offset)] == row[0]
 
 

@@ -30,7 +30,7 @@ def test_an_epoch_reads_every_window_once_and_phases_move(tmp_path):
     count = data.batches(1, "train")
     epochs = [
         [
-            int(s.rpartition(":")[2])
+            int(s.rpartition(" at byte ")[2])
             for step in range(e * count, (e + 1) * count)
             for s in data.batch(step, 1, "train").sources
         ]

@@ -62,7 +62,7 @@ def test_numbers_are_short_and_nan_is_said():
     assert [short_number(v) for v in (2.3123, 0.00421, 1234.0, 123456.0, 0.0, math.nan, math.inf)] == [
         "2.31", "0.0042", "1234", "1.2e+05", "0", "nan", "inf"
     ]  # fmt: skip
-    assert [thousands(v) for v in (950.4, 27_412.0, 1.2e6)] == ["950", "27.4k", "1.2M"]
+    assert [thousands(v) for v in (950.4, 999.7, 7e3, 27_412.0, 1.2e6)] == ["950", "1.00k", "7.00k", "27.4k", "1.20M"]
     assert [elapsed(v) for v in (0.4, 92.0, 7500.0)] == ["0:00", "1:32", "2:05:00"]
 
 

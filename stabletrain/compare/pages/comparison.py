@@ -273,7 +273,7 @@ def table_part(runs: Sequence[Run], same: dict[str, Any], keys: Sequence[str]) -
         "Filters and checkboxes select the runs to draw. Shaded columns are the settings that differ.</p>"
         + shell.folded(f"The same in all runs: {len(common)} settings and results", shell.facts(common))
         + shell.folded(
-            f"Determined by the settings in the table: {len(others)} settings",
+            f"Determined by the settings in the table: {len(others)} setting{'s' if len(others) != 1 else ''}",
             f'<p class="code">{words(", ".join(others))}</p>' if others else "",
         )
     )
