@@ -34,6 +34,8 @@ def make(cfg: DictConfig, group: str, **given: Any) -> Any:
         module, _, name = node["_target_"].rpartition(".")
         known = vars(sys.modules[module]) if module in sys.modules else {}
         hint = "" if name in known else did_you_mean(name, known)
+        if isinstance(cause, ModuleNotFoundError) and cause.name == module.partition(".")[0]:
+            hint = "; if it is your own code, set PYTHONPATH to its folder"
         raise ConfigError(f"{group}={option} cannot be built from {node['_target_']}: {cause}{hint}") from error
 
 

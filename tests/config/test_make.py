@@ -76,6 +76,12 @@ def test_a_mistyped_target_is_answered_with_the_nearest_name():
         make(cfg, "mine")
 
 
+def test_a_module_that_python_cannot_import_is_answered_with_pythonpath():
+    cfg = OmegaConf.create({"mine": {"_target_": "no_such_code.Model"}})
+    with pytest.raises(ConfigError, match=r"No module named 'no_such_code'; if it is your own code, set PYTHONPATH to"):
+        make(cfg, "mine")
+
+
 def test_a_group_without_a_target_is_refused():
     with pytest.raises(ConfigError, match="mine=mine: its YAML has no _target_"):
         make(OmegaConf.create({"mine": {"size": 1}}), "mine")

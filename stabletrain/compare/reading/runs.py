@@ -20,7 +20,7 @@ import orjson
 
 from stabletrain.compare.reading.columns import Columns, as_float, blocks, joined, read_columns
 from stabletrain.compare.reading.run import ENDED, Ranges, Run
-from stabletrain.compare.reading.settings import read_settings
+from stabletrain.compare.reading.settings import changed, read_settings
 from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.tracking.metrics import numbers
 
@@ -219,6 +219,7 @@ def read_run(folder: Path) -> Run:
     record, damage = read_record(folder / "run.json")
     overrides = typed(record)
     settings, composed = read_settings(folder, record["choices"], overrides)
+    settings |= changed(record)
     run: dict[str, Any] = {"record": record, "settings": settings, "composed": composed, "overrides": overrides}
     try:
         columns = read_columns(folder / "metrics.jsonl")

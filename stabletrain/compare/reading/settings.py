@@ -1,9 +1,11 @@
 """A run's settings as one flat mapping, and which of them differ between runs.
 
 Settings are read from `.hydra/config.yaml`, the composed configuration. The option chosen in each config group is read
-from `run.json`. The configurations of a sweep are nearly the same text, so each top-level block is parsed only once.
+from `run.json`, as are the settings that were changed when the run was resumed. The configurations of a sweep are
+nearly the same text, so each top-level block is parsed only once.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -53,6 +55,18 @@ def read_settings(
         composed = False
     settings.update((group, option) for group, option in choices.items() if isinstance(option, str))
     return {key: value for key, value in settings.items() if key.partition(".")[0] not in WITHOUT_EFFECT}, composed
+
+
+def changed(record: Mapping[str, Any]) -> dict[str, Value]:
+    """Returns the settings that a resumed run has changed and then trained with, at their last values."""
+    found: dict[str, Value] = {}
+    try:
+        for change in record.get("changes", []):
+            if change["step"] < record["final"].get("steps", math.inf):  # else no step was left to train
+                found.update(leaves({key: now for key, (_, now) in change["keys"].items()}))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return {}  # the record is damaged
+    return {key: value for key, value in found.items() if key.partition(".")[0] not in WITHOUT_EFFECT}
 
 
 def split(text: str) -> list[str]:

@@ -96,3 +96,9 @@ def test_card_and_precision_come_from_the_record_or_else_from_the_choices(tmp_pa
     assert (full.card, full.precision, full.parameters) == ("NVIDIA H200", "bf16", 9)
     bare = run(choices={"precision": "auto"}, model={"parameters": "nine"})
     assert (bare.card, bare.precision, bare.parameters) == (None, "auto", None)
+
+
+def test_a_run_continued_with_more_steps_shows_them(tmp_path):
+    change = {"step": 9, "keys": {"steps": [9, 12]}}
+    folder = write(tmp_path / "run", ["steps=9"], final={"steps": 12}, changes=[change])
+    assert read_run(folder).settings["steps"] == 12

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from stabletrain.compare.reading.settings import (
+    changed,
     enough,
     read_settings,
     scalar,
@@ -58,6 +59,17 @@ def test_the_composed_configuration_is_flattened_and_a_group_has_its_option_as_v
         "clipping.max_norm": "nan",
         "clipping": "norm",
     }
+
+
+def test_changes_of_a_resumed_run_count_if_it_trained_with_them():
+    changes = [
+        {"step": 60, "keys": {"steps": [60, 70], "wandb": ["offline", "disabled"]}},
+        {"step": 70, "keys": {"steps": [70, 80], "optimizer.betas": [[0.9, 0.95], [0.9, 0.99]]}},
+        {"step": 80, "keys": {"optimizer.lr": [0.003, 0.001]}},
+    ]
+    assert changed({"final": {"steps": 80}, "changes": changes}) == {"steps": 80, "optimizer.betas": "[0.9, 0.99]"}
+    assert changed({"final": {}, "changes": changes})["optimizer.lr"] == 0.001, "a run that is not yet finished"
+    assert changed({"final": {}}) == changed({"final": {}, "changes": 3}) == {}
 
 
 @pytest.mark.parametrize("start", ["# a comment\n\n", "---\n", "%YAML 1.1\n---\n# a comment\n"])
