@@ -1,7 +1,7 @@
 """Hashes of the user's source files that a step runs through, so that a replay notices if they have changed.
 
-Such a file is the module of a class or function that the model or the tools of the step consist of, or one that is
-imported from there, unless it belongs to stabletrain, PyTorch, the standard library or an installed package.
+These are the files that define the classes and functions of the model and of the step's tools, and the files that they
+import. Files of stabletrain, PyTorch, the standard library and installed packages do not count.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from stabletrain.protocols import Tools
 def hashes(model: nn.Module, tools: Tools, since: float) -> dict[str, dict[str, str | None]]:
     """Returns `file` and `sha256` of each of the user's modules that the step runs through.
 
-    The hash is None if the file was written after `since`, in `time.time()` seconds: the run had imported it by then,
-    so the file may not be what the run executes.
+    The hash is None if the file was written after `since`, in `time.time()` seconds. The run had imported the old file
+    by then, so it may execute other code than the file now contains.
     """
     return {name: {"file": file, "sha256": hash_of(file, since)} for name, file in files(model, tools).items()}
 
@@ -31,7 +31,7 @@ def hashes(model: nn.Module, tools: Tools, since: float) -> dict[str, dict[str, 
 def compare(
     then: Mapping[str, Mapping[str, str | None]], model: nn.Module, tools: Tools
 ) -> tuple[list[str], list[str]]:
-    """Compares the files with what `hashes` returned then: those that have changed, and those that may have."""
+    """Returns the files that have changed since `hashes` returned `then`, and the files that may have changed."""
     now = files(model, tools)
     known = {now[name]: one["sha256"] for name, one in then.items() if name in now}
     changed = [file for file, digest in known.items() if digest is not None and digest != hash_of(file)]
@@ -47,7 +47,7 @@ def hash_of(file: str, since: float = math.inf) -> str | None:
 
 
 def files(model: nn.Module, tools: Tools) -> dict[str, str]:
-    """Returns the user's modules that forward and backward run through, and their files."""
+    """Returns the name and the file of each of the user's modules that forward and backward run through."""
     objects = [*model.modules(), tools.sanitizer, tools.precision, tools.objective.plain, tools.determinism]
     waiting = [name for each in objects for value in (each, *vars_of(each)) for name in module_of(value)]
     found: dict[str, str] = {}

@@ -124,7 +124,7 @@ class OpRecord:
         direction: `forward` or `backward`. What activation checkpointing recomputes is forward.
         op: its name without overload, such as `aten.exp`.
         node: the autograd node that runs it, such as `SqrtBackward0`; empty in forward.
-        source: `file:line` of the code that called it, or that called its forward operation.
+        source: `file:line` of the code that called it; for a backward operation, of the call of its forward operation.
         inputs, outputs: tensors read and written, in order.
         writers: for each input, the record that wrote it last; None if it existed before the trace.
         how: the kind of source; empty if it is none.
