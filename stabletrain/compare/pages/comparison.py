@@ -129,7 +129,7 @@ STYLES = ["uplot.min.css", "tabulator.min.css", "page.css"]
 
 
 def made_from(folders: Sequence[Path], file: Path) -> str:
-    """Identifies the compared folders, as they are seen from the page: the same again if all of them have moved."""
+    """Returns a hash of the folders' paths relative to the page: it stays the same if all of them move together."""
     places = {os.path.relpath(os.path.realpath(folder), os.path.realpath(file.parent)) for folder in folders}
     return hashlib.sha256("\n".join(sorted(places)).encode("utf-8", "surrogateescape")).hexdigest()
 
