@@ -53,7 +53,7 @@ exceeded 1e4 diverged.
 """
 
 RISING = 1.02
-"""Growth per step from which it counts as a trend: both sizes are measured on the same batch, so there is no noise."""
+"""Growth per step that counts as a trend: both sizes are measured on the same batch, so only the weights differ."""
 
 LOG_Z = 30.0
 GROWN = 2.0
