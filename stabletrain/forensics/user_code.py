@@ -4,13 +4,16 @@ These are the files that define the classes and functions of the model and of th
 import. Files of stabletrain, PyTorch, the standard library and installed packages do not count.
 """
 
+import ast
 import hashlib
 import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.util import resolve_name
+from itertools import accumulate
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -58,20 +61,36 @@ def files(model: nn.Module, tools: Tools) -> dict[str, str]:
         if name in found or not isinstance(file, str) or not is_own(file):
             continue
         found[name] = file
-        waiting += [other for value in vars_of(module) for other in module_of(value)]
+        waiting += imports(file, getattr(module, "__package__", None) or "")
     return dict(sorted(found.items()))
 
 
+def imports(file: str, package: str) -> Iterator[str]:
+    """Yields the names of the modules that a source file imports, also inside functions; some may not exist."""
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from accumulate(alias.name.split("."), "{}.{}".format)  # a.b.c imports a and a.b too
+        elif isinstance(node, ast.ImportFrom):
+            with suppress(ImportError):  # a relative import from outside a package
+                origin = resolve_name("." * node.level + (node.module or ""), package)
+                yield from (origin, *(f"{origin}.{alias.name}" for alias in node.names))
+
+
 def vars_of(value: Any) -> list[Any]:
-    """The attributes of an object or the names in a module; empty if it has no `__dict__`."""
+    """The attributes of an object; empty if it has no `__dict__`."""
     return list(getattr(value, "__dict__", {}).values())
 
 
 def module_of(value: Any) -> Iterator[str]:
-    """The name of the module that a class, a function or an object's class comes from, or of a module itself."""
+    """The name of the module that a class, a function or an object's class comes from."""
     try:
-        name = value.__name__ if isinstance(value, ModuleType) else value.__module__
-    except Exception:  # any object may be in a user's module, and it may raise anything
+        name = value.__module__
+    except Exception:  # a user's object may raise anything
         return
     if isinstance(name, str):
         yield name
