@@ -1,19 +1,19 @@
-"""How the guard judges the first steps of a run, while its window is not half full.
+"""How well the guard judges the first steps of a run, before its window is half full.
 
     python benchmarks/early_steps.py --json early_steps.json
-    python benchmarks/early_steps.py --replay early_steps.json        # judges the recorded series again
+    python benchmarks/early_steps.py --replay early_steps.json        # judges recorded series again
 
 Records loss, gradient norm and largest input of the first 70 steps of small runs with `guard=off`, then judges these
 series with the guard's limits, and with the fixed multiples that earlier versions had instead (3 times the first loss,
 100 times the first gradient norm):
 
 - **clean starts**: every init, warmup and precision of both models; size, optimizer, learning rate, clipping, further
-  options and seed are drawn at random. A step above a limit would have been skipped: a false skip, unless the loss of
-  the start has grown several times, which some do that were drawn a high learning rate.
-- **faults**: at a random step between 2 and 60 of each start in fp32 or bf16, every fault of `FAULTS` is tried on the
-  state of that step. A fault is caught if one of the `WITHIN` steps from its first damage on is above a limit. Many of
-  them do little: in the first steps, wrong targets cost no more than right ones. The last columns are those faults that
-  at least double the loss.
+  options and seed are drawn at random. A step above a limit would have been skipped. This is a false skip, unless the
+  loss has already grown several times: some starts diverge because a high learning rate was drawn.
+- **faults**: each start in fp32 or bf16 has a random step between 2 and 60 at which every fault of `FAULTS` is tried,
+  from the same state. A fault is caught if one of the first `WITHIN` damaged steps is above a limit. Many faults do
+  little: in the first steps, wrong targets raise the loss no more than right ones. The last columns count only the
+  faults that at least double the loss.
 """
 
 import argparse
@@ -44,13 +44,13 @@ from stabletrain.trainer.build import build
 from stabletrain.trainer.run import TrainingRun
 
 STEPS = 70
-"""Steps of a start: the default window of 128 steps is half full after 64."""
+"""Number of steps in a start: the default window of 128 steps is half full after 64."""
 
 WITHIN = 4
-"""Steps in which a fault counts as caught: the first damaged one, and three more."""
+"""Number of steps in which a fault can be caught: the first damaged step and three more."""
 
 CHOSEN_ON = 180
-"""The rule was chosen on that many starts; the others test it."""
+"""The rule was chosen on this many starts; the other starts test it."""
 
 ALONE = (
     *("wandb=disabled", "checkpoint=off", "monitors=none", "forensics=off", "guard=off"),
@@ -62,13 +62,15 @@ INITS = {
     "resnet": ("torch", "normal", "fan_in", "zero_residual"),
 }
 REPEATS = {"gpt": 4, "resnet": 5}
-"""Starts for each init, warmup and precision."""
+"""Number of starts for each init, warmup and precision except fp16, which has one."""
 
 SHAPES = {
     "gpt": ((2, 16, 16, 4), (2, 32, 32, 8), (4, 64, 64, 8), (4, 64, 32, 16), (6, 96, 64, 4)),
     "resnet": ((8, 8), (8, 32), (20, 8), (20, 32)),
 }
-"""GPT: blocks, width, tokens per sample, samples. ResNet: depth, images. fp16 is slow on a CPU: only the first."""
+"""GPT: blocks, width, tokens per sample, samples. ResNet: depth, images. fp16 is slow on a CPU, so it
+uses only the first shape.
+"""
 
 OPTIMIZERS = {
     "gpt": (
@@ -173,7 +175,7 @@ def start(draw: random.Random, model: str, init: str, warmup: str, precision: st
 
 
 class Start:
-    """The first steps of a run, one at a time, which can be repeated with a fault."""
+    """Executes the first steps of a run one at a time, and can repeat them with a fault."""
 
     def __init__(self, folder: Path, overrides: Sequence[str]) -> None:
         with composed(*ALONE, *overrides) as cfg, silence():
@@ -194,7 +196,7 @@ class Start:
         return reading
 
     def with_faults(self) -> dict[str, list[list[float]]]:
-        """Returns what each fault makes of the next steps, and restores the state."""
+        """Returns the values of the next steps with each fault, and restores the state after each."""
         state, found = self.job.state, {}
         parts = {"precision": self.job.tools.precision, "clipping": self.job.tools.clipping}
         before = Snapshots()
@@ -203,8 +205,8 @@ class Start:
             if name in IMAGES_ONLY and self.model == "gpt":
                 continue
             fault = kind([state.step])
-            after = isinstance(fault, LearningRate)  # its own step is normal
-            with silence():  # a fault says what it does
+            after = isinstance(fault, LearningRate)  # the step with the wrong rate is normal; the next one is damaged
+            with silence():  # faults print what they do
                 found[name] = [values(self.step(fault)) for _ in range(WITHIN + after)]
             restore(before.newest(state.step), state, parts)
         return found
@@ -216,12 +218,12 @@ class Start:
 
 
 def values(reading: Reading) -> list[float]:
-    """Returns loss, gradient norm and largest input; an overflow of fp16 has none, because it is never judged."""
+    """Returns loss, gradient norm and largest input; empty for an overflow of fp16, which the guard does not judge."""
     return [] if reading.overflow else [reading.loss, reading.grad_norm, reading.inputs]
 
 
 def recorded(overrides: Sequence[str], seed: int) -> dict[str, Any]:
-    """Returns the series of a clean start, and those of the faults at one of its steps."""
+    """Returns the series of a clean start, and the series of each fault at one of its steps."""
     at = random.Random(seed).randint(2, 60)
     with tempfile.TemporaryDirectory() as folder:
         run = Start(Path(folder) / "run", overrides)
@@ -241,7 +243,7 @@ class Judge:
     """The default guard's limits of loss, gradient norm and inputs.
 
     Args:
-        fixed: whether only fixed multiples of the first values judge, as in earlier versions.
+        fixed: use fixed multiples of the first values, as earlier versions did.
     """
 
     def __init__(self, fixed: bool) -> None:
@@ -276,7 +278,7 @@ def caught(start: dict[str, Any], fault: str, fixed: bool) -> bool:
 
 
 def clear(start: dict[str, Any], fault: str) -> bool:
-    """Returns whether a fault makes the loss at least twice the median of the 5 losses before, or not finite."""
+    """Returns whether a fault makes the loss non-finite, or at least twice the median of the 5 losses before it."""
     before = [reading[0] for reading in start["series"][: start["at"] - 1] if reading][-5:]
     return any(not reading[0] < 2 * median(before) for reading in start["faults"][fault] if reading)
 
@@ -311,9 +313,9 @@ def main() -> None:
     """Records the starts, or reads them, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file to write the series to")
-    parser.add_argument("--replay", type=Path, help="judges the series of this file; trains nothing")
+    parser.add_argument("--replay", type=Path, help="file whose series to judge, without training")
     parser.add_argument("--starts", type=int, help="number of starts (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of what is drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.replay:

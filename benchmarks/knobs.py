@@ -4,10 +4,10 @@
     OMP_NUM_THREADS=1 python benchmarks/knobs.py --only init
 
 - **init**: a GPT of width 64 with 8 and 16 blocks, at step 0, means over 8 models. *Added* is the variance that all
-  blocks together add to the residual stream, relative to the variance of its input; *gradients*, the largest gradient
-  norm of a block divided by the smallest, with 16 blocks; *embedding*, the embedding's gradient norm with 8 blocks.
+  blocks together add to the residual stream, relative to the variance of its input. *gradients* is the largest
+  gradient norm of a block divided by the smallest, with 16 blocks. *Embedding* is its gradient norm with 8 blocks.
 - **clipping**: the median time of the clipping in a step of gpt_nano (16 x 128 tokens), and its share of the step. In a
-  GPT of 2 x 16, the mean share of parts that were clipped in steps 1 to 100 and 101 to 150.
+  GPT with 2 blocks of width 16, the mean share of clipped parts in steps 1 to 100 and 101 to 150.
 - **rolling**: time to add a reading to the rolling statistics and to compute their metrics, with full windows.
 """
 
@@ -41,7 +41,7 @@ CLIPPINGS = ("none", "norm", "value", "per_module", "agc", "zclip", "adagc")
 NANO = ("model=gpt_nano", "batch_size=16")
 TINY = ("model=gpt_nano", "model.n_layer=2", "model.n_embd=16", "model.n_head=2", "data.block_size=16", "batch_size=4")
 STEPS, WARMUP = 150, 100
-"""Steps of the tiny GPT, of which the first 100 are AdaGC's warmup."""
+"""Number of steps of the tiny GPT, and length of AdaGC's warmup at their start."""
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ def run(*overrides: str) -> Generator[TrainingRun, None, None]:
 
 
 def growth(init: str, depth: int, seed: int) -> tuple[float, float, float]:
-    """Returns the variance that the blocks add, the ratio of their gradient norms, and that of the embedding."""
+    """Returns the variance that the blocks add, the ratio of their gradient norms, and the embedding's norm."""
     variances: list[float] = []
 
     def note(_: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
@@ -85,7 +85,7 @@ def inits() -> None:
 
 
 def clipped(overrides: tuple[str, ...], steps: int) -> tuple[list[float], list[float], list[float]]:
-    """Returns of each step the seconds of the clipping, the seconds of the step, and the share of clipped parts."""
+    """Returns, for each step, the seconds of clipping, the seconds of the step, and the share of clipped parts."""
     took, seconds, active = [], [], []
     with run(*overrides) as job:
         kind = type(job.tools.clipping)

@@ -14,7 +14,7 @@ from pathlib import Path
 PACKAGE = os.path.realpath(Path(__file__).parent) + os.sep
 LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
 INSTALLED = {"site-packages", "dist-packages"}
-"""Where code lies that is neither stabletrain's nor the user's: folders of Python, and names of folders."""
+"""Folders of stabletrain and of Python, and names of folders of installed packages: their code is not the user's."""
 
 
 def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -63,9 +63,9 @@ class Interrupted(StabletrainError):
 
 
 def own_traceback(error: BaseException) -> str | None:
-    """Returns an error with the part of its traceback that is the user's code; None if no frame is the user's.
+    """Formats an error with a traceback shortened to the user's code; None if no frame is the user's.
 
-    Leaves out the frames above the user's code, and those of libraries such as PyTorch.
+    Leaves out the frames before the first one in the user's code, and all frames of libraries such as PyTorch.
     """
     shown = traceback.TracebackException.from_exception(error)
     each: traceback.TracebackException | None = shown

@@ -78,7 +78,7 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     # Seed by step number, so that a replay of this step draws the same random numbers.
     tools.determinism.seed_step(tools.seed, state.step)
     state.optimizer.zero_grad(set_to_none=True)
-    # The forward pass overwrites BatchNorm's statistics. A skipped step gets these copies back.
+    # The forward pass overwrites BatchNorm's statistics. If the step is skipped, these copies are restored.
     saved_buffers = save_buffers(state.model)
     # Divide each micro-batch's loss by the number of targets of the whole step: the losses then add up to the exact
     # mean, even if micro-batches or ranks have different numbers of valid targets.

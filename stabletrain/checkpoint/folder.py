@@ -131,7 +131,7 @@ class Folder:
         Args:
             healthy_only: silently skip checkpoints that are not healthy.
             at_most: silently skip checkpoints of later steps.
-            again: whether to verify checkpoints again that this process wrote or verified and that are unchanged since.
+            again: also verify unchanged checkpoints that this process has already written or verified.
         """
         for path in reversed(self._paths()):
             if at_most is not None and number(path) > at_most:

@@ -7,8 +7,8 @@
 
 Writing happens on background threads, where collectives are not allowed: they belong to training. So the ranks
 communicate through the folder. A rank that cannot write its files renames the folder, which works even on a full disk.
-No rank can complete the checkpoint then, and the new name tells rank 0 which rank failed and why. Rank 0 waits for a
-limited time.
+After that, no rank can complete the checkpoint. The folder's new name tells rank 0 which rank failed and why. Rank 0
+waits for a limited time.
 """
 
 import errno

@@ -176,7 +176,7 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
     known = repro_files.read(folder)[repro_files.STATE]["parameters"]
     fresh = [name for name, _ in model.named_parameters() if name not in known]
     diagnosis: dict[str, Any] = {}
-    with contextlib.suppress(ConfigError):  # the step is replayed without it too
+    with contextlib.suppress(ConfigError):  # the replay also works without `diagnosis.json`
         diagnosis = read(folder)
     changed, unsure = compare(repro_files.read(folder).get("code") or {}, model, tools)
     return ReplayReport(repro.reading, outcome, tuple(overrides), fresh, repro.applied, diagnosis, changed, unsure)

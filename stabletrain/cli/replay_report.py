@@ -10,10 +10,10 @@ from stabletrain.records import Reading
 from stabletrain.tracking import metrics
 
 BAD = {"input": "the input is", "label": "the label is", "ignored": "the targets are", "empty": "the batch is"}
-"""Start of the sentence about a bad sample, by its fault in `diagnosis.json`."""
+"""Start of the clause about a bad sample, by the sample's `fault` in `diagnosis.json`."""
 
 SPIKES = {"loss": "loss", "grad_norm": "gradient norm"}
-"""What has a limit in `diagnosis.json`, in words."""
+"""Names of the quantities that have a limit in `diagnosis.json`, for the user."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ReplayReport:
         applied: whether the weights are those after the step's update, so that the replay does not repeat the step.
         diagnosis: the incident's `diagnosis.json`; empty if it cannot be read.
         changed: the user's source files that have changed since the run imported them.
-        unsure: those that may have, because they were written while the run trained.
+        unsure: files that may have changed, because they were written while the run trained.
     """
 
     then: Reading | None
@@ -127,13 +127,13 @@ class ReplayReport:
             return "not_fixed", f"not fixed by the change in {listed(self.changed)}: the step is still not finite"
         if not self.now.finite:
             return "not_fixed", f"{result}, but it was finite before"
-        # A step that was skipped for another reason is not fixed by being finite.
+        # The step was skipped although it was finite, so a finite replay does not prove a fix.
         there, clause = self.remaining()
         verdict = None if there is None else "not_fixed" if there else "fixed"
         return verdict, f"{result}, as it was before; {clause}"
 
     def remaining(self) -> tuple[bool | None, str]:
-        """Whether the fault of a step that was finite is still there, None if a replay cannot tell, and a clause."""
+        """Returns whether a finite step's fault remains (None if a replay cannot tell), and a clause about it."""
         then, now, known = self.then, self.now, self.diagnosis
         assert then is not None
         if then.bad_data:

@@ -251,7 +251,7 @@ def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
 
 
 def traceback_text(error: Exception, file: Path) -> str:
-    """Returns the traceback to print: of an error in the user's code only that part, and `file` gets all of it."""
+    """Returns the traceback to print: for an error in the user's code only that part, with all of it in `file`."""
     whole, own = "".join(traceback.format_exception(error)), own_traceback(error)
     if own is None:
         return whole

@@ -18,7 +18,7 @@ from stabletrain.compare.table import ENDLESS, ranked, show
 from stabletrain.errors import ConfigError
 
 MISSING_SHOWN = 5
-"""Maximum number of missing runs, and of copies, that are printed by name."""
+"""Maximum number of lines about missing runs, and of lines about copies."""
 
 
 def compare(
@@ -79,7 +79,7 @@ def page_for(folders: Sequence[Path], html: Path | None) -> tuple[Path, str]:
     """Returns the file for the page, and a note for the user if the usual file is taken.
 
     Raises:
-        ConfigError: the user's own choice, `html`, exists and is not a page of these folders.
+        ConfigError: `html` exists, and is not the page of these folders.
     """
     if html is not None:
         if is_another_page(html, folders):
@@ -117,7 +117,7 @@ def print_copies(runs: Sequence[Run]) -> None:
 
 
 def print_sensitivity(swept: Sequence[Arm]) -> None:
-    """Prints the learning-rate sensitivity table, and which runs it lacks."""
+    """Prints the table of learning-rate sensitivity, and the runs that are missing in it."""
     print(f"\n{markdown(swept)}")
     missing = [line for arm in swept for line in arm.missing]
     for line in missing[:MISSING_SHOWN]:

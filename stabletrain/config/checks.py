@@ -121,7 +121,7 @@ def reference() -> dict[str, Any]:
 def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Refuses unknown keys (`+typo=1`), removed keys (`~guard`), and values of another type than the default.
 
-    A group whose `_target_` was changed may have other keys: its target knows which.
+    Accepts any key in a group whose `_target_` was changed: the new target checks its own arguments.
     """
     retargeted = tuple(
         key.removesuffix("_target_") for key in values if key.endswith("._target_") and values[key] != defaults.get(key)

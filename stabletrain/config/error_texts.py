@@ -97,7 +97,7 @@ def unknown_option(words: list[str], config_dir: Path) -> str | None:
 
 
 def is_option(name: str) -> bool:
-    """Returns whether Hydra accepts a word as one of its options: exactly, shortened, or with its value joined."""
+    """Returns whether Hydra accepts a word as one of its options: in full, shortened, or with its value attached."""
     if name in OPTIONS or name.removeprefix("-").replace(".", "").isdigit():
         return True
     if name.startswith("--"):
@@ -147,7 +147,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def closest_key(word: str, known: list[str]) -> str:
-    """Returns the closest of `known`, whole or by its last part; empty if none is close."""
+    """Returns the closest of `known`, compared as a whole or by its last part; empty if none is close."""
     near = closest(word, known, cutoff=0.75)
     if not near and "." not in word:  # try the last part: lr finds optimizer.lr
         last = {key.rsplit(".", 1)[-1]: key for key in known}
@@ -163,7 +163,7 @@ def own_folders(typed: Arguments) -> list[Path]:
 
 
 def raised_in(error: Exception) -> str:
-    """Returns the package whose code raised `error`: for some mistakes Hydra's parser raises a plain ValueError."""
+    """Returns the package whose code raised `error`: its type may be a plain ValueError, even from Hydra's parser."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

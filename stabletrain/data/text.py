@@ -187,7 +187,7 @@ class Text(Corpus):
 
     @property
     def split(self) -> str:
-        """How the text is split, and that file names do not matter if one looks like the name of a split."""
+        """How the text is split; if a file name contains the name of a split, also that file names do not matter."""
         named = next((f for f in self._files if NAMES_OF_SPLITS & {*re.split(r"[\W_]+", f.lower())}), None)
         hint = "" if named is None else f"; the name {named} does not choose a split: data.path=<glob> can leave it out"
         return f"{self._held_out} for validation (data.val_fraction){hint}"

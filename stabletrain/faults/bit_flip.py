@@ -1,4 +1,4 @@
-"""A bit flip in a weight or in an optimizer moment before the forward pass, like one that a memory error causes.
+"""A bit flip in a weight or in an optimizer moment before the forward pass, as caused by a memory error.
 
 Bit 0 is the lowest. In fp32, bits 0 to 22 are the mantissa, 23 to 30 the exponent, 31 the sign. Flipping bit 30
 multiplies a weight below 1 by 2^128 (3e38); flipping bit 22 changes a weight by at most half.

@@ -1,4 +1,4 @@
-"""Bad training data, such as a corrupt file, a wrong label or an empty shard gives.
+"""Bad training data, as caused by a corrupt file, a wrong label or an empty shard.
 
 These faults happen at data positions, the `step` argument of `batch`. Reading a position again gives the same bad
 batch; only a rollback that skips the position avoids it. Validation data is not changed.

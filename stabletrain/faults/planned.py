@@ -92,7 +92,7 @@ def check_at_least(name: str, value: Any, lowest: int) -> None:
 def check_number(name: str, value: Any) -> None:
     """Raises ConfigError if `value` is not a number; NaN and the infinities are allowed."""
     if not isinstance(value, float | int) or isinstance(value, bool):
-        raise ConfigError(f"faults.{name}={value} is not a number: use .nan, .inf, -.inf, or a number such as 1000.0")
+        raise ConfigError(f"faults.{name}={value} is not a number: use nan, inf, -inf, or a number such as 1000.0")
 
 
 def drawn(seed: int, number: int, below: int) -> int:

@@ -51,7 +51,7 @@ class NoIncidentHandler:
     """Investigates nothing.
 
     Attributes:
-        newest: kind of the newest skipped step that was explained, as the guard names it; set by the caller.
+        newest: the guard's kind (`spike` ...) of the newest skipped step that was investigated; set by the caller.
     """
 
     newest = ""

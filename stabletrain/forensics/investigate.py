@@ -94,7 +94,7 @@ def investigate(
     Args:
         kind: as in `Evidence`.
         classes: last dimension of the logits; None if unknown.
-        optimizer: the live optimizer, with the moments that the step started from; only read.
+        optimizer: the live optimizer, with its moments from before the step; only read.
     """
     began = time.monotonic()
     assert repro.reading is not None

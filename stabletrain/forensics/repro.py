@@ -1,6 +1,6 @@
 """A repro: everything needed to replay one step, in memory and on disk, and a copy of the model to replay it on.
 
-A skipped step left the weights unchanged, so the live model still has the weights that the step started from. Only its
+A skipped step left the weights unchanged, so the live model still has its weights from before the step. Only its
 buffers differ, because the next step's forward pass has already run; `step.compute` saved their earlier values, and the
 repro holds them. Nothing in a repro is ever modified: a replay runs on `copy_model()`, which has its own weights,
 buffers, gradients and attributes, and is not compiled.
@@ -41,7 +41,7 @@ class Repro:
     """One step, ready to be replayed.
 
     Attributes:
-        model: with the weights that the step started from; only read.
+        model: with its weights from before the step; only read.
         buffers: values from before the step, in the order of `model.buffers()`.
         step: number of the step, counted from 0; seeds its randomness.
         batch: the whole batch of the step, on the host.

@@ -1,8 +1,8 @@
 """Sampling: generates a continuation of a prompt, token by token.
 
-Works with any model whose `forward(inputs)` returns logits `[batch, time, vocab]`. A model that reads at most so many
-tokens has an attribute `block_size`; without it, `stabletrain sample` uses the data's. A model with `new_cache()`
-computes only the new token while the sequence fits into `block_size`.
+Works with any model whose `forward(inputs)` returns logits `[batch, time, vocab]`. The model's attribute `block_size`
+is the maximum number of tokens that it can read at once; without it, `stabletrain sample` uses the data's. A model with
+`new_cache()` computes only the new token while the sequence fits into `block_size`.
 """
 
 from typing import Any, Protocol, runtime_checkable

@@ -79,7 +79,8 @@ def vanishing(activations: Mapping[str, float], gradients: Mapping[str, float]) 
 def starving(over_eps: Mapping[str, float], zero_shares: Mapping[str, float], *, fp16: bool) -> str | None:
     """Returns the text of an alarm on gradients that are too small; None if there is none.
 
-    The caller raises it only after several inspections in a row, because the first steps may look like this.
+    The caller raises the alarm only after several inspections in a row, because gradients can be this small in the
+    first steps of a healthy run.
 
     Args:
         over_eps: ratio of each block's gradient RMS to Adam's eps, for blocks that have an eps.

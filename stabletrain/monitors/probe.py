@@ -31,7 +31,7 @@ Metrics = dict[str, float]
 """Metrics by full name."""
 
 Sizes = dict[str, dict[str, float]]
-"""Numbers by quantity, then by place in the order of the forward pass."""
+"""Numbers by quantity, then by module group in the order of the forward pass."""
 
 
 @runtime_checkable

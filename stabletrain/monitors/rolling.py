@@ -21,7 +21,7 @@ import numpy as np
 from stabletrain.records import Reading
 
 MINIMUM = 20
-"""Minimum number of values before any is judged: with fewer, the standard deviation is a poor estimate."""
+"""Minimum number of values in the window before a new one is judged: fewer give a poor standard deviation."""
 
 RESOLUTION = 2.0**-23
 """Lower bound of the standard deviation, relative to the mean: readings are fp32, so less is rounding error."""

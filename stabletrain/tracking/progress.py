@@ -27,7 +27,7 @@ REFRESH = 0.1
 """Minimum seconds between two redraws of the live line."""
 
 EVALUATION_LINES = 30.0
-"""Seconds between two plain lines about an evaluation; a shorter one has none."""
+"""Seconds between two plain lines about an evaluation; a shorter evaluation prints none."""
 
 
 class Progress:

@@ -162,7 +162,7 @@ class Wandb(NoWandb):
 
     def _define(self, names: Iterable[str]) -> None:
         """Defines each new metric: plotted against `step`, with or without an automatic plot."""
-        # One by one: for a pattern such as `*`, an uploaded offline run would keep only what the server expands.
+        # One by one: in an uploaded offline run, a pattern such as `*` covers only what the server expands it to.
         # No metric gets the summary `min`: in W&B it stays NaN after the first NaN.
         for name in names:
             if name not in self._defined:

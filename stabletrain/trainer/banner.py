@@ -54,20 +54,20 @@ BUSY = 1.5
 """Load average per core above which a run on the CPU is slow."""
 
 LONG = 50
-"""Batches of an evaluation above which fewer of them would save time."""
+"""Number of batches in an evaluation above which the user is advised to use fewer."""
 
 
 def split_note(data: Any) -> str:
-    """Returns how the data was split into training and validation, if the data knows; else an empty string."""
+    """Returns a line on how the data was split into training and validation; empty if the data set does not say."""
     about = getattr(data, "split", "")
     return f"split: {about}" if isinstance(about, str) and about else ""
 
 
 def busy_note(load: float, cores: int, threads: int, val_batches: int) -> str:
-    """Returns what would make a run on a busy CPU faster; empty if it is not busy, or if nothing would help.
+    """Returns a line on what would make the run faster on a busy CPU; empty if it is not busy, or nothing would help.
 
     Args:
-        load: load average: the number of processes that want a core.
+        load: load average: the number of processes that run or wait for a core.
         cores: number of cores that this process may use.
         threads: number of threads that PyTorch uses.
         val_batches: number of batches of an evaluation.
@@ -81,7 +81,7 @@ def busy_note(load: float, cores: int, threads: int, val_batches: int) -> str:
 
 
 def relative_path(folder: str) -> str:
-    """Returns a folder relative to the current one if it lies below it, else unchanged."""
+    """Returns the path relative to the working directory if the folder is inside it; else the path unchanged."""
     path = Path(folder)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else folder
 

@@ -1,4 +1,4 @@
-"""What a resumed run may change: any configuration key, which is recorded and shown, but not its data."""
+"""Changes in a resumed run: it may change any configuration key, which is recorded and shown, but not its data."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ NOT_A_CHANGE = ("resume", "device", "report")
 
 
 def option_fingerprint(cfg: DictConfig, choices: Mapping[str, str]) -> dict[str, Any]:
-    """Returns what identifies a user's data that has no `fingerprint()`: its option and keys."""
+    """Returns a fingerprint of a user's data set that has no `fingerprint()`: its option and keys."""
     return {"name": choices["data"], "keys": plain(cfg.data)}
 
 
@@ -38,7 +38,7 @@ def record_changes(
     run_folder: roles.RunFolder,
     tracker: roles.Tracker,
 ) -> None:
-    """Records and shows what a resumed run changes in its configuration: options, such as `clipping`, and keys."""
+    """Records and shows the options and keys that a resumed run changes in its configuration."""
     file = folder / ".hydra" / "config.yaml"
     if cfg.resume != "auto" or not step or not file.is_file():
         return
@@ -48,8 +48,8 @@ def record_changes(
         before |= {key: value for key, (_, value) in change["keys"].items()}
     now = dict(leaves(plain(cfg))) | dict(choices)
     options = {group for group in choices if before.get(group, choices[group]) != choices[group]}
-    # Keys that only one side has, and moved classes, come from another version: ignore them. But a changed option
-    # brings keys of its own.
+    # Ignore moved classes, and keys that only one of the configurations has: they come from another version. But each
+    # option has its own keys, so keep the keys of a changed option.
     keys = {
         key: [before.get(key), value]
         for key, value in sorted(now.items())

@@ -5,7 +5,7 @@ violation.
 
 A model's `forward(inputs)` returns logits, `[batch, classes]` or `[batch, time, vocab]`, or an object or a tuple that
 holds them (`TakeLogits`). Two attributes are optional, and default to the data's: `vocab_size` (ids outside it are bad
-data), and `block_size` (the most tokens that it reads at once when it generates text).
+data), and `block_size` (the maximum number of tokens it reads at once when it generates text).
 """
 
 import copy
@@ -67,7 +67,7 @@ class TakeLogits:
     stays as it is.
 
     Attributes:
-        note: what is taken, for the user; empty if unknown.
+        note: a line for the user that says where the logits are; empty if unknown.
     """
 
     note: str = ""
@@ -83,7 +83,7 @@ class TakeLogits:
 
 
 def accept_output_(model: nn.Module, data: Any) -> None:
-    """Lets calls of the model return its logits, whatever kind of object contains them.
+    """Makes calls of the model return its logits, even if its output is an object or tuple that contains them.
 
     Tries a copy of a user's model on two samples. A model that returns a tensor gets no hook, so it costs nothing.
 
@@ -108,8 +108,8 @@ def accept_output_(model: nn.Module, data: Any) -> None:
 
 
 def trial_output(model: nn.Module, inputs: Tensor) -> Any:
-    """Returns what a copy of the model returns; None if it fails, as an error in the model is reported in training."""
-    # without memory and computation on the meta device; a model that reads values there fails, and runs on the CPU
+    """Returns the output of a copy of the model; None if it fails, because training will report the error."""
+    # the meta device needs no memory and no computation; a model that reads values fails there: run it on the CPU
     for device, copied in (("meta", meta_copy), ("cpu", copy.deepcopy)):
         with suppress(Exception), rng_restored(model), torch.no_grad():
             return copied(model)(inputs.to(device))
@@ -117,7 +117,7 @@ def trial_output(model: nn.Module, inputs: Tensor) -> Any:
 
 
 def output_note(model: nn.Module) -> str:
-    """Returns what is taken as the logits, if the model does not return them; else an empty string."""
+    """Returns the line that says where the logits are in the model's output; empty if the output is a tensor."""
     return next((hook.note for hook in model._forward_hooks.values() if isinstance(hook, TakeLogits)), "")
 
 
@@ -131,7 +131,7 @@ def vocabulary(model: nn.Module, data: Any) -> int | None:
 
 
 def context_length(model: nn.Module, data: Any) -> int | None:
-    """Returns the most tokens that the model reads at once: its `block_size`, else the data's; None if unknown."""
+    """Returns how many tokens the model can read at once: its `block_size`, else the data's; None if unknown."""
     for knows in (model, data):
         if isinstance(size := getattr(knows, "block_size", None), int):
             return size
@@ -142,7 +142,7 @@ def units(cfg: DictConfig, data: Any) -> tuple[str, str]:
     """Returns the unit of throughput and the unit of the loss, such as `("tok", "byte")`."""
     if cfg.data.get("modality") == "images":
         return "img", "image"
-    # data without a modality is asked for one sample: a single target is a class, several are text
+    # without a modality, look at one sample: a single target is a class, several targets are text
     if cfg.data.get("modality") is None and checked(data.batch(0, 1, "val")).targets.ndim == 1:
         return "sample", "sample"
     return "tok", "byte" if getattr(data, "vocab_size", None) == 256 else "token"  # 256 ids: text as raw bytes
@@ -193,10 +193,11 @@ def validation(
 ) -> Iterator[Batch]:
     """Yields this rank's share of the validation split, or of its first `limit` batches, in a fixed order.
 
-    Every rank gets the same number of batches. A rank that runs out repeats the last one with all targets ignored.
+    Every rank gets the same number of batches. A rank that runs out of batches repeats the last batch with all targets
+    ignored.
 
     Args:
-        show: is given the number of batches done and of all batches, before each batch and at the end.
+        show: called with the number of batches done and the total number, before each batch and at the end.
     """
     count = val_batches(data, size, limit)
     for first in range(0, count, ranks.world_size):

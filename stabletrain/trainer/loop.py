@@ -1,9 +1,10 @@
 """The training loop: when to step, judge, evaluate, save and stop. It computes nothing itself.
 
 Each iteration launches `compute` of the next step, then reads the numbers of the previous step, and only then runs
-`commit`, which changes the weights. So a skipped step can be investigated while the weights are still those it started
-from, and the device never waits for the host. A step is read at once if its numbers are needed: before an evaluation,
-a snapshot or a checkpoint, when monitors inspect it, and for the first step of a process.
+`commit`, which changes the weights. So the device never waits for the host. If the previous step was skipped, it can be
+investigated, because the weights still have their values from before that step. The numbers of a step are read at once
+if they are needed: before an evaluation, a snapshot or a checkpoint, when monitors inspect the step, and for the first
+step of a process.
 """
 
 from collections.abc import Mapping
@@ -161,7 +162,7 @@ def settle(
     verdict = guard.judge(reading)
     skipped_spike = not reading.applied and guard.kind == "spike"
     log_alarms(run, reading.step, run.monitoring.rolling.add(reading, skipped_spike))
-    if not reading.applied:  # the weights are still those the step started from: replay it now
+    if not reading.applied:  # the weights still have their values from before the step: replay it now
         investigate_skip(run, executed, reading, verdict)
     log_step(run, reading, throughput, seen)
     run.parallel.note_stop(reading.stop)

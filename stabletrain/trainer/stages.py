@@ -70,7 +70,7 @@ class Trained:
     Attributes:
         fp32_modules: names of the modules kept in fp32.
         parameters: number of parameters of the whole model.
-        notes: what the user should know about them, one line each; some may be empty.
+        notes: what the user should know about model and optimizer, one line each; some may be empty.
     """
 
     state: TrainState
@@ -138,7 +138,7 @@ def build_model(cfg: DictConfig, process: Process, source: Source, faults: Any) 
     make(cfg, "init")(model)  # on the CPU, so every device starts from the same weights
     model.to(device)
     fp32_modules = precision.wrap_fp32_modules(model)
-    parallel.shard(model)  # before the optimizer is built, which must hold the sharded parameters
+    parallel.shard(model)  # before the optimizer is built: it must hold the sharded parameters
     overrides = parallel.optimizer_overrides(process.choices["optimizer"])
     optimizer, note = make_optimizer(cfg, model, overrides)
     state = TrainState(model, optimizer)
@@ -151,14 +151,14 @@ def build_model(cfg: DictConfig, process: Process, source: Source, faults: Any) 
 def make_optimizer(cfg: DictConfig, model: nn.Module, overrides: Mapping[str, Any]) -> tuple[Optimizer, str]:
     """Builds the optimizer of the model's trainable parameters.
 
-    `optimizer._target_` is an option's class, whose object is called with the model, or a class of optimizers such as
-    `torch.optim.Adam`, which gets all trainable parameters in one group.
+    There are two kinds of `optimizer._target_`. An object of an option's class is called with the model, and returns
+    the optimizer. A subclass of `torch.optim.Optimizer` gets all trainable parameters in one group.
 
     Returns:
-        the optimizer; and if the user typed the class, a line with its arguments.
+        the optimizer, and a line with its arguments if the user typed the class, else an empty string.
 
     Raises:
-        ConfigError: the target is neither, or does not take its arguments.
+        ConfigError: the target gives no optimizer, does not accept its arguments, or needs a closure.
     """
     target, kind, note = cfg.optimizer.get("_target_"), target_of(cfg, "optimizer"), ""
     if isinstance(kind, type) and issubclass(kind, Optimizer):
@@ -182,10 +182,13 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, overrides: Mapping[str, An
 
 
 def optimizer_arguments(cfg: DictConfig, kind: type, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Returns the configuration of an optimizer class, and if the user typed the class, a line that shows it.
+    """Returns the configuration of an optimizer class, and a line that shows it if the user typed the class.
 
-    If the class was typed, the other keys are those of the option that was chosen beside it: the class gets those that
-    it knows.
+    If the user typed the class, the other keys still come from the chosen option, such as `adamw`. The class gets only
+    the keys that it accepts.
+
+    Raises:
+        ConfigError: the user typed a key that the class does not accept.
     """
     given, known = plain(cfg.optimizer), signature(kind).parameters
     taken = {key: value for key, value in overrides.items() if key in known}
@@ -252,7 +255,7 @@ def opening_lines(
 
 
 def opening_notes(cfg: DictConfig, process: Process, source: Source) -> list[str]:
-    """Returns what the user should know about this run beside its settings, one line each; some may be empty."""
+    """Returns what else the user should know about this run, one line each; some may be empty."""
     notes = [split_note(source.data)]
     if process.device.type == "cpu":
         batches = val_batches(source.data, cfg.batch_size, cfg.eval_batches)

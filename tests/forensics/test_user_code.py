@@ -17,13 +17,17 @@ SOURCES = {
     "user_model": "import torch\nimport yaml\nfrom torch import nn\nfrom stabletrain.models.gpt import GPT\n"
     "from user_ops import act\nimport user_package\n\n"
     "class Model(nn.Linear):\n    def forward(self, x):\n        return act(super().forward(x))\n",
-    "user_ops": "import torch\n\ndef act(x):\n    return torch.exp(x)\n\n"
+    "user_ops": "import torch\nfrom user_constants import SCALE\n\n"
+    "def act(x):\n    from user_late import shift\n\n    return torch.exp(SCALE * shift(x))\n\n"
     "class Rude:\n    def __getattr__(self, name):\n        raise RuntimeError(name)\n\n"
     "rude = Rude()\nodd = type('Odd', (), {'__module__': 3})()\n",
     "user_loss": "from stabletrain.stability.objective import NoZLoss\n\nclass ZLoss(NoZLoss):\n    pass\n",
     "user_data": "class Data:\n    pass\n",
-    "user_package/__init__": "from user_package import inner\n",
-    "user_package/inner": "",
+    "user_constants": "SCALE = 2.0\n",
+    "user_late": "def shift(x):\n    return x\n",
+    "user_package/__init__": "from . import inner\nfrom .inner import nothing\n",
+    "user_package/inner": "import user_folder.last\n\nnothing = []\n",
+    "user_folder/last": "",
 }
 
 
@@ -52,8 +56,8 @@ def step(code, tools):
 
 def test_the_modules_of_the_model_and_the_loss_and_what_they_import_are_found_and_no_others(code, step):
     found = files(*step)
-    names = ["user_loss", "user_model", "user_ops", "user_package", "user_package.inner"]
-    assert {*found} == {*names}
+    names = {name.removesuffix("/__init__").replace("/", ".") for name in SOURCES}
+    assert {*found} == names - {"user_data"}
     assert found["user_ops"] == str(code / "user_ops.py")
 
 

@@ -105,7 +105,7 @@ def chart_data(run: Run, points: int) -> dict[str, Any]:
 
 
 def split(run: Run) -> tuple[Curve, Curve]:
-    """Returns the loss curve of the applied steps, and that of the skipped steps."""
+    """Returns two loss curves: one of the applied steps, and one of the skipped steps."""
     steps, losses = run.curve(LOSS, -1)
     at, flags = run.curve("guard/applied", -1)
     gone = np.isin(steps, at[flags == 0])

@@ -129,7 +129,7 @@ STYLES = ["uplot.min.css", "tabulator.min.css", "page.css"]
 
 
 def made_from(folders: Sequence[Path], file: Path) -> str:
-    """Identifies the compared folders, as they are seen from the page: the same again if all of them have moved."""
+    """Returns a hash of the folders' paths relative to the page: it stays the same if all of them move together."""
     places = {os.path.relpath(os.path.realpath(folder), os.path.realpath(file.parent)) for folder in folders}
     return hashlib.sha256("\n".join(sorted(places)).encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -150,8 +150,8 @@ def write_page(runs: Sequence[Run], frame: "DataFrame", file: Path, folders: Seq
 
     Args:
         frame: one row per run, in the same order; the page omits columns that are missing.
-        file: a file in an existing folder, to which links on the page are relative.
-        folders: the folders that were compared, by which the page is recognized (`is_another_page`).
+        file: the page to write, in an existing folder; links on the page are relative to this folder.
+        folders: the folders that were compared; the page is recognized by them (`is_another_page`).
 
     Raises:
         ConfigError: the page cannot be written.

@@ -113,7 +113,7 @@ def incidents(runs: Sequence[Run]) -> str:
 
 
 def sensitivities(arms: Sequence[Mapping[str, Any]]) -> str:
-    """Names the arm with the lowest losses over the learning rates, and those least and most sensitive to the rate."""
+    """Names the arm with the lowest losses, and the arms that are least and most sensitive to the learning rate."""
     known = [arm for arm in arms if number(arm["sensitivity"]) and all(map(number, arm["loss"]))]
     if len(known) < 2:
         return ""
@@ -127,7 +127,7 @@ def sensitivities(arms: Sequence[Mapping[str, Any]]) -> str:
     least, most = (pick(known, key=lambda arm: arm["sensitivity"]) for pick in (min, max))
     if least is most:
         return first
-    # A low sensitivity alone recommends nothing: a setting may be evenly bad.
+    # Low sensitivity alone is no recommendation: a setting may be equally bad at every rate.
     better = next((arm["name"] for arm in known if below(arm, least)), None)
     worse = f", but {better} is better at every rate" if better else ""
     return (

@@ -129,7 +129,7 @@ def resolved(value: Value, settings: Mapping[str, Value]) -> Value:
 
 
 def commands(run: Run) -> str:
-    """Returns the command that runs this run alone, and for a run of a sweep, that of the sweep."""
+    """Returns the command of this run alone; for a run of a sweep, also the command of the sweep."""
     command = run.record.get("command")
     if not isinstance(command, str) or not command:
         return ""

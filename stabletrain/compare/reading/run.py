@@ -168,7 +168,7 @@ class Run:
 
     @property
     def spike_score(self) -> float:
-        """The fraction of steps whose loss was a spike, or that were skipped as one, as the run recorded it."""
+        """The recorded fraction of steps whose loss was a spike, or that were skipped as a spike."""
         final = self.record.get("final", {}).get("spike/score")  # the last logged line may be older than the run's end
         return final if isinstance(final, int | float) else self.last("spike/score")
 

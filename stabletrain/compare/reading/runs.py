@@ -178,9 +178,9 @@ def read_runs(folders: Sequence[Path | str], processes: int | None = None) -> li
 
 
 def told_apart(runs: Sequence[Run]) -> list[Run]:
-    """Keeps one of the runs with the same id, and labels the runs if several have the same folder name.
+    """Keeps one run of each id, and labels the runs if several of them have the same folder name.
 
-    Of copies, the run with the most steps is kept; its `copies` and its `problem` name the others.
+    Of several copies, keeps the one with the most steps; its `copies` and its `problem` name the others.
     """
     same: dict[str, list[Run]] = {}
     for place, run in enumerate(runs):
@@ -199,7 +199,7 @@ def told_apart(runs: Sequence[Run]) -> list[Run]:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Returns the names of the folders, each with as many folders above it as it takes to tell all of them apart."""
+    """Returns the names of the folders, each after as many of its parent folders as make all names different."""
     parts = [folder.absolute().parts for folder in folders]
     found: list[str] = []
     for depth in range(1, max(map(len, parts), default=0) + 1):
@@ -275,7 +275,7 @@ def typed(record: dict[str, Any]) -> dict[str, str]:
 
 
 def condition(folder: Path, record: dict[str, Any], damage: str | None, columns: Columns) -> tuple[str, str | None]:
-    """Returns a run's status, and one sentence on what the reader should know about it, or None."""
+    """Returns a run's status, and one sentence about what is unusual in the run, or None."""
     status = record.get("status")
     if damage and not (columns.lines or columns.unreadable) and not (folder / "run.json").exists():
         return "empty", "the run never started: run.json is missing"

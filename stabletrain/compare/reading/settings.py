@@ -74,7 +74,7 @@ def split(text: str) -> list[str]:
     blocks: list[list[str]] = []
     for line in text.splitlines(keepends=True):
         if not blocks and (line.strip() in ("", "---") or line[0] in "#%"):
-            continue  # comments and the start of the document: a block of its own would hold no mapping
+            continue  # comments and `---` before the first key: such a block would hold no mapping
         if not blocks or line[0] not in " \t-#\r\n":
             blocks.append([])
         blocks[-1].append(line)

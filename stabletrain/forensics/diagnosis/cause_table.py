@@ -78,7 +78,7 @@ CAUSES = {
     ),
     "optimizer_staleness": Cause(
         "the optimizer's second moment is out of date",
-        "RMS(g / sqrt(v)) far above 1, and the update before was longer than the learning rate",
+        "RMS(g / sqrt(v)) far above 1, and the last update was longer than the learning rate",
     ),
     "lr_too_high": Cause(
         "the learning rate is too high",

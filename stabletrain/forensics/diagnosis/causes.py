@@ -115,7 +115,7 @@ def hardware_fault(e: Evidence) -> Diagnosis | None:
     again = e.outcomes.get("same")
     if again is None or again.finite is None or again.bitwise_equal_to_reading is not False:
         return None
-    # A spike must be normal in the replay: a spike that remains, in other bits, is not the machine's fault.
+    # A spike must be gone in the replay: if it remains, with other bits, the machine did not cause it.
     cured = e.setting.deterministic and e.normal("same") if e.kind == "spike" else again.finite
     if not e.repeats or not cured:
         return None
@@ -348,7 +348,7 @@ RULES: tuple[Rule, ...] = (
     overlong_updates,
     attention_logit_growth,
     output_logit_drift,
-    # Causes that only replays tell apart: this batch alone, or every batch with these weights.
+    # Causes that only replays can tell apart: this batch fails, or every batch fails with these weights.
     bad_batch,
     overflow,
     optimizer_staleness,

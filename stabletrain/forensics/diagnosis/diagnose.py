@@ -1,16 +1,16 @@
 """Diagnoses an incident: the first rule that holds gives the cause; further causes that contribute are listed.
 
-A rule lower in the order is often another explanation of the same evidence, or holds because nothing else does. So a
-contributing cause needs evidence of its own: besides its rule, what this table says.
+A later rule is often only another explanation of the same evidence. So a contributing cause needs evidence of its own:
+its rule holds, and so does its condition in this table.
 
-| contributes | if |
+| contributing cause | condition |
 |---|---|
-| bad labels | the batch has bad inputs too |
-| the operation where non-finite values began | the cause is an outlier in the inputs |
+| bad labels | the batch also has bad inputs |
+| the operation where non-finite values began | the batch has an outlier in its inputs |
 | updates too long, attention logits, log Z | the same batch is normal with older weights |
 | the batch | another batch is normal, and the samples that make the step fail are known |
 
-A corrupt state and a hardware fault explain everything that was measured after them.
+Nothing contributes to a corrupt state or a hardware fault: they explain everything that was measured after them.
 """
 
 from dataclasses import replace
@@ -37,10 +37,10 @@ from stabletrain.forensics.diagnosis.causes import (
 from stabletrain.forensics.diagnosis.evidence import Evidence, rushed
 
 OPERATION = (zero_variance_norm, fp16_overflow, unsafe_op)
-"""Explanations of one operation; the first that holds applies."""
+"""Rules that explain a single operation; only the first that holds is used."""
 
 GROWTHS = (overlong_updates, attention_logit_growth, output_logit_drift)
-"""Rules that measure what has grown although the weights in general have not moved too far."""
+"""Rules about one quantity that has grown, although most weights have not moved too far."""
 
 
 def diagnose(e: Evidence) -> Diagnosis:
@@ -56,9 +56,9 @@ def diagnose(e: Evidence) -> Diagnosis:
 def contributing(e: Evidence) -> list[Rule]:
     """The rules whose causes contribute if they hold."""
     if poison_input(e):
-        return [bad_label]  # the step was not replayed
+        return [bad_label]  # bad inputs: the step is not replayed, so there is no other evidence
     if e.normal("same"):
-        return []  # there is nothing to contribute to
+        return []  # the replay is normal: it shows no further cause
     rules: list[Rule] = []
     if bad_inputs(e):
         rules += [rule for rule in OPERATION if rule(e)][:1]

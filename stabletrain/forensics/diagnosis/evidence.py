@@ -59,11 +59,11 @@ class Drift:
     """Change of the weights since an older state.
 
     Attributes:
-        steps: since the older state.
-        moved: RMS of the change of a parameter's elements; median over the parameters.
-        share: RMS of the change over the parameter's former RMS, per step; median over the parameters.
-        grown: RMS of a parameter over its former RMS; median over the parameters.
-        adaptive: whether an update moves each element by about the learning rate at most, as in Adam.
+        steps: number of steps since the older state.
+        moved: RMS of the change of a parameter; median over the parameters.
+        share: RMS of the change, divided by the parameter's older RMS, per step; median over the parameters.
+        grown: RMS of a parameter, divided by its older RMS; median over the parameters.
+        adaptive: whether an update moves each element by at most about the learning rate, as in Adam.
     """
 
     steps: int
@@ -160,31 +160,31 @@ FIRST_STEPS = 3
 """Steps in which the initialisation, not training, determines the weights."""
 
 RUSHED = 0.4
-"""Share of its own RMS that a typical parameter moves per step, above which the learning rate is at fault.
+"""If a typical parameter moves per step by more than this share of its own RMS, the learning rate is at fault.
 
-A first step of Adam at the common rate 3e-3 moves weights of std 0.02 by a share of 0.15.
+For comparison: Adam's first step at the common rate 3e-3 moves weights of std 0.02 by a share of 0.15.
 """
 
 WILD = 3.0
-"""The same share, above which the learning rate is to blame for any failure, wherever it begins."""
+"""If the same share exceeds this, the learning rate is to blame for any failure, at whatever operation it begins."""
 
 ABSURD = 30.0
-"""Loss of a first step, in nats, above which the initialisation is at fault: guessing among 50,000 classes costs 11."""
+"""If the loss of a first step exceeds this, in nats, the initialisation is at fault: guessing among 50,000 costs 11."""
 
 WAYS = 4.0
-"""Allowance for single long updates of Adam, in learning rates."""
+"""Allowance, in learning rates, for single updates of Adam that are longer than the learning rate."""
 
 ORDINARY = 1.0
-"""RMS(m / sqrt(v)) up to which the gradients agree with v: the update is at most the learning rate long."""
+"""Up to this RMS(m / sqrt(v)), the gradients agree with v: the update is at most as long as the learning rate."""
 
 OVERLONG = 1.5
-"""Bound of RMS(m / sqrt(v)), which is at most about 1 if m and v are equally old."""
+"""Above this RMS(m / sqrt(v)), updates are too long. It is at most about 1 if m and v are equally old."""
 
 BRIGHT = 20.0
-"""Ratio to the largest input of another batch, above which an input is an outlier; the guard uses the same ratio."""
+"""An input is an outlier if it is more than this many times the largest input of another batch; as in the guard."""
 
 DECAYED = 0.5
-"""Share of the weights that weight decay removes per step, above which it is to blame."""
+"""Weight decay is to blame if it removes more than this share of the weights per step."""
 
 HUGE = 1e6
 """Inputs above this may overflow inside an operation even in fp64."""
@@ -227,17 +227,17 @@ def no_result(e: Evidence) -> bool:
 
 
 def overlong(e: Evidence) -> float:
-    """Length of the updates in learning rates, if longer than an update of Adam should be; else 1."""
+    """Length of the updates in learning rates if it exceeds `OVERLONG`, else 1."""
     return e.overlong if e.overlong > OVERLONG else 1.0
 
 
 def rushed(e: Evidence) -> bool:
-    """Whether the weights in general have moved further than in any healthy training."""
+    """Whether most weights have moved further than in any healthy training."""
     return e.drift is not None and (e.drift.share / overlong(e) > RUSHED or beyond_lr(e))
 
 
 def beyond_lr(e: Evidence) -> bool:
-    """Whether the weights have moved further than the learning rate allows in that many steps."""
+    """Whether the weights have moved further than `drift.steps` updates at the learning rate allow."""
     rate = e.setting.values.get("optimizer.lr")
     if e.drift is None or not e.drift.adaptive or not isinstance(rate, int | float):
         return False
@@ -246,27 +246,27 @@ def beyond_lr(e: Evidence) -> bool:
 
 
 def jumped(e: Evidence) -> bool:
-    """Whether the gradients outgrew v only after the weights had moved too far.
+    """Whether the weights moved too far first, and the gradients outgrew v only afterwards.
 
-    If v were out of date, the growing gradients would have made the last update longer than the learning rate.
+    If v had been out of date, the growing gradients would have made the last update longer than the learning rate.
     """
     return e.overlong <= ORDINARY and e.normal("older_state") is True
 
 
 def wild(e: Evidence) -> bool:
-    """Whether updates have ruined the weights, so that the place of the first failure says nothing."""
+    """Whether updates have ruined the weights, so that the first operation that fails tells nothing about the cause."""
     torn = e.drift is not None and (e.drift.share > WILD or beyond_lr(e))
     return torn and e.normal("older_state") is True
 
 
 def absurd_at_first(e: Evidence) -> bool:
-    """Whether the loss of one of the first steps, computed in fp32, is far above that of guessing."""
+    """Whether the loss of one of the first steps, computed in fp32, is far above the loss of random guessing."""
     wide = e.outcomes.get("fp32")
     return e.reading.step <= FIRST_STEPS and wide is not None and (wide.loss or 0.0) > ABSURD
 
 
 def too_bright(e: Evidence) -> bool:
-    """Whether an input is far larger than those of another batch, with which the step is finite."""
+    """Whether an input is far larger than the inputs of another batch, and the step is finite with that other batch."""
     known = e.largest_input is not None and e.largest_input.elsewhere > 0
     return known and e.largest_input.largest > BRIGHT * e.largest_input.elsewhere and e.finite("fresh_batch") is True
 
@@ -274,10 +274,8 @@ def too_bright(e: Evidence) -> bool:
 def decayed(e: Evidence) -> bool:
     """Whether weight decay alone ruins the weights."""
     decay, rate = (e.setting.values.get(f"optimizer.{key}") for key in ("weight_decay", "lr"))
-    if (
-        not isinstance(decay, int | float) or not isinstance(rate, int | float) or decay <= 1
-    ):  # an ordinary decay: blame the rate
-        return False
+    if not isinstance(decay, int | float) or not isinstance(rate, int | float) or decay <= 1:
+        return False  # an ordinary decay does no harm: blame the learning rate
     return decay * (1.0 if e.setting.values.get("optimizer.decay") == "independent" else rate) > DECAYED
 
 

@@ -121,10 +121,10 @@ class OpRecord:
     Attributes:
         index: its number in the trace.
         module: dotted path in the model; empty for the model itself, `objective` outside it.
-        direction: `forward` or `backward`. What activation checkpointing recomputes is forward.
+        direction: `forward` or `backward`. Operations recomputed by activation checkpointing are forward.
         op: its name without overload, such as `aten.exp`.
         node: the autograd node that runs it, such as `SqrtBackward0`; empty in forward.
-        source: `file:line` of the code that called it, or that called its forward operation.
+        source: `file:line` of the code that called it; for a backward operation, of the call of its forward operation.
         inputs, outputs: tensors read and written, in order.
         writers: for each input, the record that wrote it last; None if it existed before the trace.
         how: the kind of source; empty if it is none.

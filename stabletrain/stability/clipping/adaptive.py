@@ -85,7 +85,7 @@ class AGC(Stateless):
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
-        """Scales every unit's `.grad` in place; `active` is the share of units clipped, without the classifier's."""
+        """Scales every unit's `.grad` in place; `active` is the share of clipped units, not counting the classifier."""
         del gate
         last = classifier(model)
         excluded = set() if last is None else set(last.parameters(recurse=False))

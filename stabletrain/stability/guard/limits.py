@@ -6,7 +6,7 @@
 false alarms. `ratio` tolerates small fluctuations when the values in the window are nearly equal. `share`, a fraction
 of the first step's value, tolerates a single hard sample when the model has memorised its data and losses are near 0.
 
-A window is cold until it is half full: its mean and standard deviation still hold the fast changes of the first steps.
+A window is cold until it is half full: the fast changes of the first steps still dominate its mean and deviation.
 Until then the limit is at most `cold` times the first value (3 for the loss, 100 for the gradient norm), and falls
 towards the recent values as steps are applied (`early_limit`). Skipped steps never enter a window.
 """
@@ -25,24 +25,24 @@ LARGEST = 3.4e38
 """Just below fp32's maximum, so that `value <= LARGEST` is False for NaN and for Inf."""
 
 SMALLEST = 1e-30
-"""Smaller values are taken as this before their logarithm."""
+"""Lower bound of a value before its logarithm is taken."""
 
 RECENT = 16
-"""Number of last values that median and spread of a cold window are taken over: earlier ones are out of date."""
+"""Number of most recent values that the limit of a cold window is computed from: earlier values are out of date."""
 
 NORMAL = 1.4826 / math.sqrt(2)
-"""Standard deviation of normal values over the median absolute difference of two of them."""
+"""Standard deviation of normally distributed values, divided by the median absolute difference of two such values."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Multiples at which a spike begins: see the module for `ratio` and `share`.
+    """Factors that give the limits; the module's docstring explains `ratio` and `share`.
 
     Attributes:
         ratio: multiple of the window's mean.
         share: multiple of the first value.
         cold: multiple of the first value while the window is cold.
-        prior: number of steps after which the spread of the values counts as much as `cold`; inf: it never counts.
+        prior: number of steps after which the measured spread counts as much as `cold`; inf: the spread never counts.
         firsts: number of applied steps whose median is used as the first value.
     """
 
@@ -53,11 +53,11 @@ class Terms:
     firsts: int = 1
 
 
-# `prior`: with these no start of benchmarks/early_steps.py exceeds its limit, except two that diverge.
+# With these values of `prior`, no clean start of benchmarks/early_steps.py exceeds a limit, except two that diverge.
 LOSS = Terms(ratio=1.05, share=0.3, cold=3.0, prior=8)
 # Gradient norms are heavy-tailed, and clipping bounds their effect: their limits are wide.
 NORM = Terms(ratio=20.0, share=3.0, cold=100.0, prior=128)
-# BatchNorm hides images that are 100 times too bright from the loss, but its running statistics stay wrong for long.
+# Images that are 100 times too bright hardly change the loss behind BatchNorm, but damage its running statistics.
 # The median of the first values keeps one bad first batch from setting the limit.
 INPUTS = Terms(ratio=20.0, share=20.0, cold=20.0, firsts=MINIMUM)
 
@@ -117,13 +117,16 @@ class Limit:
 
 
 def early_limit(values: Sequence[float], cold: float, prior: float, sigma: float) -> float:
-    """Returns the limit that the values of the first steps set: median x exp(sigma std) of the last `RECENT` values.
+    """Returns the limit while the window is cold: median x exp(sigma std), over the last `RECENT` values.
 
         std² = (prior · (log(cold) / sigma)² + n · spread²) / (prior + n)
 
-    `spread` is a robust standard deviation of the logarithms, from the median of their n absolute changes from step to
-    step, so neither a trend (a warmup, a falling loss) nor a few outliers widen it. With one value the limit is
-    `cold` times this value.
+    `spread` is a robust standard deviation of the logarithms, computed from the median of their absolute changes from
+    step to step, so neither a trend (a warmup, a falling loss) nor a few outliers widen it. n is the number of steps so
+    far, minus 1. With a single value, the limit is `cold` times this value.
+
+    Args:
+        values: all values so far, oldest first.
     """
     logs = [math.log(max(value, SMALLEST)) for value in values[-RECENT:]]
     changes = [abs(later - earlier) for earlier, later in itertools.pairwise(logs)]
@@ -137,7 +140,7 @@ class Limits:
     """The limits of loss, gradient norm and magnitude of the inputs.
 
     Attributes:
-        cold_steps: number of applied steps after which the window judges.
+        cold_steps: number of applied steps after which the windows are no longer cold.
 
     Raises:
         ConfigError: a value is out of range.

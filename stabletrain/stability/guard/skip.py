@@ -48,7 +48,7 @@ class NoGuard:
 
     @property
     def note(self) -> str:
-        """What the first lines of the run add to the guard's name: nothing."""
+        """Text after the guard's name in the first lines of the run: empty."""
         return ""
 
     @property
@@ -179,7 +179,7 @@ class SkipGuard(NoGuard):
 
     @property
     def note(self) -> str:
-        """What the first lines of the run add to the guard's name: when spike detection is at its full strength."""
+        """Text after the guard's name in the first lines of the run: from when on the window judges spikes."""
         if math.isinf(self.sigma):
             return " (no spike detection)"
         return f" (its window judges spikes after {self.limits.cold_steps} updates)"

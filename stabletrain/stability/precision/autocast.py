@@ -5,8 +5,8 @@ PyTorch enables it for convolutions but not for matmul, and because a sweep prep
 
 `fp32_modules` keeps chosen modules in fp32 while the rest of the model runs under autocast. The largest fp16 value is
 65504. Two parts of a transformer exceed it first: the logits of the head, and attention scores that are computed
-explicitly. (PyTorch's fused attention keeps its scores in fp32 already.) On a card without bf16 these belong in fp32,
-as do large sums (Micikevicius et al., arXiv 1710.03740, section 3.3).
+explicitly. (PyTorch's fused attention keeps its scores in fp32 already.) On a card without bf16, keep both in fp32,
+and large sums too (Micikevicius et al., arXiv 1710.03740, section 3.3).
 
 An fp32 module keeps its parameters, hooks and names, and can be copied and compiled.
 """

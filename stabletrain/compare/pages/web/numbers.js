@@ -18,7 +18,7 @@ const Numbers = {
     const size = Math.abs(value);
     return size !== 0 && (size < 1e-3 || size >= 1e7) ? value.toExponential().replace("e+", "e") : String(value);
   },
-  /** The ticks of an axis, with as many digits as it takes to tell all of them apart. */
+  /** The ticks of an axis, with as many digits as are needed to make all of them different. */
   ticks(u, values) {
     const known = values.filter((value) => value !== null);
     const text = (value, digits) => {
