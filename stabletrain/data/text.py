@@ -126,7 +126,9 @@ class Corpus(Windows):
     def summary(self) -> str:
         """Name, size and number of files."""
         number = f"{len(self._files):,} file{'s' if len(self._files) != 1 else ''}"
-        return f"{self.name}, {sum(self._sizes) / 1e6:.1f} MB, {number}"
+        size = sum(self._sizes)
+        shown = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+        return f"{self.name}, {shown}, {number}"
 
     def fingerprint(self) -> dict[str, str | int]:
         """Identifies the data by its name, sizes and a BLAKE2b hash of file names, file sizes and all bytes."""

@@ -24,6 +24,12 @@ def test_a_source_points_at_the_bytes_of_its_sample(tmp_path, files, split):
             assert len(theirs) > 0
 
 
+@pytest.mark.parametrize(("size", "shown"), [(922, "0.9 kB"), (99_000, "99.0 kB"), (110_000, "0.1 MB")])
+def test_the_summary_shows_the_size_of_a_small_file_too(tmp_path, size, shown):
+    (tmp_path / "a.txt").write_bytes(b"a" * size)
+    assert Text(str(tmp_path / "a.txt"), 16, 0.1, 0).summary == f"a.txt, {shown}, 1 file"
+
+
 def test_train_and_validation_share_no_byte_of_a_file(tmp_path):
     data = Text(str(texts(tmp_path)), block_size=16, val_fraction=0.2, seed=0)
     last = max(int(s.rpartition(" at byte ")[2]) for step in range(50) for s in data.batch(step, 4, "train").sources)
