@@ -90,6 +90,7 @@ def run(command: str, folder: Path, timeout: float = 300) -> list[str]:
         "PYTHONPATH": str(ROOT),
         "COLUMNS": "120",
         "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",  # lines in the order in which a terminal shows them
     }
     done = subprocess.run(
         ["bash", "-c", command],

@@ -12,7 +12,6 @@ stabletrain wandb-report <entity/project>       write a W&B report that compares
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import cast
 
 import stabletrain
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean, own_traceback
+from stabletrain.parallel.ranks import drop_unread_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,13 +102,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StabletrainError as error:
         print(f"stabletrain: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # the reader of a pipe has closed it, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of a pipe has closed it
+        pass
     except OSError as error:
         print(f"stabletrain: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+    drop_unread_output()
     return 0
 
 

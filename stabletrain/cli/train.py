@@ -90,8 +90,7 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         if not isinstance(stop.code, int):
             raise
         return stop.code
-    except BrokenPipeError:  # the reader of Hydra's help or configuration has closed its pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of Hydra's help or configuration has closed the pipe
         return 0
     except KeyboardInterrupt:
         print("\nstabletrain: stopped immediately; the last checkpoint is kept", file=sys.stderr)

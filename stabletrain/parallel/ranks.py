@@ -95,7 +95,16 @@ def exit_process(code: int) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+    drop_unread_output()
     sys.exit(code)
+
+
+def drop_unread_output() -> None:
+    """Flushes standard output, and discards what is left of it if the reader has closed the pipe, as `head` does."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # otherwise the interpreter's shutdown reports it, and exits with 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def exit_together(ranks: Ranks) -> None:

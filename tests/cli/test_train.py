@@ -1,6 +1,7 @@
 """The command line as a user sees it: mistakes, signals, sweeps, and what the run folders contain."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -105,12 +106,18 @@ def test_help_lists_every_group_without_loading_torch(tmp_path, no_torch):
         assert f"{group.name}: {', '.join(options)}" in done.stdout
 
 
-@pytest.mark.slow(unless=lambda typed: typed == "--help")
+def piped(cwd, unbuffered, *typed):
+    """Starts `python train.py` with its output in pipes; without a buffer, a closed pipe is noticed at once."""
+    words = [sys.executable, str(ROOT / "train.py"), *typed]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    return subprocess.Popen(words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.mark.slow(unless=lambda typed, unbuffered: typed == "--help" and not unbuffered)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("typed", ["--help", "--cfg=job"])
-def test_help_into_a_closed_pipe_ends_quietly(tmp_path, typed):
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), typed], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+def test_help_into_a_closed_pipe_ends_quietly(tmp_path, typed, unbuffered):
+    process = piped(tmp_path, unbuffered, typed)
     process.stdout.close()
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (0, b"")
@@ -316,10 +323,9 @@ def test_a_halt_has_its_own_code_and_says_why(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_closed_output_pipe_does_not_end_the_run(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *QUICK], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_output_pipe_does_not_end_the_run(tmp_path, unbuffered):
+    process = piped(tmp_path, unbuffered, *QUICK)
     process.stdout.readline()
     process.stdout.close()
     errors = process.stderr.read()
