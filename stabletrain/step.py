@@ -6,8 +6,8 @@ and a skipped step changes nothing. It has two halves:
 - `compute` runs forward and backward. It writes gradients and buffers (BatchNorm's statistics), never weights.
 - `commit` judges the step, clips, and applies the update; or it skips the update and restores the buffers.
 
-Between the two halves the loop reads the numbers of the *previous* step. At that point the weights are still the ones
-from which a skipped step started, so it can be replayed. Nothing here waits for the device.
+Between the two halves the loop reads the numbers of the *previous* step. If that step was skipped, the weights still
+have the values it started from, so it can be replayed. Nothing here waits for the device.
 """
 
 from collections.abc import Sequence
@@ -214,7 +214,7 @@ def flatten_all(tensors: list[Tensor]) -> Tensor:
 
 
 def split_like(vector: Tensor, alike: list[Tensor]) -> list[Tensor]:
-    """Splits such a vector into views with the tensors' shapes."""
+    """Splits a vector from `flatten_all` into views with the shapes of the tensors in `alike`."""
     parts = vector.split([tensor.numel() for tensor in alike])
     return [part.view(tensor.shape) for part, tensor in zip(parts, alike, strict=True)]
 

@@ -135,13 +135,13 @@ def hydra_errors_explained(overrides: Sequence[str], config_dir: Path | None) ->
 
 
 ODD = 7919
-"""A size that no user chooses. It marks the dimensions of a model that the data determines."""
+"""Placeholder for model sizes that the data determines: a number that no user would choose, so it is easy to find."""
 
 
 def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Path | None = None) -> ReplayReport:
-    """Replays an incident's step, on the device of the overrides or else of the run.
+    """Replays an incident's step, on the run's device unless the overrides name another.
 
-    `overrides` are as for `train.py`; `config_dir` is the user's config folder, if an override uses it.
+    `overrides` have the syntax of `train.py`; `config_dir` is the user's config folder, if an override uses it.
 
     Raises:
         ConfigError: the folder holds no incident that can be replayed, or an override cannot be tried.

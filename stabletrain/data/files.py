@@ -51,7 +51,7 @@ def find_text(path: str, name: str) -> tuple[Path, list[str]]:
         name: the user's key, for errors.
 
     Returns:
-        a folder, and sorted file names relative to it, with forward slashes.
+        a folder, and the sorted names of the files, relative to that folder and with forward slashes.
 
     Raises:
         ConfigError: the path does not exist, nothing matches, or a file cannot be read.

@@ -214,7 +214,7 @@ class Digits(Images):
 
 
 def held_out(pixels: Tensor, labels: Sequence[int], fraction: float, name: str) -> dict[str, Pictures]:
-    """Splits images in memory, stratified by class; `fraction` of each class goes to `val`, chosen by a hash."""
+    """Splits images in memory. In each class, a hash selects the share `fraction` of the images for `val`."""
     labels_of = np.asarray(labels)
     val: list[int] = []
     for label in np.unique(labels_of):

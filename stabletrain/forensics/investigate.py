@@ -199,10 +199,10 @@ def trace(repro: Repro, variant: str = "same") -> tuple[Origin | None, list[str]
 
 
 def divisor_history(records: Sequence[OpRecord], index: int) -> list[str]:
-    """Names the operations that computed a record's last input: its divisor, or its root's argument.
+    """Names the operations that computed a record's last input: the divisor, or the argument of the root.
 
-    Follows operations that carry a value on, up to the first reduction and the operation before it: for
-    sqrt(mean(x^2)) these are sqrt, mean and pow.
+    Goes backwards through the elementwise and shape operations in `CARRIERS`. Stops at the first reduction, and
+    includes the operation before that. For sqrt(mean(x^2)) the result is sqrt, mean and pow.
     """
     found: list[str] = []
     waiting = [writer for writer in records[index].writers[-1:] if writer is not None]

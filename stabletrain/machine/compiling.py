@@ -18,11 +18,11 @@ from stabletrain.errors import StabletrainError
 from stabletrain.machine.determinism import rng_restored
 
 VARIANTS = 64
-"""Recompilation limit per function: beyond it PyTorch silently runs eagerly. Each model copy for a replay counts."""
+"""Recompilation limit per function, above which PyTorch silently runs eagerly. Each model copy for a replay counts."""
 
 
 def wanted(compile: str | bool, device: torch.device) -> bool:
-    """Returns whether to try compiling; `auto` does on CUDA only."""
+    """Returns whether to try compiling. `auto` means: only on CUDA."""
     # On a CPU, compiling takes long and does not speed up the matrix products.
     return device.type == "cuda" if compile == "auto" else bool(compile)
 

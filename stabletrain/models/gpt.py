@@ -147,7 +147,7 @@ class GPT(nn.Module):
 
         Args:
             inputs: token ids.
-            cache: from `new_cache`, updated in place; `inputs` then continue the cached tokens.
+            cache: from `new_cache`, updated in place; `inputs` are the tokens that follow the cached ones.
             head: False to return the features `[batch, time, width]` before the head; see `logits`.
 
         Raises:

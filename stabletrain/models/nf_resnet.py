@@ -10,8 +10,8 @@ variance to 1. Samples are independent of each other, training and evaluation co
 no buffers.
 
 Sources: Brock et al., "Characterizing signal propagation to close the performance gap in unnormalized ResNets", arXiv
-2101.08692; SkipInit: De and Smith, arXiv 2002.10444; the lower bound of the variance, and training with adaptive
-gradient clipping: Brock et al., arXiv 2102.06171.
+2101.08692. SkipInit is from De and Smith, arXiv 2002.10444. The lower bound of the variance and training with adaptive
+gradient clipping are from Brock et al., arXiv 2102.06171.
 """
 
 import math

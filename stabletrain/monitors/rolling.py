@@ -102,8 +102,8 @@ class Spikes:
     def add(self, value: float) -> float:
         """Judges and counts `value`, then adds it to the window; returns its z.
 
-        Values that are not finite are neither counted nor added. Finite spikes are; a caller that wants to keep a spike
-        out of the window must not add it.
+        Values that are not finite are neither counted nor added. Finite spikes are counted and added. To keep a spike
+        out of the window, do not call this method with it.
         """
         distance = self.z(value)
         if not math.isfinite(value):
@@ -231,7 +231,7 @@ class RollingStats:
         }
 
     def state_dict(self) -> dict:
-        """Windows, oldest step first, and raised alarms, for the checkpoint."""
+        """Returns the windows (oldest step first) and the raised alarms, for a checkpoint."""
         return {
             "active": list(self._active),
             "applied": list(self._applied),
@@ -241,7 +241,7 @@ class RollingStats:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores them."""
+        """Restores the windows and the alarms from a checkpoint."""
         self._active = deque(state["active"], maxlen=self._active.maxlen)
         self._applied = deque(state["applied"], maxlen=self._applied.maxlen)
         self._fallen = deque(state.get("fallen", []), maxlen=self._fallen.maxlen)
@@ -250,7 +250,7 @@ class RollingStats:
         self.load_cumulative_state(state)
 
     def cumulative_state(self) -> dict:
-        """What a rollback does not restore: raised alarms (none is raised twice), and the counts of spikes."""
+        """Returns what a rollback does not undo: the raised alarms (none is raised twice) and the counts of spikes."""
         counts = {name: [spikes.judged, spikes.spikes] for name, spikes in self._spikes.items()}
         return {"raised": list(self._raised), "counts": counts}
 

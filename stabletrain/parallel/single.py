@@ -61,14 +61,14 @@ class SingleProcess:
         return nullcontext()
 
     def scale_for_averaging(self, loss: Tensor) -> Tensor:
-        """Scales the loss so that gradients averaged over the ranks are those of the whole batch."""
+        """Scales the loss so that the average of the ranks' gradients is the gradient of the whole batch."""
         return loss
 
     def average_buffers_(self, model: nn.Module, held: list[Tensor]) -> None:
-        """Makes buffers that a forward pass wrote the same on every rank. `held`: their values before it."""
+        """Makes the buffers equal on all ranks after a forward pass. `held`: the buffers' values before that pass."""
 
     def max_over_ranks_(self, values: list[Tensor]) -> None:
-        """Replaces maxima over this rank's slice by those over the whole batch."""
+        """Replaces each maximum over this rank's slice by the maximum over the whole batch."""
 
     def reduce_stats(
         self, terms: LossTerms, norms: GradNorms, checks: StepChecks

@@ -64,7 +64,7 @@ def split_note(data: Any) -> str:
 
 
 def busy_note(load: float, cores: int, threads: int, val_batches: int) -> str:
-    """Returns a line on what would make the run faster on a busy CPU; empty if it is not busy, or nothing would help.
+    """Returns a line with advice for a faster run on a busy CPU; empty if it is not busy or no advice applies.
 
     Args:
         load: load average: the number of processes that run or wait for a core.

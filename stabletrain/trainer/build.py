@@ -1,4 +1,4 @@
-"""Builds a training run from a configuration, in stages. What cannot work is refused here, before the first step.
+"""Builds a training run from a configuration, in stages. Refuses what cannot work before the first step.
 
     process -> data -> model and optimizer -> tools -> output -> restored state -> the run
 
@@ -65,8 +65,8 @@ class Opened:
     """The run's outputs.
 
     Attributes:
-        run_folder: keeps `run.json`, which is already written.
-        wandb, checkpoints: not started or opened yet.
+        run_folder: writes `run.json`; the file already exists.
+        wandb, checkpoints: not started and not opened yet.
     """
 
     folder: Path
@@ -84,7 +84,7 @@ class Opened:
 
 
 def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> TrainingRun:
-    """Builds the run that `cfg` describes, restored from a checkpoint if `resume` asks for it.
+    """Builds the run that `cfg` describes, restored from a checkpoint if `resume` names one.
 
     Must be called inside a Hydra job, which knows the chosen options.
 
@@ -113,7 +113,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     )
     monitoring, history = Monitoring(monitors, RollingStats(), trained.usage), History()
     rollback = saved_states(trained.state, tools, monitoring, history, data, opened)
-    # the run folder is claimed by now: an error must be recorded in its run.json
+    # From here on the run folder belongs to this run, so an error must be recorded in its run.json.
     try:
         start_wandb(cfg, process, trained, opened)
         opened.open_checkpoints()
@@ -222,7 +222,7 @@ def restore_state(cfg: DictConfig, rollback: Rollback, guard: Guard, tracker: ro
     """
     rollback.resume(cfg.resume)
     if cfg.resume != "auto":
-        guard.states.forget()  # the checkpoints it retained are in another run folder
+        guard.states.forget()  # the states that it retained are in another run folder
     if rollback.state.step > cfg.steps:
         raise ConfigError(f"steps={cfg.steps} is below the {rollback.state.step} steps already done: raise steps")
     tracker.rewind(rollback.state.executed_steps)
@@ -241,7 +241,7 @@ def compile_model(
     Raises:
         ConfigError: `compile=true`, but the model cannot be compiled.
     """
-    # the last step's batch: with data.length_warmup, earlier ones may be shorter than the shape to compile for
+    # Use the last step's batch: with data.length_warmup, earlier batches may be shorter than the final shape.
     batch = load(cfg.steps - 1).to(process.device).split(cfg.grad_accum_steps)[0]
     facts, told = warm_up_compiled(state, batch, tools, must=cfg.compile is True, any_rank=process.parallel.any_rank)
     opened.run_folder.learn(facts)

@@ -1,4 +1,4 @@
-"""Changes in a resumed run: it may change any configuration key, which is recorded and shown, but not its data."""
+"""Configuration changes of a resumed run. Any key may change except the data; changes are recorded and shown."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ NOT_A_CHANGE = ("resume", "device", "report")
 
 
 def option_fingerprint(cfg: DictConfig, choices: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a fingerprint of a user's data set that has no `fingerprint()`: its option and keys."""
+    """Returns the data option and its keys: the fingerprint of a user's data set that has no `fingerprint()`."""
     return {"name": choices["data"], "keys": plain(cfg.data)}
 
 
@@ -48,8 +48,8 @@ def record_changes(
         before |= {key: value for key, (_, value) in change["keys"].items()}
     now = dict(leaves(plain(cfg))) | dict(choices)
     options = {group for group in choices if before.get(group, choices[group]) != choices[group]}
-    # Ignore moved classes, and keys that only one of the configurations has: they come from another version. But each
-    # option has its own keys, so keep the keys of a changed option.
+    # Ignore `_target_` and keys that only one configuration has: these differ between versions of stabletrain. But if
+    # an option was changed, keep all its keys, because each option has its own.
     keys = {
         key: [before.get(key), value]
         for key, value in sorted(now.items())

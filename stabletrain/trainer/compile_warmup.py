@@ -36,7 +36,7 @@ def warm_up_compiled(
         return left_uncompiled("the trial batch is empty", must)
     model = tools.wrap(state.model)
 
-    # the same operations as in a step, so that the trial compiles exactly what training runs
+    # These two run the same operations as a step, so that the trial compiles exactly what training runs.
     def forward() -> Tensor:
         inputs, _, _ = tools.sanitizer.inputs(batch.inputs)
         with tools.precision.autocast():
@@ -54,7 +54,7 @@ def warm_up_compiled(
 
 
 def left_uncompiled(why: str, must: bool) -> tuple[Mapping[str, Any], str]:
-    """Returns the same for a model that stays uncompiled; raises ConfigError if `must` is set."""
+    """Returns the facts and the line for a model that stays uncompiled; raises ConfigError if `must` is set."""
     if must:
         raise ConfigError(f"compile=true: the model cannot be compiled here ({why}): use compile=auto or compile=false")
     return {"compiled": False}, f"compile  off: {why}; training continues uncompiled (compile=false skips this attempt)"

@@ -27,7 +27,7 @@ from stabletrain.records import IGNORE_INDEX, Batch
 from stabletrain.stability.objective import check_logits
 
 FROM_DATA = ("vocab_size", "block_size", "num_classes", "in_channels")
-"""Sizes of a model that are taken from the data if they are null."""
+"""Model sizes that are taken from the data if they are null in the configuration."""
 
 DEFAULT_VAL_BATCHES = 20
 """Batches in an evaluation if the data has no method `batches(size, split)`."""
@@ -85,7 +85,7 @@ class TakeLogits:
 def accept_output_(model: nn.Module, data: Any) -> None:
     """Makes calls of the model return its logits, even if its output is an object or tuple that contains them.
 
-    Tries a copy of a user's model on two samples. A model that returns a tensor gets no hook, so it costs nothing.
+    Runs a copy of a user's model on two samples. A model that returns a tensor gets no hook, so its calls stay as fast.
 
     Raises:
         ConfigError: the output holds no logits, or they do not fit the targets.
@@ -109,7 +109,8 @@ def accept_output_(model: nn.Module, data: Any) -> None:
 
 def trial_output(model: nn.Module, inputs: Tensor) -> Any:
     """Returns the output of a copy of the model; None if it fails, because training will report the error."""
-    # the meta device needs no memory and no computation; a model that reads values fails there: run it on the CPU
+    # Try the meta device first: it needs no memory and no computation. A model that reads values of tensors fails
+    # there, so run such a model on the CPU.
     for device, copied in (("meta", meta_copy), ("cpu", copy.deepcopy)):
         with suppress(Exception), rng_restored(model), torch.no_grad():
             return copied(model)(inputs.to(device))
@@ -142,7 +143,7 @@ def units(cfg: DictConfig, data: Any) -> tuple[str, str]:
     """Returns the unit of throughput and the unit of the loss, such as `("tok", "byte")`."""
     if cfg.data.get("modality") == "images":
         return "img", "image"
-    # without a modality, look at one sample: a single target is a class, several targets are text
+    # without a modality, inspect one sample: a single target is a class, several targets are text
     if cfg.data.get("modality") is None and checked(data.batch(0, 1, "val")).targets.ndim == 1:
         return "sample", "sample"
     return "tok", "byte" if getattr(data, "vocab_size", None) == 256 else "token"  # 256 ids: text as raw bytes

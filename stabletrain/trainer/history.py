@@ -67,7 +67,7 @@ class Throughput:
         self._since, self._units = time.perf_counter(), 0
 
     def count(self, batch: Batch) -> None:
-        """Counts this batch and the other ranks': one unit per target, which is a token of text or one image."""
+        """Counts the targets of this step's batches on all ranks. Each target is one unit: a token or an image."""
         self._units += batch.targets.numel() * self._ranks
 
     def measure(self) -> None:
@@ -80,5 +80,5 @@ class Throughput:
         self._since, self._units = now, 0
 
     def resume(self) -> None:
-        """Starts the interval now, because the time since the last one was not spent on training."""
+        """Restarts the interval now, because the time since the last `measure` was not spent on training."""
         self._since = time.perf_counter()

@@ -15,7 +15,7 @@ from stabletrain.step import InFlight
 from stabletrain.trainer.run import TrainingRun
 
 FAR = 1_000_003
-"""Multiple of the step number at which the fresh batch of a replay is read: a position that the run never reaches."""
+"""A replay reads its fresh batch at this multiple of the step number, a position that the run never reaches."""
 
 
 class ExecutedStep(NamedTuple):
@@ -24,7 +24,7 @@ class ExecutedStep(NamedTuple):
     Attributes:
         in_flight: the step's reading, on its way to the host.
         batch: the step's batch, on the host.
-        classes: the last dimension of its logits; None if there was nothing to run.
+        classes: size of the logits' last dimension; None if every micro-batch was empty.
         saved_buffers: copies of the model's buffers before the step; the next forward pass overwrites the live ones.
     """
 
@@ -41,8 +41,8 @@ class ExecutedStep(NamedTuple):
 def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict: Verdict) -> None:
     """Records a skipped step, and investigates it if it is the first in a row.
 
-    A skipped step that halts the run is investigated too, if it was skipped for another reason than the newest
-    incident. Skipped steps without an incident are logged at the counts that `is_round` selects.
+    If the step halts the run, it is also investigated, unless the newest incident is of the same kind. Skipped steps
+    without an incident are printed only if `is_round` selects their count.
     """
     guard, tracker = run.tools.guard, run.rollback.tracker
     reason, samples = guard.reason, {}
@@ -79,7 +79,7 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
 
 def investigate_alarm(run: TrainingRun, executed: ExecutedStep, reading: Reading, alarms: Sequence[Alarm]) -> None:
     """Investigates an applied step with vanishing gradients, if the precision uses a loss scale (fp16)."""
-    # a rank sees only its own part of the gradients, but all ranks must take part in an investigation
+    # Each rank sees only its own part of the gradients, but all ranks must take part in an investigation.
     vanishing = run.parallel.any_rank(any(alarm.kind == "vanishing" for alarm in alarms))
     if vanishing and reading.applied and is_scaled(run.tools.precision):
         handle_incident(run, executed, reading, "loss_scale")
@@ -116,11 +116,11 @@ def handle_incident(run: TrainingRun, executed: ExecutedStep, reading: Reading, 
 def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading, deadline: float) -> Repro | None:
     """Collects everything needed to replay the step; None if a full copy of a sharded model does not fit in memory.
 
-    A skipped step has left the state unchanged, so it is replayed as it was. After an applied step the state before it
-    is gone: its batch is replayed on the weights and buffers after the update. Call this before the next step changes
-    them.
+    A skipped step has left the state unchanged, so the replay starts from exactly that state. An applied step has
+    overwritten the state it started from, so its batch is replayed on the updated weights and buffers. Call this before
+    the next step changes them.
     """
-    # these two gather sharded tensors: every rank must call both before any of them returns
+    # Both calls gather sharded tensors, so every rank must make both, even if `model` is None.
     model = run.parallel.full_model(run.state.model, run.forensics.model_factory)
     older = run.parallel.full_state(run.rollback.older_state(reading.step - 2))
     if model is None:

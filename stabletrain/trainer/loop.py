@@ -93,7 +93,7 @@ def training_loop(run: TrainingRun) -> None:
                 continue
             seen = watch(run, executed) if watching else NOTHING
             settled, executed = settle(run, executed, throughput, seen), None
-            # Only a judged state is evaluated or saved, and only if the ranks still agree about it.
+            # Evaluate or save a state only after its step was judged, and only if all ranks have the same replica.
             if settled and (not due.state_is_used or replicas_agree(run, throughput)):
                 use_state(run, due, throughput)
 
@@ -210,7 +210,9 @@ def replicas_agree(run: TrainingRun, throughput: Throughput) -> bool:
 
 
 def use_state(run: TrainingRun, due: Due, throughput: Throughput) -> None:
-    """Evaluates and saves a judged state, if either is due; stops the run after a signal.
+    """Evaluates and saves the state if either is due; stops the run after a signal.
+
+    Call this only after the guard has judged the step that led to this state.
 
     Raises:
         Interrupted: a signal arrived, and the state is saved.

@@ -111,8 +111,8 @@ class Rollback:
         """
         if self.replaying:  # these steps were saved when they first ran
             return
-        # Snapshots are lost if the process is killed. So the disk must hold a state that is at least as old as
-        # the oldest one that a rollback may ask for: from there, any of them can be replayed.
+        # Snapshots are lost if the process is killed. A resumed run then replays the state that a rollback needs, from
+        # a checkpoint at least as old as this state. So the disk must hold one as old as the oldest retained state.
         oldest = min(self._retained.steps, default=self.state.step)
         if oldest < self.state.step and not self.checkpoints.reaches(oldest):
             kept = self.snapshots.newest(oldest)
@@ -155,7 +155,7 @@ class Rollback:
     # ---- going back
 
     def older_state(self, step: int) -> Tree | None:
-        """Returns the newest snapshot of at most `step` steps; None without one."""
+        """Returns the newest snapshot of at most `step` steps; None if there is none."""
         return self.snapshots.newest(step)
 
     def resume(self, resume: str) -> None:
@@ -190,7 +190,7 @@ class Rollback:
         Raises:
             TrainingHalted: no healthy state is left.
         """
-        # On a machine that is not deterministic, trouble may come in the middle of a replay. Finish that one first.
+        # On a machine that is not deterministic, trouble may come in the middle of a replay. End that replay first.
         self.finish_replay()
         target, reason = self._retained.target, self._guard.reason
         tree = None if target is None else self._find(target)
@@ -199,7 +199,7 @@ class Rollback:
             raise TrainingHalted(f"step {trouble}: {reason}; no healthy state is left to go back to")
         target = max(target, tree["step"])
         # Reading the same batches again would lead to the same weights again, bit for bit. So skip everything between
-        # the restored state and the trouble, as PaLM did; positions count in the order of the data.
+        # the restored state and the trouble, as PaLM did. `start` and `stop` are data positions, not step numbers.
         start, stop = position(target, self.state.skipped), position(trouble - 1, self.state.skipped) + 1
         detour = self._guard.begin_rollback(trouble, target, same_data)
         stop += detour.skip_batches
@@ -234,7 +234,7 @@ class Rollback:
         self.save(val_loss_of(asdict(self._history), self.state.step), healthy=True)
 
     def abort_replay(self) -> None:
-        """Ends a replay early. The checkpoints on disk suffice to start it again."""
+        """Ends a replay early. The checkpoints on disk are enough to repeat the replay in a resumed run."""
         self.replaying = None
 
     def _announce(

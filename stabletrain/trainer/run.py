@@ -81,7 +81,7 @@ class Output:
         tracker: receives metrics, events and messages.
         folder: writes `run.json`.
         page: writes the run's `report.html`.
-        closing: writes that page and returns the last lines for the terminal, once the run has finished.
+        closing: writes `report.html` of a finished run, and returns the last lines for the terminal.
     """
 
     tracker: Tracker

@@ -28,7 +28,7 @@ from stabletrain.trainer.contract import checked, cost, make_model, output_note,
 from stabletrain.trainer.tools import tools_from_config
 
 RANK_SEEDS = 1 << 40
-"""Larger than any step number, so that seeds of ranks and seeds of steps come from different numbers."""
+"""Added to a rank before `mix`. Larger than any step number, so a rank and a step are never mixed into one seed."""
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,12 @@ def build_model(cfg: DictConfig, process: Process, source: Source, faults: Any) 
 def make_optimizer(cfg: DictConfig, model: nn.Module, overrides: Mapping[str, Any]) -> tuple[Optimizer, str]:
     """Builds the optimizer of the model's trainable parameters.
 
-    There are two kinds of `optimizer._target_`. An object of an option's class is called with the model, and returns
-    the optimizer. A subclass of `torch.optim.Optimizer` gets all trainable parameters in one group.
+    There are two kinds of `optimizer._target_`. A subclass of `torch.optim.Optimizer` gets all trainable parameters
+    in one group. Any other class is a factory, as in stabletrain's own options: its object is called with
+    the model and returns the optimizer.
 
     Returns:
-        the optimizer, and a line with its arguments if the user typed the class, else an empty string.
+        the optimizer, and a line with its arguments if the user typed `optimizer._target_`, else an empty string.
 
     Raises:
         ConfigError: the target gives no optimizer, does not accept its arguments, or needs a closure.
@@ -182,10 +183,10 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, overrides: Mapping[str, An
 
 
 def optimizer_arguments(cfg: DictConfig, kind: type, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Returns the configuration of an optimizer class, and a line that shows it if the user typed the class.
+    """Returns the arguments of an optimizer class, and a line that shows them if the user typed `optimizer._target_`.
 
-    If the user typed the class, the other keys still come from the chosen option, such as `adamw`. The class gets only
-    the keys that it accepts.
+    If the user typed `optimizer._target_`, the other keys still come from the chosen option, such as `adamw`. The class
+    gets only the keys that it accepts.
 
     Raises:
         ConfigError: the user typed a key that the class does not accept.
@@ -210,7 +211,7 @@ def batch_loader(cfg: DictConfig, process: Process, source: Source, state: Train
     world_size = process.ranks.world_size
 
     def load(step: int) -> Batch:
-        # `position` leaves out the batches that a rollback has excluded
+        # `position` leaves out the data that a rollback has skipped
         batch = checked(source.data.batch(position(step, state.skipped), cfg.batch_size, "train"))
         if len(batch) % (cfg.grad_accum_steps * world_size):
             among = f" x {world_size} ranks" if world_size > 1 else ""

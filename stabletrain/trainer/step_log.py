@@ -12,7 +12,7 @@ NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 def log_step(run: TrainingRun, reading: Reading, throughput: Throughput, seen: Mapping[str, float]) -> None:
-    """Logs a step's metrics if they are due or if monitors have `seen` anything, and updates the progress line."""
+    """Updates the progress line. Logs the step's metrics if they are due or if monitors returned any (`seen`)."""
     guard, tracker, plan = run.tools.guard, run.rollback.tracker, run.plan
     skipped = sum(guard.skips.values())
     metrics = reading_metrics(reading, skipped) | run.monitoring.rolling.metrics()

@@ -68,7 +68,7 @@ def tools_from_config(
     Args:
         cfg: checked by `config.checks.check`.
         vocab_size: None if unknown.
-        seed: this rank's.
+        seed: seed of this rank.
         head_apart: whether the model's head may run outside the model's forward pass.
 
     Raises:

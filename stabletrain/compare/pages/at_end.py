@@ -20,7 +20,7 @@ class PageAtEnd(NoPage):
         self.folder = folder
 
     def write(self, sample: str | None = None) -> None:
-        """Writes the page, and the text that the model generated to `sample.txt`. Any failure prints one warning."""
+        """Writes the page, and writes `sample` to `sample.txt`. If this fails, prints a warning and raises nothing."""
         try:
             if sample is not None:
                 replace(self.folder / "sample.txt", sample.encode("utf-8", "replace").decode("utf-8"))

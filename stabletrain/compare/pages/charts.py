@@ -1,7 +1,7 @@
-"""The data of the charts: each run's curves as short lists of numbers, and the marks on them.
+"""The data of the charts: each run's curves as short lists of numbers, and the marks of skips, rollbacks and halts.
 
-Numbers are rounded to six significant digits. NaN and infinities are null in the list, and each has a mark of its own,
-so that they are never hidden.
+Numbers are rounded to six significant digits. NaN and infinities are null in a curve, and each gets its own mark, so
+that they are never hidden.
 """
 
 import math

@@ -170,7 +170,7 @@ def throughput(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def several(names: Sequence[str], total: int | None = None) -> str:
-    """Joins the first names, followed by how many more of `total` there are."""
+    """Joins the first `NAMED` names, and adds how many of `total` (default: all names) are left out."""
     more = (len(names) if total is None else total) - NAMED
     return "; ".join(names[:NAMED]) + (f" and {more:,} more" if more > 0 else "")
 

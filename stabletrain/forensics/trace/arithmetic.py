@@ -27,10 +27,10 @@ class Finding:
 
     Attributes:
         why: `overflow`, or a key of `nonfinite_rules.py` (`log_of_zero`, ...); `unknown` if no rule applies.
-        reason: the same in words, with the numbers.
-        should_have_been: absmax of the result in fp64; Inf or NaN if it is not finite there either; None if the
-            operation cannot be computed in fp64.
-        in_fp32: the same in fp32.
+        reason: the explanation in words, with the numbers.
+        should_have_been: absmax of the result recomputed in fp64; Inf or NaN if the fp64 result is not finite either;
+            None if the operation cannot run in fp64.
+        in_fp32: absmax of the result recomputed in fp32, with the same special values.
     """
 
     why: str
@@ -40,9 +40,12 @@ class Finding:
 
 
 def explain_nonfinite(func: Any, args: tuple, kwargs: dict, place: int, output: Tensor, node: str) -> Finding:
-    """Explains why `func(*args, **kwargs)` gave `output`, its result number `place`, counting tensors only.
+    """Explains why `func(*args, **kwargs)` gave the non-finite tensor `output`.
 
-    `args` and `kwargs` have their values from before it ran. `node` is the autograd node it ran in, empty in forward.
+    Args:
+        args, kwargs: arguments with their values from before the call.
+        place: position of `output` among the tensors that the call returned.
+        node: the autograd node that made the call; empty in the forward pass.
     """
     in_fp64 = again(func, args, kwargs, place, torch.float64)
     in_fp32 = again(func, args, kwargs, place, torch.float32)

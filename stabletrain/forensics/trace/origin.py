@@ -41,7 +41,7 @@ class Origin:
         how: the kind of source, as listed in `recorder.py`.
         why: the key that rules use: `overflow`, `log_of_zero`, ... (see `nonfinite_rules.py`), or the kind of source.
         reason: the arithmetic in words.
-        should_have_been: absmax of the result in fp64; non-finite if there is no finite result, None if unknown.
+        should_have_been: absmax of the result recomputed in fp64, which may be non-finite; None if unknown.
         in_fp32: absmax of the result in fp32.
         chain: magnitudes through the model, in order of computation, up to the operation.
         index: number of the operation in the trace.

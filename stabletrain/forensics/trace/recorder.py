@@ -1,8 +1,8 @@
 """Records every operation of a forward and backward pass, and follows non-finite values from their sources.
 
-Each operation is recorded as numbers only: its module, its source line (for a backward operation, that of the forward
-operation), and the magnitudes of what it read and wrote. Non-finite values are followed from tensor to tensor by their
-storage, so the trace knows which sources reached the loss or a gradient.
+The record of an operation holds no tensors: only its module, its source line (for a backward operation, the line of
+its forward operation), and the magnitudes of the values it read and wrote. Non-finite values are followed from tensor
+to tensor by their storage, so the trace knows which sources reached the loss or a gradient.
 
 A source is an operation where non-finite values begin, by accident or on purpose:
 
@@ -119,17 +119,17 @@ class OpRecord:
     """One operation.
 
     Attributes:
-        index: its number in the trace.
+        index: the operation's number in the trace.
         module: dotted path in the model; empty for the model itself, `objective` outside it.
         direction: `forward` or `backward`. Operations recomputed by activation checkpointing are forward.
-        op: its name without overload, such as `aten.exp`.
-        node: the autograd node that runs it, such as `SqrtBackward0`; empty in forward.
-        source: `file:line` of the code that called it; for a backward operation, of the call of its forward operation.
+        op: the operation's name without overload, such as `aten.exp`.
+        node: the autograd node that runs it, such as `SqrtBackward0`; empty in the forward pass.
+        source: `file:line` of the code that called it; a backward operation has the line of its forward operation.
         inputs, outputs: tensors read and written, in order.
         writers: for each input, the record that wrote it last; None if it existed before the trace.
-        how: the kind of source; empty if it is none.
-        sources: where the non-finite values that it read began.
-        finding: the arithmetic of an accident; None otherwise.
+        how: the kind of source; empty if the operation is not a source.
+        sources: where the non-finite values among its inputs began.
+        finding: explains a non-finite result in numbers; set only for the sources `producer` and `revealed`.
         part: number of the micro-batch, from 0.
         recomputed: whether activation checkpointing recomputed it.
     """

@@ -31,14 +31,14 @@ from stabletrain.records import Clipped, GradNorms
 
 
 class Stateless:
-    """Mixin for kinds without state."""
+    """Mixin for kinds of clipping without state."""
 
     def state_dict(self) -> dict:
         """Returns an empty state."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Ignores `state`, so a checkpoint written with a stateful kind can be resumed with this one."""
+        """Ignores `state`: the checkpoint may come from a run with another kind of clipping, which had state."""
         del state
 
 

@@ -28,7 +28,7 @@ SMALLEST = 1e-30
 """Lower bound of a value before its logarithm is taken."""
 
 RECENT = 16
-"""Number of most recent values that the limit of a cold window is computed from: earlier values are out of date."""
+"""Number of recent values from which the limit of a cold window is computed; older values are out of date."""
 
 NORMAL = 1.4826 / math.sqrt(2)
 """Standard deviation of normally distributed values, divided by the median absolute difference of two such values."""
@@ -53,7 +53,7 @@ class Terms:
     firsts: int = 1
 
 
-# With these values of `prior`, no clean start of benchmarks/early_steps.py exceeds a limit, except two that diverge.
+# `prior` was chosen with benchmarks/early_steps.py: of its clean starts, only two exceed a limit, and these diverge.
 LOSS = Terms(ratio=1.05, share=0.3, cold=3.0, prior=8)
 # Gradient norms are heavy-tailed, and clipping bounds their effect: their limits are wide.
 NORM = Terms(ratio=20.0, share=3.0, cold=100.0, prior=128)

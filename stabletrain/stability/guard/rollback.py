@@ -9,8 +9,9 @@ A skipped step changes nothing. Reading the same batches again from the older st
 weights, bit for bit. This is why a rollback skips all data read since that state, as PaLM did (arXiv 2204.02311,
 section 5.1: restart about 100 steps before the spike, skip 200 to 500 batches, including those seen before the spike).
 
-The guard knows states only by their step numbers. The loop holds the states (`checkpoint/capture.py`). It recomputes a
-state that was lost with a killed process from an older checkpoint, because a step is a pure function.
+The guard knows states only by their step numbers. The loop holds the states (`checkpoint/capture.py`). If a process was
+killed, its snapshots are lost. The resumed run then replays steps from an older checkpoint to get the same state again,
+which works because a step is a pure function.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ WHOLE = {
 """Lower bound and customary value of each integer option."""
 
 LAST_PATIENCE = 2
-"""`trouble` that triggers a rollback at the last step. A single skip leaves the weights as they were."""
+"""Value of `trouble` that triggers a rollback at the last step. A single skip leaves the weights as they were."""
 
 CUMULATIVE = ("skips", "rollbacks", "in_vain", "beyond", "slow")
 """Attributes that a rollback does not restore."""
@@ -165,7 +166,7 @@ class RollbackGuard(SkipGuard):
         return {**super().state_dict(), **self.cumulative_state(), **self.states.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores them, as far as the checkpoint has them: another kind of guard stores fewer."""
+        """Restores the values that the checkpoint has; another kind of guard stores fewer."""
         super().load_state_dict(state)
         self.states.load_state_dict(state)
         self.load_cumulative_state({name: state[name] for name in CUMULATIVE[1:] if name in state})

@@ -28,8 +28,8 @@ class NoGuard:
 
     Attributes:
         skips: number of skipped steps by kind; here only `overflow`, by fp16's loss scaling.
-        reason: why the last skipped step was skipped, in one line.
-        kind: kind of the last skipped step.
+        reason: why the newest skipped step was skipped, in one line.
+        kind: kind of the newest skipped step.
         rollbacks: always 0.
         consecutive: always 0.
     """
@@ -88,7 +88,7 @@ class NoGuard:
         return 1.0
 
     def begin_rollback(self, step: int, target: int, same_data: bool = False) -> Detour:
-        """Raises: this guard never returns ROLLBACK."""
+        """Raises NotImplementedError, because this guard never returns ROLLBACK."""
         del same_data
         raise NotImplementedError(f"{type(self).__name__} never rolls back, but was asked to, from {step} to {target}")
 
@@ -110,7 +110,7 @@ class SkipGuard(NoGuard):
 
     Attributes:
         sigma: standard deviations above the recent mean at which a spike begins (`limits.py`).
-        window: number of applied steps over which mean and standard deviation are taken.
+        window: number of applied steps from which mean and standard deviation are computed.
         max_consecutive: number of consecutive skipped steps that halts the run; fp16's overflows do not count.
         skips: number of skipped steps by kind.
         consecutive: consecutive skipped steps up to now.
@@ -135,7 +135,7 @@ class SkipGuard(NoGuard):
         self.limits = Limits(self.sigma, self.window)
 
     def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
-        """Whether every measurement is within its limit, and therefore finite; 0-d, on the device."""
+        """Returns whether every measurement is within its limit, and therefore finite; 0-d, on the device."""
         limits = self.limits  # comparisons with NaN are False: NaN closes the gate
         within = (terms.total.abs() <= limits.loss.value) & (norms.total <= limits.norm.value)
         within &= (checks.inputs <= limits.inputs.value) & (checks.buffers <= LARGEST)
@@ -179,7 +179,7 @@ class SkipGuard(NoGuard):
 
     @property
     def note(self) -> str:
-        """Text after the guard's name in the first lines of the run: from when on the window judges spikes."""
+        """Text after the guard's name in the first lines of the run: when spike detection by the window begins."""
         if math.isinf(self.sigma):
             return " (no spike detection)"
         return f" (its window judges spikes after {self.limits.cold_steps} updates)"
@@ -218,7 +218,7 @@ class SkipGuard(NoGuard):
         return {"skips": dict(self.skips), **counts, "limits": self.limits.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores counts and windows, as far as the checkpoint has them: another kind of guard stores fewer."""
+        """Restores the counts and windows that the checkpoint has; another kind of guard stores fewer."""
         super().load_state_dict(state)
         self.consecutive = state.get("consecutive", 0)
         self.trouble = state.get("trouble", 0)
