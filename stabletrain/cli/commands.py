@@ -24,72 +24,31 @@ from stabletrain.parallel.ranks import drop_unread_output
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the process's exit code."""
+    from stabletrain.data import prepare
+    from stabletrain.tracking import wandb_report, wandb_sync
+
     parser = argparse.ArgumentParser(
         prog="stabletrain",
         description="Works on data and runs. To train: python train.py --help",
     )
     parser.add_argument("--version", action="version", version=f"stabletrain {stabletrain.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-
-    from stabletrain.data import prepare
-
-    preparing = commands.add_parser("prepare", help="tokenize text into shards for data=tokens")
-    prepare.add_arguments(preparing)
-    preparing.set_defaults(do=prepare.run)
-
-    sampling = commands.add_parser("sample", help="generate text with a trained model")
-    sampling.add_argument("run", type=Path, help="a run folder, or one of its checkpoints")
-    sampling.add_argument("--prompt", help="start of the text (default: the data set's prompt)")
-    sampling.add_argument("--tokens", type=int, default=500, help="number of tokens to generate (default: %(default)s)")
-    sampling.add_argument("--temperature", type=float, default=0.8, help="0 is greedy decoding (default: %(default)s)")
-    sampling.add_argument(
-        "--top-k", type=int, default=50, help="sample from the k likeliest tokens (default: %(default)s)"
-    )
-    sampling.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: %(default)s)")
-    sampling.add_argument("--best", action="store_true", help="use the checkpoint with the lowest validation loss")
-    sampling.set_defaults(do=sample)
-
-    comparing = commands.add_parser("compare", help="compare runs in a table and on an HTML page")
-    comparing.add_argument("runs", type=Path, nargs="+", help="a sweep's folder, or folders of runs")
-    comparing.add_argument("--each", action="store_true", help="one row per run, even if only the seed differs")
-    comparing.add_argument("--sort", metavar="COLUMN", help="a column of --csv, such as units_per_s or optimizer.lr")
-    comparing.add_argument(
-        "--rows", type=int, default=50, help="number of rows to print, 0 for all (default: %(default)s)"
-    )
-    comparing.add_argument("--wide", action="store_true", help="print every column, even if the terminal is too narrow")
-    comparing.add_argument("--csv", type=Path, help="write all rows and columns to this file")
-    comparing.add_argument("--png", "--picture", type=Path, help="plot the curves to this file (.png, .svg, .pdf)")
-    comparing.add_argument(
-        "--html", type=Path, help="the page (default: report.html in a sweep's folder, else compare.html here)"
-    )
-    comparing.set_defaults(do=compare)
-
-    drawing = commands.add_parser("losses", help="plot the training losses of runs")
-    drawing.add_argument("runs", type=Path, nargs="+", help="a sweep's folder, or folders of runs")
-    drawing.add_argument("file", type=Path, help="the image to write (.svg, .png)")
-    drawing.set_defaults(do=losses)
-
-    diagnosing = commands.add_parser("diagnose", help="list a run's incidents: where, why, and how to fix them")
-    diagnosing.add_argument("run", type=Path, help="a run folder, or one of its incidents")
-    diagnosing.add_argument("--json", action="store_true", help="print every diagnosis.json, as one JSON list")
-    diagnosing.set_defaults(do=diagnose)
-
-    replaying = commands.add_parser("replay", help="replay an incident's step, unchanged or with a fix")
-    replaying.add_argument("incident", type=Path, help="the incident's folder, <run>/incidents/step-...")
-    replaying.add_argument("overrides", nargs="*", metavar="key=value", help="a fix to try, such as precision=bf16")
-    replaying.add_argument("--config-dir", type=Path, help="your own config groups, if an override uses one")
-    replaying.add_argument("--json", action="store_true", help="print the result as JSON")
-    replaying.set_defaults(do=replay)
-
-    from stabletrain.tracking import wandb_report, wandb_sync
-
-    syncing = commands.add_parser("sync", help="upload offline runs to Weights & Biases")
-    wandb_sync.add_arguments(syncing)
-    syncing.set_defaults(do=wandb_sync.run)
-
-    reporting = commands.add_parser("wandb-report", help="write a W&B report that compares a project's runs")
-    wandb_report.add_arguments(reporting)
-    reporting.set_defaults(do=wandb_report.run)
+    for name, help, add_arguments, do in (
+        ("prepare", "tokenize text into shards for data=tokens", prepare.add_arguments, prepare.run),
+        ("sample", "generate text with a trained model", add_sample_arguments, sample),
+        ("compare", "compare runs in a table and on an HTML page", add_compare_arguments, compare),
+        ("losses", "plot the training losses of runs", add_losses_arguments, losses),
+        ("diagnose", "list a run's incidents: where, why, and how to fix them", add_diagnose_arguments, diagnose),
+        ("replay", "replay an incident's step, unchanged or with a fix", add_replay_arguments, replay),
+        ("sync", "upload offline runs to Weights & Biases", wandb_sync.add_arguments, wandb_sync.run),
+        (
+            *("wandb-report", "write a W&B report that compares a project's runs"),
+            *(wandb_report.add_arguments, wandb_report.run),
+        ),
+    ):
+        command = commands.add_parser(name, help=help)
+        add_arguments(command)
+        command.set_defaults(do=do)
 
     first = next(iter(sys.argv[1:] if arguments is None else arguments), "")
     if not first.startswith("-") and first not in commands.choices:
@@ -111,6 +70,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     drop_unread_output()
     return 0
+
+
+def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `sample`."""
+    parser.add_argument("run", type=Path, help="a run folder, or one of its checkpoints")
+    parser.add_argument("--prompt", help="start of the text (default: the data set's prompt)")
+    parser.add_argument("--tokens", type=int, default=500, help="number of tokens to generate (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy decoding (default: %(default)s)")
+    parser.add_argument(
+        "--top-k", type=int, default=50, help="sample from the k likeliest tokens (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: %(default)s)")
+    parser.add_argument("--best", action="store_true", help="use the checkpoint with the lowest validation loss")
 
 
 def sample(chosen: argparse.Namespace) -> None:
@@ -150,6 +122,22 @@ def sample(chosen: argparse.Namespace) -> None:
     print(data.decode(tokens[0].tolist()))
 
 
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `compare`."""
+    parser.add_argument("runs", type=Path, nargs="+", help="a sweep's folder, or folders of runs")
+    parser.add_argument("--each", action="store_true", help="one row per run, even if only the seed differs")
+    parser.add_argument("--sort", metavar="COLUMN", help="a column of --csv, such as units_per_s or optimizer.lr")
+    parser.add_argument(
+        "--rows", type=int, default=50, help="number of rows to print, 0 for all (default: %(default)s)"
+    )
+    parser.add_argument("--wide", action="store_true", help="print every column, even if the terminal is too narrow")
+    parser.add_argument("--csv", type=Path, help="write all rows and columns to this file")
+    parser.add_argument("--png", "--picture", type=Path, help="plot the curves to this file (.png, .svg, .pdf)")
+    parser.add_argument(
+        "--html", type=Path, help="the page (default: report.html in a sweep's folder, else compare.html here)"
+    )
+
+
 def compare(chosen: argparse.Namespace) -> None:
     """Prints a table of runs and their sensitivity to the learning rate; writes the requested files."""
     from stabletrain.compare.command import compare as show
@@ -166,12 +154,24 @@ def compare(chosen: argparse.Namespace) -> None:
     )
 
 
+def add_losses_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `losses`."""
+    parser.add_argument("runs", type=Path, nargs="+", help="a sweep's folder, or folders of runs")
+    parser.add_argument("file", type=Path, help="the image to write (.svg, .png)")
+
+
 def losses(chosen: argparse.Namespace) -> None:
     """Plots the training losses of runs."""
     from stabletrain.compare.pictures import draw_losses
     from stabletrain.compare.reading.runs import read_runs
 
     draw_losses(read_runs(chosen.runs), chosen.file)
+
+
+def add_diagnose_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `diagnose`."""
+    parser.add_argument("run", type=Path, help="a run folder, or one of its incidents")
+    parser.add_argument("--json", action="store_true", help="print every diagnosis.json, as one JSON list")
 
 
 def diagnose(chosen: argparse.Namespace) -> None:
@@ -185,6 +185,14 @@ def diagnose(chosen: argparse.Namespace) -> None:
         print(f"no incidents in {chosen.run}")
     else:
         print("\n\n".join(block(path, record) for path, record in found))
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `replay`."""
+    parser.add_argument("incident", type=Path, help="the incident's folder, <run>/incidents/step-...")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="a fix to try, such as precision=bf16")
+    parser.add_argument("--config-dir", type=Path, help="your own config groups, if an override uses one")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def replay(chosen: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stabletrain.forensics.diagnosis.causes import Diagnosis
+from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Evidence, LargestInput, RunSettings
 from stabletrain.forensics.probes.samples import bad_samples, find_culprits, named

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stabletrain.forensics.diagnosis.cause_table import CAUSES
-from stabletrain.forensics.diagnosis.causes import Diagnosis
+from stabletrain.forensics.diagnosis.cause_table import CAUSES, Diagnosis
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.probes.underflow import Starved, Underflow
 from stabletrain.forensics.replay import Outcome

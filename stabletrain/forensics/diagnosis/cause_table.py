@@ -1,5 +1,7 @@
-"""The table of causes. A new rule in `causes.py` needs a row here, and one in docs/forensics.md."""
+"""What a diagnosis is, and the table of causes. A new rule in `causes.py` needs a row here and in docs/forensics.md."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -87,3 +89,23 @@ CAUSES = {
     "unknown": Cause("the cause is unknown", "no rule holds"),
 }
 """Cause by the id that `diagnosis.json` holds."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The cause of an incident and its fixes.
+
+    Attributes:
+        cause: a key of `CAUSES`.
+        confidence: in [0, 1].
+        verdict: one sentence with the numbers.
+        fix: Hydra overrides or actions, best first.
+        also: further causes that contribute; they have no `also`.
+    """
+
+    cause: str
+    confidence: float
+    verdict: str
+    fix: list[str]
+    evidence: list[str]
+    also: "Sequence[Diagnosis]" = ()

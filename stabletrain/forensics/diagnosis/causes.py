@@ -7,9 +7,9 @@ has its own name: `bad_inputs` gives `bad_batch`, `rushed_updates` gives `lr_too
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
+from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.evidence import (
     DIVISIONS,
     FIRST_STEPS,
@@ -56,28 +56,13 @@ RISING = 1.02
 """Growth per step that counts as a trend: both sizes are measured on the same batch, so only the weights differ."""
 
 LOG_Z = 30.0
+"""Distance of the mean log Z from 0, in nats, above which the output logits have drifted."""
+
 GROWN = 2.0
+"""Growth of a quantity since the older state that is not routine."""
+
 STALE = 5.0
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """The cause of an incident and its fixes.
-
-    Attributes:
-        cause: a key of `CAUSES`.
-        confidence: in [0, 1].
-        verdict: one sentence with the numbers.
-        fix: Hydra overrides or actions, best first.
-        also: further causes that contribute; they have no `also`.
-    """
-
-    cause: str
-    confidence: float
-    verdict: str
-    fix: list[str]
-    evidence: list[str]
-    also: "Sequence[Diagnosis]" = ()
+"""RMS(g / sqrt(v)) above which Adam's second moment is out of date."""
 
 
 def poison_input(e: Evidence) -> Diagnosis | None:

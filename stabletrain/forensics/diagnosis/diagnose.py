@@ -15,9 +15,9 @@ Nothing contributes to a corrupt state or a hardware fault: they explain everyth
 
 from dataclasses import replace
 
+from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.causes import (
     RULES,
-    Diagnosis,
     Rule,
     attention_logit_growth,
     bad_batch,
