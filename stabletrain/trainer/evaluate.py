@@ -29,7 +29,8 @@ def evaluate(
     """
     modes, device = [(module, module.training) for module in model.modules()], next(model.parameters()).device
     model.eval()
-    loss = count = correct = spoilt = 0  # tensors on the device after the first batch, read once at the end
+    # Summed on the device, and read once at the end.
+    loss, count, correct, spoilt = torch.zeros(4, dtype=torch.float64, device=device).unbind()
     classifies = False
     try:
         for batch in batches:
@@ -51,8 +52,8 @@ def evaluate(
         model.train(modes[0][1])
         for module, training in modes:  # some may always be in evaluation mode, such as a frozen BatchNorm
             module.training = training
-    mine = [torch.as_tensor(each, dtype=torch.float64, device=device) for each in (loss, count, correct, spoilt)]
-    loss, total, correct, spoilt = parallel.all_reduce_sum(torch.stack(mine)).tolist()
+    sums = torch.stack([loss, count, correct, spoilt])
+    loss, total, correct, spoilt = parallel.all_reduce_sum(sums).tolist()
     metrics = {"val/loss": loss / total if total else float("nan")}
     if classifies:
         metrics["val/accuracy"] = correct / total if total else float("nan")

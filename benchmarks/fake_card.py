@@ -1,0 +1,409 @@
+"""Runs as if on a CUDA device, on a machine without one: PyTorch's fake tensors have a device, but no values.
+
+    with as_if_on_a_card((9, 0)) as card, composed("device=cuda", ...) as cfg:
+        train(build(cfg, folder))
+    assert card.foreign == []
+
+A real CUDA device would run the same operations in the same order. An operation whose tensors are on different devices
+raises an error. `card.foreign` lists operations on host tensors, and `card.count` counts all operations. Reading a
+value on the host raises `HostRead`, except in `READERS`. The values are made up: `reading` tells what a step measured,
+forensics reads every value as `number`, and everything else that may read a value reads 1.
+
+What PyTorch cannot do with fake tensors is replaced here: the autograd engine (`backward`, `grad` are a walk in Python
+through the same graph), CUDA's events, streams, generators and memory statistics, `nn.Module.to`, and the reading of a
+step. Compiled code, several processes, and timing are not covered.
+"""
+
+import heapq
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import stabletrain
+from stabletrain.forensics.trace.recorder import Trace
+from stabletrain.machine import hardware
+from stabletrain.records import Batch, Reading
+from stabletrain.step import InFlight
+from stabletrain.trainer import build, stages
+
+CARD = torch.device("cuda", 0)
+PACKAGE = f"{Path(stabletrain.__file__).parent}/"
+
+READERS = {
+    "monitors/": "a look returns its metrics as numbers, and the loop has just read the step's",
+    "trainer/evaluate.py": "reads the result of an evaluation once, at its end",
+    "trainer/compile_warmup.py": "before the first step",
+    "forensics/": "explains a step after it has failed",
+}
+"""Files and folders of the package that may read values on the host, and why."""
+
+HOST = {
+    "records.py": "moves a batch to the device",
+    "step.py:__init__": "the reading of a step, copied to the host",
+    "checkpoint/": "copies a state to the host and back",
+    "data/": "makes batches",
+    "forensics/": "an incident's batch is on the host",
+    "stability/precision/loss_scale.py:load_state_dict": "restores fp16's loss scale",
+}
+"""Files, folders and functions of the package that may compute on host tensors, and why."""
+
+READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal")
+"""Operations whose result the host needs before it can continue."""
+
+HEALTHY = Reading(1, 2.5, 2.5, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, True, False, False, 1e-3)
+
+
+class HostRead(Exception):
+    """A value was read on the host where a step may not wait for the device."""
+
+
+class Recorder(TorchDispatchMode):
+    """Counts operations, and notices those that a step on a CUDA device must not run.
+
+    Attributes:
+        count: operations that were run.
+        foreign: `operation (file:line)` for each operation with a tensor on the host, outside `HOST`.
+        number: what forensics reads as any value; 1 elsewhere.
+    """
+
+    def __init__(self, number: float = 1.0) -> None:
+        super().__init__()
+        self.count, self.number = 0, number
+        self.foreign: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Runs the operation on fake tensors, without values."""
+        if func.namespace == "prim":  # a fake tensor asks for its own device
+            return func(*args, **(kwargs or {}))
+        self.count += 1
+        name = func.__name__.split(".")[0]
+        if name in READS or (name == "index" and any(is_mask(index) for index in args[1])):
+            if not isinstance(args[0], FakeTensor):  # a tensor with values, on the host
+                return with_values(func)(*args, **(kwargs or {}))
+            return self.read(name, *args)
+        out = None
+        if name != "_fused_sgd_":  # it writes in place, and PyTorch has no fake kernel for it
+            out = func(*args, **(kwargs or {}))
+        self.check(name, args, kwargs, out)
+        return out
+
+    def read(self, name: str, tensor: Tensor, *rest: Any) -> Any:
+        """Returns a made-up result for an operation that reads values on the host.
+
+        Raises:
+            HostRead: the code is not in `READERS`.
+        """
+        where, file, _ = package_frame()
+        if not any(file.startswith(reader) for reader in READERS):
+            raise HostRead(f"{where} reads a value on the host ({name})")
+        number = self.number if file.startswith("forensics/") else 1.0
+        known = number == number and number != 0
+        if name == "nonzero":
+            return tensor.new_zeros(int(known), tensor.dim(), dtype=torch.int64)
+        if name == "index":
+            return tensor.new_zeros(int(known), *tensor.shape[sum(mask.dim() for mask in rest[0]) :])
+        if name == "equal" or tensor.dtype == torch.bool:
+            return known
+        return number if tensor.is_floating_point() else int(known)
+
+    def check(self, name: str, *used: Any) -> None:
+        """Lists the operation if it used a tensor on the host."""
+        if all(t.device.type in ("cuda", "meta") for t in tree_leaves(used) if isinstance(t, Tensor)):
+            return
+        where, file, function = package_frame()
+        if not any(f"{file}:{function}".startswith(place) for place in HOST):
+            self.foreign.append(f"{name} ({where})")
+
+
+def is_mask(index: Any) -> bool:
+    """Returns whether an index is a tensor of bools: the shape of the result then depends on values."""
+    return isinstance(index, Tensor) and index.dtype == torch.bool
+
+
+def package_frame() -> tuple[str, str, str]:
+    """Returns `file:line`, file and function of the innermost frame in the package; the file is relative to it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(PACKAGE):
+            file = path.removeprefix(PACKAGE)
+            return f"{file}:{frame.f_lineno}", file, frame.f_code.co_name
+        frame = frame.f_back
+    return "outside the package", "", ""
+
+
+# ---- autograd
+
+
+class Walk:
+    """The node that `differentiate` runs now, which autograd's engine would tell."""
+
+    node: Any = None
+
+
+def differentiate(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Sequence[Tensor] | None, create_graph: bool
+) -> list[Tensor | None]:
+    """Runs the backward pass as autograd's engine does, in the order of the nodes' numbers, latest first.
+
+    Args:
+        outputs, gradients: where it begins; None is a gradient of ones.
+        wanted: returns the gradients of these tensors. None accumulates the gradients of all leaves in `.grad`.
+        create_graph: whether the pass can itself be differentiated.
+    """
+    edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in wanted or ()]
+    found: dict[tuple[int, int], Tensor] = {}
+    waiting: dict[int, dict[int, Tensor]] = {}
+    queue: list[tuple[int, int, Any]] = []
+
+    def give(node: Any, place: int, gradient: Tensor) -> None:
+        if id(node) not in waiting:
+            waiting[id(node)] = {}
+            leaf = hasattr(node, "variable")
+            heapq.heappush(queue, (1 if leaf else -node._sequence_nr(), len(waiting) + len(kept), node))
+            kept.append(node)
+        there = waiting[id(node)].get(place)
+        waiting[id(node)][place] = gradient if there is None else there + gradient
+
+    kept: list[Any] = []  # keeps the ids of nodes unique
+    with torch.set_grad_enabled(create_graph):
+        for tensor, gradient in zip(outputs, gradients, strict=True):
+            edge = torch.autograd.graph.get_gradient_edge(tensor)
+            give(edge.node, edge.output_nr, torch.ones_like(tensor) if gradient is None else gradient)
+        while queue:
+            _, _, node = heapq.heappop(queue)
+            arrived = waiting.pop(id(node))
+            found |= {(id(node), place): gradient for place, gradient in arrived.items()}
+            if hasattr(node, "variable"):
+                if wanted is None:
+                    accumulate(node, arrived[0])
+                continue
+            for following, place, gradient in run(node, arrived):
+                give(following, place, as_meant(following, place, gradient))
+    return [found.get((id(edge.node), edge.output_nr)) for edge in edges]
+
+
+def run(node: Any, arrived: Mapping[int, Tensor]) -> list[tuple[Any, int, Tensor]]:
+    """Runs a node on the gradients of its outputs; returns those of its inputs, with the node and place of each."""
+    arguments = [arrived.get(place) for place in range(len(node._input_metadata))]
+    Walk.node = node
+    try:
+        if not isinstance(node, BackwardCFunction):
+            results, following = node(*arguments), node.next_functions
+            results = results if isinstance(results, tuple) else (results,)
+        else:  # a `torch.autograd.Function` gets zeros instead of None, and returns a value for each input of any type
+            shapes = zip(arguments, node._input_metadata, strict=True)
+            zeros = (torch.zeros(meta.shape, dtype=meta.dtype, device=CARD) if g is None else g for g, meta in shapes)
+            results = node.apply(*zeros)
+            results = results if isinstance(results, tuple) else (results,)
+            results = [each for each, needed in zip(results, node.needs_input_grad, strict=True) if needed]
+            following = [edge for edge in node.next_functions if edge[0] is not None]
+    finally:
+        Walk.node = None
+    edges = zip(following, results, strict=True)
+    return [(there, place, each) for (there, place), each in edges if there is not None and each is not None]
+
+
+def as_meant(node: Any, place: int, gradient: Tensor) -> Tensor:
+    """Returns the gradient with the shape and dtype that a node expects."""
+    meta = node._input_metadata[place]
+    return gradient.sum_to_size(meta.shape).to(meta.dtype)
+
+
+@torch.no_grad()
+def accumulate(leaf: Any, gradient: Tensor) -> None:
+    """Adds to the `.grad` of a leaf, and calls its hooks."""
+    variable = leaf.variable
+    Walk.node = leaf
+    try:
+        for hook in (variable._backward_hooks or {}).values():
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        if variable.grad is None:
+            variable.grad = gradient.detach().clone()
+        else:
+            variable.grad += gradient
+        for hook in (getattr(variable, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(variable)
+    finally:
+        Walk.node = None
+
+
+def backward(tensor: Tensor, gradient: Tensor | None = None, create_graph: bool = False, **_: Any) -> None:
+    """Stands in for `Tensor.backward`."""
+    differentiate([tensor], [gradient], None, create_graph)
+
+
+def grad(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, create_graph: bool = False, **_: Any
+) -> tuple[Tensor | None, ...]:
+    """Stands in for `torch.autograd.grad`."""
+    outputs, inputs = ([each] if isinstance(each, Tensor) else [*each] for each in (outputs, inputs))
+    given = [None] * len(outputs) if grad_outputs is None else tree_leaves(grad_outputs)
+    return tuple(differentiate(outputs, given, inputs, create_graph))
+
+
+# ---- what needs a real device
+
+
+class Direct:
+    """Stands in for `Prefetch`, whose thread would not know the fake tensors: loads each batch when it is wanted."""
+
+    def __init__(self, load: Callable[[int], Batch], **_: Any) -> None:
+        self._load = load
+
+    def get(self, step: int) -> Batch:
+        """Returns batch number `step`, on the host."""
+        return self._load(step)
+
+    def forget(self) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def move(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Stands in for `nn.Module.to`: makes new parameters, because a fake tensor cannot take a real one's place."""
+    device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+    moved: dict[int, Tensor] = {}
+
+    def new(tensor: Tensor) -> Tensor:
+        if id(tensor) not in moved:
+            kind = dtype if tensor.is_floating_point() else None
+            shape = {"memory_format": layout} if layout is not None and tensor.dim() == 4 else {}
+            there = tensor.detach().to(device or tensor.device, kind or tensor.dtype, **shape)
+            parameter = isinstance(tensor, nn.Parameter)
+            moved[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if parameter else there
+            kept.append(tensor)
+        return moved[id(tensor)]
+
+    kept: list[Tensor] = []
+    for each in module.modules():
+        for tensors in (each._parameters, each._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = new(tensor)
+    return module
+
+
+def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Stands in for `Tensor.__deepcopy__`, which looks at a tensor's memory."""
+    if id(tensor) not in memo:
+        with torch.no_grad():
+            clone = tensor.detach().clone()
+        memo[id(tensor)] = nn.Parameter(clone, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else clone
+    return memo[id(tensor)]
+
+
+def without_devices(record: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a mode's `__torch_dispatch__` that leaves out a fake tensor's question for its own device."""
+
+    def dispatch(mode: Any, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        return record(mode, func, types, args, kwargs)
+
+    return dispatch
+
+
+def real(tensor: Tensor, method: Callable[..., Any], instead: Callable[..., Any], *args: Any) -> Any:
+    """Calls `instead` for a fake tensor, and PyTorch's own method for any other."""
+    return (instead if isinstance(tensor, FakeTensor) else method)(tensor, *args)
+
+
+def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function, run on real tensors on the host."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def made(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `make(cfg, group)` that builds data and initial weights with real values, on the host."""
+
+    def build(cfg: Any, group: str, **arguments: Any) -> Any:
+        if group not in ("data", "init"):
+            return make(cfg, group, **arguments)
+        built = with_values(make)(cfg, group, **arguments)
+        if group == "init":
+            return with_values(built)
+        if hasattr(built, "fingerprint"):
+            known = with_values(built.fingerprint)()
+            built.fingerprint = lambda: known
+        return built
+
+    return build
+
+
+def memory(capability: tuple[int, int]) -> dict[str, Any]:
+    """Returns what stands in for functions of `torch.cuda`."""
+    name = {7: "Tesla V100-SXM2-32GB", 8: "NVIDIA A100-SXM4-80GB", 9: "NVIDIA H100 80GB HBM3"}[capability[0]]
+    about = SimpleNamespace(name=name, major=capability[0], minor=capability[1], total_memory=80 * 2**30)
+    stream, no_state = SimpleNamespace(synchronize=lambda: None), torch.empty(0)
+    return {
+        "get_device_capability": lambda *_: capability,
+        "get_device_name": lambda *_: name,
+        "get_device_properties": lambda *_: about,
+        "is_bf16_supported": lambda *_: capability >= (8, 0),
+        "Event": lambda **_: SimpleNamespace(record=lambda *_: None, synchronize=lambda: None),
+        "reset_peak_memory_stats": lambda *_: None,
+        "max_memory_allocated": lambda *_: 0,
+        "mem_get_info": lambda *_: (80 * 2**30, 80 * 2**30),
+        "current_stream": lambda *_: stream,
+        "synchronize": lambda *_: None,
+        "get_rng_state": lambda *_: no_state,
+        "set_rng_state": lambda *_: None,
+    }
+
+
+@contextmanager
+def as_if_on_a_card(
+    capability: tuple[int, int] = (9, 0), reading: Callable[[int], Reading] | None = None, number: float = 1.0
+) -> Iterator[Recorder]:
+    """A context in which `device=cuda` is a card of this compute capability, without values.
+
+    Args:
+        capability: (9, 0) for an H100, (8, 0) for an A100, (7, 0) for a V100.
+        reading: what a step measured, by its number; None for a healthy step.
+        number: what forensics reads as any value.
+    """
+
+    def arrived(in_flight: InFlight) -> Reading:
+        told = HEALTHY if reading is None else reading(in_flight._step)
+        return told._replace(step=in_flight._step, lr=in_flight._lr)
+
+    generator, deepcopy = torch.Generator, Tensor.__deepcopy__
+    with ExitStack() as stack:
+        replace = lambda *where: stack.enter_context(mock.patch.object(*where))  # noqa: E731
+        for name, instead in memory(capability).items():
+            replace(torch.cuda, name, instead)
+        replace(torch, "Generator", lambda *_, **__: generator())
+        replace(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+        replace(torch._C, "_current_autograd_node", lambda: Walk.node)
+        replace(torch.autograd, "grad", grad)
+        replace(Tensor, "backward", backward)
+        replace(Tensor, "__deepcopy__", lambda tensor, memo: real(tensor, deepcopy, copied, memo))
+        replace(Trace, "__torch_dispatch__", without_devices(Trace.__torch_dispatch__))
+        replace(nn.Module, "to", move)
+        replace(hardware, "pick", lambda _: CARD)
+        replace(stages, "make", made(stages.make))
+        replace(stages, "make_model", with_values(stages.make_model))
+        replace(build, "Prefetch", Direct)
+        replace(InFlight, "wait", arrived)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield stack.enter_context(Recorder(number))
