@@ -82,8 +82,9 @@ def main() -> None:
     asked = parser.parse_args()
     if not current_ranks().launched:
         raise ConfigError("small_gather.py needs ranks: torchrun --nproc_per_node=2 benchmarks/small_gather.py")
-    join_process_group(current_ranks())
-    device = hardware.pick(asked.device)
+    ranks = current_ranks()
+    join_process_group(ranks)
+    device = hardware.pick(asked.device, ranks.local_rank, ranks.local_world_size)
     workload = next(iter(WORKLOADS[device.type]))
     results = {kind.name: measured(kind, workload, device, asked.rounds) for kind in (DDP, FSDP)}
     if current_ranks().is_main:

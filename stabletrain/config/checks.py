@@ -9,7 +9,7 @@ the default nor the fix (`steps=1e3 is not a whole number: write steps=1000`), s
 here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hydra import compose
@@ -89,11 +89,17 @@ def check(cfg: DictConfig) -> None:
 
 
 def check_ranks(cfg: DictConfig, ranks: Ranks) -> None:
-    """Checks that the batch divides evenly among the ranks and their micro-batches.
+    """Checks that several ranks use different GPUs, and that the batch divides evenly among their micro-batches.
 
     Raises:
-        ConfigError: it does not; names the nearest sizes that do.
+        ConfigError: `device` names one GPU for all ranks, or the batch does not divide; names the nearest sizes that
+            do.
     """
+    if ranks.distributed and cfg.device.startswith("cuda:"):
+        raise ConfigError(
+            f"device={cfg.device} with {ranks.world_size} ranks: all ranks of a machine would use the same GPU; use "
+            "device=cuda, with which each rank uses its own (CUDA_VISIBLE_DEVICES selects them)"
+        )
     parts = ranks.world_size * cfg.grad_accum_steps
     if cfg.batch_size % parts:
         raise ConfigError(
@@ -197,9 +203,11 @@ def check_parts(cfg: DictConfig, choices: Mapping[str, str]) -> None:
 
     for group in CHOSEN_PARTS:
         if choices[group] != "none" and group not in cfg.model:
+            by_preset = group not in typed and choices["stability"] != "none"
+            fix = without_preset(choices, [part for part in CHOSEN_PARTS if part not in cfg.model])
             raise ConfigError(
                 f"{named(group)} does nothing with model={model}, because the model has no attention: "
-                f"use {group}=none, or a model whose YAML has `{group}: ${{{group}}}`"
+                f"use {fix if by_preset else f'{group}=none'}, or a model whose YAML has `{group}: ${{{group}}}`"
             )
     if choices["qkclip"] != "none" and choices["qknorm"] != "none":
         raise ConfigError(
@@ -221,3 +229,18 @@ def check_parts(cfg: DictConfig, choices: Mapping[str, str]) -> None:
                 f"{group}={chosen} is for {gives}, model={model} reads {reads}: use {fix}, "
                 f"or a model for {gives} such as model={'gpt_nano' if gives == 'tokens' else 'resnet20'}"
             )
+
+
+def without_preset(choices: Mapping[str, str], unfit: Sequence[str]) -> str:
+    """Returns what to type instead of the chosen preset: `stability=none`, and the options that it sets.
+
+    Args:
+        choices: the chosen option of each group.
+        unfit: groups to leave out, because they do nothing with the chosen model.
+    """
+    hydra = HydraConfig.get()
+    typed = [o for o in hydra.overrides.task if o.lstrip("+").partition("=")[0] in {*choices} - {"stability"}]
+    cfg: Any = compose(hydra.job.config_name, [*typed, "stability=none"], return_hydra_config=True)
+    plain = cfg.hydra.runtime.choices
+    rest = [f"{group}={option}" for group, option in choices.items() if option != plain[group] and group not in unfit]
+    return " ".join(["stability=none", *(each for each in rest if not each.startswith("stability="))])

@@ -14,6 +14,7 @@ import platform
 import re
 import resource
 import sys
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -22,25 +23,59 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
+from stabletrain.machine import torch_builds
 
 
-def pick(wanted: str) -> torch.device:
-    """Returns the device for `auto`, `cpu`, `cuda` or `cuda:N`.
+def pick(wanted: str, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
+    """Returns the device for `auto`, `cpu`, `cuda` or `cuda:N`. A GPU becomes this process's current one.
+
+    `auto` and `cuda` mean the rank's own GPU, whose index is the local rank.
+
+    Args:
+        wanted: the key `device`.
+        local_rank: the rank's number on its machine.
+        local_world_size: number of ranks on this machine.
 
     Raises:
-        ConfigError: the name is not a device, or the machine does not have it.
+        ConfigError: the name is not a device, the machine does not have it, there are more ranks than GPUs, or
+            PyTorch's build cannot run on it.
     """
-    if wanted == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     kind, _, index = wanted.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+    if kind not in ("auto", "cpu", "cuda") or (index and (kind == "auto" or not index.isdigit())):
         raise ConfigError(f"device={wanted} is not a device: use auto, cpu, cuda or cuda:0")
-    if kind == "cpu":
+    count = torch.cuda.device_count() if kind != "cpu" and torch.cuda.is_available() else 0
+    if kind == "cpu" or (kind == "auto" and not count):
         return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(index or 0) >= count:
         raise ConfigError(f"device={wanted}: this machine has {count} CUDA devices; use device=auto or device=cpu")
-    return torch.device("cuda", int(index or 0))
+    if local_world_size > count:
+        raise ConfigError(f"device={wanted}: {too_many(local_world_size, count)}")
+    device = torch.device("cuda", int(index or local_rank))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # PyTorch says here in 20 lines what `check_build` says in one
+        torch.cuda.set_device(device)
+        capability = torch.cuda.get_device_capability(device)
+    check_build(wanted, device, capability)
+    return device
+
+
+def too_many(ranks: int, count: int) -> str:
+    """Returns the message for more ranks on a machine than GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    return (
+        f"{ranks} ranks on this machine, but {count} visible CUDA device{'s' if count > 1 else ''}{shown}: each rank "
+        f"needs its own; use torchrun --nproc_per_node={count}, or make all GPUs of the machine visible to every rank "
+        "(with Slurm: one task per node, as slurm/job.sh does), or use device=cpu"
+    )
+
+
+def check_build(wanted: str, device: torch.device, capability: tuple[int, int]) -> None:
+    """Raises ConfigError if PyTorch was not compiled for a GPU of this compute capability."""
+    architectures = torch.cuda.get_arch_list()
+    if not torch_builds.can_run(capability, architectures):
+        reason = torch_builds.refusal(name(device), capability, architectures, torch.__version__)
+        raise ConfigError(f"device={wanted}: {reason}")
 
 
 @cache

@@ -32,6 +32,7 @@ class Ranks:
         local_rank: its number on its own machine, which is also the index of its GPU.
         launched: whether torchrun started it.
         restarts: how often torchrun has restarted the ranks after a failure.
+        local_world_size: number of processes on its machine.
     """
 
     rank: int = 0
@@ -39,6 +40,7 @@ class Ranks:
     local_rank: int = 0
     launched: bool = False
     restarts: int = 0
+    local_world_size: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -58,20 +60,22 @@ def current_ranks() -> Ranks:
     rank, count, local, restarts = (
         int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
     )
-    return Ranks(rank, count, local, True, restarts)
+    on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
+    return Ranks(rank, count, local, True, restarts, on_machine)
 
 
 def join_process_group(ranks: Ranks) -> None:
-    """Joins the process group: gloo between CPUs, NCCL between GPUs. Does nothing if already joined."""
+    """Joins the process group: gloo between CPUs, NCCL between GPUs. Does nothing if already joined.
+
+    Does not start CUDA: the rank's device is not known yet, and determinism must be set up before.
+    """
     import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
         return
-    backend = "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())
-        backend = "cpu:gloo,cuda:nccl"
+    # With device=cpu, NCCL is never used: it connects the ranks only in the first collective between GPUs.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=TIMEOUT)
 
 

@@ -92,8 +92,8 @@ def start_process(cfg: DictConfig) -> Process:
     choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra" not in group}
     parallel.check(choices)
     determinism = make(cfg, "determinism")
-    switches = determinism.prepare()  # before CUDA starts
-    device = hardware.pick(cfg.device)
+    switches = determinism.prepare()  # before `pick`, which starts CUDA
+    device = hardware.pick(cfg.device, ranks.local_rank, ranks.local_world_size)
     precision = make(cfg, "precision", device=device)
     precision.prepare()
     return Process(ranks, choices, parallel, determinism, precision, switches, device)

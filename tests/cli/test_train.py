@@ -47,8 +47,8 @@ MISTAKES = {
     "data.length_warmup=2000": "data.length_warmup=2000 >= steps=1000: samples never reach their full length; "
     "lower data.length_warmup or raise steps",
     "model=resnet20 data=digits stability=full": "stability=full sets qknorm=layernorm, which does nothing with "
-    "model=resnet20, because the model has no attention: use qknorm=none, or a model whose YAML has "
-    "`qknorm: ${qknorm}`",
+    "model=resnet20, because the model has no attention: use stability=none zloss=palm clipping=zclip "
+    "optimizer=stable_adamw, or a model whose YAML has `qknorm: ${qknorm}`",
     "qkclip=kimi stability=v100": "stability=v100 sets qknorm=layernorm, which removes the scale of the projections "
     "that qkclip=kimi clips, so qkclip has no effect: use qkclip=none, or qknorm=none",
     "qkclip=kimi qknorm=rmsnorm": "qknorm=rmsnorm removes the scale of the projections that qkclip=kimi clips, so "

@@ -101,11 +101,39 @@ def test_types_and_values_in_words():
     ("batch", "parts", "count", "sizes"), [(16, 1, 3, "15 or 18"), (12, 2, 4, "8 or 16"), (2, 1, 4, "4")]
 )
 def test_a_batch_that_does_not_divide_among_the_ranks_names_sizes_that_do(batch, parts, count, sizes):
-    cfg = OmegaConf.create({"batch_size": batch, "grad_accum_steps": parts})
+    cfg = OmegaConf.create({"batch_size": batch, "grad_accum_steps": parts, "device": "auto"})
     with pytest.raises(ConfigError, match=f"use batch_size={sizes}, or another number of ranks"):
         check_ranks(cfg, Ranks(world_size=count, launched=True))
     for size in sizes.split(" or "):
-        check_ranks(OmegaConf.create({"batch_size": int(size), "grad_accum_steps": parts}), Ranks(world_size=count))
+        check_ranks(OmegaConf.merge(cfg, {"batch_size": int(size)}), Ranks(world_size=count))
+
+
+def test_one_card_for_several_ranks_is_refused():
+    cfg = OmegaConf.create({"batch_size": 8, "grad_accum_steps": 1, "device": "cuda:1"})
+    with pytest.raises(ConfigError, match="device=cuda:1 with 4 ranks: .* the same GPU; use device=cuda, with which"):
+        check_ranks(cfg, Ranks(world_size=4))
+    check_ranks(cfg, Ranks())
+    for device in ("auto", "cpu", "cuda"):
+        check_ranks(OmegaConf.merge(cfg, {"device": device}), Ranks(world_size=4))
+
+
+@pytest.mark.parametrize(
+    ("preset", "instead"),
+    [
+        ("qknorm", "stability=none"),
+        ("zloss_qknorm", "stability=none zloss=palm"),
+        ("full", "stability=none optimizer=stable_adamw zloss=palm clipping=zclip"),
+        ("v100", "stability=none zloss=palm precision=fp16"),
+    ],
+)
+def test_a_preset_for_gpts_names_what_a_resnet_can_take_instead(preset, instead):
+    resnet = ["model=resnet20", "data=digits"]
+    with composed(*resnet, f"stability={preset}") as cfg, pytest.raises(ConfigError) as refusal:
+        check(cfg)
+    words = str(refusal.value).partition(": use ")[2].partition(", or a model")[0].split()
+    assert sorted(words) == sorted(instead.split())
+    with composed(*resnet, *words) as cfg:
+        check(cfg)
 
 
 @pytest.mark.parametrize(

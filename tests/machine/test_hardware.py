@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.contract import cost, make_model
 from stabletrain.trainer.loop import train
+from tests.devices import CARD as DEVICE
 from tests.runs import ROOT, TINY_GPT, composed
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 1)
@@ -27,17 +29,20 @@ CPU, CARD = torch.device("cpu"), torch.device("cuda", 1)
 
 @pytest.fixture
 def cards(monkeypatch):
-    """A machine with so many cards of a compute capability, of which the second is the current one."""
+    """A machine with so many cards of a compute capability; returns the devices that become the current one."""
 
     def cards(count, capability=(8, 0)):
+        current = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "set_device", current.append)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90"])
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some Card")
         major, minor = capability
         facts = SimpleNamespace(total_memory=16 * 2**30, major=major, minor=minor)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+        return current
 
     return cards
 
@@ -62,18 +67,73 @@ def test_the_load_is_counted_per_core_that_may_be_used(monkeypatch):
 # ---- the device
 
 
-def test_auto_takes_the_current_card_and_else_the_cpu(cards):
-    cards(2)
-    assert hardware.pick("auto") == torch.device("cuda", 1)
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+@pytest.mark.parametrize("local_rank", [0, 3])
+def test_a_rank_takes_its_own_card_and_makes_it_the_current_one(cards, wanted, local_rank):
+    current = cards(4)
+    assert hardware.pick(wanted, local_rank, 4) == torch.device("cuda", local_rank)
+    assert current == [torch.device("cuda", local_rank)]
+
+
+def test_auto_takes_the_cpu_where_there_is_no_card(cards):
     cards(0)
-    assert hardware.pick("auto") == CPU
+    assert hardware.pick("auto") == hardware.pick("auto", 1, 2) == CPU
 
 
 def test_a_device_is_taken_by_its_name(cards):
-    cards(2)
-    assert hardware.pick("cpu") == CPU
+    current = cards(2)
+    assert hardware.pick("cpu", 5, 8) == CPU, "any number of ranks can use a CPU"
+    assert not current, "which leaves CUDA alone"
     assert hardware.pick("cuda") == torch.device("cuda", 0)
     assert hardware.pick("cuda:1") == torch.device("cuda", 1)
+    assert current == [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+@pytest.mark.parametrize("rank", [0, 2], ids=lambda rank: f"rank {rank}")
+def test_more_ranks_than_cards_are_refused_on_every_rank(cards, monkeypatch, wanted, rank):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    current = cards(2)
+    with pytest.raises(ConfigError) as refusal:
+        hardware.pick(wanted, rank, 3)
+    assert str(refusal.value) == (
+        f"device={wanted}: 3 ranks on this machine, but 2 visible CUDA devices: each rank needs its own; use torchrun "
+        "--nproc_per_node=2, or make all GPUs of the machine visible to every rank (with Slurm: one task per node, as "
+        "slurm/job.sh does), or use device=cpu"
+    )
+    assert not current
+
+
+def test_ranks_that_see_one_card_each_are_told_what_they_see(cards, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    cards(1)
+    with pytest.raises(ConfigError, match=r"4 ranks .*, but 1 visible CUDA device \(CUDA_VISIBLE_DEVICES=3\):"):
+        hardware.pick("auto", 3, 4)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda", "cuda:1"])
+def test_a_card_that_the_build_of_pytorch_does_not_support_is_refused(cards, monkeypatch, wanted):
+    cards(2, (7, 0))
+    reason = "Some Card has compute capability 7.0, .* not compiled for: it has sm_75, sm_80, sm_90; .*whl/cu126; "
+    with pytest.raises(ConfigError, match=f"device={wanted}: {reason}or train on the CPU with device=cpu"):
+        hardware.pick(wanted)
+    assert hardware.pick("cpu") == CPU
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70", "sm_75"])
+    assert hardware.pick("cuda:1") == CARD
+
+
+def test_pytorchs_own_warning_about_the_build_is_not_printed_too(cards, monkeypatch):
+    cards(1, (7, 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: warnings.warn("Found GPU0 ...", stacklevel=2))
+    with pytest.raises(ConfigError), warnings.catch_warnings(record=True) as printed:
+        hardware.pick("auto")
+    assert not printed
+
+
+@pytest.mark.parametrize("device", [DEVICE])
+def test_the_device_of_this_machine_is_supported_and_current(device):
+    assert hardware.pick(device) == torch.device("cuda", 0)
+    assert torch.cuda.current_device() == 0
 
 
 @pytest.mark.parametrize(("wanted", "count"), [("cuda", 0), ("cuda:2", 2)])
@@ -83,7 +143,7 @@ def test_a_card_that_is_not_there_is_refused_with_how_many_there_are(cards, want
         hardware.pick(wanted)
 
 
-@pytest.mark.parametrize("wanted", ["gpu", "cuda:x", "cuda:-1", "", "mps"])
+@pytest.mark.parametrize("wanted", ["gpu", "cuda:x", "cuda:-1", "", "mps", "auto:1"])
 def test_what_is_no_device_is_refused(cards, wanted):
     cards(2)
     with pytest.raises(ConfigError, match=f"device={wanted} is not a device: use auto, cpu, cuda or cuda:0"):

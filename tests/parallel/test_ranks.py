@@ -1,6 +1,7 @@
 """Which rank this is, what ranks tell each other, and how one ends: with its own code, whatever its threads do."""
 
 import pytest
+import torch
 
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import (
@@ -9,21 +10,34 @@ from stabletrain.parallel.ranks import (
     broadcast_object,
     connection_error,
     current_ranks,
+    join_process_group,
     run_on_main,
 )
 from tests.parallel.launches import finish, start
 from tests.runs import ROOT, TINY_GPT
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE")
 
 
 def test_a_rank_is_the_one_that_torchrun_says(monkeypatch):
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     assert current_ranks() == Ranks(0, 1, 0, launched=False, restarts=0)
-    for name, value in zip(TORCHRUN, (5, 8, 1, 2), strict=True):
+    for name, value in zip(TORCHRUN, (5, 8, 1, 2, 4), strict=True):
         monkeypatch.setenv(name, str(value))
-    assert current_ranks() == Ranks(5, 8, 1, launched=True, restarts=2)
+    assert current_ranks() == Ranks(5, 8, 1, launched=True, restarts=2, local_world_size=4)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert current_ranks().local_world_size == 2, "at least this one and those before it"
+
+
+@pytest.mark.parametrize(("cards", "backend"), [(0, "gloo"), (4, "cpu:gloo,cuda:nccl")])
+def test_joining_connects_cards_too_but_does_not_start_cuda(monkeypatch, cards, backend):
+    joined = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cards > 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: pytest.fail("CUDA has started"))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: joined.append(backend))
+    join_process_group(Ranks(5, 16, 5, launched=True, local_world_size=8))
+    assert joined == [backend]
 
 
 def test_the_first_rank_speaks_and_several_are_distributed():

@@ -8,9 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from benchmarks.reliability.ends import everything, metrics
 from stabletrain.tracking.metrics import read_jsonl
+from tests.devices import CARD
 from tests.parallel.launches import finish, performed, ranks_of, start, trained, until
 from tests.runs import ROOT, TINY_GPT
 
@@ -59,6 +61,35 @@ def begun(folder, lines=15):
 
 def record(folder):
     return json.loads((folder / "run.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_device_that_the_ranks_cannot_use_is_one_message(tmp_path, device):
+    done = trained(2, *RUN, f"device={device}", cwd=tmp_path)
+    lines = [line for line in done.stderr.splitlines() if "stabletrain: " in line]
+    if device == "cuda:0":
+        expected = "stabletrain: device=cuda:0 with 2 ranks: "
+    elif torch.cuda.device_count() < 2:
+        expected = f"stabletrain: device=cuda: {'2 ranks on' if torch.cuda.device_count() else 'this machine has 0'}"
+    else:
+        pytest.skip("this machine has a card for each rank")
+    assert done.returncode == 1
+    assert [line[: len(expected)] for line in lines] == [expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [CARD])
+@pytest.mark.parametrize("kind", KINDS)
+def test_strict_determinism_on_cards_needs_no_variable_of_the_user(tmp_path, monkeypatch, kind, device):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    done = trained(
+        *(1, *RUN, f"device={device}", f"parallel={kind}", "determinism=strict", "compile=false", "steps=2"),
+        *("warmup=none", f"hydra.run.dir={tmp_path / 'run'}"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert record(tmp_path / "run")["hardware"]["device"] == "cuda:0"
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.faults.planned import NoFaults
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import Seeded, mix
-from stabletrain.parallel.ranks import Ranks
+from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch, TrainState
 from stabletrain.stability.clipping import NoClip
@@ -94,6 +94,47 @@ def test_a_process_has_the_objects_of_its_groups():
     assert (started.choices["precision"], started.choices["model"]) == ("bf16", "gpt_nano")
     assert not [group for group in started.choices if "hydra" in group]
     assert isinstance(started.parallel, SingleProcess)
+
+
+@pytest.fixture
+def four_cards(monkeypatch):
+    """A machine with four cards as rank 3 of four sees it; returns the device that becomes the current one, if any."""
+    current = []
+    for name, value in {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: 4,
+        "is_initialized": lambda: bool(current),
+        "set_device": current.append,
+        "get_device_capability": lambda device: (8, 0),
+        "get_arch_list": lambda: ["sm_80"],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    return current
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+@pytest.mark.parametrize("determinism", ["seeded", "strict", "off"])
+def test_a_rank_sets_up_determinism_before_it_starts_cuda_on_its_own_card(four_cards, device, determinism):
+    join_process_group(current_ranks())  # `train.py` joins before it knows the configuration
+    with composed(*TINY_GPT, "precision=fp32", f"device={device}", f"determinism={determinism}") as cfg:
+        started = start_process(cfg)
+    assert started.device == torch.device("cuda", 3)
+    assert four_cards == [started.device]
+    assert started.switches["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert started.switches["use_deterministic_algorithms"] is (determinism == "strict")
+
+
+def test_strict_refuses_a_workspace_of_the_users_that_is_not_deterministic(four_cards, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    join_process_group(current_ranks())
+    overrides = [*TINY_GPT, "precision=fp32", "device=cuda", "determinism=strict"]
+    with composed(*overrides) as cfg, pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:0:0"):
+        start_process(cfg)
+    assert not four_cards, "CUDA has not started"
 
 
 # ---- data

@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.cli.slurm.request import Card, Request, read_cluster, read_request
-from stabletrain.cli.slurm.runs import Runs, expand
+from stabletrain.cli.slurm.runs import Runs, environment_notes, expand
 from stabletrain.cli.slurm.script import Job, script
 from stabletrain.cli.sweep.plan import FINISHED, status_of
 from stabletrain.config.arguments import Arguments, merged, newest_of_same, recorded_arguments, sweep_arguments
@@ -25,7 +25,7 @@ def main() -> int:
         cards = [read_cluster(request.cluster, name) for name in request.cards]
         jobs, runs = plan_jobs(request, cards)
         scripts = [script(job, request) for job in jobs]
-        for note in runs.notes:
+        for note in [*environment_notes(cards), *runs.notes]:
             print(note, file=sys.stderr)
         if request.dry_run:
             print("\n".join(scripts), end="")

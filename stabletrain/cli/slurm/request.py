@@ -28,8 +28,10 @@ class Card:
         notice: seconds before the time limit at which Slurm asks a job to save.
         modules: environment modules to load.
         environment: shell lines that set up the environment, run on the first node of each job.
-        python: the interpreter on the nodes; empty for the one that submits.
+        python: the interpreter on the nodes; empty for the one that `modules` or `environment` activate, else for the
+            one that submits.
         sbatch: further `sbatch` options, one per line.
+        own_environment: whether the section itself sets `environment`, `python` or `modules`; not a key.
     """
 
     name: str
@@ -47,9 +49,13 @@ class Card:
     environment: str = ""
     python: str = ""
     sbatch: str = ""
+    own_environment: bool = False
 
 
-KEYS = [field.name for field in fields(Card) if field.name != "name"]
+KEYS = [field.name for field in fields(Card) if field.name not in ("name", "own_environment")]
+
+ENVIRONMENT = ("environment", "python", "modules")
+"""Keys that choose a job's Python, and so its build of PyTorch."""
 
 COUNTS = {"gpus_per_node": 1, "cpus_per_gpu": 1, "notice": 30}
 """Keys whose values are integers, and their minimum. Slurm checks time limits every 30 seconds."""
@@ -77,7 +83,9 @@ def read_cluster(file: Path, name: str) -> Card:
             raise ConfigError(f"{file}: [{name}] {key}: there is no such key{hint}")
         if value and key in COUNTS and (not value.isdecimal() or int(value) < COUNTS[key]):
             raise ConfigError(f"{file}: [{name}] {key} = {value} is not a whole number of at least {COUNTS[key]}")
-    card = Card(name, **{key: value for key, value in config[name].items() if value})
+    shared = config.defaults()
+    own = any(config[name].get(key) and config[name][key] != shared.get(key) for key in ENVIRONMENT)
+    card = Card(name, **{key: value for key, value in config[name].items() if value}, own_environment=own)
     if card.time:
         seconds(card.time)
     return card

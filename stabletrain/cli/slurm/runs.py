@@ -12,17 +12,19 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
+from stabletrain.cli.slurm.request import Card
 from stabletrain.cli.sweep.plan import grid, hydra
 from stabletrain.config.arguments import Arguments, key_of
 from stabletrain.config.checks import check, check_ranks
 from stabletrain.config.error_texts import explain
 from stabletrain.errors import ConfigError
+from stabletrain.machine.torch_builds import DEFAULT, LEGACY
 from stabletrain.parallel.ranks import Ranks
 
 CONF = Path(__file__).parents[3] / "conf"
 
-BEFORE_AMPERE = ("v100", "t4", "p100")
-"""GPU types without bf16 and TF32: compute capability below 8.0."""
+BEFORE_AMPERE = {"v100": (7, 0), "t4": (7, 5), "p100": (6, 0)}
+"""GPU types without bf16 and TF32, whose compute capability is below 8.0."""
 
 NEEDS_AMPERE = ("bf16", "bf16_params", "tf32")
 """Precisions that those GPUs do not support."""
@@ -146,3 +148,17 @@ def notes(cfg: Any, cards: Iterable[str]) -> list[str]:
     if old and gpt and choices.get("stability") == "none" and choices.get("precision") in ("auto", "fp16"):
         return [f"note     {', '.join(old)} trains in fp16: stability=v100 is the preset that keeps a GPT stable in it"]
     return []
+
+
+def environment_notes(cards: Iterable[Card]) -> list[str]:
+    """Returns which GPU types need another build of PyTorch, if cluster.conf sets no environment for them."""
+    found = []
+    for card in cards:
+        major, minor = BEFORE_AMPERE.get(card.name, DEFAULT)
+        if (major, minor) < DEFAULT and not card.own_environment:
+            found.append(
+                f"note     {card.name} has compute capability {major}.{minor}, which PyTorch's default builds no "
+                f"longer support: make an environment with pip install {LEGACY}, and activate it in the section "
+                f"[{card.name}] of cluster.conf"
+            )
+    return found

@@ -50,9 +50,7 @@ def script(job: Job, request: Request) -> str:
         raise ConfigError(f"the run folder {job.folder} has {sorted(bad)[0]!r} in its name: choose one without")
     lines = ["#!/usr/bin/env bash", f"# {title(job, request, gpus)}; written by slurm/launch.sh."]
     lines += [f"#SBATCH {option}" for option in asked(job, request, gpus)]
-    lines += ["set -e"]
-    lines += [f"module load {shlex.join(card.modules.split())}"] if card.modules else []
-    lines += [line.strip() for line in card.environment.splitlines() if line.strip()]
+    lines += ["set -e", *environment(card)]
     folder = shlex.quote(str(job.folder))
     if job.tasks:
         lines.append('case "$SLURM_ARRAY_TASK_ID" in')
@@ -62,15 +60,26 @@ def script(job: Job, request: Request) -> str:
         lines += [f"overrides=({shlex.join(job.overrides[0])})", f"folder={folder}"]
     again = shlex.join([str(ROOT / "slurm" / "launch.sh"), *request.options(card.name)])
     lines.append(f"export {LAUNCH}={shlex.quote(again)}")
-    python = card.python or sys.executable
-    command = shlex.join([python, str(ROOT / "train.py"), *job.options])
+    command = shlex.join([str(ROOT / "train.py"), *job.options])
     lines += [
         "# shellcheck source=/dev/null",
         f"source {shlex.quote(str(ROOT / 'slurm' / 'job.sh'))} \\",
         f'  "$folder" {gpus} {request.max_requeues} {card.notice} \\',
-        f'  {command} "${{overrides[@]}}"',
+        f'  "$python" {command} "${{overrides[@]}}"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def environment(card: Card) -> list[str]:
+    """Returns the lines that set up the environment and choose the interpreter, `$python`."""
+    lines = [f"module load {shlex.join(card.modules.split())}"] if card.modules else []
+    lines += [line.strip() for line in card.environment.splitlines() if line.strip()]
+    python = f"python={shlex.quote(card.python or sys.executable)}"
+    if not lines or card.python:
+        return [*lines, python]
+    # an environment that brings its own Python must not run with the one that submits
+    activated = '[[ $(command -v python) == "$submitted" ]] || python=python'
+    return ["submitted=$(command -v python || true)", *lines, python, activated]
 
 
 def title(job: Job, request: Request, gpus: int) -> str:

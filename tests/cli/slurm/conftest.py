@@ -31,6 +31,7 @@ sbatch =
     --exclude=n[7-9]
 [h100]
 [v100]
+environment = source ~/v100/bin/activate
 """
 
 

@@ -4,6 +4,9 @@ import shlex
 
 import pytest
 
+from stabletrain.cli.slurm.request import read_cluster
+from stabletrain.cli.slurm.runs import environment_notes
+
 
 @pytest.mark.slow
 def test_a_v100_is_told_of_its_preset_unless_it_has_chosen(launch):
@@ -13,6 +16,38 @@ def test_a_v100_is_told_of_its_preset_unless_it_has_chosen(launch):
     for typed in ("stability=v100", "precision=fp32", "experiment=resnet_digits"):
         assert launch("--dry-run", "--gpu", "v100", typed)[1:][1] == ""
     assert launch("--dry-run", "--gpu", "a100", "precision=bf16")[2] == ""
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ("[v100]", True),
+        ("[DEFAULT]\nenvironment = source a\n[v100]", True),
+        ("[DEFAULT]\nenvironment = source a\n[v100]\nenvironment = source b", False),
+        ("[v100]\npython = ~/v100/bin/python", False),
+        ("[v100]\nmodules = pytorch/2.14-cu126", False),
+        ("[t4]", False),
+        ("[p100]", True),
+    ],
+)
+def test_a_card_without_a_default_build_needs_an_environment_of_its_own(tmp_path, section, told):
+    (tmp_path / "cluster.conf").write_text(section)
+    card = section.rpartition("[")[2].partition("]")[0]
+    notes = environment_notes([read_cluster(tmp_path / "cluster.conf", card)])
+    assert bool(notes) is told
+    if card == "v100" and told:
+        assert notes == [
+            "note     v100 has compute capability 7.0, which PyTorch's default builds no longer support: make an "
+            'environment with pip install "torch<2.15" torchvision --index-url https://download.pytorch.org/whl/cu126, '
+            "and activate it in the section [v100] of cluster.conf"
+        ]
+
+
+def test_a_dry_run_tells_of_the_environment(launch, tmp_path):
+    file = tmp_path / "cluster.conf"
+    assert launch("--dry-run", "--gpu", "v100", "stability=v100")[2] == ""
+    file.write_text(file.read_text().replace("environment = source ~/v100/bin/activate", ""))
+    assert launch("--dry-run", "--gpu", "v100", "stability=v100")[2].startswith("note     v100 has compute capability")
 
 
 def test_a_sweep_in_an_experiments_file_is_expanded_as_hydra_does(launch, tmp_path):

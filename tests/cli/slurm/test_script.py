@@ -8,7 +8,8 @@ import sys
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from stabletrain.cli.slurm.script import ranges
+from stabletrain.cli.slurm.request import Card
+from stabletrain.cli.slurm.script import environment, ranges
 from tests.cli.slurm.given import options
 from tests.cli.slurm.stand_ins import stand_in
 from tests.runs import ROOT
@@ -67,6 +68,30 @@ def arguments(place, typed, tasks=0):
         assert got[-2].startswith("hydra.run.dir='")
         gots.append(got)
     return gots
+
+
+@pytest.mark.parametrize(
+    ("card", "python"),
+    [
+        (Card("v100"), sys.executable),
+        (Card("v100", environment="export A=1"), sys.executable),
+        (Card("v100", environment="export A=1\n  PATH=$PWD/v100:$PATH"), "python"),
+        (Card("v100", environment="PATH=$PWD/v100:$PATH", python="/a b/python"), "/a b/python"),
+        (Card("v100", modules="torch cuda"), "python"),
+    ],
+    ids=["none", "no python", "python", "both", "modules"],
+)
+def test_a_job_runs_the_python_that_its_environment_activates(tmp_path, card, python):
+    for folder in ("submitted", "v100"):
+        (tmp_path / folder).mkdir()
+        stand_in(tmp_path / folder, "python", "")
+    module = 'module() { [[ "$*" == "load torch cuda" ]] && PATH=$PWD/v100:$PATH; }'
+    script = "\n".join(["set -e", module, *environment(card), 'echo "$python"'])
+    path = f"{tmp_path}/submitted:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env={"PATH": path}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{python}\n"
 
 
 def test_the_file_and_the_command_line_make_slurms_options(launch):
