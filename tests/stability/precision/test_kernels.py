@@ -172,6 +172,7 @@ def test_fp32_on_a_card_is_true_fp32_and_tf32_is_not(switches, monkeypatch, devi
 
     def error(mode):
         made(mode, torch.device(device)).prepare()
+        assert older() == (TF32 if mode == "tf32" else IEEE)
         return float((run(*inputs).double() - wanted).norm() / wanted.norm())
 
     switches.loosen()
