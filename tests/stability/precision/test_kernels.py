@@ -176,7 +176,7 @@ def test_fp32_on_a_card_is_true_fp32_and_tf32_is_not(switches, monkeypatch, devi
         return float((run(*inputs).double() - wanted).norm() / wanted.norm())
 
     switches.loosen()
-    assert error("fp32") < 1e-6
+    assert error("fp32") < 1e-5  # not 1e-6: cuDNN may choose Winograd's algorithm
     skip_unless_it_has(device, "tf32")
-    assert 1e-5 < error("tf32") < 1e-2  # a mantissa of 10 bits: each factor is rounded to within 5e-4
-    assert error("fp32") < 1e-6
+    assert 1e-4 < error("tf32") < 1e-2  # a mantissa of 10 bits: each factor is rounded to within 5e-4
+    assert error("fp32") < 1e-5
