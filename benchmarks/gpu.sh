@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Runs everything that needs a GPU, in under ten minutes on one H100 or H200: the tests marked gpu, including laws 3, 4 and
-# 5 on the GPU, and the benchmarks. Ends with one table: which parts ran, and which targets are met.
+# Runs everything that needs a GPU, in under ten minutes on one H100 or H200: the tests marked gpu (laws 3, 4 and 5, no
+# step waits, strict determinism, precisions, NCCL with one rank) and the benchmarks. Ends with three tables: what each
+# part shows and whether it ran; what each test shows, and its verdict; which targets are met, and by which part.
 #
 #   benchmarks/gpu.sh [folder]                  writes to ./gpu-results, or to the given folder
 #   benchmarks/gpu.sh --device cpu [folder]     the same parts with tiny models, only to check that the script runs
 #
-# A part that fails or exceeds its time limit does not stop the others, but makes the exit code 1. A missed target is
-# reported and is not a failure.
+# A part that fails, exceeds its time limit or finds the ten minutes over does not stop the others, but makes the exit
+# code 1. A missed target is reported and is not a failure.
 set -euo pipefail
 
 device=cuda
@@ -38,14 +39,26 @@ fi
 
 failed=0
 parts=()
+reports=()
+SECONDS=0 # bash counts from here, but takes its start from the environment
+total=600
+if [[ $device == cpu ]]; then
+    total=3600
+fi
 
-# part NAME LIMIT COMMAND...: runs a command for at most LIMIT seconds, and copies its output to NAME.txt.
+# part NAME LIMIT SHOWS COMMAND...: runs a command for at most LIMIT seconds, and copies its output to NAME.txt.
 part() {
-    local name=$1 limit=$2 begun=$SECONDS code=0
-    shift 2
-    printf '\n== %s (at most %s s)\n' "$name" "$limit"
+    local name=$1 limit=$2 shows=$3 begun=$SECONDS code=0 verdict=ran
+    local left=$((total - 20 - SECONDS)) # 10 s until timeout kills, 10 s for the tables
+    shift 3
+    if ((left <= 0)); then
+        failed=1
+        parts+=("| $name | $shows | not run: the $total s are over | 0 |")
+        return
+    fi
+    limit=$((limit < left ? limit : left))
+    printf '\n== %s (at most %s s): %s\n' "$name" "$limit" "$shows"
     timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$results/$name.txt" || code=$?
-    local verdict=ran
     if ((code == 124 || code == 137)); then
         verdict="did not end within $limit s"
     elif ((code != 0)); then
@@ -54,38 +67,63 @@ part() {
     if ((code != 0)); then
         failed=1
     fi
-    parts+=("| $name | $verdict | $((SECONDS - begun)) |")
+    parts+=("| $name | $shows | $verdict | $((SECONDS - begun)) |")
 }
 
-# bench NAME LIMIT OPTIONS...: runs a benchmark with --json.
+# tests NAME LIMIT SHOWS OPTIONS...: runs pytest with a report, of which the last table has a row for each test.
+tests() {
+    local name=$1 limit=$2 shows=$3
+    shift 3
+    rm -f "$results/$name.xml"
+    reports+=("$results/$name.xml")
+    part "$name" "$limit" "$shows" "$python" -m pytest --junitxml="$results/$name.xml" "$@"
+}
+
+# bench NAME LIMIT SHOWS OPTIONS...: runs a benchmark with --json.
 bench() {
-    local name=$1 limit=$2
-    shift 2
+    local name=$1 limit=$2 shows=$3
+    shift 3
     rm -f "$results/$name.json"
-    part "$name" "$limit" "$python" "benchmarks/$name.py" --device "$device" --json "$results/$name.json" "$@"
+    part "$name" "$limit" "$shows" \
+        "$python" "benchmarks/$name.py" --device "$device" --json "$results/$name.json" "$@"
 }
 
+gpu_tests="the tests marked gpu: the next table"
+start="time to the first step, to --help and to an error"
+recovery="stall by a snapshot, a checkpoint, a rollback and a diagnosis"
+overhead="the defaults over a bare loop, and whether a step waits for the card"
+throughput="speed over plain PyTorch and torchvision's recipe, MFU, waiting for data"
+memory="peak memory of a loss in chunks"
+growth="time and memory over width, block and data"
+
+part card 60 "PyTorch's build can run on this card" "$python" benchmarks/card.py --device "$device"
 if [[ $device == cuda ]]; then
-    part tests 150 "$python" -m pytest -m gpu -n 4 --dist worksteal tests
-    bench start 45 --rounds 1
-    bench recovery 100 --size gpt2 --precision bf16 --rounds 2
-    bench overhead 90 --precision bf16
-    bench throughput 120 --sizes gpt2,resnet18 --rounds 5
-    bench memory 35
-    bench growth 50 --only width,block,data --rounds 3
+    workers=$(($(nproc) < 8 ? $(nproc) : 8))
+    compiled=tests/trainer/test_compile_warmup.py # takes minutes: last, with the time that is left
+    tests tests 200 "$gpu_tests" --all -m gpu -n "$workers" --dist worksteal --ignore="$compiled" tests
+    bench start 45 "$start" --rounds 1
+    bench overhead 90 "$overhead" --precision bf16
+    bench throughput 120 "$throughput" --sizes gpt2,resnet18 --rounds 5
+    bench recovery 100 "$recovery" --size gpt2 --precision bf16 --rounds 2
+    bench memory 35 "$memory"
+    bench growth 50 "$growth" --only width,block,data --rounds 3
+    tests compiled 300 "compiled runs on the card: the next table" --all -m gpu -n 0 "$compiled"
 else # generous limits: a CPU may be busy with other work
-    part tests 300 "$python" -m pytest -n 1 tests/laws/test_on_a_card.py -k cpu
-    bench start 300 --rounds 1
-    bench recovery 300 --size tiny --precision fp32 --rounds 1
-    bench overhead 300 --tiny --precision fp32 --rounds 2
-    bench throughput 300 --sizes gpt_tiny,resnet_tiny --precision fp32 --rounds 2
-    bench memory 120 --samples 2 --zloss palm
-    bench growth 300 --tiny --precision fp32 --only width,data --rounds 1
+    tests tests 300 "the same tests where they run on a CPU: the next table" --all -n 1 -k cpu \
+        tests/laws/test_on_a_card.py tests/parallel/test_nccl.py tests/machine/test_determinism.py
+    bench start 300 "$start" --rounds 1
+    bench overhead 300 "$overhead" --tiny --precision fp32 --rounds 2
+    bench throughput 300 "$throughput" --sizes gpt_tiny,resnet_tiny --precision fp32 --rounds 2
+    bench recovery 300 "$recovery" --size tiny --precision fp32 --rounds 1
+    bench memory 120 "$memory" --samples 2 --zloss palm
+    bench growth 300 "$growth" --tiny --precision fp32 --only width,data --rounds 1
 fi
 
 {
-    printf '| part | | seconds |\n|---|---|---|\n'
+    printf '| part | what it shows | | seconds |\n|---|---|---|---|\n'
     printf '%s\n' "${parts[@]}"
+    printf '\n'
+    "$python" benchmarks/shown.py "${reports[@]}" || failed=1
     printf '\n'
 } >"$results/table.md"
 shopt -s nullglob

@@ -84,14 +84,14 @@ TARGETS = {
 
 
 def judged(values: Mapping[str, float], device: torch.device, prefix: str = "") -> str:
-    """Returns the table of the targets whose names begin with `prefix`.
+    """Returns the table of the targets whose names begin with `prefix`, with the benchmark that measures each.
 
     Args:
         values: by target.
         device: what they were measured on.
         prefix: such as `overhead/`.
     """
-    lines = [head("target", "bound", "measured", "")]
+    lines = [head("part", "target", "bound", "measured", "")]
     for name, target in TARGETS.items():
         if not name.startswith(prefix):
             continue
@@ -101,7 +101,7 @@ def judged(values: Mapping[str, float], device: torch.device, prefix: str = "") 
         else:
             why_not = target.why_not(device)
             measured, verdict = "", f"not measurable here: {why_not}" if why_not else "not measured in this run"
-        lines.append(row(target.what, bound, measured, verdict))
+        lines.append(row(name.partition("/")[0], target.what, bound, measured, verdict))
     return "\n".join(lines)
 
 

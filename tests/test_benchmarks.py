@@ -206,12 +206,39 @@ def test_targets_are_met_not_met_or_not_measurable_and_why(benchmark):
     targets = benchmark("targets")
     values = {"overhead/gpt": 1.009, "overhead/resnet": 1.02, "throughput/data": 0.002}
     table = targets.judged(values, torch.device("cpu")).splitlines()
-    verdict = {line.split(" | ")[0][2:]: line.split(" | ")[3][:-2] for line in table[2:]}
+    verdict = {line.split(" | ")[1]: line.split(" | ")[4][:-2] for line in table[2:]}
     what = {name: verdict[target.what] for name, target in targets.TARGETS.items()}
     assert what["overhead/gpt"] == "met"
     assert what["overhead/resnet"] == "not met"
     assert what["throughput/gpt2_mfu"] == "not measurable here: no H100 or H200 here"
     assert what["start/help"] == "not measured in this run"
+    assert [line.split(" | ")[0] for line in table[2:]] == [f"| {name.split('/')[0]}" for name in targets.TARGETS]
+
+
+CASES_OF_TESTS = """
+import pytest
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_numbers_are_small(n):
+    if n == 3:
+        pytest.skip("three has no card")
+    assert n < 2
+def test_nothing_waits():
+    pass
+"""
+
+
+def test_a_report_of_tests_becomes_a_row_for_each_property(benchmark, tmp_path):
+    shown = benchmark("shown")
+    (tmp_path / "test_numbers.py").write_text(CASES_OF_TESTS)
+    asked = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=tests.xml"]
+    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    table = shown.table([tmp_path / "tests.xml", tmp_path / "compiled.xml"]).splitlines()
+    assert [line.split(" | ")[:3] for line in table[2:]] == [
+        ["| test_numbers", "numbers are small", "FAILED 1: 2, passed 1, skipped 1: three has no card"],
+        ["| test_numbers", "nothing waits", "passed 1"],
+        ["| compiled", "", "no report: pytest did not end"],
+    ]
 
 
 def test_a_missing_trainer_is_named_with_its_extra(benchmark, monkeypatch):

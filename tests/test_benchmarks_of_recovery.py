@@ -118,3 +118,48 @@ def test_the_script_refuses_what_it_does_not_know(tmp_path, options, said):
     assert done.returncode == 2
     assert said in done.stderr
     assert not [*tmp_path.iterdir()]
+
+
+STUB = """#!/usr/bin/env bash
+echo "$*" >>"$CALLS"
+[[ $* != *overhead.py* ]] || exit 3
+"""
+"""Takes Python's place: notes what it is called with, and fails as a benchmark."""
+
+
+@pytest.fixture
+def scripted(tmp_path):
+    """Runs a copy of the script on a GPU that a stub pretends; returns the result, the table's rows and the calls."""
+    stub, script, calls = tmp_path / "stub", tmp_path / "benchmarks" / "gpu.sh", tmp_path / "calls"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    script.parent.mkdir()
+
+    def run(text):
+        script.write_text(text)
+        environment = {**os.environ, "PYTHON": str(stub), "CALLS": str(calls), "SECONDS": "1000"}
+        asked = ["bash", str(script), str(tmp_path / "results")]
+        done = subprocess.run(asked, capture_output=True, text=True, env=environment)
+        rows = [line.split(" | ") for line in (tmp_path / "results" / "table.md").read_text().splitlines()[2:]]
+        return done, {row[0][2:]: row[2] for row in rows if len(row) == 4}, calls.read_text().splitlines()
+
+    return run
+
+
+def test_the_script_runs_every_part_and_reports_the_failed_one(scripted):
+    done, verdicts, calls = scripted((ROOT / "benchmarks" / "gpu.sh").read_text())
+    assert done.returncode == 1
+    assert {name: verdict for name, verdict in verdicts.items() if verdict != "ran"} == {"overhead": "FAILED, code 3"}
+    named = [*("card", "tests", "start", "overhead", "throughput", "recovery", "memory", "growth", "compiled")]
+    assert list(verdicts) == named
+    for name in named:
+        assert any(f"benchmarks/{name}.py" in call or f"/{name}.xml --all -m gpu" in call for call in calls), name
+
+
+def test_a_part_that_the_ten_minutes_do_not_reach_is_reported(scripted):
+    text = (ROOT / "benchmarks" / "gpu.sh").read_text()
+    assert text.count("total=600") == 1
+    done, verdicts, calls = scripted(text.replace("total=600", "total=20"))
+    assert done.returncode == 1
+    assert set(verdicts.values()) == {"not run: the 20 s are over"}
+    assert not any("--device" in call for call in calls)

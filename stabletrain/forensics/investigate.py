@@ -17,12 +17,13 @@ from stabletrain.forensics.diagnosis.evidence import Evidence, LargestInput, Run
 from stabletrain.forensics.probes.samples import bad_samples, find_culprits, named
 from stabletrain.forensics.probes.state import damaged, drift, overlong, staleness
 from stabletrain.forensics.probes.underflow import underflow
-from stabletrain.forensics.replay import VARIANTS, Outcome, ieee_kernels, perform, replay, replays, same_bits
+from stabletrain.forensics.replay import VARIANTS, Outcome, perform, replay, replays, same_bits
 from stabletrain.forensics.repro import Repro
 from stabletrain.forensics.trace.origin import Origin, find_origin
 from stabletrain.forensics.trace.recorder import OpRecord, Trace
 from stabletrain.forensics.trace.values import is_float, tensors
 from stabletrain.monitors.probe import Probe
+from stabletrain.stability.precision.kernels import ieee_kernels
 
 SOFTMAXES = ("aten._softmax", "aten._safe_softmax")
 """Softmax operations of attention. The log-softmax of a loss is excluded: it reads the model's logits."""

@@ -15,9 +15,8 @@ import contextlib
 import math
 import struct
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +27,7 @@ from stabletrain.machine.determinism import rng_restored
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.stability.precision.autocast import Unscaled
+from stabletrain.stability.precision.kernels import ieee_kernels
 from stabletrain.step import compute
 
 
@@ -160,22 +160,6 @@ def widen_(model: nn.Module) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.dtype in (torch.float16, torch.bfloat16):
             tensor.data = tensor.data.float()
-
-
-@contextlib.contextmanager
-def ieee_kernels() -> Generator[None, None, None]:
-    """Disables TF32 and other reduced-precision modes of fp32 matmuls, convolutions and RNNs."""
-    from torch.backends import cuda, cudnn, mkldnn
-
-    kinds: list[Any] = [cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]  # ty: ignore[missing-attribute]
-    before = [kind.fp32_precision for kind in kinds]
-    try:
-        for kind in kinds:
-            kind.fp32_precision = "ieee"
-        yield
-    finally:
-        for kind, precision in zip(kinds, before, strict=True):
-            kind.fp32_precision = precision
 
 
 def same_bits(a: float, b: float) -> bool:

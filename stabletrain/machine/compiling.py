@@ -31,8 +31,9 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     """Runs PyTorch's compiler, restricted to code that gives the same bits each time.
 
     By default inductor sums the gradients of an embedding and of max-pooling with atomics, in any order, and selects
-    kernels by measured speed. Here neither happens. Other scattered sums (a plug-in's `table[ids]`) are deterministic
-    only with `determinism=strict`, as in eager mode.
+    kernels by measured speed. Here neither happens: the embedding's gradient comes from PyTorch's own kernel, and each
+    pixel of max-pooling adds its windows in eager mode's order. Other scattered sums (a plug-in's `table[ids]`) are
+    deterministic only with `determinism=strict`, as in eager mode.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table

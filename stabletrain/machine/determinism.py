@@ -130,7 +130,11 @@ class Seeded(Off):
 
 
 class Strict(Seeded):
-    """Seeded, and deterministic kernels only: an operation without one raises an error."""
+    """Seeded, and deterministic kernels only: an operation without one raises an error.
+
+    Two-dimensional max-pooling is deterministic as it is: on CUDA too, one thread adds all windows of a pixel, row by
+    row, without atomics (`DilatedMaxPool2d.cu` of PyTorch 2.11 to 2.15).
+    """
 
     def prepare(self) -> dict:
         """Sets the switches and returns them for the log. Call this once, before CUDA starts.

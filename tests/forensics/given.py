@@ -93,6 +93,7 @@ def live(job, pythons_generator=False):
         "kernels": [kind.fp32_precision for kind in kernels],
         "switches": (torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()),
         "reduced": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        "older": (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
     }
     return tensors, rest
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from stabletrain.config.checks import check
@@ -11,6 +12,8 @@ from stabletrain.machine import compiling
 from stabletrain.machine.compiling import compiled_shape, try_compiled, uncompiled, wanted
 from stabletrain.trainer.build import build
 from stabletrain.trainer.compile_warmup import warm_up_compiled as tried
+from tests.devices import CARD
+from tests.machine.given import LAYOUTS, POOLINGS
 from tests.runs import TINY_GPT, composed
 
 
@@ -94,12 +97,13 @@ def test_only_training_passes_of_the_shape_are_compiled(compiled):
         model(inputs).sum().backward()
 
 
-@pytest.mark.slow
-def test_no_gradient_is_summed_in_the_order_in_which_threads_come():
+@pytest.mark.slow(unless=lambda device: device == "cuda")
+@pytest.mark.parametrize("device", ["cpu", CARD])
+def test_no_gradient_is_summed_in_the_order_in_which_threads_come(device):
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
 
-    model, inputs = Scattering(), torch.randint(16, (64, 16))  # enough for two threads
+    model, inputs = Scattering().to(device), torch.randint(16, (64, 16)).to(device)  # enough for two threads
     with config.patch({"fx_graph_cache": False, "cpp.threads": 2}):
         (_, why), codes = run_and_get_code(proved, model, inputs)
     torch.compiler.reset()
@@ -107,6 +111,27 @@ def test_no_gradient_is_summed_in_the_order_in_which_threads_come():
     assert len(codes) == 2  # forward, and backward
     assert [code.count(way) for code in codes for way in ("atomic_add", "scatter")] == [0, 0, 0, 0]
     assert "aten.embedding_dense_backward" in codes[1]
+
+
+class Pooling(nn.Module):
+    """Max-pooling of every kind, over one batch of images in one layout."""
+
+    def forward(self, inputs):
+        return [F.max_pool2d(inputs, **pooling) for pooling in POOLINGS.values()]
+
+
+@pytest.mark.slow(unless=lambda device: device == "cuda")
+@pytest.mark.parametrize("device", ["cpu", CARD])
+def test_compiled_max_pooling_adds_the_windows_of_a_pixel_in_eager_modes_order(device):
+    for layout in LAYOUTS.values():
+        images = torch.randn(4, 6, 26, 29).to(device, memory_format=layout).requires_grad_()
+        model = Pooling()
+        eager, compiled = model(images), torch.compile(model, backend=compiling.inductor, dynamic=False)(images)
+        for one, other in zip(eager, compiled, strict=True):
+            windows = torch.randn_like(one)
+            gradients = [torch.autograd.grad(x, images, windows, retain_graph=True)[0] for x in (one, other)]
+            assert torch.equal(*gradients)
+    torch.compiler.reset()
 
 
 def test_a_late_run_of_a_process_is_compiled_as_the_first_was(compiled):

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from stabletrain.config.checks import check
 from stabletrain.errors import ConfigError
@@ -13,6 +14,8 @@ from stabletrain.machine.determinism import Off, Seeded, Strict, mix
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
+from tests.devices import CARD
+from tests.machine.given import LAYOUTS, POOLINGS
 from tests.runs import TINY_GPT, TINY_RESNET, command, composed
 
 
@@ -112,6 +115,37 @@ def test_strict_is_refused_where_cublas_would_not_follow(monkeypatch):
     with pytest.raises(ConfigError, match="CUDA has started without.*set CUBLAS_WORKSPACE_CONFIG=:4096:8"):
         Strict().prepare()
     assert not torch.are_deterministic_algorithms_enabled(), "a refusal sets nothing"
+
+
+def summed_in_order(windows, chosen, shape):
+    """Returns the gradient of max-pooling: `windows`, each added to the pixel that it chose, row by row.
+
+    Within a plane one window is added at a time, so the order of the sums is fixed.
+    """
+    planes = torch.arange(shape[0] * shape[1], device=windows.device)
+    windows, chosen = (x.flatten(0, 1).flatten(1) for x in (windows, chosen))
+    pixels = torch.zeros(len(planes), shape[2] * shape[3], device=windows.device)
+    for window in range(windows.shape[1]):
+        pixels[planes, chosen[:, window]] += windows[:, window]
+    return pixels.view(shape)
+
+
+@pytest.mark.parametrize("device", ["cpu", CARD])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_max_pooling_adds_the_windows_of_a_pixel_in_a_fixed_order_in_strict(device, layout, pooling):
+    """PyTorch's list of deterministic operations does not mention it: its kernels use no atomics."""
+    Strict().prepare()
+    torch.manual_seed(0)
+    images = torch.randn(8, 6, 26, 29).to(device, memory_format=LAYOUTS[layout]).requires_grad_()
+    pooled, chosen = F.max_pool2d(images, return_indices=True, **POOLINGS[pooling])
+    windows = torch.randn(pooled.shape).to(device, memory_format=LAYOUTS[layout])
+    expected = summed_in_order(windows, chosen, images.shape)
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(F.max_pool2d(images, **POOLINGS[pooling]), images, windows)
+        assert torch.equal(gradient, expected)
+    backwards = summed_in_order(windows.flip(2, 3), chosen.flip(2, 3), images.shape)
+    assert not torch.equal(backwards, expected), "another order gives other bits"
 
 
 SMALL = ["steps=4", "log_every=1", "eval_every=4", "checkpoint=off", "determinism=strict"]

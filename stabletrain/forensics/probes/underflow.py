@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from stabletrain.forensics.replay import Take, fp32, ieee_kernels, perform, same
+from stabletrain.forensics.replay import Take, fp32, perform, same
 from stabletrain.forensics.repro import Repro, is_scaled
+from stabletrain.stability.precision.kernels import ieee_kernels
 
 STARVED = 0.5
 """Share of its gradient elements above which a parameter counts as lost."""

@@ -12,8 +12,9 @@ matmul and for convolution, because PyTorch's defaults differ between the two.
 | bf16_params | bfloat16, matrices also stored in it | off | - | as named |
 | fp16 | float16 | off | dynamic | as named |
 
-`autocast.py` holds autocast and the modules kept in fp32, `loss_scale.py` fp16's loss scale, `bf16_weights.py` the
-parameters stored in bf16, and `modes.py` the options of the config group."""
+`autocast.py` holds autocast and the modules kept in fp32, `kernels.py` PyTorch's process-wide settings,
+`loss_scale.py` fp16's loss scale, `bf16_weights.py` the parameters stored in bf16, and `modes.py` the options of the
+config group."""
 
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.loss_scale import LossScaled

@@ -1,8 +1,5 @@
 """Autocast modes without a loss scale (fp32, TF32 and bf16), and modules that stay in fp32.
 
-TF32 keeps fp32's range and rounds the factors of a product to a mantissa of 10 bits. It is set explicitly, because
-PyTorch enables it for convolutions but not for matmul, and because a sweep prepares several modes in one process.
-
 `fp32_modules` keeps chosen modules in fp32 while the rest of the model runs under autocast. The largest fp16 value is
 65504. Two parts of a transformer exceed it first: the logits of the head, and attention scores that are computed
 explicitly. (PyTorch's fused attention keeps its scores in fp32 already.) On a card without bf16, keep both in fp32,
@@ -26,6 +23,7 @@ from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import GradNorms, LossTerms
+from stabletrain.stability.precision.kernels import set_kernels
 
 
 class Fp32Module(nn.Module):
@@ -115,20 +113,6 @@ def check_patterns(patterns: Sequence[object]) -> None:
             )
 
 
-def set_kernels(tf32: bool) -> None:
-    """Sets the precision of every fp32 matmul, convolution and RNN of this process, on CUDA and in oneDNN."""
-    from torch.backends import cuda, cudnn, mkldnn
-
-    on_card: list[Any] = [cuda.matmul, cudnn.conv, cudnn.rnn]  # ty: ignore[missing-attribute]
-    for operation in on_card:
-        operation.fp32_precision = "tf32" if tf32 else "ieee"
-    in_onednn: list[Any] = [mkldnn.matmul, mkldnn.conv, mkldnn.rnn]  # ty: ignore[missing-attribute]
-    for operation in in_onednn:
-        operation.fp32_precision = "ieee"  # oneDNN's tf32 is not the format of NVIDIA cards
-    # By default PyTorch lets cuBLAS add partial sums in fp16, which can overflow even if the product does not.
-    cuda.matmul.allow_fp16_reduced_precision_reduction = False
-
-
 @dataclass
 class Unscaled:
     """Every mode but fp16.
@@ -156,7 +140,7 @@ class Unscaled:
             self.why = f"{self.why}; {idle}" if self.why else idle
 
     def prepare(self) -> None:
-        """Sets the process-wide precision of fp32 operations; call before the first step."""
+        """Sets the process-wide arithmetic of PyTorch's kernels; call before the first step."""
         set_kernels(self.tf32)
 
     def wrap_fp32_modules(self, model: nn.Module) -> list[str]:

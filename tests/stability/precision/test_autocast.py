@@ -5,9 +5,7 @@ from collections import namedtuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.backends import cuda, cudnn, mkldnn
 
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
@@ -20,7 +18,7 @@ from stabletrain.stability.precision.autocast import Fp32Module, check_patterns,
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.softcap import Gemma2Softcap, NoSoftcap
-from tests.stability.precision.given import CPU, CUDA, FP16
+from tests.stability.precision.given import CPU
 
 SCALE = {"init_scale": 1024.0, "growth_interval": 2000, "min_scale": 1.0}
 
@@ -309,101 +307,3 @@ def test_fp32_wraps_no_modules_and_notes_it(monkeypatch):
     assert acting.wrap_fp32_modules(model) == []
     assert not any(isinstance(module, Fp32Module) for module in model.modules())
     assert precision.auto(CPU, **SCALE).why == "auto: this CPU has no bf16 instructions"
-
-
-SWITCHES = [
-    *((library, operation) for library in (cudnn, mkldnn) for operation in ("conv", "rnn")),
-    (cuda, "matmul"),
-    (mkldnn, "matmul"),
-]
-"""Where PyTorch keeps the format of fp32 arithmetic."""
-
-
-@pytest.fixture
-def switches():
-    """Reads these settings or sets them to the lowest precision; restores them at the end."""
-    found = {key: getattr(*key).fp32_precision for key in SWITCHES}
-    reduced = cuda.matmul.allow_fp16_reduced_precision_reduction
-
-    class Switches:
-        def read(self):
-            return {f"{key[0].__name__.split('.')[-1]}.{key[1]}": getattr(*key).fp32_precision for key in SWITCHES}
-
-        def loosen(self):
-            for key in SWITCHES:
-                getattr(*key).fp32_precision = "bf16" if key[0] is mkldnn else "tf32"
-
-    yield Switches()
-    for key, value in found.items():
-        getattr(*key).fp32_precision = value
-    cuda.matmul.allow_fp16_reduced_precision_reduction = reduced
-
-
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
-def test_every_mode_sets_every_fp32_operation_to_ieee(switches, mode):
-    switches.loosen()
-    cuda.matmul.allow_fp16_reduced_precision_reduction = True
-    made = precision.fp16(CPU, **FP16) if mode == "fp16" else getattr(precision, mode)(CPU)
-    made.prepare()
-    assert set(switches.read().values()) == {"ieee"}
-    assert not cuda.matmul.allow_fp16_reduced_precision_reduction
-
-
-def test_tf32_mode_sets_the_cards_operations_and_no_other(switches, monkeypatch):
-    monkeypatch.setattr(hardware, "has_tf32", lambda device: True)
-    precision.tf32(CPU).prepare()
-    assert {name: value for name, value in switches.read().items() if value == "tf32"}.keys() == {
-        "cudnn.conv",
-        "cudnn.rnn",
-        "cuda.matmul",
-    }
-    precision.fp32(CPU).prepare()
-    assert set(switches.read().values()) == {"ieee"}
-
-
-def errors(acting):
-    """Relative error, against float64, of a matmul, an attention, a convolution and its two gradients."""
-    torch.manual_seed(0)
-    a, b = torch.randn(64, 256), torch.randn(256, 64)
-    image, kernel, heads = torch.randn(2, 16, 12, 12), torch.randn(32, 16, 3, 3), torch.randn(1, 2, 48, 32)
-
-    def results(acting, a, b, image, kernel, heads):
-        image, kernel = image.clone().requires_grad_(), kernel.clone().requires_grad_()
-        with acting.autocast():
-            convolved = F.conv2d(image, kernel, padding=1)
-            products = a @ b, F.scaled_dot_product_attention(heads, heads, heads)
-        gradients = torch.autograd.grad(convolved.double().square().sum(), (image, kernel))
-        return [*products, convolved.detach(), *gradients]
-
-    inputs = a, b, image, kernel, heads
-    found, wanted = results(acting, *inputs), results(precision.fp32(CPU), *[x.double() for x in inputs])
-    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, wanted, strict=True)]
-
-
-@pytest.mark.parametrize("before", ["bf16", "tf32", "fp16"])
-def test_fp32_is_true_fp32_whatever_was_prepared_before(switches, monkeypatch, before):
-    monkeypatch.setattr(hardware, "has_tf32", lambda device: True)
-    switches.loosen()
-    made = precision.fp16(CPU, **FP16) if before == "fp16" else getattr(precision, before)(CPU)
-    made.prepare()
-    acting = precision.fp32(CPU)
-    acting.prepare()
-    assert max(errors(acting)) < 1e-6
-
-
-def test_bf16_is_not(switches):
-    acting = precision.bf16(CPU)
-    acting.prepare()
-    assert min(errors(acting)) > 1e-4
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_fp32_on_a_card_is_true_fp32_in_convolutions_too(switches):
-    switches.loosen()
-    precision.fp32(CUDA).prepare()
-    torch.manual_seed(0)
-    for operation, shapes in ((torch.matmul, ((256, 256), (256, 256))), (F.conv2d, ((8, 64, 32, 32), (64, 64, 3, 3)))):
-        inputs = [torch.randn(shape, device=CUDA) for shape in shapes]
-        wanted = operation(*[x.double() for x in inputs])
-        assert (operation(*inputs).double() - wanted).norm() / wanted.norm() < 1e-6
