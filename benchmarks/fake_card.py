@@ -82,6 +82,11 @@ class Recorder(TorchDispatchMode):
         self.count, self.number = 0, number
         self.foreign: list[str] = []
 
+    def restart(self) -> None:
+        """Forgets what was recorded, such as the operations that build a run."""
+        self.count = 0
+        self.foreign.clear()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Runs the operation on fake tensors, without values."""
         if func.namespace == "prim":  # a fake tensor asks for its own device
@@ -171,7 +176,7 @@ def differentiate(
         if id(node) not in waiting:
             waiting[id(node)] = {}
             leaf = hasattr(node, "variable")
-            heapq.heappush(queue, (1 if leaf else -node._sequence_nr(), len(waiting) + len(kept), node))
+            heapq.heappush(queue, (1 if leaf else -node._sequence_nr(), len(kept), node))
             kept.append(node)
         there = waiting[id(node)].get(place)
         waiting[id(node)][place] = gradient if there is None else there + gradient
@@ -400,7 +405,7 @@ def as_if_on_a_card(
         replace(Tensor, "__deepcopy__", lambda tensor, memo: real(tensor, deepcopy, copied, memo))
         replace(Trace, "__torch_dispatch__", without_devices(Trace.__torch_dispatch__))
         replace(nn.Module, "to", move)
-        replace(hardware, "pick", lambda _: CARD)
+        replace(hardware, "pick", lambda *_: CARD)
         replace(stages, "make", made(stages.make))
         replace(stages, "make_model", with_values(stages.make_model))
         replace(build, "Prefetch", Direct)

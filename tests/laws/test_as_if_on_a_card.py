@@ -1,0 +1,244 @@
+"""Law 9: as if on a CUDA device, every acting option trains: no tensor elsewhere, and no step reads the host.
+
+`benchmarks/fake_card.py` makes the device of fake tensors, which have shapes, dtypes and devices but no values. It lists
+the places that may read values or use host tensors. Fake tensors cannot show compiled code, several ranks, writing a
+state to disk, and the values themselves.
+"""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from benchmarks.fake_card import HEALTHY, HOST, READERS, HostRead, as_if_on_a_card
+from stabletrain import step
+from stabletrain.config.checks import check
+from stabletrain.errors import ConfigError
+from stabletrain.stability.clipping import NormClip
+from stabletrain.stability.guard import SkipGuard
+from stabletrain.stability.objective import Objective
+from stabletrain.stability.precision.loss_scale import LossScaled
+from stabletrain.stability.sanitize import Sanitizer
+from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
+from tests.runs import CONF, ROOT, TINY_GPT, TINY_RESNET, composed
+
+PACKAGE = ROOT / "stabletrain"
+CARDS = {"h100": (9, 0), "a100": (8, 0), "v100": (7, 0)}
+SHORT = ["device=cuda", "compile=false", "checkpoint=off", "report=false", "monitors=none", "eval_batches=1", "steps=2"]
+MODELS = {
+    "gpt": [*TINY_GPT, "model.n_layer=1", *SHORT],
+    "resnet": [*TINY_RESNET, "model.depth=8", *SHORT],
+}
+
+ACTING = ("optimizer", "precision", "clipping", "warmup", "schedule", "zloss", "qknorm", "softcap", "init")
+ACTING += ("determinism", "qkclip", "guard", "stability", "monitors", "faults")
+NOT_HERE = {
+    "faults=bitflip": "flips a bit of a real tensor",
+    "faults=kill": "ends the process",
+    "faults=disk_full": "acts on checkpoints only",
+    "faults=wandb": "acts on W&B only",
+    "faults=plan": "has no fault of its own",
+    "faults=spiky": "has fixed steps far away; its kinds have options of their own",
+}
+"""Options that cannot run on fake tensors, or act on no tensor, and why."""
+
+OPTIONS = [f"{group}={file.stem}" for group in ACTING for file in sorted((CONF / group).glob("*.yaml"))]
+CASES = [(model, option) for model in MODELS for option in OPTIONS if option not in NOT_HERE]
+FAST = ("optimizer=muon", "precision=auto", "monitors=full")
+
+WITHOUT_ATTENTION = ("qknorm=", "softcap=", "qkclip=", "stability=", "optimizer=muon", "init=gpt2", "init=small")
+FOR_RESNETS = ("qknorm=none", "softcap=none", "qkclip=none", "stability=none", "stability=zloss")
+
+
+def is_refused(card: str, model: str, option: str) -> bool:
+    """Whether the option is refused for this model or on this card."""
+    if card == "v100" and option in ("precision=tf32", "precision=bf16", "precision=bf16_params"):
+        return True
+    return model == "resnet" and option.startswith(WITHOUT_ATTENTION) and option not in FOR_RESNETS
+
+
+def trained(folder: Path, card: str, *overrides: str, reading=None, number: float = 1.0):
+    """Trains as if on a card; returns the recorder of all operations between building the run and its end."""
+    with as_if_on_a_card(CARDS[card], reading, number) as recorder, composed(*overrides) as cfg:
+        check(cfg)
+        run = build(cfg, folder)
+        recorder.restart()
+        train(run)
+        assert run.state.step == cfg.steps
+        assert {tensor.device.type for tensor in run.state.model.state_dict().values()} == {"cuda"}
+    assert recorder.count > 100
+    return recorder
+
+
+@pytest.mark.slow(unless=lambda card, model, option: (card, model) == ("h100", "gpt") and option in FAST)
+@pytest.mark.parametrize(("model", "option"), CASES)
+@pytest.mark.parametrize("card", CARDS)
+def test_every_option_trains(tmp_path, card, model, option):
+    chosen = [*MODELS[model], option]
+    if is_refused(card, model, option):
+        with pytest.raises(ConfigError):
+            trained(tmp_path, card, *chosen)
+        return
+    if option.startswith("faults=") and option != "faults=none":
+        chosen += ["faults.at=[1]", "steps=3"]
+    assert trained(tmp_path, card, *chosen).foreign == []
+
+
+KEYS = {
+    "gpt": [
+        "grad_accum_steps=2",
+        "grad_accum_steps=2 loss_chunk=8 zloss=palm",
+        "loss_chunk=8 precision=fp16",
+        "label_smoothing=0.1",
+        "model.tied_head=false model.position=learned model.dropout=0.1",
+        "model.mlp=swiglu model.norm=rmsnorm model.bias=true",
+        "precision.fp32_modules=[head]",
+        "precision=fp16 optimizer=spam monitors=full",
+        "precision=bf16_params optimizer=stable_adamw clipping=adagc",
+        "optimizer.decay=independent",
+        "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0.9",
+        "data.length_warmup=2 data.length_start=8",
+        "monitors=default monitors.every=1 eval_every=1 steps=3",
+    ],
+    "resnet": [
+        "grad_accum_steps=2 precision=fp16",
+        "model=nf_resnet20 clipping=agc",
+        "model=resnet18",
+        "model=resnet50",
+        "data.augment=none label_smoothing=0.1",
+        "monitors=full monitors.every=1 eval_every=1 steps=3",
+    ],
+}
+"""Overrides beyond single options that change which operations a step runs."""
+
+
+@pytest.mark.slow(unless=lambda model, typed: typed.startswith("grad_accum_steps=2"))
+@pytest.mark.parametrize(("model", "typed"), [(model, typed) for model, each in KEYS.items() for typed in each])
+def test_other_keys_train(tmp_path, model, typed):
+    assert trained(tmp_path, "h100", *MODELS[model], *typed.split()).foreign == []
+
+
+def bad_at(*steps: int):
+    """Returns what steps measure: NaN the first time that each of `steps` runs, and nothing unusual otherwise."""
+    bad, left = HEALTHY._replace(loss=math.nan, ce=math.nan, grad_norm=math.nan, applied=False), {*steps}
+
+    def reading(step: int):
+        if step not in left:
+            return HEALTHY
+        left.discard(step)
+        return bad
+
+    return reading
+
+
+ROLLING_BACK = ["steps=4", "forensics=off", "guard.patience=1", "guard.snapshot_every=1", "guard.healthy_after=1"]
+"""With these, the first skipped step restores the snapshot of the step before."""
+
+
+@pytest.mark.parametrize(("model", "option"), [("gpt", "precision=fp16"), ("resnet", "optimizer=sgd")])
+def test_a_rollback_restores_the_state_on_the_device(tmp_path, model, option):
+    chosen = [*MODELS[model], option, *ROLLING_BACK]
+    assert trained(tmp_path, "h100", *chosen, reading=bad_at(3)).foreign == []
+    kinds = [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")]
+    assert "rollback" in kinds
+
+
+@pytest.mark.slow(unless=lambda model, number: model == "gpt" and math.isnan(number))
+@pytest.mark.parametrize("number", [0.0, 1.0, math.nan])
+@pytest.mark.parametrize("model", MODELS)
+def test_an_incident_is_traced_and_replayed_on_the_device(tmp_path, model, number):
+    chosen = [*MODELS[model], "steps=4", "forensics.keep_state=false"]
+    assert trained(tmp_path, "h100", *chosen, reading=bad_at(2), number=number).foreign == []
+    report = (tmp_path / "incidents" / "step-00000002" / "report.md").read_text()
+    assert "could not be checked" not in report
+    if number != 1.0:  # else the batch looks bad, and nothing is replayed
+        assert "| another batch, same weights |" in report
+    if math.isnan(number):
+        assert "aten." in report  # the operation at which the trace saw the first NaN
+
+
+# ---- each of these mistakes breaks the law
+
+
+def waits(result):
+    """Reads a value of the result on the host."""
+    bool(first(result).sum() > 0)
+    return result
+
+
+def selects(result):
+    """Selects values of the result by a mask, so that the shape depends on values."""
+    chosen = first(result).flatten()
+    chosen[chosen == chosen].sum()
+    return result
+
+
+def from_host(result):
+    """Moves the result to the host."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), result)
+
+
+def with_constant(result):
+    """Adds a constant made on the host, which PyTorch permits if it is one number."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor + torch.zeros((), dtype=tensor.dtype), result)
+
+
+def with_vector(result):
+    """Adds a vector made on the host, which PyTorch refuses."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor + torch.zeros(3), result)
+
+
+def first(result):
+    """Returns the first tensor of a result."""
+    fields = [result] if isinstance(result, torch.Tensor) else tree_leaves(getattr(result, "__dict__", result))
+    return next(leaf for leaf in fields if isinstance(leaf, torch.Tensor))
+
+
+BREAKS = {
+    "clipping waits": (NormClip, "__call__", waits),
+    "the gate waits": (SkipGuard, "gate", waits),
+    "the check of the inputs waits": (Sanitizer, "inputs", waits),
+    "the objective waits": (Objective, "__call__", waits),
+    "the norms are selected by a mask": (step, "measure", selects),
+    "the number of targets is on the host": (step, "count_targets", from_host),
+    "the gate is on the host": (SkipGuard, "gate", from_host),
+    "the buffers are saved on the host": (step, "save_buffers", from_host),
+    "a number is made on the host": (LossScaled, "scale", with_constant),
+    "a vector is made on the host": (LossScaled, "scale", with_vector),
+    "the loss scale is kept on the host": (LossScaled, "loss_scale", from_host),
+    "a snapshot is restored to the host": (LossScaled, "load_state_dict", None),
+}
+
+
+def left_on_the_host(scaler, state):
+    """Restores a loss scale from a snapshot, but leaves it on the host."""
+    scaler._scale = state["scale"]
+
+
+@pytest.mark.parametrize("mistake", BREAKS)
+def test_a_mistake_is_noticed(tmp_path, monkeypatch, mistake):
+    owner, name, spoil = BREAKS[mistake]
+    right = getattr(owner, name)
+    wrong = left_on_the_host if spoil is None else lambda *args, **kwargs: spoil(right(*args, **kwargs))
+    # Frames of this file are outside the package: as in the package, nothing in them may read or use the host.
+    monkeypatch.setattr(owner, name, wrong)
+    chosen = [*MODELS["gpt"], "precision=fp16", *(ROLLING_BACK if spoil is None else [])]
+    try:
+        foreign = trained(tmp_path, "h100", *chosen, reading=bad_at(3)).foreign
+    except (HostRead, RuntimeError) as error:
+        foreign = [str(error)]
+    assert foreign
+
+
+def test_an_optimizer_that_is_not_fused_waits_and_says_so(tmp_path):
+    with pytest.raises(HostRead, match="step.py:\\d+ reads a value"):
+        trained(tmp_path, "h100", *MODELS["gpt"], "optimizer.fused=false")
+
+
+def test_every_exception_is_a_place_in_the_package():
+    for place in [*READERS, *HOST]:
+        assert (PACKAGE / place.partition(":")[0]).exists()
