@@ -34,6 +34,23 @@ newest_checkpoint() {
   find "$folder/checkpoints" -maxdepth 1 -name 'step-*' 2>/dev/null | sort | tail -n 1
 }
 
+progress() {   # changes with every checkpoint and every logged step
+  newest_checkpoint
+  tail -n 1 "$folder/metrics.jsonl" 2>/dev/null
+}
+
+node_addresses() {   # Slurm's address of each node, in the order of SLURM_NODEID; a node may have others as well
+  local name address
+  local -A addresses
+  while read -r name address; do
+    addresses[$name]=$address
+  done < <(scontrol show node --oneliner "$SLURM_JOB_NODELIST" |
+    sed -n 's/^NodeName=\([^ ]*\) .* NodeAddr=\([^ ]*\) .*/\1 \2/p')
+  for name in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+    echo "${addresses[$name]:-$name}"
+  done
+}
+
 set +e
 stop='' ended=''
 trap 'stop=1' USR2
@@ -44,17 +61,22 @@ if ((restarts > max_requeues)); then
   say "not continued, --max-requeues is $max_requeues"
   exit 75
 fi
-before=$(newest_checkpoint)
+before=$(newest_checkpoint) begun=$(progress)
+without_step=$folder/slurm.without_step   # how many starts in a row took no step; a file, since it must outlive a start
+if ((restarts == 0)); then
+  rm -f "$without_step"
+fi
 
 python=$1
 shift
 ranks=("$python")
 if ((SLURM_JOB_NUM_NODES * processes > 1)); then
-  first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-  address=$(scontrol show node --oneliner "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+  mapfile -t addresses < <(node_addresses)
   ranks+=("$(dirname -- "${BASH_SOURCE[0]}")/ranks.py" --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$processes"
-    --rdzv-backend=c10d --rdzv-endpoint="${address:-$first}:$((15000 + SLURM_JOB_ID % 15000))"
+    --rdzv-backend=c10d --rdzv-endpoint="${addresses[0]}:$((15000 + SLURM_JOB_ID % 15000))"
     --rdzv-id="$SLURM_JOB_ID.$restarts")
+  STABLETRAIN_NODE_ADDRESSES=$(IFS=,; echo "${addresses[*]}")   # for ranks.py
+  export STABLETRAIN_NODE_ADDRESSES
 fi
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 
@@ -84,13 +106,21 @@ done
 wait "$child"
 code=$?
 case $code in 1) code=143 ;; 99) code=1 ;; esac
+if [[ $(progress) != "$begun" ]]; then
+  rm -f "$without_step"
+fi
 
 if [[ -n $ended ]]; then
   say "ended by Slurm, code $code"
 elif ((code == 75)); then
   requeue "saved"
 elif ((code == 143)); then
-  requeue "ended by SIGTERM before it trained"
+  starts=$(($(cat "$without_step" 2>/dev/null) + 1))
+  echo "$starts" >"$without_step"
+  if ((starts <= 3)); then
+    requeue "ended by SIGTERM, or by the loss of another node, before it trained"
+  fi
+  say "code $code; not queued again, $starts starts in a row ended before a step"
 elif ((code > 128)) && [[ $(newest_checkpoint) != "$before" ]]; then
   requeue "killed (code $code) after $(basename "$(newest_checkpoint)") was saved"
 else

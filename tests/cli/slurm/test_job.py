@@ -1,9 +1,8 @@
-"""`slurm/job.sh` and `ranks.py` with Slurm replaced by scripts: which exit codes requeue a job."""
+"""`slurm/job.sh` with Slurm replaced by scripts: which exit codes requeue a job."""
 
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -17,19 +16,31 @@ LIMIT = 200
 SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
 
 
-def job(place, body, requeues=3, notice=30, **environment):
+def job(place, body, requeues=3, notice=30, processes=1, **environment):
     """Starts a job whose rank is `body`; its requests to Slurm go to the file `asked`, its output to `said`."""
     stand_in(place, "srun", 'while [[ $1 == -* ]]; do shift; done; exec "$@"')
     stand_in(place, "rank", body)
-    for name in ("scontrol", "scancel"):
-        stand_in(place, name, f'echo {name} "$@" >> {place}/asked; exit 1')
-    (place / "run" / "checkpoints").mkdir(parents=True)
-    (place / "run" / "checkpoints" / "step-00000010").mkdir()
+    stand_in(place, "scontrol", SCONTROL.format(asked=place / "asked"))
+    stand_in(place, "scancel", f'echo scancel "$@" >> {place}/asked; exit 1')
+    (place / "run" / "checkpoints" / "step-00000010").mkdir(parents=True, exist_ok=True)
     path = f"{place}:{os.environ['PATH']}"
-    words = ["bash", str(ROOT / "slurm" / "job.sh"), "run", "1", str(requeues), str(notice), "rank"]
-    environment = {**os.environ, **SLURM, "PATH": path, **environment}
-    with (place / "said").open("w") as said:
-        return subprocess.Popen(words, cwd=place, env=environment, stdout=said)
+    words = ["bash", str(ROOT / "slurm" / "job.sh"), "run", str(processes), str(requeues), str(notice)]
+    with (place / "said").open("a") as said:
+        return subprocess.Popen(
+            [*words, "rank"], cwd=place, env={**os.environ, **SLURM, "PATH": path, **environment}, stdout=said
+        )
+
+
+SCONTROL = """\
+case "$1 $2" in
+  "show hostnames") printf 'n1\\nn2\\n' ;;
+  "show node")
+    echo "NodeName=n2 Arch=x86_64 NodeAddr=10.1.0.2 NodeHostName=n2"
+    echo "NodeName=n1 Arch=x86_64 NodeAddr=10.1.0.1 NodeHostName=n1" ;;
+  *) echo scontrol "$@" >> {asked}; exit 1 ;;
+esac
+"""
+"""Stands for scontrol: knows two nodes, and writes every other request down."""
 
 
 def asked(place):
@@ -57,6 +68,31 @@ def test_only_an_interrupted_run_is_requeued(tmp_path, end):
     body, code, wanted = ENDS[end]
     assert job(tmp_path, body).wait(LIMIT) == code
     assert asked(tmp_path) == wanted
+
+
+ENDED = "kill -TERM $$"
+STEP = """echo '{"step": 5}' >> run/metrics.jsonl; """
+SAVED = "mkdir run/checkpoints/step-00000020; "
+
+
+@pytest.mark.parametrize(("taken", "left"), [("", None), (STEP, "1"), (SAVED, "1")], ids=["nothing", "step", "saved"])
+def test_the_fourth_start_in_a_row_without_a_step_is_the_last(tmp_path, taken, left):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "slurm.without_step").write_text("3\n")
+    code = job(tmp_path, taken + ENDED, requeues=100, SLURM_RESTART_COUNT="7").wait(LIMIT)
+    assert (code, asked(tmp_path)) == ((75, ["scontrol requeue 9"]) if taken else (143, []))
+    if taken:
+        assert (tmp_path / "run" / "slurm.without_step").read_text().strip() == left
+    else:
+        assert "code 143; not queued again, 4 starts in a row ended before a step" in (tmp_path / "said").read_text()
+
+
+@pytest.mark.slow
+def test_starts_without_a_step_are_counted_from_the_first_start_of_a_job(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "slurm.without_step").write_text("3\n")
+    codes = [job(tmp_path, ENDED, requeues=100, SLURM_RESTART_COUNT=str(n)).wait(LIMIT) for n in range(4)]
+    assert codes == [75, 75, 75, 143]
 
 
 def test_a_task_of_an_array_queues_itself_again_and_not_the_array(tmp_path):
@@ -123,27 +159,17 @@ def test_a_rank_that_does_not_listen_yet_survives_the_notice(tmp_path):
     assert run.wait(LIMIT) == 0
 
 
-RANK = """
-import os, signal, sys, time
-rank = int(os.environ["RANK"])
-{body}
-"""
+def given(place, words, **options):
+    """Returns what the command prints on the standard output within the rank of a job."""
+    assert job(place, f"{words} > given", **options).wait(LIMIT) == 0
+    return (place / "given").read_text().splitlines()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        ("sys.exit(75)", 75),
-        ("sys.exit(2)", 2),
-        ("sys.exit(0)", 0),
-        ("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(600)", 137),
-        ("sys.exit(3) if rank else time.sleep(600)", 3),
-    ],
-    ids=["saved", "refused", "finished", "killed", "halted"],
-)
-def test_several_ranks_end_with_the_code_of_the_first_that_failed(tmp_path, body, code):
-    (tmp_path / "rank.py").write_text(RANK.format(body=body))
-    words = [sys.executable, str(ROOT / "slurm" / "ranks.py"), "--standalone", "--nproc-per-node=2", "rank.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == code, done.stderr
+TWO_NODES = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+
+
+def test_the_addresses_of_the_nodes_are_slurms_in_slurms_order(tmp_path):
+    *options, addresses = given(tmp_path, "(printf '%s\\n' \"$@\"; echo $STABLETRAIN_NODE_ADDRESSES)", **TWO_NODES)
+    assert addresses == "10.1.0.1,10.1.0.2"
+    assert "--rdzv-endpoint=10.1.0.1:15009" in options
+    assert "--nnodes=2" in options
