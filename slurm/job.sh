@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs inside a Slurm job: starts the ranks, forwards the signal sent before the time limit, and requeues the job.
 #
-#   source job.sh FOLDER PROCESSES MAX_REQUEUES NOTICE PYTHON train.py OVERRIDES...
+#   source job.sh FOLDER PROCESSES MAX_REQUEUES NOTICE SRUN_OPTIONS... -- PYTHON train.py OVERRIDES...
 #
 # FOLDER is the run folder, the same at every start. PROCESSES is the number per node. NOTICE is how many seconds before
 # the time limit Slurm sends USR2 to this shell (and to nothing else). Ranks that are asked to stop finish the step, save
@@ -9,6 +9,12 @@
 
 folder=$1 processes=$2 max_requeues=$3 notice=$4
 shift 4
+srun_options=()
+while [[ $1 != -- ]]; do
+  srun_options+=("$1")
+  shift
+done
+shift
 restarts=${SLURM_RESTART_COUNT:-0}
 job=$SLURM_JOB_ID   # the last task of an array has the array's own number here
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
@@ -70,6 +76,7 @@ fi
 python=$1
 shift
 ranks=("$python")
+traces=''
 if ((SLURM_JOB_NUM_NODES * processes > 1)); then
   mapfile -t addresses < <(node_addresses)
   ranks+=("$(dirname -- "${BASH_SOURCE[0]}")/ranks.py" --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$processes"
@@ -77,15 +84,26 @@ if ((SLURM_JOB_NUM_NODES * processes > 1)); then
     --rdzv-id="$SLURM_JOB_ID.$restarts")
   STABLETRAIN_NODE_ADDRESSES=$(IFS=,; echo "${addresses[*]}")   # for ranks.py
   export STABLETRAIN_NODE_ADDRESSES
+  # If NCCL times out, PyTorch writes the last collectives of each rank to files that begin with this.
+  if [[ -z ${TORCH_FR_DUMP_TEMP_FILE:-}${TORCH_NCCL_DEBUG_INFO_TEMP_FILE:-} ]]; then
+    traces=$(realpath -m -- "$folder")/nccl
+    mkdir -p "$traces"
+    export TORCH_FR_DUMP_TEMP_FILE=$traces/start-$((restarts + 1))-rank-
+  fi
+fi
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then   # else torchrun sets one thread for each rank
+  threads=$((SLURM_CPUS_PER_TASK / processes))
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 fi
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 
 # A rank handles USR2 only once it trains; until then USR2 must not kill it, and it must never kill torchrun or W&B's
 # process: hence the trap. srun returns the highest exit code of all nodes, and when one node fails it ends the others
 # with TERM. An end by TERM must not hide the code of the node that failed, so it is the lowest code, 1, inside srun, and
-# an error is 99; both are translated back below.
+# an error is 99; both are translated back below. Hundreds of ranks need more open files than Slurm's soft limit allows.
 # shellcheck disable=SC2016
-srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c 'trap "" USR2; trap : TERM; "$@"
+srun --ntasks-per-node=1 --kill-on-bad-exit=1 "${srun_options[@]}" bash -c 'ulimit -Sn "$(ulimit -Hn)"
+  trap "" USR2; trap : TERM; "$@"
   case $? in 1) exit 99 ;; 143) exit 1 ;; *) exit $? ;; esac' rank \
   "${ranks[@]}" "$@" hydra.run.dir="'$folder'" resume=auto &
 child=$!
@@ -106,6 +124,9 @@ done
 wait "$child"
 code=$?
 case $code in 1) code=143 ;; 99) code=1 ;; esac
+if [[ -n $traces ]]; then
+  rmdir "$traces" 2>/dev/null   # unless there are any
+fi
 if [[ $(progress) != "$begun" ]]; then
   rm -f "$without_step"
 fi

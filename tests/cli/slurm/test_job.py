@@ -1,9 +1,11 @@
-"""`slurm/job.sh` with Slurm replaced by scripts: which exit codes requeue a job."""
+"""`slurm/job.sh` with Slurm replaced by scripts: which exit codes requeue a job, and what its ranks are given."""
 
 import os
+import resource
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,20 +18,23 @@ LIMIT = 200
 SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
 
 
-def job(place, body, requeues=3, notice=30, processes=1, **environment):
+def job(place, body, requeues=3, notice=30, processes=1, srun=(), **environment):
     """Starts a job whose rank is `body`; its requests to Slurm go to the file `asked`, its output to `said`."""
-    stand_in(place, "srun", 'while [[ $1 == -* ]]; do shift; done; exec "$@"')
+    stand_in(place, "srun", f'while [[ $1 == -* ]]; do echo "$1" >> {place}/srun_got; shift; done; exec "$@"')
     stand_in(place, "rank", body)
     stand_in(place, "scontrol", SCONTROL.format(asked=place / "asked"))
     stand_in(place, "scancel", f'echo scancel "$@" >> {place}/asked; exit 1')
     (place / "run" / "checkpoints" / "step-00000010").mkdir(parents=True, exist_ok=True)
     path = f"{place}:{os.environ['PATH']}"
     words = ["bash", str(ROOT / "slurm" / "job.sh"), "run", str(processes), str(requeues), str(notice)]
+    own = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", *TRACES)}
     with (place / "said").open("a") as said:
         return subprocess.Popen(
-            [*words, "rank"], cwd=place, env={**os.environ, **SLURM, "PATH": path, **environment}, stdout=said
+            [*words, *srun, "--", "rank"], cwd=place, env={**own, **SLURM, "PATH": path, **environment}, stdout=said
         )
 
+
+TRACES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 SCONTROL = """\
 case "$1 $2" in
@@ -165,6 +170,39 @@ def given(place, words, **options):
     return (place / "given").read_text().splitlines()
 
 
+@pytest.mark.slow(unless=lambda processes, variables, threads: processes == 4 and threads != "1")
+@pytest.mark.parametrize(
+    ("processes", "variables", "threads"),
+    [
+        (4, {"SLURM_CPUS_PER_TASK": "32"}, "8"),
+        (4, {"SLURM_CPUS_PER_TASK": "32", "OMP_NUM_THREADS": "3"}, "3"),
+        (4, {"SLURM_CPUS_PER_TASK": "2"}, "1"),
+        (1, {"SLURM_CPUS_PER_TASK": "8"}, "8"),
+        (4, {}, ""),
+    ],
+    ids=["shared", "the user's", "too few", "one rank", "none requested"],
+)
+def test_a_rank_has_a_thread_for_each_of_its_cores(tmp_path, processes, variables, threads):
+    assert given(tmp_path, "echo $OMP_NUM_THREADS", processes=processes, **variables) == [threads]
+
+
+def test_ranks_may_open_as_many_files_as_the_node_allows(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        allowed, most = given(tmp_path, "(ulimit -Sn; ulimit -Hn)")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert allowed == most
+
+
+def test_further_options_reach_srun(tmp_path):
+    further = ["--container-mounts=/a b:/c", "--cpu-bind=cores"]
+    assert given(tmp_path, "echo ran", srun=further) == ["ran"]
+    got = (tmp_path / "srun_got").read_text().splitlines()
+    assert got == ["--ntasks-per-node=1", "--kill-on-bad-exit=1", *further]
+
+
 TWO_NODES = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
 
 
@@ -173,3 +211,19 @@ def test_the_addresses_of_the_nodes_are_slurms_in_slurms_order(tmp_path):
     assert addresses == "10.1.0.1,10.1.0.2"
     assert "--rdzv-endpoint=10.1.0.1:15009" in options
     assert "--nnodes=2" in options
+
+
+@pytest.mark.parametrize(("written", "kept"), [("", False), ("0", True)], ids=["none", "some"])
+def test_traces_of_nccl_go_to_the_run_folder_which_keeps_no_empty_folder(tmp_path, written, kept):
+    prefix = tmp_path / "run" / "nccl" / "start-3-rank-"
+    write = f'echo trace > "${{{TRACES[0]}}}{written}"; ' if written else ""
+    assert given(tmp_path, f"{write}echo ${TRACES[0]}", **TWO_NODES, SLURM_RESTART_COUNT="2") == [str(prefix)]
+    assert Path(f"{prefix}0").exists() == prefix.parent.exists() == kept
+
+
+@pytest.mark.slow(unless=lambda name: name == TRACES[1])
+@pytest.mark.parametrize("name", TRACES)
+def test_traces_of_nccl_go_where_the_user_says(tmp_path, name):
+    told = given(tmp_path, "echo " + " ".join(f"${each}" for each in TRACES), **TWO_NODES, **{name: "/mine"})
+    assert told == ["/mine"]
+    assert not (tmp_path / "run" / "nccl").exists()
