@@ -91,6 +91,7 @@ def start_process(cfg: DictConfig) -> Process:
     parallel = make(cfg, "parallel")
     choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra" not in group}
     parallel.check(choices)
+    parallel.set_timeout(started=False)
     determinism = make(cfg, "determinism")
     switches = determinism.prepare()  # before CUDA starts
     device = hardware.pick(cfg.device)
