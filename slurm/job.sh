@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs inside a Slurm job: starts the ranks, forwards the signal sent before the time limit, and requeues the job.
 #
-#   source job.sh FOLDER PROCESSES MAX_REQUEUES NOTICE PYTHON train.py OVERRIDES...
+#   source job.sh FOLDER PROCESSES MAX_REQUEUES NOTICE SRUN_OPTIONS... -- PYTHON train.py OVERRIDES...
 #
 # FOLDER is the run folder, the same at every start. PROCESSES is the number per node. NOTICE is how many seconds before
 # the time limit Slurm sends USR2 to this shell (and to nothing else). Ranks that are asked to stop finish the step, save
@@ -9,6 +9,12 @@
 
 folder=$1 processes=$2 max_requeues=$3 notice=$4
 shift 4
+srun_options=()
+while [[ $1 != -- ]]; do
+  srun_options+=("$1")
+  shift
+done
+shift
 restarts=${SLURM_RESTART_COUNT:-0}
 job=$SLURM_JOB_ID   # the last task of an array has the array's own number here
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
@@ -34,6 +40,23 @@ newest_checkpoint() {
   find "$folder/checkpoints" -maxdepth 1 -name 'step-*' 2>/dev/null | sort | tail -n 1
 }
 
+progress() {   # changes with every checkpoint and every logged step
+  newest_checkpoint
+  tail -n 1 "$folder/metrics.jsonl" 2>/dev/null
+}
+
+node_addresses() {   # Slurm's address of each node, in the order of SLURM_NODEID; a node may have others as well
+  local name address
+  local -A addresses
+  while read -r name address; do
+    addresses[$name]=$address
+  done < <(scontrol show node --oneliner "$SLURM_JOB_NODELIST" |
+    sed -n 's/^NodeName=\([^ ]*\) .* NodeAddr=\([^ ]*\) .*/\1 \2/p')
+  for name in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+    echo "${addresses[$name]:-$name}"
+  done
+}
+
 set +e
 stop='' ended=''
 trap 'stop=1' USR2
@@ -44,26 +67,43 @@ if ((restarts > max_requeues)); then
   say "not continued, --max-requeues is $max_requeues"
   exit 75
 fi
-before=$(newest_checkpoint)
+before=$(newest_checkpoint) begun=$(progress)
+without_step=$folder/slurm.without_step   # how many starts in a row took no step; a file, since it must outlive a start
+if ((restarts == 0)); then
+  rm -f "$without_step"
+fi
 
 python=$1
 shift
 ranks=("$python")
+traces=''
 if ((SLURM_JOB_NUM_NODES * processes > 1)); then
-  first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-  address=$(scontrol show node --oneliner "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+  mapfile -t addresses < <(node_addresses)
   ranks+=("$(dirname -- "${BASH_SOURCE[0]}")/ranks.py" --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$processes"
-    --rdzv-backend=c10d --rdzv-endpoint="${address:-$first}:$((15000 + SLURM_JOB_ID % 15000))"
+    --rdzv-backend=c10d --rdzv-endpoint="${addresses[0]}:$((15000 + SLURM_JOB_ID % 15000))"
     --rdzv-id="$SLURM_JOB_ID.$restarts")
+  STABLETRAIN_NODE_ADDRESSES=$(IFS=,; echo "${addresses[*]}")   # for ranks.py
+  export STABLETRAIN_NODE_ADDRESSES
+  # If NCCL times out, PyTorch writes the last collectives of each rank to files that begin with this.
+  if [[ -z ${TORCH_FR_DUMP_TEMP_FILE:-}${TORCH_NCCL_DEBUG_INFO_TEMP_FILE:-} ]]; then
+    traces=$(realpath -m -- "$folder")/nccl
+    mkdir -p "$traces"
+    export TORCH_FR_DUMP_TEMP_FILE=$traces/start-$((restarts + 1))-rank-
+  fi
+fi
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then   # else torchrun sets one thread for each rank
+  threads=$((SLURM_CPUS_PER_TASK / processes))
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 fi
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 
 # A rank handles USR2 only once it trains; until then USR2 must not kill it, and it must never kill torchrun or W&B's
 # process: hence the trap. srun returns the highest exit code of all nodes, and when one node fails it ends the others
 # with TERM. An end by TERM must not hide the code of the node that failed, so it is the lowest code, 1, inside srun, and
-# an error is 99; both are translated back below.
+# an error is 99; both are translated back below. Hundreds of ranks need more open files than Slurm's soft limit allows.
 # shellcheck disable=SC2016
-srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c 'trap "" USR2; trap : TERM; "$@"
+srun --ntasks-per-node=1 --kill-on-bad-exit=1 "${srun_options[@]}" bash -c 'ulimit -Sn "$(ulimit -Hn)"
+  trap "" USR2; trap : TERM; "$@"
   case $? in 1) exit 99 ;; 143) exit 1 ;; *) exit $? ;; esac' rank \
   "${ranks[@]}" "$@" hydra.run.dir="'$folder'" resume=auto &
 child=$!
@@ -84,13 +124,24 @@ done
 wait "$child"
 code=$?
 case $code in 1) code=143 ;; 99) code=1 ;; esac
+if [[ -n $traces ]]; then
+  rmdir "$traces" 2>/dev/null   # unless there are any
+fi
+if [[ $(progress) != "$begun" ]]; then
+  rm -f "$without_step"
+fi
 
 if [[ -n $ended ]]; then
   say "ended by Slurm, code $code"
 elif ((code == 75)); then
   requeue "saved"
 elif ((code == 143)); then
-  requeue "ended by SIGTERM before it trained"
+  starts=$(($(cat "$without_step" 2>/dev/null) + 1))
+  echo "$starts" >"$without_step"
+  if ((starts <= 3)); then
+    requeue "ended by SIGTERM, or by the loss of another node, before it trained"
+  fi
+  say "code $code; not queued again, $starts starts in a row ended before a step"
 elif ((code > 128)) && [[ $(newest_checkpoint) != "$before" ]]; then
   requeue "killed (code $code) after $(basename "$(newest_checkpoint)") was saved"
 else

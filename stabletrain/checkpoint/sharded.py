@@ -30,7 +30,7 @@ from stabletrain.checkpoint.tree import ShardTarget, Tree, flatten
 from stabletrain.checkpoint.writer import unsound_among
 
 PATIENCE = 600.0
-"""Seconds that rank 0 waits for the other ranks after its own write. Less than the timeout of a collective."""
+"""Seconds that rank 0 waits for the other ranks after its own write; less if `ShardTarget.patience` is less."""
 
 GRACE = 10.0
 """The same if the run is ending with an error: the other ranks may be gone."""
@@ -84,7 +84,7 @@ class RankShard:
         Raises:
             BaseException: whatever went wrong. The folder is renamed first, so that it never becomes a checkpoint.
         """
-        temporary, rank, count = self.place
+        temporary, rank, count, _ = self.place
         try:
             files: dict[str, Any] = {}
             for part, copies in self._copies.items():
@@ -146,7 +146,7 @@ class RankShard:
 
     def _notes(self) -> list[dict[str, Any]]:
         """Waits for the notes of all ranks and returns them."""
-        temporary, _, count = self.place
+        temporary, _, count, _ = self.place
         since, ending, missing = time.monotonic(), None, list(range(count))
         while missing := [rank for rank in missing if not note_of(temporary, rank).exists()]:
             if not temporary.exists():  # a rank has failed and renamed it
@@ -154,7 +154,7 @@ class RankShard:
             now = time.monotonic()
             if ending is None and self._ending.is_set():
                 ending = now
-            if now - since > PATIENCE or (ending is not None and now - ending > GRACE):
+            if now - since > min(PATIENCE, self.place.patience) or (ending is not None and now - ending > GRACE):
                 raise OSError(errno.ETIMEDOUT, f"rank {missing[0]} has not written its part within {now - since:.0f} s")
             time.sleep(POLL)
         return [json.loads(note_of(temporary, rank).read_bytes()) for rank in range(count)]

@@ -136,11 +136,13 @@ class ShardTarget(NamedTuple):
         temporary: a hidden folder, visible to all ranks.
         rank: this process.
         count: number of ranks.
+        patience: at most so many seconds may rank 0 wait for the others' parts: less than they wait for rank 0.
     """
 
     temporary: Path
     rank: int
     count: int
+    patience: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ LOWEST = {
     "eval_batches": 1,
     "log_every": 1,
     "data.length_warmup": 0,
+    "parallel.start_timeout": 1,
+    "parallel.timeout": 1,
 }
 """Numbers and their lowest allowed values."""
 

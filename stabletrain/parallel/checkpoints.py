@@ -16,7 +16,10 @@ from stabletrain.checkpoint.checkpoints import Checkpoints, NoCheckpoints
 from stabletrain.checkpoint.folder import OnEvent
 from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint, peek, verify
 from stabletrain.checkpoint.tree import ShardTarget, Tree, flatten, is_sharded
-from stabletrain.parallel.ranks import Ranks, all_gather_object, broadcast_object, run_on_main
+from stabletrain.parallel.ranks import Ranks, all_gather_object, broadcast_object, run_on_main, timeout
+
+SHARE = 2 / 3
+"""Of the time that the ranks wait for rank 0, the share that rank 0 waits for their parts of a checkpoint."""
 
 
 class SharedCheckpoints(NoCheckpoints):
@@ -71,7 +74,9 @@ class SharedCheckpoints(NoCheckpoints):
         self.wait()
         temporary = self._ask(lambda: self._own.begin(step))
         if temporary is not None:
-            self._own.save(step, tree, **about, place=ShardTarget(temporary, self._ranks.rank, self._ranks.world_size))
+            patience = timeout().total_seconds() * SHARE
+            place = ShardTarget(temporary, self._ranks.rank, self._ranks.world_size, patience)
+            self._own.save(step, tree, **about, place=place)
 
     def wait(self) -> None:
         """Waits for the last write to end on every rank; if it raised on any rank, raises on all."""

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.distributed import Distributed
-from stabletrain.parallel.ranks import Ranks, all_gather_object
+from stabletrain.parallel.ranks import Ranks, Timeouts, all_gather_object
 from stabletrain.records import GradNorms, TrainState
 
 SYNC_BUFFERS = next(
@@ -47,8 +47,14 @@ class DDP(Distributed):
 
     name = "ddp"
 
-    def __init__(self, ranks: Ranks, find_unused_parameters: bool = False, compare: bool = True) -> None:
-        super().__init__(ranks)
+    def __init__(
+        self,
+        ranks: Ranks,
+        find_unused_parameters: bool = False,
+        compare: bool = True,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        super().__init__(ranks, timeouts)
         self.compare = compare
         self.find_unused_parameters = find_unused_parameters
         self.head_apart = not find_unused_parameters  # DDP would count the head as unused

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stabletrain.parallel.ranks import Ranks, all_gather_object
+from stabletrain.parallel.ranks import Ranks, Timeouts, all_gather_object, set_timeout
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, StepChecks
 
@@ -24,10 +24,15 @@ OWN = 5
 
 
 class Distributed(SingleProcess):
-    """Ranks that each train on a slice of the batch."""
+    """Ranks that each train on a slice of the batch.
 
-    def __init__(self, ranks: Ranks) -> None:
+    Attributes:
+        timeouts: how long the ranks wait for each other; None leaves it as it is.
+    """
+
+    def __init__(self, ranks: Ranks, timeouts: Timeouts | None = None) -> None:
         super().__init__(ranks)
+        self.timeouts = timeouts
         self._wish, self._heard = "", False
         self._learnt: list[Tensor] | None = None
 
@@ -109,6 +114,11 @@ class Distributed(SingleProcess):
     def norms_of(self, norms: GradNorms, rows: Tensor) -> GradNorms:
         """Returns the norms of the whole gradient, from those numbers of all ranks."""
         raise NotImplementedError
+
+    def set_timeout(self, *, started: bool) -> None:
+        """Sets it for all process groups. Call it with `started` only when every rank has done its first step."""
+        if self.timeouts is not None:
+            set_timeout(self.timeouts.steady if started else self.timeouts.start)
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Returns the elementwise sum over the ranks."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import RankLost
-from stabletrain.parallel.ranks import Ranks, connection_error
+from stabletrain.parallel.ranks import Ranks, connection_error, timeout
 
 PATIENCE = 2.0
 """Seconds to wait for the report of a rank whose connections were closed."""
@@ -43,7 +43,13 @@ def as_rank_lost(error: BaseException, ranks: Ranks) -> RankLost | None:
         return None
     with suppress(ValueError):  # only the main thread can set handlers
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all ranks: report first
-    return RankLost(describe_lost_rank(ranks))
+    waited = ""
+    if "timed out" in connection_error(error).lower():
+        waited = (
+            f"; this rank has waited for {timeout().total_seconds():g} s: if the ranks need longer, raise "
+            "parallel.timeout, or parallel.start_timeout if the first step is not done yet"
+        )
+    return RankLost(describe_lost_rank(ranks) + waited)
 
 
 def describe_lost_rank(ranks: Ranks) -> str:

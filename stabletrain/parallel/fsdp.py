@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from stabletrain.checkpoint.tree import Tree, gather_shards
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.distributed import Distributed, forked
-from stabletrain.parallel.ranks import Ranks
+from stabletrain.parallel.ranks import Ranks, Timeouts
 from stabletrain.records import GradNorms
 
 ABLE: Mapping[str, tuple[str, ...]] = {
@@ -44,8 +44,8 @@ class FSDP(Distributed):
     has_whole_moments = False
     head_apart = False  # its weights are gathered within the forward pass only
 
-    def __init__(self, ranks: Ranks, reshard_after_forward: bool = True) -> None:
-        super().__init__(ranks)
+    def __init__(self, ranks: Ranks, reshard_after_forward: bool = True, timeouts: Timeouts | None = None) -> None:
+        super().__init__(ranks, timeouts)
         self.reshard_after_forward = reshard_after_forward
 
     def check(self, choices: Mapping[str, str]) -> None:

@@ -3,24 +3,26 @@
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ddp import DDP
 from stabletrain.parallel.fsdp import FSDP
-from stabletrain.parallel.ranks import Ranks, current_ranks
+from stabletrain.parallel.ranks import Ranks, Timeouts, current_ranks
 from stabletrain.parallel.single import SingleProcess
 
 
-def auto(find_unused_parameters: bool, compare: bool) -> SingleProcess | DDP:
+def auto(find_unused_parameters: bool, compare: bool, start_timeout: float, timeout: float) -> SingleProcess | DDP:
     """Returns DDP if there are several ranks, else SingleProcess."""
     ranks = current_ranks()
-    return SingleProcess(ranks) if not ranks.distributed else DDP(ranks, find_unused_parameters, compare)
+    if not ranks.distributed:
+        return SingleProcess(ranks)
+    return DDP(ranks, find_unused_parameters, compare, Timeouts(start_timeout, timeout))
 
 
-def ddp(find_unused_parameters: bool, compare: bool) -> DDP:
+def ddp(find_unused_parameters: bool, compare: bool, start_timeout: float, timeout: float) -> DDP:
     """Returns DDP; needs torchrun."""
-    return DDP(started("ddp"), find_unused_parameters, compare)
+    return DDP(started("ddp"), find_unused_parameters, compare, Timeouts(start_timeout, timeout))
 
 
-def fsdp(reshard_after_forward: bool) -> FSDP:
+def fsdp(reshard_after_forward: bool, start_timeout: float, timeout: float) -> FSDP:
     """Returns FSDP2; needs torchrun."""
-    return FSDP(started("fsdp"), reshard_after_forward)
+    return FSDP(started("fsdp"), reshard_after_forward, Timeouts(start_timeout, timeout))
 
 
 def started(name: str) -> Ranks:

@@ -19,7 +19,20 @@ from stabletrain.errors import ConfigError
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=15)
-"""How long a rank waits for the others: longer than an evaluation or a diagnosis takes, but not a whole night."""
+"""How long a rank waits for the others until the configuration is read, which says how long from then on."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long a rank waits for the others, in seconds.
+
+    Attributes:
+        start: until the first step is done. Data are prepared, models compiled and ranks connected in this time.
+        steady: from then on: longer than a step, an evaluation, a checkpoint or a diagnosis takes.
+    """
+
+    start: float
+    steady: float
 
 
 @dataclass(frozen=True)
@@ -194,5 +207,25 @@ def host_group() -> Any:
     import torch.distributed as dist
 
     if not _BY_HOST:
-        _BY_HOST.append(dist.new_group(backend="gloo", timeout=TIMEOUT))
+        _BY_HOST.append(dist.new_group(backend="gloo", timeout=timeout()))
     return _BY_HOST[0]
+
+
+_TIMEOUT = [TIMEOUT]
+
+
+def timeout() -> timedelta:
+    """Returns how long this rank waits for the others at present."""
+    return _TIMEOUT[0]
+
+
+def set_timeout(seconds: float) -> None:
+    """Sets how long this rank waits for the others, in all process groups."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    _TIMEOUT[0] = timedelta(seconds=seconds)
+    set_of_group = getattr(dist, "set_timeout", None) or vars(c10d)["_set_pg_timeout"]  # its name in older versions
+    for group in list(c10d._world.pg_map):
+        set_of_group(timeout(), group)
+    c10d._get_default_store().set_timeout(timeout())  # NCCL's communicators, made when first used, meet at the store

@@ -78,6 +78,9 @@ class SingleProcess:
 
     # ---- between steps
 
+    def set_timeout(self, *, started: bool) -> None:
+        """Sets how long ranks wait for each other: until the first step is done, or from then on (`started`)."""
+
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Returns the elementwise sum over the ranks."""
         return values

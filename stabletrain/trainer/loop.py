@@ -91,6 +91,9 @@ def training_loop(run: TrainingRun) -> None:
             due = due_after_step(run, watching, signals.name, first)
             if not due.reading:  # judge this step in the next iteration, while the device is busy
                 continue
+            if state.step == first:
+                executed.reading()  # every rank has contributed to it, so all of them have done their first step
+                run.parallel.set_timeout(started=True)
             seen = watch(run, executed) if watching else NOTHING
             settled, executed = settle(run, executed, throughput, seen), None
             # Evaluate or save a state only after its step was judged, and only if all ranks have the same replica.

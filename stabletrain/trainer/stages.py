@@ -91,6 +91,7 @@ def start_process(cfg: DictConfig) -> Process:
     parallel = make(cfg, "parallel")
     choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra" not in group}
     parallel.check(choices)
+    parallel.set_timeout(started=False)
     determinism = make(cfg, "determinism")
     switches = determinism.prepare()  # before `pick`, which starts CUDA
     device = hardware.pick(cfg.device, ranks.local_rank, ranks.local_world_size)

@@ -105,14 +105,17 @@ def test_a_failure_of_rank_0_is_raised_and_keeps_the_older_checkpoint(folder, mo
     assert torch.equal(verify(folder / "step-00000007").load_model()["w"], WEIGHTS)
 
 
-@pytest.mark.parametrize("bound", ["PATIENCE", "GRACE"])
+@pytest.mark.parametrize("bound", ["PATIENCE", "GRACE", "patience"])
 def test_waiting_for_a_missing_shard_is_bounded(folder, monkeypatch, bound):
-    """Rank 0 waits for `PATIENCE` while the run continues, and for `GRACE` if it is ending with an error."""
-    monkeypatch.setattr(sharded, bound, 0.05)
+    """Rank 0 waits for `PATIENCE` or less while the run continues, and for `GRACE` if it is ending with an error."""
     ending = threading.Event()
     if bound == "GRACE":
         ending.set()
     first, _ = shards(folder, ending=ending)
+    if bound == "patience":
+        first.place = first.place._replace(patience=0.05)
+    else:
+        monkeypatch.setattr(sharded, bound, 0.05)
     with pytest.raises(OSError, match="rank 1 has not written its part within 0 s") as refused:
         first.publish(folder, **ABOUT)
     assert refused.value.errno == errno.ETIMEDOUT

@@ -140,6 +140,8 @@ def test_a_preset_for_gpts_names_what_a_resnet_can_take_instead(preset, instead)
     ("typed", "message"),
     [
         (["steps=0"], "steps=0 is below 1"),
+        (["parallel.timeout=0"], "parallel.timeout=0 is below 1"),
+        (["parallel.start_timeout=0"], "parallel.start_timeout=0 is below 1"),
         (["seed=-1"], "seed=-1 is outside [0, 2^63)"),
         (["optimizer.lr=fast"], "optimizer.lr=fast is not a number: the default is 0.003"),
         (["+foo=1"], "foo=1: there is no such key"),

@@ -1,8 +1,8 @@
 """Law 9: as if on a CUDA device, every acting option trains: no tensor elsewhere, and no step reads the host.
 
-`benchmarks/fake_card.py` makes the device of fake tensors, which have shapes, dtypes and devices but no values. It lists
-the places that may read values or use host tensors. Fake tensors cannot show compiled code, several ranks, writing a
-state to disk, and the values themselves.
+`benchmarks/fake_card.py` makes the device of fake tensors, which have shapes, dtypes and devices but no values. It
+lists the places that may read values or use host tensors. Fake tensors cannot show compiled code, several ranks,
+writing a state to disk, and the values themselves.
 """
 
 import math

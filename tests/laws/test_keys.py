@@ -181,6 +181,8 @@ CHANGED: dict[str, object] = {
     "parallel.find_unused_parameters": True,
     "parallel.compare": False,
     "parallel.reshard_after_forward": False,
+    "parallel.start_timeout": 60,
+    "parallel.timeout": 60,
     "monitors.every": 2,
     "monitors.hessian_iterations": 0,
     "monitors.hessian_samples": 1,
@@ -413,6 +415,8 @@ SEEN_ELSEWHERE = {
     "parallel.find_unused_parameters": "tests/parallel/test_distributed.py",
     "parallel.compare": "tests/parallel/test_ddp.py",
     "parallel.reshard_after_forward": "tests/parallel/test_distributed.py",
+    "parallel.start_timeout": "tests/parallel/test_ranks.py",
+    "parallel.timeout": "tests/parallel/test_ranks.py",
 }
 """Keys that affect only the cost of a run, or only several processes, and the test that shows their effect."""
 

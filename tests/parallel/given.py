@@ -1,6 +1,7 @@
 """Data and models for the tests of several ranks, given as a user's plug-ins are: by `_target_`."""
 
 import os
+import time
 from dataclasses import replace
 
 import torch
@@ -42,6 +43,24 @@ class Unused(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.linear(torch.flatten(inputs, 1))
+
+
+class LateInFirstStep(GPT):
+    """A GPT whose forward pass in the first step takes eight seconds longer on rank 1."""
+
+    late, passes = 1, 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.passes += torch.is_grad_enabled()
+        if self.passes == self.late and os.environ["RANK"] == "1":
+            time.sleep(8)
+        return super().forward(tokens)
+
+
+class LateInThirdStep(LateInFirstStep):
+    """The same in the third step."""
+
+    late = 3
 
 
 class FailsOnRankOne(GPT):

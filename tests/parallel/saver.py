@@ -20,7 +20,14 @@ from stabletrain.checkpoint import sharded
 from stabletrain.checkpoint.capture import capture, sharded_tensors
 from stabletrain.checkpoint.tree import flatten, is_sharded
 from stabletrain.parallel.checkpoints import SharedCheckpoints
-from stabletrain.parallel.ranks import all_gather_object, current_ranks, exit_process, leave_process_group
+from stabletrain.parallel.ranks import (
+    all_gather_object,
+    current_ranks,
+    exit_process,
+    leave_process_group,
+    set_timeout,
+    timeout,
+)
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from stabletrain.trainer.run import TrainingRun
@@ -113,12 +120,14 @@ def ill(place: Path) -> dict[str, Any]:
     seen |= {"unsound": [found.step, found.healthy]}
 
     checkpoints.save(10, capture(job.state, job.rollback.parts), **save)
-    leave_part, sharded.PATIENCE = sharded.RankShard.write, 1.0
+    leave_part, limit = sharded.RankShard.write, timeout()
+    set_timeout(4.5)  # rank 0 gives up before rank 1, which waits for rank 0, does
     if current_ranks().rank == 1:  # it never comes
         sharded.RankShard.write = lambda *_: None
     checkpoints.save(11, tree, **save)
     checkpoints.wait()
-    sharded.RankShard.write, sharded.PATIENCE = leave_part, 600.0
+    sharded.RankShard.write = leave_part
+    set_timeout(limit.total_seconds())
     seen |= {"left": left(place / "ill")}
 
     def broken(*_: Any) -> None:

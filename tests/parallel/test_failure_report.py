@@ -69,6 +69,17 @@ def test_the_rank_that_failed_is_named_with_its_error(store):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "torchrun ends all: not before this is told"
 
 
+def test_who_has_waited_in_vain_says_how_long_and_what_to_raise(store):
+    publish_location(rank(1))
+    lost = as_rank_lost(RuntimeError("[gloo/buffer.cc:81] Timed out waiting 900000ms for recv operation"), rank(0))
+    assert str(lost).endswith(
+        "although all still run; this rank has waited for 900 s: if the ranks need longer, raise parallel.timeout, or "
+        "parallel.start_timeout if the first step is not done yet"
+    )
+    lost = as_rank_lost(RuntimeError("[gloo/pair.cc:534] Connection closed by peer"), rank(0))
+    assert str(lost).endswith("although all still run")
+
+
 def test_an_error_of_another_kind_is_left_alone(store):
     before = signal.getsignal(signal.SIGTERM)
     assert as_rank_lost(ValueError("Connection closed by peer"), rank(0)) is None

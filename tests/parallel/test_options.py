@@ -6,6 +6,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.parallel import options
 from stabletrain.parallel.ddp import DDP
 from stabletrain.parallel.fsdp import FSDP
+from stabletrain.parallel.ranks import Timeouts
 from stabletrain.parallel.single import SingleProcess
 
 
@@ -26,7 +27,7 @@ def ranks(monkeypatch):
 @pytest.mark.parametrize("count", [None, 1])
 def test_auto_is_a_single_process_where_there_is_one(ranks, count):
     ranks(count)
-    made = options.auto(False, True)
+    made = options.auto(False, True, 60, 30)
     assert type(made) is SingleProcess
     assert made.ranks.world_size == 1
     assert made.ranks.launched is (count is not None)
@@ -36,26 +37,28 @@ def test_auto_is_a_single_process_where_there_is_one(ranks, count):
 @pytest.mark.parametrize("flags", [(True, False), (False, True)])
 def test_several_ranks_are_ddp_with_its_flags(ranks, make, flags):
     ranks(2)
-    made = make(*flags)
+    made = make(*flags, 60, 30)
     assert type(made) is DDP
+    assert made.timeouts == Timeouts(start=60, steady=30)
     assert (made.find_unused_parameters, made.compare, made.ranks.world_size) == (*flags, 2)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_fsdp_reshards_as_it_is_told(ranks, reshard):
     ranks(2)
-    made = options.fsdp(reshard)
+    made = options.fsdp(reshard, 60, 30)
     assert type(made) is FSDP
+    assert made.timeouts == Timeouts(start=60, steady=30)
     assert (made.reshard_after_forward, made.ranks.world_size) == (reshard, 2)
 
 
 def test_one_rank_of_torchrun_may_be_ddp(ranks):
     ranks(1)
-    assert type(options.ddp(False, True)) is DDP
+    assert type(options.ddp(False, True, 60, 30)) is DDP
 
 
 @pytest.mark.parametrize(
-    ("name", "make"), [("ddp", lambda: options.ddp(False, True)), ("fsdp", lambda: options.fsdp(True))]
+    ("name", "make"), [("ddp", lambda: options.ddp(False, True, 60, 30)), ("fsdp", lambda: options.fsdp(True, 60, 30))]
 )
 def test_ddp_and_fsdp_are_refused_without_torchrun(ranks, name, make):
     ranks(None)

@@ -1,4 +1,6 @@
-"""Which rank this is, what ranks tell each other, and how one ends: with its own code, whatever its threads do."""
+"""Which rank this is, what ranks tell each other, how long they wait for that, and how one ends: with its own code."""
+
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,10 +12,13 @@ from stabletrain.parallel.ranks import (
     broadcast_object,
     connection_error,
     current_ranks,
+    host_group,
     join_process_group,
     run_on_main,
+    set_timeout,
+    timeout,
 )
-from tests.parallel.launches import finish, start
+from tests.parallel.launches import finish, on_demand, start
 from tests.runs import ROOT, TINY_GPT
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE")
@@ -90,6 +95,65 @@ def test_values_are_sent_as_they_are(group_of_one):
     value = {"a": [1, None, "x"]}
     assert broadcast_object(value) == value
     assert all_gather_object(value) == [value]
+
+
+def limits():
+    """Returns how long this rank waits in each of its groups, and at their store."""
+    import torch
+    from torch.distributed import distributed_c10d as c10d
+
+    backends = [group._get_backend(torch.device("cpu")) for group in c10d._world.pg_map]
+    return [backend.options._timeout for backend in backends], c10d._get_default_store().timeout
+
+
+def test_how_long_a_rank_waits_is_set_for_every_group_also_for_later_ones(group_of_one):
+    import torch.distributed as dist
+
+    dist.new_group(backend="gloo")
+    before, after = timeout(), timedelta(seconds=7)
+    set_timeout(7)
+    host_group()
+    assert limits() == ([after] * 3, after)
+    set_timeout(before.total_seconds())
+    assert limits() == ([before] * 3, before)
+
+
+WAITING = [*TINY_GPT, "steps=4", "forensics=off", "monitors=none", "checkpoint=off"]
+LATE = {
+    "in the first step, which may take long": ("First", 60, 4),
+    "in the first step": ("First", 4, 60),
+    "in the third step": ("Third", 60, 4),
+}
+"""In which step rank 1 is eight seconds late, `parallel.start_timeout` and `parallel.timeout`."""
+
+CASES = {
+    f"{kind} {name}": {
+        "overrides": [
+            *(*WAITING, f"parallel={kind}", f"model._target_=tests.parallel.given.LateIn{step}Step"),
+            *(f"parallel.start_timeout={start}", f"parallel.timeout={later}"),
+        ]
+    }
+    for kind in ("ddp", "fsdp")
+    for name, (step, start, later) in LATE.items()
+}
+
+
+@pytest.fixture(scope="module")
+def seen(shared_place):
+    """What each rank saw."""
+    return on_demand(shared_place / "late", 2, CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", LATE)
+def test_the_first_step_and_the_later_ones_have_time_limits_of_their_own(seen, kind, name):
+    first = seen[0][f"{kind} {name}"]
+    if "may" in name:
+        assert (first["error"], len(first["readings"])) == (None, 4)
+        return
+    assert first["error"] == "RankLost"
+    assert "; this rank has waited for 4 s: if the ranks need longer, raise parallel.timeout" in first["message"]
 
 
 DISTURBED = """

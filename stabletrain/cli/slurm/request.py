@@ -5,6 +5,7 @@
 import argparse
 import configparser
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -31,6 +32,7 @@ class Card:
         python: the interpreter on the nodes; empty for the one that `modules` or `environment` activate, else for the
             one that submits.
         sbatch: further `sbatch` options, one per line.
+        srun: further `srun` options, one per line, quoted as in a shell.
         own_environment: whether the section itself sets `environment`, `python` or `modules`; not a key.
     """
 
@@ -49,6 +51,7 @@ class Card:
     environment: str = ""
     python: str = ""
     sbatch: str = ""
+    srun: str = ""
     own_environment: bool = False
 
 
@@ -59,6 +62,39 @@ ENVIRONMENT = ("environment", "python", "modules")
 
 COUNTS = {"gpus_per_node": 1, "cpus_per_gpu": 1, "notice": 30}
 """Keys whose values are integers, and their minimum. Slurm checks time limits every 30 seconds."""
+
+
+OF_JOB = (
+    *("-n", "--ntasks", "--ntasks-per-node", "-N", "--nodes", "-w", "--nodelist", "-x", "--exclude"),
+    *("-r", "--relative", "-c", "--cpus-per-task", "-K", "--kill-on-bad-exit", "--multi-prog", "--pty"),
+)
+"""Options of `srun` that `slurm/job.sh` sets or relies on: it starts one task on each node of the job."""
+
+
+def srun_options(lines: str, where: str = "srun") -> list[str]:
+    """Returns the words of the further `srun` options, one option per line.
+
+    Raises:
+        ConfigError: a line is no option, or sets what `slurm/job.sh` sets. The message begins with `where`.
+    """
+    options = []
+    for line in filter(None, map(str.strip, lines.splitlines())):
+        try:
+            words = shlex.split(line)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {line}: {error}") from error
+        option, *values = words
+        if (
+            not re.match("--?[a-zA-Z]", option)
+            or len(values) > (0 if "=" in option else 1)
+            or any(value.startswith("-") for value in values)
+        ):
+            raise ConfigError(f"{where}: {line} is not one option: write one per line, and quote a value with spaces")
+        name = option.partition("=")[0] if option.startswith("--") else option[:2]
+        if any(each.startswith(name) for each in OF_JOB):  # srun also accepts the first letters of a long option
+            raise ConfigError(f"{where}: {option} changes the tasks that slurm/job.sh starts: leave it out")
+        options += words
+    return options
 
 
 def read_cluster(file: Path, name: str) -> Card:
@@ -88,6 +124,7 @@ def read_cluster(file: Path, name: str) -> Card:
     card = Card(name, **{key: value for key, value in config[name].items() if value}, own_environment=own)
     if card.time:
         seconds(card.time)
+    srun_options(card.srun, f"{file}: [{name}] srun")
     return card
 
 

@@ -1,11 +1,12 @@
 """Writes the batch script of one job or job array: sbatch options, environment, and the overrides of each task."""
 
+import re
 import shlex
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from stabletrain.cli.slurm.request import Card, Request, seconds
+from stabletrain.cli.slurm.request import Card, Request, seconds, srun_options
 from stabletrain.config.arguments import LAUNCH
 from stabletrain.errors import ConfigError
 
@@ -61,10 +62,11 @@ def script(job: Job, request: Request) -> str:
     again = shlex.join([str(ROOT / "slurm" / "launch.sh"), *request.options(card.name)])
     lines.append(f"export {LAUNCH}={shlex.quote(again)}")
     command = shlex.join([str(ROOT / "train.py"), *job.options])
+    of_srun = [expanding(word) for word in srun_options(card.srun)]
     lines += [
         "# shellcheck source=/dev/null",
         f"source {shlex.quote(str(ROOT / 'slurm' / 'job.sh'))} \\",
-        f'  "$folder" {gpus} {request.max_requeues} {card.notice} \\',
+        " ".join(['  "$folder"', str(gpus), str(request.max_requeues), card.notice, *of_srun, "-- \\"]),
         f'  "$python" {command} "${{overrides[@]}}"',
     ]
     return "\n".join(lines) + "\n"
@@ -134,6 +136,13 @@ def ranges(numbers: list[int]) -> str:
         else:
             found.append([number])
     return ",".join("-".join(map(str, ends)) for ends in found)
+
+
+def expanding(word: str) -> str:
+    """Quotes a word for the shell, which still replaces variables such as $HOME in it."""
+    if "$" not in word:
+        return shlex.quote(word)
+    return '"' + re.sub(r'([\\"`])', r"\\\1", word) + '"'
 
 
 def quoted(value: str) -> str:

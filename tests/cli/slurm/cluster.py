@@ -53,6 +53,9 @@ gres =
 cpus_per_gpu = 1
 notice = 60
 environment = export OMP_NUM_THREADS=1
+srun =
+    --unbuffered
+    --open-mode append
 [any]
 [a100]
 partition = a100

@@ -29,6 +29,9 @@ environment =
 sbatch =
     --mail-type=FAIL
     --exclude=n[7-9]
+srun =
+    --container-mounts="/a b:$HOME/c"
+    --cpu-bind cores
 [h100]
 [v100]
 environment = source ~/v100/bin/activate

@@ -1,10 +1,11 @@
-"""`slurm/job.sh` and `ranks.py` with Slurm replaced by scripts: which exit codes requeue a job."""
+"""`slurm/job.sh` with Slurm replaced by scripts: which exit codes requeue a job, and what its ranks are given."""
 
 import os
+import resource
 import signal
 import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -17,19 +18,34 @@ LIMIT = 200
 SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
 
 
-def job(place, body, requeues=3, notice=30, **environment):
+def job(place, body, requeues=3, notice=30, processes=1, srun=(), **environment):
     """Starts a job whose rank is `body`; its requests to Slurm go to the file `asked`, its output to `said`."""
-    stand_in(place, "srun", 'while [[ $1 == -* ]]; do shift; done; exec "$@"')
+    stand_in(place, "srun", f'while [[ $1 == -* ]]; do echo "$1" >> {place}/srun_got; shift; done; exec "$@"')
     stand_in(place, "rank", body)
-    for name in ("scontrol", "scancel"):
-        stand_in(place, name, f'echo {name} "$@" >> {place}/asked; exit 1')
-    (place / "run" / "checkpoints").mkdir(parents=True)
-    (place / "run" / "checkpoints" / "step-00000010").mkdir()
+    stand_in(place, "scontrol", SCONTROL.format(asked=place / "asked"))
+    stand_in(place, "scancel", f'echo scancel "$@" >> {place}/asked; exit 1')
+    (place / "run" / "checkpoints" / "step-00000010").mkdir(parents=True, exist_ok=True)
     path = f"{place}:{os.environ['PATH']}"
-    words = ["bash", str(ROOT / "slurm" / "job.sh"), "run", "1", str(requeues), str(notice), "rank"]
-    environment = {**os.environ, **SLURM, "PATH": path, **environment}
-    with (place / "said").open("w") as said:
-        return subprocess.Popen(words, cwd=place, env=environment, stdout=said)
+    words = ["bash", str(ROOT / "slurm" / "job.sh"), "run", str(processes), str(requeues), str(notice)]
+    own = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", *TRACES)}
+    with (place / "said").open("a") as said:
+        return subprocess.Popen(
+            [*words, *srun, "--", "rank"], cwd=place, env={**own, **SLURM, "PATH": path, **environment}, stdout=said
+        )
+
+
+TRACES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+SCONTROL = """\
+case "$1 $2" in
+  "show hostnames") printf 'n1\\nn2\\n' ;;
+  "show node")
+    echo "NodeName=n2 Arch=x86_64 NodeAddr=10.1.0.2 NodeHostName=n2"
+    echo "NodeName=n1 Arch=x86_64 NodeAddr=10.1.0.1 NodeHostName=n1" ;;
+  *) echo scontrol "$@" >> {asked}; exit 1 ;;
+esac
+"""
+"""Stands for scontrol: knows two nodes, and writes every other request down."""
 
 
 def asked(place):
@@ -57,6 +73,31 @@ def test_only_an_interrupted_run_is_requeued(tmp_path, end):
     body, code, wanted = ENDS[end]
     assert job(tmp_path, body).wait(LIMIT) == code
     assert asked(tmp_path) == wanted
+
+
+ENDED = "kill -TERM $$"
+STEP = """echo '{"step": 5}' >> run/metrics.jsonl; """
+SAVED = "mkdir run/checkpoints/step-00000020; "
+
+
+@pytest.mark.parametrize(("taken", "left"), [("", None), (STEP, "1"), (SAVED, "1")], ids=["nothing", "step", "saved"])
+def test_the_fourth_start_in_a_row_without_a_step_is_the_last(tmp_path, taken, left):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "slurm.without_step").write_text("3\n")
+    code = job(tmp_path, taken + ENDED, requeues=100, SLURM_RESTART_COUNT="7").wait(LIMIT)
+    assert (code, asked(tmp_path)) == ((75, ["scontrol requeue 9"]) if taken else (143, []))
+    if taken:
+        assert (tmp_path / "run" / "slurm.without_step").read_text().strip() == left
+    else:
+        assert "code 143; not queued again, 4 starts in a row ended before a step" in (tmp_path / "said").read_text()
+
+
+@pytest.mark.slow
+def test_starts_without_a_step_are_counted_from_the_first_start_of_a_job(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "slurm.without_step").write_text("3\n")
+    codes = [job(tmp_path, ENDED, requeues=100, SLURM_RESTART_COUNT=str(n)).wait(LIMIT) for n in range(4)]
+    assert codes == [75, 75, 75, 143]
 
 
 def test_a_task_of_an_array_queues_itself_again_and_not_the_array(tmp_path):
@@ -123,27 +164,66 @@ def test_a_rank_that_does_not_listen_yet_survives_the_notice(tmp_path):
     assert run.wait(LIMIT) == 0
 
 
-RANK = """
-import os, signal, sys, time
-rank = int(os.environ["RANK"])
-{body}
-"""
+def given(place, words, **options):
+    """Returns what the command prints on the standard output within the rank of a job."""
+    assert job(place, f"{words} > given", **options).wait(LIMIT) == 0
+    return (place / "given").read_text().splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(unless=lambda processes, variables, threads: processes == 4 and threads != "1")
 @pytest.mark.parametrize(
-    ("body", "code"),
+    ("processes", "variables", "threads"),
     [
-        ("sys.exit(75)", 75),
-        ("sys.exit(2)", 2),
-        ("sys.exit(0)", 0),
-        ("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(600)", 137),
-        ("sys.exit(3) if rank else time.sleep(600)", 3),
+        (4, {"SLURM_CPUS_PER_TASK": "32"}, "8"),
+        (4, {"SLURM_CPUS_PER_TASK": "32", "OMP_NUM_THREADS": "3"}, "3"),
+        (4, {"SLURM_CPUS_PER_TASK": "2"}, "1"),
+        (1, {"SLURM_CPUS_PER_TASK": "8"}, "8"),
+        (4, {}, ""),
     ],
-    ids=["saved", "refused", "finished", "killed", "halted"],
+    ids=["shared", "the user's", "too few", "one rank", "none requested"],
 )
-def test_several_ranks_end_with_the_code_of_the_first_that_failed(tmp_path, body, code):
-    (tmp_path / "rank.py").write_text(RANK.format(body=body))
-    words = [sys.executable, str(ROOT / "slurm" / "ranks.py"), "--standalone", "--nproc-per-node=2", "rank.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == code, done.stderr
+def test_a_rank_has_a_thread_for_each_of_its_cores(tmp_path, processes, variables, threads):
+    assert given(tmp_path, "echo $OMP_NUM_THREADS", processes=processes, **variables) == [threads]
+
+
+def test_ranks_may_open_as_many_files_as_the_node_allows(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        allowed, most = given(tmp_path, "(ulimit -Sn; ulimit -Hn)")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert allowed == most
+
+
+def test_further_options_reach_srun(tmp_path):
+    further = ["--container-mounts=/a b:/c", "--cpu-bind=cores"]
+    assert given(tmp_path, "echo ran", srun=further) == ["ran"]
+    got = (tmp_path / "srun_got").read_text().splitlines()
+    assert got == ["--ntasks-per-node=1", "--kill-on-bad-exit=1", *further]
+
+
+TWO_NODES = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+
+
+def test_the_addresses_of_the_nodes_are_slurms_in_slurms_order(tmp_path):
+    *options, addresses = given(tmp_path, "(printf '%s\\n' \"$@\"; echo $STABLETRAIN_NODE_ADDRESSES)", **TWO_NODES)
+    assert addresses == "10.1.0.1,10.1.0.2"
+    assert "--rdzv-endpoint=10.1.0.1:15009" in options
+    assert "--nnodes=2" in options
+
+
+@pytest.mark.parametrize(("written", "kept"), [("", False), ("0", True)], ids=["none", "some"])
+def test_traces_of_nccl_go_to_the_run_folder_which_keeps_no_empty_folder(tmp_path, written, kept):
+    prefix = tmp_path / "run" / "nccl" / "start-3-rank-"
+    write = f'echo trace > "${{{TRACES[0]}}}{written}"; ' if written else ""
+    assert given(tmp_path, f"{write}echo ${TRACES[0]}", **TWO_NODES, SLURM_RESTART_COUNT="2") == [str(prefix)]
+    assert Path(f"{prefix}0").exists() == prefix.parent.exists() == kept
+
+
+@pytest.mark.slow(unless=lambda name: name == TRACES[1])
+@pytest.mark.parametrize("name", TRACES)
+def test_traces_of_nccl_go_where_the_user_says(tmp_path, name):
+    told = given(tmp_path, "echo " + " ".join(f"${each}" for each in TRACES), **TWO_NODES, **{name: "/mine"})
+    assert told == ["/mine"]
+    assert not (tmp_path / "run" / "nccl").exists()

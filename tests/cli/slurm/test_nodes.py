@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,19 @@ def test_a_rank_killed_on_one_node_ends_both_and_the_sharded_run_goes_on_from_it
     assert "killed (code 137) after step-" in log(run)
     assert cluster.ended(job, 400) == "COMPLETED"
     assert weights(run) == whole["fsdp"]
+
+
+def test_a_first_node_that_cannot_be_the_host_ends_the_job_with_its_reason(cluster, tmp_path):
+    held = tmp_path / "held.conf"
+    held.write_text((cluster.place / "cluster.conf").read_text().replace("[any]", "sbatch = --hold\n[any]"))
+    job = cluster.launch("--cluster", str(held), "--nodes", "2", *CHOSEN, "hydra.run.dir=run", cwd=tmp_path)
+    port = 15000 + int(job) % 15000
+    with socket.socket() as other:
+        other.bind(("", port))
+        other.listen()
+        cluster.run("scontrol", "release", job)
+        assert cluster.ended(job, 100) == "FAILED"
+    assert "ExitCode=1:0" in cluster.run("scontrol", "show", "job", job)
+    assert f"stabletrain: node 0 cannot host the rendezvous of the ranks at 127.0.0.1:{port} (" in log(tmp_path / "run")
+    assert "queued again" not in log(tmp_path / "run")
+    assert sorted(os.listdir(tmp_path / "run")) == ["slurm.log", "slurm.sh"], "and no empty folder for traces"

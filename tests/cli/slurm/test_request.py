@@ -77,10 +77,16 @@ def test_a_mistake_is_one_line_and_nothing_is_left(launch, tmp_path, name):
         ("[any]\npartitoin = x\n", "[any] partitoin: there is no such key; did you mean partition?"),
         ("[any]\nnotice = 5\n", "[any] notice = 5 is not a whole number of at least 30"),
         ("[any]\ntime = later\n", "later is not a time"),
+        ("[any]\nsrun = cpu-bind=cores\n", "[any] srun: cpu-bind=cores is not one option: write one per line"),
+        ("[any]\nsrun =\n  -l\n  --ntasks-per=2\n", "[any] srun: --ntasks-per=2 changes the tasks that slurm/job.sh"),
+        ("[any]\nsrun = -N2\n", "[any] srun: -N2 changes the tasks"),
+        ("[any]\nsrun = --container-image=a b\n", "--container-image=a b is not one option"),
+        ("[any]\nsrun = -l --\n", "-l -- is not one option"),
+        ("[any]\nsrun = --container-image='a\n", "[any] srun: --container-image='a: No closing quotation"),
         ("partition = x\n", "File contains no section headers"),
         (None, "cannot be read (No such file or directory): see slurm/README.md"),
     ],
-    ids=["key", "notice", "time", "section", "file"],
+    ids=["key", "notice", "time", *(f"srun{n}" for n in range(6)), "section", "file"],
 )
 def test_a_mistake_in_the_clusters_file_is_named(launch, tmp_path, text, message):
     (tmp_path / "cluster.conf").unlink()

@@ -119,6 +119,7 @@ def test_the_file_and_the_command_line_make_slurms_options(launch):
         "exclude": "n[7-9]",
     }
     assert '\nmodule load cuda/12.8 gcc\nsource ~/venv/bin/activate\nexport A="b c"\n' in out
+    assert '\n  "$folder" 4 100 300 "--container-mounts=/a b:$HOME/c" --cpu-bind cores -- \\\n' in out
     assert subprocess.run(["bash", "-n"], input=out, text=True, timeout=10).returncode == 0
     told = options(
         launch("--dry-run", "--gpu", "a100", "--partition", "p", "--account", "a", "--gpus-per-node", "1")[1]
