@@ -5,7 +5,6 @@ and whether it was asked to stop. All ranks compute the same sums of the same ro
 fault, all ranks skip the update.
 """
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from stabletrain.parallel.ranks import Ranks, all_gather_object
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, StepChecks
+from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, OwnNumbers, RankPart, StepChecks
 
 HEAD = 7
 """Numbers in a row before those of the gradients."""
@@ -99,6 +98,7 @@ class Distributed(SingleProcess):
             buffers=rows[:, 5].amax(),
             stop=(rows[:, 6] > 0).any(),
             rank=first,
+            own=OwnNumbers(terms.total, self.own_grad_norm(norms)),
         )
         return LossTerms(total, ce, zloss), self.norms_of(norms, rows[:, HEAD:]), met
 
@@ -108,6 +108,23 @@ class Distributed(SingleProcess):
 
     def norms_of(self, norms: GradNorms, rows: Tensor) -> GradNorms:
         """Returns the norms of the whole gradient, from those numbers of all ranks."""
+        raise NotImplementedError
+
+    def own_grad_norm(self, norms: GradNorms) -> Tensor:
+        """Returns the gradient norm of `OwnNumbers`."""
+        return norms.total
+
+    def rank_part(self, own: OwnNumbers | None, batch: Batch, loss_scale: float) -> RankPart | None:
+        """Returns this rank's own numbers of a step, as means over its own part of the batch."""
+        if own is None or batch.counted is None:
+            return None
+        # The step divides by the valid targets of the whole batch, a replay of one part by those of that part.
+        share = batch.counted / max(int((batch.targets != IGNORE_INDEX).sum()), 1)
+        part = RankPart(self.ranks.rank, share * float(own.loss))
+        return self.with_gradient(part, float(own.grad_norm), share / loss_scale)
+
+    def with_gradient(self, part: RankPart, grad_norm: float, factor: float) -> RankPart:
+        """Adds what is known of the gradient: `grad_norm` of `OwnNumbers`, and the factor between it and a replay's."""
         raise NotImplementedError
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
@@ -144,8 +161,3 @@ class Distributed(SingleProcess):
     def stopping(self, signal: str) -> str:
         """Returns the signal to stop for; empty until every rank has read that one of them was asked to stop."""
         return (signal or "a signal to another rank") if self._heard else ""
-
-
-def forked() -> AbstractContextManager:
-    """Returns a context that restores the random generators of the CPU and of this process's GPU."""
-    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
