@@ -53,6 +53,7 @@ HOST = {
     "step.py:__init__": "the reading of a step, copied to the host",
     "checkpoint/": "copies a state to the host and back",
     "data/": "makes batches",
+    "faults/": "injects a fault, in data that are on the host too",
     "forensics/": "an incident's batch is on the host",
     "stability/precision/loss_scale.py:load_state_dict": "restores fp16's loss scale",
 }

@@ -131,6 +131,19 @@ class Clipped:
     active: Tensor
 
 
+class OwnNumbers(NamedTuple):
+    """What one of several ranks measured of its own part of a step; 0-d fp32 tensors on the device.
+
+    Attributes:
+        loss: this rank's share of the step's loss: its sum, divided by the number of valid targets of the whole batch.
+        grad_norm: DDP: norm of this rank's gradients before they are averaged, times the loss scale and the world size.
+            FSDP: norm of this rank's shards of the step's gradient.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
 @dataclass(frozen=True)
 class StepChecks:
     """Faults of a step that loss and gradients do not show; 0-d tensors on the device.
@@ -141,6 +154,7 @@ class StepChecks:
         buffers: fp32, L2 norm of the model's floating-point buffers after the forward pass (BatchNorm's statistics).
         stop: bool, whether any rank was asked to stop; None in a single process.
         rank: first rank whose own shard of the step was bad, -1 for none; None in a single process.
+        own: this rank's own numbers; None in a single process. They stay on this rank, for forensics.
     """
 
     bad_data: Tensor
@@ -148,6 +162,7 @@ class StepChecks:
     buffers: Tensor
     stop: Tensor | None = None
     rank: Tensor | None = None
+    own: OwnNumbers | None = None
 
 
 class Reading(NamedTuple):
@@ -183,6 +198,22 @@ class Reading(NamedTuple):
     lr: float
     stop: bool = False
     rank: int = -1
+
+
+class RankPart(NamedTuple):
+    """One rank's own part of a step, on the host, in the units in which a replay of this part measures it.
+
+    Attributes:
+        rank: the rank.
+        loss: nats per target, mean over the rank's own part of the batch.
+        grad_norm: L2 norm of this loss's gradient, before clipping; None if unknown, as with FSDP.
+        shard_norm: FSDP: L2 norm of the rank's shards of the whole step's gradient; None if gradients are not sharded.
+    """
+
+    rank: int
+    loss: float
+    grad_norm: float | None = None
+    shard_norm: float | None = None
 
 
 class Verdict(enum.Enum):

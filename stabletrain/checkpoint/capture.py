@@ -227,10 +227,17 @@ class Snapshots:
         self._trees = {step: tree for step, tree in self._trees.items() if step in wanted}
 
     def newest(self, at_most: int) -> Tree | None:
-        """Returns the newest snapshot with a step of at most `at_most`; None if there is none."""
+        """Returns the newest snapshot with a step of at most `at_most`, with its shards in new memory on their device.
+
+        Returns None if there is none.
+        """
+        return attach_shards(self.newest_on_host(at_most))
+
+    def newest_on_host(self, at_most: int) -> Tree | None:
+        """Returns the same snapshot as it is kept, with a `Piece` for each sharded tensor."""
         steps = [step for step in self._trees if step <= at_most]
         if not steps:
             return None
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # `take` did not wait for its copy
-        return attach_shards(self._trees[max(steps)])
+        return self._trees[max(steps)]

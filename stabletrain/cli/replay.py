@@ -179,7 +179,9 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
     with contextlib.suppress(ConfigError):  # the replay also works without `diagnosis.json`
         diagnosis = read(folder)
     changed, unsure = compare(repro_files.read(folder).get("code") or {}, model, tools)
-    return ReplayReport(repro.reading, outcome, tuple(overrides), fresh, repro.applied, diagnosis, changed, unsure)
+    return ReplayReport(
+        repro.reading, outcome, tuple(overrides), fresh, repro.applied, diagnosis, changed, unsure, repro.part
+    )
 
 
 def why_not(folder: Path) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stabletrain.forensics.replay import Outcome
-from stabletrain.records import Reading
+from stabletrain.records import RankPart, Reading
 from stabletrain.tracking import metrics
 
 BAD = {"input": "the input is", "label": "the label is", "ignored": "the targets are", "empty": "the batch is"}
@@ -27,6 +27,7 @@ class ReplayReport:
         diagnosis: the incident's `diagnosis.json`; empty if it cannot be read.
         changed: the user's source files that have changed since the run imported them.
         unsure: files that may have changed, because they were written while the run trained.
+        part: on several ranks, the numbers of the rank whose part is replayed; None in a single process.
     """
 
     then: Reading | None
@@ -37,10 +38,12 @@ class ReplayReport:
     diagnosis: Mapping[str, Any] = field(default_factory=dict)
     changed: Sequence[str] = ()
     unsure: Sequence[str] = ()
+    part: RankPart | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The result as JSON; non-finite numbers are strings."""
-        then = None if self.then is None else {"loss": self.then.loss, "grad_norm": self.then.grad_norm}
+        step = self.part or self.then
+        then = None if step is None else {"loss": step.loss, "grad_norm": step.grad_norm}
         now = {"loss": self.now.loss, "grad_norm": self.now.grad_norm}
         return metrics.plain(
             {
@@ -59,9 +62,10 @@ class ReplayReport:
     def __str__(self) -> str:
         """A table and the verdict."""
         lines = [f"{'':<6}{'loss':>14}{'gradient norm':>16}"]
-        for name, one in (("then", self.then), ("now", self.now)):
+        for name, one in (("then", self.part or self.then), ("now", self.now)):
             if one is not None:
-                lines.append(f"{name:<6}{one.loss:>14.8g}{one.grad_norm:>16.8g}")
+                norm = "unknown" if one.grad_norm is None else f"{one.grad_norm:.8g}"
+                lines.append(f"{name:<6}{one.loss:>14.8g}{norm:>16}")
         if self.fresh:
             lines.append(f"new    {', '.join(self.fresh[:3])}: untrained, because the incident has no weights for them")
         return "\n".join([*lines, self.conclusion()[1]])

@@ -5,7 +5,8 @@ without importing torch.
 
 | file | |
 |---|---|
-| handler | investigates incidents within a time budget and writes their folders; also on several ranks |
+| handler | investigates incidents within a time budget and writes their folders |
+| distributed_handler, agreement | the same on several ranks: they agree after every part, and one writes the folder |
 | investigate | gathers the evidence of one incident, on copies |
 | repro | everything needed to replay a step, in memory and on disk |
 | user_code | hashes of the user's source files that the step runs through |

@@ -1,12 +1,7 @@
-"""Incident handlers: investigate incidents, write their folders and return the lines to show, on one or several ranks.
+"""Incident handlers: investigate incidents, write their folders and return the lines to show.
 
 `IncidentHandler` investigates the first incidents of a run, each within a time budget. The same cause at the same
-operation is written only once.
-
-`DistributedIncidentHandler` does this on several ranks. Each rank replays its own part of the step on a copy of the
-whole model, without communication, so a rank whose model raises does not block the others. The ranks then exchange
-whether their own part fails. The first rank whose part fails writes the folder, and all ranks return the same lines. If
-the step failed but no rank's part fails, the communication changed the numbers, or the hardware failed once.
+operation is written only once. `distributed_handler.py` does this on several ranks.
 """
 
 import math
@@ -19,13 +14,13 @@ from pathlib import Path
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
+from stabletrain.forensics.agreement import NotInvestigated, in_one_line
 from stabletrain.forensics.diagnosis.cause_table import CAUSES
-from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.incident import place_for, write
 from stabletrain.forensics.investigate import Findings, investigate
 from stabletrain.forensics.repro import Repro
-from stabletrain.parallel.ranks import Ranks, all_gather_object, broadcast_object
+from stabletrain.parallel.whole import WholeState
 
 ATTEMPTS = 3
 """Maximum number of investigations, in multiples of `max_incidents`: finding a known mistake again costs time too."""
@@ -61,9 +56,10 @@ class NoIncidentHandler:
 
     def handle(
         self,
-        make: Callable[[float], Repro | None],
+        make: Callable[[], Repro],
         kind: str,
         *,
+        states: WholeState,
         classes: int | None,
         optimizer: Optimizer | None,
         limits: tuple[float, float] = (math.inf, math.inf),
@@ -108,9 +104,10 @@ class IncidentHandler(NoIncidentHandler):
 
     def handle(
         self,
-        make: Callable[[float], Repro | None],
+        make: Callable[[], Repro],
         kind: str,
         *,
+        states: WholeState,
         classes: int | None,
         optimizer: Optimizer | None,
         limits: tuple[float, float] = (math.inf, math.inf),
@@ -120,17 +117,26 @@ class IncidentHandler(NoIncidentHandler):
         Returns None if the budget is spent, if the mistake is known already, or if the alarm was false.
 
         Args:
-            make: builds the repro, given a deadline in `time.monotonic()` seconds.
+            make: builds the repro, with the model in training.
             kind: `nonfinite`, `spike`, or `bad_data` for a skipped step; `loss_scale` for an alarm that gradients
                 vanish.
+            states: the whole weights for replays.
             classes: last dimension of the logits; None if unknown.
             optimizer: the live optimizer; only read.
             limits: the guard's limits of loss and gradient norm.
+
+        Raises:
+            NotInvestigated: an error prevents it. Nothing else is raised: explaining a step must not end the run.
         """
-        if not self.has_budget():
-            return None
-        case = self.investigate(make, kind, classes=classes, optimizer=optimizer, limits=limits)
-        return None if case is None else self.write_incident(*case)
+        try:
+            if not self.has_budget():
+                return None
+            self.count()
+            repro = replace(make(), model=states.gather(), older=states.gather_older, deadline=self.deadline())
+            found = self.investigate(repro, kind, classes=classes, optimizer=optimizer, limits=limits)
+            return None if found is None else self.write_incident(repro, found)
+        except Exception as error:
+            raise NotInvestigated(in_one_line(error)) from error
 
     def has_budget(self) -> bool:
         """Whether another incident may be investigated."""
@@ -138,32 +144,34 @@ class IncidentHandler(NoIncidentHandler):
             return False
         return len(list(self._folder.glob("incidents/step-*"))) < self.max_incidents
 
+    def count(self) -> None:
+        """Counts an investigation that begins."""
+        self._investigations += 1
+
+    def deadline(self, longest: float = math.inf) -> float:
+        """The deadline of an investigation that begins now and may take `longest` seconds."""
+        return time.monotonic() + min(self.max_seconds, longest)
+
     def investigate(
         self,
-        make: Callable[[float], Repro | None],
+        repro: Repro,
         kind: str,
         *,
         classes: int | None,
         optimizer: Optimizer | None,
         limits: tuple[float, float],
-    ) -> tuple[Repro, Findings] | None:
-        """Returns the repro and the findings; None if there is no repro or the alarm was false."""
-        self._investigations += 1
-        repro = make(time.monotonic() + self.max_seconds)
-        if repro is None:
-            return None
+    ) -> Findings | None:
+        """Returns the findings; None if the alarm was false."""
         # The guard's limits decide whether a finite replay counts as normal.
         setting = replace(self._setting, loss_limit=limits[0], norm_limit=limits[1])
         found = investigate(repro, kind, classes=classes, optimizer=optimizer, setting=setting)
         small = found.evidence.underflow
-        if kind == "loss_scale" and (small is None or not small.real):
-            return None
-        return repro, found
+        return None if kind == "loss_scale" and (small is None or not small.real) else found
 
     def write_incident(self, repro: Repro, found: Findings, rank: int | None = None) -> IncidentSummary | None:
         """Writes the folder and returns the summary; None if the mistake is known already.
 
-        `rank` is the rank at fault; None for one process.
+        `rank` is the rank at fault; None for one process, or if no rank is known to be.
         """
         mistake = mistake_key(found)
         if mistake in self._filed:
@@ -171,8 +179,9 @@ class IncidentHandler(NoIncidentHandler):
             return None
         assert self._folder is not None, "open(folder, setting) comes first"
         assert repro.reading is not None
-        path: Path | None = place_for(self._folder, repro.reading.step)
+        path: Path | None = None
         try:
+            path = place_for(self._folder, repro.reading.step)
             write(path, repro, found, rank=rank, keep_state=self.keep_state)
         except OSError as error:  # a full disk must neither end the run nor hide the cause
             path, where = None, f"its folder could not be written ({error.strerror or error})"
@@ -193,66 +202,3 @@ def mistake_key(found: Findings) -> tuple[str, ...]:
     """Identifies a mistake: the cause, and the operation if there is one."""
     o = found.evidence.origin
     return (found.diagnosis.cause, *(() if o is None else (o.module, o.op, o.direction, o.source)))
-
-
-class DistributedIncidentHandler(NoIncidentHandler):
-    """Investigates an incident on all ranks together; every rank must call it."""
-
-    def __init__(self, own: IncidentHandler | NoIncidentHandler, ranks: Ranks) -> None:
-        self._own, self._ranks = own, ranks
-
-    def open(self, folder: Path, setting: RunSettings) -> None:
-        """Opens this rank's handler."""
-        self._own.open(folder, setting)
-
-    def handle(
-        self,
-        make: Callable[[float], Repro | None],
-        kind: str,
-        *,
-        classes: int | None,
-        optimizer: Optimizer | None,
-        limits: tuple[float, float] = (math.inf, math.inf),
-    ) -> IncidentSummary | None:
-        """Like `IncidentHandler.handle`; returns the same summary, or None, on every rank."""
-        if not isinstance(self._own, IncidentHandler):
-            return None
-        if not broadcast_object(self._own.has_budget()):  # the main process decides for all: it counts the folders
-            return None
-        case = self._own.investigate(make, kind, classes=classes, optimizer=optimizer, limits=limits)
-        marks = all_gather_object(-1 if case is None else certainty(case[1]))
-        if max(marks) < 0:
-            return None
-        chosen = marks.index(max(marks))  # the first rank with the surest failure
-        if not max(marks) and case is not None and (reading := case[0].reading) is not None:
-            chosen = max(reading.rank, 0)  # no replay fails: take the rank whose numbers were bad in the step
-        filed = None
-        if case is not None and chosen == self._ranks.rank:
-            repro, found = case
-            if kind in ("nonfinite", "bad_data") and not max(marks):
-                found = unattributed(found)
-            filed = self._own.write_incident(repro, found, rank=chosen)
-        return all_gather_object(filed)[chosen]
-
-
-def certainty(found: Findings) -> int:
-    """How surely this rank's part failed: 2 for bad samples or corrupt state, 1 for a non-finite replay, else 0."""
-    evidence = found.evidence
-    if evidence.samples or evidence.damage:
-        return 2
-    return int(evidence.finite("same") is False)
-
-
-def unattributed(found: Findings) -> Findings:
-    """The findings, diagnosed with what all ranks know: no part of the step fails in a replay."""
-    outcomes = dict(found.evidence.outcomes)
-    outcomes["same"] = replace(outcomes["same"], bitwise_equal_to_reading=False)
-    evidence = replace(found.evidence, outcomes=outcomes, repeats=True)
-    return replace(found, evidence=evidence, diagnosis=diagnose(evidence))
-
-
-def for_all_ranks(
-    handler: IncidentHandler | NoIncidentHandler, ranks: Ranks
-) -> IncidentHandler | DistributedIncidentHandler | NoIncidentHandler:
-    """Wraps the handler for several ranks; returns it unchanged for one process."""
-    return DistributedIncidentHandler(handler, ranks) if ranks.distributed else handler

@@ -78,6 +78,7 @@ def as_json(repro: Repro, found: Findings, rank: int | None) -> dict[str, Any]:
         "rank": rank,
         "replays": {name: asdict(evidence.outcomes.get(name, UNNEEDED)) for name in VARIANTS},
         "reading": evidence.reading._asdict(),
+        "part": None if evidence.part is None else evidence.part._asdict(),
         "limits": {"loss": evidence.setting.loss_limit, "grad_norm": evidence.setting.norm_limit},
         "damage": [asdict(damage) for damage in evidence.damage],
         "evidence": diagnosis.evidence,

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Evidence, LargestInput, RunSettings
@@ -92,6 +93,8 @@ def investigate(
 ) -> Findings:
     """Investigates a step. Never raises because of the model, and changes no live state.
 
+    On several ranks, `repro.older` is called once or not at all, and raises NotInvestigated if a rank has failed.
+
     Args:
         kind: as in `Evidence`.
         classes: last dimension of the logits; None if unknown.
@@ -100,7 +103,7 @@ def investigate(
     began = time.monotonic()
     assert repro.reading is not None
     attempt = Attempts(repro.deadline)
-    found = Evidence(kind, repro.reading, setting=setting)
+    found = Evidence(kind, repro.reading, part=repro.part, setting=setting)
     # Cheapest first: bad samples explain the incident without any replay.
     samples = attempt("samples", lambda: bad_samples(repro.batch, repro.tools.sanitizer.vocab_size, classes), [])
     found = replace(found, samples=samples)
@@ -135,6 +138,8 @@ class Attempts:
             return otherwise
         try:
             return check()
+        except NotInvestigated:  # all ranks have agreed to stop here
+            raise
         except Exception as error:  # a user's model may raise anything
             self.failures.append(f"{what}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}")
             return otherwise

@@ -30,6 +30,13 @@ from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.kernels import ieee_kernels
 from stabletrain.step import compute
 
+ROUNDING = 0.05
+"""Relative difference up to which a rank's replay agrees with its part of the step.
+
+The replay may run other kernels than the step, because it is not compiled and not sharded. A fault that makes a step a
+spike changes the numbers of its rank far more.
+"""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -40,7 +47,8 @@ class Outcome:
         loss, grad_norm: as in a reading: mean over the step, before clipping.
         bitwise_equal_to_reading: for `same`, whether loss and gradient norm equal the step's; None for other variants,
             and if the bits are not comparable, for example because only the step was compiled. False proves a hardware
-            fault only with `determinism=strict`.
+            fault only with `determinism=strict`. On several ranks, the rank's own part is compared: None if it agrees
+            within `ROUNDING`, False if it does not.
         zero_gradients: share of gradient elements that are exactly 0, in [0, 1].
         seconds: duration of the replay.
         not_run: why the replay was not run; empty if it was.
@@ -130,11 +138,20 @@ def replay(repro: Repro, variant: str) -> Outcome:
         if compiled:  # perhaps compilation failed: replay uncompiled, marked as not comparable
             return replay(replace(repro, compiled=True, compiled_for=None), variant)
         return Outcome(not_run=" ".join(f"{type(error).__name__}: {error}".split())[:200])
-    equal = None
-    if variant == "same" and repro.reading is not None and repro.comparable:
-        equal = same_bits(loss, repro.reading.loss) and same_bits(norm, repro.reading.grad_norm)
+    equal = compare(repro, loss, norm) if variant == "same" else None
     finite = math.isfinite(loss) and math.isfinite(norm)
     return Outcome(finite, loss, norm, equal, zeros, time.monotonic() - began)
+
+
+def compare(repro: Repro, loss: float, norm: float) -> bool | None:
+    """Compares an unchanged replay with the step; see `Outcome.bitwise_equal_to_reading`."""
+    part = repro.part
+    if part is not None and not repro.applied:
+        agrees = near(loss, part.loss) and (part.grad_norm is None or near(norm, part.grad_norm))
+        return None if agrees else False
+    if repro.reading is None or not repro.comparable:
+        return None
+    return same_bits(loss, repro.reading.loss) and same_bits(norm, repro.reading.grad_norm)
 
 
 def perform(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> tuple[float, float, float]:
@@ -160,6 +177,13 @@ def widen_(model: nn.Module) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.dtype in (torch.float16, torch.bfloat16):
             tensor.data = tensor.data.float()
+
+
+def near(a: float, b: float) -> bool:
+    """Whether two numbers differ by rounding only; all non-finite numbers count as equal."""
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.isfinite(a) == math.isfinite(b)
+    return math.isclose(a, b, rel_tol=ROUNDING, abs_tol=1e-12)
 
 
 def same_bits(a: float, b: float) -> bool:

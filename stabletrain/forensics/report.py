@@ -9,9 +9,11 @@ from typing import Any
 
 from stabletrain.forensics.diagnosis.cause_table import CAUSES
 from stabletrain.forensics.diagnosis.evidence import Evidence
+from stabletrain.forensics.diagnosis.sentences import numbers
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.trace.origin import Link, Origin
+from stabletrain.records import RankPart
 from stabletrain.tracking.metrics import plain
 
 BAR = 30
@@ -44,8 +46,8 @@ def report(record: Mapping[str, Any], found: Findings, folder: Path | None = Non
             "",
             f"**{sentence(record['verdict'])}**",
             "",
-            f"`{cause}`, {record['confidence']:.0%} sure. The step measured loss {reading.loss:.6g} and gradient norm "
-            f"{reading.grad_norm:.6g}. {what_became(evidence)}",
+            f"`{cause}`, {record['confidence']:.0%} sure. The step measured {numbers(reading.loss, reading.grad_norm)}"
+            f"{'' if evidence.part is None else ' over all ranks'}. {what_became(evidence)}",
             *section("Fix", [*numbered(record["fix"]), *trying(record["fix"], name)]),
             *section("What contributed", contributing(record["also"])),
             *section("Where it began", where(evidence.origin)),
@@ -143,18 +145,29 @@ def runs(evidence: Evidence) -> list[str]:
     if not evidence.outcomes:
         return []
     lines = ["| | finite | loss | gradient norm | |", "|---|---|---|---|---|"]
+    if evidence.part is not None:
+        lines.append(of_step(evidence.part))
     for name, outcome in evidence.outcomes.items():
         title = RUNS.get(name, name)
         if outcome.not_run or outcome.loss is None or outcome.grad_norm is None:
             lines.append(f"| {title} | | | | not run: {outcome.not_run} |")
             continue
-        bits = {True: "bitwise equal to the step", False: "not bitwise equal to the step", None: ""}
+        differs = "not bitwise equal to the step" if evidence.part is None else "differs from the step"
+        bits = {True: "bitwise equal to the step", False: differs, None: ""}
         finite = "yes" if outcome.finite else "**no**"
         equal = bits[outcome.bitwise_equal_to_reading]
         if name == "same" and evidence.reading.applied:
             equal = "with the weights after the update, so not comparable bitwise"
         lines.append(f"| {title} | {finite} | {outcome.loss:.6g} | {outcome.grad_norm:.6g} | {equal} |")
     return lines
+
+
+def of_step(part: RankPart) -> str:
+    """The row with the numbers of the rank's own part in the step, which the replays repeat."""
+    known = [part.loss] if part.grad_norm is None else [part.loss, part.grad_norm]
+    finite = "yes" if all(map(math.isfinite, known)) else "**no**"
+    norm = "unknown" if part.grad_norm is None else f"{part.grad_norm:.6g}"
+    return f"| the step, rank {part.rank}'s part | {finite} | {part.loss:.6g} | {norm} | |"
 
 
 def chain(origin: Origin | None) -> list[str]:

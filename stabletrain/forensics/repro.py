@@ -30,7 +30,7 @@ from stabletrain.forensics.user_code import hashes
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Precision, Tools
-from stabletrain.records import Batch, Reading
+from stabletrain.records import Batch, RankPart, Reading
 
 CONTAINERS = ("_modules", "_parameters", "_buffers")
 """Attributes in which a module keeps its children and tensors."""
@@ -49,7 +49,8 @@ class Repro:
         tools: what acted in the step. Their loss scale has changed since; see `loss_scale`.
         loss_scale: the step's.
         device: of the model.
-        reading: the step's; None if unknown.
+        reading: the step's; None if unknown. On several ranks it covers all of them.
+        part: what this rank measured of its own part of the step, which its replays repeat; None in a single process.
         compiled: whether the user's own code compiled the model, so that a copy computes other bits.
         compiled_for: input shape that the model was compiled for (`machine/compiling.py`); None if it was not compiled.
         applied: whether the update was applied. The weights are then those after the step, and a replay does not repeat
@@ -70,6 +71,7 @@ class Repro:
     loss_scale: float
     device: torch.device
     reading: Reading | None = None
+    part: RankPart | None = None
     compiled: bool = False
     compiled_for: tuple[int, ...] | None = None
     applied: bool = False
@@ -197,6 +199,7 @@ def save_repro(folder: Path, repro: Repro) -> None:
         "loss_scale": repro.loss_scale,
         "scaled": is_scaled(repro.tools.precision),
         "reading": None if repro.reading is None else repro.reading._asdict(),
+        "part": None if repro.part is None else repro.part._asdict(),
         "compiled": not replace(repro, applied=False).comparable,
         "compiled_for": None if repro.compiled_for is None else [*repro.compiled_for],
         "applied": repro.applied,
@@ -273,7 +276,7 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
     put_(buffers, state["buffers"], folder, strict)
     laid_out = {name: kept[name].permute(inverse(order)) for name, order in found["order"].items()}
     batch = Batch(laid_out["inputs"], laid_out["targets"], laid_out.get("ids"), found["sources"])
-    reading, loss_scale = unflatten([found["reading"], found["loss_scale"]], {})
+    reading, part, loss_scale = unflatten([found["reading"], found.get("part"), found["loss_scale"]], {})
     if not (found["scaled"] and is_scaled(tools.precision)):  # a fix changes the precision
         loss_scale = float(tools.precision.loss_scale())
     return Repro(
@@ -286,6 +289,7 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
         loss_scale=loss_scale,
         device=next(model.parameters()).device,
         reading=None if reading is None else Reading(**reading),
+        part=None if part is None else RankPart(**part),
         compiled=found["compiled"],
         compiled_for=None if (shape := found.get("compiled_for")) is None else tuple(shape),
         applied=found.get("applied", False),

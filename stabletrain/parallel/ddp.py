@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.distributed import Distributed
 from stabletrain.parallel.ranks import Ranks, Timeouts, all_gather_object
-from stabletrain.records import GradNorms, TrainState
+from stabletrain.records import GradNorms, RankPart, TrainState
 
 SYNC_BUFFERS = next(
     name
@@ -59,6 +59,8 @@ class DDP(Distributed):
         self.find_unused_parameters = find_unused_parameters
         self.head_apart = not find_unused_parameters  # DDP would count the head as unused
         self._wrapped: DistributedDataParallel | None = None
+        self._averages = False
+        self._own: Tensor | None = None
 
     def check(self, choices: Mapping[str, str]) -> None:
         """Rejects options that replace the parameters, since DDP holds on to the original tensors.
@@ -89,12 +91,16 @@ class DDP(Distributed):
 
     @contextmanager
     def _all_meet(self, model: nn.Module) -> Generator[None]:
-        """Checks that every parameter got a gradient. DDP reduces a bucket only if all its gradients are there.
+        """Averages, and checks that every parameter got a gradient: DDP reduces a bucket only if it has all of its own.
 
         Raises:
             ConfigError: a parameter got none; names it.
         """
-        yield
+        self._averages = True
+        try:
+            yield
+        finally:
+            self._averages = False
         if self.find_unused_parameters:
             return
         for name, parameter in model.named_parameters():
@@ -103,6 +109,37 @@ class DDP(Distributed):
                     f"parallel.find_unused_parameters=false, but '{name}' got no gradient in a step: DDP would wait "
                     "for it; set parallel.find_unused_parameters=true, or remove the parameter from the model"
                 )
+
+    def scale_for_averaging(self, loss: Tensor) -> Tensor:
+        """Returns the loss times the world size. Its backward pass measures this rank's gradients before averaging."""
+        scaled = super().scale_for_averaging(loss)
+        if self._averages and scaled.requires_grad:
+            scaled.register_hook(self._measure_own)
+        return scaled
+
+    def _measure_own(self, gradient: Tensor) -> None:
+        """Measures the gradients at the end of the backward pass that has just begun, but before DDP averages them.
+
+        DDP reduces copies of the gradients, and replaces the gradients by the averages in a callback at the end. The
+        engine runs callbacks in order, and this one is the first.
+        """
+        del gradient
+
+        def measure_own() -> None:
+            assert self._wrapped is not None
+            own = [parameter.grad for parameter in self._wrapped.parameters() if parameter.grad is not None]
+            self._own = nn.utils.get_total_norm(own).float()
+
+        torch.autograd.Variable._execution_engine.queue_callback(measure_own)
+
+    def own_grad_norm(self, norms: GradNorms) -> Tensor:
+        """Returns the norm of this rank's gradients before they were averaged; 0 if the step had no backward pass."""
+        own, self._own = self._own, None
+        return torch.zeros_like(norms.total) if own is None else own
+
+    def with_gradient(self, part: RankPart, grad_norm: float, factor: float) -> RankPart:
+        """Adds the norm of this rank's gradients."""
+        return part._replace(grad_norm=grad_norm * factor / self.ranks.world_size)
 
     def find_divergence(self, state: TrainState) -> str:
         """Returns which ranks' replicas differ; empty if none does, or with `compare=false`."""

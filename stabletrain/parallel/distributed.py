@@ -5,16 +5,15 @@ and whether it was asked to stop. All ranks compute the same sums of the same ro
 fault, all ranks skip the update.
 """
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stabletrain.parallel.ranks import Ranks, Timeouts, all_gather_object, set_timeout
+from stabletrain.parallel.ranks import Ranks, Timeouts, all_gather_object, all_gather_tensor, set_timeout
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, StepChecks
+from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, OwnNumbers, RankPart, StepChecks
 
 HEAD = 7
 """Numbers in a row before those of the gradients."""
@@ -91,7 +90,7 @@ class Distributed(SingleProcess):
         head = torch.stack([terms.total, terms.ce, terms.zloss, bad, checks.inputs, checks.buffers, stop])
         row = torch.cat([head.float(), self.of_gradients(norms)])
         rows = row.new_empty(self.ranks.world_size * row.numel())
-        dist.all_gather_into_tensor(rows, row)
+        all_gather_tensor(rows, row)
         rows = rows.view(self.ranks.world_size, -1)
         # Every rank computes the same from the same rows, so all verdicts agree bit for bit.
         total, ce, zloss = rows[:, :3].sum(dim=0).unbind()
@@ -104,6 +103,7 @@ class Distributed(SingleProcess):
             buffers=rows[:, 5].amax(),
             stop=(rows[:, 6] > 0).any(),
             rank=first,
+            own=OwnNumbers(terms.total, self.own_grad_norm(norms)),
         )
         return LossTerms(total, ce, zloss), self.norms_of(norms, rows[:, HEAD:]), met
 
@@ -119,6 +119,23 @@ class Distributed(SingleProcess):
         """Sets it for all process groups. Call it with `started` only when every rank has done its first step."""
         if self.timeouts is not None:
             set_timeout(self.timeouts.steady if started else self.timeouts.start)
+
+    def own_grad_norm(self, norms: GradNorms) -> Tensor:
+        """Returns the gradient norm of `OwnNumbers`."""
+        return norms.total
+
+    def rank_part(self, own: OwnNumbers | None, batch: Batch, loss_scale: float) -> RankPart | None:
+        """Returns this rank's own numbers of a step, as means over its own part of the batch."""
+        if own is None or batch.counted is None:
+            return None
+        # The step divides by the valid targets of the whole batch, a replay of one part by those of that part.
+        share = batch.counted / max(int((batch.targets != IGNORE_INDEX).sum()), 1)
+        part = RankPart(self.ranks.rank, share * float(own.loss))
+        return self.with_gradient(part, float(own.grad_norm), share / loss_scale)
+
+    def with_gradient(self, part: RankPart, grad_norm: float, factor: float) -> RankPart:
+        """Adds what is known of the gradient: `grad_norm` of `OwnNumbers`, and the factor between it and a replay's."""
+        raise NotImplementedError
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Returns the elementwise sum over the ranks."""
@@ -154,8 +171,3 @@ class Distributed(SingleProcess):
     def stopping(self, signal: str) -> str:
         """Returns the signal to stop for; empty until every rank has read that one of them was asked to stop."""
         return (signal or "a signal to another rank") if self._heard else ""
-
-
-def forked() -> AbstractContextManager:
-    """Returns a context that restores the random generators of the CPU and of this process's GPU."""
-    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])

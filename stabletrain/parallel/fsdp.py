@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from stabletrain.checkpoint.tree import Tree, gather_shards
+from stabletrain.checkpoint.tree import Tree
 from stabletrain.errors import ConfigError
-from stabletrain.parallel.distributed import Distributed, forked
+from stabletrain.parallel.distributed import Distributed
 from stabletrain.parallel.ranks import Ranks, Timeouts
-from stabletrain.records import GradNorms
+from stabletrain.parallel.whole import GatheredState, WholeState
+from stabletrain.records import GradNorms, RankPart
 
 ABLE: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("adamw", "sgd"),
@@ -26,10 +27,6 @@ ABLE: Mapping[str, tuple[str, ...]] = {
     "precision": ("auto", "fp32", "tf32", "bf16", "fp16"),
 }
 """Options that work on shards: they are elementwise, or use only the norm of the whole gradient."""
-
-
-COPIES = 5
-"""Free GPU memory that a rerun needs, in multiples of the weights: the model, a copy, gradients and working memory."""
 
 
 class FSDP(Distributed):
@@ -85,20 +82,16 @@ class FSDP(Distributed):
         model.set_requires_gradient_sync(last)
         yield
 
-    def full_model(self, model: nn.Module, model_factory: Callable[[], nn.Module]) -> nn.Module | None:
-        """Returns a copy with gathered weights on every rank; None if any rank lacks the memory to run it."""
-        size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-        cuda = next(model.parameters()).device.type == "cuda"
-        if self.any_rank(cuda and torch.cuda.mem_get_info()[0] < COPIES * size):
-            return None
-        with forked():
-            model_copy = model_factory()
-        model_copy.load_state_dict(gather_shards(dict(model.state_dict()), keep=True))
-        return model_copy
+    def whole_state(
+        self, model: nn.Module, older: Callable[[], Tree | None], model_factory: Callable[[], nn.Module]
+    ) -> WholeState:
+        """Returns states whose weights can be gathered on every rank; all ranks must do so together."""
+        return GatheredState(model, older, model_factory, self.ranks)
 
-    def full_state(self, tree: Tree | None) -> Tree | None:
-        """Returns the state with gathered tensors, on every rank."""
-        return None if tree is None else gather_shards(tree, keep=True)
+    def with_gradient(self, part: RankPart, grad_norm: float, factor: float) -> RankPart:
+        """Adds the norm of this rank's shards. They belong to the sum over all ranks, so no factor applies."""
+        del factor
+        return part._replace(shard_norm=grad_norm)
 
     def of_gradients(self, norms: GradNorms) -> Tensor:
         """Returns the squared norm of this rank's shard of every tensor."""

@@ -199,6 +199,14 @@ def all_gather_object(value: Any) -> list[Any]:
     return box
 
 
+def all_gather_tensor(gathered: Any, values: Any, group: Any = None) -> None:
+    """Writes the tensors `values` of all ranks into the tensor `gathered`, one after the other, in order of rank."""
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in older versions
+    gather(gathered, values, group=group)
+
+
 _BY_HOST: list[Any] = []
 
 

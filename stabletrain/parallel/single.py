@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.parallel.ranks import Ranks
-from stabletrain.records import Batch, GradNorms, LossTerms, StepChecks, TrainState
+from stabletrain.parallel.whole import WholeState
+from stabletrain.records import Batch, GradNorms, LossTerms, OwnNumbers, RankPart, StepChecks, TrainState
 
 
 class SingleProcess:
@@ -90,19 +91,29 @@ class SingleProcess:
         del state
         return ""
 
-    def full_model(self, model: nn.Module, model_factory: Callable[[], nn.Module]) -> nn.Module | None:
-        """Returns a model with all weights that runs without the other ranks; None if it would not fit in memory.
+    def whole_state(
+        self, model: nn.Module, older: Callable[[], Tree | None], model_factory: Callable[[], nn.Module]
+    ) -> WholeState:
+        """Returns the whole weights of the present and of an older state, for replays without the other ranks.
 
         Args:
             model: the model in training.
-            model_factory: creates another instance, with any weights.
+            older: returns a captured state from before the step; None if none is left.
+            model_factory: creates another instance of the model, with any weights.
         """
         del model_factory
-        return model
+        return WholeState(model, older)
 
-    def full_state(self, tree: Tree | None) -> Tree | None:
-        """Returns a captured state with whole tensors, for that model."""
-        return tree
+    def rank_part(self, own: OwnNumbers | None, batch: Batch, loss_scale: float) -> RankPart | None:
+        """Returns this rank's own numbers of a step, on the host; None in a single process. Waits for the device.
+
+        Args:
+            own: the step's, from its checks.
+            batch: this rank's part of the step's batch.
+            loss_scale: the step's.
+        """
+        del own, batch, loss_scale
+        return None
 
     def gather_samples(self, samples: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Returns the samples of the whole batch; `index` is their position. This rank's slice has `size` samples."""

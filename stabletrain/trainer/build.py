@@ -27,7 +27,7 @@ from stabletrain.config.make import leaves, make, plain
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.diagnosis.evidence import RunSettings
-from stabletrain.forensics.handler import for_all_ranks
+from stabletrain.forensics.distributed_handler import for_all_ranks
 from stabletrain.machine import compiling, hardware
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.checkpoints import for_all_ranks as checkpoints_for_all_ranks

@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.forensics.probes.samples import MOST, bad_samples, describe
 from stabletrain.forensics.repro import Repro, is_scaled
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.monitors.rolling import Alarm
-from stabletrain.records import Batch, Reading, Verdict
+from stabletrain.records import Batch, OwnNumbers, Reading, Verdict
 from stabletrain.step import InFlight
 from stabletrain.trainer.run import TrainingRun
 
@@ -26,12 +28,14 @@ class ExecutedStep(NamedTuple):
         batch: the step's batch, on the host.
         classes: size of the logits' last dimension; None if every micro-batch was empty.
         saved_buffers: copies of the model's buffers before the step; the next forward pass overwrites the live ones.
+        own: this rank's own numbers of the step, on the device; None in a single process.
     """
 
     in_flight: InFlight
     batch: Batch
     classes: int | None
     saved_buffers: list[Tensor]
+    own: OwnNumbers | None = None
 
     def reading(self) -> Reading:
         """Waits for the step's reading and returns it."""
@@ -47,7 +51,9 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
     guard, tracker = run.tools.guard, run.rollback.tracker
     reason, samples = guard.reason, {}
     if guard.kind == "bad_data":  # name the samples: each rank inspects its own part of the batch
-        mine = bad_samples(executed.batch, run.tools.sanitizer.vocab_size, executed.classes)
+        mine: list[dict[str, Any]] = []
+        with suppress(Exception):  # a user's batch may hold anything, and the other ranks wait
+            mine = bad_samples(executed.batch, run.tools.sanitizer.vocab_size, executed.classes)
         bad = run.parallel.gather_samples(mine, len(executed.batch))[:MOST]
         reason, samples = describe(bad), {"samples": bad}
     tracker.event(
@@ -86,15 +92,27 @@ def investigate_alarm(run: TrainingRun, executed: ExecutedStep, reading: Reading
 
 
 def handle_incident(run: TrainingRun, executed: ExecutedStep, reading: Reading, kind: str) -> bool:
-    """Investigates a step; returns whether an incident was filed and shown."""
+    """Investigates a step; returns whether an incident was filed and shown. If an error prevents it, one line says so.
+
+    All ranks must call it before the next step changes the state.
+    """
     tracker = run.rollback.tracker
-    filed = run.forensics.handler.handle(
-        lambda deadline: make_repro(run, executed, reading, deadline),
-        kind,
-        classes=executed.classes,
-        optimizer=run.state.optimizer if run.parallel.has_whole_moments else None,
-        limits=run.tools.guard.bounds,
+    states = run.parallel.whole_state(
+        run.state.model, lambda: run.rollback.older_state(reading.step - 2), run.forensics.model_factory
     )
+    try:
+        filed = run.forensics.handler.handle(
+            lambda: make_repro(run, executed, reading),
+            kind,
+            states=states,
+            classes=executed.classes,
+            optimizer=run.state.optimizer if run.parallel.has_whole_moments else None,
+            limits=run.tools.guard.bounds,
+        )
+    except NotInvestigated as error:
+        tracker.event("not_investigated", reading.step, tick=run.state.executed_steps, kind=kind, reason=str(error))
+        tracker.note(f"step {reading.step}: this incident is not investigated: {error}")
+        return False
     if filed is None:
         return False
     tracker.event(
@@ -113,21 +131,16 @@ def handle_incident(run: TrainingRun, executed: ExecutedStep, reading: Reading, 
     return True
 
 
-def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading, deadline: float) -> Repro | None:
-    """Collects everything needed to replay the step; None if a full copy of a sharded model does not fit in memory.
+def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> Repro:
+    """Collects what a replay of the step needs, without communication: the model may still be sharded.
 
     A skipped step has left the state unchanged, so the replay starts from exactly that state. An applied step has
-    overwritten the state it started from, so its batch is replayed on the updated weights and buffers. Call this before
-    the next step changes them.
+    overwritten the state it started from, so its batch is replayed on the updated weights and buffers.
     """
-    # Both calls gather sharded tensors, so every rank must make both, even if `model` is None.
-    model = run.parallel.full_model(run.state.model, run.forensics.model_factory)
-    older = run.parallel.full_state(run.rollback.older_state(reading.step - 2))
-    if model is None:
-        return None
+    model = run.state.model
     return Repro(
         model=model,
-        buffers=[*run.state.model.buffers()] if reading.applied else executed.saved_buffers,
+        buffers=[*model.buffers()] if reading.applied else executed.saved_buffers,
         step=reading.step - 1,
         batch=executed.batch,
         micro_batches=run.plan.grad_accum_steps,
@@ -135,11 +148,10 @@ def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading, deadl
         loss_scale=reading.loss_scale,
         device=run.device,
         reading=reading,
+        part=run.parallel.rank_part(executed.own, executed.batch, reading.loss_scale),
         compiled_for=compiled_shape(model),
         applied=reading.applied,
-        older=lambda: older,
         fresh=lambda: run.data.load(FAR * (reading.step + 1)),
-        deadline=deadline,
         metadata=run.forensics.metadata,
     )
 

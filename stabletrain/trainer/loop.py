@@ -86,7 +86,7 @@ def training_loop(run: TrainingRun) -> None:
                 run.monitoring.monitors.before(state.model, state.optimizer, safe_batch, run.tools.precision)
             # Clip and update, or skip. The numbers are copied to the host in the background.
             in_flight = commit(state, computed, run.tools)
-            executed = ExecutedStep(in_flight, batch, computed.classes, computed.saved_buffers)
+            executed = ExecutedStep(in_flight, batch, computed.classes, computed.saved_buffers, computed.checks.own)
             throughput.count(batch)
             due = due_after_step(run, watching, signals.name, first)
             if not due.reading:  # judge this step in the next iteration, while the device is busy

@@ -17,8 +17,9 @@ from stabletrain.forensics.repro import Repro
 from stabletrain.monitors.probe import Forward, Metrics
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.parallel.ranks import Ranks
+from stabletrain.parallel.whole import WholeState
 from stabletrain.protocols import Parallel
-from stabletrain.records import Batch, TrainState
+from stabletrain.records import Batch, OwnNumbers, RankPart, TrainState
 
 
 @runtime_checkable
@@ -99,9 +100,10 @@ class IncidentHandler(Protocol):
     def open(self, folder: Path, setting: RunSettings) -> None: ...
     def handle(
         self,
-        make: Callable[[float], Repro | None],
+        make: Callable[[], Repro],
         kind: str,
         *,
+        states: WholeState,
         classes: int | None,
         optimizer: Optimizer | None,
         limits: tuple[float, float] = (math.inf, math.inf),
@@ -147,8 +149,10 @@ class Parallelism(Parallel, Protocol):
 
     def set_timeout(self, *, started: bool) -> None: ...
     def find_divergence(self, state: TrainState) -> str: ...
-    def full_model(self, model: nn.Module, model_factory: Callable[[], nn.Module]) -> nn.Module | None: ...
-    def full_state(self, tree: Tree | None) -> Tree | None: ...
+    def whole_state(
+        self, model: nn.Module, older: Callable[[], Tree | None], model_factory: Callable[[], nn.Module]
+    ) -> WholeState: ...
+    def rank_part(self, own: OwnNumbers | None, batch: Batch, loss_scale: float) -> RankPart | None: ...
     def gather_samples(self, samples: list[dict[str, Any]], size: int) -> list[dict[str, Any]]: ...
     def any_rank(self, here: bool) -> bool: ...
     def request_stop(self, signal: str) -> None: ...

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.checkpoint.capture import _home, capture, restore
-from stabletrain.checkpoint.tree import flatten, to_host, unflatten
+from stabletrain.checkpoint.capture import Snapshots, _home, capture, restore
+from stabletrain.checkpoint.tree import Piece, flatten, to_host, unflatten
 from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
 
@@ -317,5 +317,11 @@ def test_a_sharded_model_is_gathered_and_cut_up_again(tmp_path):
         for a, b in zip(state.model.parameters(), resumed.model.parameters(), strict=True):
             assert isinstance(b, DTensor)
             assert torch.equal(a.full_tensor(), b.full_tensor())
+        snapshots = Snapshots()
+        snapshots.take(2, capture(state, {}))
+        assert snapshots.newest_on_host(1) is None
+        assert snapshots.newest(1) is None
+        assert isinstance(snapshots.newest_on_host(2)["model"]["0.weight"], Piece), "as it is kept"
+        assert isinstance(snapshots.newest(2)["model"]["0.weight"], DTensor)
     finally:
         distributed.destroy_process_group()

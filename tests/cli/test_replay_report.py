@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from stabletrain.cli.replay_report import ReplayReport
+from stabletrain.records import RankPart
 from tests.forensics.diagnosis.given import BAD, FINE, NAN, READING
 
 LIMITS = {"limits": {"loss": 6.0, "grad_norm": 20.0}}
@@ -143,6 +144,14 @@ def test_a_step_that_was_finite_when_the_run_replayed_it_is_not_fixed_by_a_chang
     assert report(BROKEN, FINE, "precision=fp32", diagnosis=known).conclusion()[0] is None
     failed = {"replays": {"same": {"finite": False}}}
     assert report(BROKEN, FINE, changed=[MINE], diagnosis=failed).conclusion()[0] == "fixed"
+
+
+def test_on_several_ranks_the_numbers_of_the_replayed_part_are_shown():
+    found = report(BROKEN, FINE, part=RankPart(1, 4.5, None))
+    assert str(found).splitlines()[1].split() == ["then", "4.5", "unknown"]
+    assert found.as_json()["then"] == {"loss": 4.5, "grad_norm": None}
+    known = report(BROKEN, FINE, part=RankPart(1, 4.5, 1.5))
+    assert str(known).splitlines()[1].split() == ["then", "4.5", "1.5"]
 
 
 def test_a_file_written_while_the_run_trained_may_explain_other_bits():

@@ -17,6 +17,7 @@ from stabletrain.forensics import repro as repro_files
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.handler import IncidentHandler, NoIncidentHandler
 from stabletrain.forensics.replay import VARIANTS
+from stabletrain.parallel.whole import WholeState
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.runs import TINY_GPT, TINY_RESNET, composed
@@ -105,15 +106,16 @@ def test_the_folder_holds_every_field_and_section_of_the_contract(tmp_path):
 
 
 def test_existing_folders_count_against_the_budget(tmp_path):
-    def never(deadline):
+    def never():
         raise AssertionError("an incident past the budget is only counted")
 
     (tmp_path / "incidents" / "step-00000001").mkdir(parents=True)
     forensics = IncidentHandler(max_incidents=1)
     forensics.open(tmp_path, RunSettings())
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
-    assert forensics.handle(never, "nonfinite", classes=None, optimizer=optimizer) is None
-    assert NoIncidentHandler().handle(never, "nonfinite", classes=None, optimizer=optimizer) is None
+    known = {"states": WholeState(torch.nn.Linear(1, 1), never), "classes": None, "optimizer": optimizer}
+    assert forensics.handle(never, "nonfinite", **known) is None
+    assert NoIncidentHandler().handle(never, "nonfinite", **known) is None
 
 
 def test_a_run_looks_into_no_more_incidents_than_its_budget_and_skips_the_rest_as_before(tmp_path):
@@ -153,6 +155,17 @@ def test_a_full_disk_costs_the_folder_and_neither_the_cause_nor_the_run(tmp_path
     left = [file.name for file in tmp_path.glob("on/incidents/*/*")]
     assert not {"scene.json", "batch.safetensors", "state.safetensors"} & set(left)
     assert left.count("diagnosis.json") == (2 if place == "state" else 0)
+
+
+@pytest.mark.parametrize("part", ["investigate", "write"])
+def test_an_error_while_explaining_is_one_line_and_the_run_goes_on(tmp_path, monkeypatch, capsys, part):
+    monkeypatch.setattr(handler, part, lambda *_, **__: 1 / 0)
+    on = trained(tmp_path / "on", *MODELS["gpt"], *FAULTS["label"])
+    monkeypatch.undo()
+    assert bits(on) == bits(trained(tmp_path / "off", *MODELS["gpt"], *FAULTS["label"], "forensics=off"))
+    reasons = [event["reason"] for event in events(tmp_path / "on", "not_investigated")]
+    assert reasons == ["ZeroDivisionError: division by zero"] * 2
+    assert capsys.readouterr().out.count("this incident is not investigated: ZeroDivisionError") == 2
 
 
 def test_without_state_the_folder_is_small_and_still_names_the_cause(tmp_path):

@@ -31,6 +31,7 @@ CONTRACT = {
         "verdict",
         "fix",
         "also",
+        "part",
         "origin",
         "samples",
         "rank",

@@ -1,5 +1,6 @@
 """Law 5: a replay is exact, changes no live state, and works from a folder alone. Also tests each variant."""
 
+import dataclasses
 import math
 import time
 
@@ -10,9 +11,9 @@ import stabletrain.trainer.loop
 from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.forensics.probes.samples import find_culprits
-from stabletrain.forensics.replay import VARIANTS, replay, replays
+from stabletrain.forensics.replay import VARIANTS, near, replay, replays
 from stabletrain.forensics.repro import load_repro, save_repro
-from stabletrain.records import Batch
+from stabletrain.records import Batch, RankPart
 from stabletrain.step import compute
 from stabletrain.trainer.loop import train
 from tests.forensics.given import (
@@ -185,6 +186,39 @@ def test_the_variants_use_another_batch_and_an_older_state(tmp_path):
     restore({**steps[1][0], "step": 5}, job.state, {})
     assert outcomes["older_state"].loss == replay(scene_of(job, steps[4][1]), "same").loss
     assert len({outcome.loss for outcome in outcomes.values()}) == 3, "fp32 and same are the same here"
+
+
+OWN_PARTS = [
+    (1.0, 1.0, None),
+    (1.0, None, None),
+    (1.01, 0.99, None),
+    (1.2, 1.0, False),
+    (1.2, None, False),
+    (1.0, 0.5, False),
+    (math.nan, 1.0, False),
+    (1.0, math.inf, False),
+]
+"""Loss and gradient norm of a rank's part in multiples of its replay's; and whether the replay counts as the same."""
+
+
+def test_on_several_ranks_a_replay_is_compared_with_the_ranks_own_part(tmp_path):
+    """The numbers of the reading are sums over all ranks, and do not matter."""
+    job = made(tmp_path, *GPT)
+    _, batch, reading = recorded(job, 1)[0]
+    repro = scene_of(job, batch, reading=reading._replace(loss=99.0))
+    once = replay(repro, "same")
+    for loss, norm, equal in OWN_PARTS:
+        part = RankPart(1, loss * once.loss, None if norm is None else norm * once.grad_norm)
+        assert replay(dataclasses.replace(repro, part=part), "same").bitwise_equal_to_reading is equal
+    other = dataclasses.replace(repro, part=RankPart(1, math.nan, math.nan))
+    assert replay(other, "fp32").bitwise_equal_to_reading is None
+    assert replay(dataclasses.replace(other, applied=True), "same").bitwise_equal_to_reading is None
+
+
+def test_numbers_that_are_not_finite_are_near_each_other():
+    assert near(math.nan, math.inf)
+    assert not near(math.nan, 1.0)
+    assert near(0.0, 0.0)
 
 
 def test_what_cannot_be_run_says_why(tmp_path):

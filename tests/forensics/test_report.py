@@ -15,7 +15,8 @@ from stabletrain.forensics.replay import Outcome
 from stabletrain.forensics.report import BAR, is_override, picture, report, runs, sentence, trying, what_became
 from stabletrain.forensics.trace.origin import Link
 from stabletrain.forensics.trace.values import Values
-from tests.forensics.diagnosis.given import NAN, READING, SPIKE, origin
+from stabletrain.records import RankPart
+from tests.forensics.diagnosis.given import FINE, NAN, READING, SPIKE, origin
 
 FIX = ["add eps to what is divided by", "precision.growth_interval=200", "zloss=palm"]
 
@@ -123,6 +124,16 @@ def test_each_replay_is_a_row_with_its_result():
     applied = replace(SPIKE, reading=READING._replace(applied=True))
     assert "with the weights after the update, so not comparable bitwise" in runs(applied)[2]
     assert "| bitwise equal to the step |" in runs(SPIKE)[2]
+
+
+def test_on_several_ranks_the_replays_stand_below_the_numbers_of_the_ranks_own_part():
+    evidence = replace(SPIKE, part=RankPart(1, 17.5, 1.25), outcomes={"same": FINE})
+    assert runs(evidence)[2:] == ["| the step, rank 1's part | yes | 17.5 | 1.25 | |", "| unchanged | yes | 4 | 1 |  |"]
+    assert "The step measured loss 9 and gradient norm 80 over all ranks." in page(evidence)
+    other = replace(evidence, outcomes={"same": replace(FINE, bitwise_equal_to_reading=False)})
+    assert runs(other)[3] == "| unchanged | yes | 4 | 1 | differs from the step |"
+    unknown = replace(evidence, part=RankPart(1, math.nan))
+    assert runs(unknown)[2] == "| the step, rank 1's part | **no** | nan | unknown | |"
 
 
 def test_the_page_says_whether_the_update_was_applied():

@@ -15,7 +15,7 @@ from stabletrain.forensics.repro import Repro, about, at_scale, copy_of_model, i
 from stabletrain.machine.compiling import compile_, undo_compile_
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.records import Batch
+from stabletrain.records import Batch, RankPart
 from stabletrain.stability import precision
 from tests.forensics.given import GPT, RESNET, made, marked, one_step, ruined, scene_of
 
@@ -190,6 +190,12 @@ def test_a_reading_of_nan_comes_back_and_still_compares(tmp_path):
     repro = load_repro(tmp_path / "scene", job.state.model, job.tools)
     assert replay(repro, "same").bitwise_equal_to_reading
     assert replay(replace(repro, reading=reading._replace(loss=1.0)), "same").bitwise_equal_to_reading is False
+
+
+def test_the_numbers_of_a_ranks_part_are_saved(tmp_path, repro):
+    part = RankPart(1, math.nan, None, 2.5)
+    save_repro(tmp_path, replace(repro, part=part))
+    assert str(load_repro(tmp_path, repro.model, repro.tools).part) == str(part)
 
 
 def test_another_precision_is_tried_on_a_saved_repro_with_its_own_loss_scale(tmp_path):

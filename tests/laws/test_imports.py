@@ -22,7 +22,7 @@ MAY_SEE = {
     "tracking": NOUNS,
     "monitors": NOUNS | {"machine"},
     "stability": NOUNS | {"monitors", "machine", "protocols"},
-    "parallel": NOUNS | {"checkpoint"},
+    "parallel": NOUNS | {"checkpoint", "machine"},
     "compare": NOUNS | {"tracking"},
     "faults": NOUNS | {"checkpoint"},
     "step": NOUNS | {"protocols", "monitors"},

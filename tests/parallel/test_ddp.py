@@ -12,7 +12,7 @@ import torch
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ddp import DDP, checksums, describe
 from stabletrain.parallel.ranks import Ranks
-from stabletrain.records import GradNorms, TrainState
+from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, OwnNumbers, RankPart, TrainState
 from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel.launches import performed
 from tests.runs import TINY_GPT, TINY_RESNET
@@ -171,10 +171,30 @@ def test_gradients_of_all_micro_batches_but_the_last_are_not_exchanged(group_of_
     assert torch.equal(model.weight.grad, torch.full((1, 2), 6.0)), "and those of both add up"
 
 
-def reduced(bucket):
+def test_a_rank_measures_its_own_gradients_before_they_are_averaged(group_of_one):
+    """Of all micro-batches together; the step's own numbers are those after averaging."""
+    model, ddp = torch.nn.Linear(2, 1, bias=False), DDP(Ranks(0, 4, 0, launched=True))
+    ddp.wrap(model)
+    wrapped = ddp.wrapped(model)
+    wrapped.register_comm_hook(None, lambda state, bucket: reduced(bucket, 100.0))
+    for last in (False, True):
+        with ddp.gradient_sync(model, last):
+            ddp.scale_for_averaging(wrapped(torch.tensor([[3.0, 4.0]])).sum()).backward()
+    assert model.weight.grad.tolist() == [[100.0, 100.0]]
+    norms = GradNorms(torch.tensor(9.0), torch.tensor([9.0]))
+    own = ddp.own_grad_norm(norms)
+    assert own == 4 * 2 * 5, "four ranks, two micro-batches, a gradient of [3, 4] each"
+    assert ddp.own_grad_norm(norms) == 0, "a step without a backward pass has no gradient"
+    batch = Batch(torch.zeros(4, 1), torch.tensor([1, 1, IGNORE_INDEX, 1]), counted=12)
+    part = ddp.rank_part(OwnNumbers(torch.tensor(0.5), own), batch, 8.0)
+    assert part == RankPart(0, 2.0, 5.0), "40 / 4 ranks / a loss scale of 8, and 4 times fewer targets than the batch"
+    assert ddp.rank_part(None, batch, 8.0) is None
+
+
+def reduced(bucket, value=None):
     """A bucket of gradients, as all ranks' would come back."""
     future = torch.futures.Future()
-    future.set_result(bucket.buffer())
+    future.set_result(bucket.buffer() if value is None else torch.full_like(bucket.buffer(), value))
     return future
 
 

@@ -12,7 +12,8 @@ from stabletrain.checkpoint.tree import is_sharded
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.fsdp import ABLE, FSDP, blocks
 from stabletrain.parallel.ranks import Ranks
-from stabletrain.records import GradNorms
+from stabletrain.parallel.whole import GatheredState
+from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, OwnNumbers, RankPart
 from tests.monitors.watched import tiny_gpt, tiny_resnet, tokens
 from tests.runs import CONF
 
@@ -107,28 +108,13 @@ def test_gradients_are_reduced_after_the_last_micro_batch_only(only):
         torch.testing.assert_close(sharded.grad.full_tensor(), expected.grad)
 
 
-def test_full_model_returns_a_copy_and_leaves_the_rng_state_unchanged(only):
+def test_the_states_for_replays_are_gathered(only):
     model = tiny_gpt()
     only.shard(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(3.0)
-
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    found = only.full_model(model, tiny_gpt)
-    assert torch.equal(torch.rand(3), expected)
-    assert not isinstance(found, FSDPModule)
-    assert all(torch.equal(parameter, torch.full_like(parameter, 3.0)) for parameter in found.parameters())
+    assert isinstance(only.whole_state(model, lambda: None, tiny_gpt), GatheredState)
 
 
-def test_full_state_has_whole_tensors(only):
-    model = tiny_gpt()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    only.shard(model)
-    found = only.full_state({"model": dict(model.state_dict()), "step": 3})
-    assert found["step"] == 3
-    assert not any(is_sharded(tensor) for tensor in found["model"].values())
-    assert all(torch.equal(found["model"][name], tensor) for name, tensor in before.items())
-    assert only.full_state(None) is None
+def test_a_rank_knows_its_own_loss_and_of_the_gradient_only_its_shards(fsdp):
+    batch = Batch(torch.zeros(4, 1), torch.tensor([1, 1, IGNORE_INDEX, 1]), counted=12)
+    part = fsdp.rank_part(OwnNumbers(torch.tensor(0.5), torch.tensor(3.0)), batch, 8.0)
+    assert part == RankPart(0, 2.0, None, 3.0), "12 targets in the batch, 3 of them here"

@@ -40,7 +40,7 @@ def test_a_model_is_neither_changed_nor_wrapped(alone, model):
         was, value = before[name]
         assert tensor is was
         assert torch.equal(tensor, value)
-    assert alone.full_model(model, lambda: nn.Linear(1, 1)) is model
+    assert alone.whole_state(model, lambda: None, lambda: nn.Linear(1, 1)).gather() is model
     assert alone.optimizer_overrides("adamw") == {}
 
 
@@ -73,8 +73,8 @@ def test_numbers_are_the_steps_own(alone):
 def test_there_is_nobody_to_differ_from(alone, model):
     assert alone.find_divergence(TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))) == ""
     tree = {"a": torch.zeros(1)}
-    assert alone.full_state(tree) is tree
-    assert alone.full_state(None) is None
+    assert alone.whole_state(model, lambda: tree, lambda: model).gather_older() is tree
+    assert alone.rank_part(None, Batch(torch.zeros(2, 3), torch.zeros(2)), 1.0) is None
     assert alone.any_rank(True)
     assert not alone.any_rank(False)
 

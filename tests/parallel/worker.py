@@ -23,6 +23,7 @@ from stabletrain.parallel.ranks import current_ranks, exit_process, leave_proces
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from stabletrain.trainer.run import TrainingRun
+from tests.parallel.broken import broken
 from tests.runs import composed
 
 PARTS = ("clipping", "precision")
@@ -45,7 +46,7 @@ def perform(place: Path, name: str, case: Mapping[str, Any]) -> dict[str, Any]:
         name: of the case.
         case: `overrides`; `folder`, of the run, else the case's name; `crash_at`, a tick before which all ranks stop
             dead; `poke`, a tick and a rank, which finds NaN in its first buffer then; `tensors`, whether the whole
-            state's tensors are wanted, bit by bit.
+            state's tensors are wanted, bit by bit; `broken`, a part of explaining and the rank that fails in it.
 
     Returns:
         readings, verdicts, hashes of the state by tick, sample ids and random draws by step, and how it ended.
@@ -58,7 +59,9 @@ def perform(place: Path, name: str, case: Mapping[str, Any]) -> dict[str, Any]:
             if case.get("tensors"):
                 seen["tensors_before"] = tensors_of(job)
             watch(job, seen, case.get("crash_at"), case.get("poke"))
-            train(job)
+            with broken(*case.get("broken", (None, 0))) as calls:
+                train(job)
+            seen["calls"] = dict(calls)
             finish(job, seen)
             if case.get("tensors"):
                 seen["tensors_after"] = tensors_of(job)

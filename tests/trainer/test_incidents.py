@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.stability import precision as precisions
 from stabletrain.stability.guard import NoGuard, SkipGuard
@@ -123,6 +124,29 @@ def test_a_filed_incident_is_recorded_shown_and_sent():
     assert tracker.alerts == [("incident: lr", "what")]
 
 
+def test_an_incident_that_cannot_be_investigated_is_one_line_and_the_step_is_skipped_as_before(monkeypatch):
+    def declines(*_, **__):
+        raise NotInvestigated("rank 1: no memory")
+
+    handler = Handler()
+    monkeypatch.setattr(handler, "handle", declines)
+    run = skipped(NAN, handler=handler)
+    assert run.output.tracker.notes == [
+        "step 7: this incident is not investigated: rank 1: no memory",
+        "step 7: loss is nan; update skipped (nonfinite, number 1)",
+    ]
+    ((step, fields),) = events(run, "not_investigated")
+    assert (step, fields) == (7, {"tick": 107, "kind": "nonfinite", "reason": "rank 1: no memory"})
+    assert not events(run, "incident")
+    assert handler.newest == ""
+
+
+def test_samples_that_cannot_be_inspected_do_not_end_the_run(monkeypatch):
+    monkeypatch.setattr("stabletrain.trainer.incidents.bad_samples", lambda *_: 1 / 0)
+    run = skipped(BAD_DATA)
+    assert [fields["samples"] for _, fields in events(run, "skip")] == [[]]
+
+
 def test_the_handler_is_told_classes_bounds_and_the_whole_optimizer():
     run = make_run(guard=SkipGuard())
     numbers = reading(**NAN)
@@ -157,17 +181,13 @@ def test_a_repro_is_of_the_step_and_its_fresh_batch_is_one_the_run_never_reads()
     run = make_run()
     numbers = reading(8, applied=False, loss_scale=64.0)
     step = executed(numbers, batch(7))
-    repro = make_repro(run, step, numbers, 5.0)
-    assert repro is not None
+    repro = make_repro(run, step, numbers)
     assert repro.model is run.state.model
-    assert (repro.step, repro.loss_scale, repro.deadline, repro.micro_batches) == (7, 64.0, 5.0, 1)
+    assert (repro.step, repro.loss_scale, repro.part, repro.micro_batches) == (7, 64.0, None, 1)
     assert repro.batch is step.batch
     assert repro.buffers is step.saved_buffers
     assert not repro.applied
-    assert repro.older() is None
     assert torch.equal(repro.fresh().inputs, batch(FAR * 9).inputs)
-    run.parallel.full_model = lambda model, factory: None
-    assert make_repro(run, step, numbers, 5.0) is None
 
 
 def test_the_state_given_to_an_investigation_is_older_than_the_step():
@@ -176,9 +196,10 @@ def test_the_state_given_to_an_investigation_is_older_than_the_step():
         run.state.step = step
         run.rollback.snapshots.take(step, {"step": step})
     numbers = reading(8, applied=False)
-    repro = make_repro(run, executed(numbers), numbers, 5.0)
-    assert repro is not None
-    assert repro.older() == {"step": 6}
+    handle_incident(run, executed(numbers), numbers, "nonfinite")
+    (asked,) = run.forensics.handler.asked
+    assert asked["states"].gather() is run.state.model
+    assert asked["states"].gather_older() == {"step": 6}
 
 
 def test_repeated_messages_are_logged_less_and_less_often():

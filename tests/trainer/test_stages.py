@@ -11,6 +11,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.faults.planned import NoFaults
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import Seeded, mix
+from stabletrain.parallel import distributed
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch, TrainState
@@ -113,6 +114,7 @@ def four_cards(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(distributed, "set_timeout", lambda seconds: None)
     return current
 
 

@@ -16,17 +16,11 @@ from stabletrain.forensics.diagnosis.evidence import (
     OVERLONG,
     Evidence,
     absurd_at_first,
-    beside,
     beyond_lr,
-    chain_lines,
     is_spread,
     jumped,
-    named,
     narrow,
     no_result,
-    origin_lines,
-    origin_sentence,
-    place,
     rushed,
     too_bright,
     wild,
@@ -42,6 +36,16 @@ from stabletrain.forensics.diagnosis.fixes import (
     structure,
     wider,
     younger_moments,
+)
+from stabletrain.forensics.diagnosis.sentences import (
+    batch,
+    beside,
+    chain_lines,
+    difference,
+    named,
+    origin_lines,
+    origin_sentence,
+    place,
 )
 from stabletrain.forensics.probes.samples import describe
 
@@ -70,14 +74,14 @@ def poison_input(e: Evidence) -> Diagnosis | None:
     bad = [sample for sample in e.samples if sample["fault"] == "input"]
     if not bad:
         return None
-    return Diagnosis("poison_input", 0.99, describe(bad), [f"clean {named(each)}" for each in bad], [])
+    return Diagnosis("poison_input", 0.99, describe(bad, batch(e)), [f"clean {named(each, e)}" for each in bad], [])
 
 
 def bad_label(e: Evidence) -> Diagnosis | None:
     """A label out of range, or a loss averaged over no target."""
     bad = [sample for sample in e.samples if sample["fault"] != "input"]
     if bad:
-        return Diagnosis("bad_label", 0.99, describe(bad), [f"correct {named(each)}" for each in bad], [])
+        return Diagnosis("bad_label", 0.99, describe(bad, batch(e)), [f"correct {named(each, e)}" for each in bad], [])
     o = e.origin
     if o is None or o.why != "mean_of_nothing" or "nll" not in o.op:  # any other empty mean is an unsafe_op
         return None
@@ -96,20 +100,22 @@ def corrupt_state(e: Evidence) -> Diagnosis | None:
 
 
 def hardware_fault(e: Evidence) -> Diagnosis | None:
-    """The replay differs from the step, while two replays are bitwise equal."""
+    """The replay differs from the step, while two replays are bitwise equal; or only the sum over the ranks was bad."""
     again = e.outcomes.get("same")
-    if again is None or again.finite is None or again.bitwise_equal_to_reading is not False:
+    if again is None or again.finite is None:
+        return None
+    differs = again.bitwise_equal_to_reading is False and e.repeats
+    if not (differs or e.parts_normal):
         return None
     # A spike must be gone in the replay: if it remains, with other bits, the machine did not cause it.
     cured = e.setting.deterministic and e.normal("same") if e.kind == "spike" else again.finite
-    if not e.repeats or not cured:
+    if not cured:
         return None
-    verdict = (
-        f"a replay of the step gives loss {again.loss:.6g} and gradient norm {again.grad_norm:.6g}; "
-        f"the step itself gave {e.reading.loss:.6g} and {e.reading.grad_norm:.6g}"
-    )
     confidence = 0.95 if e.setting.deterministic else 0.6
-    return Diagnosis("hardware_fault", confidence, verdict, ["resume on another device, and test this one"], [])
+    fix = "resume on another device, and test this one"
+    if e.parts_normal:
+        fix = "resume on other devices, and test these and the network between them"
+    return Diagnosis("hardware_fault", confidence, difference(e, again), [fix], [])
 
 
 def bad_inputs(e: Evidence) -> Diagnosis | None:
@@ -118,8 +124,8 @@ def bad_inputs(e: Evidence) -> Diagnosis | None:
         return None
     loud = e.largest_input
     sizes = f"a value of {loud.largest:.4g}; the largest in another batch is {loud.elsewhere:.4g}"
-    verdict = f"{named(loud.sample)} holds {sizes}"
-    return Diagnosis("bad_batch", 0.9, verdict, [f"clean {named(loud.sample)}", *past_it(e)], origin_lines(e))
+    verdict = f"{named(loud.sample, e)} holds {sizes}"
+    return Diagnosis("bad_batch", 0.9, verdict, [f"clean {named(loud.sample, e)}", *past_it(e)], origin_lines(e))
 
 
 def loss_scale_collapse(e: Evidence) -> Diagnosis | None:

@@ -1,4 +1,4 @@
-"""The evidence of an incident, the tests on it that several rules share, and the sentences that report it."""
+"""The evidence of an incident, and the tests on it that several rules share."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from stabletrain.forensics.probes.samples import Culprits
 from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.replay import Outcome
 from stabletrain.forensics.trace.origin import Origin
-from stabletrain.records import Reading
+from stabletrain.records import RankPart, Reading
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,8 @@ class Evidence:
     Attributes:
         kind: `nonfinite`, `spike`, `loss_scale`, or `bad_data` for a finite step whose batch is bad.
         reading: the step's.
+        part: what the investigating rank measured of its own part of the step; None in a single process.
+        parts_normal: on several ranks, whether the own part of every rank was normal, in the step and in a replay.
         samples: bad samples of the batch, from `bad_samples`.
         damage: corruption of the state before the step.
         origin: the operation to blame for non-finite values; None for a finite step.
@@ -115,6 +117,8 @@ class Evidence:
 
     kind: str
     reading: Reading
+    part: RankPart | None = None
+    parts_normal: bool = False
     samples: Sequence[Mapping[str, Any]] = ()
     damage: Sequence[Damage] = ()
     origin: Origin | None = None
@@ -277,48 +281,3 @@ def decayed(e: Evidence) -> bool:
     if not isinstance(decay, int | float) or not isinstance(rate, int | float) or decay <= 1:
         return False  # an ordinary decay does no harm: blame the learning rate
     return decay * (1.0 if e.setting.values.get("optimizer.decay") == "independent" else rate) > DECAYED
-
-
-def origin_sentence(e: Evidence) -> str:
-    """The operation to blame and the reason; loss and gradient norm if there is no such operation."""
-    o = e.origin
-    if o is None:
-        return f"loss {e.reading.loss:.4g}, gradient norm {e.reading.grad_norm:.4g}"
-    return f"{o.op} in {o.module or 'the model'} ({o.direction}, {o.dtype}): {o.reason}"
-
-
-def place(e: Evidence) -> str:
-    """The source line to change; the module if the line is unknown."""
-    o = e.origin
-    return "the code" if o is None else o.source or o.module or "the model"
-
-
-def beside(e: Evidence) -> list[str]:
-    """Further lines about the operation, for a verdict that is `origin_sentence`."""
-    o = e.origin
-    lines = []
-    if o is not None and o.should_have_been is not None:
-        lines.append(f"in fp64, the largest value of {o.op} is {o.should_have_been:.6g}")
-    if e.culprits and e.culprits.samples and not e.culprits.others_too:
-        lines.append(f"samples of the batch that make the step fail: {e.culprits.samples[:8]}")
-    return lines
-
-
-def origin_lines(e: Evidence) -> list[str]:
-    """Lines about the operation, for a verdict that does not mention it."""
-    return [] if e.origin is None else [f"{origin_sentence(e)}, at {e.origin.source}", *beside(e)]
-
-
-def chain_lines(e: Evidence) -> list[str]:
-    """Magnitudes through the model, a line for each part."""
-    chain = e.origin.chain if e.origin else ()
-    return [f"{link.module} ({link.direction}, {link.dtype}): up to {link.absmax:.4g}" for link in chain]
-
-
-def named(sample: Mapping[str, Any]) -> str:
-    """Names a sample by its source, id or index."""
-    if "source" in sample:
-        return f"{sample['source']}"
-    if "id" in sample:
-        return f"sample {sample['id']}"
-    return "the batch" if sample["index"] is None else f"sample {sample['index']} of the batch"

@@ -96,12 +96,12 @@ def at(bad: Tensor) -> str:
     return f" at {place}" if place else ""
 
 
-def describe(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Describes the first bad sample in one line, and counts the others."""
+def describe(samples: Sequence[Mapping[str, Any]], batch: str = "the batch") -> str:
+    """Describes the first bad sample in one line, and counts the others; `batch` says what their indices refer to."""
     if not samples:
         return "all samples are valid on the host: the batch may have been corrupted on its way to the device"
     first = samples[0]
-    who = "" if first["index"] is None else f"sample {first['index']} of the batch: "
+    who = "" if first["index"] is None else f"sample {first['index']} of {batch}: "
     where = f" ({first['source']})" if "source" in first else f" (id {first['id']})" if "id" in first else ""
     more = f", and {len(samples) - 1} more" if len(samples) > 1 else ""
     return f"{who}{first['what']}{where}{more}"

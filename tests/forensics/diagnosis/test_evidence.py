@@ -1,4 +1,4 @@
-"""Checks each sign in the evidence of an incident at its bound, and the text that describes it."""
+"""Checks each sign in the evidence of an incident at its bound."""
 
 import math
 from dataclasses import replace
@@ -14,25 +14,17 @@ from stabletrain.forensics.diagnosis.evidence import (
     WILD,
     LargestInput,
     absurd_at_first,
-    beside,
     beyond_lr,
-    chain_lines,
     decayed,
     is_spread,
-    named,
     narrow,
     no_result,
-    origin_lines,
-    origin_sentence,
     overlong,
-    place,
     rushed,
     too_bright,
     wild,
 )
-from stabletrain.forensics.probes.samples import Culprits
 from stabletrain.forensics.replay import Outcome
-from stabletrain.forensics.trace.origin import Link
 from stabletrain.forensics.trace.values import Values
 from tests.forensics.diagnosis.given import BAD, CALM, FINE, NAN, READING, SETTING, SPIKE, origin
 
@@ -174,38 +166,3 @@ def test_an_operation_has_no_result_only_if_its_inputs_were_ordinary():
     assert not no_result(of(HUGE))
     assert not no_result(of(1.0, exact=7e4))
     assert not no_result(SPIKE)
-
-
-def test_the_text_names_the_origin_its_fp64_value_and_the_culprit_samples():
-    found = replace(SPIKE, origin=origin(in_fp32=7e4), culprits=Culprits([2, 5], True, 4))
-    assert origin_sentence(found) == "aten.div in part (forward, float32): words"
-    assert place(found) == "model.py:7"
-    known = [
-        "in fp64, the largest value of aten.div is 70000",
-        "samples of the batch that make the step fail: [2, 5]",
-    ]
-    assert beside(found) == known
-    assert origin_lines(found) == ["aten.div in part (forward, float32): words, at model.py:7", *known]
-    every = replace(found, culprits=Culprits([2, 5], True, 4, others_too=True))
-    assert beside(every) == known[:1], "if another batch fails too, no sample is to blame"
-
-
-def test_without_an_origin_the_text_gives_loss_and_gradient_norm():
-    assert origin_sentence(SPIKE) == "loss 9, gradient norm 80"
-    assert (place(SPIKE), beside(SPIKE), origin_lines(SPIKE), chain_lines(SPIKE)) == ("the code", [], [], [])
-    assert place(replace(SPIKE, origin=replace(origin(), source=""))) == "part"
-    assert place(replace(SPIKE, origin=replace(origin(), source="", module=""))) == "the model"
-
-
-def test_chain_lines_has_one_line_for_each_part_of_the_model():
-    chain = (Link("blocks.0", "forward", "float16", 900.0), Link("head", "backward", "float32", math.inf))
-    lines = chain_lines(replace(SPIKE, origin=replace(origin(), chain=chain)))
-    assert lines == ["blocks.0 (forward, float16): up to 900", "head (backward, float32): up to inf"]
-
-
-def test_a_sample_is_named_by_its_source_else_its_id_else_its_index():
-    sample = {"index": 3, "id": 41, "source": "a.txt:7"}
-    assert named(sample) == "a.txt:7"
-    assert named({"index": 3, "id": 41}) == "sample 41"
-    assert named({"index": 3}) == "sample 3 of the batch"
-    assert named({"index": None}) == "the batch"

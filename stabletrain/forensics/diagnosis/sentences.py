@@ -1,0 +1,79 @@
+"""The sentences about an incident's evidence that several rules share."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from stabletrain.forensics.diagnosis.evidence import Evidence
+from stabletrain.forensics.replay import Outcome
+
+
+def numbers(loss: float, grad_norm: float | None) -> str:
+    """Loss and gradient norm in words; the norm may be unknown."""
+    return f"loss {loss:.6g}" + ("" if grad_norm is None else f" and gradient norm {grad_norm:.6g}")
+
+
+def difference(e: Evidence, again: Outcome) -> str:
+    """How the unchanged replay differs from the step. On several ranks, each rank's own part is compared."""
+    assert again.loss is not None
+    replayed, step = numbers(again.loss, again.grad_norm), numbers(e.reading.loss, e.reading.grad_norm)
+    if e.part is None:
+        return f"a replay of the step gives {replayed}; the step itself gave {step}"
+    if not e.parts_normal:
+        mine = numbers(e.part.loss, e.part.grad_norm)
+        return f"a replay of rank {e.part.rank}'s part of the step gives {replayed}; in the step, it gave {mine}"
+    own = "its own loss in the step was" if e.part.grad_norm is None else "its own numbers in the step were"
+    text = f"the step gave {step}, but the part of every rank is normal in a replay, as {own}"
+    if e.part.shard_norm is not None and not math.isfinite(e.part.shard_norm):
+        text += f"; rank {e.part.rank}'s shard of the summed gradient was not finite"
+    return text
+
+
+def origin_sentence(e: Evidence) -> str:
+    """The operation to blame and the reason; loss and gradient norm if there is no such operation."""
+    o = e.origin
+    if o is None:
+        return f"loss {e.reading.loss:.4g}, gradient norm {e.reading.grad_norm:.4g}"
+    return f"{o.op} in {o.module or 'the model'} ({o.direction}, {o.dtype}): {o.reason}"
+
+
+def place(e: Evidence) -> str:
+    """The source line to change; the module if the line is unknown."""
+    o = e.origin
+    return "the code" if o is None else o.source or o.module or "the model"
+
+
+def beside(e: Evidence) -> list[str]:
+    """Further lines about the operation, for a verdict that is `origin_sentence`."""
+    o = e.origin
+    lines = []
+    if o is not None and o.should_have_been is not None:
+        lines.append(f"in fp64, the largest value of {o.op} is {o.should_have_been:.6g}")
+    if e.culprits and e.culprits.samples and not e.culprits.others_too:
+        lines.append(f"samples of {batch(e)} that make the step fail: {e.culprits.samples[:8]}")
+    return lines
+
+
+def origin_lines(e: Evidence) -> list[str]:
+    """Lines about the operation, for a verdict that does not mention it."""
+    return [] if e.origin is None else [f"{origin_sentence(e)}, at {e.origin.source}", *beside(e)]
+
+
+def chain_lines(e: Evidence) -> list[str]:
+    """Magnitudes through the model, a line for each part."""
+    chain = e.origin.chain if e.origin else ()
+    return [f"{link.module} ({link.direction}, {link.dtype}): up to {link.absmax:.4g}" for link in chain]
+
+
+def batch(e: Evidence) -> str:
+    """The batch that was investigated, and that the indices of samples refer to."""
+    return "the batch" if e.part is None else f"rank {e.part.rank}'s part of the batch"
+
+
+def named(sample: Mapping[str, Any], e: Evidence) -> str:
+    """Names a sample by its source, id or index."""
+    if "source" in sample:
+        return f"{sample['source']}"
+    if "id" in sample:
+        return f"sample {sample['id']}"
+    return "the batch" if sample["index"] is None else f"sample {sample['index']} of {batch(e)}"

@@ -1,0 +1,57 @@
+"""Free memory of the host, as the kernel and this process's control groups report it."""
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+"""Where Linux mounts control groups."""
+
+FILES = {
+    2: ("memory.max", "memory.current", "inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By version of control groups: the files of limit and usage, and the line of `memory.stat` with reclaimable bytes."""
+
+
+def free_host_memory(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> float:
+    """Returns how many bytes of host memory this process can still use; inf if unknown.
+
+    This is what the machine has available, or what is left of a control group's limit (Slurm, containers), whichever is
+    less. Other processes of the machine or the group may use the same bytes.
+    """
+    return min(available(proc), *(left_in(folder, version) for folder, version in groups(proc, cgroups)), math.inf)
+
+
+def available(proc: Path) -> float:
+    """Returns the bytes that the machine has available without swapping; inf if unknown."""
+    with suppress(OSError, StopIteration, ValueError):
+        lines = (proc / "meminfo").read_text().splitlines()
+        return 1024.0 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    return math.inf
+
+
+def groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, int]]:
+    """Yields the folders of this process's memory control groups, innermost first, each with its version."""
+    with suppress(OSError, ValueError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root, version = (cgroups / "memory", 1) if controllers else (cgroups, 2)
+            folder = root / path.lstrip("/")
+            yield from ((each, version) for each in (folder, *folder.parents) if each.is_relative_to(root))
+
+
+def left_in(folder: Path, version: int) -> float:
+    """Returns what is left of a control group's limit, in bytes; inf without a limit."""
+    limit, usage, reclaimable = FILES[version]
+    try:
+        left = int((folder / limit).read_text()) - int((folder / usage).read_text())
+    except (OSError, ValueError):  # the root group has no limit, and "max" is no number
+        return math.inf
+    with suppress(OSError, ValueError):  # cached files count as usage, but are dropped when memory is needed
+        lines = (folder / "memory.stat").read_text().splitlines()
+        left += sum(int(line.split()[1]) for line in lines if line.startswith(f"{reclaimable} "))
+    return max(float(left), 0.0)

@@ -1,0 +1,78 @@
+"""The text that describes the evidence of an incident."""
+
+import math
+from dataclasses import replace
+
+from stabletrain.forensics.diagnosis.sentences import (
+    beside,
+    chain_lines,
+    difference,
+    named,
+    origin_lines,
+    origin_sentence,
+    place,
+)
+from stabletrain.forensics.probes.samples import Culprits
+from stabletrain.forensics.trace.origin import Link
+from stabletrain.records import RankPart
+from tests.forensics.diagnosis.given import FINE, SPIKE, origin
+
+
+def test_the_text_names_the_origin_its_fp64_value_and_the_culprit_samples():
+    found = replace(SPIKE, origin=origin(in_fp32=7e4), culprits=Culprits([2, 5], True, 4))
+    assert origin_sentence(found) == "aten.div in part (forward, float32): words"
+    assert place(found) == "model.py:7"
+    known = [
+        "in fp64, the largest value of aten.div is 70000",
+        "samples of the batch that make the step fail: [2, 5]",
+    ]
+    assert beside(found) == known
+    assert origin_lines(found) == ["aten.div in part (forward, float32): words, at model.py:7", *known]
+    every = replace(found, culprits=Culprits([2, 5], True, 4, others_too=True))
+    assert beside(every) == known[:1], "if another batch fails too, no sample is to blame"
+
+
+def test_without_an_origin_the_text_gives_loss_and_gradient_norm():
+    assert origin_sentence(SPIKE) == "loss 9, gradient norm 80"
+    assert (place(SPIKE), beside(SPIKE), origin_lines(SPIKE), chain_lines(SPIKE)) == ("the code", [], [], [])
+    assert place(replace(SPIKE, origin=replace(origin(), source=""))) == "part"
+    assert place(replace(SPIKE, origin=replace(origin(), source="", module=""))) == "the model"
+
+
+def test_chain_lines_has_one_line_for_each_part_of_the_model():
+    chain = (Link("blocks.0", "forward", "float16", 900.0), Link("head", "backward", "float32", math.inf))
+    lines = chain_lines(replace(SPIKE, origin=replace(origin(), chain=chain)))
+    assert lines == ["blocks.0 (forward, float16): up to 900", "head (backward, float32): up to inf"]
+
+
+def test_a_sample_is_named_by_its_source_else_its_id_else_its_index():
+    sample = {"index": 3, "id": 41, "source": "a.txt:7"}
+    assert named(sample, SPIKE) == "a.txt:7"
+    assert named({"index": 3, "id": 41}, SPIKE) == "sample 41"
+    assert named({"index": 3}, SPIKE) == "sample 3 of the batch"
+    assert named({"index": None}, SPIKE) == "the batch"
+    of_rank = replace(SPIKE, part=RankPart(1, 9.0))
+    assert named({"index": 3}, of_rank) == "sample 3 of rank 1's part of the batch"
+    assert "samples of rank 1's part of the batch" in beside(replace(of_rank, culprits=Culprits([3], True, 4)))[0]
+
+
+def test_a_replay_is_compared_with_the_step_or_with_the_part_of_its_rank():
+    assert difference(SPIKE, FINE) == (
+        "a replay of the step gives loss 4 and gradient norm 1; the step itself gave loss 9 and gradient norm 80"
+    )
+    replayed = "a replay of rank 1's part of the step gives loss 4 and gradient norm 1; in the step, it gave loss 14"
+    part = RankPart(1, 14.0, 160.0)
+    assert difference(replace(SPIKE, part=part), FINE) == f"{replayed} and gradient norm 160"
+    assert difference(replace(SPIKE, part=part._replace(grad_norm=None)), FINE) == replayed
+
+
+def test_if_every_part_was_normal_the_sum_over_the_ranks_is_reported():
+    normal = replace(SPIKE, part=RankPart(1, 4.0, 1.0), parts_normal=True)
+    text = "the step gave loss 9 and gradient norm 80, but the part of every rank is normal in a replay, as its own "
+    assert difference(normal, FINE) == f"{text}numbers in the step were"
+    sharded = replace(normal, part=RankPart(1, 4.0, None, 2.0))
+    assert difference(sharded, FINE) == f"{text}loss in the step was"
+    bad = replace(normal, part=RankPart(1, 4.0, None, math.nan))
+    assert difference(bad, FINE) == (
+        f"{text}loss in the step was; rank 1's shard of the summed gradient was not finite"
+    )

@@ -1,0 +1,102 @@
+"""Which of several ranks is to blame, from what each tells of its own part of the step."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from stabletrain.forensics.diagnosis.diagnose import diagnose
+from stabletrain.forensics.diagnosis.evidence import Damage, LargestInput
+from stabletrain.forensics.distributed_handler import (
+    Account,
+    DistributedIncidentHandler,
+    account_of,
+    choose,
+    for_all_ranks,
+    step_was_bad,
+    unattributed,
+)
+from stabletrain.forensics.handler import NoIncidentHandler
+from stabletrain.forensics.investigate import Findings
+from stabletrain.parallel.ranks import Ranks
+from stabletrain.records import RankPart
+from tests.forensics.diagnosis.given import BAD, FINE, NAN, READING, SPIKE
+
+CALM = replace(SPIKE, outcomes={"same": FINE}, part=RankPart(0, 4.0, 1.0))
+BROKEN = replace(CALM, kind="nonfinite", reading=READING._replace(loss=math.nan, grad_norm=math.nan))
+LOUD = LargestInput({"index": 3}, 1e6, 1.0)
+OK, SHARD = Account(0, 0.0, True, True), Account(0, 0.0, True, False)
+
+
+def told(evidence):
+    return account_of(Findings(evidence, diagnose(evidence), 0.0, []))
+
+
+@pytest.mark.parametrize(
+    ("evidence", "level"),
+    [
+        (replace(BROKEN, samples=[{"index": 1, "fault": "label", "what": "x"}]), 3),
+        (replace(BROKEN, damage=[Damage("parameter", "w", "bad")]), 3),
+        (replace(BROKEN, outcomes={"same": NAN}), 2),
+        (replace(CALM, outcomes={"same": BAD}), 2),
+        (replace(CALM, outcomes={"same": FINE, "fresh_batch": FINE}, largest_input=LOUD), 2),
+        (replace(BROKEN, part=RankPart(0, math.nan, math.nan)), 1),
+        (replace(BROKEN, part=RankPart(0, 4.0, math.inf)), 1),
+        (replace(BROKEN, part=RankPart(0, math.nan)), 1),
+        (replace(CALM, outcomes={"same": replace(FINE, bitwise_equal_to_reading=False)}), 1),
+        (BROKEN, 0),
+        (CALM, 0),
+        (replace(BROKEN, outcomes={"same": BAD}), 0),
+    ],
+)
+def test_the_level_says_how_surely_a_ranks_own_part_was_bad(evidence, level):
+    assert told(evidence).level == level
+
+
+def test_what_a_rank_tells_besides():
+    assert told(replace(CALM, outcomes={"same": BAD})).size == 4.0, "its gradient norm is 80, the limit is 20"
+    assert told(replace(BROKEN, outcomes={"same": NAN})).size == 0
+    assert told(CALM).normal
+    assert not told(replace(CALM, outcomes={})).normal, "the replay was not run"
+    assert told(CALM).shard
+    assert not told(replace(BROKEN, part=RankPart(0, 4.0, None, math.nan))).shard
+    assert account_of(None).level == -1
+
+
+@pytest.mark.parametrize(
+    ("accounts", "known", "chosen", "guilty"),
+    [
+        ([OK, Account(1, 0, True, True)], -1, 1, 1),
+        ([Account(1, 0, True, True), Account(2, 0, False, True)], 0, 1, 1),
+        ([Account(2, 1.1, False, True), Account(2, 9.0, False, True)], -1, 1, 1),
+        ([Account(2, 0, False, True)] * 2, -1, 0, 0),
+        ([OK, OK], 1, 1, 1),
+        ([OK, SHARD], -1, 1, 1),
+        ([SHARD, SHARD], -1, 0, 0),
+        ([OK, OK], -1, 0, None),
+        ([account_of(None), OK], -1, 1, None),
+        ([account_of(None)] * 2, -1, 0, None),
+    ],
+)
+def test_the_rank_with_the_surest_and_largest_failure_writes_the_folder(accounts, known, chosen, guilty):
+    assert choose(accounts, known) == (chosen, guilty)
+
+
+def test_if_every_part_was_normal_the_sum_over_the_ranks_is_to_blame():
+    for evidence in (BROKEN, CALM):
+        assert step_was_bad(evidence)
+        assert diagnose(evidence).cause != "hardware_fault"
+        found = unattributed(Findings(evidence, diagnose(evidence), 0.0, []))
+        assert found.diagnosis.cause == "hardware_fault"
+        assert "network" in found.diagnosis.fix[0]
+
+
+def test_a_step_that_was_skipped_for_its_inputs_or_only_investigated_was_not_bad():
+    assert not step_was_bad(replace(CALM, reading=READING._replace(loss=4.0, grad_norm=1.0)))
+    assert not step_was_bad(replace(CALM, kind="loss_scale"))
+
+
+def test_one_process_keeps_its_handler():
+    handler = NoIncidentHandler()
+    assert for_all_ranks(handler, Ranks()) is handler
+    assert isinstance(for_all_ranks(handler, Ranks(0, 2, 0, launched=True)), DistributedIncidentHandler)
