@@ -9,14 +9,13 @@ raises an error. `card.foreign` lists operations on host tensors, and `card.coun
 value on the host raises `HostRead`, except in `READERS`. The values are made up: `reading` tells what a step measured,
 forensics reads every value as `number`, and everything else that may read a value reads 1.
 
-What PyTorch cannot do with fake tensors is replaced here: the autograd engine (`backward`, `grad` are a walk in Python
-through the same graph), CUDA's events, streams, generators and memory statistics, `nn.Module.to`, and the reading of a
-step. Compiled code, several processes, and timing are not covered.
+What PyTorch cannot do with fake tensors is replaced: the autograd engine (`fake_autograd.py`), CUDA's events, streams,
+generators and memory statistics, `nn.Module.to`, and the reading of a step. Compiled code, several processes, and
+timing are not covered.
 """
 
-import heapq
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +25,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import stabletrain
+from benchmarks.fake_autograd import Walk, backward, grad
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.machine import hardware
 from stabletrain.records import Batch, Reading
@@ -147,117 +146,6 @@ def package_frame() -> tuple[str, str, str]:
             return f"{file}:{frame.f_lineno}", file, frame.f_code.co_name
         frame = frame.f_back
     return "outside the package", "", ""
-
-
-# ---- autograd
-
-
-class Walk:
-    """The node that `differentiate` runs now, which autograd's engine would tell."""
-
-    node: Any = None
-
-
-def differentiate(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: Sequence[Tensor] | None, create_graph: bool
-) -> list[Tensor | None]:
-    """Runs the backward pass as autograd's engine does, in the order of the nodes' numbers, latest first.
-
-    Args:
-        outputs, gradients: where it begins; None is a gradient of ones.
-        wanted: returns the gradients of these tensors. None accumulates the gradients of all leaves in `.grad`.
-        create_graph: whether the pass can itself be differentiated.
-    """
-    edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in wanted or ()]
-    found: dict[tuple[int, int], Tensor] = {}
-    waiting: dict[int, dict[int, Tensor]] = {}
-    queue: list[tuple[int, int, Any]] = []
-
-    def give(node: Any, place: int, gradient: Tensor) -> None:
-        if id(node) not in waiting:
-            waiting[id(node)] = {}
-            leaf = hasattr(node, "variable")
-            heapq.heappush(queue, (1 if leaf else -node._sequence_nr(), len(kept), node))
-            kept.append(node)
-        there = waiting[id(node)].get(place)
-        waiting[id(node)][place] = gradient if there is None else there + gradient
-
-    kept: list[Any] = []  # keeps the ids of nodes unique
-    with torch.set_grad_enabled(create_graph):
-        for tensor, gradient in zip(outputs, gradients, strict=True):
-            edge = torch.autograd.graph.get_gradient_edge(tensor)
-            give(edge.node, edge.output_nr, torch.ones_like(tensor) if gradient is None else gradient)
-        while queue:
-            _, _, node = heapq.heappop(queue)
-            arrived = waiting.pop(id(node))
-            found |= {(id(node), place): gradient for place, gradient in arrived.items()}
-            if hasattr(node, "variable"):
-                if wanted is None:
-                    accumulate(node, arrived[0])
-                continue
-            for following, place, gradient in run(node, arrived):
-                give(following, place, as_meant(following, place, gradient))
-    return [found.get((id(edge.node), edge.output_nr)) for edge in edges]
-
-
-def run(node: Any, arrived: Mapping[int, Tensor]) -> list[tuple[Any, int, Tensor]]:
-    """Runs a node on the gradients of its outputs; returns those of its inputs, with the node and place of each."""
-    arguments = [arrived.get(place) for place in range(len(node._input_metadata))]
-    Walk.node = node
-    try:
-        if not isinstance(node, BackwardCFunction):
-            results, following = node(*arguments), node.next_functions
-            results = results if isinstance(results, tuple) else (results,)
-        else:  # a `torch.autograd.Function` gets zeros instead of None, and returns a value for each input of any type
-            shapes = zip(arguments, node._input_metadata, strict=True)
-            zeros = (torch.zeros(meta.shape, dtype=meta.dtype, device=CARD) if g is None else g for g, meta in shapes)
-            results = node.apply(*zeros)
-            results = results if isinstance(results, tuple) else (results,)
-            results = [each for each, needed in zip(results, node.needs_input_grad, strict=True) if needed]
-            following = [edge for edge in node.next_functions if edge[0] is not None]
-    finally:
-        Walk.node = None
-    edges = zip(following, results, strict=True)
-    return [(there, place, each) for (there, place), each in edges if there is not None and each is not None]
-
-
-def as_meant(node: Any, place: int, gradient: Tensor) -> Tensor:
-    """Returns the gradient with the shape and dtype that a node expects."""
-    meta = node._input_metadata[place]
-    return gradient.sum_to_size(meta.shape).to(meta.dtype)
-
-
-@torch.no_grad()
-def accumulate(leaf: Any, gradient: Tensor) -> None:
-    """Adds to the `.grad` of a leaf, and calls its hooks."""
-    variable = leaf.variable
-    Walk.node = leaf
-    try:
-        for hook in (variable._backward_hooks or {}).values():
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        if variable.grad is None:
-            variable.grad = gradient.detach().clone()
-        else:
-            variable.grad += gradient
-        for hook in (getattr(variable, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(variable)
-    finally:
-        Walk.node = None
-
-
-def backward(tensor: Tensor, gradient: Tensor | None = None, create_graph: bool = False, **_: Any) -> None:
-    """Stands in for `Tensor.backward`."""
-    differentiate([tensor], [gradient], None, create_graph)
-
-
-def grad(
-    outputs: Any, inputs: Any, grad_outputs: Any = None, create_graph: bool = False, **_: Any
-) -> tuple[Tensor | None, ...]:
-    """Stands in for `torch.autograd.grad`."""
-    outputs, inputs = ([each] if isinstance(each, Tensor) else [*each] for each in (outputs, inputs))
-    given = [None] * len(outputs) if grad_outputs is None else tree_leaves(grad_outputs)
-    return tuple(differentiate(outputs, given, inputs, create_graph))
 
 
 # ---- what needs a real device
