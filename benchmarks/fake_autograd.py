@@ -58,7 +58,7 @@ def differentiate(
                     accumulate(node, arrived[0])
                 continue
             for following, place, gradient in run(node, arrived):
-                give(following, place, as_meant(following, place, gradient))
+                give(following, place, as_expected(following, place, gradient))
     return [found.get((id(edge.node), edge.output_nr)) for edge in edges]
 
 
@@ -86,7 +86,7 @@ def run(node: Any, arrived: Mapping[int, Tensor]) -> list[tuple[Any, int, Tensor
     return [(there, place, each) for (there, place), each in edges if there is not None and each is not None]
 
 
-def as_meant(node: Any, place: int, gradient: Tensor) -> Tensor:
+def as_expected(node: Any, place: int, gradient: Tensor) -> Tensor:
     """Returns the gradient with the shape and dtype that a node expects."""
     meta = node._input_metadata[place]
     return gradient.sum_to_size(meta.shape).to(meta.dtype)

@@ -5,9 +5,10 @@
     assert card.foreign == []
 
 A real CUDA device would run the same operations in the same order. An operation whose tensors are on different devices
-raises an error. `card.foreign` lists operations on host tensors, and `card.count` counts all operations. Reading a
-value on the host raises `HostRead`, except in `READERS`. The values are made up: `reading` tells what a step measured,
-forensics reads every value as `number`, and everything else that may read a value reads 1.
+raises an error. Reading a value on the host, or waiting for the device, raises `HostRead`, except in `READERS` and
+`WAITERS`. `card.foreign` lists operations on host tensors outside `HOST`, and `card.count` counts all operations. The
+values are made up: `reading` tells what a step measured, forensics reads every value as `number`, and everything else
+that may read a value reads 1.
 
 What PyTorch cannot do with fake tensors is replaced: the autograd engine (`fake_autograd.py`), CUDA's events, streams,
 generators and memory statistics, `nn.Module.to`, and the reading of a step. Compiled code, several processes, and
@@ -15,6 +16,7 @@ timing are not covered.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -40,32 +42,44 @@ CARD = torch.device("cuda", 0)
 PACKAGE = f"{Path(stabletrain.__file__).parent}/"
 
 READERS = {
-    "monitors/": "a look returns its metrics as numbers, and the loop has just read the step's",
-    "trainer/evaluate.py": "reads the result of an evaluation once, at its end",
-    "trainer/compile_warmup.py": "before the first step",
+    "monitors/probe.py": "a look returns its metrics as numbers, and the loop has just read the step's",
+    "trainer/evaluate.py:evaluate": "reads the result of an evaluation once, at its end",
     "forensics/": "explains a step after it has failed",
 }
-"""Files and folders of the package that may read values on the host, and why."""
+"""Functions, files and folders of the package that may read values on the host, and why."""
+
+WAITERS = {
+    "checkpoint/": "copies a state to the host and back",
+    "data/": "makes batches, before they are moved",
+    "faults/": "injects a fault",
+    "forensics/": "explains a step after it has failed",
+    "stability/precision/loss_scale.py:load_state_dict": "a replay sets the loss scale of its step",
+}
+"""Functions, files and folders that may wait for the device, or for a copy to or from it, and why."""
 
 HOST = {
-    "records.py": "moves a batch to the device",
+    "records.py:to": "moves a batch to the device",
+    "records.py:rows": "splits the ids of the samples, which stay on the host",
     "step.py:__init__": "the reading of a step, copied to the host",
     "checkpoint/": "copies a state to the host and back",
     "data/": "makes batches",
     "faults/": "injects a fault, in data that are on the host too",
     "forensics/": "an incident's batch is on the host",
-    "stability/precision/loss_scale.py:load_state_dict": "restores fp16's loss scale",
+    "stability/precision/loss_scale.py:load_state_dict": "a replay sets the loss scale of its step",
 }
-"""Files, folders and functions of the package that may compute on host tensors, and why."""
+"""Functions, files and folders that may compute on host tensors, and why."""
 
 READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal")
 """Operations whose result the host needs before it can continue."""
 
+PRODUCTS = ("mm", "bmm", "addmm", "convolution")
+"""Matrix products and convolutions, which autocast runs in its dtype."""
+
 HEALTHY = Reading(1, 2.5, 2.5, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, True, False, False, 1e-3)
 
 
-class HostRead(Exception):
-    """A value was read on the host where a step may not wait for the device."""
+class HostRead(BaseException):
+    """The host waited for the device where it may not. Not an Exception, so that nothing in the package handles it."""
 
 
 class Recorder(TorchDispatchMode):
@@ -74,32 +88,39 @@ class Recorder(TorchDispatchMode):
     Attributes:
         count: operations that were run.
         foreign: `operation (file:line)` for each operation with a tensor on the host, outside `HOST`.
+        products: how many matrix products and convolutions gave a result of each dtype.
         number: what forensics reads as any value; 1 elsewhere.
     """
 
     def __init__(self, number: float = 1.0) -> None:
         super().__init__()
-        self.count, self.number = 0, number
+        self.number = number
         self.foreign: list[str] = []
+        self.restart()
+        self._running = False
 
     def restart(self) -> None:
-        """Forgets what was recorded, such as the operations that build a run."""
-        self.count = 0
+        """Forgets what was recorded, such as the operations that build a run. From now on, waiting is refused."""
+        self.count, self._running = 0, True
+        self.products: Counter[torch.dtype] = Counter()
         self.foreign.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Runs the operation on fake tensors, without values."""
+        kwargs = kwargs or {}
         if func.namespace == "prim":  # a fake tensor asks for its own device
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         self.count += 1
         name = func.__name__.split(".")[0]
-        if name in READS or (name == "index" and any(is_mask(index) for index in args[1])):
+        if name in READS or (name == "index" and any(map(is_mask, args[1]))):
             if not isinstance(args[0], FakeTensor):  # a tensor with values, on the host
-                return with_values(func)(*args, **(kwargs or {}))
+                return with_values(func)(*args, **kwargs)
             return self.read(name, *args)
+        if name.startswith("index_put") and any(map(is_mask, args[1])) and args[2].device.type != "cpu":
+            self.wait(name)  # to write one number from the host, it need not count the mask
         out = None
         if name != "_fused_sgd_":  # it writes in place, and PyTorch has no fake kernel for it
-            out = func(*args, **(kwargs or {}))
+            out = func(*args, **kwargs)
         self.check(name, args, kwargs, out)
         return out
 
@@ -109,10 +130,10 @@ class Recorder(TorchDispatchMode):
         Raises:
             HostRead: the code is not in `READERS`.
         """
-        where, file, _ = package_frame()
-        if not any(file.startswith(reader) for reader in READERS):
-            raise HostRead(f"{where} reads a value on the host ({name})")
-        number = self.number if file.startswith("forensics/") else 1.0
+        line, place = package_frame()
+        if not place.startswith(tuple(READERS)):
+            raise HostRead(f"{line} reads a value on the host ({name})")
+        number = self.number if place.startswith("forensics/") else 1.0
         known = number == number and number != 0
         if name == "nonzero":
             return tensor.new_zeros(int(known), tensor.dim(), dtype=torch.int64)
@@ -122,13 +143,43 @@ class Recorder(TorchDispatchMode):
             return known
         return number if tensor.is_floating_point() else int(known)
 
-    def check(self, name: str, *used: Any) -> None:
-        """Lists the operation if it used a tensor on the host."""
-        if all(t.device.type in ("cuda", "meta") for t in tree_leaves(used) if isinstance(t, Tensor)):
-            return
-        where, file, function = package_frame()
-        if not any(f"{file}:{function}".startswith(place) for place in HOST):
-            self.foreign.append(f"{name} ({where})")
+    def wait(self, what: str) -> None:
+        """Notices that the host waits for the device.
+
+        Raises:
+            HostRead: the code is not in `WAITERS`.
+        """
+        line, place = package_frame()
+        if self._running and not place.startswith(tuple(WAITERS)):
+            raise HostRead(f"{line} waits for the device ({what})")
+
+    def check(self, name: str, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+        """Notices tensors and generators on the host, copies that wait, and the dtypes of products."""
+        used = tree_leaves((args, kwargs, out))
+        devices = {tensor.device.type for tensor in used if isinstance(tensor, Tensor)} - {"meta"}
+        if name in PRODUCTS and isinstance(out, Tensor):
+            self.products[out.dtype] += 1
+        if len(devices) > 1 and name in ("copy_", "_to_copy"):
+            asynchronous = kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,))
+            if not asynchronous:
+                self.wait(name)
+        for generator in used:
+            if isinstance(generator, FakeGenerator) and generator.kind not in devices:
+                raise RuntimeError(f"{name}: a generator on {generator.kind} for a tensor on {devices}")
+        if "cpu" in devices:
+            line, place = package_frame()
+            if not place.startswith(tuple(HOST)):
+                self.foreign.append(f"{name} ({line})")
+
+
+class FakeGenerator(torch.Generator):
+    """A generator of the host that remembers the device it was made for."""
+
+    def __new__(cls, device: Any = "cpu") -> "FakeGenerator":
+        """Makes it for `device`."""
+        made = super().__new__(cls)
+        made.kind = torch.device(device).type
+        return made
 
 
 def is_mask(index: Any) -> bool:
@@ -136,16 +187,19 @@ def is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype == torch.bool
 
 
-def package_frame() -> tuple[str, str, str]:
-    """Returns `file:line`, file and function of the innermost frame in the package; the file is relative to it."""
+def package_frame() -> tuple[str, str]:
+    """Returns `file:line` and `file:function` of the innermost frame in the package; both are empty if there is none.
+
+    The file is relative to the package. Comprehensions count as the function around them.
+    """
     frame = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(PACKAGE):
-            file = path.removeprefix(PACKAGE)
-            return f"{file}:{frame.f_lineno}", file, frame.f_code.co_name
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
+            file = code.co_filename.removeprefix(PACKAGE)
+            return f"{file}:{frame.f_lineno}", f"{file}:{code.co_name}"
         frame = frame.f_back
-    return "outside the package", "", ""
+    return "outside the package", ""
 
 
 # ---- what needs a real device
@@ -212,9 +266,9 @@ def without_devices(record: Callable[..., Any]) -> Callable[..., Any]:
     return dispatch
 
 
-def real(tensor: Tensor, method: Callable[..., Any], instead: Callable[..., Any], *args: Any) -> Any:
-    """Calls `instead` for a fake tensor, and PyTorch's own method for any other."""
-    return (instead if isinstance(tensor, FakeTensor) else method)(tensor, *args)
+def if_fake(tensor: Tensor, stand_in: Callable[..., Any], method: Callable[..., Any], *args: Any) -> Any:
+    """Calls the stand-in for a fake tensor, and PyTorch's own method for any other."""
+    return (stand_in if isinstance(tensor, FakeTensor) else method)(tensor, *args)
 
 
 def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,11 +298,11 @@ def made(make: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def memory(capability: tuple[int, int]) -> dict[str, Any]:
-    """Returns what stands in for functions of `torch.cuda`."""
+def cuda_functions(capability: tuple[int, int], wait: Callable[[str], None]) -> dict[str, Any]:
+    """Returns what stands in for functions of `torch.cuda`; `wait` is told when the host waits."""
     name = {7: "Tesla V100-SXM2-32GB", 8: "NVIDIA A100-SXM4-80GB", 9: "NVIDIA H100 80GB HBM3"}[capability[0]]
     about = SimpleNamespace(name=name, major=capability[0], minor=capability[1], total_memory=80 * 2**30)
-    stream, no_state = SimpleNamespace(synchronize=lambda: None), torch.empty(0)
+    stream, no_state = SimpleNamespace(synchronize=lambda: wait("a stream")), torch.empty(0)
     return {
         "get_device_capability": lambda *_: capability,
         "get_device_name": lambda *_: name,
@@ -259,7 +313,7 @@ def memory(capability: tuple[int, int]) -> dict[str, Any]:
         "max_memory_allocated": lambda *_: 0,
         "mem_get_info": lambda *_: (80 * 2**30, 80 * 2**30),
         "current_stream": lambda *_: stream,
-        "synchronize": lambda *_: None,
+        "synchronize": lambda *_: wait("synchronize"),
         "get_rng_state": lambda *_: no_state,
         "set_rng_state": lambda *_: None,
     }
@@ -281,17 +335,17 @@ def as_if_on_a_card(
         told = HEALTHY if reading is None else reading(in_flight._step)
         return told._replace(step=in_flight._step, lr=in_flight._lr)
 
-    generator, deepcopy = torch.Generator, Tensor.__deepcopy__
+    recorder, deepcopy = Recorder(number), Tensor.__deepcopy__
     with ExitStack() as stack:
         replace = lambda *where: stack.enter_context(mock.patch.object(*where))  # noqa: E731
-        for name, instead in memory(capability).items():
+        for name, instead in cuda_functions(capability, recorder.wait).items():
             replace(torch.cuda, name, instead)
-        replace(torch, "Generator", lambda *_, **__: generator())
+        replace(torch, "Generator", FakeGenerator)
         replace(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
         replace(torch._C, "_current_autograd_node", lambda: Walk.node)
         replace(torch.autograd, "grad", grad)
         replace(Tensor, "backward", backward)
-        replace(Tensor, "__deepcopy__", lambda tensor, memo: real(tensor, deepcopy, copied, memo))
+        replace(Tensor, "__deepcopy__", lambda tensor, memo: if_fake(tensor, copied, deepcopy, memo))
         replace(Trace, "__torch_dispatch__", without_devices(Trace.__torch_dispatch__))
         replace(nn.Module, "to", move)
         replace(hardware, "pick", lambda *_: CARD)
@@ -300,4 +354,4 @@ def as_if_on_a_card(
         replace(build, "Prefetch", Direct)
         replace(InFlight, "wait", arrived)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        yield stack.enter_context(Recorder(number))
+        yield stack.enter_context(recorder)

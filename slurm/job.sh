@@ -127,7 +127,9 @@ case $code in 1) code=143 ;; 99) code=1 ;; esac
 if [[ -n $traces ]]; then
   rmdir "$traces" 2>/dev/null   # unless there are any
 fi
+trained=''
 if [[ $(progress) != "$begun" ]]; then
+  trained=1
   rm -f "$without_step"
 fi
 
@@ -135,6 +137,8 @@ if [[ -n $ended ]]; then
   say "ended by Slurm, code $code"
 elif ((code == 75)); then
   requeue "saved"
+elif ((code == 143)) && [[ -n $trained ]]; then
+  requeue "ended by SIGTERM, or by the loss of another node"
 elif ((code == 143)); then
   starts=$(($(cat "$without_step" 2>/dev/null) + 1))
   echo "$starts" >"$without_step"

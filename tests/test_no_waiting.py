@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stabletrain.step import commit, compute
+from stabletrain.step import InFlight, commit, compute
+from stabletrain.trainer import loop
 from stabletrain.trainer.build import build
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
@@ -49,3 +50,24 @@ def test_a_question_would_be_noticed():
     with Questions() as questions:
         bool(torch.ones(()) > 0)
     assert questions.asked == ["_local_scalar_dense"]
+
+
+def test_a_step_is_read_after_the_next_is_launched(tmp_path, monkeypatch):
+    order = []
+    for owner, name, method in (
+        (loop, "compute", compute),
+        (loop, "commit", commit),
+        (InFlight, "wait", InFlight.wait),
+    ):
+
+        def noted(*args, name=name, call=method):
+            order.extend([name] if order[-1:] != [name] else [])
+            return call(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+    chosen = ["steps=4", "checkpoint=off", "monitors=none", "guard=skip", "report=false", "compile=false"]
+    with composed(*TINY_GPT, *chosen) as cfg:
+        loop.train(build(cfg, tmp_path))
+    # The user waits for the line of the first step, and the state after the last step is evaluated.
+    first, overlapping, last = ["compute", "commit", "wait"], ["compute", "wait", "commit"], ["wait"]
+    assert order == [*first, "compute", "commit", *overlapping, *overlapping, *last]

@@ -70,6 +70,7 @@ def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> Non
     # Check before changing anything: a checkpoint that does not fit must leave the model as it was.
     _check_model(tree["model"], state)
     _check_optimizer(tree["optimizer"], state)
+    device = next(state.model.parameters()).device
     for name, part in parts.items():
         if name not in tree["parts"]:
             raise ConfigError(
@@ -77,7 +78,7 @@ def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> Non
                 "version, or start a new run in another folder"
             )
         try:
-            part.load_state_dict(map_tensors(torch.clone, tree["parts"][name]))
+            part.load_state_dict(map_tensors(lambda tensor: tensor.to(device, copy=True), tree["parts"][name]))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"the checkpoint's state of '{name}' does not fit ({error!r}): {FIX}") from error
     live = state.model.state_dict()

@@ -52,6 +52,7 @@ class ReplayReport:
                 "finite": self.now.finite,
                 "then": then,
                 "now": now,
+                "rank": None if self.part is None else self.part.rank,
                 "zero_gradients": self.now.zero_gradients,
                 "overrides": self.overrides,
                 "changed_files": self.changed,
@@ -62,6 +63,8 @@ class ReplayReport:
     def __str__(self) -> str:
         """A table and the verdict."""
         lines = [f"{'':<6}{'loss':>14}{'gradient norm':>16}"]
+        if self.part is not None:
+            lines.insert(0, f"rank {self.part.rank}'s own part of the step:")
         for name, one in (("then", self.part or self.then), ("now", self.now)):
             if one is not None:
                 norm = "unknown" if one.grad_norm is None else f"{one.grad_norm:.8g}"

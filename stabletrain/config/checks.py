@@ -34,6 +34,9 @@ LOWEST = {
 }
 """Numbers and their lowest allowed values."""
 
+HIGHEST = {"parallel.start_timeout": 10**6, "parallel.timeout": 10**6}
+"""Numbers and their highest allowed values: PyTorch's clocks overflow far above a million seconds, which is 11 days."""
+
 NULLS = {
     "eval_batches": 1,
     "warmup.steps": 1,
@@ -73,6 +76,9 @@ def check(cfg: DictConfig) -> None:
     for key, lowest in LOWEST.items():
         if (value := values.get(key)) is not None and value < lowest:
             raise ConfigError(f"{key}={value} is below {lowest}")
+    for key, highest in HIGHEST.items():
+        if (value := values.get(key)) is not None and value > highest:
+            raise ConfigError(f"{key}={value} is above {highest}")
     if not 0 <= cfg.seed < 2**63:
         raise ConfigError(f"seed={cfg.seed} is outside [0, 2^63)")
     if cfg.batch_size % cfg.grad_accum_steps:

@@ -2,7 +2,8 @@
 
 Each rank replays its own part of the step on a copy of the whole model, without communication, so a rank whose model
 raises does not block the others. It compares the replay with what this rank itself measured in the step, not with the
-step's numbers, which are sums over all ranks. Then the ranks exchange how surely their own part was bad:
+step's numbers, which are sums over all ranks. Then the ranks exchange how strong the evidence against their own part
+is:
 
 | level | this rank's part |
 |---|---|
@@ -79,14 +80,15 @@ class DistributedIncidentHandler(NoIncidentHandler):
         if not all(exchange(lambda: not self._ranks.is_main or own.has_budget())):
             return None
         own.count()
-        # The other ranks wait for this one: use at most half of the time that they do.
-        repro, deadline = together(make), own.deadline(timeout().total_seconds() / 2)
+        repro = together(make)
         # Bad samples explain the step: then no rank replays it, and weights are needed only to be saved.
         bad = exchange(lambda: bool(bad_samples(repro.batch, repro.tools.sanitizer.vocab_size, classes)))
         if own.keep_state or not any(bad):
             together(states.check)  # before anything is allocated or gathered
             together(states.prepare)
             repro = replace(repro, model=together(states.gather))
+        # From here on the other ranks wait for this one: use at most half of the time that they do.
+        deadline = own.deadline(timeout().total_seconds() / 2)
         older, found, error = OlderState(states), None, None
         if bad[self._ranks.rank] or not any(bad):
             try:

@@ -93,7 +93,7 @@ def investigate(
 ) -> Findings:
     """Investigates a step. Never raises because of the model, and changes no live state.
 
-    On several ranks, `repro.older` is called once or not at all, and raises NotInvestigated if a rank has failed.
+    On several ranks, only the first call of `repro.older` communicates. It raises NotInvestigated if a rank has failed.
 
     Args:
         kind: as in `Evidence`.

@@ -40,34 +40,50 @@ def pick(wanted: str, local_rank: int = 0, local_world_size: int = 1) -> torch.d
         ConfigError: the name is not a device, the machine does not have it, there are more ranks than GPUs, or
             PyTorch's build cannot run on it.
     """
-    kind, _, index = wanted.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (index and (kind == "auto" or not index.isdigit())):
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", wanted):
         raise ConfigError(f"device={wanted} is not a device: use auto, cpu, cuda or cuda:0")
+    kind, _, index = wanted.partition(":")
     count = torch.cuda.device_count() if kind != "cpu" and torch.cuda.is_available() else 0
     if kind == "cpu" or (kind == "auto" and not count):
         return torch.device("cpu")
     if int(index or 0) >= count:
-        raise ConfigError(f"device={wanted}: this machine has {count} CUDA devices; use device=auto or device=cpu")
+        raise ConfigError(
+            f"device={wanted}: this machine has {devices(count)}{selected()}; use device=auto or device=cpu"
+        )
     if local_world_size > count:
         raise ConfigError(f"device={wanted}: {too_many(local_world_size, count)}")
     device = torch.device("cuda", int(index or local_rank))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # PyTorch says here in 20 lines what `check_build` says in one
-        torch.cuda.set_device(device)
-        capability = torch.cuda.get_device_capability(device)
+        try:
+            torch.cuda.set_device(device)
+            capability = torch.cuda.get_device_capability(device)
+        except RuntimeError as error:  # another process has it for itself, or the driver does not work
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(f"device={wanted}: CUDA cannot use {device} ({reason}); try device=cpu") from error
     check_build(wanted, device, capability)
     return device
 
 
 def too_many(ranks: int, count: int) -> str:
     """Returns the message for more ranks on a machine than GPUs."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    cards = f"{count} visible CUDA device{'s' if count > 1 else ''}{selected()}"
     return (
-        f"{ranks} ranks on this machine, but {count} visible CUDA device{'s' if count > 1 else ''}{shown}: each rank "
-        f"needs its own; use torchrun --nproc_per_node={count}, or make all GPUs of the machine visible to every rank "
+        f"{ranks} ranks on this machine, but {cards}: each rank needs its own; use torchrun "
+        f"--nproc_per_node={count}, or make all GPUs of the machine visible to every rank "
         "(with Slurm: one task per node, as slurm/job.sh does), or use device=cpu"
     )
+
+
+def devices(count: int) -> str:
+    """Returns a number of GPUs in words."""
+    return f"{count} CUDA device{'' if count == 1 else 's'}"
+
+
+def selected() -> str:
+    """Returns the environment variable that hides GPUs, in brackets; empty if it is not set."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
 
 
 def check_build(wanted: str, device: torch.device, capability: tuple[int, int]) -> None:

@@ -43,13 +43,14 @@ def as_rank_lost(error: BaseException, ranks: Ranks) -> RankLost | None:
         return None
     with suppress(ValueError):  # only the main thread can set handlers
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all ranks: report first
-    waited = ""
+    lost, waited = describe_lost_rank(ranks), ""
     if "timed out" in connection_error(error).lower():
+        put(ranks, "last", f"it waited {timeout().total_seconds():g} s for another rank")
         waited = (
             f"; this rank has waited for {timeout().total_seconds():g} s: if the ranks need longer, raise "
             "parallel.timeout, or parallel.start_timeout if the first step is not done yet"
         )
-    return RankLost(describe_lost_rank(ranks) + waited)
+    return RankLost(lost + waited)
 
 
 def describe_lost_rank(ranks: Ranks) -> str:

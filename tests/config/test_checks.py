@@ -141,6 +141,7 @@ def test_a_preset_for_gpts_names_what_a_resnet_can_take_instead(preset, instead)
     [
         (["steps=0"], "steps=0 is below 1"),
         (["parallel.timeout=0"], "parallel.timeout=0 is below 1"),
+        (["parallel.timeout=1000001"], "parallel.timeout=1000001 is above 1000000"),
         (["parallel.start_timeout=0"], "parallel.start_timeout=0 is below 1"),
         (["seed=-1"], "seed=-1 is outside [0, 2^63)"),
         (["optimizer.lr=fast"], "optimizer.lr=fast is not a number: the default is 0.003"),

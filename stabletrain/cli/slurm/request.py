@@ -67,8 +67,13 @@ COUNTS = {"gpus_per_node": 1, "cpus_per_gpu": 1, "notice": 30}
 OF_JOB = (
     *("-n", "--ntasks", "--ntasks-per-node", "-N", "--nodes", "-w", "--nodelist", "-x", "--exclude"),
     *("-r", "--relative", "-c", "--cpus-per-task", "-K", "--kill-on-bad-exit", "--multi-prog", "--pty"),
+    *("--gpus-per-task", "--ntasks-per-gpu", "-D", "--chdir", "--export"),
 )
-"""Options of `srun` that `slurm/job.sh` sets or relies on: it starts one task on each node of the job."""
+"""Options of `srun` that `slurm/job.sh` sets or relies on.
+
+It starts one task on each node of the job. The task sees all GPUs of the node, and has the job's folder and environment
+variables.
+"""
 
 
 def srun_options(lines: str, where: str = "srun") -> list[str]:
@@ -92,7 +97,7 @@ def srun_options(lines: str, where: str = "srun") -> list[str]:
             raise ConfigError(f"{where}: {line} is not one option: write one per line, and quote a value with spaces")
         name = option.partition("=")[0] if option.startswith("--") else option[:2]
         if any(each.startswith(name) for each in OF_JOB):  # srun also accepts the first letters of a long option
-            raise ConfigError(f"{where}: {option} changes the tasks that slurm/job.sh starts: leave it out")
+            raise ConfigError(f"{where}: {option} changes what slurm/job.sh sets or relies on: leave it out")
         options += words
     return options
 

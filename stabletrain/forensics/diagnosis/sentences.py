@@ -22,10 +22,13 @@ def difference(e: Evidence, again: Outcome) -> str:
     if not e.parts_normal:
         mine = numbers(e.part.loss, e.part.grad_norm)
         return f"a replay of rank {e.part.rank}'s part of the step gives {replayed}; in the step, it gave {mine}"
-    own = "its own loss in the step was" if e.part.grad_norm is None else "its own numbers in the step were"
-    text = f"the step gave {step}, but the part of every rank is normal in a replay, as {own}"
+    own = "loss" if e.part.grad_norm is None else "loss and gradient norm"
+    text = f"the step gave {step}, but every rank's own {own} was normal in the step and in a replay"
     if e.part.shard_norm is not None and not math.isfinite(e.part.shard_norm):
-        text += f"; rank {e.part.rank}'s shard of the summed gradient was not finite"
+        text += (
+            f". Rank {e.part.rank}'s shard of the summed gradient was not finite: the fault lies with this rank, with "
+            "another one, or with the network between them"
+        )
     return text
 
 

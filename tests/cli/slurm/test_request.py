@@ -78,15 +78,17 @@ def test_a_mistake_is_one_line_and_nothing_is_left(launch, tmp_path, name):
         ("[any]\nnotice = 5\n", "[any] notice = 5 is not a whole number of at least 30"),
         ("[any]\ntime = later\n", "later is not a time"),
         ("[any]\nsrun = cpu-bind=cores\n", "[any] srun: cpu-bind=cores is not one option: write one per line"),
-        ("[any]\nsrun =\n  -l\n  --ntasks-per=2\n", "[any] srun: --ntasks-per=2 changes the tasks that slurm/job.sh"),
-        ("[any]\nsrun = -N2\n", "[any] srun: -N2 changes the tasks"),
+        ("[any]\nsrun =\n  -l\n  --ntasks-per=2\n", "[any] srun: --ntasks-per=2 changes what slurm/job.sh"),
+        ("[any]\nsrun = -N2\n", "[any] srun: -N2 changes what slurm/job.sh sets or relies on"),
+        ("[any]\nsrun = --gpus-per-task=1\n", "[any] srun: --gpus-per-task=1 changes what slurm/job.sh"),
+        ("[any]\nsrun = --export NONE\n", "[any] srun: --export changes what slurm/job.sh"),
         ("[any]\nsrun = --container-image=a b\n", "--container-image=a b is not one option"),
         ("[any]\nsrun = -l --\n", "-l -- is not one option"),
         ("[any]\nsrun = --container-image='a\n", "[any] srun: --container-image='a: No closing quotation"),
         ("partition = x\n", "File contains no section headers"),
         (None, "cannot be read (No such file or directory): see slurm/README.md"),
     ],
-    ids=["key", "notice", "time", *(f"srun{n}" for n in range(6)), "section", "file"],
+    ids=["key", "notice", "time", *(f"srun{n}" for n in range(8)), "section", "file"],
 )
 def test_a_mistake_in_the_clusters_file_is_named(launch, tmp_path, text, message):
     (tmp_path / "cluster.conf").unlink()

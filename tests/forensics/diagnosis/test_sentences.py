@@ -68,11 +68,15 @@ def test_a_replay_is_compared_with_the_step_or_with_the_part_of_its_rank():
 
 def test_if_every_part_was_normal_the_sum_over_the_ranks_is_reported():
     normal = replace(SPIKE, part=RankPart(1, 4.0, 1.0), parts_normal=True)
-    text = "the step gave loss 9 and gradient norm 80, but the part of every rank is normal in a replay, as its own "
-    assert difference(normal, FINE) == f"{text}numbers in the step were"
+    text, end = (
+        "the step gave loss 9 and gradient norm 80, but every rank's own",
+        "was normal in the step and in a replay",
+    )
+    assert difference(normal, FINE) == f"{text} loss and gradient norm {end}"
     sharded = replace(normal, part=RankPart(1, 4.0, None, 2.0))
-    assert difference(sharded, FINE) == f"{text}loss in the step was"
+    assert difference(sharded, FINE) == f"{text} loss {end}"
     bad = replace(normal, part=RankPart(1, 4.0, None, math.nan))
     assert difference(bad, FINE) == (
-        f"{text}loss in the step was; rank 1's shard of the summed gradient was not finite"
+        f"{text} loss {end}. Rank 1's shard of the summed gradient was not finite: the fault lies with this rank, with "
+        "another one, or with the network between them"
     )
