@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from stabletrain.forensics import distributed_handler
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Damage, LargestInput
 from stabletrain.forensics.distributed_handler import (
@@ -16,10 +17,12 @@ from stabletrain.forensics.distributed_handler import (
     step_was_bad,
     unattributed,
 )
-from stabletrain.forensics.handler import NoIncidentHandler
+from stabletrain.forensics.handler import IncidentHandler, NoIncidentHandler
 from stabletrain.forensics.investigate import Findings
 from stabletrain.parallel.ranks import Ranks
+from stabletrain.parallel.whole import WholeState
 from stabletrain.records import RankPart
+from tests.forensics import given
 from tests.forensics.diagnosis.given import BAD, FINE, NAN, READING, SPIKE
 
 CALM = replace(SPIKE, outcomes={"same": FINE}, part=RankPart(0, 4.0, 1.0))
@@ -94,6 +97,36 @@ def test_if_every_part_was_normal_the_sum_over_the_ranks_is_to_blame():
 def test_a_step_that_was_skipped_for_its_inputs_or_only_investigated_was_not_bad():
     assert not step_was_bad(replace(CALM, reading=READING._replace(loss=4.0, grad_norm=1.0)))
     assert not step_was_bad(replace(CALM, kind="loss_scale"))
+
+
+def test_gathering_the_weights_takes_no_time_from_the_diagnosis(tmp_path, monkeypatch):
+    order = []
+
+    class Gathered(WholeState):
+        def gather(self):
+            order.append("gather")
+            return super().gather()
+
+    class Own(IncidentHandler):
+        def has_budget(self):
+            return True
+
+        def deadline(self, longest=math.inf):
+            order.append("deadline")
+            return super().deadline(longest)
+
+        def investigate(self, *_, **__):
+            order.append("investigate")
+
+    monkeypatch.setattr(distributed_handler, "exchange", lambda work: [work()])
+    monkeypatch.setattr(distributed_handler, "together", lambda work: work())
+    monkeypatch.setattr(distributed_handler.OlderState, "finish", lambda self, error: None)
+    job = given.made(tmp_path, *given.GPT)
+    repro = given.scene_of(job, job.data.load(0), reading=READING)
+    handler = DistributedIncidentHandler(Own(), Ranks(0, 2, 0, launched=True))
+    states = Gathered(job.state.model, lambda: None)
+    assert handler.handle(lambda: repro, "nonfinite", states=states, classes=None, optimizer=None) is None
+    assert order == ["gather", "deadline", "investigate"]
 
 
 def test_one_process_keeps_its_handler():

@@ -80,6 +80,13 @@ def test_who_has_waited_in_vain_says_how_long_and_what_to_raise(store):
     assert str(lost).endswith("although all still run")
 
 
+def test_a_rank_that_gave_up_waiting_tells_the_one_it_waited_for(store):
+    publish_location(rank(0))
+    publish_location(rank(1))
+    as_rank_lost(RuntimeError("[gloo/buffer.cc:81] Timed out waiting 900000ms for recv operation"), rank(1))
+    assert str(as_rank_lost(CLOSED, rank(0))) == "rank 1 of 2 has ended: it waited 900 s for another rank"
+
+
 def test_an_error_of_another_kind_is_left_alone(store):
     before = signal.getsignal(signal.SIGTERM)
     assert as_rank_lost(ValueError("Connection closed by peer"), rank(0)) is None
