@@ -148,7 +148,9 @@ def test_a_step_that_was_finite_when_the_run_replayed_it_is_not_fixed_by_a_chang
 
 def test_on_several_ranks_the_numbers_of_the_replayed_part_are_shown():
     found = report(BROKEN, FINE, part=RankPart(1, 4.5, None))
-    assert str(found).splitlines()[1].split() == ["then", "4.5", "unknown"]
+    first, _, then, *_ = str(found).splitlines()
+    assert first == "rank 1's own part of the step:"
+    assert then.split() == ["then", "4.5", "unknown"]
     assert found.as_json()["then"] == {"loss": 4.5, "grad_norm": None}
     known = report(BROKEN, FINE, part=RankPart(1, 4.5, 1.5))
     assert str(known).splitlines()[1].split() == ["then", "4.5", "1.5"]
