@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch.optim import Optimizer
 
+from stabletrain.checkpoint.tree import Tree
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.agreement import NotInvestigated, in_one_line
 from stabletrain.forensics.diagnosis.cause_table import CAUSES
@@ -132,7 +133,15 @@ class IncidentHandler(NoIncidentHandler):
             if not self.has_budget():
                 return None
             self.count()
-            repro = replace(make(), model=states.gather(), older=states.gather_older, deadline=self.deadline())
+            repro = make()
+            states.check()  # before anything is allocated or gathered: FSDP shards the model with one rank, too
+            states.prepare()
+
+            def older() -> Tree | None:
+                states.prepare_older()
+                return states.gather_older()
+
+            repro = replace(repro, model=states.gather(), older=older, deadline=self.deadline())
             found = self.investigate(repro, kind, classes=classes, optimizer=optimizer, limits=limits)
             return None if found is None else self.write_incident(repro, found)
         except Exception as error:
