@@ -15,7 +15,7 @@ SHORT = [
     "a NaN activation",
     "wrong labels, bright images",
     "one update 10000 times too long",
-    "one update 150 times too long, long after the older state, bf16",
+    "one update 300 times too long, long after the older state, bf16",
     "weights of 1e12",
     "log of a closed gate",
     "root of 0, backward",

@@ -168,11 +168,11 @@ ALL: list[Fault] = [
         steps=50,
     ),
     Fault(
-        "one update 150 times too long, long after the older state, bf16",
+        "one update 300 times too long, long after the older state, bf16",
         "gpt",
         "lr_too_high",
         [
-            *("faults=learning_rate", "faults.at=[108]", "faults.factor=150"),
+            *("faults=learning_rate", "faults.at=[108]", "faults.factor=300"),
             *("guard.snapshot_every=60", "optimizer.lr=0.005", *BF16),
         ],
         fix="run",
