@@ -299,7 +299,7 @@ def made(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cuda_functions(capability: tuple[int, int], wait: Callable[[str], None]) -> dict[str, Any]:
-    """Returns what stands in for functions of `torch.cuda`; `wait` is told when the host waits."""
+    """Returns replacements for functions of `torch.cuda`. They call `wait` where the host waits for the device."""
     name = {7: "Tesla V100-SXM2-32GB", 8: "NVIDIA A100-SXM4-80GB", 9: "NVIDIA H100 80GB HBM3"}[capability[0]]
     about = SimpleNamespace(name=name, major=capability[0], minor=capability[1], total_memory=80 * 2**30)
     stream, no_state = SimpleNamespace(synchronize=lambda: wait("a stream")), torch.empty(0)
