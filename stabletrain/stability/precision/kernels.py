@@ -40,8 +40,8 @@ def set_kernels(tf32: bool) -> None:
 def set_fp32_precision(precisions: Sequence[str]) -> None:
     """Sets the precision of each of `ON_CARD` and `IN_ONEDNN`, in PyTorch's older and newer calls."""
     matmul, convolution, _, matmul_in_onednn, *_ = precisions
-    # The older calls first: they also change the newer calls' copy, for several operations at once. Of the two names for
-    # TF32, `medium` also means bf16 in oneDNN's matmul.
+    # The older calls first: they also change the newer calls' copy, for several operations at once. `medium` means TF32
+    # too, with bf16 in oneDNN's matmul.
     with_tf32 = "medium" if matmul_in_onednn == "bf16" else "high"
     torch.set_float32_matmul_precision(with_tf32 if matmul == "tf32" else "highest")
     cudnn.allow_tf32 = convolution == "tf32"
