@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stabletrain.buffers import SavedBuffers
 from stabletrain.parallel.ranks import Ranks, Timeouts, all_gather_object, all_gather_tensor, set_timeout
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, OwnNumbers, RankPart, StepChecks
@@ -53,12 +54,12 @@ class Distributed(SingleProcess):
         return loss * self.ranks.world_size
 
     @torch.no_grad()
-    def average_buffers_(self, model: nn.Module, held: list[Tensor]) -> None:
+    def average_buffers_(self, model: nn.Module, held: SavedBuffers) -> None:
         """Averages the changes of BatchNorm's statistics over the ranks: persistent floating-point buffers only."""
         names = model.state_dict().keys()
         changed = [
             (buffer, before)
-            for (name, buffer), before in zip(model.named_buffers(), held, strict=True)
+            for (name, buffer), before in zip(model.named_buffers(), held.tensors(), strict=True)
             if name in names and buffer.is_floating_point()
         ]
         if not changed:
@@ -85,10 +86,11 @@ class Distributed(SingleProcess):
     ) -> tuple[LossTerms, GradNorms, StepChecks]:
         """Combines the numbers of all ranks; see the module."""
         # One row per rank: the numbers of its own slice (OWN), its buffers and stop request, its gradient norms.
-        stop = torch.full_like(terms.total, float(bool(self._wish)))
-        bad = checks.bad_data.float()
-        head = torch.stack([terms.total, terms.ce, terms.zloss, bad, checks.inputs, checks.buffers, stop])
-        row = torch.cat([head.float(), self.of_gradients(norms)])
+        numbers = (terms.total, terms.ce, terms.zloss, checks.bad_data, checks.inputs, checks.buffers)
+        numbers = [
+            n if isinstance(n, Tensor) else torch.full_like(terms.total, n) for n in (*numbers, bool(self._wish))
+        ]
+        row = torch.cat([torch.stack(numbers).float(), self.of_gradients(norms)])
         rows = row.new_empty(self.ranks.world_size * row.numel())
         all_gather_tensor(rows, row)
         rows = rows.view(self.ranks.world_size, -1)
@@ -98,7 +100,7 @@ class Distributed(SingleProcess):
         culprits = (rows[:, 3] > 0) | ~torch.isfinite(rows[:, :OWN]).all(dim=1)
         first = torch.where(culprits.any(), culprits.float().argmax(), -1)
         met = StepChecks(
-            bad_data=(rows[:, 3] > 0).any(),
+            bad_data=rows[:, 3].amax(),
             inputs=rows[:, 4].amax(),
             buffers=rows[:, 5].amax(),
             stop=(rows[:, 6] > 0).any(),

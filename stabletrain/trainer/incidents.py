@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
+from stabletrain.buffers import SavedBuffers
 from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.forensics.probes.samples import MOST, bad_samples, describe
 from stabletrain.forensics.repro import Repro, is_scaled
@@ -34,7 +33,7 @@ class ExecutedStep(NamedTuple):
     in_flight: InFlight
     batch: Batch
     classes: int | None
-    saved_buffers: list[Tensor]
+    saved_buffers: SavedBuffers
     own: OwnNumbers | None = None
 
     def reading(self) -> Reading:
@@ -140,7 +139,7 @@ def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> Re
     model = run.state.model
     return Repro(
         model=model,
-        buffers=[*model.buffers()] if reading.applied else executed.saved_buffers,
+        buffers=[*model.buffers()] if reading.applied else executed.saved_buffers.tensors(),
         step=reading.step - 1,
         batch=executed.batch,
         micro_batches=run.plan.grad_accum_steps,

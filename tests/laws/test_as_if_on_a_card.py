@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.fake_card import HEALTHY, HOST, READERS, WAITERS, HostRead, as_if_on_a_card
-from stabletrain import step
+from stabletrain import buffers, step
 from stabletrain.config.checks import check
 from stabletrain.errors import ConfigError
 from stabletrain.stability.clipping import NormClip
@@ -223,10 +223,10 @@ BREAKS = {
     "the gate waits": (SkipGuard, "gate", waits),
     "the check of the inputs waits": (Sanitizer, "inputs", waits),
     "the objective waits": (Objective, "__call__", waits),
-    "the norms are selected by a mask": (step, "measure", selects),
+    "the norms are selected by a mask": (step, "measure_all", selects),
     "the number of targets is on the host": (step, "count_targets", from_host),
     "the gate is on the host": (SkipGuard, "gate", from_host),
-    "the buffers are saved on the host": (step, "save_buffers", from_host),
+    "the buffers are saved on the host": (buffers.Buffers, "save", from_host),
     "a number is made on the host": (LossScaled, "scale", with_constant),
     "a vector is made on the host": (LossScaled, "scale", with_vector),
     "the loss scale is kept on the host": (LossScaled, "loss_scale", from_host),
