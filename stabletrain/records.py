@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
@@ -19,16 +19,32 @@ LOGITS_AT_ONCE = 2**26
 
 
 @dataclass(frozen=True)
+class Transform:
+    """What the device still has to do to a batch's inputs, such as cropping and normalising images.
+
+    Attributes:
+        apply: returns the inputs for the model, from the batch's inputs and `each` on the same device. It must be a
+            pure function that treats each sample independently.
+        each: the numbers that `apply` needs for each sample, `[batch, ...]`, such as where to crop.
+    """
+
+    apply: Callable[[Tensor, Tensor], Tensor]
+    each: Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
     """A batch or micro-batch of samples.
 
     Attributes:
         inputs: `[batch, time]` int64 tokens or `[batch, channels, height, width]` float32 images. A user's model and
-            data may agree on anything else whose first dimension is the batch.
+            data may agree on anything else whose first dimension is the batch. With a `transform`, what that takes.
         targets: int64 class or next-token ids, `[batch]` or `[batch, time]`; `IGNORE_INDEX` is ignored.
         ids: int64 `[batch]` on the CPU, the samples' indices in the data set; None if unknown.
         sources: for each sample one line that says where it came from (file and offset); None if unknown.
-        counted: number of valid targets in the whole batch, if this is one rank's shard of it; None for a whole batch.
+        counted: number of valid targets in the whole batch, of which this may be one rank's shard; None if unknown, and
+            this is the whole batch.
+        transform: is applied to the inputs when the batch is moved to the model's device; None if they are complete.
     """
 
     inputs: Tensor
@@ -36,24 +52,41 @@ class Batch:
     ids: Tensor | None = None
     sources: Sequence[str] | None = None
     counted: int | None = None
+    transform: Transform | None = None
 
     def __len__(self) -> int:
         """Number of samples."""
         return self.inputs.shape[0]
 
     def to(self, device: torch.device) -> Batch:
-        """Moves inputs and targets to `device`; from pinned memory the copy is asynchronous."""
-        return replace(
+        """Moves inputs and targets to `device`, and applies the transform there.
+
+        From pinned memory the copy is asynchronous.
+        """
+        moved = replace(
             self,
             inputs=self.inputs.to(device, non_blocking=True),
             targets=self.targets.to(device, non_blocking=True),
         )
+        return moved.transformed()
+
+    def transformed(self) -> Batch:
+        """Applies the transform, if there is one, on the device that holds the inputs."""
+        if self.transform is None:
+            return self
+        each = self.transform.each.to(self.inputs.device, non_blocking=True)
+        return replace(self, inputs=self.transform.apply(self.inputs, each), transform=None)
 
     def pin_memory(self) -> Batch:
         """Copies the batch to pinned memory; a batch that is on a card already is returned as it is."""
         if self.inputs.is_cuda:
             return self
-        return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory())
+        transform = self.transform
+        if transform is not None:
+            transform = replace(transform, each=transform.each.pin_memory())
+        return replace(
+            self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory(), transform=transform
+        )
 
     def split(self, parts: int) -> list[Batch]:
         """Splits the batch into `parts` micro-batches of equal size, in order.
@@ -74,7 +107,12 @@ class Batch:
             None if self.ids is None else self.ids[rows],
             None if self.sources is None else self.sources[rows],
             self.counted,
+            None if self.transform is None else replace(self.transform, each=self.transform.each[rows]),
         )
+
+    def shard(self, rows: slice) -> Batch:
+        """Selects one rank's samples of a whole batch, marked with the whole batch's number of valid targets."""
+        return self.rows(rows).counting(int((self.targets != IGNORE_INDEX).sum()))
 
     def counting(self, targets: int) -> Batch:
         """Marks the batch as a shard of a batch with `targets` valid targets."""

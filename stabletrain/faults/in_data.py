@@ -29,7 +29,8 @@ class CorruptedData:
     def __getattr__(self, name: str) -> Any:
         if name in ("_data", "_fault"):  # not set yet while this object is being copied: avoids infinite recursion
             raise AttributeError(name)
-        return getattr(self._data, name)
+        found = getattr(self._data, name)
+        return self._rows if name == "rows" and callable(found) else found
 
     def batch(self, step: int, size: int, split: str) -> Any:
         """Returns the data's batch, corrupted if it is a training batch at a planned position."""
@@ -37,7 +38,14 @@ class CorruptedData:
         if split != "train" or not self._fault.hits(step) or not isinstance(batch, Batch):
             return batch
         say(f"{type(self._fault).__name__.lower()} at data position {step}")
-        return self._fault.corrupt(batch, step, self._data)
+        return self._fault.corrupt(batch.transformed(), step, self._data)
+
+    def _rows(self, step: int, size: int, split: str, rows: slice) -> Any:
+        """Returns the data's rows. A corrupted batch is read whole: a fault is drawn over the whole batch."""
+        if split != "train" or not self._fault.hits(step):
+            return self._data.rows(step, size, split, rows)
+        whole = self.batch(step, size, split)
+        return whole.shard(rows) if isinstance(whole, Batch) else whole
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.trainer.banner import busy_note, opening, split_note
-from stabletrain.trainer.contract import checked, cost, make_model, output_note, units, val_batches, vocabulary
+from stabletrain.trainer.contract import checked, cost, make_model, output_note, reads_rows, units, val_batches, vocabulary
 from stabletrain.trainer.tools import tools_from_config
 
 RANK_SEEDS = 1 << 40
@@ -209,18 +209,28 @@ def optimizer_arguments(cfg: DictConfig, kind: type, overrides: Mapping[str, Any
 
 def batch_loader(cfg: DictConfig, process: Process, source: Source, state: TrainState) -> Callable[[int], Batch]:
     """Returns a function that loads this rank's part of the training batch of a step."""
-    world_size = process.ranks.world_size
+    world_size, size = process.ranks.world_size, cfg.batch_size
+    mine = process.parallel.rows(size)
 
     def load(step: int) -> Batch:
-        # `position` leaves out the data that a rollback has skipped
-        batch = checked(source.data.batch(position(step, state.skipped), cfg.batch_size, "train"))
+        at = position(step, state.skipped)  # leaves out the data that a rollback has skipped
+        if reads_rows(source.data):
+            batch = checked(source.data.rows(at, size, "train", mine))
+            if len(batch) == mine.stop - mine.start:
+                return batch
+            if len(batch):
+                raise ConfigError(
+                    f"data: rows({at}, {size}, 'train', {mine}) has {len(batch)} samples: return one for each row"
+                )
+        else:
+            batch = checked(source.data.batch(at, size, "train"))
         if len(batch) % (cfg.grad_accum_steps * world_size):
             among = f" x {world_size} ranks" if world_size > 1 else ""
             raise ConfigError(
                 f"data: batch {step} has {len(batch)} samples, not a multiple of grad_accum_steps="
-                f"{cfg.grad_accum_steps}{among}: return batch_size={cfg.batch_size} samples, or use grad_accum_steps=1"
+                f"{cfg.grad_accum_steps}{among}: return batch_size={size} samples, or use grad_accum_steps=1"
             )
-        return process.parallel.shard_batch(batch, cfg.batch_size)
+        return process.parallel.shard_batch(batch, size)
 
     return load
 
