@@ -4,8 +4,8 @@
 
 Both read the same made photographs of 256 to 500 pixels, crop and resize them at random to 224 pixels, and flip half.
 On a CPU, "stabletrain" is the part that runs on the host beside a GPU: batches of uint8, ready to be sent. "complete"
-also normalises them as fp32 on the CPU. On a GPU both kinds end with fp32 images on the GPU. CPU time is user and system
-time of the process and its workers.
+also normalises them as fp32 on the CPU. On a GPU both loaders end with fp32 images on the GPU. CPU time is user and
+system time of the process and its workers.
 """
 
 import itertools
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=256, help="number of JPEG files")
     parser.add_argument("--batch", type=int, default=32, help="images in a batch")
     parser.add_argument("--count", type=int, default=12, help="batches in a round")
-    parser.add_argument("--workers", default="", help="numbers of workers, separated by commas; default: 1 and all cores")
+    parser.add_argument("--workers", default="", help="numbers of workers, such as 1,2; default: 1 and all")
     asked = parser.parse_args()
     device = hardware.pick(asked.device)
     numbers = sorted({int(n) for n in asked.workers.split(",")} if asked.workers else {1, cores_of_this_rank()})
@@ -211,10 +211,8 @@ def measured(
         compared = ratios(rates[f"{'complete' if on_cpu else 'stabletrain'} {n}"], rates[f"torchvision {n}"])
         yield quantity(where, "over torchvision", compared, "times", last)
     if 1 in numbers and 2 in numbers:
-        yield quantity(
-            "2 workers over 1", "stabletrain", ratios(rates["stabletrain 2"], rates["stabletrain 1"]), "times",
-            "images/workers",
-        )  # fmt: skip
+        scaled = ratios(rates["stabletrain 2"], rates["stabletrain 1"])
+        yield quantity("2 workers over 1", "stabletrain", scaled, "times", "images/workers")
 
 
 if __name__ == "__main__":

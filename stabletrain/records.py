@@ -84,9 +84,7 @@ class Batch:
         transform = self.transform
         if transform is not None:
             transform = replace(transform, each=transform.each.pin_memory())
-        return replace(
-            self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory(), transform=transform
-        )
+        return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory(), transform=transform)
 
     def split(self, parts: int) -> list[Batch]:
         """Splits the batch into `parts` micro-batches of equal size, in order.

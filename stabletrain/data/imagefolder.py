@@ -144,7 +144,7 @@ def class_folders(root: Path, path: str) -> list[str]:
 def layout(path: str) -> str:
     """Describes the folders that `path` should hold."""
     path = path.rstrip("/")
-    return f"expected {path}/<class>/*.png, or {path}/train/<class>/*.png and {path}/val/<class>/*.png (or valid/, test/)"
+    return f"expected {path}/<class>/*.png, or {path}/train/<class>/*.png and {path}/val/<class>/*.png (or test/)"
 
 
 def files_of(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:

@@ -43,7 +43,7 @@ from stabletrain.trainer import roles
 from stabletrain.trainer.banner import closing, sample_text, suggestion
 from stabletrain.trainer.changes import check_data_of_checkpoint, option_fingerprint, record_changes
 from stabletrain.trainer.compile_warmup import warm_up_compiled
-from stabletrain.trainer.contract import make_model, validation
+from stabletrain.trainer.contract import make_model, reads_rows, validation
 from stabletrain.trainer.history import UNITS, History
 from stabletrain.trainer.rollback import Rollback
 from stabletrain.trainer.run import Forensics, Monitoring, Output, Plan, TrainingData, TrainingRun
@@ -104,7 +104,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     load = batch_loader(cfg, process, source, trained.state)
     opened = open_output(cfg, folder, process, source, trained, faults, shown)
     data = TrainingData(
-        batches=Prefetch(load, pin=process.device.type == "cuda"),
+        batches=Prefetch(load, pin=process.device.type == "cuda", threads=2 if reads_rows(source.data) else 1),
         validation=lambda: validation(
             source.data, cfg.batch_size, cfg.eval_batches, process.ranks, opened.tracker.evaluating
         ),

@@ -24,7 +24,16 @@ from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.trainer.banner import busy_note, opening, split_note
-from stabletrain.trainer.contract import checked, cost, make_model, output_note, reads_rows, units, val_batches, vocabulary
+from stabletrain.trainer.contract import (
+    checked,
+    cost,
+    make_model,
+    output_note,
+    reads_rows,
+    units,
+    val_batches,
+    vocabulary,
+)
 from stabletrain.trainer.tools import tools_from_config
 
 RANK_SEEDS = 1 << 40

@@ -15,7 +15,9 @@ def photo(mode="RGB", size=(37, 53)):
     """An image with smooth and sharp parts."""
     drawn = np.random.default_rng(0)
     coarse = Image.fromarray(drawn.integers(0, 256, (6, 5, 3), dtype=np.uint8))
-    pixels = np.asarray(coarse.resize(size, Image.Resampling.BICUBIC)).astype(int) + drawn.integers(-9, 9, (*size[::-1], 3))
+    pixels = np.asarray(coarse.resize(size, Image.Resampling.BICUBIC)).astype(int) + drawn.integers(
+        -9, 9, (*size[::-1], 3)
+    )
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).convert(mode)
 
 
@@ -45,8 +47,8 @@ def test_torchvision_decodes_a_jpeg_as_pillow_does(tmp_path, options):
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize(
     ("name", "stored"),
-    [("a.jpg", "L"), ("a.jpg", "RGB"), ("a.jpg", "CMYK"), ("a.png", "RGBA"), ("a.png", "P"), ("a.png", "1"), ("a.png", "LA")],
-)  # fmt: skip
+    [*(("a.jpg", mode) for mode in ("L", "RGB", "CMYK")), *(("a.png", mode) for mode in ("RGBA", "P", "1", "LA"))],
+)
 def test_every_kind_of_8_bits_is_what_pillow_makes_of_it(tmp_path, name, stored, mode):
     photo(stored).save(tmp_path / name)
     assert torch.equal(decode(tmp_path / name, mode), by_pillow(tmp_path / name, mode))
