@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,16 @@ class Batch:
     def counting(self, targets: int) -> Batch:
         """Marks the batch as a shard of a batch with `targets` valid targets."""
         return replace(self, counted=targets)
+
+
+def reads_rows(data: Any) -> bool:
+    """Whether a data set can read some samples of a batch: it has a method `rows(step, size, split, rows)`.
+
+    A class that inherits `rows` and overrides `batch` cannot: the inherited `rows` knows nothing of its `batch`.
+    """
+    places = [vars(data) if hasattr(data, "__dict__") else {}, *(vars(kind) for kind in type(data).__mro__)]
+    nearest = next((place for place in places if "rows" in place or "batch" in place), {})
+    return "rows" in nearest and callable(data.rows)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.checkpoints import for_all_ranks as checkpoints_for_all_ranks
 from stabletrain.parallel.ranks import Ranks, run_on_main
 from stabletrain.protocols import Guard, Tools
-from stabletrain.records import Batch, TrainState
+from stabletrain.records import Batch, TrainState, reads_rows
 from stabletrain.tracking.metrics import Metrics
 from stabletrain.tracking.progress import Progress
 from stabletrain.tracking.run_folder import NoRunFolder, RunFolder, versions
@@ -43,7 +43,7 @@ from stabletrain.trainer import roles
 from stabletrain.trainer.banner import closing, sample_text, suggestion
 from stabletrain.trainer.changes import check_data_of_checkpoint, option_fingerprint, record_changes
 from stabletrain.trainer.compile_warmup import warm_up_compiled
-from stabletrain.trainer.contract import make_model, reads_rows, validation
+from stabletrain.trainer.contract import make_model, validation
 from stabletrain.trainer.history import UNITS, History
 from stabletrain.trainer.rollback import Rollback
 from stabletrain.trainer.run import Forensics, Monitoring, Output, Plan, TrainingData, TrainingRun

@@ -23,7 +23,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.machine.hardware import flops_per_sample, meta_copy
 from stabletrain.parallel.ranks import Ranks
-from stabletrain.records import IGNORE_INDEX, Batch
+from stabletrain.records import IGNORE_INDEX, Batch, reads_rows
 from stabletrain.stability.objective import check_logits
 
 FROM_DATA = ("vocab_size", "block_size", "num_classes", "in_channels")
@@ -181,11 +181,6 @@ def checked(batch: Any) -> Batch:
     if batch.targets.is_floating_point():
         raise ConfigError(f"data: targets are {batch.targets.dtype}, not class ids: return an integer dtype")
     return batch
-
-
-def reads_rows(data: Any) -> bool:
-    """Whether the data set can read some rows of a batch: it has a method `rows(step, size, split, rows)`."""
-    return callable(getattr(data, "rows", None))
 
 
 def val_batches(data: Any, size: int, limit: int | None) -> int:

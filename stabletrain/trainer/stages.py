@@ -21,19 +21,10 @@ from stabletrain.machine.determinism import mix
 from stabletrain.machine.hardware import Usage, forget_peak, peak_flops
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.protocols import Tools
-from stabletrain.records import Batch, TrainState
+from stabletrain.records import Batch, TrainState, reads_rows
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.trainer.banner import busy_note, opening, split_note
-from stabletrain.trainer.contract import (
-    checked,
-    cost,
-    make_model,
-    output_note,
-    reads_rows,
-    units,
-    val_batches,
-    vocabulary,
-)
+from stabletrain.trainer.contract import checked, cost, make_model, output_note, units, val_batches, vocabulary
 from stabletrain.trainer.tools import tools_from_config
 
 RANK_SEEDS = 1 << 40

@@ -171,9 +171,7 @@ def test_a_class_without_images_is_told(tmp_path):
     assert ImageFolder(str(tmp_path), **FOLDER).split == "no images to validate on in class c"
     for name in ("a", "b"):
         (tmp_path / "train" / name / "0.png").rename(tmp_path / "train" / name / "0.heic")
-    with pytest.raises(
-        ConfigError, match=r"no images to train on in class a, b: remove the folder, or add"
-    ):
+    with pytest.raises(ConfigError, match=r"no images to train on in class a, b: remove the folder, or add"):
         ImageFolder(str(tmp_path), **FOLDER)
 
 

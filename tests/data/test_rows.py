@@ -11,7 +11,7 @@ from stabletrain.data.text import Text
 from stabletrain.data.tokens import Tokens
 from stabletrain.data.windows import Windows
 from stabletrain.faults import Empty, Ignored, Input, Label, Poison
-from stabletrain.records import IGNORE_INDEX
+from stabletrain.records import IGNORE_INDEX, reads_rows
 from tests.data.given import FOLDER, texts
 
 SIZE = 12
@@ -107,15 +107,43 @@ def test_a_fault_has_the_same_samples_on_every_number_of_ranks(folder, tmp_path,
                 assert (len(rows), rows.counted) == (0, 0)
 
 
-def test_a_fault_gives_no_rows_to_data_that_has_none():
-    class Whole:
-        rows = 3
+class Plain:
+    def batch(self, step, size, split): ...
 
-        def batch(self, step, size, split): ...
 
-    assert Label(at=[1]).data(Whole()).rows == 3
-    with pytest.raises(AttributeError):
-        Label(at=[1]).data(object()).rows  # noqa: B018
+class WithRows(Plain):
+    def rows(self, step, size, split, rows): ...
+
+
+class OtherBatch(WithRows):
+    def batch(self, step, size, split): ...
+
+
+class Both(OtherBatch):
+    def batch(self, step, size, split): ...
+
+    def rows(self, step, size, split, rows): ...
+
+
+class Forwards(Plain):
+    def __getattr__(self, name):
+        return getattr(WithRows(), name)
+
+
+class Number(Plain):
+    rows = 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "reads"),
+    [(Plain, False), (WithRows, True), (OtherBatch, False), (Both, True), (Forwards, False), (Number, False)],
+)
+def test_rows_that_do_not_know_the_batch_of_the_class_are_not_used(kind, reads):
+    assert reads_rows(kind()) is reads
+    assert reads_rows(Label(at=[1]).data(kind())) is reads
+    replaced = kind()
+    replaced.batch = lambda step, size, split: None
+    assert not reads_rows(replaced)
 
 
 @pytest.mark.parametrize("augment", ["crop_flip", "resized_crop"])
