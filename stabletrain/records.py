@@ -42,8 +42,7 @@ class Batch:
         targets: int64 class or next-token ids, `[batch]` or `[batch, time]`; `IGNORE_INDEX` is ignored.
         ids: int64 `[batch]` on the CPU, the samples' indices in the data set; None if unknown.
         sources: for each sample one line that says where it came from (file and offset); None if unknown.
-        counted: number of valid targets in the whole batch, of which this may be one rank's shard; None if unknown, and
-            this is the whole batch.
+        counted: number of valid targets in the whole batch, if this is one rank's shard of it; None for a whole batch.
         transform: is applied to the inputs when the batch is moved to the model's device; None if they are complete.
     """
 
@@ -63,19 +62,14 @@ class Batch:
 
         From pinned memory the copy is asynchronous.
         """
-        moved = replace(
-            self,
-            inputs=self.inputs.to(device, non_blocking=True),
-            targets=self.targets.to(device, non_blocking=True),
-        )
-        return moved.transformed()
+        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in (self.inputs, self.targets))
+        if self.transform is not None:
+            inputs = self.transform.apply(inputs, self.transform.each.to(device, non_blocking=True))
+        return replace(self, inputs=inputs, targets=targets, transform=None)
 
     def transformed(self) -> Batch:
         """Applies the transform, if there is one, on the device that holds the inputs."""
-        if self.transform is None:
-            return self
-        each = self.transform.each.to(self.inputs.device, non_blocking=True)
-        return replace(self, inputs=self.transform.apply(self.inputs, each), transform=None)
+        return self if self.transform is None else self.to(self.inputs.device)
 
     def pin_memory(self) -> Batch:
         """Copies the batch to pinned memory; a batch that is on a card already is returned as it is."""

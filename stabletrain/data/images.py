@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Thread
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -120,7 +121,9 @@ class Images:
             "val": Finish(Plain(), mean, std),
         }
         # Threads are enough: decoding and scaling release Python's lock.
-        self._pool = ThreadPoolExecutor(workers or cores_of_this_rank(), thread_name_prefix="pictures")
+        self._pool = ThreadPoolExecutor(
+            workers or cores_of_this_rank(), "pictures", use_one_core, (torch.get_num_threads(),)
+        )
         self._kept = {
             split: {} if len(p.labels) * self.in_channels * size * size <= cache_mb * 1e6 else None
             for split, p in splits.items()
@@ -221,6 +224,20 @@ class Images:
         pictures = self._splits[split]
         held = isinstance(pictures, Held) and pictures.pixels.shape[-2:] == (self._size, self._size)
         return held and not (split == "train" and isinstance(self._augment, ResizedCrop))
+
+
+def use_one_core(threads: int) -> None:
+    """Makes PyTorch run this thread's operations on one core: else each of many workers would use all of them.
+
+    Args:
+        threads: number of threads for operations of other Python threads.
+    """
+    torch.get_num_threads()  # PyTorch reads its default first, and would otherwise do so after the next line
+    torch.set_num_threads(1)
+    # It is this thread's own number, but also the default of threads that start later, which only another can restore.
+    restoring = Thread(target=torch.set_num_threads, args=(threads,))
+    restoring.start()
+    restoring.join()
 
 
 def cores_of_this_rank() -> int:

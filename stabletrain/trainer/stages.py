@@ -1,7 +1,7 @@
 """The first stages of building a run: process, data, model and optimizer, and the tools of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -213,11 +213,17 @@ def batch_loader(cfg: DictConfig, process: Process, source: Source, state: Train
     mine = process.parallel.rows(size)
 
     def load(step: int) -> Batch:
+        batch = read(step)
+        # What has to be moved to a card stays as small as the data gave it: the card transforms it.
+        return batch.transformed() if batch.inputs.device == process.device else batch
+
+    def read(step: int) -> Batch:
         at = position(step, state.skipped)  # leaves out the data that a rollback has skipped
         if reads_rows(source.data):
             batch = checked(source.data.rows(at, size, "train", mine))
             if len(batch) == mine.stop - mine.start:
-                return batch
+                # In one process the step counts the valid targets itself, as they are then.
+                return batch if world_size > 1 else replace(batch, counted=None)
             if len(batch):
                 raise ConfigError(
                     f"data: rows({at}, {size}, 'train', {mine}) has {len(batch)} samples: return one for each row"

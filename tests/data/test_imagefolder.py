@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -204,3 +205,19 @@ def test_images_are_decoded_by_the_workers_at_the_same_time(folder, monkeypatch)
     for augment in ("crop_flip", "resized_crop"):
         data = ImageFolder(str(folder), **(FOLDER | {"augment": augment, "cache_mb": 0}), workers=2)
         assert len(data.batch(0, 4, "train")) == 4
+
+
+def test_a_worker_uses_one_core_and_other_threads_as_many_as_before(folder):
+    def seen_by(pool):
+        return pool.submit(torch.get_num_threads).result()
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        data = ImageFolder(str(folder), **FOLDER, workers=2)
+        assert seen_by(data._pool) == 1
+        with ThreadPoolExecutor(1) as later:
+            assert seen_by(later) == 3
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
