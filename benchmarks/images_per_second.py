@@ -31,6 +31,7 @@ from stabletrain.data.imagefolder import ImageFolder
 from stabletrain.data.images import cores_of_this_rank
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.machine import hardware
+from stabletrain.records import Batch
 
 SIZE = 224
 CPU = torch.device("cpu")
@@ -147,9 +148,12 @@ def ours(
         seed=0,
         workers=workers,
     )
-    prefetch = Prefetch(
-        lambda step: data.rows(step, size, "train", slice(0, size)), pin=device.type == "cuda", threads=2
-    )
+
+    def load(step: int) -> Batch:
+        batch = data.rows(step, size, "train", slice(0, size))
+        return batch.transformed() if complete and device.type == "cpu" else batch
+
+    prefetch = Prefetch(load, pin=device.type == "cuda", threads=2)
     closing.append(prefetch.close)
 
     def forever() -> Iterator[Any]:

@@ -79,7 +79,7 @@ def bits_of(image: Image.Image) -> int | None:
     if image.mode == "F":
         return None
     if image.format == "TIFF":
-        found = image.tag_v2.get(BITS_PER_SAMPLE, ())  # ty: ignore[unresolved-attribute]
+        found = getattr(image, "tag_v2", {}).get(BITS_PER_SAMPLE, ())
         bits = found[0] if isinstance(found, tuple) and found else found
         return bits if image.mode.startswith("I;16") and isinstance(bits, int) else None
     # Pillow opens PNG and PGM of 16 bits as "I;16" or, in older versions, as "I"
