@@ -107,7 +107,7 @@ if [[ $device == cuda ]]; then
     bench throughput 120 "$throughput" --sizes gpt2,resnet18 --rounds 5
     bench recovery 100 "$recovery" --size gpt2 --precision bf16 --rounds 2
     bench memory 35 "$memory"
-    bench images_per_second 60 "$images" --workers "1,2,$workers" --batch 64 --rounds 3
+    bench images_per_second 60 "$images" --workers "1,2,$workers" --rounds 3
     bench growth 50 "$growth" --only width,block,data --rounds 3
     tests compiled 300 "compiled runs on the card: the next table" --all -m gpu -n 0 "$compiled"
 else # generous limits: a CPU may be busy with other work

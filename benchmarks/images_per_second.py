@@ -67,6 +67,7 @@ class Loader:
         batches: the batches.
         ahead: batches that may be ready before the clock starts; they are not timed.
         workers: process ids of the workers.
+        cpu_ms: milliseconds of CPU time per image, one for each call of `rate`.
     """
 
     batches: Iterator[Any]
@@ -75,7 +76,11 @@ class Loader:
     cpu_ms: list[float]
 
     def rate(self, count: int, size: int, device: torch.device) -> float:
-        """Returns the images per second over `count` batches, and notes the CPU time."""
+        """Returns the images per second over at least `count` batches, and notes the CPU time.
+
+        Times at least two batches per worker process: they finish together, so batches arrive in bursts.
+        """
+        count = max(count, self.ahead - 1)
         for _ in itertools.islice(self.batches, self.ahead):
             pass
         settle(device)
