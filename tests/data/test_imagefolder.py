@@ -150,6 +150,7 @@ def test_what_is_not_a_file_is_passed_over_and_a_missing_image_is_told(folder, t
     assert found.fingerprint() == expected.fingerprint()
     (folder / "class0" / "1.png").unlink()
     (folder / "class0" / "1.png").symlink_to(folder / "gone.png")
+    found = ImageFolder(str(folder), **FOLDER)
     with pytest.raises(ConfigError, match=r"class0/1\.png cannot be read as an image .*No such file"):
         [found.batch(step, 1, split) for split in ("train", "val") for step in range(found.batches(1, split))]
 
