@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,31 @@ Number = Tensor | float
 
 
 @dataclass(frozen=True)
+class Transform:
+    """What the device still has to do to a batch's inputs, such as cropping and normalising images.
+
+    Attributes:
+        apply: returns the inputs for the model, from the batch's inputs and `each` on the same device. It must be a
+            pure function that treats each sample independently.
+        each: the numbers that `apply` needs for each sample, `[batch, ...]`, such as where to crop.
+    """
+
+    apply: Callable[[Tensor, Tensor], Tensor]
+    each: Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
     """A batch or micro-batch of samples.
 
     Attributes:
         inputs: `[batch, time]` int64 tokens or `[batch, channels, height, width]` float32 images. A user's model and
-            data may agree on anything else whose first dimension is the batch.
+            data may agree on anything else whose first dimension is the batch. With a `transform`, what that takes.
         targets: int64 class or next-token ids, `[batch]` or `[batch, time]`; `IGNORE_INDEX` is ignored.
         ids: int64 `[batch]` on the CPU, the samples' indices in the data set; None if unknown.
         sources: for each sample one line that says where it came from (file and offset); None if unknown.
         counted: number of valid targets in the whole batch, if it is known; a rank's shard of a batch needs it.
+        transform: is applied to the inputs when the batch is moved to the model's device; None if they are complete.
     """
 
     inputs: Tensor
@@ -39,23 +54,28 @@ class Batch:
     ids: Tensor | None = None
     sources: Sequence[str] | None = None
     counted: int | None = None
+    transform: Transform | None = None
 
     def __len__(self) -> int:
         """Number of samples."""
         return self.inputs.shape[0]
 
     def to(self, device: torch.device) -> Batch:
-        """Moves inputs and targets to `device`; from pinned memory the copy is asynchronous.
+        """Moves inputs and targets to `device`, and applies the transform there.
 
-        Before they leave the host, counts the valid targets: on the device this would take several kernels.
+        From pinned memory the copy is asynchronous. Before the targets leave the host, counts the valid ones: on the
+        device this would take several kernels.
         """
         leaves = self.targets.device.type == "cpu" and device.type != "cpu"
-        return replace(
-            self,
-            inputs=self.inputs.to(device, non_blocking=True),
-            targets=self.targets.to(device, non_blocking=True),
-            counted=self.count_targets() if leaves and self.counted is None else self.counted,
-        )
+        counted = self.count_targets() if leaves and self.counted is None else self.counted
+        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in (self.inputs, self.targets))
+        if self.transform is not None:
+            inputs = self.transform.apply(inputs, self.transform.each.to(device, non_blocking=True))
+        return replace(self, inputs=inputs, targets=targets, counted=counted, transform=None)
+
+    def transformed(self) -> Batch:
+        """Applies the transform, if there is one, on the device that holds the inputs."""
+        return self if self.transform is None else self.to(self.inputs.device)
 
     def count_targets(self) -> int:
         """Returns the number of valid targets; waits for the device if they are on one."""
@@ -65,7 +85,10 @@ class Batch:
         """Copies the batch to pinned memory; a batch that is on a card already is returned as it is."""
         if self.inputs.is_cuda:
             return self
-        return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory())
+        transform = self.transform
+        if transform is not None:
+            transform = replace(transform, each=transform.each.pin_memory())
+        return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory(), transform=transform)
 
     def split(self, parts: int) -> list[Batch]:
         """Splits the batch into `parts` micro-batches of equal size, in order.
@@ -86,11 +109,26 @@ class Batch:
             None if self.ids is None else self.ids[rows],
             None if self.sources is None else self.sources[rows],
             self.counted,
+            None if self.transform is None else replace(self.transform, each=self.transform.each[rows]),
         )
+
+    def shard(self, rows: slice) -> Batch:
+        """Selects one rank's samples of a whole batch, marked with the whole batch's number of valid targets."""
+        return self.rows(rows).counting(self.count_targets())
 
     def counting(self, targets: int) -> Batch:
         """Marks the batch as a shard of a batch with `targets` valid targets."""
         return replace(self, counted=targets)
+
+
+def reads_rows(data: Any) -> bool:
+    """Whether a data set can read some samples of a batch: it has a method `rows(step, size, split, rows)`.
+
+    A class that inherits `rows` and overrides `batch` cannot: the inherited `rows` knows nothing of its `batch`.
+    """
+    places = [vars(data) if hasattr(data, "__dict__") else {}, *(vars(kind) for kind in type(data).__mro__)]
+    nearest = next((place for place in places if "rows" in place or "batch" in place), {})
+    return "rows" in nearest and callable(data.rows)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,13 @@ CASES = {
         ["bare", "bare again", "off", "defaults", "monitors=full", "finite hooks", "anomaly mode"],
     ),
     "throughput": (["throughput.py", "--sizes", "gpt_tiny"], ["stabletrain", "plain fp32"]),
+    "images_per_second": (
+        ["images_per_second.py", "--files", "12", "--batch", "2", "--count", "2", "--workers", "1"],
+        [
+            *("stabletrain", "stabletrain, CPU time", "complete", "complete, CPU time"),
+            *("torchvision", "torchvision, CPU time", "over torchvision"),
+        ],
+    ),
     "limit": (["limit.py", "--batch", "1"], ["products", "attention"]),
     "reading": (
         ["reading.py", "--runs", "40", "--lines", "20"],

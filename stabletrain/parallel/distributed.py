@@ -36,6 +36,11 @@ class Distributed(SingleProcess):
         self._wish, self._heard = "", False
         self._learnt: list[Tensor] | None = None
 
+    def rows(self, size: int) -> slice:
+        """Returns which samples of a batch of `size` samples belong to this rank."""
+        part = size // self.ranks.world_size
+        return slice(self.ranks.rank * part, (self.ranks.rank + 1) * part)
+
     def shard_batch(self, batch: Batch, size: int) -> Batch:
         """Returns this rank's samples, in order, with the number of valid targets of the whole batch.
 
@@ -45,9 +50,7 @@ class Distributed(SingleProcess):
             inputs = batch.inputs.new_zeros(size, *batch.inputs.shape[1:])
             targets = batch.targets.new_full((size, *batch.targets.shape[1:]), IGNORE_INDEX)
             batch = Batch(inputs, targets, sources=["the batch is empty"] * size)
-        size = len(batch) // self.ranks.world_size
-        mine = batch.rows(slice(self.ranks.rank * size, (self.ranks.rank + 1) * size))
-        return mine.counting(int((batch.targets != IGNORE_INDEX).sum()))
+        return batch.shard(self.rows(len(batch)))
 
     def scale_for_averaging(self, loss: Tensor) -> Tensor:
         """Returns the loss times the world size: PyTorch averages gradients over ranks, but their sum is needed."""

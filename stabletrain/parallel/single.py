@@ -46,6 +46,10 @@ class SingleProcess:
     def wrap(self, model: nn.Module) -> None:
         """Wraps the model to synchronize gradients. Call this after everything that initializes the weights."""
 
+    def rows(self, size: int) -> slice:
+        """Returns which samples of a batch of `size` samples belong to this rank: all of them."""
+        return slice(0, size)
+
     def shard_batch(self, batch: Batch, size: int) -> Batch:
         """Returns this rank's slice of a batch that should have `size` samples: all of it."""
         del size

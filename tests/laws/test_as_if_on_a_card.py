@@ -16,6 +16,7 @@ from benchmarks.fake_card import HEALTHY, HOST, READERS, WAITERS, HostRead, as_i
 from stabletrain import buffers, step
 from stabletrain.config.checks import check
 from stabletrain.errors import ConfigError
+from stabletrain.records import Batch
 from stabletrain.stability.clipping import NormClip
 from stabletrain.stability.guard import SkipGuard
 from stabletrain.stability.objective import Objective
@@ -25,6 +26,7 @@ from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from stabletrain.trainer.rollback import Rollback
+from tests.data.given import picture
 from tests.runs import CONF, ROOT, TINY_GPT, TINY_RESNET, composed
 
 PACKAGE = ROOT / "stabletrain"
@@ -123,6 +125,29 @@ KEYS = {
 @pytest.mark.parametrize(("model", "typed"), [(model, typed) for model, each in KEYS.items() for typed in each])
 def test_other_keys_train(tmp_path, model, typed):
     assert trained(tmp_path, "h100", *MODELS[model], *typed.split()).foreign == []
+
+
+@pytest.mark.slow(unless=lambda augment: augment == "crop_flip")
+@pytest.mark.parametrize("augment", ["crop_flip", "resized_crop"])
+def test_images_from_files_go_to_the_card_as_bytes_and_are_completed_there(tmp_path, monkeypatch, augment):
+    for number in range(12):
+        picture(tmp_path / "set" / f"class{number % 2}" / f"{number}.png", number)
+    moved, real = [], Batch.to
+
+    def noting(batch, device):
+        moved.append((batch, real(batch, device)))
+        return moved[-1][1]
+
+    monkeypatch.setattr(Batch, "to", noting)
+    images = ["data=imagefolder", f"data.path={tmp_path / 'set'}", "data.image_size=8", "data.val_fraction=0.4"]
+    chosen = [*SHORT, "model=resnet20", "model.depth=8", *images, f"data.augment={augment}", "batch_size=4"]
+    assert trained(tmp_path / "run", "h100", *chosen).foreign == []
+    to_the_card = [(before, after) for before, after in moved if after.inputs.device.type == "cuda"]
+    assert len(to_the_card) >= 3, "two steps and an evaluation"
+    for before, after in to_the_card:
+        assert (before.inputs.dtype, before.inputs.device.type) == (torch.uint8, "cpu")
+        assert (after.inputs.dtype, after.transform) == (torch.float32, None)
+        assert after.inputs.is_contiguous(memory_format=torch.channels_last)
 
 
 def bad_at(*steps: int):
