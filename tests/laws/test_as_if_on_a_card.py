@@ -57,7 +57,9 @@ FOR_RESNETS = ("qknorm=none", "softcap=none", "qkclip=none", "stability=none", "
 
 def is_refused(card: str, model: str, option: str) -> bool:
     """Whether the option is refused for this model or on this card."""
-    if card == "v100" and option in ("precision=tf32", "precision=bf16", "precision=bf16_params"):
+    if card == "v100" and option in ("precision=tf32", "precision=bf16", "precision=bf16_params", "precision=fp8"):
+        return True
+    if model == "resnet" and option == "precision=fp8":
         return True
     return model == "resnet" and option.startswith(WITHOUT_ATTENTION) and option not in FOR_RESNETS
 

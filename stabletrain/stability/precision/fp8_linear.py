@@ -102,10 +102,14 @@ class Fp8Linears(Unscaled):
                 f"precision=fp8: {type(model).__name__} has no linear layer for it, besides its head: sizes must be "
                 f"multiples of {MULTIPLE}, and convolutions have no fp8; use precision=bf16"
             )
-        for name in chosen:
-            to_fp8_(model.get_submodule(name), self._config, self.device.type)
+        self.convert([model.get_submodule(name) for name in chosen])
         self.why = f"{self._how}; {count(len(chosen))} in fp8, {left_out(others)}"
         return names
+
+    def convert(self, layers: Sequence[nn.Module]) -> None:
+        """Makes linear layers compute in fp8, with this recipe, in place."""
+        for layer in layers:
+            to_fp8_(layer, self._config, self.device.type)
 
 
 class Fp8Module(nn.Module):
@@ -143,9 +147,9 @@ def to_fp8_(layer: nn.Module, config: Any, device: str) -> None:
     """Makes a linear layer compute in fp8, in place; its tensors, hooks and name stay."""
     from torchao.float8 import convert_to_float8_training
 
-    made = convert_to_float8_training(layer, config=config)
+    made, plain = convert_to_float8_training(layer, config=config), vars(nn.Linear(1, 1, device="meta"))
     # torchao makes a new module, without hooks: take over only its class and its settings.
-    layer.__dict__.update({key: value for key, value in vars(made).items() if key not in vars(layer)})
+    layer.__dict__.update({key: value for key, value in vars(made).items() if key not in plain})
     layer.__class__ = fp8_class(type(made), device)
 
 
