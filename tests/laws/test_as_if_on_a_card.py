@@ -103,6 +103,8 @@ KEYS = {
         "model.mlp=swiglu model.norm=rmsnorm model.bias=true",
         "precision.fp32_modules=[head]",
         "precision=fp16 optimizer=spam monitors=full",
+        "precision=fp8 precision.recipe=rowwise grad_accum_steps=2 model.bias=true",
+        "precision=fp8 precision.recipe=rowwise_with_gw_hp loss_chunk=8 monitors=full",
         "precision=bf16_params optimizer=stable_adamw clipping=adagc",
         "optimizer.decay=independent",
         "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0.9",
