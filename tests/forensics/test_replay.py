@@ -34,7 +34,6 @@ from tests.forensics.given import (
 )
 from tests.runs import ROOT, python
 
-
 NARROW = [(model, precision) for model in MODELS for precision in ("bf16", "fp16", "bf16_params")] + [("gpt", "fp8")]
 PRECISIONS = [*NARROW, *((model, "fp32") for model in MODELS)]
 

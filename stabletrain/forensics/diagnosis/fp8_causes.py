@@ -23,10 +23,8 @@ def fp8_overflow(e: Evidence) -> Diagnosis | None:
             return None
         if o.in_fp32 is not None and not math.isfinite(o.in_fp32):
             return None
-        if e.finite("fp32") is False:  # fp8 without autocast: the model's own code casts
-            fix = [own_scale(place(e))]
-        else:
-            fix = helpful(e)
+        # If it fails in fp32 too, the model's own code casts.
+        fix = [own_scale(place(e))] if e.finite("fp32") is False else helpful(e)
         return Diagnosis("fp8_overflow", 0.95 if cast or narrow(e) else 0.8, origin_sentence(e), fix, beside(e))
     if not harmful(e) or e.fp8 is None or not e.fp8.clipped:
         return None

@@ -239,7 +239,11 @@ class Casts(TorchDispatchMode):
         one = Cast(
             module=caller.module,
             source=caller.source,
-            tensor="weight" if storage(source)._cdata in self._weights else "grad_output" if caller.backward else "input",
+            tensor="weight"
+            if storage(source)._cdata in self._weights
+            else "grad_output"
+            if caller.backward
+            else "input",
             format=FORMATS[out.dtype],
             scale=least,
             absmax=float(before.abs().max()) / least if least and before.numel() else math.nan,
@@ -251,7 +255,7 @@ class Casts(TorchDispatchMode):
 
     def _name(self, reads: list[Tensor]) -> None:
         """Corrects which tensor a cast was of: torchao's product knows."""
-        known = {storage(t)._cdata: t._gemm_input_role.value for t in reads if is_scaled_fp8(t)}  # ty: ignore[unresolved-attribute]
+        known = {storage(t)._cdata: t._gemm_input_role.value for t in reads if is_scaled_fp8(t)}  # ty: ignore[missing-attribute]
         for place in range(max(0, len(self._all) - RECENT), len(self._all) if known else 0):
             ref, one = self._all[place]
             self._all[place] = (ref, replace(one, tensor=known.get(ref.cdata, one.tensor)))

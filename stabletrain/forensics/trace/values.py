@@ -61,7 +61,7 @@ def is_float(tensor: Tensor) -> bool:
 def unscaled(value: Any) -> Any:
     """Converts torchao's scaled fp8 tensors, also in lists, tuples and dicts, to ordinary tensors with their values."""
     if isinstance(value, Tensor):
-        return value.to_original_precision() if is_scaled_fp8(value) else value  # ty: ignore[call-non-callable]
+        return value.to_original_precision() if is_scaled_fp8(value) else value
     if isinstance(value, list | tuple):
         return type(value)([unscaled(each) for each in value])
     return {key: unscaled(each) for key, each in value.items()} if isinstance(value, dict) else value
@@ -73,9 +73,9 @@ def is_scaled_fp8(tensor: Tensor) -> bool:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The dense tensor that holds the values; for a sparse tensor, its values; for a scaled fp8 tensor, the fp8 ones."""
+    """The dense tensor that holds the values; for a sparse tensor, its values; for a scaled fp8 tensor, these."""
     if is_scaled_fp8(tensor):
-        return tensor._data  # ty: ignore[unresolved-attribute]
+        return tensor._data  # ty: ignore[missing-attribute]
     if tensor.layout == torch.strided:
         return tensor
     return tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()

@@ -186,7 +186,7 @@ def choose_linears(model: nn.Module, patterns: Sequence[str]) -> tuple[list[str]
         narrow |= inside if any(fnmatchcase(name, pattern) for pattern in patterns) else set()
     chosen, others = [], {}
     for name, module in model.named_modules():
-        if not name or not isinstance(module, nn.Linear) or type(module) is not nn.Linear and not isinstance(module, Fp8Module | Fp32Module):
+        if not name or not is_linear(module):
             continue
         if module is head:
             others[name] = "the head"
@@ -199,6 +199,11 @@ def choose_linears(model: nn.Module, patterns: Sequence[str]) -> tuple[list[str]
         else:
             chosen.append(name)
     return chosen, others
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is an `nn.Linear`, perhaps in fp8 or an fp32 module, and not another subclass."""
+    return type(module) is nn.Linear or (isinstance(module, nn.Linear) and isinstance(module, Fp8Module | Fp32Module))
 
 
 def head_of(model: nn.Module) -> nn.Module | None:

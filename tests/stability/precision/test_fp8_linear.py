@@ -1,6 +1,7 @@
 """fp8: which layers compute in it, how close it is to bf16, and that nothing but the arithmetic changes."""
 
 import copy
+import itertools
 import sys
 
 import pytest
@@ -25,7 +26,7 @@ def torchao(request):
 
 def made(*sizes, bias=True, device="cpu"):
     torch.manual_seed(0)
-    layers = [nn.Linear(size, after, bias=bias) for size, after in zip(sizes, sizes[1:], strict=False)]
+    layers = [nn.Linear(size, after, bias=bias) for size, after in itertools.pairwise(sizes)]
     return nn.Sequential(*layers).to(device)
 
 
