@@ -297,6 +297,7 @@ ALL: list[Fault] = [
         steps=70,
     ),
     part("a cast to e5m2 past 57344", "gpt", "fp8_overflow", parts.WideCast, "aten._to_copy", overrides=FP8),
+    part("a cast to e4m3 whose scale is 448 / 0", "gpt", "fp8_overflow", parts.ScaleOfNothing, None, overrides=FP8),
     Fault(
         "a cast to e4m3 whose scale is too small",
         "gpt",

@@ -10,27 +10,43 @@ from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.evidence import Evidence, absurd_at_first, narrow, wild
 from stabletrain.forensics.diagnosis.sentences import beside, origin_sentence, place
 from stabletrain.forensics.probes.fp8_casts import Cast
+from stabletrain.forensics.trace.origin import Origin
 
 
 def fp8_overflow(e: Evidence) -> Diagnosis | None:
-    """A cast saturates, or gives NaN or Inf from finite values; or a product of fp8 values overflows."""
-    o = e.origin
-    if o is not None:
-        cast = o.dtype.startswith("float8")
-        product = any(values.dtype.startswith("float8") for values in o.inputs)
-        finite_result = o.should_have_been is not None and math.isfinite(o.should_have_been)
-        if not (cast or product) or not finite_result or wild(e) or absurd_at_first(e):
-            return None
-        if o.in_fp32 is not None and not math.isfinite(o.in_fp32):
-            return None
-        # If it fails in fp32 too, the model's own code casts.
-        fix = [own_scale(place(e))] if e.finite("fp32") is False else helpful(e)
-        return Diagnosis("fp8_overflow", 0.95 if cast or narrow(e) else 0.8, origin_sentence(e), fix, beside(e))
+    """A cast saturates, or gives NaN or Inf from finite values; or its scale is infinite; or a product overflows."""
+    if e.origin is not None:
+        return infinite_scale(e) or traced(e, e.origin)
     if not harmful(e) or e.fp8 is None or not e.fp8.clipped:
         return None
     worst = e.fp8.clipped[0]
     lost = f"saturates {worst.saturated:.0%} of its values" if worst.saturated else f"makes {worst.nonfinite:.0%} NaN"
     return Diagnosis("fp8_overflow", 0.9, f"{words(worst)} {lost}, {cured(e)}", helpful(e), lines(e))
+
+
+def traced(e: Evidence, o: Origin) -> Diagnosis | None:
+    """The trace begins at a cast to fp8, or at a product of fp8 values, whose result is finite in fp64."""
+    cast = o.dtype.startswith("float8")
+    product = any(values.dtype.startswith("float8") for values in o.inputs)
+    if not (cast or product) or wild(e) or absurd_at_first(e):
+        return None
+    if any(result is None or not math.isfinite(result) for result in (o.should_have_been, o.in_fp32)):
+        return None
+    # If it fails in fp32 too, the model's own code casts.
+    fix = [own_scale(place(e))] if e.finite("fp32") is False else helpful(e)
+    return Diagnosis("fp8_overflow", 0.95 if cast or narrow(e) else 0.8, origin_sentence(e), fix, beside(e))
+
+
+def infinite_scale(e: Evidence) -> Diagnosis | None:
+    """The scale of a cast is infinite: the tensor's largest value, by which the code divides, is 0 or nearly."""
+    if e.fp8 is None or e.origin is None:
+        return None
+    here = [one for one in e.fp8.casts if math.isinf(one.scale) and one.module == e.origin.module]
+    if not here or e.origin.why not in ("division_by_zero", "overflow") or wild(e):
+        return None
+    verdict = f"the scale of {words(here[0])} is infinite: {origin_sentence(e)}"
+    fix = f"{place(e)}: clamp the tensor's largest value to at least 1e-12 before dividing by it"
+    return Diagnosis("fp8_overflow", 0.9, verdict, [fix], beside(e))
 
 
 def fp8_underflow(e: Evidence) -> Diagnosis | None:
@@ -76,7 +92,7 @@ def own_scale(where: str) -> str:
 
 def words(cast: Cast) -> str:
     """Names a cast, its scale and the largest value."""
-    scale = "" if math.isnan(cast.scale) else f", scaled by {cast.scale:.4g}"
+    scale = "" if not math.isfinite(cast.scale) else f", scaled by {cast.scale:.4g}"
     top = "" if math.isnan(cast.absmax) else f" (up to {cast.absmax:.4g}{scale})"
     return f"the cast of {cast.module or 'the model'}'s {cast.tensor} to {cast.format}{top}"
 

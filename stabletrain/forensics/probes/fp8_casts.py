@@ -59,7 +59,7 @@ class Cast:
         source: `file:line` of the code that casts, or that calls the layer.
         tensor: `input`, `weight` or `grad_output`.
         format: `e4m3` or `e5m2`.
-        scale: what the tensor was multiplied by; of several scales the smallest; NaN if unknown.
+        scale: what the tensor was multiplied by; of several scales the smallest, or Inf if one is; NaN if unknown.
         absmax: largest magnitude before the scaling; NaN if the scale is unknown.
         flushed, saturated, nonfinite: shares of the finite values other than 0, in [0, 1].
     """
@@ -76,8 +76,8 @@ class Cast:
 
     @property
     def loss(self) -> float:
-        """The largest of the three shares."""
-        return max(self.flushed, self.saturated, self.nonfinite)
+        """The largest of the three shares; 1 if the scale is infinite, which turns every 0 into NaN."""
+        return 1.0 if math.isinf(self.scale) else max(self.flushed, self.saturated, self.nonfinite)
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,8 @@ class Casts(TorchDispatchMode):
         there = before.isfinite() & (before != 0)
         count, largest = max(int(there.sum()), 1), torch.finfo(out.dtype).max
         scale, clipped = self._scaling(source)
-        least = math.nan if scale is None else float(torch.as_tensor(scale).abs().min())
+        scales = torch.full((), math.nan) if scale is None else torch.as_tensor(scale).abs()
+        least = math.inf if bool(scales.isinf().any()) else float(scales.min())
         one = Cast(
             module=caller.module,
             source=caller.source,

@@ -1,5 +1,6 @@
 """The rules for fp8 blame a cast only with evidence of harm, and propose what a replay showed to help."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -52,6 +53,16 @@ def test_saturation_comes_before_flushing():
 def test_a_users_own_cast_is_fixed_at_its_line():
     found = diagnose(replace(FP8_SPIKE, setting=SETTING))
     assert found.fix[0].startswith("gpt.py:9: before the cast to fp8, scale by")
+
+
+def test_an_infinite_scale_is_blamed_at_its_division_and_only_in_its_own_module():
+    infinite = Fp8Casts((replace(CAST, module="part", scale=math.inf),), BAD, {})
+    division = nonfinite(origin(op="aten.div", why="division_by_zero"))
+    found = diagnose(replace(division, fp8=infinite))
+    assert found.cause == "fp8_overflow"
+    assert found.fix == ["model.py:7: clamp the tensor's largest value to at least 1e-12 before dividing by it"]
+    for other in (None, Fp8Casts((CAST,), BAD, {}), Fp8Casts((replace(CAST, scale=math.inf),), BAD, {})):
+        assert diagnose(replace(division, fp8=other)).cause == "unsafe_op"
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
