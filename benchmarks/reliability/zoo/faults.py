@@ -457,6 +457,7 @@ CLEAN: list[tuple[str, str, Sequence[str]]] = [
     ("gpt", "gpt", FP32),
     ("gpt, bf16", "gpt", BF16),
     ("gpt, fp16", "gpt", FP16),
+    ("gpt, fp8", "gpt", FP8),
     ("resnet", "resnet", FP32),
     ("resnet, bf16", "resnet", BF16),
 ]

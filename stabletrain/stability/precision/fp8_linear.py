@@ -130,7 +130,7 @@ class Fp8Module(nn.Module):
         # The sum over the rows in the weight's gradient needs a multiple of 16 of them. Rows of zeros change no scale.
         count = rows.shape[0]
         padded = F.pad(rows, (0, 0, 0, -count % MULTIPLE)) if count % MULTIPLE else rows
-        # With autocast on, the products of the emulation would run in bf16.
+        # The input is cast. torchao would ask for the dtype of CUDA's autocast, also on a CPU.
         with torch.autocast(device, enabled=False):
             output = super().forward(padded)
         return output[:count].reshape(*input.shape[:-1], output.shape[-1])
