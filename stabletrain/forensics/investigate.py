@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,6 +16,7 @@ from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Evidence, LargestInput, RunSettings
+from stabletrain.forensics.probes.fp8_casts import FORMATS, fp8_casts
 from stabletrain.forensics.probes.samples import bad_samples, find_culprits, named
 from stabletrain.forensics.probes.state import damaged, drift, overlong, staleness
 from stabletrain.forensics.probes.underflow import underflow
@@ -35,11 +37,13 @@ class Scores(TorchDispatchMode):
 
     Attributes:
         largest: that value; NaN if no softmax ran.
+        fp8: whether an operation wrote fp8 values.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.largest = math.nan
+        self.fp8 = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Runs the operation unchanged."""
@@ -49,7 +53,9 @@ class Scores(TorchDispatchMode):
                 # masked entries are -inf or very small, and must not count
                 top = float(torch.where(torch.isfinite(scores), scores, -math.inf).max())
                 self.largest = top if math.isnan(self.largest) else max(self.largest, top)
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        self.fp8 |= isinstance(out, Tensor) and out.dtype in FORMATS
+        return out
 
 
 T = TypeVar("T")
@@ -184,6 +190,8 @@ def measure_sizes(
     found = replace(found, largest_input=attempt("largest input", lambda: largest_input(repro), None))
     if optimizer is not None:
         found = replace(found, overlong=attempt("optimizer moments", lambda: overlong(optimizer), math.nan))
+    if sizes.get("monitors/fp8") and found.kind in ("spike", "nonfinite"):
+        found = replace(found, fp8=attempt("casts to fp8", lambda: fp8_casts(repro), None))
     stale = math.nan
     if found.kind == "spike" and optimizer is not None:
         stale = attempt("second moments", lambda: gradient_staleness(repro, optimizer), math.nan)
@@ -240,7 +248,8 @@ def sizes_of(repro: Repro, older: Mapping[str, Any] | None, classes: int | None)
     batch = repro.to_micro_batches(repro.batch)[0]
     batch = repro.tools.sanitizer.safe(batch, classes or torch.iinfo(torch.int64).max)
     with Scores() as scores, contextlib.suppress(RuntimeError):
-        return probe.forward(model, batch, repro.tools.precision) | {"monitors/softmax_max": scores.largest}
+        found = probe.forward(model, batch, repro.tools.precision)
+        return found | {"monitors/softmax_max": scores.largest, "monitors/fp8": float(scores.fp8)}
     return {}
 
 

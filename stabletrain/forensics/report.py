@@ -11,7 +11,6 @@ from stabletrain.forensics.diagnosis.cause_table import CAUSES
 from stabletrain.forensics.diagnosis.evidence import Evidence
 from stabletrain.forensics.diagnosis.sentences import numbers
 from stabletrain.forensics.investigate import Findings
-from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.trace.origin import Link, Origin
 from stabletrain.records import RankPart
 from stabletrain.tracking.metrics import plain
@@ -51,7 +50,7 @@ def report(record: Mapping[str, Any], found: Findings, folder: Path | None = Non
             *section("Fix", [*numbered(record["fix"]), *trying(record["fix"], name)]),
             *section("What contributed", contributing(record["also"])),
             *section("Where it began", where(evidence.origin)),
-            *section("Gradients lost to underflow", lost(evidence.underflow)),
+            *section("Gradients lost to underflow", lost(evidence)),
             *section("Magnitudes leading up to it", chain(evidence.origin)),
             *section("Samples", [f"- {json.dumps(plain(sample))}" for sample in samples]),
             *section("Replays of the step", runs(evidence)),
@@ -131,11 +130,14 @@ def where(origin: Origin | None) -> list[str]:
     return lines
 
 
-def lost(small: Underflow | None) -> list[str]:
-    """A table of the parameters whose gradients underflow in fp16, worst first."""
+def lost(evidence: Evidence) -> list[str]:
+    """A table of the parameters whose gradients underflow in fp16 or fp8, worst first."""
+    small = evidence.underflow
     if small is None or not small.worst:
         return []
-    lines = [f"| | elements | 0 at loss scale {small.loss_scale:g} | 0 in fp32 |", "|---|---|---|---|"]
+    eight = evidence.setting.choices.get("precision") == "fp8"
+    lines = [f"| | elements | 0 {'in fp8' if eight else f'at loss scale {small.loss_scale:g}'} | 0 in fp32 |"]
+    lines.append("|---|---|---|---|")
     lines += [f"| `{one.name}` | {one.numel} | {one.zeros:.1%} | {one.in_fp32:.1%} |" for one in small.worst]
     return [*lines, f"| the whole model | | {small.zeros:.1%} | {small.in_fp32:.1%} |"]
 

@@ -116,6 +116,19 @@ def has_tf32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Returns whether the device multiplies in fp8: an NVIDIA GPU of compute capability >= 8.9."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def fp8_reason(device: torch.device) -> str:
+    """Returns one line with the reason for `has_fp8`'s answer."""
+    if device.type != "cuda":
+        return "a CPU has no fp8"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{name(device)} (compute capability {major}.{minor}) has {'' if has_fp8(device) else 'no '}fp8"
+
+
 def bf16_reason(device: torch.device) -> str:
     """Returns one line with the reason for `has_bf16`'s answer."""
     if device.type == "cuda":
@@ -173,13 +186,13 @@ def describe(device: torch.device) -> dict:
 PEAKS = {
     r"V100-SXM2-\d+GB$": {"fp32": 15.7, "half": 125.0},
     r"A100-SXM4-\d+GB$": {"fp32": 19.5, "tf32": 156.0, "half": 312.0},
-    r"H100 80GB HBM3$": {"fp32": 67.0, "tf32": 494.5, "half": 989.0},
-    r"H200$": {"fp32": 67.0, "tf32": 494.5, "half": 989.0},
+    r"H100 80GB HBM3$": {"fp32": 67.0, "tf32": 494.5, "half": 989.0, "fp8": 1979.0},
+    r"H200$": {"fp32": 67.0, "tf32": 494.5, "half": 989.0, "fp8": 1979.0},
 }
 """Dense peak in TFLOP/s, by the end of PyTorch's name of the GPU. PCIe, NVL and MIG variants are not listed."""
 
-KINDS = {"fp32": "fp32", "tf32": "tf32", "fp16": "half", "bf16": "half", "bf16_params": "half"}
-"""Which peak applies to each precision."""
+KINDS = {"fp32": "fp32", "tf32": "tf32", "fp16": "half", "bf16": "half", "bf16_params": "half", "fp8": "fp8"}
+"""Which peak applies to each precision. A card without fp8 emulates it, and has no peak for it."""
 
 
 def peak_flops(card: str, precision: str) -> float | None:

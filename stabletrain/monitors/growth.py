@@ -76,7 +76,9 @@ def vanishing(activations: Mapping[str, float], gradients: Mapping[str, float]) 
     return None
 
 
-def starving(over_eps: Mapping[str, float], zero_shares: Mapping[str, float], *, fp16: bool) -> str | None:
+def starving(
+    over_eps: Mapping[str, float], zero_shares: Mapping[str, float], *, fp16: bool, fp8: bool = False
+) -> str | None:
     """Returns the text of an alarm on gradients that are too small; None if there is none.
 
     The caller raises the alarm only after several inspections in a row, because gradients can be this small in the
@@ -85,13 +87,18 @@ def starving(over_eps: Mapping[str, float], zero_shares: Mapping[str, float], *,
     Args:
         over_eps: ratio of each block's gradient RMS to Adam's eps, for blocks that have an eps.
         zero_shares: share of each block's gradients that are exactly 0.
-        fp16: whether the forward pass runs in float16.
+        fp16, fp8: whether the forward pass runs in float16, or its linear layers in fp8.
     """
     gone = [name for name, share in zero_shares.items() if share > ZERO_SHARE]
     if fp16 and gone:
         return (
             f"vanishing: more than {ZERO_SHARE:.0%} of the gradients of {listed(gone)} are exactly 0, below the "
             "smallest float16; use precision=bf16, or raise precision.init_scale"
+        )
+    if fp8 and gone:
+        return (
+            f"vanishing: more than {ZERO_SHARE:.0%} of the gradients of {listed(gone)} are exactly 0: fp8 may have "
+            "flushed them; use precision=bf16, or name the modules in precision.bf16_modules"
         )
     low = [name for name, ratio in over_eps.items() if ratio < 1]
     if low:

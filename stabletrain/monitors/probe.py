@@ -52,7 +52,7 @@ class Probe:
     def __init__(self) -> None:
         self.metrics: Metrics = {}
         self.failure: str | None = None
-        self._fp16 = False
+        self._fp16 = self._fp8 = False
         self._sizes: Sizes = {}
         self._blocks: list[str] = []
         self._held: list[Tensor] = []
@@ -76,6 +76,7 @@ class Probe:
         with isolated(model), recording_activations(watched) as heard, recording_attention(model) as heads:
             with precision.autocast():
                 self._fp16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+                self._fp8 = getattr(precision, "name", "") == "fp8"
                 output = isolated_forward(model, batch.inputs)
             z = log_z(output, batch.targets)
         name_of = block_names(heads, watched)
@@ -190,7 +191,7 @@ class Probe:
             "explosion": growth.explosion(activation_rms, grad_rms),
             "vanishing": growth.vanishing(activation_rms, grad_rms),
             "attention": growth.attention(self._sizes.get("attn_logit_max", {})),
-            "starving": growth.starving(self._of_blocks("grad_over_eps"), zeros, fp16=self._fp16),
+            "starving": growth.starving(self._of_blocks("grad_over_eps"), zeros, fp16=self._fp16, fp8=self._fp8),
         }
 
     def _of_blocks(self, what: str) -> dict[str, float]:

@@ -24,7 +24,7 @@ ABLE: Mapping[str, tuple[str, ...]] = {
     "clipping": ("none", "norm", "zclip"),
     "qkclip": ("none",),
     "monitors": ("none", "default"),
-    "precision": ("auto", "fp32", "tf32", "bf16", "fp16"),
+    "precision": ("auto", "fp32", "tf32", "bf16", "fp16", "fp8"),
 }
 """Options that work on shards: they are elementwise, or use only the norm of the whole gradient."""
 

@@ -10,7 +10,8 @@ import torch
 from stabletrain.buffers import SavedBuffers
 from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.forensics.probes.samples import MOST, bad_samples, describe
-from stabletrain.forensics.repro import Repro, is_scaled
+from stabletrain.forensics.probes.underflow import can_underflow
+from stabletrain.forensics.repro import Repro
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Batch, OwnNumbers, Reading, Verdict
@@ -85,10 +86,10 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
 
 
 def investigate_alarm(run: TrainingRun, executed: ExecutedStep, reading: Reading, alarms: Sequence[Alarm]) -> None:
-    """Investigates an applied step with vanishing gradients, if the precision uses a loss scale (fp16)."""
+    """Investigates an applied step with vanishing gradients, if the precision can lose them (fp16, fp8)."""
     # Each rank sees only its own part of the gradients, but all ranks must take part in an investigation.
     vanishing = run.parallel.any_rank(any(alarm.kind == "vanishing" for alarm in alarms))
-    if vanishing and reading.applied and is_scaled(run.tools.precision):
+    if vanishing and reading.applied and can_underflow(run.tools.precision):
         handle_incident(run, executed, reading, "loss_scale")
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.reliability.zoo.run import PLAIN, is_override, tell, trained
 from benchmarks.reliability.zoo.table import ALL
+from tests.devices import need_torchao
 
 SHORT = [
     "a token out of range",
@@ -21,6 +22,8 @@ SHORT = [
     "root of 0, backward",
     "RMSNorm by hand",
     "a linear layer past 65504",
+    "a cast to e4m3 whose scale is too large",
+    "an outlier token",
     "queries and keys grow",
 ]
 QUICK = ("root of 0, backward",)
@@ -37,6 +40,7 @@ def test_no_two_faults_have_one_name():
 @pytest.mark.slow(unless=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", SHORT)
 def test_a_fault_is_called_what_it_is(name):
+    need_torchao("fp8" if "precision=fp8" in BY_NAME[name].overrides else "")
     told = tell(BY_NAME[name])
     assert told.found
     assert told.cause == BY_NAME[name].cause, told.verdict

@@ -16,6 +16,7 @@ from stabletrain.forensics.repro import load_repro, save_repro
 from stabletrain.records import Batch, RankPart
 from stabletrain.step import compute
 from stabletrain.trainer.loop import train
+from tests.devices import need_torchao
 from tests.forensics.given import (
     GPT,
     MODELS,
@@ -33,6 +34,9 @@ from tests.forensics.given import (
 )
 from tests.runs import ROOT, python
 
+NARROW = [(model, precision) for model in MODELS for precision in ("bf16", "fp16", "bf16_params")] + [("gpt", "fp8")]
+PRECISIONS = [*NARROW, *((model, "fp32") for model in MODELS)]
+
 
 def everything(job):
     """The run's state, without times."""
@@ -41,12 +45,12 @@ def everything(job):
     return tensors, str(skeleton)
 
 
-@pytest.mark.slow(unless=lambda precision: precision == "bf16")
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_params"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.slow(unless=lambda precision: precision in ("bf16", "fp8"))
+@pytest.mark.parametrize(("model", "precision"), PRECISIONS)
 def test_any_recorded_step_gives_the_same_bits_again_from_its_state_and_from_its_folder_alone(
     tmp_path, model, precision
 ):
+    need_torchao(precision)
     assert_recorded_steps_replay(tmp_path, *MODELS[model], *precision_of(precision))
 
 
@@ -148,10 +152,10 @@ def test_every_random_generator_is_left_unchanged(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow(unless=lambda precision: precision == "bf16")
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_params"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.slow(unless=lambda precision: precision in ("bf16", "fp8"))
+@pytest.mark.parametrize(("model", "precision"), NARROW)
 def test_the_fp32_replay_equals_a_run_in_fp32_from_the_same_state(tmp_path, model, precision):
+    need_torchao(precision)
     job = made(tmp_path / "low", *MODELS[model], f"precision={precision}", "grad_accum_steps=2")
     tree, batch, reading = recorded(job, 3)[-1]
     restore(tree, job.state, job.rollback.parts)

@@ -59,7 +59,9 @@ FOR_RESNETS = ("qknorm=none", "softcap=none", "qkclip=none", "stability=none", "
 
 def is_refused(card: str, model: str, option: str) -> bool:
     """Whether the option is refused for this model or on this card."""
-    if card == "v100" and option in ("precision=tf32", "precision=bf16", "precision=bf16_params"):
+    if card == "v100" and option in ("precision=tf32", "precision=bf16", "precision=bf16_params", "precision=fp8"):
+        return True
+    if model == "resnet" and option == "precision=fp8":
         return True
     return model == "resnet" and option.startswith(WITHOUT_ATTENTION) and option not in FOR_RESNETS
 
@@ -103,6 +105,8 @@ KEYS = {
         "model.mlp=swiglu model.norm=rmsnorm model.bias=true",
         "precision.fp32_modules=[head]",
         "precision=fp16 optimizer=spam monitors=full",
+        "precision=fp8 precision.recipe=rowwise grad_accum_steps=2 model.bias=true",
+        "precision=fp8 precision.recipe=rowwise_with_gw_hp loss_chunk=8 monitors=full",
         "precision=bf16_params optimizer=stable_adamw clipping=adagc",
         "optimizer.decay=independent",
         "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0.9",

@@ -62,6 +62,7 @@ ONLY = {
     "matplotlib": {"compare/pictures"},
     "torchvision": {"models/resnet", "data"},
     "sklearn": {"data"},
+    "torchao": {"stability/precision/fp8_linear"},
 }
 """Library -> rooms or files that may import it."""
 

@@ -83,6 +83,7 @@ REFUSED_WITH_RESNET = {
     "init=gpt2": "init=gpt2 is for tokens",
     "init=small": "init=small is for tokens",
     "optimizer=muon": "no hidden matrix",
+    "precision=fp8": "no linear layer",
 }
 """Options that a ResNet rejects, and part of the message."""
 
@@ -133,6 +134,8 @@ CHANGED: dict[str, object] = {
     "optimizer.warmup_steps": 1,
     "optimizer.ns_steps": 1,
     "precision.fp32_modules": ["head"],
+    "precision.bf16_modules": ["blocks.0.mlp.up"],
+    "precision.recipe": "rowwise",
     "precision.init_scale": 2.0**40,
     "precision.growth_interval": 1,
     "precision.min_scale": 2.0**41,

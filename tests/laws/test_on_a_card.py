@@ -21,7 +21,7 @@ from tests.test_no_waiting import Questions
 
 EVERYWHERE = pytest.mark.parametrize("device", ["cpu", CARD])
 ON_A_CARD = pytest.mark.parametrize("device", [CARD])
-PRECISIONS = ["fp32", "tf32", "bf16", "fp16"]
+PRECISIONS = ["fp32", "tf32", "bf16", "fp16", "fp8"]
 MODELS = {"gpt": TINY_GPT, "resnet": [*TINY_RESNET, "model.depth=8"]}
 
 
@@ -31,7 +31,7 @@ MODELS = {"gpt": TINY_GPT, "resnet": [*TINY_RESNET, "model.depth=8"]}
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("what", test_skipped.SPOILT)
 def test_a_skipped_step_changes_nothing(tmp_path, device, precision, model, value, what):
-    skip_unless_it_has(device, precision)
+    skip_unless_it_has(device, precision, model)
     chosen = [*test_skipped.MODELS[model], f"device={device}", f"precision={precision}", "compile=false"]
     test_skipped.assert_nothing_changes(tmp_path, what, value, *chosen)
 
@@ -50,7 +50,7 @@ def test_a_skipped_step_of_an_optimizer_that_asks_the_host_changes_nothing(tmp_p
 @pytest.mark.parametrize("precision", [*PRECISIONS, "bf16_params"])
 @pytest.mark.parametrize("model", replays.MODELS)
 def test_a_recorded_step_replays_bit_for_bit(tmp_path, device, precision, model):
-    skip_unless_it_has(device, precision)
+    skip_unless_it_has(device, precision, model)
     chosen = [*replays.MODELS[model], f"device={device}", "determinism=strict", "compile=false"]
     replays.assert_recorded_steps_replay(tmp_path, *chosen, *replays.precision_of(precision))
 
@@ -61,7 +61,7 @@ def test_a_recorded_step_replays_bit_for_bit(tmp_path, device, precision, model)
 def test_resume_is_exact(tmp_path, device, precision, model):
     if device == "cpu" and (precision, model) != ("fp32", "gpt"):
         pytest.skip("test_resume.py has it")
-    skip_unless_it_has(device, precision)
+    skip_unless_it_has(device, precision, model)
     chosen = [*MODELS[model], f"device={device}", f"precision={precision}", "determinism=strict"]
     chosen += ["compile=false", "steps=6", "eval_every=4", "checkpoint.every=3", "log_every=1"]
     test_resume.trained(tmp_path / "whole", *chosen)
@@ -111,7 +111,7 @@ def step(job, batch):
 def test_a_steady_step_waits_for_nothing(tmp_path, device, precision, model, guard):
     if device == "cpu" and (precision, guard) != ("fp32", "rollback"):
         pytest.skip("test_no_waiting.py has it")
-    skip_unless_it_has(device, precision)
+    skip_unless_it_has(device, precision, model)
     job, batch = steady(tmp_path, device, *MODELS[model], f"precision={precision}", f"guard={guard}")
     with asking_nothing(device):
         in_flight = step(job, batch)

@@ -14,9 +14,15 @@ from stabletrain.errors import ConfigError, Interrupted
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
+from tests.devices import need_torchao
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 STEPS = 12
+DROPOUT = [*TINY_GPT, "model.dropout=0.1"]
+PRECISIONS = [
+    *(pytest.param(DROPOUT, precision, id=f"gpt-{precision}") for precision in ("fp32", "bf16", "fp16", "fp8")),
+    *(pytest.param(TINY_RESNET, precision, id=f"resnet-{precision}") for precision in ("fp32", "bf16", "fp16")),
+]
 
 
 class Crash(Exception):
@@ -95,12 +101,12 @@ def test_every_kind_of_memory_survives_a_crash(tmp_path, kind, crash_at):
 
 
 @pytest.mark.slow(
-    unless=lambda crash_at, tiny, precision: crash_at == 7 and precision == "bf16" and tiny is not TINY_RESNET
+    unless=lambda crash_at, tiny, precision: crash_at == 7 and precision in ("bf16", "fp8") and tiny is not TINY_RESNET
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("tiny", [[*TINY_GPT, "model.dropout=0.1"], TINY_RESNET], ids=["gpt", "resnet"])
+@pytest.mark.parametrize(("tiny", "precision"), PRECISIONS)
 @pytest.mark.parametrize("crash_at", [1, 7, 11])
 def test_crash_and_resume_equals_never_having_stopped(tmp_path, tiny, precision, crash_at):
+    need_torchao(precision)
     chosen = [*tiny, f"precision={precision}", f"steps={STEPS}", "eval_every=4", "checkpoint.every=5", "log_every=1"]
     if precision == "fp16":
         chosen += ["precision.init_scale=1e9", "precision.growth_interval=3"]  # makes the loss scale change

@@ -282,6 +282,8 @@ def test_a_model_that_asks_for_values_has_no_flops():
         ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
         ("NVIDIA A100-SXM4-40GB", "tf32", 156e12),
         ("NVIDIA H100 80GB HBM3", "bf16_params", 989e12),
+        ("NVIDIA H100 80GB HBM3", "fp8", 1979e12),
+        ("NVIDIA A100-SXM4-80GB", "fp8", None),
         ("NVIDIA H200", "fp32", 67e12),
         ("Tesla V100-SXM2-16GB", "fp16", 125e12),
         ("Tesla V100-SXM2-16GB", "tf32", None),

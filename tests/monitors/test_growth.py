@@ -121,9 +121,10 @@ def test_fp16_underflow_raises_an_alarm_if_it_lasts_and_only_in_fp16():
     assert underflown(FP32) == []
 
 
-def test_zero_gradients_raise_an_alarm_only_in_fp16():
+def test_zero_gradients_raise_an_alarm_only_in_fp16_and_fp8():
     shares = {"a": 0.95, "b": 0.5}
     assert growth.starving({}, shares, fp16=False) is None
+    assert "fp8 may have flushed them" in growth.starving({}, shares, fp16=False, fp8=True)
     assert "of a are exactly 0" in growth.starving({}, shares, fp16=True)
     assert growth.starving({}, {"a": 0.5}, fp16=True) is None
 

@@ -45,6 +45,8 @@ DDP_ONLY = {
 
 NARROW = {
     "bf16": [*GPT, "precision=bf16"],
+    "fp8": [*GPT, "precision=fp8"],
+    "fp8_rowwise": [*GPT, "precision=fp8", "precision.recipe=rowwise", "grad_accum_steps=2"],
     "fp16": [*GPT, "precision=fp16", "precision.init_scale=1024"],
     "fp16_calibrating": [*GPT, "precision=fp16", "precision.init_scale=1e9", "precision.growth_interval=3"],
 }

@@ -22,7 +22,7 @@ from stabletrain.stability import precision
 from stabletrain.trainer import compile_warmup
 from stabletrain.trainer.build import build
 from stabletrain.trainer.compile_warmup import warm_up_compiled
-from tests.devices import CARD
+from tests.devices import CARD, skip_unless_it_has
 from tests.runs import TINY_GPT, command, composed
 
 pytestmark = pytest.mark.timeout(900)
@@ -162,3 +162,22 @@ def test_a_compiled_step_is_replayed_with_the_same_bits_in_the_run_and_from_its_
     done = subprocess.run(replay, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["same_bits"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_COMPILER, reason="needs a C++ compiler")
+@pytest.mark.parametrize("device", ["cpu", CARD])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_fp8_compiles_and_a_step_is_replayed_with_the_same_bits(tmp_path, recipe, device):
+    skip_unless_it_has(device, "fp8")
+    chosen = [option for option in CHOSEN if not option.startswith("precision")]
+    typed = [*chosen, *WHERE[device], "compile=true", "precision=fp8", f"precision.recipe={recipe}"]
+    done = command(*typed, "hydra.run.dir=run", cwd=tmp_path, timeout=800, CI="true")
+    assert done.returncode == 0, done.stderr
+    assert "compile  on, in " in done.stdout
+    assert "12 Linears in fp8, 1 left out (the head)" in done.stdout
+    same = json.loads((tmp_path / "run" / "incidents" / "step-00000006" / "diagnosis.json").read_text())["replays"][
+        "same"
+    ]
+    assert same["finite"] is True
+    assert same["bitwise_equal_to_reading"] is True

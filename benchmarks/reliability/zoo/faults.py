@@ -16,6 +16,7 @@ from benchmarks.reliability.zoo import parts
 from benchmarks.reliability.zoo.install import (
     behind,
     behind_frozen,
+    behind_in_fp8,
     every_step,
     grow,
     learnt_behind,
@@ -72,6 +73,7 @@ def part(
 
 FP32, BF16, FP16 = ["precision=fp32"], ["precision=bf16"], ["precision=fp16", "precision.init_scale=8"]
 FLOOR = ["precision=fp16", "precision.init_scale=1"]
+FP8, LEARNT = ["precision=fp8"], ["batch_size=16", "optimizer.lr=0.01"]
 LOOKED_AT = ["monitors=default", "monitors.every=3"]
 BATCH_OF_32 = ["batch_size=32", "optimizer.lr=0.02"]
 
@@ -285,6 +287,34 @@ ALL: list[Fault] = [
         "forward",
         fix="override",
     ),
+    # fp8_overflow, fp8_underflow
+    Fault(
+        "a cast to e4m3 whose scale is too large",
+        "gpt",
+        "fp8_overflow",
+        [*BF16, *LEARNT],
+        partial(behind, "norm", parts.ScaleTooLarge, 60),
+        steps=70,
+    ),
+    part("a cast to e5m2 past 57344", "gpt", "fp8_overflow", parts.WideCast, "aten._to_copy", overrides=FP8),
+    part("a cast to e4m3 whose scale is 448 / 0", "gpt", "fp8_overflow", parts.ScaleOfNothing, None, overrides=FP8),
+    Fault(
+        "a cast to e4m3 whose scale is too small",
+        "gpt",
+        "fp8_underflow",
+        [*BF16, *LEARNT],
+        partial(behind, "norm", parts.ScaleTooSmall, 60),
+        steps=70,
+    ),
+    Fault(
+        "an outlier token",
+        "gpt",
+        "fp8_underflow",
+        [*FP8, *LEARNT],
+        partial(behind_in_fp8, "norm", parts.OutlierToken, 60),
+        fix="override",
+        steps=70,
+    ),
     # loss_scale_collapse
     part(
         "gradients past 65504 at every scale",
@@ -427,6 +457,7 @@ CLEAN: list[tuple[str, str, Sequence[str]]] = [
     ("gpt", "gpt", FP32),
     ("gpt, bf16", "gpt", BF16),
     ("gpt, fp16", "gpt", FP16),
+    ("gpt, fp8", "gpt", FP8),
     ("resnet", "resnet", FP32),
     ("resnet, bf16", "resnet", BF16),
 ]

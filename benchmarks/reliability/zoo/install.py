@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.reliability.zoo.parts import Part
+from stabletrain.stability.precision import Fp8Linears
 from stabletrain.trainer.run import TrainingRun
 
 
@@ -18,6 +19,14 @@ def behind(place: str, part: type[Part], at: int, job: TrainingRun, mended: bool
     module = job.state.model.get_submodule(place)
     module.add_module("extra", part(at, mended))
     module.register_forward_hook(through_extra)
+
+
+def behind_in_fp8(place: str, part: type[Part], at: int, job: TrainingRun, mended: bool) -> None:
+    """As `behind`, with the part's linear layers in the run's fp8."""
+    behind(place, part, at, job, mended)
+    if isinstance(job.tools.precision, Fp8Linears):
+        extra = job.state.model.get_submodule(f"{place}.extra")
+        job.tools.precision.convert([layer for layer in extra.modules() if isinstance(layer, nn.Linear)])
 
 
 def learnt_behind(place: str, part: type[Part], at: int, lr: float, job: TrainingRun, mended: bool) -> None:

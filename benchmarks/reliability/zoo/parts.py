@@ -252,3 +252,71 @@ class WanderingOffset(Part):
         likely = x >= x.median(-1, keepdim=True).values
         offset = torch.sinh(self.offset)
         return x + torch.where(likely, offset, offset.detach()).to(x.dtype)
+
+
+class CastByHand(Part):
+    """A cast to e4m3 and back with a scale that no longer fits the values."""
+
+    stale = 1.0
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        values = x.detach().float()
+        scale = torch.full((), self.stale if late else 100.0, device=x.device)
+        if self.mended:
+            scale = 448 / values.abs().max()
+        small = (values * scale).to(torch.float8_e4m3fn)  # here
+        return 10 * (small.float() / scale - values)  # the part adds a tenth: its output is the value after the casts
+
+
+class ScaleTooLarge(CastByHand):
+    """Saturates e4m3, or gives NaN, as PyTorch's cast does before 2.12."""
+
+    stale = 1e6
+
+
+class ScaleTooSmall(CastByHand):
+    """Flushes every value to 0."""
+
+    stale = 1e-6
+
+
+class WideCast(Part):
+    """A cast to e5m2 without a scale, of values beyond its largest, 57344."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        values = torch.tanh(x.float()) + (1e6 if late else 1.0)
+        if self.mended:
+            values = values / values.detach().abs().max()
+        small = values.detach().to(torch.float8_e5m2)  # here
+        return 1e-9 * small.float() + 0 * x
+
+
+class ScaleOfNothing(Part):
+    """A cast to e4m3 whose scale divides by the largest value of a gate that has closed."""
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        values = F.relu(torch.tanh(x.detach().float()) + (-2.0 if late else 2.0))
+        largest = values.abs().max()
+        if self.mended:
+            largest = largest.clamp(min=1e-12)
+        scale = 448 / largest  # here
+        return 0.1 * (values * scale).to(torch.float8_e4m3fn).float() / scale + 0 * x
+
+
+class OutlierToken(Part):
+    """A linear layer in fp8 with one token far above all others: their scale flushes them to 0.
+
+    The layer returns its first inputs. A frozen weight of 0 keeps the outlier out of the result.
+    """
+
+    def __init__(self, at: int, mended: bool) -> None:
+        super().__init__(at, mended)
+        self.mix = nn.Linear(32, 16, bias=False)
+        with torch.no_grad():
+            self.mix.weight.copy_(torch.eye(16, 32))
+        self.mix.weight.requires_grad_(False)
+
+    def work(self, x: Tensor, late: bool) -> Tensor:
+        beside = torch.zeros_like(x)
+        beside[:, 0, 0] = 1e8 if late and not self.mended else 1.0
+        return 10 * (self.mix(torch.cat([x, beside], -1)).to(x.dtype) - x)

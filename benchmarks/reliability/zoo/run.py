@@ -172,8 +172,12 @@ def is_override(fix: str) -> bool:
 def marked(fault: Fault) -> str:
     """Returns `file:line` of the marked line in a fault's part."""
     kind = fault.install.args[1]
-    lines, first = inspect.getsourcelines(kind)
-    (offset,) = [number for number, text in enumerate(lines) if text.rstrip().endswith("# here")]
+    for each in kind.__mro__:  # the line may be in the class that the part inherits from
+        lines, first = inspect.getsourcelines(each)
+        offsets = [number for number, text in enumerate(lines) if text.rstrip().endswith("# here")]
+        if offsets:
+            break
+    (offset,) = offsets
     return f"{Path(inspect.getfile(kind)).name}:{first + offset}"
 
 

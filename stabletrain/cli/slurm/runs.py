@@ -26,8 +26,11 @@ CONF = Path(__file__).parents[3] / "conf"
 BEFORE_AMPERE = {"v100": (7, 0), "t4": (7, 5), "p100": (6, 0)}
 """GPU types without bf16 and TF32, whose compute capability is below 8.0."""
 
-NEEDS_AMPERE = ("bf16", "bf16_params", "tf32")
-"""Precisions that those GPUs do not support."""
+NEEDS_AMPERE = ("bf16", "bf16_params", "tf32", "fp8")
+"""Precisions that those GPUs do not support: fp8 computes everything but linear layers in bf16."""
+
+WITHOUT_FP8 = {"a100": (8, 0), "a30": (8, 0), "a10": (8, 6), "a40": (8, 6), "a6000": (8, 6)}
+"""GPU types with bf16 but without fp8, which `precision=fp8` emulates: compute capability below 8.9."""
 
 
 class Runs(NamedTuple):
@@ -147,6 +150,13 @@ def notes(cfg: Any, cards: Iterable[str]) -> list[str]:
     gpt = cfg.model.get("modality") == "tokens"
     if old and gpt and choices.get("stability") == "none" and choices.get("precision") in ("auto", "fp16"):
         return [f"note     {', '.join(old)} trains in fp16: stability=v100 is the preset that keeps a GPT stable in it"]
+    if choices.get("precision") == "fp8":
+        return [
+            f"note     {card} has no fp8 (compute capability {WITHOUT_FP8[card][0]}.{WITHOUT_FP8[card][1]}): it is "
+            "emulated, slower than precision=bf16"
+            for card in cards
+            if card in WITHOUT_FP8
+        ]
     return []
 
 

@@ -57,6 +57,14 @@ CAUSES = {
         "a value was too large for fp16",
         "Inf from finite values in fp16, finite in fp32",
     ),
+    "fp8_overflow": Cause(
+        "a value was too large for fp8",
+        "a cast to fp8 gives NaN or Inf from finite values, or saturates, and the step is normal without fp8",
+    ),
+    "fp8_underflow": Cause(
+        "fp8 flushed most of a tensor to 0",
+        "a cast to fp8 turns most values into 0, and the step is normal without fp8; or gradients are 0 in fp8 only",
+    ),
     "unsafe_op": Cause(
         "an operation has no finite result for its inputs",
         "no finite result in any number format: log(0), x / 0, sqrt'(0), exp overflow, inf - inf",

@@ -37,6 +37,7 @@ from stabletrain.forensics.diagnosis.fixes import (
     wider,
     younger_moments,
 )
+from stabletrain.forensics.diagnosis.fp8_causes import fp8_overflow, fp8_underflow
 from stabletrain.forensics.diagnosis.sentences import (
     batch,
     beside,
@@ -148,7 +149,7 @@ def loss_scale_collapse(e: Evidence) -> Diagnosis | None:
 def fp16_underflow(e: Evidence) -> Diagnosis | None:
     """Gradients are 0 in fp16 and not in fp32."""
     u = e.underflow
-    if u is None or not u.real:
+    if u is None or not u.real or e.setting.choices.get("precision") == "fp8":
         return None
     verdict = (
         f"at loss scale {u.loss_scale:g}, {u.zeros:.0%} of all gradient elements are exactly 0 in fp16, "
@@ -330,8 +331,10 @@ RULES: tuple[Rule, ...] = (
     # The number format comes before the weights: fp16 overflows with weights that are fine in bf16.
     loss_scale_collapse,
     fp16_underflow,
+    fp8_underflow,
     zero_variance_norm,
     fp16_overflow,
+    fp8_overflow,
     unsafe_op,
     # The weights: first the initial ones, then the effect of updates, specific rules before general ones.
     bad_init,

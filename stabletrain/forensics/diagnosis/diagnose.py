@@ -24,6 +24,7 @@ from stabletrain.forensics.diagnosis.causes import (
     bad_inputs,
     bad_label,
     corrupt_state,
+    fp8_overflow,
     fp16_overflow,
     hardware_fault,
     output_logit_drift,
@@ -36,7 +37,7 @@ from stabletrain.forensics.diagnosis.causes import (
 )
 from stabletrain.forensics.diagnosis.evidence import Evidence, rushed
 
-OPERATION = (zero_variance_norm, fp16_overflow, unsafe_op)
+OPERATION = (zero_variance_norm, fp16_overflow, fp8_overflow, unsafe_op)
 """Rules that explain a single operation; only the first that holds is used."""
 
 GROWTHS = (overlong_updates, attention_logit_growth, output_logit_drift)

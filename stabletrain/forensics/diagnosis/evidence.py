@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from stabletrain.forensics.probes.fp8_casts import Fp8Casts
 from stabletrain.forensics.probes.samples import Culprits
 from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.replay import Outcome
@@ -111,7 +112,8 @@ class Evidence:
         overlong: largest RMS(m / sqrt(v)) over the parameters, from the moments before the step: the length of the last
             update in learning rates. NaN without such moments.
         staleness: largest RMS(g / sqrt(v)) over the parameters; NaN without a second moment.
-        underflow: gradients lost in fp16; None if not measured.
+        underflow: gradients lost in fp16 or fp8; None if not measured.
+        fp8: what casts to fp8 lost; None if there are none.
         setting: the run's settings.
     """
 
@@ -133,11 +135,15 @@ class Evidence:
     overlong: float = math.nan
     staleness: float = math.nan
     underflow: Underflow | None = None
+    fp8: Fp8Casts | None = None
     setting: RunSettings = field(default_factory=RunSettings)
 
     def normal(self, variant: str) -> bool | None:
         """Whether a replay was finite and within the guard's limits; None if it was not run."""
-        outcome = self.outcomes.get(variant)
+        return self.within_limits(self.outcomes.get(variant))
+
+    def within_limits(self, outcome: Outcome | None) -> bool | None:
+        """Whether an outcome is finite and within the guard's limits; None if it was not run."""
         if outcome is None or outcome.finite is None or outcome.loss is None or outcome.grad_norm is None:
             return None
         if not math.isfinite(self.reading.buffers):  # a replay does not measure buffers

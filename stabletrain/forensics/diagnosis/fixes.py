@@ -34,14 +34,14 @@ def wider(e: Evidence) -> list[str]:
     chosen = e.setting.choices.get("precision")
     if chosen == "auto" and e.origin is not None and e.origin.dtype == "float16":
         return ["precision=fp32"]  # auto takes fp16 only on a card without bf16
-    return ["precision=bf16"] if chosen == "fp16" else []
+    return ["precision=bf16"] if chosen in ("fp16", "fp8") else []
 
 
 def more_fp32_modules(e: Evidence) -> list[str]:
     """The override that runs the module in fp32, if autocast chooses the number format."""
     o = e.origin
     inside = o is not None and o.module not in ("", "objective")
-    low = e.setting.choices.get("precision") in ("fp16", "bf16", "auto")
+    low = e.setting.choices.get("precision") in ("fp16", "bf16", "fp8", "auto")
     return [f"precision.fp32_modules=[{o.module}]"] if o is not None and inside and low else []
 
 

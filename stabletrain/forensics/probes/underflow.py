@@ -1,9 +1,9 @@
-"""Finds gradients that are exactly 0 in fp16 but not in fp32, for the same weights and batch.
+"""Finds gradients that are exactly 0 in fp16 or fp8 but not in fp32, for the same weights and batch.
 
-    lost(p) = elements of p's gradient that are 0 in fp16 and not in fp32 / elements that are not 0 in fp32
+    lost(p) = elements of p's gradient that are 0 in fp16 (or fp8) and not in fp32 / elements that are not 0 in fp32
 
-Zeros of dead units, tokens absent from the batch and frozen branches are 0 in fp32 as well and do not count. A loss
-scale that avoids the underflow is found by trying.
+Zeros of dead units, tokens absent from the batch and frozen branches are 0 in fp32 as well and do not count. In fp16, a
+loss scale that avoids the underflow is found by trying.
 
 Source: Micikevicius et al., arXiv 1710.03740, section 3.2. The smallest positive fp16 number is 2^-24, about 6e-8.
 """
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from stabletrain.forensics.replay import Take, fp32, perform, same
 from stabletrain.forensics.repro import Repro, is_scaled
+from stabletrain.protocols import Precision
+from stabletrain.stability.precision.fp8_linear import Fp8Linears
 from stabletrain.stability.precision.kernels import ieee_kernels
 
 STARVED = 0.5
@@ -76,8 +78,8 @@ class Underflow:
 
 
 def underflow(repro: Repro) -> Underflow | None:
-    """Compares a step's gradients with those in fp32; None without a loss scale or if either is not finite."""
-    if not is_scaled(repro.tools.precision):
+    """Compares a step's gradients with those in fp32; None in precisions without underflow, or if one is not finite."""
+    if not can_underflow(repro.tools.precision):
         return None
     with ieee_kernels():
         wide = gradients(fp32(repro), repro.step)
@@ -85,7 +87,13 @@ def underflow(repro: Repro) -> Underflow | None:
     if wide is None or narrow is None:
         return None
     found = compared(narrow, wide, repro.loss_scale)
-    return replace(found, cure=cure(repro, wide)) if found.real else found
+    scaled = is_scaled(repro.tools.precision)
+    return replace(found, cure=cure(repro, wide)) if found.real and scaled else found
+
+
+def can_underflow(precision: Precision) -> bool:
+    """Whether gradients can be 0 in this precision although they are not in fp32: in fp16 and fp8."""
+    return is_scaled(precision) or isinstance(precision, Fp8Linears)
 
 
 def gradients(take: Take, step: int) -> dict[str, Tensor] | None:

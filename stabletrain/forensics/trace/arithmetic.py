@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from stabletrain.forensics.trace import nonfinite_rules
-from stabletrain.forensics.trace.values import is_float, leaves, measure, tensors
+from stabletrain.forensics.trace.values import is_float, leaves, measure, tensors, unscaled
 
 NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+NAMES |= {"float8_e4m3fn": "fp8 (e4m3)", "float8_e5m2": "fp8 (e5m2)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ def explain_nonfinite(func: Any, args: tuple, kwargs: dict, place: int, output: 
         place: position of `output` among the tensors that the call returned.
         node: the autograd node that made the call; empty in the forward pass.
     """
+    args, kwargs = unscaled(args), unscaled(kwargs)
     in_fp64 = again(func, args, kwargs, place, torch.float64)
     in_fp32 = again(func, args, kwargs, place, torch.float32)
     name = str(getattr(func, "overloadpacket", func)).rpartition(".")[2].rstrip("_")

@@ -19,8 +19,8 @@ from torch.autograd.function import BackwardCFunction
 
 TORCH = f"{Path(torch.__file__).parent}/"
 HERE = f"{Path(__file__).parent}/"
-WRAPPERS = ("/jaxtyping/", "/beartype/")
-"""Decorators that check types: their frames lie between caller and callee, and compute nothing."""
+WRAPPERS = ("/jaxtyping/", "/beartype/", "/torchao/", "/precision/fp8_linear.py", "/probes/fp8_casts.py")
+"""Files whose frames lie between the user's line and the operation: decorators that check types, and fp8 layers."""
 
 LANDMARKS = {
     ("autograd/graph.py", "_engine_run_backward"): "engine",

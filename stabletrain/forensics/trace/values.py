@@ -58,8 +58,24 @@ def is_float(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def unscaled(value: Any) -> Any:
+    """Converts torchao's scaled fp8 tensors, also in lists, tuples and dicts, to ordinary tensors with their values."""
+    if isinstance(value, Tensor):
+        return value.to_original_precision() if is_scaled_fp8(value) else value
+    if isinstance(value, list | tuple):
+        return type(value)([unscaled(each) for each in value])
+    return {key: unscaled(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def is_scaled_fp8(tensor: Tensor) -> bool:
+    """Whether a tensor is torchao's pair of fp8 values, `_data`, and their scale, `_scale`."""
+    return hasattr(tensor, "to_original_precision")
+
+
 def dense(tensor: Tensor) -> Tensor:
-    """The dense tensor that holds the values; for a sparse tensor, its values."""
+    """The dense tensor that holds the values; for a sparse tensor, its values; for a scaled fp8 tensor, these."""
+    if is_scaled_fp8(tensor):
+        return tensor._data  # ty: ignore[missing-attribute]
     if tensor.layout == torch.strided:
         return tensor
     return tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
@@ -78,10 +94,10 @@ def whole(tensor: Tensor) -> bool:
 
 def measure(tensor: Tensor) -> Values:
     """Measures a tensor in one pass, with one host read."""
-    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    shape, dtype = tuple(tensor.shape), str(dense(tensor).dtype).removeprefix("torch.")
     if not is_float(tensor):
         return Values(shape, dtype, None)
-    values = dense(tensor)
+    values = dense(unscaled(tensor))
     if values.numel() == 0:
         return Values(shape, dtype, 0.0)
     if values.is_complex():

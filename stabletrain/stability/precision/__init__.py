@@ -11,13 +11,15 @@ matmul and for convolution, because PyTorch's defaults differ between the two.
 | bf16 | bfloat16 | off | - (fp32's range) | as named |
 | bf16_params | bfloat16, matrices also stored in it | off | - | as named |
 | fp16 | float16 | off | dynamic | as named |
+| fp8 | bfloat16, linear layers in float8 | off | - (a scale for each tensor or row) | as named |
 
 `autocast.py` holds autocast and the modules kept in fp32, `kernels.py` PyTorch's process-wide settings,
-`loss_scale.py` fp16's loss scale, `bf16_weights.py` the parameters stored in bf16, and `modes.py` the options of the
-config group."""
+`loss_scale.py` fp16's loss scale, `bf16_weights.py` the parameters stored in bf16, `fp8_linear.py` the linear layers
+in fp8, and `modes.py` the other options of the config group."""
 
 from stabletrain.stability.precision.autocast import Unscaled
+from stabletrain.stability.precision.fp8_linear import Fp8Linears, fp8
 from stabletrain.stability.precision.loss_scale import LossScaled
 from stabletrain.stability.precision.modes import auto, bf16, bf16_params, fp16, fp32, tf32
 
-__all__ = ["LossScaled", "Unscaled", "auto", "bf16", "bf16_params", "fp16", "fp32", "tf32"]
+__all__ = ["Fp8Linears", "LossScaled", "Unscaled", "auto", "bf16", "bf16_params", "fp8", "fp16", "fp32", "tf32"]

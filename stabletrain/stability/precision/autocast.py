@@ -103,12 +103,12 @@ def unmatched(model: nn.Module, pattern: str, names: list[str]) -> str:
     return f"'{pattern}' names no module of {type(model).__name__}: {hint}Its modules are {', '.join(general)}"
 
 
-def check_patterns(patterns: Sequence[object]) -> None:
+def check_patterns(patterns: Sequence[object], key: str = "fp32_modules") -> None:
     """Raises ConfigError unless every pattern is a non-empty string."""
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise ConfigError(
-                f"precision.fp32_modules={list(patterns)}: {pattern!r} is not the name of a module; "
+                f"precision.{key}={list(patterns)}: {pattern!r} is not the name of a module; "
                 "write a list such as [head, blocks.*.attention.dot_product]"
             )
 

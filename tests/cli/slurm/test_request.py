@@ -32,6 +32,7 @@ MISTAKES = {
     "grammar": (["data.path=[a"], "the command line cannot be read"),
     "bf16": (["--gpu", "v100", "precision=bf16"], "precision=bf16 on --gpu v100, which has neither bf16 nor TF32"),
     "tf32": (["--gpu", "v100", "precision=tf32"], "precision=tf32 on --gpu v100"),
+    "fp8": (["--gpu", "v100", "precision=fp8"], "precision=fp8 on --gpu v100, which has neither bf16 nor TF32"),
     "narrow": (["--gpu", "v100", "precision=bf16_params"], "use stability=v100 for a GPT"),
     "batch": (
         ["--nodes", "2", "--gpus-per-node", "4", "batch_size=12", "grad_accum_steps=2"],

@@ -18,6 +18,14 @@ def test_a_v100_is_told_of_its_preset_unless_it_has_chosen(launch):
     assert launch("--dry-run", "--gpu", "a100", "precision=bf16")[2] == ""
 
 
+@pytest.mark.slow
+def test_a_card_without_fp8_is_told_that_it_will_be_emulated(launch):
+    told = launch("--dry-run", "--gpu", "a100,h100", "-m", "precision=fp8", "seed=0,1")[2]
+    assert told.count("note") == 1
+    assert "a100 has no fp8 (compute capability 8.0): it is emulated, slower than precision=bf16" in told
+    assert "fp8" not in launch("--dry-run", "--gpu", "a100", "precision=bf16")[2]
+
+
 @pytest.mark.parametrize(
     ("section", "told"),
     [
