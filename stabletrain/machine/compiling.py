@@ -58,6 +58,7 @@ class Compiled:
         self.shape = tuple(shape)
         self._model, self._plain = model, model._call_impl
         self._code = torch.compile(model._call_impl, backend=inductor, dynamic=False)
+        self._others: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def __call__(self, inputs: Any, *more: Any, **named: Any) -> Any:
         """Runs compiled code in a training pass over inputs of that shape; anything else eagerly."""
@@ -65,6 +66,12 @@ class Compiled:
         if training and getattr(inputs, "shape", None) == self.shape:
             return self._code(inputs, *more, **named)
         return self._plain(inputs, *more, **named)
+
+    def with_it(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns compiled code for a function that runs beside the model, such as the loss of a chunk."""
+        if function not in self._others:
+            self._others[function] = torch.compile(function, backend=inductor, dynamic=False)
+        return self._others[function]
 
 
 def compile_(model: nn.Module, shape: Sequence[int]) -> None:
@@ -87,6 +94,12 @@ def compiled_shape(model: nn.Module) -> tuple[int, ...] | None:
     """Returns the shape that `compile_` compiled a model for; None if it is not compiled."""
     code = getattr(model, "_compiled_call_impl", None)
     return code.shape if isinstance(code, Compiled) else None
+
+
+def compiled_with(model: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function` compiled if `compile_` compiled the model, else itself. Call it with one shape only."""
+    code = getattr(model, "_compiled_call_impl", None)
+    return code.with_it(function) if isinstance(code, Compiled) else function
 
 
 @contextmanager
