@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.errors import StabletrainError
-from stabletrain.machine.determinism import rng_restored
+from stabletrain.machine.determinism import may_measure, rng_restored
 
 VARIANTS = 64
 """Recompilation limit per function, above which PyTorch silently runs eagerly. Each model copy for a replay counts."""
@@ -33,7 +33,7 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     By default inductor sums the gradients of an embedding and of max-pooling with atomics, in any order, and selects
     kernels by measured speed. Here neither happens: the embedding's gradient comes from PyTorch's own kernel, and each
     pixel of max-pooling adds its windows in eager mode's order. Other scattered sums (a plug-in's `table[ids]`) are
-    deterministic only with `determinism=strict`, as in eager mode.
+    deterministic only with `determinism=strict`, as in eager mode. With `determinism=off`, speed selects the kernels.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
@@ -44,7 +44,7 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     for operation in unordered - {*lowerings}:  # with CI set, PyTorch rejects unregistered fallbacks
         make_fallback(operation, require_contiguous, warn=False, override_decomp=True)
     table = {operation: rule for operation, rule in select_decomp_table().items() if operation not in unordered}
-    return compile_fx(graph, inputs, config_patches={"deterministic": True}, decompositions=table)
+    return compile_fx(graph, inputs, config_patches={"deterministic": not may_measure()}, decompositions=table)
 
 
 class Compiled:
