@@ -120,7 +120,7 @@ def test_off_drops_the_compilers_deterministic_mode(monkeypatch, kind, determini
     monkeypatch.setattr(compile_fx, "compile_fx", lambda *_, **named: given.update(named))
     kind().prepare()
     try:
-        inductor(torch.fx.Graph(), [])
+        inductor(torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph()), [])
     finally:
         Seeded().prepare()
     assert given["config_patches"]["deterministic"] is deterministic
