@@ -256,7 +256,7 @@ def cut_spikes_(known: Moments, unbias: Tensor, threshold: float) -> None:
     """
     # Compare square roots, because g^2 and threshold * v may overflow.
     limits = list(torch._foreach_sqrt(known.second))
-    # Where v = 0, no gradient was seen yet, so there is nothing to compare with: add 1 / sign(v) - 1, inf there, else 0.
+    # Where v = 0, no gradient was seen yet, so there is nothing to compare with. 1 / sign(v) - 1 is inf there, else 0.
     never = list(torch._foreach_sign(known.second))
     torch._foreach_reciprocal_(never)
     torch._foreach_sub_(never, 1.0)

@@ -106,7 +106,7 @@ def subtract_(targets: list[Tensor], amounts: list[Tensor], withheld: Tensor, de
 def remember_(known: Moments, group: dict[str, Any]) -> None:
     """Adds `known.gradients` to the running means `known.first` and `known.second`, unless the update is withheld."""
     beta1, beta2 = group["betas"]
-    # A step of AdamW with learning rate 0, on weights that nobody needs.
+    # A step of AdamW with learning rate 0, on weights that are then dropped.
     unused = list(torch._foreach_mul(known.gradients, 0.0))
     torch._fused_adamw_(
         unused,
