@@ -94,6 +94,7 @@ recovery="stall by a snapshot, a checkpoint, a rollback and a diagnosis"
 overhead="the defaults over a bare loop, and whether a step waits for the card"
 throughput="speed over plain PyTorch and torchvision's recipe, MFU, waiting for data"
 memory="peak memory of a loss in chunks"
+heads="speed of head and loss: padded vocabulary, compiled"
 growth="time and memory over width, block and data"
 
 part card 60 "PyTorch's build can run on this card" "$python" benchmarks/card.py --device "$device"
@@ -106,6 +107,7 @@ if [[ $device == cuda ]]; then
     bench throughput 120 "$throughput" --sizes gpt2,resnet18 --rounds 5
     bench recovery 100 "$recovery" --size gpt2 --precision bf16 --rounds 2
     bench memory 35 "$memory"
+    bench head 35 "$heads"
     bench growth 50 "$growth" --only width,block,data --rounds 3
     tests compiled 300 "compiled runs on the card: the next table" --all -m gpu -n 0 "$compiled"
 else # generous limits: a CPU may be busy with other work
@@ -116,6 +118,7 @@ else # generous limits: a CPU may be busy with other work
     bench throughput 300 "$throughput" --sizes gpt_tiny,resnet_tiny --precision fp32 --rounds 2
     bench recovery 300 "$recovery" --size tiny --precision fp32 --rounds 1
     bench memory 120 "$memory" --samples 2 --zloss palm
+    bench head 120 "$heads" --tiny --precision bf16 --rounds 2
     bench growth 300 "$growth" --tiny --precision fp32 --only width,data --rounds 1
 fi
 

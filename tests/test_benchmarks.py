@@ -26,6 +26,7 @@ CASES = {
         ["bare", "bare again", "off", "defaults", "monitors=full", "finite hooks", "anomaly mode"],
     ),
     "throughput": (["throughput.py", "--sizes", "gpt_tiny"], ["stabletrain", "plain fp32"]),
+    "head": (["head.py", "--tiny"], ["unpadded", "padded", "padded, compiled"]),
     "limit": (["limit.py", "--batch", "1"], ["products", "attention"]),
     "reading": (
         ["reading.py", "--runs", "40", "--lines", "20"],
