@@ -29,6 +29,11 @@ def card(device: torch.device) -> str:
     return "" if device.type == "cuda" else "no card here"
 
 
+def cpu_only(device: torch.device) -> str:
+    """Needs a CPU, where the host's time is the step's."""
+    return "" if device.type == "cpu" else "a CPU's; run with --device cpu"
+
+
 def hopper(device: torch.device) -> str:
     """Needs an H100 or H200."""
     is_one = device.type == "cuda" and any(name in hardware.name(device) for name in ("H100", "H200"))
@@ -72,6 +77,8 @@ class Target:
 TARGETS = {
     "overhead/gpt": Target("the defaults over a bare loop, GPT", 1.01, True),
     "overhead/resnet": Target("the defaults over a bare loop, ResNet", 1.01, True),
+    "overhead/own_gpt": Target("the defaults' own time over a bare step, GPT", 1.01, True, cpu_only),
+    "overhead/own_resnet": Target("the defaults' own time over a bare step, ResNet", 1.01, True, cpu_only),
     "overhead/waits": Target("what in an ordinary step waits for the card, times", 0, True, card),
     "operations/more": Target("kernels that a guarded step launches beyond a bare loop's, most", 30, True),
     "throughput/gpt_mini": Target("gpt_mini in bf16 over plain fp32 PyTorch, speed", 2.6, False, bf16_cpu),

@@ -99,6 +99,21 @@ def test_a_step_launches_few_kernels_beyond_a_bare_loop(benchmark, model):
     assert max(more.values()) <= targets.TARGETS["operations/more"].bound
 
 
+def test_own_time_is_what_lies_outside_of_the_model_and_the_optimizer(benchmark, tmp_path, monkeypatch):
+    own_time, jobs, measuring = (benchmark(name) for name in ("own_time", "jobs", "measuring"))
+    monkeypatch.setitem(benchmark("overhead").OURS, "defaults", ("monitors=default",))  # W&B starts slowly
+    clock = ToldClock()
+    monkeypatch.setattr(own_time.time, "perf_counter", clock.now)
+    monkeypatch.setattr(RollbackGuard, "judge", clock.slow(RollbackGuard.judge, 0.5))
+    with measuring.silence():
+        found = own_time.measured(tmp_path, TINY(jobs), 4, "wall", bf16=False)
+    ours, bare = found["rest"]["defaults"], found["rest"]["bare"]
+    assert len(ours) == len(bare) == 4
+    assert all(0.5 < seconds < 0.6 for seconds in ours), "in every round a step is judged"
+    assert all(0 < seconds < 0.1 for seconds in bare)
+    assert all(whole > rest for whole, rest in zip(found["seconds"]["bare"], bare, strict=True))
+
+
 def test_host_time_is_measured_beside_a_bare_loop(benchmark, capsys):
     operations = benchmark("operations")
     found = operations.host_time(2, ToldClock())
