@@ -14,7 +14,7 @@ from stabletrain.machine.determinism import Seeded, mix
 from stabletrain.parallel import distributed
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.records import IGNORE_INDEX, Batch, TrainState
+from stabletrain.records import IGNORE_INDEX, Batch, TrainState, Transform
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.guard import NoGuard
 from stabletrain.trainer.stages import (
@@ -234,6 +234,13 @@ def test_rows_that_are_missing_are_refused_and_an_empty_batch_is_one_without_val
     assert len(batch) == (6 if parallel else 0)
     assert (batch.targets == IGNORE_INDEX).all()
     assert batch.counted == (0 if parallel else 11)
+
+
+def test_zeros_in_the_place_of_an_empty_batch_have_the_form_that_the_model_reads():
+    empty = torch.zeros(0, 2, dtype=torch.uint8)
+    raw = Batch(empty, torch.zeros(0, dtype=torch.int64), transform=Transform(lambda x, each: x[:, :1].float(), empty))
+    alone = distributed.Distributed(Ranks(1, 2, 1, launched=True)).shard_batch(raw, 4)
+    assert (alone.inputs.dtype, alone.inputs.shape, alone.transform) == (torch.float32, (2, 1), None)
 
 
 def test_a_batch_of_another_type_is_refused_when_it_is_read():
