@@ -1,5 +1,6 @@
 """The first stages of building a run: seeds of the ranks, data that can be used, batches that divide, the model."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -234,6 +235,14 @@ def test_rows_that_are_missing_are_refused_and_an_empty_batch_is_one_without_val
     assert len(batch) == (6 if parallel else 0)
     assert (batch.targets == IGNORE_INDEX).all()
     assert batch.counted == (0 if parallel else 11)
+
+
+def test_rows_without_the_count_of_the_whole_batch_are_refused_on_several_ranks():
+    data = Rows()
+    data.rows = lambda *asked: replace(Rows.rows(data, *asked), counted=None)
+    assert len(loaded(0, data=data)) == 12
+    with pytest.raises(ConfigError, match="rows\\(\\) gives no `counted`.*set it to the number of targets .* not -100"):
+        loaded(0, data=data, world_size=3, parallel=distributed.Distributed(Ranks(1, 3, 1, launched=True)))
 
 
 def test_zeros_in_the_place_of_an_empty_batch_have_the_form_that_the_model_reads():
