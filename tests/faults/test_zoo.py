@@ -3,10 +3,13 @@
 The whole table: `python -m benchmarks.reliability.zoo.run`.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.reliability.zoo.run import PLAIN, is_override, tell, trained
 from benchmarks.reliability.zoo.table import ALL
+from tests.words import words
 
 SHORT = [
     "a token out of range",
@@ -36,8 +39,11 @@ def test_no_two_faults_have_one_name():
 
 @pytest.mark.slow(unless=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", SHORT)
-def test_a_fault_is_called_what_it_is(name):
-    told = tell(BY_NAME[name])
+def test_a_fault_is_called_what_it_is(tmp_path, name):
+    fault = BY_NAME[name]
+    if fault.model == "gpt":  # text that does not depend on the version of Python
+        fault = replace(fault, overrides=[*fault.overrides, *words(tmp_path)])
+    told = tell(fault)
     assert told.found
     assert told.cause == BY_NAME[name].cause, told.verdict
     assert told.placed is not False, told.origin
