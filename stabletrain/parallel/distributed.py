@@ -47,7 +47,8 @@ class Distributed(SingleProcess):
         A rank with an empty batch runs on zeros without valid targets: the other ranks wait for it.
         """
         if not len(batch):
-            inputs = batch.inputs.new_zeros(size, *batch.inputs.shape[1:])
+            given = batch.transformed().inputs
+            inputs = given.new_zeros(size, *given.shape[1:])
             targets = batch.targets.new_full((size, *batch.targets.shape[1:]), IGNORE_INDEX)
             batch = Batch(inputs, targets, sources=["the batch is empty"] * size)
         return batch.shard(self.rows(len(batch)))

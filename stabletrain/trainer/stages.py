@@ -21,7 +21,7 @@ from stabletrain.machine.determinism import mix
 from stabletrain.machine.hardware import Usage, forget_peak, peak_flops
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.protocols import Tools
-from stabletrain.records import Batch, TrainState, reads_rows
+from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.trainer.banner import busy_note, opening, split_note
 from stabletrain.trainer.contract import checked, cost, make_model, output_note, units, val_batches, vocabulary
@@ -221,13 +221,18 @@ def batch_loader(cfg: DictConfig, process: Process, source: Source, state: Train
         at = position(step, state.skipped)  # leaves out the data that a rollback has skipped
         if reads_rows(source.data):
             batch = checked(source.data.rows(at, size, "train", mine))
-            if len(batch) == mine.stop - mine.start:
-                # In one process the step counts the valid targets itself, as they are then.
-                return batch if world_size > 1 else replace(batch, counted=None)
-            if len(batch):
+            if len(batch) not in (0, mine.stop - mine.start):
                 raise ConfigError(
                     f"data: rows({at}, {size}, 'train', {mine}) has {len(batch)} samples: return one for each row"
                 )
+            if world_size > 1 and batch.counted is None:
+                raise ConfigError(
+                    "data: rows() gives no `counted`, by which the ranks divide their losses: set it to the number of "
+                    f"targets in the whole batch that are not {IGNORE_INDEX}"
+                )
+            if len(batch):
+                # In one process the step counts the valid targets itself, as they are then.
+                return batch if world_size > 1 else replace(batch, counted=None)
         else:
             batch = checked(source.data.batch(at, size, "train"))
         if len(batch) % (cfg.grad_accum_steps * world_size):

@@ -3,11 +3,14 @@
 The whole table: `python -m benchmarks.reliability.zoo.run`.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.reliability.zoo.run import PLAIN, is_override, tell, trained
 from benchmarks.reliability.zoo.table import ALL
 from tests.devices import need_torchao
+from tests.words import words
 
 SHORT = [
     "a token out of range",
@@ -39,9 +42,12 @@ def test_no_two_faults_have_one_name():
 
 @pytest.mark.slow(unless=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", SHORT)
-def test_a_fault_is_called_what_it_is(name):
-    need_torchao("fp8" if "precision=fp8" in BY_NAME[name].overrides else "")
-    told = tell(BY_NAME[name])
+def test_a_fault_is_called_what_it_is(tmp_path, name):
+    fault = BY_NAME[name]
+    need_torchao("fp8" if "precision=fp8" in fault.overrides else "")
+    if fault.model == "gpt":  # text that does not depend on the version of Python
+        fault = replace(fault, overrides=[*fault.overrides, *words(tmp_path)])
+    told = tell(fault)
     assert told.found
     assert told.cause == BY_NAME[name].cause, told.verdict
     assert told.placed is not False, told.origin

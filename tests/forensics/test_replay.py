@@ -33,6 +33,7 @@ from tests.forensics.given import (
     scene_of,
 )
 from tests.runs import ROOT, python
+from tests.words import words
 
 NARROW = [(model, precision) for model in MODELS for precision in ("bf16", "fp16", "bf16_params")] + [("gpt", "fp8")]
 PRECISIONS = [*NARROW, *((model, "fp32") for model in MODELS)]
@@ -45,13 +46,18 @@ def everything(job):
     return tensors, str(skeleton)
 
 
+def fixed(model, folder):
+    """Overrides for data that do not depend on the version of Python."""
+    return words(folder / "data") if model == "gpt" else []
+
+
 @pytest.mark.slow(unless=lambda precision: precision in ("bf16", "fp8"))
 @pytest.mark.parametrize(("model", "precision"), PRECISIONS)
 def test_any_recorded_step_gives_the_same_bits_again_from_its_state_and_from_its_folder_alone(
     tmp_path, model, precision
 ):
     need_torchao(precision)
-    assert_recorded_steps_replay(tmp_path, *MODELS[model], *precision_of(precision))
+    assert_recorded_steps_replay(tmp_path, *MODELS[model], *fixed(model, tmp_path), *precision_of(precision))
 
 
 @pytest.mark.slow
@@ -62,7 +68,8 @@ def test_in_the_loop_a_withheld_step_is_replayed_bit_for_bit_and_nothing_live_ch
     tmp_path, monkeypatch, model, how, precision
 ):
     """When the loop reads a step's result, forward and backward of the next step have already run."""
-    chosen = [*MODELS[model], *precision_of(precision), "grad_accum_steps=2", "steps=12", "eval_every=5", "guard=skip"]
+    chosen = [*MODELS[model], *fixed(model, tmp_path), *precision_of(precision), "grad_accum_steps=2", "steps=12"]
+    chosen += ["eval_every=5", "guard=skip"]
     bad_steps, seen, held = (3, 4, 8), [], {}
 
     def trained(folder, explained):

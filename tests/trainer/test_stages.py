@@ -1,5 +1,6 @@
 """The first stages of building a run: seeds of the ranks, data that can be used, batches that divide, the model."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from stabletrain.machine.determinism import Seeded, mix
 from stabletrain.parallel import distributed
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.records import IGNORE_INDEX, Batch, TrainState
+from stabletrain.records import IGNORE_INDEX, Batch, TrainState, Transform
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.guard import NoGuard
 from stabletrain.trainer.stages import (
@@ -234,6 +235,21 @@ def test_rows_that_are_missing_are_refused_and_an_empty_batch_is_one_without_val
     assert len(batch) == (6 if parallel else 0)
     assert (batch.targets == IGNORE_INDEX).all()
     assert batch.counted == (0 if parallel else 11)
+
+
+def test_rows_without_the_count_of_the_whole_batch_are_refused_on_several_ranks():
+    data = Rows()
+    data.rows = lambda *asked: replace(Rows.rows(data, *asked), counted=None)
+    assert len(loaded(0, data=data)) == 12
+    with pytest.raises(ConfigError, match="rows\\(\\) gives no `counted`.*set it to the number of targets .* not -100"):
+        loaded(0, data=data, world_size=3, parallel=distributed.Distributed(Ranks(1, 3, 1, launched=True)))
+
+
+def test_zeros_in_the_place_of_an_empty_batch_have_the_form_that_the_model_reads():
+    empty = torch.zeros(0, 2, dtype=torch.uint8)
+    raw = Batch(empty, torch.zeros(0, dtype=torch.int64), transform=Transform(lambda x, each: x[:, :1].float(), empty))
+    alone = distributed.Distributed(Ranks(1, 2, 1, launched=True)).shard_batch(raw, 4)
+    assert (alone.inputs.dtype, alone.inputs.shape, alone.transform) == (torch.float32, (2, 1), None)
 
 
 def test_a_batch_of_another_type_is_refused_when_it_is_read():
