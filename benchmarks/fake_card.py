@@ -42,6 +42,7 @@ CARD = torch.device("cuda", 0)
 PACKAGE = f"{Path(stabletrain.__file__).parent}/"
 
 READERS = {
+    "records.py:count_targets": "counts targets that are still on the host",
     "monitors/probe.py": "a look returns its metrics as numbers, and the loop has just read the step's",
     "trainer/evaluate.py:evaluate": "reads the result of an evaluation once, at its end",
     "forensics/": "explains a step after it has failed",
@@ -59,6 +60,7 @@ WAITERS = {
 
 HOST = {
     "records.py:to": "moves a batch to the device",
+    "records.py:count_targets": "counts targets that are still on the host",
     "records.py:rows": "splits the ids of the samples, which stay on the host",
     "step.py:__init__": "the reading of a step, copied to the host",
     "checkpoint/": "copies a state to the host and back",
@@ -332,8 +334,8 @@ def as_if_on_a_card(
     """
 
     def arrived(in_flight: InFlight) -> Reading:
-        told = HEALTHY if reading is None else reading(in_flight._step)
-        return told._replace(step=in_flight._step, lr=in_flight._lr)
+        told = HEALTHY if reading is None else reading(in_flight._known["step"])
+        return told._replace(step=in_flight._known["step"], lr=in_flight._known["lr"])
 
     recorder, deepcopy = Recorder(number), Tensor.__deepcopy__
     with ExitStack() as stack:

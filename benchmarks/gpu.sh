@@ -95,6 +95,7 @@ overhead="the defaults over a bare loop, and whether a step waits for the card"
 throughput="speed over plain PyTorch and torchvision's recipe, MFU, waiting for data"
 fp8="fp8 beside bf16: speed, MFU and loss, at widths 768 and 4096"
 memory="peak memory of a loss in chunks"
+images="images per second from JPEG files, beside torchvision's DataLoader with as many workers"
 growth="time and memory over width, block and data"
 
 part card 60 "PyTorch's build can run on this card" "$python" benchmarks/card.py --device "$device"
@@ -108,6 +109,7 @@ if [[ $device == cuda ]]; then
     bench recovery 100 "$recovery" --size gpt2 --precision bf16 --rounds 2
     bench memory 35 "$memory"
     bench fp8 90 "$fp8" --rounds 40
+    bench images_per_second 60 "$images" --workers "1,2,$workers" --rounds 3
     bench growth 50 "$growth" --only width,block,data --rounds 3
     tests compiled 300 "compiled runs on the card: the next table" --all -m gpu -n 0 "$compiled"
 else # generous limits: a CPU may be busy with other work
@@ -119,6 +121,7 @@ else # generous limits: a CPU may be busy with other work
     bench recovery 300 "$recovery" --size tiny --precision fp32 --rounds 1
     bench memory 120 "$memory" --samples 2 --zloss palm
     bench fp8 300 "$fp8" --rounds 4 --widths 32
+    bench images_per_second 120 "$images" --files 24 --batch 4 --count 3 --rounds 1
     bench growth 300 "$growth" --tiny --precision fp32 --only width,data --rounds 1
 fi
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from measuring import head, row
 
+from stabletrain.data.images import cores_of_this_rank
 from stabletrain.machine import hardware
 
 
@@ -32,6 +33,12 @@ def hopper(device: torch.device) -> str:
     """Needs an H100 or H200."""
     is_one = device.type == "cuda" and any(name in hardware.name(device) for name in ("H100", "H200"))
     return "" if is_one else "no H100 or H200 here"
+
+
+def two_cores(device: torch.device) -> str:
+    """Needs two cores."""
+    del device
+    return "" if cores_of_this_rank() > 1 else "one core only"
 
 
 def bf16_cpu(device: torch.device) -> str:
@@ -66,11 +73,14 @@ TARGETS = {
     "overhead/gpt": Target("the defaults over a bare loop, GPT", 1.01, True),
     "overhead/resnet": Target("the defaults over a bare loop, ResNet", 1.01, True),
     "overhead/waits": Target("what in an ordinary step waits for the card, times", 0, True, card),
+    "operations/more": Target("kernels that a guarded step launches beyond a bare loop's, most", 30, True),
     "throughput/gpt_mini": Target("gpt_mini in bf16 over plain fp32 PyTorch, speed", 2.6, False, bf16_cpu),
     "throughput/gpt2_mfu": Target("gpt2 (124 M) in bf16, MFU", 0.5, False, hopper),
     "memory/chunks": Target("gpt2 at 32 x 1024 tokens, z-loss: peak memory with all logits over chunks", 3.0, False),
     "throughput/resnet18": Target("ResNet-18, 32 px, over torchvision's recipe, speed", 3.0, False, card),
     "throughput/data": Target("waiting for data, largest share of a step", 0.01, True),
+    "images/torchvision": Target("images from JPEG files over torchvision's DataLoader, speed", 0.9, False),
+    "images/workers": Target("images from JPEG files, two workers over one", 1.8, False, two_cores),
     "recovery/snapshot": Target("stall by a snapshot at 124 M, steps", 1, True),
     "recovery/checkpoint": Target("stall by a checkpoint at 124 M, steps", 1, True),
     "recovery/rollback": Target("rollback from memory, steps", 2, True),

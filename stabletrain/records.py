@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,23 @@ IGNORE_INDEX = -100
 LOGITS_AT_ONCE = 2**26
 """Default number of logits upcast to fp32 at once: 256 MiB."""
 
+Number = Tensor | float
+"""A number of a step: 0-d on the device, or a float if the host knows it. A known number costs no kernel."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """What the device still has to do to a batch's inputs, such as cropping and normalising images.
+
+    Attributes:
+        apply: returns the inputs for the model, from the batch's inputs and `each` on the same device. It must be a
+            pure function that treats each sample independently.
+        each: the numbers that `apply` needs for each sample, `[batch, ...]`, such as where to crop.
+    """
+
+    apply: Callable[[Tensor, Tensor], Tensor]
+    each: Tensor
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -24,11 +41,12 @@ class Batch:
 
     Attributes:
         inputs: `[batch, time]` int64 tokens or `[batch, channels, height, width]` float32 images. A user's model and
-            data may agree on anything else whose first dimension is the batch.
+            data may agree on anything else whose first dimension is the batch. With a `transform`, what that takes.
         targets: int64 class or next-token ids, `[batch]` or `[batch, time]`; `IGNORE_INDEX` is ignored.
         ids: int64 `[batch]` on the CPU, the samples' indices in the data set; None if unknown.
         sources: for each sample one line that says where it came from (file and offset); None if unknown.
-        counted: number of valid targets in the whole batch, if this is one rank's shard of it; None for a whole batch.
+        counted: number of valid targets in the whole batch, if it is known; a rank's shard of a batch needs it.
+        transform: is applied to the inputs when the batch is moved to the model's device; None if they are complete.
     """
 
     inputs: Tensor
@@ -36,24 +54,41 @@ class Batch:
     ids: Tensor | None = None
     sources: Sequence[str] | None = None
     counted: int | None = None
+    transform: Transform | None = None
 
     def __len__(self) -> int:
         """Number of samples."""
         return self.inputs.shape[0]
 
     def to(self, device: torch.device) -> Batch:
-        """Moves inputs and targets to `device`; from pinned memory the copy is asynchronous."""
-        return replace(
-            self,
-            inputs=self.inputs.to(device, non_blocking=True),
-            targets=self.targets.to(device, non_blocking=True),
-        )
+        """Moves inputs and targets to `device`, and applies the transform there.
+
+        From pinned memory the copy is asynchronous. Before the targets leave the host, counts the valid ones: on the
+        device this would take several kernels.
+        """
+        leaves = self.targets.device.type == "cpu" and device.type != "cpu"
+        counted = self.count_targets() if leaves and self.counted is None else self.counted
+        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in (self.inputs, self.targets))
+        if self.transform is not None:
+            inputs = self.transform.apply(inputs, self.transform.each.to(device, non_blocking=True))
+        return replace(self, inputs=inputs, targets=targets, counted=counted, transform=None)
+
+    def transformed(self) -> Batch:
+        """Applies the transform, if there is one, on the device that holds the inputs."""
+        return self if self.transform is None else self.to(self.inputs.device)
+
+    def count_targets(self) -> int:
+        """Returns the number of valid targets; waits for the device if they are on one."""
+        return int((self.targets != IGNORE_INDEX).sum())
 
     def pin_memory(self) -> Batch:
         """Copies the batch to pinned memory; a batch that is on a card already is returned as it is."""
         if self.inputs.is_cuda:
             return self
-        return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory())
+        transform = self.transform
+        if transform is not None:
+            transform = replace(transform, each=transform.each.pin_memory())
+        return replace(self, inputs=self.inputs.pin_memory(), targets=self.targets.pin_memory(), transform=transform)
 
     def split(self, parts: int) -> list[Batch]:
         """Splits the batch into `parts` micro-batches of equal size, in order.
@@ -74,35 +109,51 @@ class Batch:
             None if self.ids is None else self.ids[rows],
             None if self.sources is None else self.sources[rows],
             self.counted,
+            None if self.transform is None else replace(self.transform, each=self.transform.each[rows]),
         )
+
+    def shard(self, rows: slice) -> Batch:
+        """Selects one rank's samples of a whole batch, marked with the whole batch's number of valid targets."""
+        return self.rows(rows).counting(self.count_targets())
 
     def counting(self, targets: int) -> Batch:
         """Marks the batch as a shard of a batch with `targets` valid targets."""
         return replace(self, counted=targets)
 
 
+def reads_rows(data: Any) -> bool:
+    """Whether a data set can read some samples of a batch: it has a method `rows(step, size, split, rows)`.
+
+    A class that inherits `rows` and overrides `batch` cannot: the inherited `rows` knows nothing of its `batch`.
+    """
+    places = [vars(data) if hasattr(data, "__dict__") else {}, *(vars(kind) for kind in type(data).__mro__)]
+    nearest = next((place for place in places if "rows" in place or "batch" in place), {})
+    return "rows" in nearest and callable(data.rows)
+
+
 @dataclass(frozen=True)
 class LossTerms:
-    """The terms of the loss, 0-d fp32 tensors on the device, each divided by the step's number of valid targets.
+    """The terms of the loss, each divided by the step's number of valid targets.
 
     The terms of all micro-batches add up to the mean over the step.
 
     Attributes:
-        total: `ce + zloss`, which is differentiated.
-        ce: cross-entropy, nats per target.
+        total: `ce + zloss`, which is differentiated; 0-d fp32.
+        ce: cross-entropy, nats per target; 0-d fp32.
         zloss: z-loss, including its coefficient.
     """
 
     total: Tensor
     ce: Tensor
-    zloss: Tensor
+    zloss: Number = 0.0
 
     def __add__(self, other: LossTerms) -> LossTerms:
         return LossTerms(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def detach(self) -> LossTerms:
         """Detaches the terms from the autograd graph."""
-        return LossTerms(*(getattr(self, f.name).detach() for f in fields(self)))
+        zloss = self.zloss.detach() if isinstance(self.zloss, Tensor) else self.zloss
+        return LossTerms(self.total.detach(), self.ce.detach(), zloss)
 
 
 @dataclass(frozen=True)
@@ -120,15 +171,16 @@ class GradNorms:
 
 @dataclass(frozen=True)
 class Clipped:
-    """The effect of clipping on a step; 0-d fp32 tensors on the device.
+    """The effect of clipping on a step; tensors are fp32.
 
     Attributes:
         coef: gradient norm after clipping over the norm before; 1 if nothing was clipped.
-        active: clipped share, in [0, 1], of the units this option clips (the whole gradient, tensors, rows, values).
+        active: clipped share, in [0, 1], of the units this option clips (tensors, rows, values). None if the unit is
+            the whole gradient, which is clipped where `coef` is below 1.
     """
 
-    coef: Tensor
-    active: Tensor
+    coef: Number
+    active: Number | None = None
 
 
 class OwnNumbers(NamedTuple):
@@ -146,20 +198,20 @@ class OwnNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class StepChecks:
-    """Faults of a step that loss and gradients do not show; 0-d tensors on the device.
+    """Faults of a step that loss and gradients do not show; tensors are fp32.
 
     Attributes:
-        bad_data: bool, whether the batch held values that no model can learn from; see `stability/sanitize.py`.
-        inputs: fp32, largest magnitude of the inputs; 0 for integers.
-        buffers: fp32, L2 norm of the model's floating-point buffers after the forward pass (BatchNorm's statistics).
+        bad_data: 1 if the batch held values that no model can learn from, else 0; see `stability/sanitize.py`.
+        inputs: largest magnitude of the inputs; 0 for integers.
+        buffers: L2 norm of the model's floating-point buffers after the forward pass (BatchNorm's statistics).
         stop: bool, whether any rank was asked to stop; None in a single process.
         rank: first rank whose own shard of the step was bad, -1 for none; None in a single process.
         own: this rank's own numbers; None in a single process. They stay on this rank, for forensics.
     """
 
-    bad_data: Tensor
-    inputs: Tensor
-    buffers: Tensor
+    bad_data: Number
+    inputs: Number
+    buffers: Number
     stop: Tensor | None = None
     rank: Tensor | None = None
     own: OwnNumbers | None = None

@@ -10,16 +10,18 @@ Between the two halves the loop reads the numbers of the *previous* step. If tha
 have the values it started from, so it can be replayed. Nothing here waits for the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabletrain.monitors.tensor_norms import buffer_norm, gradients, measure
+from stabletrain.buffers import Buffers, SavedBuffers, buffers_of
+from stabletrain.monitors.tensor_norms import gradients, measure_all
 from stabletrain.protocols import Tools
-from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Reading, StepChecks, TrainState
+from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Number, Reading, StepChecks, TrainState
 
 
 @dataclass(frozen=True)
@@ -29,40 +31,51 @@ class Computed:
     Attributes:
         terms, norms: losses and gradient norms, on the device.
         checks: the other quantities that the guard judges.
-        saved_buffers: copies of the model's buffers from before the forward pass.
+        buffers: the model's buffers, after the forward pass.
+        saved_buffers: copies of their values from before it.
         classes: size of the logits' last dimension; None if every micro-batch was empty.
     """
 
     terms: LossTerms
     norms: GradNorms
     checks: StepChecks
-    saved_buffers: list[Tensor]
+    buffers: Buffers
+    saved_buffers: SavedBuffers
     classes: int | None
 
 
 class InFlight:
     """A reading on its way from the device to the host."""
 
-    def __init__(self, step: int, lr: float, values: Tensor) -> None:
-        """Starts copying `values` to the host: fp32 `[12]`, or `[14]` on several ranks, in the order of `Reading`."""
-        self._step, self._lr = step, lr
+    def __init__(self, step: int, lr: float, numbers: Mapping[str, Tensor | float | None]) -> None:
+        """Starts copying `numbers`, which become the fields of `Reading`, to the host.
+
+        Args:
+            step, lr: see `Reading`.
+            numbers: 0-d tensors, and numbers that the host knows already. `withheld` is 1 if the update was skipped.
+        """
+        self._known: dict[str, Any] = {"step": step, "lr": lr, **numbers}
+        on_device = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
+        self._names = [*on_device]
+        self._values = torch.stack([value.float() for value in on_device.values()])
         self._arrived = None
-        if values.device.type == "cuda":
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        if self._values.is_cuda:
+            values, self._values = self._values, torch.empty(len(self._names), pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
-        else:
-            self._values = values
 
     def wait(self) -> Reading:
         """Returns the reading. On CUDA this waits for the copy only, not for work launched after it."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        values = self._values.tolist()
-        measured, (applied, bad_data, overflow), of_ranks = values[:9], values[9:12], values[12:]
-        reading = Reading(self._step, *measured, bool(applied), bool(bad_data), bool(overflow), self._lr)  # ty: ignore[invalid-argument-type]
-        return reading._replace(stop=bool(of_ranks[0]), rank=int(of_ranks[1])) if of_ranks else reading
+        numbers = self._known | dict(zip(self._names, self._values.tolist(), strict=True))
+        numbers["applied"] = not numbers.pop("withheld")
+        if numbers["clip_active"] is None:  # the gradient was clipped as a whole
+            numbers["clip_active"] = float(numbers["clip_coef"] < 1)
+        flags = {name: bool(numbers.get(name)) for name in ("bad_data", "overflow", "stop")}
+        numbers |= {**flags, "rank": int(numbers.get("rank", -1))}
+        return Reading(**numbers)
 
 
 def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Computed:
@@ -79,12 +92,11 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     tools.determinism.seed_step(tools.seed, state.step)
     state.optimizer.zero_grad(set_to_none=True)
     # The forward pass overwrites BatchNorm's statistics. If the step is skipped, these copies are restored.
-    saved_buffers = save_buffers(state.model)
+    saved_buffers = buffers_of(state.model).save()
     # Divide each micro-batch's loss by the number of targets of the whole step: the losses then add up to the exact
     # mean, even if micro-batches or ranks have different numbers of valid targets.
-    targets_in_step = count_targets(batches)
-    n_valid = targets_in_step.clamp(min=1)
-    losses, bad, largest, classes = [], [targets_in_step == 0], [], None
+    n_valid, empty = count_targets(batches)
+    losses, bad, largest, classes = [], [empty], [], None
     model = tools.wrap(state.model)
     for number, batch in enumerate(batches, 1):
         if batch.targets.numel() == 0:  # an empty micro-batch; `numel` is known on the host, so there is no wait
@@ -103,28 +115,45 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
             # Backward, times the loss scale, so that small fp16 gradients do not underflow.
             tools.scale(loss.total).backward()
         losses.append(loss.detach())
-        bad += [bad_inputs, bad_targets]
+        bad.append(bad_inputs | bad_targets)
         largest.append(magnitude)
     if not losses:
         losses = [zero_gradients_(state.model)]
-        largest = [torch.zeros_like(losses[0].total)]
     terms = sum(losses[1:], losses[0])
     # Undo the loss scale first, so that norms and clipping bounds mean the same in every precision.
-    tools.precision.unscale_(gradients(state.model))
+    found = gradients(state.model)
+    tools.precision.unscale_(found)
     tools.parallel.average_buffers_(state.model, saved_buffers)
     tools.parallel.max_over_ranks_(tools.after_update.maxima(state.model))
     # Measure before clipping: norm clipping would turn every gradient into NaN if one of them is.
-    checks = StepChecks(torch.stack(bad).any(), torch.stack(largest).amax(), buffer_norm(state.model))
+    buffers = buffers_of(state.model)
+    norms, buffer_norm = measure_all(found, buffers.floating)
+    checks = StepChecks(maximum(bad), maximum(largest), buffer_norm)
     # After this all-gather every rank has the numbers of the whole step, so all ranks reach the same verdict.
-    terms, norms, checks = tools.parallel.reduce_stats(terms, measure(state.model), checks)
-    return Computed(terms, norms, checks, saved_buffers, classes)
+    terms, norms, checks = tools.parallel.reduce_stats(terms, norms, checks)
+    return Computed(terms, norms, checks, buffers, saved_buffers, classes)
 
 
-def count_targets(batches: Sequence[Batch]) -> Tensor:
-    """Number of valid targets in the whole step, including other ranks; 0-d int64."""
+def count_targets(batches: Sequence[Batch]) -> tuple[Tensor, Tensor | bool]:
+    """Counts the valid targets of the whole step, including other ranks.
+
+    Returns:
+        their number, at least 1, 0-d int64 on the device; and whether there are none: a 0-d bool, or False.
+    """
     if (known := batches[0].counted) is not None:
-        return torch.full((), known, device=batches[0].targets.device)
-    return torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches]).sum()
+        n_valid = torch.full((), max(known, 1), device=batches[0].targets.device)
+        return n_valid, torch.ones_like(n_valid, dtype=torch.bool) if known == 0 else False
+    counts = [(batch.targets != IGNORE_INDEX).sum() for batch in batches]
+    count = sum(counts[1:], counts[0])
+    return count.clamp(min=1), count == 0
+
+
+def maximum(numbers: Sequence[Tensor | float]) -> Number:
+    """Returns the largest of 0-d tensors as fp32, NaN if one is; 0 without tensors: numbers that are known are 0."""
+    tensors = [number for number in numbers if isinstance(number, Tensor)]
+    if len(tensors) > 1:
+        return torch.stack(tensors).amax().float()
+    return tensors[0].float() if tensors else 0.0
 
 
 def zero_gradients_(model: nn.Module) -> LossTerms:
@@ -133,7 +162,7 @@ def zero_gradients_(model: nn.Module) -> LossTerms:
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     zero = torch.zeros((), device=next(model.parameters()).device)
-    return LossTerms(zero, zero, zero)
+    return LossTerms(zero, zero)
 
 
 def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
@@ -142,26 +171,36 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     # Judge. The gate is a bool on the device, so the host does not wait. It closes for bad data, for NaN or Inf, for a
     # spike, and for fp16's routine overflow.
     overflow = tools.precision.overflow(terms, norms)
-    gate = tools.guard.gate(terms, norms, computed.checks) & ~overflow
+    gate = tools.precision.close(tools.guard.gate(terms, norms, computed.checks), overflow)
     # Clip. Adaptive clipping needs the gate: a skipped step must not enter its statistics.
     clipped = tools.clipping(state.model, norms, gate)
     loss_scale = tools.precision.loss_scale()
     lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.lr_multiplier(state.step))
     # Apply the update if the gate is open. Otherwise weights and moments keep their bits, and buffers are restored.
-    apply(state.optimizer, gate)
+    withheld = apply(state.optimizer, gate)
     tools.after_update(state.model, gate)
-    restore_buffers(state.model, computed.saved_buffers, gate)
+    computed.buffers.restore_(computed.saved_buffers, gate)
     tools.precision.update(overflow, gate)
     # Count the step, skipped or not: the next step reads the next batch.
     state.step += 1
     state.executed_steps += 1
-    measured = (
-        *(terms.total, terms.ce, terms.zloss, norms.total, clipped.coef, clipped.active),
-        *(computed.checks.inputs, computed.checks.buffers),
-        *(loss_scale, gate, computed.checks.bad_data, overflow),
-        *(value for value in (computed.checks.stop, computed.checks.rank) if value is not None),
-    )
-    return InFlight(state.step, lr, torch.stack([value.float() for value in measured]))
+    checks = computed.checks
+    numbers = {
+        "loss": terms.total,
+        "ce": terms.ce,
+        "zloss": terms.zloss,
+        "grad_norm": norms.total,
+        "clip_coef": clipped.coef,
+        "clip_active": clipped.active,
+        "inputs": checks.inputs,
+        "buffers": checks.buffers,
+        "loss_scale": loss_scale,
+        "withheld": withheld,
+        "bad_data": checks.bad_data,
+        "overflow": overflow,
+    }
+    of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
+    return InFlight(state.step, lr, numbers | of_ranks)
 
 
 def train_step(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Reading:
@@ -177,48 +216,18 @@ def set_lr(optimizer: Optimizer, factor: float) -> float:
     return optimizer.param_groups[0]["lr"]
 
 
-def apply(optimizer: Optimizer, gate: Tensor) -> None:
-    """Runs the optimizer's step if `gate` (0-d bool) is open; otherwise changes no bit."""
+def apply(optimizer: Optimizer, gate: Tensor) -> Tensor:
+    """Runs the optimizer's step if `gate` (0-d bool) is open; otherwise changes no bit.
+
+    Returns:
+        1 if the update was withheld, else 0; 0-d fp32.
+    """
     # Multiplying the update by 0 would not work: 0 * NaN is NaN. A fused optimizer takes the gate as `found_inf`, and
     # then leaves parameters, moments and step counters alone. Any other optimizer costs one host read.
+    withheld = torch.logical_not(gate, out=torch.empty((), device=gate.device))  # one kernel for `(~gate).float()`
     if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.grad_scale, optimizer.found_inf = None, (~gate).float()  # ty: ignore[missing-attribute]
+        optimizer.grad_scale, optimizer.found_inf = None, withheld  # ty: ignore[missing-attribute]
         optimizer.step()
     elif gate.item():
         optimizer.step()
-
-
-def save_buffers(model: nn.Module) -> list[Tensor]:
-    """Copies the model's buffers, in order."""
-    buffers = [*model.buffers()]
-    # One vector for each dtype: a ResNet has a hundred buffers, and copying each would launch a hundred kernels.
-    copies: dict[int, Tensor] = {}
-    for alike in by_dtype(buffers):
-        copies |= zip(map(id, alike), split_like(flatten_all(alike), alike), strict=True)
-    return [copies[id(buffer)] for buffer in buffers]
-
-
-@torch.no_grad()
-def restore_buffers(model: nn.Module, held: list[Tensor], gate: Tensor) -> None:
-    """Restores the buffers that the forward pass wrote (BatchNorm's statistics) if the gate is closed."""
-    buffers = [*model.buffers()]
-    before = dict(zip(map(id, buffers), held, strict=True))
-    for alike in by_dtype(buffers):
-        then = [before[id(buffer)] for buffer in alike]
-        torch._foreach_copy_(alike, split_like(torch.where(gate, flatten_all(alike), flatten_all(then)), alike))
-
-
-def flatten_all(tensors: list[Tensor]) -> Tensor:
-    """Concatenates tensors of one dtype into one vector."""
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
-def split_like(vector: Tensor, alike: list[Tensor]) -> list[Tensor]:
-    """Splits a vector from `flatten_all` into views with the shapes of the tensors in `alike`."""
-    parts = vector.split([tensor.numel() for tensor in alike])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, alike, strict=True)]
-
-
-def by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Groups tensors by dtype."""
-    return [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in {tensor.dtype for tensor in tensors}]
+    return withheld

@@ -26,6 +26,13 @@ CASES = {
         ["bare", "bare again", "off", "defaults", "monitors=full", "finite hooks", "anomaly mode"],
     ),
     "throughput": (["throughput.py", "--sizes", "gpt_tiny"], ["stabletrain", "plain fp32"]),
+    "images_per_second": (
+        ["images_per_second.py", "--files", "12", "--batch", "2", "--count", "2", "--workers", "1"],
+        [
+            *("stabletrain", "stabletrain, CPU time", "complete", "complete, CPU time"),
+            *("torchvision", "torchvision, CPU time", "over torchvision"),
+        ],
+    ),
     "limit": (["limit.py", "--batch", "1"], ["products", "attention"]),
     "reading": (
         ["reading.py", "--runs", "40", "--lines", "20"],
@@ -77,6 +84,25 @@ def test_a_benchmark_runs_and_writes_what_it_promises(case, tmp_path):
     assert all(any(f" {what}" in line for line in rows) for what in expected), done.stdout
     assert all(len(each.get("values") or each.get("seconds") or each["runs"]) == 2 for each in results)
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("model", ["gpt_nano", "ResNet-20"])
+def test_a_step_launches_few_kernels_beyond_a_bare_loop(benchmark, model):
+    operations, targets = benchmark("operations"), benchmark("targets")
+    more = {}
+    for kind, chosen in operations.KINDS.items():
+        ours, bare = operations.both((*operations.MODELS[model], *chosen), "bf16")
+        assert ours.dispatched - ours.launched >= bare.dispatched - bare.launched > 50, "views launch nothing"
+        more[kind] = ours.launched - bare.launched
+    assert min(more.values()) > 0
+    assert max(more.values()) <= targets.TARGETS["operations/more"].bound
+
+
+def test_host_time_is_measured_beside_a_bare_loop(benchmark, capsys):
+    operations = benchmark("operations")
+    found = operations.host_time(2, ToldClock())
+    assert {each["what"] for each in found} == {"bare", "bare again", *operations.KINDS}
+    assert capsys.readouterr().out.count("| bare |") == 2
 
 
 def test_a_slow_guard_shows_in_the_overhead(benchmark, tmp_path, monkeypatch, capsys):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from stabletrain.records import Batch, LossTerms, TrainState
+from stabletrain.records import IGNORE_INDEX, Batch, LossTerms, TrainState, Transform
 from tests.devices import CARD
 
 
@@ -103,3 +103,60 @@ def test_two_states_do_not_share_what_they_skip():
     one, other = (TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1)) for _ in range(2))
     one.skipped.append((1, 2))
     assert other.skipped == []
+
+
+# ---- a transform
+
+
+def raw(transform=lambda inputs, each: inputs.float() + each[:, :1] / 2):
+    """Six samples whose transform adds half their own number."""
+    inputs = torch.arange(6, dtype=torch.uint8)[:, None] * 10 + torch.arange(4, dtype=torch.uint8)
+    return Batch(inputs, torch.arange(6), transform=Transform(transform, torch.arange(12).view(6, 2)))
+
+
+def test_a_transform_is_applied_once_where_the_inputs_go():
+    places = []
+
+    def noting(inputs, each):
+        places.append((inputs.device.type, each.device.type))
+        return inputs.float()
+
+    moved = raw(noting).to(torch.device("meta"))
+    assert places == [("meta", "meta")]
+    assert moved.inputs.dtype == torch.float32
+    assert moved.transform is None
+    assert moved.to(torch.device("meta")).transformed().inputs is not None
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_each_part_is_transformed_with_its_own_numbers(parts):
+    whole = raw().transformed()
+    assert whole.inputs[:, 0].tolist() == [0, 11, 22, 33, 44, 55]
+    assert torch.equal(torch.cat([part.transformed().inputs for part in raw().split(parts)]), whole.inputs)
+    assert torch.equal(raw().shard(slice(2, 5)).transformed().inputs, whole.inputs[2:5])
+
+
+def test_a_batch_without_a_transform_is_complete(batch):
+    assert batch.transformed() is batch
+
+
+def test_a_shard_counts_the_targets_of_the_whole_batch():
+    batch = Batch(torch.zeros(4, 1), torch.tensor([1, IGNORE_INDEX, 0, 2]))
+    part = batch.shard(slice(1, 3))
+    assert part.targets.tolist() == [IGNORE_INDEX, 0]
+    assert part.counted == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_transform_gives_the_same_bits_on_a_card():
+    from stabletrain.data.augment import CropFlip, Finish
+
+    finish = Finish(CropFlip(16), [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    images = torch.randint(256, (64, 3, 16, 16), dtype=torch.uint8)
+    chosen = finish.augment.chosen(torch.rand(64, 3, dtype=torch.float64).numpy())
+    batch = Batch(images, torch.zeros(64, dtype=torch.int64), transform=Transform(finish, chosen))
+    card = torch.device("cuda")
+    assert torch.equal(batch.pin_memory().to(card).inputs.cpu(), batch.transformed().inputs)
+    assert torch.equal(batch.pin_memory().transform.each, chosen)

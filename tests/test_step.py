@@ -12,7 +12,7 @@ from stabletrain.stability import precision
 from stabletrain.stability.clipping import NoClip, NormClip
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.optimizers import SGD, SPAM, AdamW, Muon, StableAdamW
-from stabletrain.step import compute, restore_buffers, save_buffers, train_step
+from stabletrain.step import compute, train_step
 from stabletrain.trainer.tools import build_tools
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def same(one, other):
 def test_a_withheld_update_changes_no_bit(kind, optimizer, bad, where):
     state, acting = fresh(optimizer), tools(kind)
     train_step(state, [batch(1)], acting)
-    before, scale = bits(state), acting.precision.loss_scale().item()
+    before, scale = bits(state), float(acting.precision.loss_scale())
     poisoned = batch(2)
     if where == "input":
         poisoned.inputs[3, 0, 1, 1] = bad
@@ -92,7 +92,7 @@ def test_a_withheld_update_changes_no_bit(kind, optimizer, bad, where):
     assert state.step == 2, "the step happened all the same"
     routine = kind == "fp16" and where == "gradient"
     assert reading.overflow == routine
-    assert acting.precision.loss_scale().item() == (scale / 2 if routine else scale)
+    assert float(acting.precision.loss_scale()) == (scale / 2 if routine else scale)
 
 
 def test_after_a_withheld_update_training_goes_on_as_if_that_step_had_not_been():
@@ -181,25 +181,3 @@ def test_the_learning_rate_of_every_group_follows_the_schedule():
     readings = [train_step(state, [batch(i)], half) for i in range(2)]
     assert [r.lr for r in readings] == [5e-3, 2.5e-3]
     assert [g["lr"] for g in state.optimizer.param_groups] == [2.5e-3, 1.25e-3]
-
-
-@pytest.mark.parametrize("open_", [False, True])
-def test_buffers_of_every_shape_and_dtype_are_put_back_where_the_gate_is_closed(open_):
-    model = torch.nn.Module()
-    kinds = {
-        "empty": torch.empty(0, 64),
-        "count": torch.tensor(3),
-        "mean": torch.randn(5),
-        "images": torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
-        "narrow": torch.randn(3, 2).bfloat16().t(),
-    }
-    for name, value in kinds.items():
-        model.register_buffer(name, value)
-    before = {name: value.clone() for name, value in model.named_buffers()}
-    held = save_buffers(model)
-    for value in model.buffers():
-        value.add_(1)
-    restore_buffers(model, held, torch.tensor(open_))
-    for name, value in model.named_buffers():
-        assert torch.equal(value, before[name] + int(open_)), name
-        assert value is kinds[name]

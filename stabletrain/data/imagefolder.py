@@ -1,13 +1,13 @@
-"""Image folders: `<path>/<class>/*.jpg`, or `<path>/train/<class>/...` beside `val/` or `test/`."""
+"""Image folders: `<path>/<class>/*.jpg`, or `<path>/train/<class>/...` beside `val/`, `valid/` or `test/`."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from stabletrain.data.decode import decode
 from stabletrain.data.files import existing
 from stabletrain.data.images import Images, Pictures
 from stabletrain.data.order import place
@@ -16,6 +16,8 @@ from stabletrain.errors import ConfigError
 ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
 
+VALIDATION = ("val", "valid", "validation", "test")
+"""Names of the folder to validate on, the first that exists."""
 NAMES_OF_SPLITS = frozenset({"train", "training", "test", "testing", "val", "valid", "validation"})
 
 
@@ -35,15 +37,9 @@ class Files:
         """Returns image `index`, uint8 `[channels, height, width]`.
 
         Raises:
-            ConfigError: the file cannot be decoded.
+            ConfigError: see `decode`.
         """
-        path = self._root / self._names[index]
-        try:
-            with Image.open(path) as opened:
-                pixels = np.array(opened.convert(self._mode))
-        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise ConfigError(f"data.path: {path} cannot be read as an image ({error}): repair or remove it") from None
-        return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
+        return decode(self._root / self._names[index], self._mode)
 
     def locate(self, index: int) -> str:
         """Returns the file's path."""
@@ -53,12 +49,15 @@ class Files:
 class ImageFolder(Images):
     """Images in one folder per class.
 
-    The splits are `train/` and `val/` (or `test/`) if they exist. Otherwise `val_fraction` of the files (those in
-    `train/` if it exists) is held out for validation, chosen by a hash of their names.
+    The splits are `train/` and `val/` (or `valid/`, `validation/`, `test/`) if they exist. Otherwise `val_fraction` of
+    the files (those in `train/` if it exists) is held out for validation, chosen by a hash of their names.
+
+    Attributes:
+        split: names the classes without images to validate on; empty if there are none.
 
     Raises:
-        ConfigError: the path is not set, a value is out of range, or the class folders are missing or differ between
-            the splits.
+        ConfigError: the path is not set, a value is out of range, a class has no images, or the class folders are
+            missing or differ between the splits.
     """
 
     def __init__(
@@ -71,6 +70,7 @@ class ImageFolder(Images):
         mean: Sequence[float],
         std: Sequence[float],
         seed: int,
+        workers: int | None = None,
     ) -> None:
         if path is None:
             raise ConfigError("data.path is not set: data=imagefolder needs data.path=<folder of class folders>")
@@ -80,7 +80,7 @@ class ImageFolder(Images):
             raise ConfigError(f"data.mean={list(mean)} has {len(mean)} numbers: use 3 for colour, 1 for grey")
         root = existing(path, "data.path")
         splits: dict[str, Pictures]
-        second = next((name for name in ("val", "test") if (root / name).is_dir()), None)
+        second = next((name for name in VALIDATION if (root / name).is_dir()), None)
         if (root / "train").is_dir() and second:
             classes = class_folders(root / "train", path)
             if classes != class_folders(root / second, path):
@@ -103,6 +103,13 @@ class ImageFolder(Images):
             if not len(found.labels):
                 use = "train" if split == "train" else "validate"
                 raise ConfigError(f"data.path={path} has no images to {use} on: {layout(path)}")
+        missing = {split: without_images(found.labels, classes) for split, found in splits.items()}
+        if missing["train"]:
+            raise ConfigError(
+                f"data.path={path}: no images to train on in class {', '.join(missing['train'])}: remove the folder, "
+                f"or add images ({', '.join(sorted(ENDINGS))})"
+            )
+        self.split = f"no images to validate on in class {', '.join(missing['val'])}" if missing["val"] else ""
         super().__init__(
             root.name,
             splits,
@@ -113,6 +120,7 @@ class ImageFolder(Images):
             augment=augment,
             seed=seed,
             cache_mb=cache_mb,
+            workers=workers,
         )
 
 
@@ -144,6 +152,23 @@ def files_of(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
     return [
         (file.relative_to(root).as_posix(), label)
         for label, name in enumerate(classes)
-        for file in sorted((root / name).rglob("*"))
-        if file.suffix.lower() in ENDINGS
+        for file in sorted(image_files(root / name))
     ]
+
+
+def image_files(folder: Path) -> Iterator[Path]:
+    """Yields the image files in a folder and the folders below it; passes over pipes, sockets and devices.
+
+    A link to nothing is yielded, so that reading it fails: its image is missing.
+    """
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from image_files(Path(entry.path))
+            elif Path(entry.name).suffix.lower() in ENDINGS and (entry.is_file() or not os.path.exists(entry.path)):
+                yield Path(entry.path)
+
+
+def without_images(labels: np.ndarray, classes: Sequence[str]) -> list[str]:
+    """Returns the names of the classes that no label has."""
+    return [name for label, name in enumerate(classes) if not np.any(labels == label)]

@@ -1,24 +1,25 @@
 """Image classification data: batches and augmentation are functions of the batch number.
 
-Images are stored as uint8. A batch is normalised for each channel: `(pixel / 255 - mean) / std`.
+Images are decoded by several threads, and stay uint8 until they are on the training device (`augment.Finish`).
 """
 
 import hashlib
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Thread
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import UInt8
 from torch import Tensor
 
-from stabletrain.data.augment import DRAWS, augmentation, fit
+from stabletrain.data.augment import DRAWS, Finish, Plain, ResizedCrop, augmentation, fit
 from stabletrain.data.order import Sources, key, pass_ids, place, sample_ids, uniform
 from stabletrain.errors import ConfigError
-from stabletrain.records import Batch
-
-CPU = torch.device("cpu")
+from stabletrain.records import IGNORE_INDEX, Batch, Transform
 
 
 @runtime_checkable
@@ -84,6 +85,7 @@ class Images:
         augment: str,
         seed: int,
         cache_mb: float = 0,
+        workers: int | None = None,
     ) -> None:
         """Combines two splits into a data set.
 
@@ -94,6 +96,7 @@ class Images:
             mean, std: mean and standard deviation of each channel, of pixels scaled to [0, 1].
             augment: `none`, `crop`, `crop_flip` or `resized_crop`; applies to training only.
             cache_mb: decoded images of a split are cached if they take at most this many MB together.
+            workers: threads that decode and scale images; None for this process's share of the cores.
 
         Raises:
             ConfigError: a value is out of range, or a split has no images.
@@ -109,10 +112,18 @@ class Images:
                 raise ConfigError(f"data={name} has no images to {'train' if split == 'train' else 'validate'} on")
         self.classes, self.num_classes, self.in_channels = list(classes), len(classes), len(mean)
         self._name, self._splits, self._size, self._seed = name, splits, size, seed
-        middle, spread = (torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))
-        self._scales = {CPU: (middle, spread)}
+        if workers is not None and workers < 1:
+            raise ConfigError(f"data.workers={workers} is below 1: null uses every core of this process")
         self._augment = augmentation(augment, size)
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="pictures")
+        # A resized crop is made by the workers; what is left for the device is to normalise.
+        self._finish = {
+            "train": Finish(Plain() if isinstance(self._augment, ResizedCrop) else self._augment, mean, std),
+            "val": Finish(Plain(), mean, std),
+        }
+        # Threads are enough: decoding and scaling release Python's lock.
+        self._pool = ThreadPoolExecutor(
+            workers or cores_of_this_rank(), "pictures", use_one_core, (torch.get_num_threads(),)
+        )
         self._kept = {
             split: {} if len(p.labels) * self.in_channels * size * size <= cache_mb * 1e6 else None
             for split, p in splits.items()
@@ -125,8 +136,6 @@ class Images:
         for split, pictures in self._splits.items():
             if isinstance(pictures, Held) and self._whole(split):
                 pictures.to(device)
-                mean, std = (values.to(device) for values in self._scales[CPU])
-                self._scales[mean.device] = mean, std
 
     def batches(self, size: int, split: str) -> int:
         """Returns the number of batches of `size` in one pass; the last validation batch may be smaller."""
@@ -144,25 +153,45 @@ class Images:
             inputs fp32 `[size, channels, image_size, image_size]`, channels_last, and targets int64 `[size]`, on the
             device of the images.
         """
-        pictures = self._splits[split]
+        return replace(self.rows(step, size, split, slice(0, size)).transformed(), counted=None)
+
+    def rows(self, step: int, size: int, split: str, rows: slice) -> Batch:
+        """Returns some samples of batch number `step`; decodes no other samples. See `batch`.
+
+        Args:
+            rows: which samples, `slice(start, stop)`.
+
+        Returns:
+            inputs uint8 with a transform that augments and normalises them: `transformed()` gives the rows of `batch`.
+        """
+        pictures, finish = self._splits[split], self._finish[split]
         if split == "val":
-            ids = pass_ids(step, size, len(pictures.labels))
-            images = self._gather(split, ids)
+            every = pass_ids(step, size, len(pictures.labels))
         else:
-            ids, _ = sample_ids(step * size, size, len(pictures.labels), self._seed)
-            # Looked up by the sample's number in the run: a replay draws the same, another epoch does not.
-            numbers = np.arange(step * size, (step + 1) * size)
-            draws = uniform(numbers, key(self._seed, "augment"), DRAWS)
-            if self._augment.whole:
-                images = torch.stack(list(self._pool.map(self._augment, map(pictures, ids.tolist()), draws)))
-            else:
-                images = self._augment(self._gather(split, ids), draws)
+            every, _ = sample_ids(step * size, size, len(pictures.labels), self._seed)
+        ids = every[rows]
+        # Looked up by the sample's number in the run: a replay draws the same, another epoch does not.
+        numbers = np.arange(step * size, step * size + len(every))[rows]
+        draws = uniform(numbers, key(self._seed, "augment"), DRAWS)
+        if split == "train" and isinstance(self._augment, ResizedCrop):
+            augment = self._augment
+            made = self._pool.map(lambda index, drawn: augment(pictures(index), drawn), ids.tolist(), draws)
+            images = self._stack(list(made))
+        else:
+            images = self._gather(split, ids)
         where = torch.from_numpy(ids)
         if isinstance(pictures, Held):
             targets = pictures.targets[where.to(pictures.targets.device, non_blocking=True)]
         else:
             targets = torch.from_numpy(pictures.labels[ids])
-        return Batch(self._normalise(images), targets, where, Sources(pictures.locate, ids))
+        return Batch(
+            images,
+            targets,
+            where,
+            Sources(pictures.locate, ids),
+            int((pictures.labels[every] != IGNORE_INDEX).sum()),
+            Transform(finish, finish.augment.chosen(draws)),
+        )
 
     def fingerprint(self) -> dict:
         """Identifies the data by its sizes and a hash of the labels and of every 1000th image."""
@@ -184,20 +213,37 @@ class Images:
         made = dict(zip(missing, self._pool.map(lambda index: fit(pictures(index), self._size), missing), strict=True))
         if kept is not None:
             kept.update(made)
-        return torch.stack([made[index] if index in made else kept[index] for index in ids.tolist()])  # ty: ignore
+        return self._stack([made[index] if index in made else kept[index] for index in ids.tolist()])  # ty: ignore
+
+    def _stack(self, images: list[Tensor]) -> UInt8[Tensor, "batch channels size size"]:
+        empty = torch.empty(0, self.in_channels, self._size, self._size, dtype=torch.uint8)
+        return torch.stack(images) if images else empty
 
     def _whole(self, split: str) -> bool:
         """Whether a batch is gathered in one operation: images in memory, at input size, not augmented one by one."""
         pictures = self._splits[split]
         held = isinstance(pictures, Held) and pictures.pixels.shape[-2:] == (self._size, self._size)
-        return held and not (split == "train" and self._augment.whole)
+        return held and not (split == "train" and isinstance(self._augment, ResizedCrop))
 
-    def _normalise(
-        self, images: UInt8[Tensor, "batch channels size size"]
-    ) -> Float[Tensor, "batch channels size size"]:
-        mean, std = self._scales[images.device]
-        scaled = (images.float() / 255 - mean) / std
-        return scaled.contiguous(memory_format=torch.channels_last)
+
+def use_one_core(threads: int) -> None:
+    """Makes PyTorch run this thread's operations on one core: else each of many workers would use all of them.
+
+    Args:
+        threads: number of threads for operations of other Python threads.
+    """
+    torch.get_num_threads()  # PyTorch reads its default first, and would otherwise do so after the next line
+    torch.set_num_threads(1)
+    # It is this thread's own number, but also the default of threads that start later, which only another can restore.
+    restoring = Thread(target=torch.set_num_threads, args=(threads,))
+    restoring.start()
+    restoring.join()
+
+
+def cores_of_this_rank() -> int:
+    """Returns the number of cores this process may use, divided by the number of ranks on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class Digits(Images):

@@ -1,4 +1,4 @@
-"""Prefetching: computes the next batches on a background thread while the current one is trained on.
+"""Prefetching: computes the next batches on background threads while the current one is trained on.
 
 A batch is a pure function of its number. After a rollback, batches of other numbers are therefore computed on demand,
 and unneeded ones are dropped.
@@ -17,11 +17,18 @@ class Prefetch:
         ahead: number of batches to compute beyond the requested one.
     """
 
-    def __init__(self, load: Callable[[int], Batch], ahead: int = 2, pin: bool = False) -> None:
-        """Takes `load`, which returns the batch of a number; `pin` also pins its memory on the background thread."""
+    def __init__(self, load: Callable[[int], Batch], ahead: int = 2, pin: bool = False, threads: int = 1) -> None:
+        """Starts without batches.
+
+        Args:
+            load: returns the batch of a number. With several threads it is called at the same time for several numbers.
+            ahead: see `Prefetch`.
+            pin: whether to pin the batches' memory, on the background thread.
+            threads: number of background threads. While one of two assembles a batch, the other keeps the workers busy.
+        """
         self.ahead = ahead
         self._load, self._pin = load, pin
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="batches")
         self._waiting: dict[int, Future[Batch]] = {}
 
     def get(self, step: int) -> Batch:
@@ -44,5 +51,5 @@ class Prefetch:
         return batch.pin_memory() if self._pin else batch
 
     def close(self) -> None:
-        """Stops the thread and drops the batches it has not finished."""
+        """Stops the threads and drops the batches they have not begun."""
         self._pool.shutdown(wait=True, cancel_futures=True)

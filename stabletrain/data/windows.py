@@ -6,7 +6,7 @@ window boundaries; validation has phase 0. A length warmup truncates training sa
 a step reads.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -139,16 +139,27 @@ class Windows:
         Raises:
             IndexError: a validation pass has no such batch.
         """
+        return replace(self.rows(step, size, split, slice(0, size)), counted=None)
+
+    def rows(self, step: int, size: int, split: str, rows: slice) -> Batch:
+        """Returns some samples of batch number `step`; reads no other samples. See `batch`.
+
+        Args:
+            rows: which samples, `slice(start, stop)`.
+        """
         stream = {"train": self._train, "val": self._val}[split]
         if split == "train":
             index, epochs = sample_ids(step * size, size, self._train_windows, self.seed)
             # A batch may cross an epoch, and each epoch has its own phase.
             phases = {epoch: key(self.seed, epoch, "phase") % self._phases for epoch in set(epochs.tolist())}
-            starts = index * self.block_size + np.array([phases[epoch] for epoch in epochs.tolist()])
+            every = index * self.block_size + np.array([phases[epoch] for epoch in epochs.tolist()])
             length = self.length_warmup.length(step, self.block_size)
         else:
-            starts = pass_ids(step, size, self._val_windows) * self.block_size
+            every = pass_ids(step, size, self._val_windows) * self.block_size
             length = self.block_size
+        # The targets of the whole batch are counted from the samples' lengths, without reading them.
+        targets_in_batch = int(np.minimum(length, len(stream) - 1 - every).sum())
+        starts = every[rows]
         inputs = np.zeros((len(starts), length), np.int64)
         targets = np.full((len(starts), length), IGNORE_INDEX, np.int64)
         for row, start in enumerate(starts.tolist()):
@@ -160,4 +171,5 @@ class Windows:
             torch.from_numpy(targets),
             torch.from_numpy(starts),
             Sources(stream.locate, starts),
+            targets_in_batch,
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stabletrain.errors import ConfigError
 from stabletrain.faults.planned import OnRank, check_at_least, check_number, drawn, place, say, writable
-from stabletrain.records import IGNORE_INDEX, Batch
+from stabletrain.records import IGNORE_INDEX, Batch, reads_rows
 
 
 class CorruptedData:
@@ -37,7 +37,18 @@ class CorruptedData:
         if split != "train" or not self._fault.hits(step) or not isinstance(batch, Batch):
             return batch
         say(f"{type(self._fault).__name__.lower()} at data position {step}")
-        return self._fault.corrupt(batch, step, self._data)
+        return self._fault.corrupt(batch.transformed(), step, self._data)
+
+
+class CorruptedRows(CorruptedData):
+    """The same for a data set with a method `rows`."""
+
+    def rows(self, step: int, size: int, split: str, rows: slice) -> Any:
+        """Returns the data's rows. A corrupted batch is read whole, because a fault is drawn over the whole batch."""
+        if split != "train" or not self._fault.hits(step):
+            return self._data.rows(step, size, split, rows)
+        whole = self.batch(step, size, split)
+        return whole.shard(rows) if isinstance(whole, Batch) else whole
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class DataFault(OnRank):
 
     def data(self, data: Any) -> Any:
         """Returns the data with its planned batches corrupted."""
-        return CorruptedData(data, self)
+        return CorruptedRows(data, self) if reads_rows(data) else CorruptedData(data, self)
 
     def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
         """Returns the corrupted batch; must copy the tensors it changes."""

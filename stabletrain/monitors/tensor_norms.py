@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabletrain.records import GradNorms
+from stabletrain.records import GradNorms, Number
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -32,25 +32,24 @@ def measure(model: nn.Module) -> GradNorms:
     A NaN or Inf in any gradient makes the total non-finite. So does a norm above 1.8e19, whose square overflows fp32.
     The total is 0 without gradients. For sharded gradients the norms are those of this rank's shards.
     """
-    found = gradients(model)
-    if not found:
-        zero = torch.zeros(())
-        return GradNorms(total=zero, each=zero[None])
-    each = torch.stack(torch._foreach_norm(found, 2, dtype=torch.float32))
-    return GradNorms(total=torch.linalg.vector_norm(each), each=each)
+    return measure_all(gradients(model), [])[0]
 
 
-def buffer_norm(model: nn.Module) -> Tensor:
-    """Returns the L2 norm over all floating-point buffers; 0-d fp32, on their device, without host synchronisation.
+def measure_all(found: list[Tensor], buffers: list[Tensor]) -> tuple[GradNorms, Number]:
+    """Returns `measure`'s norms of gradients, and the L2 norm over buffers, non-finite if one is; 0 without buffers.
 
-    Non-finite if any buffer is.
+    Args:
+        found: the gradients, in the order of `model.parameters()`.
+        buffers: floating-point buffers.
     """
     # A flipped bit can make a weight huge. A following BatchNorm hides that from loss and gradients, but its running
     # statistics show it.
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    if not buffers:
-        return torch.zeros((), device=next(model.parameters()).device)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(buffers, 2, dtype=torch.float32)))
+    if not found and not buffers:
+        return GradNorms(total=torch.zeros(()), each=torch.zeros(1)), 0.0
+    sizes = torch.stack(torch._foreach_norm([*found, *buffers], 2, dtype=torch.float32))
+    each = sizes[: len(found)] if found else torch.zeros_like(sizes[:1])
+    buffer_norm = torch.linalg.vector_norm(sizes[len(found) :]) if buffers else 0.0
+    return GradNorms(total=torch.linalg.vector_norm(each), each=each), buffer_norm
 
 
 def norms(tensors: list[Tensor]) -> Float[Tensor, " tensors"]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stabletrain.buffers import SavedBuffers
 from stabletrain.parallel.ranks import Ranks, Timeouts, all_gather_object, all_gather_tensor, set_timeout
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, OwnNumbers, RankPart, StepChecks
@@ -35,6 +36,11 @@ class Distributed(SingleProcess):
         self._wish, self._heard = "", False
         self._learnt: list[Tensor] | None = None
 
+    def rows(self, size: int) -> slice:
+        """Returns which samples of a batch of `size` samples belong to this rank."""
+        part = size // self.ranks.world_size
+        return slice(self.ranks.rank * part, (self.ranks.rank + 1) * part)
+
     def shard_batch(self, batch: Batch, size: int) -> Batch:
         """Returns this rank's samples, in order, with the number of valid targets of the whole batch.
 
@@ -44,21 +50,19 @@ class Distributed(SingleProcess):
             inputs = batch.inputs.new_zeros(size, *batch.inputs.shape[1:])
             targets = batch.targets.new_full((size, *batch.targets.shape[1:]), IGNORE_INDEX)
             batch = Batch(inputs, targets, sources=["the batch is empty"] * size)
-        size = len(batch) // self.ranks.world_size
-        mine = batch.rows(slice(self.ranks.rank * size, (self.ranks.rank + 1) * size))
-        return mine.counting(int((batch.targets != IGNORE_INDEX).sum()))
+        return batch.shard(self.rows(len(batch)))
 
     def scale_for_averaging(self, loss: Tensor) -> Tensor:
         """Returns the loss times the world size: PyTorch averages gradients over ranks, but their sum is needed."""
         return loss * self.ranks.world_size
 
     @torch.no_grad()
-    def average_buffers_(self, model: nn.Module, held: list[Tensor]) -> None:
+    def average_buffers_(self, model: nn.Module, held: SavedBuffers) -> None:
         """Averages the changes of BatchNorm's statistics over the ranks: persistent floating-point buffers only."""
         names = model.state_dict().keys()
         changed = [
             (buffer, before)
-            for (name, buffer), before in zip(model.named_buffers(), held, strict=True)
+            for (name, buffer), before in zip(model.named_buffers(), held.tensors(), strict=True)
             if name in names and buffer.is_floating_point()
         ]
         if not changed:
@@ -85,10 +89,11 @@ class Distributed(SingleProcess):
     ) -> tuple[LossTerms, GradNorms, StepChecks]:
         """Combines the numbers of all ranks; see the module."""
         # One row per rank: the numbers of its own slice (OWN), its buffers and stop request, its gradient norms.
-        stop = torch.full_like(terms.total, float(bool(self._wish)))
-        bad = checks.bad_data.float()
-        head = torch.stack([terms.total, terms.ce, terms.zloss, bad, checks.inputs, checks.buffers, stop])
-        row = torch.cat([head.float(), self.of_gradients(norms)])
+        numbers = (terms.total, terms.ce, terms.zloss, checks.bad_data, checks.inputs, checks.buffers)
+        numbers = [
+            n if isinstance(n, Tensor) else torch.full_like(terms.total, n) for n in (*numbers, bool(self._wish))
+        ]
+        row = torch.cat([torch.stack(numbers).float(), self.of_gradients(norms)])
         rows = row.new_empty(self.ranks.world_size * row.numel())
         all_gather_tensor(rows, row)
         rows = rows.view(self.ranks.world_size, -1)
@@ -98,7 +103,7 @@ class Distributed(SingleProcess):
         culprits = (rows[:, 3] > 0) | ~torch.isfinite(rows[:, :OWN]).all(dim=1)
         first = torch.where(culprits.any(), culprits.float().argmax(), -1)
         met = StepChecks(
-            bad_data=(rows[:, 3] > 0).any(),
+            bad_data=rows[:, 3].amax(),
             inputs=rows[:, 4].amax(),
             buffers=rows[:, 5].amax(),
             stop=(rows[:, 6] > 0).any(),

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from stabletrain.buffers import SavedBuffers
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import WholeState
@@ -45,6 +46,10 @@ class SingleProcess:
     def wrap(self, model: nn.Module) -> None:
         """Wraps the model to synchronize gradients. Call this after everything that initializes the weights."""
 
+    def rows(self, size: int) -> slice:
+        """Returns which samples of a batch of `size` samples belong to this rank: all of them."""
+        return slice(0, size)
+
     def shard_batch(self, batch: Batch, size: int) -> Batch:
         """Returns this rank's slice of a batch that should have `size` samples: all of it."""
         del size
@@ -65,7 +70,7 @@ class SingleProcess:
         """Scales the loss so that the average of the ranks' gradients is the gradient of the whole batch."""
         return loss
 
-    def average_buffers_(self, model: nn.Module, held: list[Tensor]) -> None:
+    def average_buffers_(self, model: nn.Module, held: SavedBuffers) -> None:
         """Makes the buffers equal on all ranks after a forward pass. `held`: the buffers' values before that pass."""
 
     def max_over_ranks_(self, values: list[Tensor]) -> None:

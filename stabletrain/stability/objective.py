@@ -21,14 +21,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from stabletrain.errors import ConfigError
 from stabletrain.protocols import Tools
-from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE, LossTerms
+from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE, LossTerms, Number
 
 
 def z_loss(logits: Float[Tensor, "n classes"], coefficient: float) -> Float[Tensor, " n"]:
@@ -43,24 +43,30 @@ def z_loss(logits: Float[Tensor, "n classes"], coefficient: float) -> Float[Tens
 
 @runtime_checkable
 class ZLossKind(Protocol):
-    """A kind of z-loss: takes fp32 logits and a mask of valid rows, returns a 0-d sum."""
+    """A kind of z-loss: adds it to the cross-entropy, computed from fp32 logits and their targets."""
 
-    def __call__(self, logits: Tensor, valid: Tensor) -> Tensor: ...
+    def add(self, ce: Tensor, logits: Tensor, targets: Tensor, n_valid: Tensor) -> LossTerms: ...
 
 
 @dataclass(frozen=True)
 class NoZLoss:
     """No z-loss."""
 
-    def __call__(self, logits: Float[Tensor, "n classes"], valid: Bool[Tensor, " n"]) -> Float[Tensor, ""]:
-        """Returns 0, without a gradient."""
-        del valid
-        return logits.new_zeros(())
+    def add(
+        self,
+        ce: Float[Tensor, ""],
+        logits: Float[Tensor, "n classes"],
+        targets: Int[Tensor, " n"],
+        n_valid: Int[Tensor, ""] | Float[Tensor, ""],
+    ) -> LossTerms:
+        """Returns the cross-entropy alone."""
+        del logits, targets, n_valid
+        return LossTerms(total=ce, ce=ce)
 
 
 @dataclass(frozen=True)
 class ZLoss:
-    """`z_loss` summed over the valid targets (PaLM, arXiv 2204.02311)."""
+    """`z_loss`, averaged over the valid targets (PaLM, arXiv 2204.02311)."""
 
     coefficient: float
 
@@ -71,14 +77,16 @@ class ZLoss:
                 "zloss=none for no z-loss"
             )
 
-    def __call__(self, logits: Float[Tensor, "n classes"], valid: Bool[Tensor, " n"]) -> Float[Tensor, ""]:
-        """Returns the sum; only valid rows get a gradient."""
-        return z_loss(logits, self.coefficient).masked_fill(~valid, 0.0).sum()
-
-
-def count_valid(targets: Int[Tensor, "*shape"]) -> Int[Tensor, ""]:
-    """Returns the number of valid targets, on their device."""
-    return (targets != IGNORE_INDEX).sum()
+    def add(
+        self,
+        ce: Float[Tensor, ""],
+        logits: Float[Tensor, "n classes"],
+        targets: Int[Tensor, " n"],
+        n_valid: Int[Tensor, ""] | Float[Tensor, ""],
+    ) -> LossTerms:
+        """Returns the sum of both; only rows with a valid target get a gradient of the z-loss."""
+        zloss = z_loss(logits, self.coefficient).masked_fill(targets == IGNORE_INDEX, 0.0).sum() / n_valid
+        return LossTerms(total=ce + zloss, ce=ce, zloss=zloss)
 
 
 def check_logits(logits: Any, targets: Tensor) -> None:
@@ -139,9 +147,7 @@ class Objective:
         ce = F.cross_entropy(
             rows, wanted, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=self.label_smoothing
         )
-        ce = ce / n_valid
-        zloss = self.zloss(rows, wanted != IGNORE_INDEX) / n_valid
-        return LossTerms(total=ce + zloss, ce=ce, zloss=zloss)
+        return self.zloss.add(ce / n_valid, rows, wanted, n_valid)
 
 
 @runtime_checkable
@@ -239,7 +245,7 @@ class _Loss(Function):
         n_valid: Tensor,
         features: Tensor,
         *weights: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Number]:
         ctx.scaled = later.tools.scale
         # Contiguous, so that `flatten` below returns a view.
         ctx.of_features = features.new_empty(features.shape) if features.requires_grad else None
@@ -260,7 +266,7 @@ class _Loss(Function):
                 whole += gradient
             parts.append(terms.detach())
         terms = sum(parts[1:], parts[0])
-        ctx.mark_non_differentiable(terms.ce, terms.zloss)
+        ctx.mark_non_differentiable(*(term for term in (terms.ce, terms.zloss) if isinstance(term, Tensor)))
         return terms.total, terms.ce, terms.zloss
 
     @staticmethod

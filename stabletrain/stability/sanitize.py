@@ -6,13 +6,14 @@ step, with elementwise operations and without a host read. It replaces ids out o
 forward pass runs, and returns a flag that closes the guard's gate, so the model never learns from replaced values.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from stabletrain.records import IGNORE_INDEX, Batch
+from stabletrain.records import IGNORE_INDEX, Batch, Number
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Sanitizer:
 
     vocab_size: int | None = None
 
-    def inputs(self, inputs: Tensor) -> tuple[Tensor, Float[Tensor, ""], Bool[Tensor, ""]]:
+    def inputs(self, inputs: Tensor) -> tuple[Tensor, Number, Bool[Tensor, ""] | bool]:
         """Checks inputs for NaN, Inf and ids out of range.
 
         Returns:
@@ -33,13 +34,14 @@ class Sanitizer:
             Non-finite values are kept, because the step is skipped anyway.
         """
         if inputs.is_floating_point():
-            largest = torch.stack(inputs.aminmax()).abs().amax().float()
-            return inputs, largest, ~torch.isfinite(largest)
-        none = torch.zeros((), device=inputs.device)
+            smallest, largest = inputs.aminmax()  # NaN if any value is
+            largest = torch.maximum(largest, -smallest).float()
+            return inputs, largest, ~(largest < math.inf)
         if self.vocab_size is None or inputs.is_complex() or inputs.dtype == torch.bool:
-            return inputs, none, none.bool()
-        known = in_range(inputs, self.vocab_size)
-        return torch.where(known, inputs, 0), none, ~known.all()
+            return inputs, 0.0, False
+        largest_id = min(self.vocab_size - 1, torch.iinfo(inputs.dtype).max)
+        safe = inputs.clamp(0, largest_id)
+        return safe, 0.0, (safe != inputs).any()
 
     def targets(self, targets: Int[Tensor, "*shape"], classes: int) -> tuple[Int[Tensor, "*shape"], Bool[Tensor, ""]]:
         """Returns targets with ids out of range replaced by `IGNORE_INDEX`, and whether there were any.
@@ -49,14 +51,9 @@ class Sanitizer:
             classes: number of classes, the last dimension of the logits.
         """
         targets = targets.long()  # uint8 cannot hold -100, and the loss kernels expect int64
-        known = in_range(targets, classes) | (targets == IGNORE_INDEX)
-        return torch.where(known, targets, IGNORE_INDEX), ~known.all()
+        known = targets.masked_fill(targets.clamp(0, classes - 1) != targets, IGNORE_INDEX)
+        return known, (known != targets).any()
 
     def safe(self, batch: Batch, classes: int) -> Batch:
         """Returns the batch with every id in range, for code that runs the model outside of a step."""
         return replace(batch, inputs=self.inputs(batch.inputs)[0], targets=self.targets(batch.targets, classes)[0])
-
-
-def in_range(ids: Int[Tensor, "*shape"], count: int) -> Bool[Tensor, "*shape"]:
-    """Returns which of `ids` are in [0, count)."""
-    return (ids >= 0) & (ids < count)

@@ -33,7 +33,7 @@ from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.checkpoints import for_all_ranks as checkpoints_for_all_ranks
 from stabletrain.parallel.ranks import Ranks, run_on_main
 from stabletrain.protocols import Guard, Tools
-from stabletrain.records import Batch, TrainState
+from stabletrain.records import Batch, TrainState, reads_rows
 from stabletrain.tracking.metrics import Metrics
 from stabletrain.tracking.progress import Progress
 from stabletrain.tracking.run_folder import NoRunFolder, RunFolder, versions
@@ -104,7 +104,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     load = batch_loader(cfg, process, source, trained.state)
     opened = open_output(cfg, folder, process, source, trained, faults, shown)
     data = TrainingData(
-        batches=Prefetch(load, pin=process.device.type == "cuda"),
+        batches=Prefetch(load, pin=process.device.type == "cuda", threads=2 if reads_rows(source.data) else 1),
         validation=lambda: validation(
             source.data, cfg.batch_size, cfg.eval_batches, process.ranks, opened.tracker.evaluating
         ),

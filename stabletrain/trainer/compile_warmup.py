@@ -42,7 +42,7 @@ def warm_up_compiled(
         with tools.precision.autocast():
             logits = model(inputs)
         targets, _ = tools.sanitizer.targets(batch.targets, logits.shape[-1])
-        return tools.objective(logits, targets, count_targets([batch]).clamp(min=1)).total
+        return tools.objective(logits, targets, count_targets([batch])[0]).total
 
     def backward(loss: Tensor) -> None:
         tools.scale(loss).backward()

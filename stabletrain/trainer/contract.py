@@ -23,7 +23,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.machine.hardware import flops_per_sample, meta_copy
 from stabletrain.parallel.ranks import Ranks
-from stabletrain.records import IGNORE_INDEX, Batch
+from stabletrain.records import IGNORE_INDEX, Batch, reads_rows
 from stabletrain.stability.objective import check_logits
 
 FROM_DATA = ("vocab_size", "block_size", "num_classes", "in_channels")
@@ -94,7 +94,7 @@ def accept_output_(model: nn.Module, data: Any) -> None:
         return
     sample, output = None, None
     with suppress(Exception):  # an error in the data is reported when training reads it
-        sample = checked(data.batch(0, 2, "val"))
+        sample = checked(data.batch(0, 2, "val")).transformed()
         output = trial_output(model, sample.inputs)
     if sample is None or output is None:
         model.register_forward_hook(TakeLogits())  # unknown: take the logits if there are any
@@ -152,7 +152,7 @@ def units(cfg: DictConfig, data: Any) -> tuple[str, str]:
 def cost(model: nn.Module, data: Any) -> float | None:
     """Returns the training FLOPs per unit of throughput; None if they cannot be counted."""
     try:
-        sample = checked(data.batch(0, 1, "val"))
+        sample = checked(data.batch(0, 1, "val")).transformed()
     except Exception:  # an error in the data is reported when training reads it
         return None
     flops = flops_per_sample(model, sample.inputs)
@@ -204,7 +204,8 @@ def validation(
     for first in range(0, count, ranks.world_size):
         show(first, count)
         number = first + ranks.rank
-        batch = checked(data.batch(min(number, count - 1), size, "val"))
+        wanted = min(number, count - 1), size, "val"
+        batch = checked(data.rows(*wanted, slice(0, size)) if reads_rows(data) else data.batch(*wanted))
         # all ranks must run equally many forward passes, because each pass gathers sharded weights from all of them
         yield batch if number < count else replace(batch, targets=torch.full_like(batch.targets, IGNORE_INDEX))
     show(count, count)

@@ -35,6 +35,7 @@ def evaluate(
     try:
         for batch in batches:
             inputs, _, bad_inputs = sanitizer.inputs(batch.inputs)
+            bad_inputs = bad_inputs | torch.zeros((), dtype=torch.bool, device=device)  # it may be a bool
             with precision.autocast():
                 logits = model(inputs)
             known, bad_targets = sanitizer.targets(batch.targets, logits.shape[-1])

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
 
+from stabletrain.buffers import SavedBuffers
 from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.forensics.probes.samples import MOST, bad_samples, describe
 from stabletrain.forensics.probes.underflow import can_underflow
@@ -35,7 +36,7 @@ class ExecutedStep(NamedTuple):
     in_flight: InFlight
     batch: Batch
     classes: int | None
-    saved_buffers: list[Tensor]
+    saved_buffers: SavedBuffers
     own: OwnNumbers | None = None
 
     def reading(self) -> Reading:
@@ -54,7 +55,7 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
     if guard.kind == "bad_data":  # name the samples: each rank inspects its own part of the batch
         mine: list[dict[str, Any]] = []
         with suppress(Exception):  # a user's batch may hold anything, and the other ranks wait
-            mine = bad_samples(executed.batch, run.tools.sanitizer.vocab_size, executed.classes)
+            mine = bad_samples(completed(run, executed.batch), run.tools.sanitizer.vocab_size, executed.classes)
         bad = run.parallel.gather_samples(mine, len(executed.batch))[:MOST]
         reason, samples = describe(bad), {"samples": bad}
     tracker.event(
@@ -141,9 +142,9 @@ def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> Re
     model = run.state.model
     return Repro(
         model=model,
-        buffers=[*model.buffers()] if reading.applied else executed.saved_buffers,
+        buffers=[*model.buffers()] if reading.applied else executed.saved_buffers.tensors(),
         step=reading.step - 1,
-        batch=executed.batch,
+        batch=completed(run, executed.batch),
         micro_batches=run.plan.grad_accum_steps,
         tools=run.tools,
         loss_scale=reading.loss_scale,
@@ -152,9 +153,14 @@ def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> Re
         part=run.parallel.rank_part(executed.own, executed.batch, reading.loss_scale),
         compiled_for=compiled_shape(model),
         applied=reading.applied,
-        fresh=lambda: run.data.load(FAR * (reading.step + 1)),
+        fresh=lambda: completed(run, run.data.load(FAR * (reading.step + 1))),
         metadata=run.forensics.metadata,
     )
+
+
+def completed(run: TrainingRun, batch: Batch) -> Batch:
+    """Returns the batch with its transform applied: on the device, as in training, so that the bits are the same."""
+    return batch if batch.transform is None else batch.to(run.device).to(torch.device("cpu"))
 
 
 def is_round(count: int) -> bool:

@@ -1,7 +1,7 @@
 """The first stages of building a run: process, data, model and optimizer, and the tools of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from stabletrain.machine.determinism import mix
 from stabletrain.machine.hardware import Usage, forget_peak, peak_flops
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.protocols import Tools
-from stabletrain.records import Batch, TrainState
+from stabletrain.records import Batch, TrainState, reads_rows
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.trainer.banner import busy_note, opening, split_note
 from stabletrain.trainer.contract import checked, cost, make_model, output_note, units, val_batches, vocabulary
@@ -209,18 +209,34 @@ def optimizer_arguments(cfg: DictConfig, kind: type, overrides: Mapping[str, Any
 
 def batch_loader(cfg: DictConfig, process: Process, source: Source, state: TrainState) -> Callable[[int], Batch]:
     """Returns a function that loads this rank's part of the training batch of a step."""
-    world_size = process.ranks.world_size
+    world_size, size = process.ranks.world_size, cfg.batch_size
+    mine = process.parallel.rows(size)
 
     def load(step: int) -> Batch:
-        # `position` leaves out the data that a rollback has skipped
-        batch = checked(source.data.batch(position(step, state.skipped), cfg.batch_size, "train"))
+        batch = read(step)
+        # What has to be moved to a card stays as small as the data gave it: the card transforms it.
+        return batch.transformed() if batch.inputs.device == process.device else batch
+
+    def read(step: int) -> Batch:
+        at = position(step, state.skipped)  # leaves out the data that a rollback has skipped
+        if reads_rows(source.data):
+            batch = checked(source.data.rows(at, size, "train", mine))
+            if len(batch) == mine.stop - mine.start:
+                # In one process the step counts the valid targets itself, as they are then.
+                return batch if world_size > 1 else replace(batch, counted=None)
+            if len(batch):
+                raise ConfigError(
+                    f"data: rows({at}, {size}, 'train', {mine}) has {len(batch)} samples: return one for each row"
+                )
+        else:
+            batch = checked(source.data.batch(at, size, "train"))
         if len(batch) % (cfg.grad_accum_steps * world_size):
             among = f" x {world_size} ranks" if world_size > 1 else ""
             raise ConfigError(
                 f"data: batch {step} has {len(batch)} samples, not a multiple of grad_accum_steps="
-                f"{cfg.grad_accum_steps}{among}: return batch_size={cfg.batch_size} samples, or use grad_accum_steps=1"
+                f"{cfg.grad_accum_steps}{among}: return batch_size={size} samples, or use grad_accum_steps=1"
             )
-        return process.parallel.shard_batch(batch, cfg.batch_size)
+        return process.parallel.shard_batch(batch, size)
 
     return load
 

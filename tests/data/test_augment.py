@@ -8,10 +8,14 @@ from stabletrain.data.augment import CropFlip, ResizedCrop, augmentation, fit
 from stabletrain.data.order import uniform
 
 
+def cut(augment, images, draws):
+    return augment(images, augment.chosen(draws))
+
+
 def test_crops_are_shifts_with_zeros_outside_and_half_are_mirrored():
     image = torch.arange(1, 65, dtype=torch.uint8).view(1, 1, 8, 8).expand(4000, 3, 8, 8).contiguous()
     draws = uniform(np.arange(4000), 5, 3)
-    out = CropFlip()(image, draws)
+    out = cut(CropFlip(8), image, draws)
     mirrored = draws[:, 2] < 0.5
     assert np.mean(mirrored) == pytest.approx(0.5, abs=0.03)
     padded = np.pad(image[0, 0].numpy(), 1)
@@ -21,7 +25,7 @@ def test_crops_are_shifts_with_zeros_outside_and_half_are_mirrored():
         expected = expected[:, ::-1] if mirrored[row] else expected
         assert np.array_equal(out[row, 1].numpy(), expected)
     assert len({tuple(shift) for shift in (draws[:, :2] * 3).astype(int).tolist()}) == 9, "every shift occurs"
-    assert torch.equal(CropFlip(flip=False)(image[:1], np.array([[0.5, 0.5, 0.0]])), image[:1])
+    assert torch.equal(cut(CropFlip(8, flip=False), image[:1], np.array([[0.5, 0.5, 0.0]])), image[:1])
 
 
 def test_resized_crops_have_the_size_and_stay_inside():
@@ -52,8 +56,8 @@ def one_by_one(images, draws, flip):
         padded = torch.zeros(image.shape[0], size + 2 * pad, size + 2 * pad, dtype=image.dtype)
         padded[:, pad:-pad, pad:-pad] = image
         top, left = int(y * (2 * pad + 1)), int(x * (2 * pad + 1))
-        cut = padded[:, top : top + size, left : left + size]
-        out.append(cut.flip(-1) if flip and mirror < 0.5 else cut)
+        part = padded[:, top : top + size, left : left + size]
+        out.append(part.flip(-1) if flip and mirror < 0.5 else part)
     return torch.stack(out)
 
 
@@ -63,6 +67,6 @@ def test_one_gather_cuts_as_one_image_after_the_other(channels, size, flip):
     images = torch.randint(256, (64, channels, size, size), dtype=torch.uint8)
     draws = uniform(np.arange(64), 7, 42)
     draws[0, :3], draws[1, :3] = 0.0, np.nextafter(1.0, 0.0)
-    found = CropFlip(flip)(images, draws)
+    found = cut(CropFlip(size, flip), images, draws)
     assert found.dtype == torch.uint8
     assert torch.equal(found, one_by_one(images, draws, flip))

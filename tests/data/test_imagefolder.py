@@ -1,10 +1,16 @@
 """Folders of class folders: labels, sources and pixels stay together, and the cache changes no batch."""
 
+import contextlib
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from PIL import Image
 
-from stabletrain.data.imagefolder import ImageFolder
+from stabletrain.data.imagefolder import Files, ImageFolder, files_of
 from stabletrain.errors import ConfigError
 from tests.data.given import FOLDER, picture
 
@@ -86,6 +92,7 @@ def test_a_broken_picture_is_named(folder):
         ({"val_fraction": 1.0}, r"data\.val_fraction=1\.0"),
         ({"mean": [0.5, 0.5]}, r"data\.mean=\[0\.5, 0\.5\]"),
         ({"std": [1.0, 0.0, 1.0]}, r"data\.std="),
+        ({"workers": 0}, r"data\.workers=0 is below 1"),
         ({"std": [1.0]}, r"data\.mean has 3 numbers and data\.std 1"),
     ],
 )
@@ -128,3 +135,90 @@ def test_grey_pictures_have_one_channel(folder):
     data = ImageFolder(str(folder), **(FOLDER | {"mean": [0.0], "std": [1.0]}))
     assert data.batch(0, 2, "train").inputs.shape == (2, 1, 8, 8)
     assert data.in_channels == 1
+
+
+def test_what_is_not_a_file_is_passed_over_and_a_missing_image_is_told(folder, tmp_path):
+    expected = ImageFolder(str(folder), **FOLDER)
+    os.mkfifo(folder / "class0" / "pipe.png")
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as listening:
+        short = tmp_path / "s"  # a socket's path must be short
+        listening.bind(str(short))
+        short.rename(folder / "class0" / "socket.png")
+    (folder / "class1" / "device.jpg").symlink_to("/dev/null")
+    (folder / "class1" / "more.jpg").mkdir()
+    found = ImageFolder(str(folder), **FOLDER)
+    assert found.fingerprint() == expected.fingerprint()
+    (folder / "class0" / "1.png").unlink()
+    (folder / "class0" / "1.png").symlink_to(folder / "gone.png")
+    found = ImageFolder(str(folder), **FOLDER)
+    with pytest.raises(ConfigError, match=r"class0/1\.png cannot be read as an image .*No such file"):
+        [found.batch(step, 1, split) for split in ("train", "val") for step in range(found.batches(1, split))]
+
+
+def test_files_of_folders_below_a_class_come_in_a_fixed_order(folder):
+    picture(folder / "class0" / "more" / "0.png", 50)
+    picture(folder / "class0" / "more-0.png", 51)
+    found = [name for name, _ in files_of(folder, ["class0", "class1"])]
+    assert found == sorted(found, key=lambda name: name.split("/"))
+    assert found.index("class0/more/0.png") < found.index("class0/more-0.png")
+    assert len(found) == 22
+
+
+def test_a_class_without_images_is_told(tmp_path):
+    for split in ("train", "val"):
+        for name in ("a", "b", "c"):
+            picture(tmp_path / split / name / "0.png", 1)
+    assert ImageFolder(str(tmp_path), **FOLDER).split == ""
+    (tmp_path / "val" / "c" / "0.png").unlink()
+    assert ImageFolder(str(tmp_path), **FOLDER).split == "no images to validate on in class c"
+    for name in ("a", "b"):
+        (tmp_path / "train" / name / "0.png").rename(tmp_path / "train" / name / "0.heic")
+    with pytest.raises(ConfigError, match=r"no images to train on in class a, b: remove the folder, or add"):
+        ImageFolder(str(tmp_path), **FOLDER)
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation", "test"])
+def test_the_validation_folder_has_one_of_four_names(tmp_path, name):
+    for split in ("train", name):
+        for label in ("a", "b"):
+            picture(tmp_path / split / label / "0.png", 1)
+    data = ImageFolder(str(tmp_path), **FOLDER)
+    assert f"/{name}/" in data.batch(0, 1, "val").sources[0]
+    assert data.batches(1, "train") == data.batches(1, "val") == 2
+
+
+@pytest.mark.parametrize(("given", "ranks", "expected"), [(None, "1", 6), (None, "4", 1), (None, "8", 1), (5, "4", 5)])
+def test_workers_default_to_this_ranks_share_of_the_cores(folder, monkeypatch, given, ranks, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    data = ImageFolder(str(folder), **FOLDER, workers=given)
+    assert data._pool._max_workers == expected
+
+
+def test_images_are_decoded_by_the_workers_at_the_same_time(folder, monkeypatch):
+    both, real = threading.Barrier(2), Files.__call__
+
+    def together(self, index):
+        both.wait(60)
+        return real(self, index)
+
+    monkeypatch.setattr(Files, "__call__", together)
+    for augment in ("crop_flip", "resized_crop"):
+        data = ImageFolder(str(folder), **(FOLDER | {"augment": augment, "cache_mb": 0}), workers=2)
+        assert len(data.batch(0, 4, "train")) == 4
+
+
+def test_a_worker_uses_one_core_and_other_threads_as_many_as_before(folder):
+    def seen_by(pool):
+        return pool.submit(torch.get_num_threads).result()
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        data = ImageFolder(str(folder), **FOLDER, workers=2)
+        assert seen_by(data._pool) == 1
+        with ThreadPoolExecutor(1) as later:
+            assert seen_by(later) == 3
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

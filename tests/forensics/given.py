@@ -38,12 +38,12 @@ def micro_batches(job, batch):
 
 def scene_of(job, batch, computed=None, reading=None, **more):
     """A step of `job` as the loop passes it to forensics; without `computed`, a step that has not begun."""
-    held = [buffer.clone() for buffer in job.state.model.buffers()] if computed is None else computed.saved_buffers
+    saved = buffers_of(job.state.model).save() if computed is None else computed.saved_buffers
     scale = float(job.tools.precision.loss_scale()) if reading is None else reading.loss_scale
     step = job.state.step if reading is None else reading.step - 1
     return Repro(
         model=job.state.model,
-        buffers=held,
+        buffers=saved.tensors(),
         step=step,
         batch=batch,
         micro_batches=job.plan.grad_accum_steps,

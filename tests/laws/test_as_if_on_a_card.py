@@ -13,9 +13,10 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.fake_card import HEALTHY, HOST, READERS, WAITERS, HostRead, as_if_on_a_card
-from stabletrain import step
+from stabletrain import buffers, step
 from stabletrain.config.checks import check
 from stabletrain.errors import ConfigError
+from stabletrain.records import Batch
 from stabletrain.stability.clipping import NormClip
 from stabletrain.stability.guard import SkipGuard
 from stabletrain.stability.objective import Objective
@@ -25,6 +26,7 @@ from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from stabletrain.trainer.rollback import Rollback
+from tests.data.given import picture
 from tests.runs import CONF, ROOT, TINY_GPT, TINY_RESNET, composed
 
 PACKAGE = ROOT / "stabletrain"
@@ -129,6 +131,29 @@ def test_other_keys_train(tmp_path, model, typed):
     assert trained(tmp_path, "h100", *MODELS[model], *typed.split()).foreign == []
 
 
+@pytest.mark.slow(unless=lambda augment: augment == "crop_flip")
+@pytest.mark.parametrize("augment", ["crop_flip", "resized_crop"])
+def test_images_from_files_go_to_the_card_as_bytes_and_are_completed_there(tmp_path, monkeypatch, augment):
+    for number in range(12):
+        picture(tmp_path / "set" / f"class{number % 2}" / f"{number}.png", number)
+    moved, real = [], Batch.to
+
+    def noting(batch, device):
+        moved.append((batch, real(batch, device)))
+        return moved[-1][1]
+
+    monkeypatch.setattr(Batch, "to", noting)
+    images = ["data=imagefolder", f"data.path={tmp_path / 'set'}", "data.image_size=8", "data.val_fraction=0.4"]
+    chosen = [*SHORT, "model=resnet20", "model.depth=8", *images, f"data.augment={augment}", "batch_size=4"]
+    assert trained(tmp_path / "run", "h100", *chosen).foreign == []
+    to_the_card = [(before, after) for before, after in moved if after.inputs.device.type == "cuda"]
+    assert len(to_the_card) >= 3, "two steps and an evaluation"
+    for before, after in to_the_card:
+        assert (before.inputs.dtype, before.inputs.device.type) == (torch.uint8, "cpu")
+        assert (after.inputs.dtype, after.transform) == (torch.float32, None)
+        assert after.inputs.is_contiguous(memory_format=torch.channels_last)
+
+
 def bad_at(*steps: int):
     """Returns what steps measure: NaN the first time that each of `steps` runs, and nothing unusual otherwise."""
     bad, left = HEALTHY._replace(loss=math.nan, ce=math.nan, grad_norm=math.nan, applied=False), {*steps}
@@ -227,10 +252,10 @@ BREAKS = {
     "the gate waits": (SkipGuard, "gate", waits),
     "the check of the inputs waits": (Sanitizer, "inputs", waits),
     "the objective waits": (Objective, "__call__", waits),
-    "the norms are selected by a mask": (step, "measure", selects),
+    "the norms are selected by a mask": (step, "measure_all", selects),
     "the number of targets is on the host": (step, "count_targets", from_host),
     "the gate is on the host": (SkipGuard, "gate", from_host),
-    "the buffers are saved on the host": (step, "save_buffers", from_host),
+    "the buffers are saved on the host": (buffers.Buffers, "save", from_host),
     "a number is made on the host": (LossScaled, "scale", with_constant),
     "a vector is made on the host": (LossScaled, "scale", with_vector),
     "the loss scale is kept on the host": (LossScaled, "loss_scale", from_host),

@@ -10,10 +10,11 @@ import stabletrain
 PACKAGE = Path(stabletrain.__file__).parent
 ROOT = PACKAGE.parent
 
-NOUNS = {"records", "errors"}
+NOUNS = {"records", "errors", "buffers"}
 MAY_SEE = {
     "records": set(),
     "errors": set(),
+    "buffers": set(),
     "protocols": NOUNS,
     "machine": NOUNS,
     "data": NOUNS,

@@ -120,6 +120,7 @@ CHANGED: dict[str, object] = {
     "data.augment": "none",
     "data.image_size": 12,
     "data.cache_mb": 0,
+    "data.workers": 3,
     "optimizer.lr": 0.01,
     "optimizer.betas": [0.8, 0.9],
     "optimizer.eps": 0.01,
@@ -415,6 +416,7 @@ def test_every_key_of_every_option_is_alive(tmp_path, places, unchanged, group, 
 
 SEEN_ELSEWHERE = {
     "data.cache_mb": "tests/data/test_imagefolder.py",
+    "data.workers": "tests/data/test_imagefolder.py",
     "parallel.find_unused_parameters": "tests/parallel/test_distributed.py",
     "parallel.compare": "tests/parallel/test_ddp.py",
     "parallel.reshard_after_forward": "tests/parallel/test_distributed.py",

@@ -41,7 +41,7 @@ def spoil_labels(job, batch, value):
 
 
 def spoil_all_labels(job, batch, value):
-    return replace(batch, targets=torch.full_like(batch.targets, -100))
+    return replace(batch, targets=torch.full_like(batch.targets, -100), counted=None)
 
 
 def spoil_activation(job, batch, value):

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from stabletrain.buffers import buffers_of
 from stabletrain.monitors.module_groups import trained
 from stabletrain.monitors.monitors import FullMonitors, Monitors
-from stabletrain.monitors.tensor_norms import Adaptive, buffer_norm, measure, norms, zero_shares
+from stabletrain.monitors.tensor_norms import Adaptive, measure, measure_all, norms, zero_shares
 from tests.monitors.watched import PRECISIONS, adamw, features, look_at, tiny_gpt, tokens
 
 FP32 = PRECISIONS["fp32"]()
@@ -110,10 +111,10 @@ def test_buffers_are_measured_together_but_for_whole_numbers():
     model[0].running_var[:] = torch.tensor([0.0, 12.0])
     model[1].running_var[:] = 0.0
     model[1].num_batches_tracked += 1000
-    assert buffer_norm(model).item() == 13.0
+    assert measure_all([], buffers_of(model).floating)[1].item() == 13.0
     model[1].running_mean[0] = float("inf")
-    assert buffer_norm(model).isinf()
-    assert buffer_norm(Two()).item() == 0.0
+    assert measure_all([], buffers_of(model).floating)[1].isinf()
+    assert measure_all([], buffers_of(Two()).floating)[1] == 0.0
 
 
 def test_norms_of_half_precision_are_fp32():

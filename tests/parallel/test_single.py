@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from stabletrain.buffers import buffers_of
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch, GradNorms, LossTerms, StepChecks, TrainState
@@ -34,7 +35,7 @@ def test_a_model_is_neither_changed_nor_wrapped(alone, model):
     alone.check({"precision": "bf16_params"})
     alone.shard(model)
     alone.wrap(model)
-    alone.average_buffers_(model, [torch.zeros(3)])
+    alone.average_buffers_(model, buffers_of(model).save())
     assert [type(module) for module in model.modules()] == kinds
     for name, tensor in model.state_dict(keep_vars=True).items():
         was, value = before[name]

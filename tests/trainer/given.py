@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stabletrain.buffers import Buffers
 from stabletrain.checkpoint.checkpoints import NoCheckpoints
 from stabletrain.compare.pages.at_end import NoPage
 from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
@@ -59,9 +60,10 @@ def reading(step: int = 1, **changed: Any) -> Reading:
 
 def executed(numbers: Reading, read: Batch | None = None) -> ExecutedStep:
     """The executed step whose reading is `numbers`."""
-    flags = [float(numbers.applied), float(numbers.bad_data), float(numbers.overflow)]
-    values = torch.tensor([*numbers[1:10], *flags])
-    return ExecutedStep(InFlight(numbers.step, numbers.lr, values), read or batch(), 3, [])
+    known = numbers._asdict()
+    lr, step, applied = known.pop("lr"), known.pop("step"), known.pop("applied")
+    known = {name: torch.tensor(float(value)) for name, value in known.items()} | {"withheld": float(not applied)}
+    return ExecutedStep(InFlight(step, lr, known), read or batch(), 3, Buffers([]).save())
 
 
 class Recorder(NoTracker):

@@ -1,12 +1,14 @@
 """Which skipped steps are investigated, what is recorded of each, and what an investigation gets."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.monitors.rolling import Alarm
+from stabletrain.records import Transform
 from stabletrain.stability import precision as precisions
 from stabletrain.stability.guard import NoGuard, SkipGuard
 from stabletrain.trainer.incidents import (
@@ -185,7 +187,7 @@ def test_a_repro_is_of_the_step_and_its_fresh_batch_is_one_the_run_never_reads()
     assert repro.model is run.state.model
     assert (repro.step, repro.loss_scale, repro.part, repro.micro_batches) == (7, 64.0, None, 1)
     assert repro.batch is step.batch
-    assert repro.buffers is step.saved_buffers
+    assert repro.buffers == []
     assert not repro.applied
     assert torch.equal(repro.fresh().inputs, batch(FAR * 9).inputs)
 
@@ -205,3 +207,19 @@ def test_the_state_given_to_an_investigation_is_older_than_the_step():
 def test_repeated_messages_are_logged_less_and_less_often():
     assert [count for count in range(1, 2001) if is_round(count)] == [1, 2, 3, 10, 100, 1000]
     assert is_round(10**6)
+
+
+def test_a_replay_reads_the_batch_as_the_model_read_it():
+    """The host's batch may be raw; forensics looks at values, saves them, and mixes samples of two batches."""
+    run, numbers, data = make_run(), reading(7, **BAD_DATA), batch()
+    bad = torch.zeros(4, 1)
+    bad[2] = math.nan
+    raw = replace(data, transform=Transform(lambda inputs, each: inputs + each, bad))
+    run.data.load = lambda step: raw
+    repro = make_repro(run, executed(numbers, raw), numbers)
+    for found in (repro.batch, repro.fresh()):
+        assert found.transform is None
+        assert torch.equal(found.inputs[3], data.inputs[3])
+        assert found.inputs[2].isnan().all()
+    ((_, fields),) = events(skipped(BAD_DATA, data=raw), "skip")
+    assert [each["index"] for each in fields["samples"]] == [2]

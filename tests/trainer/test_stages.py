@@ -14,7 +14,7 @@ from stabletrain.machine.determinism import Seeded, mix
 from stabletrain.parallel import distributed
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.records import Batch, TrainState
+from stabletrain.records import IGNORE_INDEX, Batch, TrainState
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.guard import NoGuard
 from stabletrain.trainer.stages import (
@@ -47,6 +47,20 @@ class Numbered:
     def batch(self, step, size, split):
         rows = min(size, self.rows)
         return Batch(torch.full((rows, 2), float(step)), torch.zeros(rows, dtype=torch.int64))
+
+
+class Rows(Numbered):
+    """Reads rows, and notes which; each input is the sample's number in the run."""
+
+    def __init__(self, short=0):
+        super().__init__()
+        self.asked, self.short = [], short
+        del self.rows
+
+    def rows(self, step, size, split, rows):
+        self.asked.append((step, size, split, rows))
+        numbers = torch.arange(step * size, (step + 1) * size)[rows][: -self.short or None]
+        return Batch(numbers, numbers, counted=size - 1)
 
 
 class Movable(Numbered):
@@ -200,6 +214,26 @@ def test_a_rank_gets_its_own_part():
             return batch.rows(slice(0, len(batch) // 2))
 
     assert len(loaded(0, parallel=Half(), world_size=2)) == 6
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_data_that_reads_rows_is_asked_for_those_of_the_rank_only(rank):
+    data, ranks = Rows(), Ranks(rank, 3, rank, launched=True)
+    batch = loaded(5, data=data, world_size=3, parallel=distributed.Distributed(ranks), skipped=[(4, 7)])
+    assert data.asked == [(8, 12, "train", slice(4 * rank, 4 * rank + 4))]
+    assert batch.inputs.tolist() == [*range(96 + 4 * rank, 100 + 4 * rank)]
+    assert batch.counted == 11
+
+
+@pytest.mark.parametrize("parallel", [None, distributed.Distributed(Ranks(1, 2, 1, launched=True))])
+def test_rows_that_are_missing_are_refused_and_an_empty_batch_is_one_without_valid_targets(parallel):
+    world_size = 2 if parallel else 1
+    with pytest.raises(ConfigError, match=r"data: rows\(2, 12, .train., slice.* has \d+ samples: return"):
+        loaded(2, data=Rows(short=1), world_size=world_size, parallel=parallel)
+    batch = loaded(2, data=Rows(short=12 // world_size), world_size=world_size, parallel=parallel)
+    assert len(batch) == (6 if parallel else 0)
+    assert (batch.targets == IGNORE_INDEX).all()
+    assert batch.counted == (0 if parallel else 11)
 
 
 def test_a_batch_of_another_type_is_refused_when_it_is_read():

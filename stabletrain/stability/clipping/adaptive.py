@@ -92,7 +92,7 @@ class AGC(Stateless):
         trained = [(p, p.grad) for p in model.parameters() if p.grad is not None]
         clipped = [(p, gradient) for p, gradient in trained if p not in excluded]
         if not clipped:
-            return whole(torch.ones_like(norms.total))
+            return whole(1.0)
         # Compute the factors of all units in one vector, so that few kernels run.
         measured = [unit_norms(gradient) for _, gradient in clipped]
         before = flat(measured)
@@ -149,7 +149,7 @@ class AdaGC:
         """
         named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
         if not named:
-            return whole(torch.ones_like(norms.total))
+            return whole(1.0)
         names = [name for name, _ in named]
         seen, gamma = self._on(norms.each.device, names)
         warming, known = seen < self.warmup_steps, gamma > 0

@@ -62,9 +62,9 @@ def counts(norm: Float32[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
     return torch.isfinite(square) & (square > 0)
 
 
-def whole(factor: Float32[Tensor, ""]) -> Clipped:
+def whole(factor: Float32[Tensor, ""] | float) -> Clipped:
     """Returns the report for a gradient that was multiplied by `factor` as a whole."""
-    return Clipped(coef=factor, active=(factor < 1).float())
+    return Clipped(coef=factor)
 
 
 def in_parts(norms: GradNorms, after: Float[Tensor, " n"], factors: Float[Tensor, " m"]) -> Clipped:
@@ -90,7 +90,7 @@ class NoClip(Stateless):
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
         """Changes nothing; reports a coefficient of 1."""
         del model, gate
-        return whole(torch.ones_like(norms.total))
+        return whole(1.0)
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class NormClip(Stateless):
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
         """Scales every `.grad` in place by `coef`; for a finite norm bitwise equal to `clip_grad_norm_` of PyTorch."""
         del gate
-        factor = (self.max_norm / (norms.total + 1e-6)).clamp(max=1.0)
-        factor = torch.where(torch.isfinite(norms.total), factor, 1.0)
+        finite = norms.total.nan_to_num(nan=0.0, posinf=0.0)  # a norm of 0 gives a factor of 1
+        factor = (self.max_norm / (finite + 1e-6)).clamp(max=1.0)
         multiply_(model, factor)
         return whole(factor)
 
@@ -143,7 +143,7 @@ class ValueClip(Stateless):
         del gate
         values = gradients(model)
         if not values:
-            return whole(torch.ones_like(norms.total))
+            return whole(1.0)
         cut = torch.stack([(value.abs() > self.clip_value).sum() for value in values]).sum()
         torch._foreach_clamp_min_(values, -self.clip_value)
         torch._foreach_clamp_max_(values, self.clip_value)
@@ -187,7 +187,7 @@ class PerModuleClip(Stateless):
         del gate
         groups = by_module(model)
         if not groups:
-            return whole(torch.ones_like(norms.total))
+            return whole(1.0)
         # `model.parameters()` goes module by module, so the norms of one module are adjacent in `norms.each`.
         sides = norms.each.split([len(group) for group in groups])
         before = torch.stack(torch._foreach_norm(list(sides), 2))

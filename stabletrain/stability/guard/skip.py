@@ -136,10 +136,17 @@ class SkipGuard(NoGuard):
 
     def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
         """Returns whether every measurement is within its limit, and therefore finite; 0-d, on the device."""
-        limits = self.limits  # comparisons with NaN are False: NaN closes the gate
-        within = (terms.total.abs() <= limits.loss.value) & (norms.total <= limits.norm.value)
-        within &= (checks.inputs <= limits.inputs.value) & (checks.buffers <= LARGEST)
-        return within & ~checks.bad_data
+        limits = self.limits
+        measured = (
+            (terms.total.abs(), limits.loss.value),
+            (norms.total, limits.norm.value),
+            (checks.inputs, limits.inputs.value),
+            (checks.buffers, LARGEST),
+            (checks.bad_data, 0.0),
+        )
+        values, bounds = zip(*(each for each in measured if isinstance(each[0], Tensor)), strict=True)
+        # One kernel for all differences. The sign of a difference is exact, and NaN <= 0 is False: NaN closes the gate.
+        return (torch.stack(torch._foreach_sub(values, bounds)) <= 0).all()
 
     def judge(self, reading: Reading) -> Verdict:
         """Returns the verdict on a step and updates counts and limits."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.records import GradNorms, LossTerms
+from stabletrain.records import GradNorms, LossTerms, Number
 from stabletrain.stability.precision.kernels import set_kernels
 
 
@@ -176,16 +176,21 @@ class Unscaled:
         """Does nothing."""
         del gradients
 
-    def loss_scale(self) -> Float[Tensor, ""]:
+    def loss_scale(self) -> Number:
         """Returns 1."""
-        return torch.ones((), device=self.device)
+        return 1.0
 
-    def overflow(self, terms: LossTerms, norms: GradNorms) -> Bool[Tensor, ""]:
+    def overflow(self, terms: LossTerms, norms: GradNorms) -> Bool[Tensor, ""] | bool:
         """Returns False: these formats have fp32's range, so a non-finite gradient is a fault, not an overflow."""
-        del terms
-        return torch.zeros_like(norms.total, dtype=torch.bool)
+        del terms, norms
+        return False
 
-    def update(self, overflow: Bool[Tensor, ""], applied: Bool[Tensor, ""]) -> None:
+    def close(self, gate: Bool[Tensor, ""], overflow: Bool[Tensor, ""] | bool) -> Bool[Tensor, ""]:
+        """Returns the gate unchanged."""
+        del overflow
+        return gate
+
+    def update(self, overflow: Bool[Tensor, ""] | bool, applied: Bool[Tensor, ""]) -> None:
         """Does nothing."""
         del overflow, applied
 

@@ -6,6 +6,7 @@ Source: Micikevicius et al., arXiv 1710.03740; the constants are those of `torch
 not used, because the guard's gate and the loss scale must agree about each overflow without a host read.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -62,16 +63,20 @@ class LossScaled(Unscaled):
 
     def overflow(self, terms: LossTerms, norms: GradNorms) -> Bool[Tensor, ""]:
         """Returns whether the loss is finite, the gradients are not, and the scale is above its floor."""
-        finite_loss, finite_norm = torch.isfinite(terms.total), torch.isfinite(norms.total)
+        finite_loss, finite_norm = (torch.stack([terms.total, norms.total]).abs() < math.inf).unbind()
         return finite_loss & ~finite_norm & (self._scale > self.min_scale)
 
-    def update(self, overflow: Bool[Tensor, ""], applied: Bool[Tensor, ""]) -> None:
+    def close(self, gate: Bool[Tensor, ""], overflow: Bool[Tensor, ""] | bool) -> Bool[Tensor, ""]:
+        """Returns the gate, closed on overflow."""
+        return gate & torch.logical_not(overflow)  # ty: ignore[invalid-argument-type]
+
+    def update(self, overflow: Bool[Tensor, ""] | bool, applied: Bool[Tensor, ""]) -> None:
         """Adjusts the scale after a step; a step skipped for another reason than overflow changes nothing."""
         clean = self._clean + applied
         grow = clean >= self.growth_interval
         grown = torch.where(grow, (self._scale * 2.0).clamp(max=LARGEST_SCALE), self._scale)
         halved = (self._scale * 0.5).clamp(min=self.min_scale)
-        self._scale = torch.where(overflow, halved, grown)
+        self._scale = torch.where(overflow, halved, grown)  # ty: ignore[no-matching-overload]
         self._clean = torch.where(overflow | grow, 0, clean)
 
     def state_dict(self) -> dict:

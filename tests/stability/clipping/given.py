@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.monitors.tensor_norms import measure
+from stabletrain.records import Clipped
 from stabletrain.stability.clipping import AGC, AdaGC, NoClip, NormClip, PerModuleClip, ValueClip, ZClip
 
 OPEN, CLOSED = torch.tensor(True), torch.tensor(False)
@@ -70,7 +71,14 @@ def flat(model: nn.Module) -> Tensor:
 
 def clip(kind, model, gate=OPEN):
     """Calls the kind as the step does."""
-    return kind(model, measure(model), gate)
+    return as_tensors(kind(model, measure(model), gate))
+
+
+def as_tensors(clipped):
+    """Returns the report with every number as a tensor."""
+    coef = torch.as_tensor(clipped.coef, dtype=torch.float32)
+    active = (coef < 1).float() if clipped.active is None else torch.as_tensor(clipped.active)
+    return Clipped(coef, active)
 
 
 def one_step(kind, model, norm, seed=0, gate=OPEN):

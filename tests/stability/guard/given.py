@@ -14,7 +14,7 @@ def reading(
 def gate(guard, loss, norm, bad_data=False, inputs=1.0, buffers=1.0):
     value = torch.tensor(loss)
     terms = LossTerms(value, value, torch.zeros(()))
-    checks = StepChecks(torch.tensor(bad_data), torch.tensor(inputs), torch.tensor(buffers))
+    checks = StepChecks(torch.tensor(float(bad_data)), torch.tensor(inputs), torch.tensor(buffers))
     return bool(guard.gate(terms, GradNorms(torch.tensor(norm), torch.tensor([norm])), checks))
 
 

@@ -1,0 +1,102 @@
+"""Copies of a model's buffers, to restore after a skipped step: the forward pass overwrites BatchNorm's statistics.
+
+A ResNet has a hundred buffers of two dtypes. Copying each would launch a hundred kernels, so they are copied as bytes,
+all in one vector.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool, UInt8
+from torch import Tensor, nn
+
+
+class Buffers:
+    """A model's buffers.
+
+    Attributes:
+        tensors: the buffers, in the order of `model.buffers()`.
+        floating: those with floating-point values.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = [*tensors]
+        self.floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+        plain = {id(tensor) for tensor in tensors if tensor.is_contiguous() and not hasattr(tensor, "to_local")}
+        contiguous = [tensor for tensor in tensors if id(tensor) in plain]
+        # Largest elements first: each part of the vector then begins at a multiple of its element size.
+        self._contiguous = sorted(contiguous, key=lambda tensor: -tensor.element_size())
+        self._others = [tensor for tensor in tensors if id(tensor) not in plain]
+        self._bytes = [as_bytes(tensor) for tensor in self._contiguous]
+        self._sizes = [view.numel() for view in self._bytes]
+        self._memory = memory_of(tensors)
+
+    def are(self, tensors: Sequence[Tensor]) -> bool:
+        """Returns whether these are the same tensors, in the same memory."""
+        same = len(tensors) == len(self.tensors) and all(map(lambda a, b: a is b, tensors, self.tensors))
+        return same and memory_of(tensors) == self._memory
+
+    def save(self) -> "SavedBuffers":
+        """Copies the buffers' values."""
+        memory = torch.cat(self._bytes) if self._bytes else None
+        return SavedBuffers(self, memory, [tensor.clone() for tensor in self._others])
+
+    @torch.no_grad()
+    def restore_(self, saved: "SavedBuffers", gate: Bool[Tensor, ""]) -> None:
+        """Restores the buffers' values if `gate` is closed; otherwise changes no bit."""
+        if saved.memory is not None:
+            kept = torch.where(gate, torch.cat(self._bytes), saved.memory)
+            torch._foreach_copy_(self._bytes, kept.split(self._sizes))
+        for tensor, before in zip(self._others, saved.others, strict=True):
+            tensor.copy_(torch.where(gate, tensor, before))
+
+    def like(self, memory: UInt8[Tensor, " bytes"] | None, others: list[Tensor]) -> list[Tensor]:
+        """Returns saved values with the shapes and dtypes of the buffers, in the order of `tensors`."""
+        values = dict(zip(map(id, self._others), others, strict=True))
+        parts = () if memory is None else memory.split(self._sizes)
+        for tensor, part in zip(self._contiguous, parts, strict=True):
+            values[id(tensor)] = part.view(tensor.dtype).view(tensor.shape)
+        return [values[id(tensor)] for tensor in self.tensors]
+
+
+@dataclass(frozen=True)
+class SavedBuffers:
+    """The values that a model's buffers had.
+
+    Attributes:
+        buffers: the buffers, which may have other values by now.
+        memory: values of the contiguous buffers; None if there are none.
+        others: copies of the other buffers.
+    """
+
+    buffers: Buffers
+    memory: UInt8[Tensor, " bytes"] | None
+    others: list[Tensor]
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the saved values with the buffers' shapes and dtypes, in the order of `model.buffers()`."""
+        return self.buffers.like(self.memory, self.others)
+
+
+_KNOWN: "WeakKeyDictionary[nn.Module, Buffers]" = WeakKeyDictionary()
+
+
+def buffers_of(model: nn.Module) -> Buffers:
+    """Returns the model's buffers. Their views are made once, and again after a buffer was replaced."""
+    tensors = [*model.buffers()]
+    known = _KNOWN.get(model)
+    if known is None or not known.are(tensors):
+        known = _KNOWN[model] = Buffers(tensors)
+    return known
+
+
+def memory_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Identifies the memory of each tensor; unlike `data_ptr`, also for tensors without values."""
+    return [tensor.untyped_storage()._cdata for tensor in tensors]
+
+
+def as_bytes(tensor: Tensor) -> UInt8[Tensor, " bytes"]:
+    """Returns a contiguous tensor's memory; writing to it changes the tensor."""
+    return tensor.detach().view(-1).view(torch.uint8)

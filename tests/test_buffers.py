@@ -1,0 +1,97 @@
+"""Buffers: saved and restored bit by bit, whatever their dtype and layout, and looked up again where they changed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from stabletrain.buffers import buffers_of
+
+CLOSED, OPEN = torch.tensor(False), torch.tensor(True)
+
+
+@pytest.mark.parametrize("open_", [False, True])
+def test_buffers_of_every_shape_and_dtype_are_put_back_where_the_gate_is_closed(open_):
+    model = torch.nn.Module()
+    kinds = {
+        "empty": torch.empty(0, 64),
+        "count": torch.tensor(3),
+        "mean": torch.randn(5),
+        "images": torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+        "narrow": torch.randn(3, 2).bfloat16().t(),
+    }
+    for name, value in kinds.items():
+        model.register_buffer(name, value)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    held = buffers_of(model).save()
+    for value in model.buffers():
+        value.add_(1)
+    buffers_of(model).restore_(held, torch.tensor(open_))
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name] + int(open_)), name
+        assert value is kinds[name]
+
+
+def test_saved_values_come_as_tensors_in_the_order_of_the_model():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(2))
+    model[1].register_buffer("grid", torch.arange(6.0).view(2, 3).t())
+    expected = [value.clone() for value in model.buffers()]
+    saved = buffers_of(model).save()
+    for value in model.buffers():
+        value.add_(1)
+    for value, before in zip(saved.tensors(), expected, strict=True):
+        assert torch.equal(value, before)
+        assert value.dtype == before.dtype
+
+
+def replaced(model):
+    model.running_mean = torch.zeros(3)
+
+
+def swapped(model):
+    model.running_mean.data = torch.zeros(3)
+
+
+def added(model):
+    model.register_buffer("another", torch.zeros(3))
+
+
+@pytest.mark.parametrize("change", [replaced, swapped, added])
+def test_a_buffer_that_changed_its_memory_is_found(change):
+    model = nn.BatchNorm1d(3)
+    buffers_of(model)
+    change(model)
+    saved = buffers_of(model).save()
+    for value in model.buffers():
+        value.add_(1)
+    buffers_of(model).restore_(saved, CLOSED)
+    assert model.running_mean.tolist() == [0, 0, 0]
+    assert all(torch.equal(value, before) for value, before in zip(model.buffers(), saved.tensors(), strict=True))
+
+
+def test_buffers_are_looked_up_once_and_for_each_copy():
+    model = nn.BatchNorm1d(3)
+    assert buffers_of(model) is buffers_of(model)
+    other = copy.deepcopy(model)
+    saved = buffers_of(other).save()
+    other.running_mean.add_(1)
+    buffers_of(other).restore_(saved, CLOSED)
+    assert other.running_mean.tolist() == model.running_mean.tolist() == [0, 0, 0]
+
+
+def test_a_nan_is_restored_and_removed():
+    """A product with the gate would keep it: 0 * NaN is NaN."""
+    model = nn.BatchNorm1d(3)
+    saved = buffers_of(model).save()
+    model.running_mean.fill_(torch.nan)
+    buffers_of(model).restore_(saved, OPEN)
+    assert model.running_mean.isnan().all()
+    buffers_of(model).restore_(saved, CLOSED)
+    assert model.running_mean.tolist() == [0, 0, 0]
+
+
+def test_a_model_without_buffers_has_nothing_to_restore():
+    buffers = buffers_of(nn.Linear(2, 2))
+    assert buffers.save().tensors() == buffers.floating == []
+    buffers.restore_(buffers.save(), CLOSED)
