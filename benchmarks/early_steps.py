@@ -34,7 +34,8 @@ from measuring import head, row, silence
 from runs import composed
 from torch import Tensor
 
-from stabletrain.checkpoint.capture import Snapshots, capture, restore
+from stabletrain.checkpoint.capture import capture, restore
+from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.faults.in_data import Poison
 from stabletrain.faults.in_step import Gradient, LearningRate, Removable, StepFault
 from stabletrain.records import Batch, Reading, TrainState
@@ -200,7 +201,7 @@ class Start:
         state, found = self.job.state, {}
         parts = {"precision": self.job.tools.precision, "clipping": self.job.tools.clipping}
         before = Snapshots()
-        before.take(state.step, capture(state, parts))
+        before.take(state.step, capture(state, parts), state)
         for name, kind in FAULTS.items():
             if name in IMAGES_ONLY and self.model == "gpt":
                 continue

@@ -6,9 +6,9 @@
 
 A real CUDA device would run the same operations in the same order. An operation whose tensors are on different devices
 raises an error. Reading a value on the host, or waiting for the device, raises `HostRead`, except in `READERS` and
-`WAITERS`. `card.foreign` lists operations on host tensors outside `HOST`, and `card.count` counts all operations. The
-values are made up: `reading` tells what a step measured, forensics reads every value as `number`, and everything else
-that may read a value reads 1.
+`WAITERS`. Writing to a tensor that another stream may still be copying raises a `RuntimeError`. `card.foreign` lists
+operations on host tensors outside `HOST`, and `card.count` counts all operations. The values are made up: `reading`
+tells what a step measured, forensics reads every value as `number`, and everything else that may read a value reads 1.
 
 What PyTorch cannot do with fake tensors is replaced: the autograd engine (`fake_autograd.py`), CUDA's events, streams,
 generators and memory statistics, `nn.Module.to`, and the reading of a step. Compiled code, several processes, and
@@ -92,12 +92,16 @@ class Recorder(TorchDispatchMode):
         foreign: `operation (file:line)` for each operation with a tensor on the host, outside `HOST`.
         products: how many matrix products and convolutions gave a result of each dtype.
         number: what forensics reads as any value; 1 elsewhere.
+        beside: whether another stream than the current one is chosen.
+        copied: tensors that another stream may still be copying, by their memory.
     """
 
     def __init__(self, number: float = 1.0) -> None:
         super().__init__()
         self.number = number
         self.foreign: list[str] = []
+        self.beside = False
+        self.copied: dict[int, Tensor] = {}
         self.restart()
         self._running = False
 
@@ -114,6 +118,8 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         self.count += 1
         name = func.__name__.split(".")[0]
+        if self.copied or self.beside:
+            self.check_streams(name, func, args, kwargs)
         if name in READS or (name == "index" and any(map(is_mask, args[1]))):
             if not isinstance(args[0], FakeTensor):  # a tensor with values, on the host
                 return with_values(func)(*args, **kwargs)
@@ -155,6 +161,23 @@ class Recorder(TorchDispatchMode):
         if self._running and not place.startswith(tuple(WAITERS)):
             raise HostRead(f"{line} waits for the device ({what})")
 
+    def check_streams(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Remembers what another stream copies, and notices what is written meanwhile.
+
+        Raises:
+            RuntimeError: the current stream writes to a tensor before it waits for the stream that copies it.
+        """
+        if self.beside:
+            if name == "copy_":
+                self.copied[memory(args[1])] = args[1]
+            return
+        given = [*args, *kwargs.values()]
+        names = [*(argument.name for argument in func._schema.arguments[: len(args)]), *kwargs]
+        written = {argument.name for argument in func._schema.arguments if argument.is_write}
+        for tensor in tree_leaves([value for value, name in zip(given, names, strict=True) if name in written]):
+            if isinstance(tensor, FakeTensor) and memory(tensor) in self.copied:
+                raise RuntimeError(f"{package_frame()[0]} writes to a tensor that another stream is copying ({name})")
+
     def check(self, name: str, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
         """Notices tensors and generators on the host, copies that wait, and the dtypes of products."""
         used = tree_leaves((args, kwargs, out))
@@ -182,6 +205,11 @@ class FakeGenerator(torch.Generator):
         made = super().__new__(cls)
         made.kind = torch.device(device).type
         return made
+
+
+def memory(tensor: Tensor) -> int:
+    """Returns a number that tensors with the same memory share."""
+    return tensor.untyped_storage()._cdata
 
 
 def is_mask(index: Any) -> bool:
@@ -300,11 +328,48 @@ def made(make: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def cuda_functions(capability: tuple[int, int], wait: Callable[[str], None]) -> dict[str, Any]:
-    """Returns replacements for functions of `torch.cuda`. They call `wait` where the host waits for the device."""
+class FakeStream:
+    """Stands in for `torch.cuda.Stream`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def synchronize(self) -> None:
+        """Notices that the host waits."""
+        self._recorder.wait("a stream")
+
+    def wait_stream(self, stream: Any) -> None:
+        """Does nothing: operations run in the order of the program."""
+
+    def record_event(self) -> Any:
+        """Returns an event."""
+        return torch.cuda.Event()
+
+    def wait_event(self, event: Any) -> None:
+        """Ends what the other stream did before the event."""
+        self._recorder.copied.clear()
+
+
+@contextmanager
+def chosen_stream(recorder: Recorder) -> Iterator[None]:
+    """Stands in for `torch.cuda.stream`."""
+    recorder.beside = True
+    try:
+        yield
+    finally:
+        recorder.beside = False
+
+
+def cuda_functions(capability: tuple[int, int], recorder: Recorder) -> dict[str, Any]:
+    """Returns replacements for functions of `torch.cuda`. They tell `recorder` where the host waits for the device."""
     name = {7: "Tesla V100-SXM2-32GB", 8: "NVIDIA A100-SXM4-80GB", 9: "NVIDIA H100 80GB HBM3"}[capability[0]]
     about = SimpleNamespace(name=name, major=capability[0], minor=capability[1], total_memory=80 * 2**30)
-    stream, no_state = SimpleNamespace(synchronize=lambda: wait("a stream")), torch.empty(0)
+    wait, no_state = recorder.wait, torch.empty(0)
+
+    def synchronize(*_: Any) -> None:
+        wait("synchronize")
+        recorder.copied.clear()
+
     return {
         "get_device_capability": lambda *_: capability,
         "get_device_name": lambda *_: name,
@@ -314,8 +379,10 @@ def cuda_functions(capability: tuple[int, int], wait: Callable[[str], None]) -> 
         "reset_peak_memory_stats": lambda *_: None,
         "max_memory_allocated": lambda *_: 0,
         "mem_get_info": lambda *_: (80 * 2**30, 80 * 2**30),
-        "current_stream": lambda *_: stream,
-        "synchronize": lambda *_: wait("synchronize"),
+        "Stream": lambda *_: FakeStream(recorder),
+        "stream": lambda _: chosen_stream(recorder),
+        "current_stream": lambda *_: FakeStream(recorder),
+        "synchronize": synchronize,
         "get_rng_state": lambda *_: no_state,
         "set_rng_state": lambda *_: None,
     }
@@ -340,7 +407,7 @@ def as_if_on_a_card(
     recorder, deepcopy = Recorder(number), Tensor.__deepcopy__
     with ExitStack() as stack:
         replace = lambda *where: stack.enter_context(mock.patch.object(*where))  # noqa: E731
-        for name, instead in cuda_functions(capability, recorder.wait).items():
+        for name, instead in cuda_functions(capability, recorder).items():
             replace(torch.cuda, name, instead)
         replace(torch, "Generator", FakeGenerator)
         replace(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
@@ -349,6 +416,7 @@ def as_if_on_a_card(
         replace(Tensor, "backward", backward)
         replace(Tensor, "__deepcopy__", lambda tensor, memo: if_fake(tensor, copied, deepcopy, memo))
         replace(Trace, "__torch_dispatch__", without_devices(Trace.__torch_dispatch__))
+        replace(Tensor, "record_stream", lambda *_: None)
         replace(nn.Module, "to", move)
         replace(hardware, "pick", lambda *_: CARD)
         replace(stages, "make", made(stages.make))

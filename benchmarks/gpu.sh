@@ -96,6 +96,7 @@ throughput="speed over plain PyTorch and torchvision's recipe, MFU, waiting for 
 fp8="fp8 beside bf16: speed, MFU and loss, at widths 768 and 4096"
 memory="peak memory of a loss in chunks"
 images="images per second from JPEG files, beside torchvision's DataLoader with as many workers"
+heads="speed of head and loss: padded vocabulary, compiled"
 growth="time and memory over width, block and data"
 
 part card 60 "PyTorch's build can run on this card" "$python" benchmarks/card.py --device "$device"
@@ -108,8 +109,9 @@ if [[ $device == cuda ]]; then
     bench throughput 120 "$throughput" --sizes gpt2,resnet18 --rounds 5
     bench recovery 100 "$recovery" --size gpt2 --precision bf16 --rounds 2
     bench memory 35 "$memory"
-    bench fp8 90 "$fp8" --rounds 40
     bench images_per_second 60 "$images" --workers "1,2,$workers" --rounds 3
+    bench fp8 90 "$fp8" --rounds 40
+    bench head 35 "$heads"
     bench growth 50 "$growth" --only width,block,data --rounds 3
     tests compiled 300 "compiled runs on the card: the next table" --all -m gpu -n 0 "$compiled"
 else # generous limits: a CPU may be busy with other work
@@ -120,8 +122,9 @@ else # generous limits: a CPU may be busy with other work
     bench throughput 300 "$throughput" --sizes gpt_tiny,resnet_tiny --precision fp32 --rounds 2
     bench recovery 300 "$recovery" --size tiny --precision fp32 --rounds 1
     bench memory 120 "$memory" --samples 2 --zloss palm
-    bench fp8 300 "$fp8" --rounds 4 --widths 32
     bench images_per_second 120 "$images" --files 24 --batch 4 --count 3 --rounds 1
+    bench fp8 300 "$fp8" --rounds 4 --widths 32
+    bench head 120 "$heads" --tiny --precision bf16 --rounds 2
     bench growth 300 "$growth" --tiny --precision fp32 --only width,data --rounds 1
 fi
 

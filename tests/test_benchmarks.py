@@ -33,6 +33,7 @@ CASES = {
             *("torchvision", "torchvision, CPU time", "over torchvision"),
         ],
     ),
+    "head": (["head.py", "--tiny"], ["unpadded", "padded", "padded, compiled"]),
     "limit": (["limit.py", "--batch", "1"], ["products", "attention"]),
     "reading": (
         ["reading.py", "--runs", "40", "--lines", "20"],

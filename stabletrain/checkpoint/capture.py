@@ -1,17 +1,17 @@
-"""Captures the whole state of a run as a tree, restores it, and keeps snapshots in host memory.
+"""Captures the whole state of a run as a tree, and restores it.
 
 The optimizer state is stored by parameter name. PyTorch's `optimizer.state_dict()` stores it by position, so that
 reordering a model would silently assign the wrong moments.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from stabletrain.checkpoint.tree import Tree, attach_shards, detach_shards, is_sharded, map_tensors, to_host
+from stabletrain.checkpoint.tree import Tree, is_sharded, map_tensors
 from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
 
@@ -209,36 +209,3 @@ def _check_optimizer(tree: Tree, state: TrainState) -> None:
                 f"the checkpoint does not fit optimizer {kind}: '{min(differ)}' is in parameter group {i} of "
                 f"only one of them: {FIX}"
             )
-
-
-class Snapshots:
-    """Snapshots of the state in host memory, by step. Of a sharded model, only this rank's shards."""
-
-    def __init__(self) -> None:
-        self._trees: dict[int, Tree] = {}
-
-    def take(self, step: int, tree: Tree) -> None:
-        """Copies a captured state, taken after `step` steps, to the host. Does not wait for CUDA."""
-        # The copy runs on the current stream, so the next update of the weights is queued behind it.
-        self._trees[step] = to_host(detach_shards(tree), wait=False)
-
-    def retain(self, steps: Iterable[int]) -> None:
-        """Drops all snapshots except those of `steps`."""
-        wanted = set(steps)
-        self._trees = {step: tree for step, tree in self._trees.items() if step in wanted}
-
-    def newest(self, at_most: int) -> Tree | None:
-        """Returns the newest snapshot with a step of at most `at_most`, with its shards in new memory on their device.
-
-        Returns None if there is none.
-        """
-        return attach_shards(self.newest_on_host(at_most))
-
-    def newest_on_host(self, at_most: int) -> Tree | None:
-        """Returns the same snapshot as it is kept, with a `Piece` for each sharded tensor."""
-        steps = [step for step in self._trees if step <= at_most]
-        if not steps:
-            return None
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # `take` did not wait for its copy
-        return self._trees[max(steps)]

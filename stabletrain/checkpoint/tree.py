@@ -84,11 +84,10 @@ def unflatten(skeleton: Tree, tensors: Mapping[str, Any]) -> Tree:
     return walk(skeleton)
 
 
-def to_host(tree: Tree, *, wait: bool = True) -> Tree:
+def to_host(tree: Tree) -> Tree:
     """Returns the same tree with detached, contiguous CPU copies that share no memory with the state or each other.
 
-    CUDA tensors are copied into page-locked memory. With `wait=False` the copies may still be running on return:
-    synchronize before reading them on the host. Gathers sharded tensors (DTensor), which is a collective: all ranks
+    CUDA tensors are copied into page-locked memory. Gathers sharded tensors (DTensor), which is a collective: all ranks
     must call it. Mappings become dicts, tuples stay tuples.
     """
     streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -105,9 +104,8 @@ def to_host(tree: Tree, *, wait: bool = True) -> Tree:
         return host.copy_(tensor, non_blocking=True)
 
     copied = map_tensors(copy, tree)
-    if wait:
-        for stream in streams.values():
-            stream.synchronize()
+    for stream in streams.values():
+        stream.synchronize()
     return copied
 
 
@@ -166,23 +164,6 @@ class Piece:
 def is_sharded(tensor: Any) -> bool:
     """Returns whether a tensor is sharded across ranks (a DTensor)."""
     return hasattr(tensor, "to_local")
-
-
-def detach_shards(tree: Tree) -> Tree:
-    """Returns the same tree with every sharded tensor replaced by a `Piece`, without communication.
-
-    CUDA copies may still be running on return.
-    """
-
-    def piece(tensor: Any) -> Any:
-        if not is_sharded(tensor):
-            return tensor
-        local = tensor.detach().to_local()
-        pinned = local.device.type == "cuda"
-        host = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned).copy_(local, non_blocking=pinned)
-        return Piece(host, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride(), local.device)
-
-    return map_tensors(piece, tree)
 
 
 def attach_shards(tree: Tree) -> Tree:

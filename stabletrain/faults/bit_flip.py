@@ -60,6 +60,8 @@ class BitFlip(StepFault):
         tensor = own(tensor)
         if not tensor.numel():  # this rank's shard is empty
             return []
+        if tensor.is_cuda:
+            torch.cuda.synchronize()  # a snapshot may still be copying the healthy value, on a stream of its own
         where = place(tensor, self.seed, state.executed_steps)
         before = float(tensor[where])
         flip_(tensor, where, self.bit)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stabletrain.errors import StabletrainError
-from stabletrain.machine.determinism import rng_restored
+from stabletrain.machine.determinism import may_measure, rng_restored
 
 VARIANTS = 64
 """Recompilation limit per function, above which PyTorch silently runs eagerly. Each model copy for a replay counts."""
@@ -33,7 +33,7 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     By default inductor sums the gradients of an embedding and of max-pooling with atomics, in any order, and selects
     kernels by measured speed. Here neither happens: the embedding's gradient comes from PyTorch's own kernel, and each
     pixel of max-pooling adds its windows in eager mode's order. Other scattered sums (a plug-in's `table[ids]`) are
-    deterministic only with `determinism=strict`, as in eager mode.
+    deterministic only with `determinism=strict`, as in eager mode. With `determinism=off`, speed selects the kernels.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
@@ -44,7 +44,7 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     for operation in unordered - {*lowerings}:  # with CI set, PyTorch rejects unregistered fallbacks
         make_fallback(operation, require_contiguous, warn=False, override_decomp=True)
     table = {operation: rule for operation, rule in select_decomp_table().items() if operation not in unordered}
-    return compile_fx(graph, inputs, config_patches={"deterministic": True}, decompositions=table)
+    return compile_fx(graph, inputs, config_patches={"deterministic": not may_measure()}, decompositions=table)
 
 
 class Compiled:
@@ -58,6 +58,7 @@ class Compiled:
         self.shape = tuple(shape)
         self._model, self._plain = model, model._call_impl
         self._code = torch.compile(model._call_impl, backend=inductor, dynamic=False)
+        self._others: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def __call__(self, inputs: Any, *more: Any, **named: Any) -> Any:
         """Runs compiled code in a training pass over inputs of that shape; anything else eagerly."""
@@ -65,6 +66,12 @@ class Compiled:
         if training and getattr(inputs, "shape", None) == self.shape:
             return self._code(inputs, *more, **named)
         return self._plain(inputs, *more, **named)
+
+    def with_it(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns compiled code for a function that runs beside the model, such as the loss of a chunk."""
+        if function not in self._others:
+            self._others[function] = torch.compile(function, backend=inductor, dynamic=False)
+        return self._others[function]
 
 
 def compile_(model: nn.Module, shape: Sequence[int]) -> None:
@@ -87,6 +94,12 @@ def compiled_shape(model: nn.Module) -> tuple[int, ...] | None:
     """Returns the shape that `compile_` compiled a model for; None if it is not compiled."""
     code = getattr(model, "_compiled_call_impl", None)
     return code.shape if isinstance(code, Compiled) else None
+
+
+def compiled_with(model: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function` compiled if `compile_` compiled the model, else itself. Call it with one shape only."""
+    code = getattr(model, "_compiled_call_impl", None)
+    return code.with_it(function) if isinstance(code, Compiled) else function
 
 
 @contextmanager

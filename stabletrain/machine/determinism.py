@@ -2,12 +2,13 @@
 
 | option | initial weights | randomness of a step | kernels |
 |---|---|---|---|
-| off | PyTorch's default seed, new each time | from the generator's current state | the fastest |
-| seeded | from `seed` | from (`seed`, step number) | the fastest |
+| off | PyTorch's default seed, new each time | from the generator's current state | the fastest, as measured |
+| seeded | from `seed` | from (`seed`, step number) | the fastest by PyTorch's rules |
 | strict | from `seed` | from (`seed`, step number) | deterministic, or an error |
 
 Seeding by step number makes a step a pure function of (state, number): a resumed or replayed step draws the same
-dropout masks, and a skipped step leaves no trace in the generator.
+dropout masks, and a skipped step leaves no trace in the generator. With `off`, cuDNN and PyTorch's compiler may try
+kernels and choose by their speed, so two processes may run different kernels and round differently.
 """
 
 import os
@@ -26,6 +27,8 @@ FIXED = (":4096:8", ":16:8")
 """cuBLAS workspace configurations that are deterministic with concurrent streams; the first is larger and faster."""
 
 _MASK = (1 << 64) - 1
+
+_measured = False
 
 
 def mix(seed: int, step: int) -> int:
@@ -52,14 +55,25 @@ def rng_restored(model: nn.Module) -> Generator[None, None, None]:
             np.random.set_state(numpy_drawn)
 
 
-def set_kernels(strict: bool) -> dict:
-    """Sets PyTorch's determinism switches, on or off, and returns them.
+def may_measure() -> bool:
+    """Returns whether kernels may be chosen by measuring their speed: with `determinism=off` only."""
+    return _measured
+
+
+def set_kernels(strict: bool, measured: bool = False) -> dict:
+    """Sets PyTorch's determinism switches and returns them.
+
+    Args:
+        strict: forbids nondeterministic kernels.
+        measured: lets kernels be chosen by measuring their speed, see `may_measure`.
 
     Raises:
         ConfigError: `strict`, and the cuBLAS workspace is not deterministic.
     """
+    global _measured
     if strict:
         check_workspace()
+    _measured = measured
     # cuBLAS reads this once, when CUDA starts. Set it for every option, so that a later `strict` run of a sweep in the
     # same process finds it. The switches below are set both ways for the same reason.
     os.environ.setdefault(WORKSPACE, FIXED[0])
@@ -68,12 +82,12 @@ def set_kernels(strict: bool) -> dict:
     # Takes effect in strict mode only: uninitialized memory becomes NaN, so reading it is always detected.
     torch.utils.deterministic.fill_uninitialized_memory = True  # ty: ignore[missing-attribute]
     torch.backends.cudnn.deterministic = strict
-    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.benchmark = measured
     return {
         "use_deterministic_algorithms": strict,
         "fill_uninitialized_memory": strict,
         "cudnn.deterministic": strict,
-        "cudnn.benchmark": False,
+        "cudnn.benchmark": measured,
         WORKSPACE: os.environ[WORKSPACE],
     }
 
@@ -94,11 +108,11 @@ def check_workspace() -> None:
 
 
 class Off:
-    """Seeds nothing and restricts no kernels."""
+    """Seeds nothing, restricts no kernels, and lets them be chosen by their speed."""
 
     def prepare(self) -> dict:
         """Sets the switches and returns them for the log. Call this once, before CUDA starts."""
-        return set_kernels(strict=False)
+        return set_kernels(strict=False, measured=True)
 
     def seed_run(self, seed: int) -> None:
         """Does nothing: the initial weights come from PyTorch's default seed."""
@@ -110,7 +124,11 @@ class Off:
 
 
 class Seeded(Off):
-    """Takes the initial weights and each step's randomness from `seed`; kernels stay the fastest."""
+    """Takes the initial weights and each step's randomness from `seed`; no kernel is forbidden."""
+
+    def prepare(self) -> dict:
+        """Sets the switches and returns them for the log. Call this once, before CUDA starts."""
+        return set_kernels(strict=False)
 
     def seed_run(self, seed: int) -> None:
         """Seeds torch (all devices), NumPy and random, for the initial weights."""

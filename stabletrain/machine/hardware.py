@@ -160,6 +160,11 @@ def load_and_cores() -> tuple[float, int]:
         return 0.0, cores
 
 
+def device_memory(device: torch.device) -> int:
+    """Returns the bytes of a card's memory; 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
 def describe(device: torch.device) -> dict:
     """Returns what `run.json` and W&B record about the machine: plain JSON values, memory in GiB."""
     facts = {

@@ -11,11 +11,11 @@ looked up by name in `layers.py`.
 
 from typing import Any
 
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
+from stabletrain.models.head import Head, TiedHead, for_product
 from stabletrain.models.layers import (
     GELUMLP,
     MLPS,
@@ -30,15 +30,6 @@ from stabletrain.models.layers import (
     Softcap,
     SwiGLUMLP,
 )
-
-
-class TiedHead(nn.Module):
-    """A head without weights of its own: it multiplies features with the embedding matrix."""
-
-    def forward(
-        self, x: Float[Tensor, "*tokens width"], embedding: Float[Tensor, "vocab width"]
-    ) -> Float[Tensor, "*tokens vocab"]:
-        return F.linear(x, embedding)
 
 
 class Block(nn.Module):
@@ -138,7 +129,7 @@ class GPT(nn.Module):
             for _ in range(n_layer)
         )
         self.norm = make_norm(n_embd, norm_eps, bias)
-        self.head = TiedHead() if tied_head else nn.Linear(n_embd, vocab_size, bias=False)
+        self.head = TiedHead() if tied_head else Head(n_embd, vocab_size)
 
     def forward(
         self, inputs: Int[Tensor, "batch time"], cache: list[KVCache] | None = None, *, head: bool = True
@@ -165,10 +156,22 @@ class GPT(nn.Module):
         x = self.norm(x)
         return self.logits(x) if head else x
 
-    def logits(self, features: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens vocab"]:
-        """Applies head and final softcap to features; each token is independent of the others."""
-        tied = isinstance(self.head, TiedHead)
-        return self.softcap.final(self.head(features, self.embedding.weight) if tied else self.head(features))
+    def logits(
+        self, features: Float[Tensor, "*tokens width"], weight: Float[Tensor, "rows width"] | None = None
+    ) -> Float[Tensor, "*tokens vocab"]:
+        """Applies head and final softcap to features; each token is independent of the others.
+
+        Args:
+            features: from `forward(inputs, head=False)`.
+            weight: from `head_weight`, so that calls for several chunks share one copy; None to make it here.
+        """
+        own = (self.embedding.weight,) if isinstance(self.head, TiedHead) else ()
+        return self.softcap.final(self.head(features, *own, *(() if weight is None else (weight,))))
+
+    def head_weight(self) -> Float[Tensor, "rows width"]:
+        """Returns the head's weight as its product takes it: under autocast a padded copy, else the parameter."""
+        own = self.embedding.weight if isinstance(self.head, TiedHead) else self.head.weight
+        return for_product(own, self.head.in_fp32)
 
     def new_cache(self) -> list[KVCache]:
         """Returns an empty cache for each block; `forward` fills them."""

@@ -17,6 +17,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
+from stabletrain.records import LOGITS_AT_ONCE
+
+QUERIES = 128
+"""The queries measured at once are a multiple of this."""
 
 
 class NoMeter(nn.Module):
@@ -30,7 +34,8 @@ class NoMeter(nn.Module):
 class LogitMeter(nn.Module):
     """Records each head's largest causal attention logit since the last reset; only in training mode.
 
-    Costs one more matrix product per block, and temporary memory for `[batch, head, query, key]` fp32 scores.
+    Costs at most one more matrix product per attention, and temporary memory for the fp32 scores of as many queries as
+    have `LOGITS_AT_ONCE` of them, but at least 128: `[batch, head, query, key]` never exists for long sequences.
     """
 
     def __init__(self, n_head: int) -> None:
@@ -43,11 +48,18 @@ class LogitMeter(nn.Module):
         """Updates the maxima with this micro-batch's logits."""
         if not self.training:
             return
+        seen, found = self.get_buffer("max_logit"), []
+        batch, head, time, dim = q.shape
+        rows = max(QUERIES, LOGITS_AT_ONCE // max(batch * head * time, 1) // QUERIES * QUERIES)
         with torch.autocast(q.device.type, enabled=False):
-            scores = (q.float() * q.shape[-1] ** -0.5) @ k.float().transpose(-2, -1)
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        seen = self.get_buffer("max_logit")
-        seen.copy_(torch.maximum(seen, scores.masked_fill(future, 0.0).amax(dim=(0, 2, 3))))
+            keys = k.float().transpose(-2, -1)
+            for start in range(0, time, rows):
+                some = q[:, :, start : start + rows].float() * dim**-0.5
+                end = start + some.shape[2]
+                scores = some @ keys[..., :end]  # later keys are in the future of all these queries
+                future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + start)
+                found.append(scores.masked_fill_(future, 0.0).amax(dim=(0, 2, 3)))
+        seen.copy_(torch.stack([seen, *found]).amax(dim=0) if len(found) > 1 else torch.maximum(seen, found[0]))
 
 
 @dataclass(frozen=True)

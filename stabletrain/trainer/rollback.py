@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from stabletrain.checkpoint.capture import Snapshots, Stateful, capture, restore, sharded_tensors
+from stabletrain.checkpoint.capture import Stateful, capture, restore, sharded_tensors
+from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.data.order import position
 from stabletrain.errors import TrainingHalted
@@ -99,7 +100,8 @@ class Rollback:
     def take_snapshot(self) -> None:
         """Takes a snapshot of the present state, and frees those that are no longer retained."""
         self._retained.retain(self.state.step, self._guard.healthy)
-        self.snapshots.take(self.state.step, capture(self.state, self.parts))
+        self.snapshots.retain(self._retained.steps)  # first, so that the new snapshot takes the memory of a dropped one
+        self.snapshots.take(self.state.step, capture(self.state, self.parts), self.state)
         self.snapshots.retain(self._retained.steps)
 
     def save(self, val_loss: float | None, *, healthy: bool | None = None) -> None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from stabletrain.checkpoint.capture import Snapshots, _home, capture, restore
+from stabletrain.checkpoint.capture import _home, capture, restore
+from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.checkpoint.tree import Piece, flatten, to_host, unflatten
 from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
@@ -318,7 +319,7 @@ def test_a_sharded_model_is_gathered_and_cut_up_again(tmp_path):
             assert isinstance(b, DTensor)
             assert torch.equal(a.full_tensor(), b.full_tensor())
         snapshots = Snapshots()
-        snapshots.take(2, capture(state, {}))
+        snapshots.take(2, capture(state, {}), state)
         assert snapshots.newest_on_host(1) is None
         assert snapshots.newest(1) is None
         assert isinstance(snapshots.newest_on_host(2)["model"]["0.weight"], Piece), "as it is kept"

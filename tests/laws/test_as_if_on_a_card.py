@@ -100,6 +100,8 @@ KEYS = {
         "grad_accum_steps=2",
         "grad_accum_steps=2 loss_chunk=8 zloss=palm",
         "loss_chunk=8 precision=fp16",
+        "loss_chunk=8 precision=bf16_params model.vocab_size=300",
+        "model.vocab_size=300 loss_chunk=none",
         "label_smoothing=0.1",
         "model.tied_head=false model.position=learned model.dropout=0.1",
         "model.mlp=swiglu model.norm=rmsnorm model.bias=true",

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from stabletrain.config.checks import check
 from stabletrain.errors import ConfigError
-from stabletrain.machine.determinism import Off, Seeded, Strict, mix
+from stabletrain.machine.compiling import inductor
+from stabletrain.machine.determinism import Off, Seeded, Strict, may_measure, mix
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
@@ -97,6 +98,32 @@ def test_what_is_logged_is_what_holds(monkeypatch):
     seeded = Seeded().prepare()
     assert seeded == switches()
     assert not any(seeded[key] for key in seeded if key != "CUBLAS_WORKSPACE_CONFIG")
+
+
+def test_only_off_lets_speed_choose_the_kernels_and_the_next_run_undoes_it(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    found = []
+    for kind in (Off, Seeded, Off, Strict, Seeded):
+        logged = kind().prepare()
+        assert logged == switches()
+        found.append((logged["cudnn.benchmark"], may_measure()))
+    assert found == [(True, True), (False, False), (True, True), (False, False), (False, False)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "deterministic"), [(Off, False), (Seeded, True)])
+def test_off_drops_the_compilers_deterministic_mode(monkeypatch, kind, deterministic):
+    from torch._inductor import compile_fx
+
+    given = {}
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda *_, **named: given.update(named))
+    kind().prepare()
+    try:
+        inductor(torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph()), [])
+    finally:
+        Seeded().prepare()
+    assert given["config_patches"]["deterministic"] is deterministic
 
 
 def test_a_strict_run_after_a_seeded_one_finds_the_workspace(monkeypatch):

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import traffic
 from stabletrain.checkpoint.capture import capture
-from stabletrain.checkpoint.tree import Piece, detach_shards, is_sharded
+from stabletrain.checkpoint.snapshots import Snapshots
+from stabletrain.checkpoint.tree import Piece, is_sharded
 from stabletrain.config.make import make
 from stabletrain.records import TrainState
 from stabletrain.trainer.contract import make_model
@@ -100,7 +101,9 @@ def train(overrides: list[str], folder: Path) -> dict[str, Any]:
 
 def held(state: TrainState) -> dict[str, int]:
     """Bytes of each kind, as `traffic.Memory` names them."""
-    tree = detach_shards(capture(state, {}))
+    snapshots = Snapshots()
+    snapshots.take(0, capture(state, {}), state)
+    tree = snapshots.newest_on_host(0)
     kept = [*tree["model"].values(), *moments(tree["optimizer"]["state"])]
     parameters = list(state.model.parameters())
     return {

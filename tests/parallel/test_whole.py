@@ -5,11 +5,12 @@ from collections import Counter
 import pytest
 import torch
 
-from stabletrain.checkpoint.tree import detach_shards
+from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.parallel import whole
 from stabletrain.parallel.fsdp import FSDP
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import COPIES, Gather, GatheredState, NotEnoughMemory, WholeState
+from stabletrain.records import TrainState
 from tests.monitors.watched import tiny_gpt
 
 
@@ -99,7 +100,10 @@ def test_the_gathered_model_is_whole_and_the_rng_state_is_unchanged(sharded):
 def test_of_the_older_state_only_weights_are_gathered_and_only_from_the_host(sharded):
     model, before, ranks = sharded
     moments = {name: {"exp_avg": tensor} for name, tensor in model.named_parameters()}
-    tree = detach_shards({"model": dict(model.state_dict()), "optimizer": {"state": moments}, "step": 3})
+    live = {"model": dict(model.state_dict()), "optimizer": {"state": moments}, "step": 3}
+    snapshots = Snapshots()
+    snapshots.take(3, live, TrainState(model, torch.optim.SGD(model.parameters())))
+    tree = snapshots.newest_on_host(3)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

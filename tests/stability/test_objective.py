@@ -11,7 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
 from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE, LossTerms
-from stabletrain.stability.objective import ChunkedLoss, NoZLoss, Objective, ZLoss, with_loss_chunk, z_loss
+from stabletrain.stability import objective as objective_module
+from stabletrain.stability.objective import (
+    ChunkedLoss,
+    NoZLoss,
+    Objective,
+    ZLoss,
+    tokens_at_once,
+    with_loss_chunk,
+    z_loss,
+)
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
@@ -254,11 +263,14 @@ def test_with_all_but_the_head_frozen_the_head_learns():
 class Largest(TorchDispatchMode):
     """Records the largest tensor, of those whose last dimension is the vocabulary, that any operation creates."""
 
-    rows = 0
+    def __init__(self, dtype=None):
+        super().__init__()
+        self.rows, self.dtype = 0, dtype
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.ndim and made.shape[-1] == VOCAB:
+        wanted = isinstance(made, torch.Tensor) and self.dtype in (None, made.dtype)
+        if wanted and made.ndim and made.shape[-1] == VOCAB:
             self.rows = max(self.rows, made.numel() // VOCAB)
         return made
 
@@ -280,10 +292,67 @@ def test_auto_uses_as_many_tokens_as_fit_and_leaves_models_without_a_head_unchan
     plain = Objective(NoZLoss())
     chosen = with_loss_chunk(plain, "auto", gpt(), able=True)
     assert isinstance(chosen, ChunkedLoss)
-    assert (chosen.tokens, chosen.classes) == (LOGITS_AT_ONCE // VOCAB, VOCAB)
+    assert (chosen.tokens, chosen.classes) == (LOGITS_AT_ONCE // VOCAB // 128 * 128, VOCAB)
     assert with_loss_chunk(plain, "none", gpt(), able=True) is plain
     assert with_loss_chunk(plain, "auto", gpt(), able=False) is plain
     assert with_loss_chunk(plain, "auto", torch.nn.Linear(2, 2), able=True) is plain
+
+
+def test_auto_takes_multiples_of_128_tokens_and_more_on_a_larger_card(monkeypatch):
+    cpu = torch.device("cpu")
+    assert tokens_at_once(50257, cpu) == 1280, "256 MiB of fp32 logits"
+    assert tokens_at_once(10**6, cpu) == 128
+    found = []
+    for gib in (16, 80):
+        monkeypatch.setattr(objective_module, "device_memory", lambda device, gib=gib: gib * 2**30)
+        found.append(tokens_at_once(50257, cpu))
+    assert found == [1280, 3328], "a 128th of the card's memory"
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies to another dtype, by number of elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func.__name__.startswith("_to_copy"):
+            self.sizes.append(made.numel())
+        return made
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+def test_the_head_is_cast_once_a_micro_batch(tied):
+    run = Run(gpt(tied, n_embd=12), lambda: torch.autocast("cpu", torch.bfloat16))  # only the head has 37 x 12 values
+    with Copies() as seen:
+        gradients(run, ChunkedLoss(Objective(NoZLoss()), 4, VOCAB))
+    assert seen.sizes.count(VOCAB * 12) == 1, "not in every chunk, and no gradient of a chunk is cast either"
+
+
+class Plugin(torch.nn.Module):
+    """A user's model, whose `logits` takes features only."""
+
+    def __init__(self):
+        super().__init__()
+        self.gpt = gpt()
+
+    def forward(self, inputs, *, head=True):
+        return self.gpt(inputs, head=head)
+
+    def logits(self, features):
+        return self.gpt.logits(features)
+
+    def classifier(self):
+        return self.gpt.classifier()
+
+
+def test_a_model_that_casts_its_head_in_every_call_gets_the_same_gradients():
+    plain, autocast = Objective(ZLoss(1e-2)), lambda: torch.autocast("cpu", torch.bfloat16)
+    _, wanted = gradients(Run(gpt(), autocast), ChunkedLoss(plain, 4, VOCAB))
+    _, found = gradients(Run(Plugin(), autocast), ChunkedLoss(plain, 4, VOCAB))
+    assert all(torch.equal(found[f"gpt.{name}"], right) for name, right in wanted.items())
 
 
 @pytest.mark.parametrize(

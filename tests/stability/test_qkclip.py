@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
+from stabletrain.stability import qkclip
 from stabletrain.stability.qkclip import LogitMeter, NoQKClip, QKClip
 from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.softcap import NoSoftcap
@@ -18,10 +20,10 @@ SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 11, "block_size":
 OPEN, CLOSED = torch.tensor(True), torch.tensor(False)
 
 
-def gpt(qkclip, bias=False, position="learned"):
+def gpt(clip, bias=False, position="learned"):
     torch.manual_seed(0)
     kinds = {"position": position, "norm": "layernorm", "mlp": "gelu", "bias": bias, "tied_head": False, "dropout": 0.0}
-    return GPT(**SHAPE, **kinds, qknorm=NoQKNorm(), softcap=NoSoftcap(), qkclip=qkclip)
+    return GPT(**SHAPE, **kinds, qknorm=NoQKNorm(), softcap=NoSoftcap(), qkclip=clip)
 
 
 def tokens():
@@ -52,6 +54,38 @@ def test_the_meter_remembers_each_heads_largest_causal_logit_over_micro_batches(
     meter.eval()
     meter(100 * parts[0][0], parts[0][1])
     torch.testing.assert_close(meter.max_logit.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of elements of the largest tensor."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.size = max(self.size, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("time", [16, 17, 31])
+def test_scores_of_few_queries_at_once_have_the_same_maxima(monkeypatch, time):
+    torch.manual_seed(0)
+    q, k = 10 * torch.randn(2, 3, time, 4), torch.randn(2, 3, time, 4)
+    q[0, 0, time - 1], k[0, 0, 0] = 30.0, 30.0  # the largest is the last query's with the first key
+    q[0, 1, 0], k[0, 1, time - 1] = 40.0, 40.0  # a pair in the future does not count
+    found, sizes = [], []
+    for queries, at_once in ((128, 2**26), (4, 1)):
+        monkeypatch.setattr(qkclip, "QUERIES", queries)
+        monkeypatch.setattr(qkclip, "LOGITS_AT_ONCE", at_once)
+        meter = LogitMeter(3)
+        with Largest() as seen:
+            meter(q, k)
+        found.append(meter.max_logit)
+        sizes.append(seen.size)
+    torch.testing.assert_close(found[0].double(), largest(q, k), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=0)
+    assert sizes == [2 * 3 * time * time, 2 * 3 * 4 * time]
 
 
 def test_the_meter_does_not_overflow_where_fp16_would():

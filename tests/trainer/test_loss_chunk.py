@@ -86,7 +86,9 @@ def test_a_gpt2_step_at_32_x_1024_tokens_takes_a_third_of_the_memory(tmp_path):
     chosen = [sys.executable, ROOT / "benchmarks" / "memory.py", "--device", "cpu", "--zloss", "palm", "--json", found]
     done = subprocess.run(chosen, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
-    (result,) = json.loads(found.read_text())["results"]
+    whole, chunks = json.loads(found.read_text())["results"]
+    assert (whole["tokens"], chunks["tokens"]) == (0, 1280)
     logits = 4 * 32 * 1024 * 50257
-    assert result["whole"] > 4 * logits, "fp32 logits, their softmax, and gradients of both"
-    assert result["whole"] >= 3 * result["chunks"]
+    assert whole["bytes"] > 4 * logits, "fp32 logits, their softmax, and gradients of both"
+    assert whole["bytes"] >= 3 * chunks["bytes"]
+    assert chunks["casts"] == 1, "the head is cast once, for all 26 chunks"

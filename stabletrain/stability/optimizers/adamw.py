@@ -42,12 +42,12 @@ from stabletrain.errors import ConfigError
 from stabletrain.stability.optimizers.gated import (
     Moments,
     bias,
-    copies,
+    count_,
     descend_,
     moments,
     remember_,
     root_of_second,
-    write_,
+    subtract_,
 )
 from stabletrain.stability.parameter_roles import check_moments, check_rates, decay_per_rate, decayed
 
@@ -132,20 +132,20 @@ class CappedAdamW(Optimizer):
                 continue
             beta1, beta2 = group["betas"]
             counts = torch.stack(known.steps) + 1
-            # The moments take in this step's gradient first, so that RMS sees it in v.
-            remember_(known, copies(known.first), copies(known.second), group)
+            # The moments take in this step's gradient first, so that RMS sees it in v. If the update is withheld, they
+            # stay as they are, and so does everything that is computed from them below.
+            remember_(known, group)
             root = root_of_second(known, bias(beta2, counts))
             rates = group["lr"] / bias(beta1, counts) / rms(known.gradients, root, group["eps"]).clamp(min=1)
             descend_(known, root, rates, group)
-            write_(known.steps, list(counts.unbind()), known.open)
+            count_(known.steps, torch.ones_like(counts), known)
 
 
 def rms(gradients: list[Tensor], root: list[Tensor], eps: float) -> Tensor:
     """Returns sqrt(mean(g^2 / max(v, eps^2))) of each tensor, `[tensors]`, with `root` = sqrt(v); usually about 1."""
     ratios = torch._foreach_div(gradients, torch._foreach_clamp_min(root, eps))
-    return torch.stack(
-        [norm / ratio.numel() ** 0.5 for norm, ratio in zip(torch._foreach_norm(ratios), ratios, strict=True)]
-    )
+    norms = torch._foreach_norm(ratios)
+    return torch.stack(list(torch._foreach_div(norms, [ratio.numel() ** 0.5 for ratio in ratios])))
 
 
 LOWEST = 0.01
@@ -225,39 +225,43 @@ class SpikeAwareAdamW(Optimizer):
             if (known := moments(self, group, "resets")) is None:
                 continue
             beta1, beta2 = group["betas"]
-            # Reset the moments if due. Multiplying by 0 does this per tensor, without a host read.
+            # Reset the moments if due: subtract them from themselves. This is done per tensor, without a host read.
             done = torch.stack(known.steps)
             due = done >= group["reset_interval"]
             since = torch.where(due, 0, done)
-            resets = torch.stack([state["resets"] for state in known.states]) + due
-            kept = list((~due).float().unbind())
-            first, second = (list(torch._foreach_mul(mean, kept)) for mean in (known.first, known.second))
+            counted = [state["resets"] for state in known.states]
+            resets = torch.stack(counted) + due
+            both = [*known.first, *known.second]
+            cleared = list(due.float().unbind())
+            subtract_(both, list(torch._foreach_mul(both, [*cleared, *cleared])), known.withheld)
             # Clip spikes before the gradient enters the moments.
-            cut_spikes_(known, second, bias(beta2, since), group["theta"])
-            remember_(known, first, second, group)
+            cut_spikes_(known, bias(beta2, since), group["theta"])
+            remember_(known, group)
             # Update the weights. The learning rate warms up after a reset, but not at the start of the run.
             counts = since + 1
             warm = torch.where(resets > 0, rewarmup(since, group["warmup_steps"]), 1.0)
             rates = group["lr"] * warm / bias(beta1, counts)
             descend_(known, root_of_second(known, bias(beta2, counts)), rates, group)
-            write_(known.steps, list(counts.unbind()), known.open)
-            write_([state["resets"] for state in known.states], list(resets.unbind()), known.open)
+            count_(known.steps, counts - done, known)
+            count_(counted, due, known)
 
 
-def cut_spikes_(known: Moments, second: list[Tensor], unbias: Tensor, threshold: float) -> None:
+def cut_spikes_(known: Moments, unbias: Tensor, threshold: float) -> None:
     """Clips `known.gradients`, in place, to +-sqrt(threshold * v) where v > 0.
 
     Args:
-        known: holds the gradients.
-        second: v before this step's gradient.
-        unbias: float64 `[tensors]`, the bias correction of `second`; 0 if `second` is all 0.
+        known: holds the gradients, and v before this step's gradient.
+        unbias: float64 `[tensors]`, the bias correction of v; 0 if v is all 0.
         threshold: theta.
     """
     # Compare square roots, because g^2 and threshold * v may overflow.
-    limits = list(torch._foreach_sqrt(second))
+    limits = list(torch._foreach_sqrt(known.second))
+    # Where v = 0, no gradient was seen yet, so there is nothing to compare with. 1 / sign(v) - 1 is inf there, else 0.
+    never = list(torch._foreach_sign(known.second))
+    torch._foreach_reciprocal_(never)
+    torch._foreach_sub_(never, 1.0)
+    torch._foreach_add_(limits, never)
     torch._foreach_mul_(limits, list((threshold / unbias).sqrt().unbind()))
-    for limit, v in zip(limits, second, strict=True):
-        limit.masked_fill_(v == 0, math.inf)  # no gradient seen yet, so nothing to compare with
     torch._foreach_minimum_(known.gradients, limits)
     torch._foreach_maximum_(known.gradients, torch._foreach_neg(limits))
 

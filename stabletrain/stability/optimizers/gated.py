@@ -1,8 +1,8 @@
 """Adam's moments behind a gate on the device: shared code of the optimizers in this package.
 
 An optimizer that sets `_step_supports_amp_scaling` receives the guard's gate as `found_inf` (0-d, 1 if the update is to
-be skipped), as PyTorch's fused kernels do. It writes its results with `write_`, which keeps every bit of the targets if
-the update is skipped, even if gradients are NaN. No host read is needed.
+be skipped), as PyTorch's fused kernels do. It writes with `remember_` and `subtract_`, which are such kernels, or with
+`write_`. All keep every bit of the targets if the update is skipped, even if gradients are NaN. No host read is needed.
 """
 
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ class Moments:
         steps: 0-d fp32 counters on the parameters' device.
         states: complete state of each parameter.
         open: 0-d bool, whether the update is applied.
+        withheld: the same for fused kernels, 0-d fp32: 1 if it is not applied.
     """
 
     weights: list[Tensor]
@@ -38,6 +39,7 @@ class Moments:
     steps: list[Tensor]
     states: list[dict[str, Any]]
     open: Tensor
+    withheld: Tensor
 
 
 def moments(optimizer: Optimizer, group: dict[str, Any], *counters: str) -> Moments | None:
@@ -60,7 +62,8 @@ def moments(optimizer: Optimizer, group: dict[str, Any], *counters: str) -> Mome
     gradients = list(torch._foreach_clamp_max([w.grad for w in weights], LARGEST_GRADIENT))
     torch._foreach_clamp_min_(gradients, -LARGEST_GRADIENT)
     first, second, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
-    return Moments(weights, gradients, first, second, steps, states, gate(optimizer, weights[0].device))
+    open_ = gate(optimizer, weights[0].device)
+    return Moments(weights, gradients, first, second, steps, states, open_, (~open_).float())
 
 
 def gate(optimizer: Optimizer, device: torch.device) -> Tensor:
@@ -82,14 +85,51 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
     return new
 
 
-def remember_(known: Moments, first: list[Tensor], second: list[Tensor], group: dict[str, Any]) -> None:
-    """Adds `known.gradients` to the running means `first` and `second`, in place, and writes these to the state."""
+def subtract_(targets: list[Tensor], amounts: list[Tensor], withheld: Tensor, decay: float = 0.0) -> None:
+    """Subtracts `amounts + decay * targets` from `targets`, in place; with `withheld` (0-d fp32) 1, changes no bit."""
+    # A step of SGD with learning rate 1: one kernel that knows the gate, for all tensors.
+    torch._fused_sgd_(
+        targets,
+        amounts,
+        [],
+        weight_decay=decay,
+        momentum=0.0,
+        lr=1.0,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+        found_inf=withheld,
+    )
+
+
+def remember_(known: Moments, group: dict[str, Any]) -> None:
+    """Adds `known.gradients` to the running means `known.first` and `known.second`, unless the update is withheld."""
     beta1, beta2 = group["betas"]
-    torch._foreach_lerp_(first, known.gradients, 1 - beta1)
-    torch._foreach_mul_(second, beta2)
-    torch._foreach_addcmul_(second, known.gradients, known.gradients, 1 - beta2)
-    write_(known.first, first, known.open)
-    write_(known.second, second, known.open)
+    # A step of AdamW with learning rate 0, on weights that are then dropped.
+    unused = list(torch._foreach_mul(known.gradients, 0.0))
+    torch._fused_adamw_(
+        unused,
+        known.gradients,
+        known.first,
+        known.second,
+        [],
+        known.steps,
+        lr=0.0,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=0.0,
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+        found_inf=known.withheld,
+    )
+
+
+def count_(counters: list[Tensor], added: Tensor, known: Moments) -> None:
+    """Adds one value of `added` (`[counters]`) to each counter, unless the update is withheld."""
+    # Counters are finite, so adding 0 changes no bit.
+    torch._foreach_add_(counters, list(torch.where(known.open, added, 0).to(counters[0].dtype).unbind()))
 
 
 def bias(beta: float, counts: Tensor) -> Tensor:
@@ -116,6 +156,4 @@ def descend_(known: Moments, root: list[Tensor], rates: Tensor, group: dict[str,
     torch._foreach_add_(root, group["eps"])
     update = list(torch._foreach_div(known.first, root))
     torch._foreach_mul_(update, list(rates.unbind()))
-    moved = list(torch._foreach_mul(known.weights, 1 - group["lr"] * group["weight_decay"]))
-    torch._foreach_sub_(moved, update)
-    write_(known.weights, moved, known.open)
+    subtract_(known.weights, update, known.withheld, group["lr"] * group["weight_decay"])

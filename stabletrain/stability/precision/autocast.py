@@ -34,6 +34,7 @@ class Fp32Module(nn.Module):
     """
 
     _autocast_device: str
+    in_fp32 = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward in fp32."""

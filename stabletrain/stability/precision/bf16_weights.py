@@ -56,11 +56,14 @@ class Bf16Module(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Runs the layer's own forward under autocast, else the same computation with an fp32 copy of the weight."""
+    def forward(self, input: Tensor, *given: Tensor) -> Tensor:
+        """Runs the layer's own forward under autocast, else the same computation with an fp32 copy of the weight.
+
+        A head may be `given` the weight to use (`models/head.py`).
+        """
         if torch.is_autocast_enabled(self._autocast_device):
-            return super().forward(input)
-        weight, bias = self.weight.float(), self.bias
+            return super().forward(input, *given)
+        weight, bias = (given[0] if given else self.weight).float(), self.bias
         if isinstance(self, nn.Linear):
             return F.linear(input, weight, bias)
         return self._conv_forward(input, weight, bias)
@@ -76,11 +79,13 @@ def bf16_class(kind: type[nn.Module], device: str) -> type[nn.Module]:
 def store_in_bf16(model: nn.Module, device: str) -> list[nn.Parameter]:
     """Stores the weight of every linear layer and convolution of `model` in bf16, in place; returns these weights.
 
-    Skips layers inside an fp32 module, subclasses of these layers, and weights that other modules share (a tied head).
+    Skips layers inside an fp32 module, weights that other modules share (a tied head), and subclasses of these layers,
+    which may use their weight in other ways; unless they have `only_multiplies`.
     """
     wide = {id(part) for module in model.modules() if isinstance(module, Fp32Module) for part in module.modules()}
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    layers = [module for module in model.modules() if type(module) in kinds and id(module) not in wide]
+    known = [m for m in model.modules() if type(m) in kinds or (isinstance(m, kinds) and hasattr(m, "only_multiplies"))]
+    layers = [module for module in known if id(module) not in wide]
     chosen = {id(layer) for layer in layers}
     others = {p for m in model.modules() if id(m) not in chosen for p in m.parameters(recurse=False)}
     weights: dict[nn.Parameter, None] = {}  # in the model's order

@@ -5,18 +5,23 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from stabletrain.stability.optimizers import SPAM, StableAdamW
 from stabletrain.stability.optimizers.gated import (
     LARGEST_GRADIENT,
     bias,
     copies,
+    count_,
     descend_,
     gate,
     moments,
     remember_,
     root_of_second,
+    subtract_,
     write_,
 )
+from tests.stability.optimizers.given import ADAM, SPAM_
 
 GROUP = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5}
 
@@ -91,6 +96,54 @@ def test_an_open_gate_writes_values_and_a_closed_one_keeps_every_bit():
     assert torch.equal(target.view(torch.int32), value.view(torch.int32))
 
 
+@pytest.mark.parametrize("shape", [(5,), (1, 1, 5, 1)])
+def test_a_subtraction_behind_a_closed_gate_keeps_every_bit(shape):
+    before = torch.tensor([0.0, -0.0, math.inf, 1.0, 0.0])
+    before.view(torch.int32)[4] = 0x7FC12345  # a NaN with bits of its own
+    before, amounts = before.view(shape), torch.tensor([math.nan, 2.0, 3.0, math.inf, 4.0]).view(shape)
+    target = before.clone()
+    subtract_([target, torch.ones(3)], [amounts, torch.ones(3)], torch.tensor(1.0), decay=0.1)
+    assert torch.equal(target.view(torch.int32), before.view(torch.int32))
+    last = torch.ones(3)
+    subtract_([target, last], [amounts, torch.full((3,), 2.0)], torch.tensor(0.0), decay=0.5)
+    assert last.tolist() == [-1.5] * 3
+    assert not torch.equal(target.view(torch.int32), before.view(torch.int32))
+
+
+@pytest.mark.parametrize("withheld", [0.0, 1.0])
+def test_counters_count_applied_updates_only(withheld):
+    optimizer, _ = made(1.0, 1.0, withheld=withheld)
+    known = moments(optimizer, optimizer.param_groups[0])
+    count_(known.steps, torch.tensor([1.0, -3.0]), known)
+    assert [step.item() for step in known.steps] == ([0.0, 0.0] if withheld else [1.0, -3.0])
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, without those that only look at a tensor in another way."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [StableAdamW(**ADAM), SPAM(**SPAM_)], ids=["stable_adamw", "spam"])
+def test_the_number_of_operations_does_not_grow_with_the_number_of_tensors(kind):
+    found = []
+    for count in (2, 40):
+        model = nn.ParameterList([nn.Parameter(torch.randn(3, 2)) for _ in range(count)])
+        optimizer = kind(model)
+        for parameter in model:
+            parameter.grad = torch.randn(3, 2)
+        optimizer.found_inf = torch.tensor(0.0)
+        optimizer.step()
+        with Operations() as seen:
+            optimizer.step()
+        found.append(seen.count)
+    assert found[0] == found[1]
+
+
 def test_a_copy_keeps_bits_and_memory_format_and_shares_no_memory():
     tensors = [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.tensor(math.nan)]
     made = copies(tensors)
@@ -107,7 +160,8 @@ def test_running_means_are_written_only_through_an_open_gate(withheld):
     known = moments(optimizer, optimizer.param_groups[0])
     known.first[0].fill_(1.0)
     known.second[0].fill_(2.0)
-    remember_(known, copies(known.first), copies(known.second), GROUP)
+    with torch.no_grad():
+        remember_(known, GROUP)
     state = optimizer.state[parameter]
     first, second = (1.0, 2.0) if withheld else (0.9 * 1 + 0.1 * 3, 0.99 * 2 + 0.01 * 9)
     torch.testing.assert_close(state["exp_avg"], torch.full((2, 3), first))
