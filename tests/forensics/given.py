@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from stabletrain.buffers import buffers_of
 from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.tree import flatten, to_host
 from stabletrain.forensics.replay import replay
