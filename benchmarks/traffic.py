@@ -159,7 +159,8 @@ class Memory(NamedTuple):
 
     Attributes:
         weights, gradients, moments: the rank's own copy or shard.
-        whole: additionally on the GPU during a step. DDP: the buckets, a copy of all gradients. FSDP: gathered weights
+        whole: additionally on the GPU during a step. DDP: nothing, because the gradients lie in the buckets; with
+            micro-batches, the gradients that add up beside the buckets until the last one. FSDP: gathered weights
             and gradients not yet scattered, of everything outside blocks and of two blocks, one in use and one in
             transfer; of all blocks if gathered weights are kept. The buffers of the collectives themselves are not
             included.
@@ -178,10 +179,11 @@ class Memory(NamedTuple):
         return self.weights + self.gradients + self.moments + self.whole
 
 
-def held_by_ddp(sizes: Sizes, moments: int = ADAMW) -> Memory:
+def held_by_ddp(sizes: Sizes, micro_batches: int = 1, moments: int = ADAMW) -> Memory:
     """Returns what a `parallel=ddp` rank holds; it does not depend on the number of ranks."""
     own, statistic = FP32 * sizes.parameters, FP32 * sizes.buffers
-    return Memory(own, own, moments * own, own, (1 + moments) * own + statistic)
+    beside = own if micro_batches > 1 else 0
+    return Memory(own, own, moments * own, beside, (1 + moments) * own + statistic)
 
 
 def held_by_fsdp(
@@ -234,7 +236,7 @@ def line(example: Example, kind: str, cards: int) -> str:
     sizes, sequences = example.sizes, SEQUENCES // cards
     micro_batches = -(-sequences // example.at_once)
     if kind == "ddp":
-        calls, held = ddp(sizes, cards), held_by_ddp(sizes)
+        calls, held = ddp(sizes, cards), held_by_ddp(sizes, micro_batches)
     else:
         calls, held = fsdp(sizes, cards, micro_batches), held_by_fsdp(sizes, cards, micro_batches)
     sent = sum(call.sent(cards) for call in calls)

@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket
+from torch.distributed import GradBucket, group
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from stabletrain.errors import ConfigError
@@ -80,7 +79,7 @@ class DDP(Distributed):
         options: dict[str, Any] = {"find_unused_parameters": self.find_unused_parameters, SYNC_BUFFERS: False}
         # The gradients are views of the buckets that are reduced: one copy of them less, in memory and in time.
         self._wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
-        self._wrapped.register_comm_hook(None, self._reduce)
+        self._wrapped.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Returns DDP's wrapper. Its forward pass prepares the averaging of the gradients."""
@@ -111,14 +110,13 @@ class DDP(Distributed):
                     "for it; set parallel.find_unused_parameters=true, or remove the parameter from the model"
                 )
 
-    def _reduce(self, state: object, bucket: GradBucket) -> Future[Tensor]:
+    def _reduce(self, bucket: GradBucket) -> Any:
         """Measures this rank's gradients in a bucket, then averages them over the ranks, as DDP does without a hook.
 
         The gradients are views of the buckets, so after this their own values are gone.
         """
-        del state
         self._own.append(torch.linalg.vector_norm(bucket.buffer(), dtype=torch.float32))
-        return allreduce_hook(None, bucket)  # ty: ignore[invalid-argument-type]
+        return allreduce_hook(group.WORLD, bucket)  # ty: ignore[invalid-argument-type]
 
     def own_grad_norm(self, norms: GradNorms) -> Tensor:
         """Returns the norm of this rank's gradients before they were averaged; 0 if the step had no backward pass."""

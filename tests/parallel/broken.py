@@ -74,13 +74,13 @@ def broken(part: str | None, rank: int) -> Generator[Counter[str]]:
 
         return counting
 
-    from stabletrain.checkpoint import capture
+    from stabletrain.checkpoint import snapshots
 
     target, instead = BROKEN[part] if part and current_ranks().rank == rank else ("", None)
     with (
         patch.object(Gather, "run", counted("gathers", Gather.run)),
         patch.object(GatheredState, "gather_older", counted("older", GatheredState.gather_older)),
-        patch.object(capture, "attach_shards", counted("attached", capture.attach_shards)),
+        patch.object(snapshots, "attach_shards", counted("attached", snapshots.attach_shards)),
     ):
         if instead is None:
             yield calls

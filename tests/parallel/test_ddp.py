@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from stabletrain.errors import ConfigError
+from stabletrain.parallel import ddp as ddp_module
 from stabletrain.parallel.ddp import DDP, checksums, describe
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, OwnNumbers, RankPart, TrainState
@@ -159,11 +160,11 @@ def test_a_state_that_is_another_on_one_rank_is_told_unless_nobody_compares(monk
     assert DDP(Ranks(0, 3, 0, launched=True)).find_divergence(state) == ""
 
 
-def test_gradients_of_all_micro_batches_but_the_last_are_not_exchanged(group_of_one):
+def test_gradients_of_all_micro_batches_but_the_last_are_not_exchanged(group_of_one, monkeypatch):
     model, ddp, met = torch.nn.Linear(2, 1), DDP(group_of_one), []
     ddp.wrap(model)
     wrapped = ddp.wrapped(model)
-    wrapped.register_comm_hook(None, lambda state, bucket: met.append(1) or reduced(bucket))
+    monkeypatch.setattr(ddp_module, "allreduce_hook", lambda group, bucket: met.append(1) or reduced(bucket))
     for last in (False, True):
         with ddp.gradient_sync(model, last):
             wrapped(torch.ones(3, 2)).sum().backward()
@@ -171,16 +172,17 @@ def test_gradients_of_all_micro_batches_but_the_last_are_not_exchanged(group_of_
     assert torch.equal(model.weight.grad, torch.full((1, 2), 6.0)), "and those of both add up"
 
 
-def test_a_rank_measures_its_own_gradients_before_they_are_averaged(group_of_one):
+def test_a_rank_measures_its_own_gradients_before_they_are_averaged(group_of_one, monkeypatch):
     """Of all micro-batches together; the step's own numbers are those after averaging."""
     model, ddp = torch.nn.Linear(2, 1, bias=False), DDP(Ranks(0, 4, 0, launched=True))
     ddp.wrap(model)
     wrapped = ddp.wrapped(model)
-    wrapped.register_comm_hook(None, lambda state, bucket: reduced(bucket, 100.0))
+    monkeypatch.setattr(ddp_module, "allreduce_hook", lambda group, bucket: reduced(bucket, 100.0))
     for last in (False, True):
         with ddp.gradient_sync(model, last):
             ddp.scale_for_averaging(wrapped(torch.tensor([[3.0, 4.0]])).sum()).backward()
     assert model.weight.grad.tolist() == [[100.0, 100.0]]
+    assert model.weight.grad._is_view(), "the gradient lies in the bucket that was reduced: there is no second copy"
     norms = GradNorms(torch.tensor(9.0), torch.tensor([9.0]))
     own = ddp.own_grad_norm(norms)
     assert own == 4 * 2 * 5, "four ranks, two micro-batches, a gradient of [3, 4] each"
