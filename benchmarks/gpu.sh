@@ -107,6 +107,7 @@ if [[ $device == cuda ]]; then
     tests tests 200 "$gpu_tests" --all -m gpu -n "$workers" --dist worksteal --ignore="$compiled" tests
     bench start 45 "$start" --rounds 1
     bench overhead 90 "$overhead" --precision bf16
+    bench operations 90 "$operations"
     bench throughput 120 "$throughput" --sizes gpt2,resnet18 --rounds 5
     bench recovery 100 "$recovery" --size gpt2 --precision bf16 --rounds 2
     bench memory 35 "$memory"
@@ -120,6 +121,7 @@ else # generous limits: a CPU may be busy with other work
         tests/laws/test_on_a_card.py tests/parallel/test_nccl.py tests/machine/test_determinism.py
     bench start 300 "$start" --rounds 1
     bench overhead 300 "$overhead" --tiny --precision fp32 --rounds 2
+    bench operations 300 "$operations" --precision fp32
     bench throughput 300 "$throughput" --sizes gpt_tiny,resnet_tiny --precision fp32 --rounds 2
     bench recovery 300 "$recovery" --size tiny --precision fp32 --rounds 1
     bench memory 120 "$memory" --samples 2 --zloss palm
