@@ -196,7 +196,7 @@ def test_the_state_given_to_an_investigation_is_older_than_the_step():
     run = make_run()
     for step in (5, 6, 7):
         run.state.step = step
-        run.rollback.snapshots.take(step, {"step": step})
+        run.rollback.snapshots.take(step, {"step": step}, run.state)
     numbers = reading(8, applied=False)
     handle_incident(run, executed(numbers), numbers, "nonfinite")
     (asked,) = run.forensics.handler.asked
