@@ -186,7 +186,7 @@ def choose_linears(model: nn.Module, patterns: Sequence[str]) -> tuple[list[str]
         narrow |= inside if any(fnmatchcase(name, pattern) for pattern in patterns) else set()
     chosen, others = [], {}
     for name, module in model.named_modules():
-        if not name or not is_linear(module):
+        if not name or not (is_linear(module) or (module is head and isinstance(module, nn.Linear))):
             continue
         if module is head:
             others[name] = "the head"

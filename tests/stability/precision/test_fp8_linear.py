@@ -174,7 +174,9 @@ def test_a_run_resumes_in_bf16_and_back_from_the_same_checkpoint(tmp_path):
     states = {}
     for kind in ("bf16", "fp8"):
         with composed(*TINY_GPT, f"precision={kind}", "checkpoint=off") as cfg:
-            states[kind] = build(cfg, tmp_path / kind).state.model.state_dict()
+            job = build(cfg, tmp_path / kind)
+            states[kind] = job.state.model.state_dict()
+    assert "12 Linears in fp8, 1 left out (the head)" in job.tools.precision.why
     about = {kind: {name: (t.shape, t.dtype, type(t)) for name, t in state.items()} for kind, state in states.items()}
     assert about["fp8"] == about["bf16"]
     assert all(torch.equal(states["fp8"][name], states["bf16"][name]) for name in states["bf16"])
