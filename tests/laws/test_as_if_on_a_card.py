@@ -257,7 +257,7 @@ BREAKS = {
     "the norms are selected by a mask": (step, "measure_all", selects),
     "the number of targets is on the host": (step, "count_targets", from_host),
     "the gate is on the host": (SkipGuard, "gate", from_host),
-    "the buffers are saved on the host": (buffers.Buffers, "save", from_host),
+    "the buffers are saved on the host": (buffers, "as_bytes", from_host),
     "a number is made on the host": (LossScaled, "scale", with_constant),
     "a vector is made on the host": (LossScaled, "scale", with_vector),
     "the loss scale is kept on the host": (LossScaled, "loss_scale", from_host),
