@@ -26,7 +26,8 @@ def for_product(weight: Float[Tensor, "vocab width"], wide: bool = False) -> Flo
         wide: whether the head computes in fp32 although autocast is on.
     """
     kind = weight.device.type
-    if wide or weight.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # "meta" has none
+    if wide or weight.dtype == torch.float64 or not autocast:
         return weight
     copy = weight.to(torch.get_autocast_dtype(kind))
     missing = -len(weight) % MULTIPLE

@@ -317,7 +317,7 @@ class _Loss(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_total: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_total: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         # The gradients already contain the loss scale; the ratio is 1 if backward runs at that scale.
         ratio = of_total / ctx.scaled(torch.ones_like(of_total))
         gradients = [None if gradient is None else gradient * ratio for gradient in (ctx.of_features, *ctx.of_weights)]
