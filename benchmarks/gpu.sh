@@ -107,7 +107,6 @@ if [[ $device == cuda ]]; then
     tests tests 200 "$gpu_tests" --all -m gpu -n "$workers" --dist worksteal --ignore="$compiled" tests
     bench start 45 "$start" --rounds 1
     bench overhead 90 "$overhead" --precision bf16
-    bench operations 90 "$operations"
     bench throughput 120 "$throughput" --sizes gpt2,resnet18 --rounds 5
     bench recovery 100 "$recovery" --size gpt2 --precision bf16 --rounds 2
     bench memory 35 "$memory"
