@@ -27,8 +27,9 @@ from workloads import gpt, plain_tools
 
 from stabletrain.machine import hardware
 from stabletrain.records import Batch, TrainState
+from stabletrain.stability.chunked_loss import ChunkedLoss, tokens_at_once
 from stabletrain.stability.guard import NoGuard
-from stabletrain.stability.objective import ChunkedLoss, NoZLoss, Objective, ZLoss, tokens_at_once
+from stabletrain.stability.objective import NoZLoss, Objective, ZLoss
 from stabletrain.step import compute
 
 VOCAB, WIDTH = 50257, 768

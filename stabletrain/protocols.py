@@ -26,7 +26,7 @@ class Precision(Protocol):
 
 @runtime_checkable
 class Objective(Protocol):
-    """The loss, computed from whole logits or in chunks; see `stability/objective.py`."""
+    """The loss, computed from whole logits or in chunks; see `stability/objective.py`, `chunked_loss.py`."""
 
     @property
     def plain(self) -> "Objective": ...

@@ -28,8 +28,6 @@ FIXED = (":4096:8", ":16:8")
 
 _MASK = (1 << 64) - 1
 
-_measured = False
-
 
 def mix(seed: int, step: int) -> int:
     """Returns a well-mixed 64-bit number from both (SplitMix64's finalizer; Steele et al., OOPSLA 2014)."""
@@ -57,7 +55,7 @@ def rng_restored(model: nn.Module) -> Generator[None, None, None]:
 
 def may_measure() -> bool:
     """Returns whether kernels may be chosen by measuring their speed: with `determinism=off` only."""
-    return _measured
+    return torch.backends.cudnn.benchmark
 
 
 def set_kernels(strict: bool, measured: bool = False) -> dict:
@@ -70,10 +68,8 @@ def set_kernels(strict: bool, measured: bool = False) -> dict:
     Raises:
         ConfigError: `strict`, and the cuBLAS workspace is not deterministic.
     """
-    global _measured
     if strict:
         check_workspace()
-    _measured = measured
     # cuBLAS reads this once, when CUDA starts. Set it for every option, so that a later `strict` run of a sweep in the
     # same process finds it. The switches below are set both ways for the same reason.
     os.environ.setdefault(WORKSPACE, FIXED[0])

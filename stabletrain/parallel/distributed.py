@@ -90,11 +90,9 @@ class Distributed(SingleProcess):
     ) -> tuple[LossTerms, GradNorms, StepChecks]:
         """Combines the numbers of all ranks; see the module."""
         # One row per rank: the numbers of its own slice (OWN), its buffers and stop request, its gradient norms.
-        numbers = (terms.total, terms.ce, terms.zloss, checks.bad_data, checks.inputs, checks.buffers)
-        numbers = [
-            n if isinstance(n, Tensor) else torch.full_like(terms.total, n) for n in (*numbers, bool(self._wish))
-        ]
-        row = torch.cat([torch.stack(numbers).float(), self.of_gradients(norms)])
+        own = (terms.total, terms.ce, terms.zloss, checks.bad_data, checks.inputs, checks.buffers, bool(self._wish))
+        head = [number if isinstance(number, Tensor) else torch.full_like(terms.total, number) for number in own]
+        row = torch.cat([torch.stack(head).float(), self.of_gradients(norms)])
         rows = row.new_empty(self.ranks.world_size * row.numel())
         all_gather_tensor(rows, row)
         rows = rows.view(self.ranks.world_size, -1)

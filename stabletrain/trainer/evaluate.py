@@ -31,11 +31,11 @@ def evaluate(
     model.eval()
     # Summed on the device, and read once at the end.
     loss, count, correct, spoilt = torch.zeros(4, dtype=torch.float64, device=device).unbind()
-    classifies = False
+    classifies, no = False, torch.zeros((), dtype=torch.bool, device=device)
     try:
         for batch in batches:
             inputs, _, bad_inputs = sanitizer.inputs(batch.inputs)
-            bad_inputs = bad_inputs | torch.zeros((), dtype=torch.bool, device=device)  # it may be a bool
+            bad_inputs = bad_inputs | no  # a tensor, also where nothing was checked
             with precision.autocast():
                 logits = model(inputs)
             known, bad_targets = sanitizer.targets(batch.targets, logits.shape[-1])

@@ -10,9 +10,10 @@ from stabletrain.machine.determinism import Seeded
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Clipping, Guard, LearningRate, Parallel, Precision, Sanitizer, Seeding, Tools
 from stabletrain.stability import sanitize
+from stabletrain.stability.chunked_loss import with_loss_chunk
 from stabletrain.stability.clipping import NormClip
 from stabletrain.stability.guard import SkipGuard
-from stabletrain.stability.objective import NoZLoss, Objective, with_loss_chunk
+from stabletrain.stability.objective import NoZLoss, Objective
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.schedule import Constant, NoWarmup
 from stabletrain.stability.schedule import LearningRate as ScheduledRate

@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.models.head import MULTIPLE, Head, TiedHead, for_product
-from stabletrain.stability.objective import ChunkedLoss, Objective, ZLoss
+from stabletrain.stability.chunked_loss import ChunkedLoss
+from stabletrain.stability.objective import Objective, ZLoss
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.bf16_weights import store_in_bf16
-from tests.stability.test_objective import VOCAB, Run, chunk_example, gpt, gradients
+from tests.stability.test_chunked_loss import VOCAB, Run, chunk_example, gpt, gradients
 
 HALF = [torch.bfloat16, torch.float16]
 

@@ -15,8 +15,9 @@ SCRIPT = """
 import copy, json, torch
 from torch._dynamo.utils import counters
 from stabletrain.machine.compiling import compile_
-from stabletrain.stability.objective import ChunkedLoss, Objective, ZLoss
-from tests.stability.test_objective import TOKENS, VOCAB, Run, gpt, gradients
+from stabletrain.stability.chunked_loss import ChunkedLoss
+from stabletrain.stability.objective import Objective, ZLoss
+from tests.stability.test_chunked_loss import TOKENS, VOCAB, Run, gpt, gradients
 
 def step(model):
     terms, found = gradients(Run(model, lambda: torch.autocast("cpu", torch.bfloat16)), chunked)

@@ -7,9 +7,10 @@ from torch import nn
 from stabletrain.machine.determinism import Seeded
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import TrainState, Verdict
+from stabletrain.stability.chunked_loss import ChunkedLoss
 from stabletrain.stability.clipping import NoClip, NormClip
 from stabletrain.stability.guard import NoGuard, SkipGuard
-from stabletrain.stability.objective import ChunkedLoss, NoZLoss, Objective
+from stabletrain.stability.objective import NoZLoss, Objective
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
