@@ -32,6 +32,7 @@ from stabletrain.forensics.handler import IncidentHandler, IncidentSummary, NoIn
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.probes.samples import bad_samples
 from stabletrain.forensics.repro import Repro
+from stabletrain.forensics.subject import StepSubject
 from stabletrain.parallel.ranks import Ranks, timeout
 from stabletrain.parallel.whole import WholeState
 
@@ -93,7 +94,7 @@ class DistributedIncidentHandler(NoIncidentHandler):
         if bad[self._ranks.rank] or not any(bad):
             try:
                 ready = replace(repro, older=older, deadline=deadline)
-                found = own.investigate(ready, kind, classes=classes, optimizer=optimizer, limits=limits)
+                found = own.investigate(StepSubject(ready), kind, classes=classes, optimizer=optimizer, limits=limits)
             except NotInvestigated:  # all ranks raise this one together
                 raise
             except Exception as raised:
@@ -119,7 +120,7 @@ class DistributedIncidentHandler(NoIncidentHandler):
                 return None
             all_normal = all(account.level == 0 and account.normal for account in told)
             mine = unattributed(found) if all_normal and step_was_bad(found.evidence) else found
-            return own.write_incident(repro, mine, rank=guilty)
+            return own.write_incident(StepSubject(repro), mine, rank=guilty)
 
         return exchange(write)[chosen]
 

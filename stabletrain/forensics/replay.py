@@ -120,6 +120,11 @@ def replays(repro: Repro, variants: Iterable[str] = VARIANTS) -> dict[str, Outco
     return {variant: replay(repro, variant) for variant in variants}
 
 
+def in_true_fp32(variant: str) -> contextlib.AbstractContextManager:
+    """Returns the context to run a variant in: `fp32` computes without TF32."""
+    return ieee_kernels() if variant == "fp32" else contextlib.nullcontext()
+
+
 def replay(repro: Repro, variant: str) -> Outcome:
     """Replays the step as one of `VARIANTS`; never raises because of the model."""
     make, began = VARIANTS[variant], time.monotonic()
@@ -130,7 +135,7 @@ def replay(repro: Repro, variant: str) -> Outcome:
         take = make(repro)
         if compiled:
             compile_(take.model, repro.compiled_for)
-        with ieee_kernels() if variant == "fp32" else contextlib.nullcontext():
+        with in_true_fp32(variant):
             loss, norm, zeros = perform(take.model, take.batches, take.tools, repro.step)
     except NotPossible as error:
         return Outcome(not_run=str(error))
