@@ -115,7 +115,8 @@ def where(origin: Origin | None) -> list[str]:
         return []
     lines = [
         f"`{origin.op}` in {f'`{origin.module}`' if origin.module else 'the model'}, {origin.direction}, "
-        f"{origin.dtype}, at `{origin.source or 'an unknown line'}`:",
+        f"{origin.dtype}, at `{origin.source or 'an unknown line'}`"
+        f"{f', called from `{origin.called_from}`' if origin.called_from else ''}:",
         "",
         f"> {origin.reason}",
         "",
