@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
-from stabletrain.forensics.agreement import NotInvestigated
+from stabletrain.forensics.agreement import NotInvestigated, in_one_line
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
@@ -108,7 +108,7 @@ class Attempts:
         except NotInvestigated:  # all ranks have agreed to stop here
             raise
         except Exception as error:  # a user's model may raise anything
-            self.failures.append(f"{what}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}")
+            self.failures.append(f"{what}: {in_one_line(error)}")
             return otherwise
 
 
