@@ -8,6 +8,7 @@ A step runs forward and backward, judges loss and gradients, clips, and applies 
 Its verdict is known before it returns, which takes one host read: on CUDA the host waits for the backward pass.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from stabletrain.buffers import buffers_of
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.guarded.agreement import Alone, innermost, together
+from stabletrain.guarded.attach import FORWARD_ONLY, Attached, InStep
 from stabletrain.guarded.gradients import gradients, measure, multiply_, trained_parameters
 from stabletrain.guarded.incidents import Incidents, settings
 from stabletrain.guarded.part import Part, loss_of, named_tensors
@@ -36,6 +38,12 @@ from stabletrain.step import InFlight
 
 _NEWEST: "WeakKeyDictionary[Optimizer, ref[Guard]]" = WeakKeyDictionary()
 """The guard of each optimizer. A newer guard of the same optimizer replaces it."""
+
+
+CLIPPED = (
+    "every gradient holds NaN or Inf: if the loop clips by the norm before optimizer.step(), one bad gradient has spread "
+    "to all"
+)
 
 
 class Guard:
@@ -98,10 +106,36 @@ class Guard:
         self._keep_state = keep_state
         self._step, self._begun, self._usual, self._newest_kind = 0, None, [], ""
         self._updating = False
+        self._attached: Attached | None = None
         self.last: Reading | None = None
         self.rolled_back = 0
         _NEWEST[optimizer] = ref(self)
         optimizer.register_step_pre_hook(check_caller)
+
+    @classmethod
+    def attach(cls, model: nn.Module, optimizer: Optimizer, **options: Any) -> "Guard":
+        """Guards a loop that cannot be edited: judges whenever the loop calls `optimizer.step()`.
+
+        The loop keeps its own forward, backward, clipping and loss scale. If it clips, one NaN has spread to every
+        gradient before the guard sees them; the step is withheld all the same. See `guarded/attach.py` for what can be
+        explained.
+
+        Args:
+            options: as for `Guard`, except `precision` and `max_norm`. `scaler` is the loop's own; the loop calls
+                `scaler.step(optimizer)` as before.
+
+        Returns:
+            the guard. Its `last.loss` is 0 if the loop's loss is not known.
+        """
+        for name in ("precision", "max_norm"):
+            if options.get(name) is not None:
+                raise ConfigError(f"Guard.attach({name}=...): the loop itself does that; leave it out")
+        scaler = options.pop("scaler", None)
+        guard = cls(model, optimizer, **options)
+        guard._scaling = InStep(guard._scaling.precision, "fp16" if scaler is not None else "")
+        guard._scaling.attach(optimizer, scaler)
+        guard._attached = Attached(model, optimizer, scaler, guard._begin, guard._decide)
+        return guard
 
     # ---- a step
 
@@ -167,7 +201,46 @@ class Guard:
         if not found:
             raise ConfigError("no parameter of the optimizer got a gradient: does the loss come from this model?")
         loss = sum(begun.losses[1:], begun.losses[0])
-        reading = self._judge(loss, found)
+        self._settle(begun, self._judge(loss, found))
+        return loss
+
+    def record(self, closure: Callable[..., Any], batch: Any, loss: Tensor) -> None:
+        """Tells an attached guard how the loop computed the loss of one micro-batch, so that it can be run again.
+
+        Args:
+            closure, batch: as for `step`. They are not run now.
+            loss: what the loop got, a scalar.
+        """
+        if self._attached is None:
+            raise ConfigError("guard.record() belongs to Guard.attach(); guard.step() knows its closure already")
+        self._attached.record(Part(closure, batch), loss)
+
+    def _decide(self, loss: Tensor | None) -> bool:
+        """Judges a step of an attached loop; returns whether its update is applied.
+
+        Args:
+            loss: what the loop's own closure returned; None if it has none.
+        """
+        found, attached = gradients(self._parameters), self._attached
+        assert attached is not None
+        begun = attached.take()
+        if not found:
+            return True
+        begun = begun or self._begin()
+        if loss is None:
+            loss = sum(begun.losses[1:], begun.losses[0]) if begun.losses else torch.zeros((), device=self._device)
+        reading = self._judge(loss.detach(), found)
+        if not math.isfinite(reading.grad_norm) and all(not bool(each.isfinite().all()) for each in found):
+            self._incidents.note(CLIPPED) if not self.skipped else None
+        attached.watching = False
+        try:
+            self._settle(begun, reading)
+        finally:
+            attached.watching = True
+        return reading.applied
+
+    def _settle(self, begun: Begun, reading: Reading) -> None:
+        """Follows the verdict on a step."""
         verdict = self._policy.judge(reading)
         self._step, self.last, self.rolled_back = reading.step, reading, 0
         if reading.applied:
@@ -181,12 +254,12 @@ class Guard:
             raise TrainingHalted(f"step {reading.step}: {self._policy.reason}")
         else:
             self._states.after_update(reading.step)
-        return loss
 
     def _begin(self) -> Begun:
         """Begins a step: drops the old gradients, and records what forward and backward change."""
         self._states.before_first_update()
-        self._optimizer.zero_grad(set_to_none=True)
+        if self._attached is None:
+            self._optimizer.zero_grad(set_to_none=True)
         return Begun(Generators.now(self._device), buffers_of(self._model).save())
 
     def _judge(self, loss: Tensor, found: list[Tensor]) -> Reading:
@@ -280,6 +353,7 @@ class Guard:
             part=own,
             sharded=any(hasattr(parameter, "to_local") for parameter in self._parameters),
             keep_state=self._keep_state,
+            gap=FORWARD_ONLY if self._attached is not None and self._attached.forward_only else "",
         )
 
     def _deterministic(self, subject: LoopSubject) -> bool:
@@ -329,7 +403,7 @@ def check_caller(optimizer: Optimizer, *arguments: Any) -> None:
     """Refuses an `optimizer.step()` that the optimizer's guard did not ask for."""
     newest = _NEWEST.get(optimizer)
     guard = None if newest is None else newest()
-    if guard is not None and not guard._updating:
+    if guard is not None and guard._attached is None and not guard._updating:
         raise ConfigError(
             "optimizer.step() was called outside the guard: guard.step() and guard.update() apply the update; remove "
             "the call, or use Guard.attach(model, optimizer) for a loop that cannot be changed"

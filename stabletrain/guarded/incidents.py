@@ -14,6 +14,7 @@ from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.distributed_handler import Account, account_of, write_together
 from stabletrain.forensics.handler import IncidentHandler, IncidentSummary
 from stabletrain.forensics.investigate import Findings
+from stabletrain.forensics.subject import Subject
 from stabletrain.guarded.subject import LoopSubject
 from stabletrain.parallel.ranks import Ranks, timeout
 
@@ -61,10 +62,21 @@ def of_any_loop(diagnosis: Diagnosis) -> Diagnosis:
 class LoopHandler(IncidentHandler):
     """An incident handler whose fixes hold in any training loop."""
 
-    def investigate(self, *arguments: object, **named: object) -> Findings | None:
+    def investigate(
+        self,
+        subject: Subject,
+        kind: str,
+        *,
+        classes: int | None,
+        optimizer: Optimizer | None,
+        limits: tuple[float, float],
+    ) -> Findings | None:
         """Returns the findings; None if the alarm was false."""
-        found = super().investigate(*arguments, **named)  # ty: ignore[invalid-argument-type]
-        return None if found is None else replace(found, diagnosis=of_any_loop(found.diagnosis))
+        found = super().investigate(subject, kind, classes=classes, optimizer=optimizer, limits=limits)
+        if found is None:
+            return None
+        gaps = [subject.gap] if isinstance(subject, LoopSubject) and subject.gap else []
+        return replace(found, diagnosis=of_any_loop(found.diagnosis), failures=[*gaps, *found.failures])
 
 
 class Incidents:

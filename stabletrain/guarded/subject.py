@@ -44,6 +44,7 @@ class LoopSubject:
         sharded: whether the weights are sharded across ranks.
         deadline: see `Subject`.
         keep_state: whether the weights are saved, if the step can be replayed from its folder.
+        gap: why the closures do not compute the loop's own loss; empty if they do.
     """
 
     rerun: Rerun
@@ -55,6 +56,7 @@ class LoopSubject:
     sharded: bool = False
     deadline: float = math.inf
     keep_state: bool = True
+    gap: str = ""
     rounds: Rounds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,6 +98,8 @@ class LoopSubject:
             return Outcome(not_run=str(error))
         except Exception as error:  # the user's code may raise anything
             return Outcome(not_run=" ".join(f"{type(error).__name__}: {error}".split())[:200])
+        if self.gap and math.isfinite(found.loss):  # a normal forward pass says nothing about the step
+            return Outcome(not_run=self.gap)
         equal = None
         if variant == "same":
             equal = compare(found.loss, found.grad_norm, self.reading, self.part, self.comparable)
@@ -109,7 +113,7 @@ class LoopSubject:
         changed = any(tensor._version != version for tensor, version in self.rerun.begun.versions)
         dynamo = sys.modules.get("torch._dynamo.utils")
         compiled = dynamo is not None and bool(dynamo.counters["frames"]["ok"])
-        return not (changed or compiled)
+        return not (changed or compiled or self.gap)
 
     def trace(self, variant: str) -> Trace:
         """See `Subject`."""
