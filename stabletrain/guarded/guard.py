@@ -41,8 +41,8 @@ _NEWEST: "WeakKeyDictionary[Optimizer, ref[Guard]]" = WeakKeyDictionary()
 
 
 CLIPPED = (
-    "every gradient holds NaN or Inf: if the loop clips by the norm before optimizer.step(), one bad gradient has spread "
-    "to all"
+    "every gradient holds NaN or Inf: if the loop clips by the norm before optimizer.step(), one bad gradient has "
+    "spread to all"
 )
 
 
