@@ -80,4 +80,5 @@ def as_json(subject: Subject, found: Findings, rank: int | None) -> dict[str, An
         "time": now(),
         "seconds": round(found.seconds, 3),
         "not_looked_at": found.failures,
+        "not_replayable": subject.why_not_replayable(),
     }

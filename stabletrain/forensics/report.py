@@ -56,7 +56,7 @@ def report(record: Mapping[str, Any], found: Findings, folder: Path | None = Non
             *section("Replays of the step", runs(evidence)),
             *section("More evidence", [f"- {line}" for line in lines]),
             *section("What could not be checked", [f"- {line}" for line in found.failures]),
-            *section("Replay it yourself", [f"    stabletrain replay {name}"]),
+            *section("Replay it yourself", again(record, name)),
             "",
         ]
     )
@@ -107,6 +107,12 @@ def trying(fixes: Sequence[str], name: str) -> list[str]:
     able = [fix for fix in fixes if is_override(fix) and fix.partition("=")[0].partition(".")[0] in TRIED]
     able = [fix for fix in able if not fix.startswith(SLOW)]
     return ["", "To try it on this step:", "", f"    stabletrain replay {name} '{able[0]}'"] if able else []
+
+
+def again(record: Mapping[str, Any], name: str) -> list[str]:
+    """The command that replays the step, or why there is none."""
+    reason = record.get("not_replayable")
+    return [f"Not possible: {reason}."] if reason else [f"    stabletrain replay {name}"]
 
 
 def where(origin: Origin | None) -> list[str]:

@@ -97,6 +97,10 @@ class Subject(Protocol):
         """Returns what casts to fp8 lost; None if there are none."""
         ...
 
+    def why_not_replayable(self) -> str:
+        """Returns why another process cannot replay the step from its folder; empty if it can."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Writes what a later replay needs into the incident's folder.
 
@@ -184,6 +188,10 @@ class StepSubject:
     def fp8_casts(self) -> Fp8Casts | None:
         """See `Subject`."""
         return fp8_casts(self.repro)
+
+    def why_not_replayable(self) -> str:
+        """Returns nothing: every step of the trainer can be replayed, if its weights are saved."""
+        return ""
 
     def save(self, folder: Path) -> None:
         """Writes weights and batch."""

@@ -124,7 +124,7 @@ def closure_record(closure: Callable[..., Any], model: nn.Module) -> dict[str, A
     depth = closure.__module__.count(".") + (Path(file).name == "__init__.py")
     return {
         "module": closure.__module__,
-        "name": closure.__qualname__,
+        "name": getattr(closure, "__qualname__", ""),
         "model": name_of_model(closure, model),
         "path": str(Path(file).resolve().parents[depth]),
         "file": file,

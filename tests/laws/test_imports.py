@@ -29,13 +29,14 @@ MAY_SEE = {
     "step": NOUNS | {"protocols", "monitors"},
     "forensics": NOUNS
     | {"checkpoint", "machine", "monitors", "parallel", "protocols", "stability", "step", "tracking"},
+    "guarded": NOUNS | {"checkpoint", "forensics", "machine", "monitors", "parallel", "protocols", "stability", "step"},
     "config": NOUNS | {"parallel", "stability"},
     "trainer": NOUNS
     | {"checkpoint", "compare", "config", "data", "faults", "forensics", "machine", "models", "monitors", "parallel"}
     | {"protocols", "stability", "step", "tracking"},
     "cli": NOUNS
-    | {"checkpoint", "compare", "config", "data", "forensics", "machine", "models", "parallel", "protocols"}
-    | {"stability", "tracking", "trainer"},
+    | {"checkpoint", "compare", "config", "data", "forensics", "guarded", "machine", "models", "parallel"}
+    | {"protocols", "stability", "tracking", "trainer"},
     "train": {"cli", "parallel"},
 }
 """Room -> other rooms of the package that it may import. A new room must be added here deliberately."""

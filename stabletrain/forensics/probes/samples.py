@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -135,6 +135,7 @@ def find_culprits(repro: Repro) -> Culprits:
     return search(len(repro.batch), Bisection(repro))
 
 
+@runtime_checkable
 class Trials(Protocol):
     """Runs a step with parts of its batch, within a budget of passes.
 
