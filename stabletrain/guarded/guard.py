@@ -82,7 +82,7 @@ class Guard:
         max_norm: float | None = None,
         precision: str | None = None,
         scaler: GradScaler | None = None,
-        loader: Loader | None = None,
+        loader: Any = None,
         policy: SkipGuard | None = None,
         max_incidents: int = 10,
         max_seconds: float = 120.0,

@@ -39,7 +39,7 @@ CONTRACT = {
         "replays",
         "reading",
     ),
-    *("limits", "damage", "evidence", "time", "seconds", "not_looked_at"),
+    *("limits", "damage", "evidence", "time", "seconds", "not_looked_at", "not_replayable"),
 }
 FILES = {"diagnosis.json", "report.md", "scene.json", "batch.safetensors", "state.safetensors"}
 
