@@ -321,7 +321,12 @@ class Guard:
             return
         if policy.consecutive == 1 or (verdict is Verdict.HALT and policy.kind != self._newest_kind):
             subject = self._subject(begun, reading)
-            known = settings(self._scaling.name, self._optimizer.param_groups[0], self._deterministic(subject))
+            known = settings(
+                self._scaling.name,
+                self._optimizer.param_groups[0],
+                clips=self._clip is not None,
+                deterministic=self._deterministic(subject),
+            )
             if self._incidents.investigate(subject, policy.kind, self._optimizer, policy.bounds, known):
                 self._newest_kind = policy.kind
                 return

@@ -173,18 +173,19 @@ class Incidents:
                 LOG.warning("%s", line)
 
 
-def settings(name: str, group: dict, deterministic: bool) -> RunSettings:
+def settings(name: str, group: dict, *, clips: bool, deterministic: bool) -> RunSettings:
     """Returns what is known of a loop's settings.
 
     Args:
         name: of the number format; empty if unknown.
         group: the optimizer's first parameter group.
+        clips: whether the guard clips.
         deterministic: whether repeating a step must give the same bits.
     """
     keys: Sequence[str] = ("lr", "weight_decay", "betas", "eps")
     values = {f"optimizer.{key}": plain(group[key]) for key in keys if key in group}
     return RunSettings(
-        choices={"precision": name, "clipping": "zclip"} if name else {"clipping": "zclip"},
+        choices={"clipping": "zclip" if clips else "none"} | ({"precision": name} if name else {}),
         values=values | ({"precision.min_scale": 1.0} if name == "fp16" else {}),
         deterministic=deterministic,
     )

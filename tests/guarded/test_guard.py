@@ -249,10 +249,10 @@ def test_if_skipping_does_not_help_an_older_state_is_restored(tmp_path):
     assert same(loop.bits(), held)
     assert loader.at == 8
     assert loop.guard.rolled_back == (14 - 8) + 5, "the steps read since that state, and `skip_batches` more"
-    before = [p.clone() for p in loop.model.parameters()]
+    before = [p.detach().clone() for p in loop.model.parameters()]
     loop.guard.step(loop.loss, batch=next(loader))
     assert loop.guard.rolled_back == 0
-    moved = max(float((p - q).abs().max()) for p, q in zip(before, loop.model.parameters(), strict=True))
+    moved = max(float((p - q.detach()).abs().max()) for p, q in zip(before, loop.model.parameters(), strict=True))
     assert 0 < moved < 0.9 * 1e-2, "after a rollback the learning rate is halved for a while"
     assert loop.optimizer.param_groups[0]["lr"] == 1e-2
 
