@@ -20,6 +20,7 @@ from stabletrain.forensics.probes.samples import Culprits, search
 from stabletrain.forensics.probes.state import staleness
 from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.replay import NotPossible, Outcome, compare
+from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guarded.part import Part
 from stabletrain.guarded.rerun import Pass, Rerun
@@ -58,6 +59,7 @@ class LoopSubject:
     keep_state: bool = True
     gap: str = ""
     rounds: Rounds = field(init=False)
+    _nothing_began_here: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.rounds = SharedRounds(lambda wish: self._take_part(*wish)) if self.sharded else Rounds()
@@ -103,9 +105,14 @@ class LoopSubject:
         equal = None
         if variant == "same":
             equal = compare(found.loss, found.grad_norm, self.reading, self.part, self.comparable)
-        finite = math.isfinite(found.loss) and math.isfinite(found.grad_norm)
+        finite = math.isfinite(found.loss) and (math.isfinite(found.grad_norm) or self._spoilt_by_another)
         zeros = zero_share(found.gradients)
         return Outcome(finite, found.loss, found.grad_norm, equal, zeros, time.monotonic() - began)
+
+    @property
+    def _spoilt_by_another(self) -> bool:
+        """Whether the gradients that this rank sees, which are sums over the ranks, were spoilt by another rank."""
+        return self.sharded and self._nothing_began_here
 
     @property
     def comparable(self) -> bool:
@@ -119,6 +126,7 @@ class LoopSubject:
         """See `Subject`."""
         tracing = Trace(self.rerun.model)
         self._run(variant, tracing)
+        self._nothing_began_here = find_origin(tracing) is None
         return tracing
 
     def culprits(self) -> Culprits | None:

@@ -92,7 +92,11 @@ def test_a_loss_written_out_in_the_loop_is_named_with_its_line(tmp_path):
         )
         line = here(-3)
     record = record_of(loop.guard)
-    assert (record["cause"], record["origin"]["op"], record["origin"]["module"]) == ("unsafe_op", "aten.log", "objective")
+    assert (record["cause"], record["origin"]["op"], record["origin"]["module"]) == (
+        "unsafe_op",
+        "aten.log",
+        "objective",
+    )
     assert record["origin"]["source"] == line
     assert record["fix"] == [f"{line}: take log(x + eps), or log_softmax instead of log(softmax)"]
 

@@ -159,7 +159,9 @@ def test_one_gradient_that_is_not_finite_withholds_the_step(tmp_path):
 
 @pytest.mark.parametrize("options", [{"precision": "fp16"}, {"scaler": True}], ids=str)
 def test_an_overflow_lowers_the_loss_scale_and_is_no_incident(tmp_path, options):
-    options = {key: GradScaler("cpu", init_scale=2.0**40) if key == "scaler" else value for key, value in options.items()}
+    options = {
+        key: GradScaler("cpu", init_scale=2.0**40) if key == "scaler" else value for key, value in options.items()
+    }
     loop = Loop(tmp_path, **options)
     if "precision" in options:
         loop.guard.load_state_dict(
@@ -317,7 +319,9 @@ def test_sparse_and_complex_gradients(tmp_path):
     plain_optimizer = torch.optim.SGD(expected[0].parameters(), lr=0.1)
     out = (expected[0].table(torch.tensor([1, 1, 2])) + expected[0].phase.real.square() + expected[0].phase.imag).sum()
     out.backward()
-    total = torch.stack([expected[0].table.weight.grad.coalesce().values().norm(), expected[0].phase.grad.norm()]).norm()
+    total = torch.stack(
+        [expected[0].table.weight.grad.coalesce().values().norm(), expected[0].phase.grad.norm()]
+    ).norm()
     with torch.no_grad():
         for parameter in expected[0].parameters():
             parameter.grad *= 0.5 / total
