@@ -130,7 +130,8 @@ class Attached:
         if not self._recorded and self.begun is not None:
             loss, known = loss_in(output)
             self.forward_only = not known
-            self.begun.losses.append(loss.detach() if known else torch.zeros((), device=loss.device))
+            # Of an unknown loss, only this much is known: it is not finite if the model's output is not.
+            self.begun.losses.append(loss.detach() if known else loss.detach() * 0.0)
 
     def _gradients_are_gone(self) -> bool:
         """Whether the loop has dropped the recorded calls' gradients without a step, as with a GradScaler."""
@@ -144,6 +145,7 @@ class Attached:
         """Returns the optimizer's new step."""
 
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+            optimizer._opt_called = True  # ty: ignore[unresolved-attribute]  a scheduler asks for it
             if self._passing:  # the scaler's step has judged it
                 return inner(*args, **kwargs) if closure is None else inner(closure, *args, **kwargs)
             loss = None
@@ -154,6 +156,9 @@ class Attached:
                 inner(*args, **kwargs)
             return loss
 
+        # A scheduler that was made before marks the step that it has wrapped, and warns if the mark is gone.
+        if hasattr(inner, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # ty: ignore[unresolved-attribute]
         return step
 
     def _scaled_stepping(self, inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -183,13 +183,14 @@ class BatchTrials:
         return not verdict
 
     def bad(self, rows: Sequence[int]) -> bool | None:
-        """See `Trials`. Micro-batches without any of these samples are left out."""
+        """See `Trials`. Without a filler, micro-batches that hold none of these samples are left out."""
         mine: dict[int, list[int]] = {}
         for index in rows:
             mine.setdefault(self._rows[index].part, []).append(self._rows[index].row)
         parts = [
-            Part(self._parts[number].closure, with_rows(self._parts[number].batch, chosen, self._fillers[number]))
-            for number, chosen in mine.items()
+            Part(part.closure, with_rows(part.batch, mine.get(number, []), filler))
+            for number, (part, filler) in enumerate(zip(self._parts, self._fillers, strict=True))
+            if filler is not None or number in mine  # a filled micro-batch draws the same random numbers
         ]
         return self._fails(self._run(parts))
 
