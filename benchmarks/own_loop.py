@@ -30,7 +30,7 @@ KINDS = {"guard": {}, "rollback": {"rollback": True}}
 
 
 def measured(folder: Path, overrides: tuple[str, ...], rounds: int, kind: str, *, bf16: bool) -> dict[str, Any]:
-    """Measures one model; returns the seconds of each part, loop and round."""
+    """Measures one model; returns the seconds of each part, loop and round, and the loops."""
     clock = {"wall": time.perf_counter, "cpu": time.process_time}[kind]
     run, optimizer = started(folder, overrides, ("off",))["off"], optimizer_of(overrides)
     loops: dict[str, BareLoop] = {name: bare_of(run, optimizer, bf16=bf16) for name in ("bare", "bare again")}
@@ -51,7 +51,7 @@ def measured(folder: Path, overrides: tuple[str, ...], rounds: int, kind: str, *
         return sum(parts[name].seconds.values())
 
     taken = in_turns({name: lambda number, name=name: turn(name, number) for name in loops}, rounds)
-    return {"rest": rest, "seconds": taken}
+    return {"rest": rest, "seconds": taken, "loops": loops}
 
 
 def main() -> None:

@@ -257,6 +257,8 @@ class Guard:
 
     def _begin(self) -> Begun:
         """Begins a step: drops the old gradients, and records what forward and backward change."""
+        if len(self._parameters) != sum(len(group["params"]) for group in self._optimizer.param_groups):
+            self._parameters = trained_parameters(self._model, self._optimizer)  # the loop has added a group
         self._states.before_first_update()
         if self._attached is None:
             self._optimizer.zero_grad(set_to_none=True)

@@ -22,7 +22,7 @@ from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.replay import NotPossible, Outcome, compare
 from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace
-from stabletrain.guarded.part import Part
+from stabletrain.guarded.part import Part, named_tensors
 from stabletrain.guarded.rerun import Pass, Rerun
 from stabletrain.guarded.rounds import Rounds, SharedRounds
 from stabletrain.guarded.samples import BatchTrials, bad_samples, largest_input, place
@@ -197,9 +197,9 @@ class LoopSubject:
             raise NotPossible(NO_BATCH)
         if not self.usual:
             raise NotPossible("no step was applied before, so there is no other batch")
-        mine = {id(tensor) for part in parts for tensor in [part.batch]}
-        if any(id(part.batch) in mine for part in self.usual):
-            raise NotPossible("the loop reuses one batch object, so there is no other batch")
+        memory = [{t.data_ptr() for part in each for _, t in named_tensors(part.batch)} for each in (parts, self.usual)]
+        if memory[0] & memory[1]:
+            raise NotPossible("the loop reuses the memory of a batch, so there is no other batch")
         return [Part(part.closure, self.usual[i % len(self.usual)].batch) for i, part in enumerate(parts)]
 
     def _older_weights(self) -> Mapping[str, Any]:

@@ -304,6 +304,16 @@ def test_only_the_parameters_of_the_optimizer_are_judged(tmp_path):
     assert guard.last.applied
 
 
+def test_a_parameter_group_that_is_added_later_is_judged_too(tmp_path):
+    loop = Loop(tmp_path, make=lambda p: torch.optim.SGD([*p][:4], lr=0.1), max_incidents=0)
+    loop.model[5].bias.register_hook(lambda gradient: gradient * math.nan)
+    loop.run(batches(1))
+    assert loop.guard.last.applied
+    loop.optimizer.add_param_group({"params": [*loop.model[5].parameters()]})
+    loop.run(batches(1))
+    assert not loop.guard.last.applied
+
+
 def test_sparse_and_complex_gradients(tmp_path):
     table, phase = nn.Embedding(5, 3, sparse=True), nn.Parameter(torch.ones(3, dtype=torch.complex64))
     model = nn.Module()
