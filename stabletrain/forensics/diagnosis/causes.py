@@ -17,6 +17,7 @@ from stabletrain.forensics.diagnosis.evidence import (
     Evidence,
     absurd_at_first,
     beyond_lr,
+    has_risen,
     is_spread,
     jumped,
     narrow,
@@ -205,7 +206,7 @@ def unsafe_op(e: Evidence) -> Diagnosis | None:
 
 def bad_init(e: Evidence) -> Diagnosis | None:
     """The first steps fail with every batch."""
-    if e.reading.step > FIRST_STEPS or e.normal("fresh_batch") or e.normal("older_state") or rushed(e):
+    if e.reading.step > FIRST_STEPS or e.normal("fresh_batch") or e.normal("older_state") or rushed(e) or has_risen(e):
         return None
     verdict = f"{origin_sentence(e)}, in step {e.reading.step}"
     return Diagnosis("bad_init", 0.8, verdict, [*other_weights(e), *lower_lr(e)], beside(e) + chain_lines(e))
@@ -300,7 +301,12 @@ def optimizer_staleness(e: Evidence) -> Diagnosis | None:
 
 def lr_too_high(e: Evidence) -> Diagnosis | None:
     """Other batches fail too, and no earlier rule holds."""
-    if e.normal("fresh_batch") is not False or e.normal("fp32") is not False:
+    if e.normal("fp32") is not False:
+        return None
+    if e.normal("fresh_batch") is None and has_risen(e):
+        verdict = f"the loss was {e.setting.best_loss:.4g} and has risen to {e.reading.loss:.4g}, and fp32 fails too"
+        return Diagnosis("lr_too_high", 0.6, verdict, slower(e), chain_lines(e))
+    if e.normal("fresh_batch") is not False:
         return None
     sure = 0.8 if e.normal("older_state") else 0.6
     verdict, lines = "another batch fails with these weights too, even in fp32", chain_lines(e)
