@@ -43,7 +43,7 @@ class InStep(Scaling):
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
             torch._foreach_div_(found, scale)
-            optimizer.grad_scale = None  # ty: ignore[unresolved-attribute]
+            optimizer.grad_scale = None  # ty: ignore[missing-attribute]
 
     def loss_scale(self) -> Number:
         """Returns the loop's loss scale."""
@@ -93,9 +93,9 @@ class Attached:
         self.forward_only, self.watching, self._recorded, self._passing = False, True, False, False
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)
-        optimizer.step = MethodType(self._stepping(optimizer.step), optimizer)  # ty: ignore[invalid-assignment]
+        optimizer.step = MethodType(self._stepping(optimizer.step), optimizer)
         if scaler is not None:
-            scaler.step = MethodType(self._scaled_stepping(scaler.step), scaler)  # ty: ignore[invalid-assignment]
+            scaler.step = MethodType(self._scaled_stepping(scaler.step), scaler)
 
     def record(self, part: Part, loss: Tensor) -> None:
         """Replaces the forward calls by what computes the loop's loss of one micro-batch, with that loss."""
@@ -145,7 +145,7 @@ class Attached:
         """Returns the optimizer's new step."""
 
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-            optimizer._opt_called = True  # ty: ignore[unresolved-attribute]  a scheduler asks for it
+            optimizer._opt_called = True  # ty: ignore[missing-attribute]  a scheduler asks for it
             if self._passing:  # the scaler's step has judged it
                 return inner(*args, **kwargs) if closure is None else inner(closure, *args, **kwargs)
             loss = None
@@ -158,7 +158,7 @@ class Attached:
 
         # A scheduler that was made before marks the step that it has wrapped, and warns if the mark is gone.
         if hasattr(inner, "_wrapped_by_lr_sched"):
-            step._wrapped_by_lr_sched = True  # ty: ignore[unresolved-attribute]
+            step._wrapped_by_lr_sched = True  # ty: ignore[missing-attribute]
         return step
 
     def _scaled_stepping(self, inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("torch.optim.LBFGS runs forward and backward several times in a step: Guard cannot judge it")
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    found = [parameter for parameter in model.parameters() if held.pop(id(parameter), None) is not None]
+    found: list[Tensor] = [parameter for parameter in model.parameters() if held.pop(id(parameter), None) is not None]
     if held:
         shapes = ", ".join(str(list(parameter.shape)) for parameter in [*held.values()][:3])
         raise ConfigError(
@@ -35,8 +35,8 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
         )
     if any(parameter.dtype == torch.float16 for parameter in found):
         raise ConfigError(
-            "the optimizer holds fp16 parameters: small numbers are 0 in fp16 (Adam's eps of 1e-8), so a finite gradient "
-            "can make weights NaN; keep parameters in fp32 and use autocast: Guard(precision='fp16')"
+            "the optimizer holds fp16 parameters: small numbers are 0 in fp16 (Adam's eps of 1e-8), so that a finite "
+            "gradient can make weights NaN; keep parameters in fp32 and use autocast: Guard(precision='fp16')"
         )
     if not any(parameter.requires_grad for parameter in found):
         raise ConfigError("no parameter of the optimizer requires a gradient: nothing can be trained")
@@ -65,7 +65,7 @@ def dense(parameter: Tensor) -> Tensor:
         parameter.grad = gradient = gradient.coalesce()
         return gradient.values()
     if hasattr(gradient, "to_local"):
-        gradient = gradient.to_local()  # ty: ignore[call-non-callable]
+        gradient = gradient.to_local()  # ty: ignore[not-callable]
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 

@@ -216,4 +216,4 @@ def plain(value: object) -> object:
     """Returns a number for a tensor, and a list for a tuple."""
     if isinstance(value, tuple):
         return [plain(each) for each in value]
-    return value.item() if hasattr(value, "item") else value  # ty: ignore[call-non-callable]
+    return value.item() if hasattr(value, "item") else value  # ty: ignore[not-callable]

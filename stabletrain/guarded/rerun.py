@@ -256,4 +256,4 @@ def without_autocast() -> Generator[None]:
         with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):  # one that is entered already
             yield
     finally:
-        torch.autocast.__enter__ = enter  # ty: ignore[invalid-assignment]
+        torch.autocast.__enter__ = enter

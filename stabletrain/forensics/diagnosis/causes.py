@@ -279,6 +279,8 @@ def overflow(e: Evidence) -> Diagnosis | None:
     o = e.origin
     if o is None or o.why != "overflow" or o.dtype == "float16" or (e.drift is not None and e.drift.grown > GROWN):
         return None
+    if has_risen(e):
+        return None
     fix = f"{place(e)}: scale the inputs down, or compute with logarithms"
     return Diagnosis("unsafe_op", 0.6, origin_sentence(e), [fix, *lower_lr(e)], beside(e) + chain_lines(e))
 
