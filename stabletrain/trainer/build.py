@@ -32,7 +32,7 @@ from stabletrain.machine import compiling, hardware
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.checkpoints import for_all_ranks as checkpoints_for_all_ranks
 from stabletrain.parallel.ranks import Ranks, run_on_main
-from stabletrain.protocols import Guard, Tools
+from stabletrain.protocols import GuardPolicy, Tools
 from stabletrain.records import Batch, TrainState, reads_rows
 from stabletrain.tracking.metrics import Metrics
 from stabletrain.tracking.progress import Progress
@@ -214,7 +214,7 @@ def start_wandb(cfg: DictConfig, process: Process, trained: Trained, opened: Ope
 # ---- restored state
 
 
-def restore_state(cfg: DictConfig, rollback: Rollback, guard: Guard, tracker: roles.Tracker) -> None:
+def restore_state(cfg: DictConfig, rollback: Rollback, guard: GuardPolicy, tracker: roles.Tracker) -> None:
     """Restores the checkpoint that `resume` names, if any.
 
     Raises:
@@ -332,7 +332,13 @@ def start_forensics(
 
 
 def closing_lines(
-    cfg: DictConfig, source: Source, state: TrainState, history: History, guard: Guard, page: roles.Page, folder: Path
+    cfg: DictConfig,
+    source: Source,
+    state: TrainState,
+    history: History,
+    guard: GuardPolicy,
+    page: roles.Page,
+    folder: Path,
 ) -> str:
     """Writes the run's page, and returns the last lines on the terminal."""
     # all ranks must call this, because the model that generates the sample may be sharded
