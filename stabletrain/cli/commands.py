@@ -140,7 +140,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 def compare(chosen: argparse.Namespace) -> None:
     """Prints a table of runs and their sensitivity to the learning rate; writes the requested files."""
-    from stabletrain.compare.command import compare as show
+    from stabletrain.comparison.command import compare as show
 
     show(
         chosen.runs,
@@ -162,8 +162,8 @@ def add_losses_arguments(parser: argparse.ArgumentParser) -> None:
 
 def losses(chosen: argparse.Namespace) -> None:
     """Plots the training losses of runs."""
-    from stabletrain.compare.pictures import draw_losses
-    from stabletrain.compare.reading.runs import read_runs
+    from stabletrain.comparison.pictures import draw_losses
+    from stabletrain.comparison.reading.runs import read_runs
 
     draw_losses(read_runs(chosen.runs), chosen.file)
 

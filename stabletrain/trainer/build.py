@@ -21,7 +21,7 @@ from torch import nn
 
 from stabletrain.checkpoint.capture import Stateful
 from stabletrain.checkpoint.folder import run_of
-from stabletrain.compare.pages.at_end import NoPage, PageAtEnd
+from stabletrain.comparison.pages.at_end import NoPage, PageAtEnd
 from stabletrain.config.arguments import SWEEP, key_of, parse_arguments
 from stabletrain.config.make import leaves, make, plain
 from stabletrain.data.prefetch import Prefetch

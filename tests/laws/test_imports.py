@@ -24,17 +24,17 @@ MAY_SEE = {
     "monitors": NOUNS | {"machine"},
     "stability": NOUNS | {"monitors", "machine", "protocols"},
     "parallel": NOUNS | {"checkpoint", "machine"},
-    "compare": NOUNS | {"tracking"},
+    "comparison": NOUNS | {"tracking"},
     "faults": NOUNS | {"checkpoint"},
     "step": NOUNS | {"protocols", "monitors"},
     "forensics": NOUNS
     | {"checkpoint", "machine", "monitors", "parallel", "protocols", "stability", "step", "tracking"},
     "config": NOUNS | {"parallel", "stability"},
     "trainer": NOUNS
-    | {"checkpoint", "compare", "config", "data", "faults", "forensics", "machine", "models", "monitors", "parallel"}
+    | {"checkpoint", "comparison", "config", "data", "faults", "forensics", "machine", "models", "monitors", "parallel"}
     | {"protocols", "stability", "step", "tracking"},
     "cli": NOUNS
-    | {"checkpoint", "compare", "config", "data", "forensics", "machine", "models", "parallel", "protocols"}
+    | {"checkpoint", "comparison", "config", "data", "forensics", "machine", "models", "parallel", "protocols"}
     | {"stability", "tracking", "trainer"},
     "train": {"cli", "parallel"},
 }
@@ -54,12 +54,12 @@ ONLY = {
     },
     "wandb": {"tracking/wandb", "tracking/wandb_setup", "tracking/wandb_report"},
     "wandb_workspaces": {"tracking/wandb_report"},
-    "rich": {"tracking/progress", "compare/table", "compare/command"},
-    "pandas": {"compare/frames", "compare/table", "compare/pages/comparison"},
-    "orjson": {"compare/reading/columns", "compare/reading/runs"},
-    "joblib": {"compare/reading/runs"},
-    "yaml": {"compare/reading/settings"},
-    "matplotlib": {"compare/pictures"},
+    "rich": {"tracking/progress", "comparison/table", "comparison/command"},
+    "pandas": {"comparison/frames", "comparison/table", "comparison/pages/comparison"},
+    "orjson": {"comparison/reading/columns", "comparison/reading/runs"},
+    "joblib": {"comparison/reading/runs"},
+    "yaml": {"comparison/reading/settings"},
+    "matplotlib": {"comparison/pictures"},
     "torchvision": {"models/resnet", "data"},
     "sklearn": {"data"},
     "torchao": {"stability/precision/fp8_linear"},
