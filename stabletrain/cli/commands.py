@@ -1,5 +1,6 @@
-"""The command `stabletrain`: everything except training, which is `python train.py`.
+"""The command `stabletrain`.
 
+stabletrain train [group=option] [key=value]    train a model, or sweep with -m: what `python train.py` does
 stabletrain prepare <text or data set> <out>    tokenize text into shards for data=tokens
 stabletrain sample <run>                        generate text with a trained model
 stabletrain compare <runs or sweeps>            compare runs in a table and on an HTML page
@@ -19,20 +20,26 @@ from typing import cast
 
 import stabletrain
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean, own_traceback
-from stabletrain.parallel.ranks import drop_unread_output
+from stabletrain.parallel.ranks import drop_unread_output, exit_process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the process's exit code."""
+    typed = [*(sys.argv[1:] if arguments is None else arguments)]
+    if typed[:1] == ["train"]:  # Hydra parses the rest; nothing else is imported, so that a refusal takes no second
+        from stabletrain.cli.train import train_command
+
+        exit_process(train_command(typed[1:]))
     from stabletrain.data import prepare
     from stabletrain.tracking import wandb_report, wandb_sync
 
     parser = argparse.ArgumentParser(
         prog="stabletrain",
-        description="Works on data and runs. To train: python train.py --help",
+        description="Trains, and works on data and runs. All options of training: stabletrain train --help",
     )
     parser.add_argument("--version", action="version", version=f"stabletrain {stabletrain.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands.add_parser("train", help="train a model, or sweep with -m: what python train.py does", add_help=False)
     for name, help, add_arguments, do in (
         ("prepare", "tokenize text into shards for data=tokens", prepare.add_arguments, prepare.run),
         ("sample", "generate text with a trained model", add_sample_arguments, sample),
@@ -50,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_arguments(command)
         command.set_defaults(do=do)
 
-    first = next(iter(sys.argv[1:] if arguments is None else arguments), "")
+    first = next(iter(typed), "")
     if not first.startswith("-") and first not in commands.choices:
-        known = f"commands: {', '.join(commands.choices)}; to train: python train.py"
+        known = f"commands: {', '.join(commands.choices)}"
         wrong = f"{first}: there is no such command{did_you_mean(first, commands.choices)}"
         parser.error(f"{wrong if first else 'a command is missing'}\n{known}")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_args(typed)
     try:
         chosen.do(chosen)
     except StabletrainError as error:
@@ -98,9 +105,7 @@ def sample(chosen: argparse.Namespace) -> None:
     checkpoint = find(chosen.run, best=chosen.best)
     file = checkpoint.path.parent.parent / ".hydra" / "config.yaml"
     if not file.exists():
-        raise ConfigError(
-            f"{chosen.run}: the run's configuration, {file}, is missing: name a run folder that train.py made"
-        )
+        raise ConfigError(f"{chosen.run}: the run's configuration, {file}, is missing: name a run folder")
     cfg = cast("DictConfig", OmegaConf.load(file))
     data = make(cfg, "data")
     if not hasattr(data, "encode"):

@@ -33,13 +33,12 @@ from stabletrain.forensics.replay import replay
 from stabletrain.forensics.user_code import compare
 from stabletrain.machine import hardware
 from stabletrain.parallel.single import SingleProcess
+from stabletrain.program import conf_folder
 from stabletrain.protocols import Tools
 from stabletrain.records import TrainState
 from stabletrain.stability.guard import NoGuard
 from stabletrain.trainer.contract import FROM_DATA, TakeLogits, vocabulary
 from stabletrain.trainer.tools import tools_from_config
-
-CONF = Path(__file__).parents[2] / "conf"
 
 ACTING = ("model", "precision", "zloss", "qknorm", "softcap", "determinism", "label_smoothing", "grad_accum_steps")
 """Settings that forward and backward depend on, besides weights and batch; these may be overridden."""
@@ -97,12 +96,8 @@ def overridden_config(
 
 def chosen_options(groups: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
     """The options that the overrides choose, directly or through a preset, for groups that act in a step."""
-    if not CONF.is_dir():
-        raise ConfigError(
-            f"{CONF}, which holds the options of the groups, is missing: install from a checkout, pip install -e ."
-        )
     search = [] if config_dir is None else [f"hydra.searchpath=[file://{config_dir.resolve()}]"]
-    with hydra_errors_explained(groups, config_dir), initialize_config_dir(str(CONF), version_base="1.3"):
+    with hydra_errors_explained(groups, config_dir), initialize_config_dir(str(conf_folder()), version_base="1.3"):
         first, then = (compose("config", [*search, *more], return_hydra_config=True) for more in ([], groups))
         old, new = first.hydra.runtime.choices, then.hydra.runtime.choices
         typed = {key_of(override) for override in groups}
@@ -128,7 +123,7 @@ def hydra_errors_explained(overrides: Sequence[str], config_dir: Path | None) ->
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        message = explain(error, CONF, Arguments(options, list(overrides)))
+        message = explain(error, conf_folder(), Arguments(options, list(overrides)))
         raise ConfigError(message or str(error)) from error
     finally:
         GlobalHydra.instance().clear()

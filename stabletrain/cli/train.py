@@ -1,4 +1,6 @@
-"""The entry point of `train.py`: resolves `resume`, runs one job or a sweep, reports errors, returns the exit code.
+"""The entry point of `train.py` and `stabletrain train`.
+
+Resolves `resume`, runs one job or a sweep, reports errors, and returns the exit code.
 
 | code | meaning |
 |---|---|
@@ -16,7 +18,6 @@ is that of its first run that did not finish.
 import json
 import math
 import os
-import shlex
 import sys
 import time
 import traceback
@@ -26,10 +27,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.cli.sweep import lines
 from stabletrain.cli.sweep.member import Member, stopping_all
@@ -47,12 +49,17 @@ from stabletrain.parallel.ranks import (
     leave_process_group,
     run_on_main,
 )
+from stabletrain.program import conf_folder, program_name, started, torchrun_target
 
 ALIKE = 5.0
 """Seconds that other ranks wait before they report an error that rank 0 may have met too."""
 
 LEFT = 5.0
 """Seconds to wait after a rank was lost. By then, torchrun has noticed it and has ended the other ranks."""
+
+
+CONFIG_PATH = ("--config-path", "-cp")
+"""Hydra's option for a configuration folder in place of `conf/`."""
 
 
 class RunFailed(Exception):
@@ -63,6 +70,31 @@ class RunFailed(Exception):
         self.exit_code = exit_code
 
 
+def train_command(words: list[str]) -> int:
+    """Runs `stabletrain train`, which is `python train.py` with the package's own `conf/`; returns the exit code.
+
+    Args:
+        words: the words after `stabletrain train`.
+    """
+    conf = conf_folder()
+    sys.argv = [sys.argv[0], *map(absolute_config_path, words, ["", *words])]
+    main = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(run_job)
+    return launch(main, conf)
+
+
+def absolute_config_path(word: str, before: str) -> str:
+    """Makes the value of `--config-path` absolute: Hydra would look for it in this package.
+
+    Args:
+        word: a word of the command line, which may be such a value.
+        before: the word before it.
+    """
+    option, equals, value = word.partition("=")
+    if equals and option in CONFIG_PATH:
+        return f"{option}={Path(value).resolve()}"
+    return str(Path(word).resolve()) if before in CONFIG_PATH else word
+
+
 def launch(main: Callable[[], Any], config_dir: Path) -> int:
     """Runs `main`, Hydra's decorated entry point, with `sys.argv`; returns the process's exit code.
 
@@ -71,6 +103,9 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra must raise its errors: they are explained below
     # the config store is a singleton, but --help would deep-copy it 160 times
     setattr(ConfigStore, "__deepcopy__", lambda store, _: store)  # noqa: B010
+    # the help text names the program that was used
+    OmegaConf.register_new_resolver("stabletrain.program", program_name, replace=True)
+    OmegaConf.register_new_resolver("stabletrain.torchrun_target", torchrun_target, replace=True)
     typed, ranks = parse_arguments(sys.argv[1:]), current_ranks()
     sweep: Sweep | None = None
     if (message := unknown_option(sys.argv[1:], config_dir)) is not None:
@@ -140,10 +175,10 @@ def run_job(cfg: DictConfig) -> float | None:
         SystemExit: the run did not finish, or its sweep was interrupted; carries the exit code.
         RunFailed: a run of a search failed.
     """
-    hydra, ranks = HydraConfig.get(), current_ranks()
-    if hydra.mode == RunMode.MULTIRUN:
+    job, ranks = HydraConfig.get(), current_ranks()
+    if job.mode == RunMode.MULTIRUN:
         return run_of_sweep(cfg, ranks)
-    folder, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+    folder, overrides = Path(job.runtime.output_dir), list(job.overrides.task)
     try:
         check(cfg)
         done = None
@@ -263,14 +298,14 @@ def traceback_text(error: Exception, file: Path) -> str:
 
 def record_failure(folder: Path, error: Exception) -> None:
     """Writes the exit code of a failed run into its `run.json`; creates the file if the run has none yet."""
-    hydra = HydraConfig.get()
+    job = HydraConfig.get()
     record: dict[str, Any] = {
         "id": None,
         "status": "failed",
         "reason": str(error) or type(error).__name__,
-        "choices": {group: option for group, option in hydra.runtime.choices.items() if "hydra" not in group},
-        "overrides": list(hydra.overrides.task),
-        "command": shlex.join(sys.orig_argv),
+        "choices": {group: option for group, option in job.runtime.choices.items() if "hydra" not in group},
+        "overrides": list(job.overrides.task),
+        "command": started().command,
         "final": {},
     }
     file = folder / "run.json"

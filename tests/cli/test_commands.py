@@ -52,21 +52,20 @@ def test_an_invalid_command_line_exits_with_code_2(typed):
 
 
 @pytest.mark.parametrize(
-    ("typed", "hint"), [("compar", "; did you mean compare?"), ("smaple", "; did you mean sample?"), ("train", "")]
+    ("typed", "hint"), [("compar", "; did you mean compare?"), ("smaple", "; did you mean sample?"), ("jump", "")]
 )
 def test_a_mistyped_command_is_answered_with_the_nearest(capsys, typed, hint):
     with pytest.raises(SystemExit) as ended:
         main([typed, "x"])
     assert ended.value.code == 2
-    assert f"{typed}: there is no such command{hint}\ncommands: prepare, sample, " in (said := capsys.readouterr().err)
-    assert said.endswith("to train: python train.py\n")
+    assert f"{typed}: there is no such command{hint}\ncommands: train, prepare, sample, " in capsys.readouterr().err
 
 
 def test_without_a_command_all_are_named(capsys):
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 2
-    assert "error: a command is missing\ncommands: prepare, sample, " in capsys.readouterr().err
+    assert "error: a command is missing\ncommands: train, prepare, sample, " in capsys.readouterr().err
 
 
 def test_the_version_is_that_of_the_project(capsys):

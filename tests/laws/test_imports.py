@@ -10,10 +10,11 @@ import stabletrain
 PACKAGE = Path(stabletrain.__file__).parent
 ROOT = PACKAGE.parent
 
-NOUNS = {"records", "errors", "buffers"}
+NOUNS = {"records", "errors", "buffers", "program"}
 MAY_SEE = {
     "records": set(),
     "errors": set(),
+    "program": set(),
     "buffers": set(),
     "protocols": NOUNS,
     "machine": NOUNS,
@@ -37,6 +38,7 @@ MAY_SEE = {
     | {"checkpoint", "comparison", "config", "data", "forensics", "machine", "models", "parallel", "protocols"}
     | {"stability", "tracking", "trainer"},
     "train": {"cli", "parallel"},
+    "__main__": {"cli"},
 }
 """Room -> other rooms of the package that it may import. A new room must be added here deliberately."""
 
@@ -66,7 +68,8 @@ ONLY = {
 }
 """Library -> rooms or files that may import it."""
 
-TORCH_FREE = ["__init__", "errors", "parallel/ranks", "parallel/failure_report", "cli/train", "machine/torch_builds"]
+TORCH_FREE = ["__init__", "errors", "program", "parallel/ranks", "parallel/failure_report", "machine/torch_builds"]
+TORCH_FREE += ["cli/train", "cli/commands"]
 TORCH_FREE += [f"config/{name}" for name in ("arguments", "checks", "error_texts", "make", "moved")]
 TORCH_FREE += [f"cli/sweep/{name}" for name in ("lines", "member", "plan")]
 

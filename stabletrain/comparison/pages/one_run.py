@@ -16,6 +16,7 @@ from stabletrain.comparison.pages.shell import page, words, write
 from stabletrain.comparison.reading.run import Run
 from stabletrain.comparison.reading.runs import read_run
 from stabletrain.comparison.reading.settings import Value
+from stabletrain.program import program_in
 
 SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "run.js"]
 STYLES = ["uplot.min.css", "page.css"]
@@ -136,11 +137,8 @@ def commands(run: Run) -> str:
     above = run.folder.parent
     if not ((above / "sweep.json").exists() or (above / "multirun.yaml").exists()):
         return f'<p class="code">{words(command)}</p>'
-    typed = command.split()
-    script = next((place for place, word in enumerate(typed) if word.endswith(".py")), None)
-    program = " ".join(typed[: script + 1]) if script is not None else "python train.py"
     arguments = [*(run.record.get("options") or []), *(run.record.get("overrides") or [])]
-    own = " ".join([program, shlex.join(map(str, arguments))])
+    own = " ".join([program_in(command), shlex.join(map(str, arguments))])
     of_sweep = f'<p class="soft">Run {words(run.name)} of the sweep <span class="code">{words(command)}</span></p>'
     return f'<p class="code">{words(own)}</p>{of_sweep if own != command else ""}'
 
