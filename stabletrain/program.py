@@ -38,22 +38,25 @@ class Started(NamedTuple):
         program: starts one process: `python train.py` or `stabletrain train`, as words.
         for_torchrun: the same after `torchrun` and its options: `train.py` or `-m stabletrain train`.
         typed: the words after the program.
+        resolved: the same once `resume` names a folder; in a process that a launcher started, the sweep's.
         command: the whole command line, for the run's record.
     """
 
     program: list[str]
     for_torchrun: list[str]
     typed: list[str]
+    resolved: list[str]
     command: str
 
 
-_CALLED: ContextVar[list[str] | None] = ContextVar("called", default=None)
+_CALLED: ContextVar[Started | None] = ContextVar("called", default=None)
 
 
 @contextmanager
-def called(typed: Sequence[str]) -> Generator[None]:
+def called(typed: Sequence[str], resolved: Sequence[str]) -> Generator[None]:
     """A context in which training is started from Python, with the same words as after `stabletrain train`."""
-    token = _CALLED.set([*typed])
+    words = ["stabletrain", "train"]
+    token = _CALLED.set(Started(words, ["-m", *words], [*typed], [*resolved], shlex.join([*words, *typed])))
     try:
         yield
     finally:
@@ -62,16 +65,15 @@ def called(typed: Sequence[str]) -> Generator[None]:
 
 def started() -> Started:
     """Returns how training was started, from the call or from this process's command line."""
-    if (typed := _CALLED.get()) is not None:
-        words = ["stabletrain", "train"]
-        return Started(words, ["-m", *words], typed, shlex.join([*words, *typed]))
-    words, script = sys.orig_argv, sys.argv[0]
+    if (call := _CALLED.get()) is not None:
+        return call
+    words, (script, *resolved) = sys.orig_argv, sys.argv
     if (place := command_place(words)) is not None:
         program = ["stabletrain", "train"]
         launcher = ["python", "-m"] if "-m" in words[:place] else []
-        return Started([*launcher, *program], ["-m", *program], words[place + 2 :], shlex.join(words))
+        return Started([*launcher, *program], ["-m", *program], words[place + 2 :], resolved, shlex.join(words))
     typed = words[words.index(script) + 1 :] if script in words else words[1:]
-    return Started(["python", script], [script], typed, shlex.join(words))
+    return Started(["python", script], [script], typed, resolved, shlex.join(words))
 
 
 def command_place(words: Sequence[str]) -> int | None:

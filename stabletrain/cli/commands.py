@@ -16,7 +16,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import stabletrain
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean, own_traceback
@@ -95,18 +94,15 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 def sample(chosen: argparse.Namespace) -> None:
     """Generates text with the run's model, and prints it."""
     import torch
-    from omegaconf import DictConfig, OmegaConf
 
     from stabletrain.checkpoint.folder import find
     from stabletrain.config.make import make
     from stabletrain.models.sampling import generate
     from stabletrain.trainer.contract import context_length, make_model
+    from stabletrain.trainer.saved import config_of
 
     checkpoint = find(chosen.run, best=chosen.best)
-    file = checkpoint.path.parent.parent / ".hydra" / "config.yaml"
-    if not file.exists():
-        raise ConfigError(f"{chosen.run}: the run's configuration, {file}, is missing: name a run folder")
-    cfg = cast("DictConfig", OmegaConf.load(file))
+    cfg = config_of(checkpoint)
     data = make(cfg, "data")
     if not hasattr(data, "encode"):
         raise ConfigError(f"{chosen.run}: its model was trained on {cfg.data._target_}, which is not text")

@@ -40,6 +40,7 @@ from stabletrain.config.arguments import Arguments, parse_arguments, resolve_res
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain, unknown_option
 from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted, own_traceback
+from stabletrain.machine.signals import NoStopRequest
 from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location
 from stabletrain.parallel.ranks import (
     Ranks,
@@ -240,17 +241,22 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
     return math.inf if loss is None or math.isnan(loss) else loss
 
 
-def build_and_train(cfg: DictConfig, folder: Path, shown: Any = None) -> float | None:
+def build_and_train(
+    cfg: DictConfig, folder: Path, shown: Any = None, signals: NoStopRequest | None = None
+) -> float | None:
     """Builds a run and trains it; returns the last validation loss, in nats.
 
     Args:
+        cfg: checked by `check`.
+        folder: the run folder.
         shown: shows the progress; None for the terminal.
+        signals: what asks the run to stop; None for the signals of the process.
     """
     from stabletrain.trainer.build import build  # imports torch, which the checks do without
     from stabletrain.trainer.loop import train
 
     run = build(cfg, folder, shown)
-    loss = train(run).val.get("val/loss")
+    loss = train(run, signals).val.get("val/loss")
     run.output.tracker.note(run.output.closing())
     return loss
 

@@ -6,7 +6,6 @@ Hydra builds one object for each config group. Groups depend on each other in on
 `${qknorm}`, `${softcap}` and `${qkclip}`; null sizes of a model are taken from the data; a precision gets the device.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from stabletrain.machine import compiling, hardware
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.checkpoints import for_all_ranks as checkpoints_for_all_ranks
 from stabletrain.parallel.ranks import Ranks, run_on_main
+from stabletrain.program import started
 from stabletrain.protocols import GuardPolicy, Tools
 from stabletrain.records import Batch, TrainState, reads_rows
 from stabletrain.tracking.metrics import Metrics
@@ -159,7 +159,7 @@ def start_run_folder(
         ConfigError: the folder already holds a run, or is not writable.
     """
     run_folder = RunFolder(folder) if process.ranks.is_main else NoRunFolder(folder)
-    typed, data = parse_arguments([*sys.argv[1:]]), source.data
+    typed, data = parse_arguments(started().resolved), source.data
     fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else option_fingerprint(cfg, process.choices)
     resuming = cfg.resume == "auto"
     check_data_of_checkpoint(cfg.resume, fingerprint)
@@ -352,5 +352,5 @@ def closing_lines(
         per=source.per,
         folder=str(folder),
         sample=sample,
-        again=suggestion(parse_arguments([*sys.argv[1:]]), "qknorm" in cfg.model, source.per),
+        again=suggestion(parse_arguments(started().resolved), "qknorm" in cfg.model, source.per),
     )

@@ -37,20 +37,23 @@ MAY_SEE = {
     "cli": NOUNS
     | {"checkpoint", "comparison", "config", "data", "forensics", "machine", "models", "parallel", "protocols"}
     | {"stability", "tracking", "trainer"},
+    "api": NOUNS | {"cli", "comparison", "config", "machine", "parallel", "tracking", "trainer"},
     "train": {"cli", "parallel"},
     "__main__": {"cli"},
 }
 """Room -> other rooms of the package that it may import. A new room must be added here deliberately."""
 
 ONLY = {
-    "hydra": {"train", "config", "cli", "trainer/build", "trainer/stages"},
+    "hydra": {"train", "api", "config", "cli", "trainer/build", "trainer/stages"},
     "omegaconf": {
+        "api",
         "train",
         "config",
         "cli",
         "trainer/build",
         "trainer/changes",
         "trainer/contract",
+        "trainer/saved",
         "trainer/stages",
         "trainer/tools",
     },
@@ -100,7 +103,8 @@ def imports(file, *, top_level_only=False):
 def test_a_room_sees_only_what_lies_below_it(file):
     room = place(file).split("/")[0]
     if room == "__init__":
-        seen = {name.split(".")[1] for name in imports(file)}
+        names = imports(file, top_level_only=True)  # the public names are imported on first use
+        seen = {name.split(".")[1] for name in names if name.startswith("stabletrain.")}
         assert seen == {"config"}, "stabletrain/__init__.py imports nothing else, so that --help stays fast"
         return
     assert room in MAY_SEE, f"the room {room} is new: say in MAY_SEE what it may import"
