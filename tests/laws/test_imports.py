@@ -60,7 +60,7 @@ ONLY = {
     "wandb": {"tracking/wandb", "tracking/wandb_setup", "tracking/wandb_report"},
     "wandb_workspaces": {"tracking/wandb_report"},
     "rich": {"tracking/progress", "comparison/table", "comparison/command"},
-    "pandas": {"comparison/frames", "comparison/table", "comparison/pages/comparison"},
+    "pandas": {"api", "comparison/frames", "comparison/table", "comparison/pages/comparison"},
     "orjson": {"comparison/reading/columns", "comparison/reading/runs"},
     "joblib": {"comparison/reading/runs"},
     "yaml": {"comparison/reading/settings"},
