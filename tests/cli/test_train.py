@@ -404,10 +404,8 @@ def test_an_error_in_the_users_code_prints_its_lines_and_the_file_has_all(tmp_pa
 
 def as_command(text):
     """What `train.py` prints, as `stabletrain train` prints it, without what depends on the time."""
-    text = text.replace(f"python {ROOT / 'train.py'}", "python train.py").replace(
-        "python train.py", "stabletrain train"
-    )
-    text = text.replace("python -m stabletrain train", "stabletrain train")
+    for program in (f"python {ROOT / 'train.py'}", "python train.py", "python -m stabletrain train"):
+        text = text.replace(program, "stabletrain train")
     text = text.replace("torchrun --nproc_per_node=8 train.py", "torchrun --nproc_per_node=8 -m stabletrain train")
     return re.sub(r"\d{4}-\d\d-\d\d/[\d-]{8}|\d+:\d\d left|\d+ s\b|[\d.,]+k? tok/s", "<time>", text)
 
@@ -424,6 +422,7 @@ SAME = {
 }
 
 
+@pytest.mark.slow(unless=lambda case: case in ("help", "a typing error", "a halted run"))
 @pytest.mark.parametrize("case", SAME)
 def test_the_installed_command_does_what_the_script_does(tmp_path, case):
     code, typed = SAME[case]
@@ -444,6 +443,7 @@ def test_a_configuration_folder_is_relative_to_the_working_folder(tmp_path):
         assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "steps: 3", "")
 
 
+@pytest.mark.slow
 def test_the_installed_command_continues_the_scripts_run(tmp_path):
     for run, steps in ((command, 3), (installed, 6)):
         done = run(*QUICK[:-1], f"steps={steps}", "resume=auto", cwd=tmp_path)
