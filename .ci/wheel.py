@@ -60,11 +60,16 @@ def installed(wheel: Path, venv: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     python = venv / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel]
-    subprocess.run(pip, check=True)
+    subprocess.run(pip, check=True, cwd=venv, env=environment())
     # Python reads the .pth files of this folder only, so an editable install of the checkout is not found.
     [packages] = venv.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
     return venv / "bin"
+
+
+def environment() -> dict[str, str]:
+    """Returns the environment variables without those by which Python could find the checkout."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
 class User:
@@ -81,10 +86,8 @@ class User:
     def types(self, *words: str | Path, code: int = 0) -> subprocess.CompletedProcess:
         """Runs a program of the new environment; raises if its exit code is another than `code`."""
         print("+", *words, flush=True)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        done = subprocess.run(
-            [self._programs / words[0], *words[1:]], cwd=self.folder, env=environment, capture_output=True, text=True
-        )
+        command = [self._programs / words[0], *words[1:]]
+        done = subprocess.run(command, cwd=self.folder, env=environment(), capture_output=True, text=True)
         assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
