@@ -73,7 +73,7 @@ def environment() -> dict[str, str]:
 
 
 class User:
-    """Somebody who types commands.
+    """Types commands in the new environment.
 
     Attributes:
         folder: the working folder, empty at first.

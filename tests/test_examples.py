@@ -1,0 +1,16 @@
+"""The scripts in `examples/` run as they stand, with arguments that make them quick."""
+
+import pytest
+
+from tests.runs import ROOT, python
+
+ARGUMENTS = {"train_and_load.py": ["steps=3", "model.n_layer=1", "eval_batches=1", "device=cpu"]}
+"""Arguments of the examples that take any."""
+
+
+@pytest.mark.parametrize("name", sorted(file.name for file in (ROOT / "examples").glob("*.py")))
+def test_an_example_runs(tmp_path, name):
+    path = str(ROOT / "examples" / name)
+    done = python(path, *ARGUMENTS.get(name, []), cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
