@@ -66,7 +66,7 @@ import sys
 import torch
 
 from stabletrain import __version__
-from stabletrain.comparison import by_seed, frame, read_runs
+from stabletrain.compare import by_seed, frame, read_runs
 from stabletrain.records import Batch, GradNorms
 from stabletrain.stability.clipping.norm import NormClip
 
