@@ -1,5 +1,7 @@
 """What `import stabletrain` offers: the public names, and runs that are trained, loaded and compared from Python."""
 
+import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +15,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
 import stabletrain
+from stabletrain.api import wait_for_folder
 from stabletrain.checkpoint.folder import find
+from stabletrain.config.arguments import Arguments
 from stabletrain.errors import ConfigError
 from stabletrain.machine.signals import STOPS
 from stabletrain.trainer import loop
@@ -80,6 +84,23 @@ def test_a_call_gives_the_weights_of_the_command_twice_in_one_process(place):
     assert results[0].folder != results[1].folder
     assert [result.folder.parent.parent for result in results] == [place / "outputs"] * 2
     assert {(result.status, result.reason, result.metrics["steps"]) for result in results} == {("finished", None, 4)}
+
+
+def test_the_record_of_a_run_names_the_command_that_repeats_it(place):
+    result = stabletrain.train([*RUN, "checkpoint=off"])
+    record = json.loads((result.folder / "run.json").read_text())
+    assert record["command"] == shlex.join(["stabletrain", "train", *RUN, "checkpoint=off"])
+    assert (record["options"], record["overrides"]) == ([], [*RUN, "checkpoint=off"])
+
+
+def test_two_calls_within_a_second_get_folders_of_their_own(place, monkeypatch):
+    times = ["now", "now", "a second later"]
+    (place / "now").mkdir()
+    monkeypatch.setattr("stabletrain.api.time.strftime", lambda form: times.pop(0))
+    wait_for_folder(Arguments([], ["hydra.run.dir=now"]))
+    assert len(times) == 3, "a folder that the user names is none to wait for"
+    wait_for_folder(Arguments([], []))
+    assert times == []
 
 
 def test_signals_keep_their_handlers_during_a_run(place, monkeypatch):
