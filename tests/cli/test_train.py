@@ -414,7 +414,8 @@ HALTED = ["guard=skip", "guard.max_consecutive=1", "faults=input", "faults.at=[2
 SAME = {
     "help": (0, ["--help"]),
     "configuration": (0, ["--cfg", "job", "optimizer=muon"]),
-    "a typing error": (2, ["stepz=3"]),
+    "a typing error": (2, ["zzz=3"]),
+    "no option": (2, ["--zzz"]),
     "several values": (2, ["seed=1,2"]),
     "a run": (0, QUICK),
     "a halted run": (3, [*QUICK, *HALTED]),
@@ -422,7 +423,7 @@ SAME = {
 }
 
 
-@pytest.mark.slow(unless=lambda case: case in ("help", "a typing error", "a halted run"))
+@pytest.mark.slow(unless=lambda case: case in ("help", "a typing error", "no option", "a halted run"))
 @pytest.mark.parametrize("case", SAME)
 def test_the_installed_command_does_what_the_script_does(tmp_path, case):
     code, typed = SAME[case]
