@@ -123,7 +123,8 @@ def sweep_and_compare(user: User) -> None:
 
 
 def call_from_python(user: User) -> None:
-    """Trains, loads and compares from Python."""
+    """Trains, loads and compares from Python, and guards a loop of its own."""
+    user.types("python", ROOT / "examples" / "guard_loop.py")
     user.types("python", ROOT / "examples" / "train_and_load.py", "steps=20", "device=cpu")
 
 

@@ -3,8 +3,8 @@ defaults.
 
 Lightning's `Trainer` and transformers' `Trainer`, plain and with their own NaN tools: `detect_anomaly=True` and
 `debug="underflow_overflow"`. Logging, saving and progress bars are off. Each round fits anew from the same weights; the
-clock starts after the warm-up steps. The bare loop and this project's defaults are measured beside them, as steps of
-continuing runs. Requires `pip install -e ".[bench]"`.
+clock starts after the warm-up steps. The bare loop, the same loop with `Guard`, and this project's defaults are
+measured beside them, as steps of continuing runs. Requires `pip install -e ".[bench]"`.
 """
 
 import copy
@@ -225,7 +225,9 @@ def several(loop: Callable[[], object], steps: int, clock: Clock) -> Callable[[i
     return lambda number: clock.seconds(lambda: [loop() for _ in range(steps)]) / steps
 
 
-def beside(bare: BareLoop, run: Callable[[], object], others: Others) -> dict[str, Callable[[int], float]]:
-    """Returns all kinds, including the bare loop and this project's run."""
-    steps, clock = others.steps, others.clock
-    return {"bare": several(bare, steps, clock), "defaults": several(run, steps, clock), **others.kinds()}
+def beside(
+    bare: BareLoop, run: Callable[[], object], guarded: Callable[[], object], others: Others
+) -> dict[str, Callable[[int], float]]:
+    """Returns all kinds, including the bare loop, the same loop with `Guard`, and this project's run."""
+    loops = {"bare": bare, "bare with Guard": guarded, "defaults": run}
+    return {name: several(loop, others.steps, others.clock) for name, loop in loops.items()} | others.kinds()

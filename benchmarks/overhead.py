@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from bare import BareLoop, adamw, sgd
 from finite_hooks import finite_hooks
+from guarded_loop import guarded_of
 from jobs import SIZES, Rounds, built
 from measuring import Clock, command_line, head, in_turns, machine, modes, quartiles, ratios, row, save, silence, whole
 from others import Others, beside, check_installed
@@ -169,7 +170,8 @@ def fits(folder: Path, overrides: Sequence[str], rounds: int, turn: int, clock: 
         clock=clock,
         folder=folder,
     )
-    taken = in_turns(beside(bare, run, others), rounds, warm_up=1)
+    guarded = guarded_of(bare, others.batches, OPTIMIZERS[kind], folder / "guarded")
+    taken = in_turns(beside(bare, run, guarded, others), rounds, warm_up=1)
     run.close()
     return Found(taken, dict.fromkeys(taken, taken["bare"]), {}, "unknown")
 

@@ -79,6 +79,8 @@ TARGETS = {
     "overhead/resnet": Target("the defaults over a bare loop, ResNet", 1.01, True),
     "overhead/own_gpt": Target("the defaults' own time over a bare step, GPT", 1.01, True, cpu_only),
     "overhead/own_resnet": Target("the defaults' own time over a bare step, ResNet", 1.01, True, cpu_only),
+    "own_loop/gpt": Target("Guard's own time over a plain step, GPT", 1.02, True, cpu_only),
+    "own_loop/resnet": Target("Guard's own time over a plain step, ResNet", 1.02, True, cpu_only),
     "overhead/waits": Target("what in an ordinary step waits for the card, times", 0, True, card),
     "operations/more": Target("kernels that a guarded step launches beyond a bare loop's, most", 30, True),
     "throughput/gpt_mini": Target("gpt_mini in bf16 over plain fp32 PyTorch, speed", 2.6, False, bf16_cpu),

@@ -19,7 +19,7 @@ from stabletrain.config.moved import install
 
 if TYPE_CHECKING:
     from stabletrain.api import compare, load, train
-    from stabletrain.guarded.guard import Guard  # ty: ignore
+    from stabletrain.guarded.guard import Guard
     from stabletrain.records import Batch
 
 __version__ = "0.1.0"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from stabletrain.machine.signals import StopRequest
-from stabletrain.stability.guard import RollbackGuard
+from stabletrain.stability.guard import RollbackGuard, SkipGuard
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.loop import training_loop
 from tests.clocks import ToldClock
@@ -113,6 +113,22 @@ def test_own_time_is_what_lies_outside_of_the_model_and_the_optimizer(benchmark,
     assert all(0.5 < seconds < 0.6 for seconds in ours), "in every round a step is judged"
     assert all(0 < seconds < 0.1 for seconds in bare)
     assert all(whole > rest for whole, rest in zip(found["seconds"]["bare"], bare, strict=True))
+
+
+def test_a_guarded_loop_of_ones_own_takes_the_plain_loops_steps_and_a_slow_guard_shows(
+    benchmark, tmp_path, monkeypatch
+):
+    own_loop, jobs, measuring = (benchmark(name) for name in ("own_loop", "jobs", "measuring"))
+    clock = ToldClock()
+    monkeypatch.setattr(own_loop.time, "perf_counter", clock.now)
+    monkeypatch.setattr(SkipGuard, "judge", clock.slow(SkipGuard.judge, 0.5))
+    with measuring.silence():
+        found = own_loop.measured(tmp_path, TINY(jobs), 3, "wall", bf16=False)
+    assert found["rest"].keys() == {"bare", "bare again", *own_loop.KINDS}
+    assert all(0.5 < seconds < 0.6 for kind in own_loop.KINDS for seconds in found["rest"][kind])
+    assert all(0 < seconds < 0.1 for seconds in found["rest"]["bare"])
+    losses = {name: [p.sum().item() for p in loop.model.parameters()] for name, loop in found["loops"].items()}
+    assert losses["bare"] == losses["guard"] == losses["rollback"]
 
 
 def test_host_time_is_measured_beside_a_bare_loop(benchmark, capsys):

@@ -31,6 +31,7 @@ from stabletrain.forensics import repro as repro_files
 from stabletrain.forensics.incident_list import read
 from stabletrain.forensics.replay import replay
 from stabletrain.forensics.user_code import compare
+from stabletrain.guarded.saved_step import is_saved_step, replay_step
 from stabletrain.machine import hardware
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.program import conf_folder
@@ -145,6 +146,8 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
         )
     if not (folder / repro_files.SCENE).exists():
         raise ConfigError(f"{folder}: {why_not(folder)}")
+    if is_saved_step(folder):
+        return replay_of_loop(folder, overrides)
     about = repro_files.about(folder)
     if not {"config", "choices"} <= set(about):
         raise ConfigError(
@@ -167,17 +170,39 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
         raise StabletrainError(f"{folder}: the step cannot be replayed: {outcome.not_run}")
     known = repro_files.read(folder)[repro_files.STATE]["parameters"]
     fresh = [name for name, _ in model.named_parameters() if name not in known]
-    diagnosis: dict[str, Any] = {}
-    with contextlib.suppress(ConfigError):  # the replay also works without `diagnosis.json`
-        diagnosis = read(folder)
+    diagnosis = diagnosis_of(folder)
     changed, unsure = compare(repro_files.read(folder).get("code") or {}, model, tools)
     return ReplayReport(
         repro.reading, outcome, tuple(overrides), fresh, repro.applied, diagnosis, changed, unsure, repro.part
     )
 
 
+def replay_of_loop(folder: Path, overrides: Sequence[str]) -> ReplayReport:
+    """Replays a step of a user's own loop, which `Guard` has recorded.
+
+    Raises:
+        ConfigError: there are overrides, or the loop's code is not there any more.
+    """
+    if overrides:
+        raise ConfigError(
+            f"{' '.join(overrides)}: this step ran in a loop of your own, which has no such options; change the code "
+            "and replay it again"
+        )
+    found = replay_step(folder)
+    return ReplayReport(found.reading, found.outcome, (), (), False, diagnosis_of(folder), found.changed)
+
+
+def diagnosis_of(folder: Path) -> dict[str, Any]:
+    """Reads an incident's `diagnosis.json`; empty if it cannot be read, because the replay also works without it."""
+    with contextlib.suppress(ConfigError):
+        return read(folder)
+    return {}
+
+
 def why_not(folder: Path) -> str:
     """Why a folder cannot be replayed."""
+    if reason := diagnosis_of(folder).get("not_replayable"):
+        return f"it cannot be replayed: {reason}"
     if (folder / "diagnosis.json").exists():
         return "weights and batch were not saved, so it cannot be replayed: train with forensics.keep_state=true"
     return "the folder holds no incident: use one of <run>/incidents/; `stabletrain diagnose <run>` lists them"

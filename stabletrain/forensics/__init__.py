@@ -8,10 +8,12 @@ without importing torch.
 | handler | investigates incidents within a time budget and writes their folders |
 | distributed_handler, agreement | the same on several ranks: they agree after every part, and one writes the folder |
 | investigate | gathers the evidence of one incident, on copies |
+| subject | the step under investigation: how to run it again, and what to ask of it |
 | repro | everything needed to replay a step, in memory and on disk |
 | user_code | hashes of the user's source files that the step runs through |
 | replay | replays the step, unchanged or with one thing changed |
 | probes/samples, state | finds bad samples of the batch, and corrupt weights and moments |
+| probes/attention_scores | finds the largest attention logit |
 | probes/underflow | finds gradients that underflow to 0 in fp16 |
 | trace/recorder, values, callers | records every operation of a step, and where non-finite values began |
 | trace/origin, arithmetic, nonfinite_rules | the operation to blame, and why its result was not finite |

@@ -32,6 +32,7 @@ from stabletrain.forensics.handler import IncidentHandler, IncidentSummary, NoIn
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.probes.samples import bad_samples
 from stabletrain.forensics.repro import Repro
+from stabletrain.forensics.subject import StepSubject, Subject
 from stabletrain.parallel.ranks import Ranks, timeout
 from stabletrain.parallel.whole import WholeState
 
@@ -93,7 +94,7 @@ class DistributedIncidentHandler(NoIncidentHandler):
         if bad[self._ranks.rank] or not any(bad):
             try:
                 ready = replace(repro, older=older, deadline=deadline)
-                found = own.investigate(ready, kind, classes=classes, optimizer=optimizer, limits=limits)
+                found = own.investigate(StepSubject(ready), kind, classes=classes, optimizer=optimizer, limits=limits)
             except NotInvestigated:  # all ranks raise this one together
                 raise
             except Exception as raised:
@@ -105,23 +106,32 @@ class DistributedIncidentHandler(NoIncidentHandler):
                 raise error
             return account_of(found)
 
-        return self._file(own, repro, found, exchange(account))
+        return write_together(own, self._ranks.rank, StepSubject(repro), found, exchange(account))
 
-    def _file(
-        self, own: IncidentHandler, repro: Repro, found: Findings | None, told: list[Account]
-    ) -> IncidentSummary | None:
-        """Has one rank write the folder, and returns its summary on all ranks."""
-        assert repro.reading is not None
-        chosen, guilty = choose(told, repro.reading.rank)
 
-        def write() -> IncidentSummary | None:
-            if self._ranks.rank != chosen or found is None:
-                return None
-            all_normal = all(account.level == 0 and account.normal for account in told)
-            mine = unattributed(found) if all_normal and step_was_bad(found.evidence) else found
-            return own.write_incident(repro, mine, rank=guilty)
+def write_together(
+    own: IncidentHandler, rank: int, subject: Subject, found: Findings | None, told: list[Account]
+) -> IncidentSummary | None:
+    """Has one rank write the folder, and returns its summary on all ranks.
 
-        return exchange(write)[chosen]
+    Args:
+        own: this rank's handler.
+        rank: this rank.
+        subject: the step, as this rank sees it.
+        found: this rank's findings; None if it has nothing to report.
+        told: what each rank tells the others.
+    """
+    assert subject.reading is not None
+    chosen, guilty = choose(told, subject.reading.rank)
+
+    def write() -> IncidentSummary | None:
+        if rank != chosen or found is None:
+            return None
+        all_normal = all(account.level == 0 and account.normal for account in told)
+        mine = unattributed(found) if all_normal and step_was_bad(found.evidence) else found
+        return own.write_incident(subject, mine, rank=guilty)
+
+    return exchange(write)[chosen]
 
 
 def account_of(found: Findings | None) -> Account:

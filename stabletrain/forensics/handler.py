@@ -21,6 +21,7 @@ from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.incident import place_for, write
 from stabletrain.forensics.investigate import Findings, investigate
 from stabletrain.forensics.repro import Repro
+from stabletrain.forensics.subject import StepSubject, Subject
 from stabletrain.parallel.whole import WholeState
 
 ATTEMPTS = 3
@@ -100,7 +101,7 @@ class IncidentHandler(NoIncidentHandler):
         self._setting = RunSettings()
 
     def open(self, folder: Path, setting: RunSettings) -> None:
-        """Sets the run folder, and the run's settings, which decide which fixes apply."""
+        """Sets the folder for incidents, and the run's settings, which decide which fixes apply."""
         self._folder, self._setting = folder, setting
 
     def handle(
@@ -142,8 +143,8 @@ class IncidentHandler(NoIncidentHandler):
                 return states.gather_older()
 
             repro = replace(repro, model=states.gather(), older=older, deadline=self.deadline())
-            found = self.investigate(repro, kind, classes=classes, optimizer=optimizer, limits=limits)
-            return None if found is None else self.write_incident(repro, found)
+            found = self.investigate(StepSubject(repro), kind, classes=classes, optimizer=optimizer, limits=limits)
+            return None if found is None else self.write_incident(StepSubject(repro), found)
         except Exception as error:
             raise NotInvestigated(in_one_line(error)) from error
 
@@ -151,7 +152,7 @@ class IncidentHandler(NoIncidentHandler):
         """Whether another incident may be investigated."""
         if self._folder is None or self._investigations >= ATTEMPTS * self.max_incidents:
             return False
-        return len(list(self._folder.glob("incidents/step-*"))) < self.max_incidents
+        return len(list(self._folder.glob("step-*"))) < self.max_incidents
 
     def count(self) -> None:
         """Counts an investigation that begins."""
@@ -163,7 +164,7 @@ class IncidentHandler(NoIncidentHandler):
 
     def investigate(
         self,
-        repro: Repro,
+        subject: Subject,
         kind: str,
         *,
         classes: int | None,
@@ -173,11 +174,11 @@ class IncidentHandler(NoIncidentHandler):
         """Returns the findings; None if the alarm was false."""
         # The guard's limits decide whether a finite replay counts as normal.
         setting = replace(self._setting, loss_limit=limits[0], norm_limit=limits[1])
-        found = investigate(repro, kind, classes=classes, optimizer=optimizer, setting=setting)
+        found = investigate(subject, kind, classes=classes, optimizer=optimizer, setting=setting)
         small = found.evidence.underflow
         return None if kind == "loss_scale" and (small is None or not small.real) else found
 
-    def write_incident(self, repro: Repro, found: Findings, rank: int | None = None) -> IncidentSummary | None:
+    def write_incident(self, subject: Subject, found: Findings, rank: int | None = None) -> IncidentSummary | None:
         """Writes the folder and returns the summary; None if the mistake is known already.
 
         `rank` is the rank at fault; None for one process, or if no rank is known to be.
@@ -187,11 +188,11 @@ class IncidentHandler(NoIncidentHandler):
             self.again[mistake] += 1
             return None
         assert self._folder is not None, "open(folder, setting) comes first"
-        assert repro.reading is not None
+        assert subject.reading is not None
         path: Path | None = None
         try:
-            path = place_for(self._folder, repro.reading.step)
-            write(path, repro, found, rank=rank, keep_state=self.keep_state)
+            path = place_for(self._folder, subject.reading.step)
+            write(path, subject, found, rank=rank, keep_state=self.keep_state)
         except OSError as error:  # a full disk must neither end the run nor hide the cause
             path, where = None, f"its folder could not be written ({error.strerror or error})"
         else:
@@ -200,7 +201,7 @@ class IncidentHandler(NoIncidentHandler):
         about = found.diagnosis
         of_rank = "" if rank is None else f", rank {rank}"
         lines = [
-            f"step {repro.reading.step}{of_rank}: {about.cause} ({about.confidence:.0%} sure): {about.verdict}",
+            f"step {subject.reading.step}{of_rank}: {about.cause} ({about.confidence:.0%} sure): {about.verdict}",
             f"fix: {about.fix[0] if about.fix else 'none known'}",
             f"details: {where}",
         ]

@@ -11,7 +11,8 @@ from typing import Any
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.replay import VARIANTS, Outcome
 from stabletrain.forensics.report import report
-from stabletrain.forensics.repro import BATCH, SCENE, STATE, Repro, save_repro
+from stabletrain.forensics.repro import BATCH, SCENE, STATE
+from stabletrain.forensics.subject import Subject
 from stabletrain.tracking.metrics import now, plain, replace
 
 UNNEEDED = Outcome(not_run="not needed: the cause was already known")
@@ -19,14 +20,14 @@ UNNEEDED = Outcome(not_run="not needed: the cause was already known")
 
 
 def place_for(folder: Path, step: int) -> Path:
-    """The folder for an incident; with a number if the same step had an incident before a rollback."""
-    path, number = folder / "incidents" / f"step-{step:08d}", 2
+    """The folder for an incident, in the folder of all; with a number if the step had one before a rollback."""
+    path, number = folder / f"step-{step:08d}", 2
     while path.exists():
-        path, number = folder / "incidents" / f"step-{step:08d}-{number}", number + 1
+        path, number = folder / f"step-{step:08d}-{number}", number + 1
     return path
 
 
-def write(path: Path, repro: Repro, found: Findings, *, rank: int | None, keep_state: bool) -> None:
+def write(path: Path, subject: Subject, found: Findings, *, rank: int | None, keep_state: bool) -> None:
     """Writes an incident into `path`, from `place_for`.
 
     `keep_state` also saves weights and batch, so that the step can be replayed from the folder. `rank` is the rank
@@ -36,31 +37,25 @@ def write(path: Path, repro: Repro, found: Findings, *, rank: int | None, keep_s
         OSError: the disk is full or gone.
     """
     path.mkdir(parents=True, exist_ok=True)
-    record = as_json(repro, found, rank)
+    record = as_json(subject, found, rank)
     (path / "report.md").write_text(report(record, found, path), encoding="utf-8")
     replace(path / "diagnosis.json", json.dumps(plain(record), allow_nan=False, indent=2) + "\n")
     if keep_state:  # last, because it is the largest: on a nearly full disk the diagnosis still fits
         try:
-            save_repro(path, repro)
+            subject.save(path)
         except OSError:
             for file in (SCENE, BATCH, STATE):
                 (path / file).unlink(missing_ok=True)
             raise
 
 
-def as_json(repro: Repro, found: Findings, rank: int | None) -> dict[str, Any]:
+def as_json(subject: Subject, found: Findings, rank: int | None) -> dict[str, Any]:
     """The content of `diagnosis.json`; the keys are a contract."""
     evidence, diagnosis = found.evidence, found.diagnosis
     culprits = evidence.culprits
     places = culprits.samples if culprits and not culprits.others_too else []
-    batch = repro.batch
     samples = [dict(sample) for sample in evidence.samples] or [
-        {
-            "index": index,
-            **({} if batch.ids is None else {"id": int(batch.ids[index])}),
-            **({} if batch.sources is None else {"source": batch.sources[index]}),
-        }
-        for index in places[:8]
+        {"index": index, **subject.identify(index)} for index in places[:8]
     ]
     return {
         "step": evidence.reading.step,
@@ -85,4 +80,5 @@ def as_json(repro: Repro, found: Findings, rank: int | None) -> dict[str, Any]:
         "time": now(),
         "seconds": round(found.seconds, 3),
         "not_looked_at": found.failures,
+        "not_replayable": subject.why_not_replayable(),
     }

@@ -13,14 +13,15 @@ WIDTH = 11
 def incidents(run: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Returns the incidents of a run with the content of their `diagnosis.json`, newest last.
 
-    `run` is a run folder, its `incidents` folder, or the folder of one incident.
+    `run` is a run folder, a folder of incidents, or the folder of one incident.
 
     Raises:
         ConfigError: `run` is none of these, or a diagnosis cannot be read.
     """
     if (run / "diagnosis.json").exists():
         return [(run, read(run))]
-    within = run if run.name == "incidents" else run / "incidents"
+    holds = run.name == "incidents" or any(run.glob("step-*/diagnosis.json"))
+    within = run if holds else run / "incidents"
     if not within.is_dir() and not (run / "run.json").exists():
         what = "is not a run folder" if run.is_dir() else "is not a folder"
         raise ConfigError(f"{run} {what}: use a run folder that train.py made, such as outputs/<date>/<time>")

@@ -21,11 +21,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from stabletrain.errors import StabletrainError
 from stabletrain.forensics.repro import Repro
 from stabletrain.machine.compiling import compile_, compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.protocols import Tools
-from stabletrain.records import Batch, TrainState
+from stabletrain.records import Batch, RankPart, Reading, TrainState
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.kernels import ieee_kernels
 from stabletrain.step import compute
@@ -72,8 +73,8 @@ class Take:
     tools: Tools
 
 
-class NotPossible(Exception):
-    """Raised if the repro lacks something that the variant needs."""
+class NotPossible(StabletrainError):
+    """Raised if something is missing that the variant needs."""
 
 
 def same(repro: Repro) -> Take:
@@ -120,6 +121,11 @@ def replays(repro: Repro, variants: Iterable[str] = VARIANTS) -> dict[str, Outco
     return {variant: replay(repro, variant) for variant in variants}
 
 
+def in_true_fp32(variant: str) -> contextlib.AbstractContextManager:
+    """Returns the context to run a variant in: `fp32` computes without TF32."""
+    return ieee_kernels() if variant == "fp32" else contextlib.nullcontext()
+
+
 def replay(repro: Repro, variant: str) -> Outcome:
     """Replays the step as one of `VARIANTS`; never raises because of the model."""
     make, began = VARIANTS[variant], time.monotonic()
@@ -130,7 +136,7 @@ def replay(repro: Repro, variant: str) -> Outcome:
         take = make(repro)
         if compiled:
             compile_(take.model, repro.compiled_for)
-        with ieee_kernels() if variant == "fp32" else contextlib.nullcontext():
+        with in_true_fp32(variant):
             loss, norm, zeros = perform(take.model, take.batches, take.tools, repro.step)
     except NotPossible as error:
         return Outcome(not_run=str(error))
@@ -138,20 +144,27 @@ def replay(repro: Repro, variant: str) -> Outcome:
         if compiled:  # perhaps compilation failed: replay uncompiled, marked as not comparable
             return replay(replace(repro, compiled=True, compiled_for=None), variant)
         return Outcome(not_run=" ".join(f"{type(error).__name__}: {error}".split())[:200])
-    equal = compare(repro, loss, norm) if variant == "same" else None
+    part = None if repro.applied else repro.part
+    equal = compare(loss, norm, repro.reading, part, repro.comparable) if variant == "same" else None
     finite = math.isfinite(loss) and math.isfinite(norm)
     return Outcome(finite, loss, norm, equal, zeros, time.monotonic() - began)
 
 
-def compare(repro: Repro, loss: float, norm: float) -> bool | None:
-    """Compares an unchanged replay with the step; see `Outcome.bitwise_equal_to_reading`."""
-    part = repro.part
-    if part is not None and not repro.applied:
+def compare(loss: float, norm: float, reading: Reading | None, part: RankPart | None, comparable: bool) -> bool | None:
+    """Compares an unchanged replay with the step; see `Outcome.bitwise_equal_to_reading`.
+
+    Args:
+        loss, norm: of the replay.
+        reading: the step's; None if unknown.
+        part: this rank's own part of the step; None in a single process.
+        comparable: whether the bits must be equal.
+    """
+    if part is not None:
         agrees = near(loss, part.loss) and (part.grad_norm is None or near(norm, part.grad_norm))
         return None if agrees else False
-    if repro.reading is None or not repro.comparable:
+    if reading is None or not comparable:
         return None
-    return same_bits(loss, repro.reading.loss) and same_bits(norm, repro.reading.grad_norm)
+    return same_bits(loss, reading.loss) and same_bits(norm, reading.grad_norm)
 
 
 def perform(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> tuple[float, float, float]:

@@ -56,7 +56,7 @@ def report(record: Mapping[str, Any], found: Findings, folder: Path | None = Non
             *section("Replays of the step", runs(evidence)),
             *section("More evidence", [f"- {line}" for line in lines]),
             *section("What could not be checked", [f"- {line}" for line in found.failures]),
-            *section("Replay it yourself", [f"    stabletrain replay {name}"]),
+            *section("Replay it yourself", again(record, name)),
             "",
         ]
     )
@@ -109,13 +109,20 @@ def trying(fixes: Sequence[str], name: str) -> list[str]:
     return ["", "To try it on this step:", "", f"    stabletrain replay {name} '{able[0]}'"] if able else []
 
 
+def again(record: Mapping[str, Any], name: str) -> list[str]:
+    """The command that replays the step, or why there is none."""
+    reason = record.get("not_replayable")
+    return [f"Not possible: {reason}."] if reason else [f"    stabletrain replay {name}"]
+
+
 def where(origin: Origin | None) -> list[str]:
     """The operation to blame, with its inputs and outputs."""
     if origin is None:
         return []
     lines = [
         f"`{origin.op}` in {f'`{origin.module}`' if origin.module else 'the model'}, {origin.direction}, "
-        f"{origin.dtype}, at `{origin.source or 'an unknown line'}`:",
+        f"{origin.dtype}, at `{origin.source or 'an unknown line'}`"
+        f"{f', called from `{origin.called_from}`' if origin.called_from else ''}:",
         "",
         f"> {origin.reason}",
         "",

@@ -327,7 +327,7 @@ def start_forensics(
         warmup=tools.learning_rate.warmup.length(cfg.steps),
         deterministic=choices["determinism"] == "strict" or uncompiled_cpu,
     )
-    handler.open(folder, settings)
+    handler.open(folder / "incidents", settings)
     return Forensics(handler, model_factory, metadata={"config": config, "choices": choices, "started": time.time()})
 
 

@@ -109,7 +109,7 @@ def test_existing_folders_count_against_the_budget(tmp_path):
     def never():
         raise AssertionError("an incident past the budget is only counted")
 
-    (tmp_path / "incidents" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "step-00000001").mkdir()
     forensics = IncidentHandler(max_incidents=1)
     forensics.open(tmp_path, RunSettings())
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)

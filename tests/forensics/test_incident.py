@@ -18,6 +18,7 @@ from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.probes.samples import Culprits
 from stabletrain.forensics.replay import VARIANTS
 from stabletrain.forensics.repro import Repro, load_repro
+from stabletrain.forensics.subject import StepSubject
 from stabletrain.records import Batch
 from tests.forensics.diagnosis.given import FINE, NAN, READING, SPIKE, origin
 
@@ -38,7 +39,7 @@ CONTRACT = {
         "replays",
         "reading",
     ),
-    *("limits", "damage", "evidence", "time", "seconds", "not_looked_at"),
+    *("limits", "damage", "evidence", "time", "seconds", "not_looked_at", "not_replayable"),
 }
 FILES = {"diagnosis.json", "report.md", "scene.json", "batch.safetensors", "state.safetensors"}
 
@@ -62,11 +63,11 @@ def test_a_second_incident_of_a_step_gets_its_own_folder(tmp_path):
         names.append(place_for(tmp_path, 7).name)
         place_for(tmp_path, 7).mkdir(parents=True)
     assert names == ["step-00000007", "step-00000007-2", "step-00000007-3"]
-    assert place_for(tmp_path, 8) == tmp_path / "incidents" / "step-00000008"
+    assert place_for(tmp_path, 8) == tmp_path / "step-00000008"
 
 
 def test_the_diagnosis_is_standard_json_with_all_fields_of_the_contract(tmp_path, repro):
-    write(tmp_path, repro, findings(), rank=1, keep_state=True)
+    write(tmp_path, StepSubject(repro), findings(), rank=1, keep_state=True)
     assert {file.name for file in tmp_path.iterdir()} == FILES
     record = json.loads((tmp_path / "diagnosis.json").read_text(), parse_constant=pytest.fail)
     assert record.keys() == CONTRACT
@@ -86,7 +87,7 @@ def test_the_diagnosis_is_standard_json_with_all_fields_of_the_contract(tmp_path
 
 
 def test_a_kept_state_can_be_loaded_from_the_folder(tmp_path, repro):
-    write(tmp_path, repro, findings(), rank=None, keep_state=True)
+    write(tmp_path, StepSubject(repro), findings(), rank=None, keep_state=True)
     model = nn.Linear(3, 2)
     again = load_repro(tmp_path, model, repro.tools)
     assert torch.equal(again.batch.inputs, repro.batch.inputs)
@@ -95,7 +96,7 @@ def test_a_kept_state_can_be_loaded_from_the_folder(tmp_path, repro):
 
 
 def test_without_its_state_an_incident_is_two_small_files(tmp_path, repro):
-    write(tmp_path / "a", repro, findings(), rank=None, keep_state=False)
+    write(tmp_path / "a", StepSubject(repro), findings(), rank=None, keep_state=False)
     assert {file.name for file in (tmp_path / "a").iterdir()} == {"diagnosis.json", "report.md"}
 
 
@@ -111,44 +112,46 @@ def test_on_a_full_disk_the_diagnosis_is_written_and_no_partial_state_remains(tm
 
     monkeypatch.setattr(repro_files, "write", full)
     with pytest.raises(OSError, match="No space left"):
-        write(tmp_path, repro, findings(), rank=None, keep_state=True)
+        write(tmp_path, StepSubject(repro), findings(), rank=None, keep_state=True)
     assert {file.name for file in tmp_path.iterdir()} == {"diagnosis.json", "report.md"}
     assert json.loads((tmp_path / "diagnosis.json").read_text())["cause"] == diagnose(EVIDENCE).cause
 
 
 def test_culprit_samples_found_by_bisection_are_named_by_index_id_and_source(repro):
     culprits = Culprits([1, 3], True, 6)
-    record = as_json(repro, findings(replace(EVIDENCE, culprits=culprits)), None)
+    record = as_json(StepSubject(repro), findings(replace(EVIDENCE, culprits=culprits)), None)
     assert record["samples"] == [{"index": 1, "id": 41, "source": "b"}, {"index": 3, "id": 43, "source": "d"}]
     mute = replace(repro, batch=replace(repro.batch, ids=None, sources=None))
-    assert as_json(mute, findings(replace(EVIDENCE, culprits=culprits)), None)["samples"] == [
+    assert as_json(StepSubject(mute), findings(replace(EVIDENCE, culprits=culprits)), None)["samples"] == [
         {"index": 1},
         {"index": 3},
     ]
     every = replace(EVIDENCE, culprits=replace(culprits, others_too=True))
-    assert as_json(repro, findings(every), None)["samples"] == [], "if another batch fails too, no sample is to blame"
+    assert as_json(StepSubject(repro), findings(every), None)["samples"] == [], (
+        "if another batch fails too, no sample is to blame"
+    )
 
 
 def test_bad_samples_take_precedence_over_culprits_found_by_bisection(repro):
     bad = {"index": 2, "fault": "input", "what": "input holds NaN"}
     evidence = replace(EVIDENCE, samples=[bad], culprits=Culprits([1], True, 6))
-    assert as_json(repro, findings(evidence), None)["samples"] == [bad]
+    assert as_json(StepSubject(repro), findings(evidence), None)["samples"] == [bad]
 
 
 def test_contributing_causes_are_recorded_with_their_fixes(repro):
     outcomes = {"same": NAN, "fresh_batch": FINE}
     unsafe = replace(EVIDENCE, origin=origin(why="log_of_zero"), outcomes=outcomes, culprits=Culprits([1], True, 6))
-    record = as_json(repro, findings(unsafe), None)
+    record = as_json(StepSubject(repro), findings(unsafe), None)
     assert record["cause"] == "unsafe_op"
     (other,) = record["also"]
     assert other.keys() == {"cause", "confidence", "verdict", "fix"}
     assert (other["cause"], other["fix"]) == ("bad_batch", diagnose(unsafe).also[0].fix)
-    assert as_json(repro, findings(), None)["also"] == []
+    assert as_json(StepSubject(repro), findings(), None)["also"] == []
 
 
 def test_damage_and_a_missing_origin_are_recorded(repro):
     evidence = replace(EVIDENCE, origin=None, damage=[Damage("buffer", "mean", "1 of 3 values are not finite")])
-    record = as_json(repro, findings(evidence), None)
+    record = as_json(StepSubject(repro), findings(evidence), None)
     assert record["origin"] is None
     assert [(damage["what"], damage["name"]) for damage in record["damage"]] == [("buffer", "mean")]
     assert math.isfinite(record["confidence"])

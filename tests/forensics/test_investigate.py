@@ -10,17 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from stabletrain.forensics.diagnosis.evidence import RunSettings
-from stabletrain.forensics.investigate import (
-    Attempts,
-    Scores,
-    divisor_history,
-    gradient_staleness,
-    investigate,
-    largest_input,
-    trace,
-)
+from stabletrain.forensics.investigate import Attempts, divisor_history, investigate, origin_of
+from stabletrain.forensics.probes.attention_scores import Scores
 from stabletrain.forensics.replay import VARIANTS
 from stabletrain.forensics.repro import Repro
+from stabletrain.forensics.subject import StepSubject
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.records import IGNORE_INDEX, Batch
 from tests.forensics import faulty
@@ -54,7 +48,7 @@ def repro(tools):
 
 def looked_into(repro, kind="nonfinite", **more):
     chosen = {"classes": 2, "optimizer": None, "setting": SETTING, **more}
-    return investigate(repro, kind, **chosen)
+    return investigate(StepSubject(repro), kind, **chosen)
 
 
 def test_an_unsafe_operation_is_named_with_its_line_and_the_outcomes_of_the_replays(repro):
@@ -115,10 +109,10 @@ def test_an_older_state_that_is_normal_shows_how_far_the_weights_have_moved(repr
 def test_the_sample_with_the_largest_input_is_compared_with_another_batch(repro):
     batch = replace(samples(), ids=torch.arange(40, 44))
     batch.inputs[3, 1] = -1e30
-    seen = largest_input(repro(nn.Identity(), batch))
+    seen = StepSubject(repro(nn.Identity(), batch)).largest_input()
     assert seen.sample == {"index": 3, "id": 43}
     assert (seen.largest, seen.elsewhere) == (float(torch.tensor(1e30)), float(samples(1).inputs.abs().max()))
-    assert largest_input(repro(nn.Identity(), batch, fresh=None)) is None
+    assert StepSubject(repro(nn.Identity(), batch, fresh=None)).largest_input() is None
 
 
 def test_nothing_live_is_changed(repro):
@@ -181,7 +175,7 @@ def test_the_history_of_a_divisor_is_followed_back_to_its_sum(work, makers):
 
 
 def test_the_trace_of_a_healthy_step_has_no_origin(repro):
-    assert trace(repro(nn.Linear(3, 3))) == (None, [])
+    assert origin_of(StepSubject(repro(nn.Linear(3, 3)))) == (None, [])
 
 
 def test_staleness_is_1_if_the_second_moment_matches_the_gradients(repro):
@@ -193,7 +187,7 @@ def test_staleness_is_1_if_the_second_moment_matches_the_gradients(repro):
     for parameter in scene.model.parameters():
         second = parameter.grad.square() * (1 - 0.99)
         optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg_sq": second}
-    assert gradient_staleness(scene, optimizer) == pytest.approx(1.0, rel=1e-3)
+    assert StepSubject(scene).staleness(optimizer) == pytest.approx(1.0, rel=1e-3)
 
 
 def test_a_batch_whose_targets_are_all_ignored_is_a_bad_label(repro):

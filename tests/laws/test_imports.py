@@ -30,13 +30,14 @@ MAY_SEE = {
     "step": NOUNS | {"protocols", "monitors"},
     "forensics": NOUNS
     | {"checkpoint", "machine", "monitors", "parallel", "protocols", "stability", "step", "tracking"},
+    "guarded": NOUNS | {"checkpoint", "forensics", "machine", "monitors", "parallel", "protocols", "stability", "step"},
     "config": NOUNS | {"parallel", "stability"},
     "trainer": NOUNS
     | {"checkpoint", "comparison", "config", "data", "faults", "forensics", "machine", "models", "monitors", "parallel"}
     | {"protocols", "stability", "step", "tracking"},
     "cli": NOUNS
-    | {"checkpoint", "comparison", "config", "data", "forensics", "machine", "models", "parallel", "protocols"}
-    | {"stability", "tracking", "trainer"},
+    | {"checkpoint", "comparison", "config", "data", "forensics", "guarded", "machine", "models", "parallel"}
+    | {"protocols", "stability", "tracking", "trainer"},
     "api": NOUNS | {"cli", "comparison", "config", "machine", "parallel", "tracking", "trainer"},
     "train": {"cli", "parallel"},
     "__main__": {"cli"},

@@ -238,8 +238,8 @@ class Casts(TorchDispatchMode):
         scales = torch.full((), math.nan) if scale is None else torch.as_tensor(scale).abs()
         least = math.inf if bool(scales.isinf().any()) else float(scales.min())
         one = Cast(
-            module=caller.module,
-            source=caller.source,
+            module=caller.place.module,
+            source=caller.place.source,
             tensor="weight"
             if storage(source)._cdata in self._weights
             else "grad_output"

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -132,8 +132,39 @@ def find_culprits(repro: Repro) -> Culprits:
     samples, the model runs at most 2 + 2 ceil(log2 n) times. The search stops
     after 8 + 4 ceil(log2 n) runs, or at the deadline.
     """
-    everyone = [*range(len(repro.batch))]
-    trials = Bisection(repro)
+    return search(len(repro.batch), Bisection(repro))
+
+
+@runtime_checkable
+class Trials(Protocol):
+    """Runs a step with parts of its batch, within a budget of passes.
+
+    Attributes:
+        passes: how often the model was run.
+    """
+
+    passes: int
+
+    def can_go_on(self, passes: int) -> bool:
+        """Returns whether the budget and the deadline allow that many more passes."""
+        ...
+
+    def whole(self) -> bool | None:
+        """Returns whether the step is non-finite with its whole batch; None if it cannot be run."""
+        ...
+
+    def find_filler(self) -> bool:
+        """Chooses samples that replace those left out; returns False if those are non-finite too."""
+        ...
+
+    def bad(self, rows: Sequence[int]) -> bool | None:
+        """Returns whether the step is non-finite with these samples of the batch; None if it cannot be run."""
+        ...
+
+
+def search(samples: int, trials: Trials) -> Culprits:
+    """Finds the samples that make a step non-finite, by bisection."""
+    everyone = [*range(samples)]
     if not everyone or not trials.whole():
         return Culprits([], False, trials.passes)
     if not trials.find_filler():

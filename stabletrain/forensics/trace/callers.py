@@ -7,6 +7,7 @@ just before its operation runs.
 """
 
 import bisect
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -17,10 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from stabletrain.errors import PACKAGE, is_own
+
 TORCH = f"{Path(torch.__file__).parent}/"
 HERE = f"{Path(__file__).parent}/"
 WRAPPERS = ("/jaxtyping/", "/beartype/", "/torchao/", "/precision/fp8_linear.py", "/probes/fp8_casts.py")
 """Files whose frames lie between the user's line and the operation: decorators that check types, and fp8 layers."""
+
+STEPS = (f"{PACKAGE}step.py", f"{PACKAGE}guarded{os.sep}")
+"""Files that run a step. Frames beyond them only start the training."""
 
 LANDMARKS = {
     ("autograd/graph.py", "_engine_run_backward"): "engine",
@@ -31,12 +37,26 @@ LEAF = "torch::autograd::AccumulateGrad"
 OUTSIDE = "objective"
 
 
+class Place(NamedTuple):
+    """The code that runs an operation.
+
+    Attributes:
+        module: dotted path of the module whose forward is running; empty for the model itself, `objective` outside it.
+        source: `file:line` of the innermost frame outside PyTorch and this folder; empty if there is none.
+        called_from: `file:line` of the innermost frame in the user's own code, if `source` is in a library.
+    """
+
+    module: str
+    source: str
+    called_from: str
+
+
 class Frames(NamedTuple):
     """What the stack shows about an operation.
 
     Attributes:
         module: dotted path of the module whose forward is running; None outside the model.
-        source: `file:line` of the innermost frame outside PyTorch and this folder; empty if there is none.
+        source, called_from: see `Place`.
         seed: whether the operation makes the gradient from which a backward pass starts.
         recomputing: whether activation checkpointing recomputes it.
         checkpoint: whether activation checkpointing is anywhere on the stack, also above a backward pass.
@@ -44,6 +64,7 @@ class Frames(NamedTuple):
 
     module: str | None
     source: str
+    called_from: str
     seed: bool
     recomputing: bool
     checkpoint: bool
@@ -51,19 +72,24 @@ class Frames(NamedTuple):
 
 @cache
 def role(file: str, function: str) -> str:
-    """Classifies a stack frame: a landmark in PyTorch, `library`, or `user`."""
+    """Classifies a stack frame: a landmark in PyTorch, `library`, `own` for the user's own code, `step`, or `other`."""
     if file.startswith(TORCH):
         inside = file.removeprefix(TORCH)
         return "checkpoint" if inside == "utils/checkpoint.py" else LANDMARKS.get((inside, function), "library")
     if file.startswith((HERE, "<")) and not file.startswith("<ipython"):
         return "library"
-    return "library" if any(wrapper in file for wrapper in WRAPPERS) else "user"
+    if any(wrapper in file for wrapper in WRAPPERS):
+        return "library"
+    if file.startswith(STEPS):
+        return "step"
+    return "own" if is_own(file) or file.startswith("<ipython") else "other"
 
 
 def frames(names: dict[int, str]) -> Frames:
     """Reads the stack from the inside out; `names` maps the `id` of each module to its dotted path."""
     module: str | None = None
-    source, seed, recomputing, checkpoint, engine = "", False, False, False, False
+    source, own, started = "", "", False
+    seed, recomputing, checkpoint, engine = False, False, False, False
     # Stop at the autograd engine, except to look for checkpointing: beyond it is only the line that calls `backward()`.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -71,26 +97,28 @@ def frames(names: dict[int, str]) -> Frames:
         if kind == "checkpoint":
             checkpoint, recomputing = True, recomputing or not engine
         elif not engine:
-            if kind == "user":
+            if kind in ("own", "other", "step"):
                 source = source or f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            if kind == "own" and not started:
+                own = own or f"{frame.f_code.co_filename}:{frame.f_lineno}"
             elif kind == "module" and module is None:
                 module = names.get(id(frame.f_locals["self"]))  # f_locals keeps only arguments alive
+            started = started or kind == "step"
             engine, seed = kind == "engine", seed or kind == "seed"
         frame = frame.f_back
-    return Frames(module, source, seed, recomputing, checkpoint)
+    return Frames(module, source, "" if own == source else own, seed, recomputing, checkpoint)
 
 
 class Caller(NamedTuple):
     """The code responsible for an operation; the other fields are as in `Frames`.
 
     Attributes:
-        module: dotted path in the model; empty for the model itself, `objective` outside it.
+        place: the code; for a backward operation, that of its forward operation.
         backward: whether it is a backward operation.
         leaf: whether it accumulates a parameter's gradient.
     """
 
-    module: str
-    source: str
+    place: Place
     backward: bool
     recomputed: bool
     seed: bool
@@ -103,7 +131,7 @@ class Callers:
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._nodes = {False: Nodes(), True: Nodes()}  # True: made under checkpointing, may be numbered apart
-        self._owners: dict[int, tuple[str, str]] = {}  # parameter -> module and line that first read it
+        self._owners: dict[int, Place] = {}  # parameter -> the code that first read it
 
     def of(self, node: Any, reads: list[Tensor], makes: bool) -> Caller:
         """Returns the code responsible for the running operation.
@@ -116,23 +144,25 @@ class Callers:
         seen = frames(self._names)
         again = node is not None and seen.checkpoint
         if node is None or seen.recomputing:
-            module = self._module(node, seen)
-            self._nodes[again].add(module, seen.source, makes)
+            place = Place(self._module(node, seen), seen.source, seen.called_from)
+            self._nodes[again].add(place, makes)
             for tensor in reads:
                 if tensor.requires_grad and tensor.is_leaf:
-                    self._owners.setdefault(id(tensor), (module, seen.source))
-            return Caller(module, seen.source, False, node is not None, seen.seed, False)
+                    self._owners.setdefault(id(tensor), place)
+            return Caller(place, False, node is not None, seen.seed, False)
         leaf = node.name() == LEAF
         found = self._owners.get(id(node.variable)) if leaf else None
-        module, source = found or self._nodes[again].find(node) or self._nodes[False].find(node) or (OUTSIDE, "")
-        return Caller(module, seen.source or source, True, False, False, leaf)
+        place = found or self._nodes[again].find(node) or self._nodes[False].find(node) or Place(OUTSIDE, "", "")
+        if seen.source:  # a backward function of the user's
+            place = Place(place.module, seen.source, seen.called_from)
+        return Caller(place, True, False, False, leaf)
 
     def _module(self, node: Any, seen: Frames) -> str:
         """Returns the module of a forward operation; outside a module's recomputed forward, that of its first run."""
         if seen.module is not None or node is None:
             return OUTSIDE if seen.module is None else seen.module
         made = self._nodes[False].find(node)
-        return OUTSIDE if made is None else made[0]
+        return OUTSIDE if made is None else made.module
 
 
 class Nodes:
@@ -140,20 +170,20 @@ class Nodes:
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
-        self._made: list[tuple[str, str, bool]] = []
+        self._made: list[tuple[Place, bool]] = []
 
-    def add(self, module: str, source: str, makes: bool) -> None:
+    def add(self, place: Place, makes: bool) -> None:
         """Records the running operation. If it `makes` a node, that is the newest one."""
         self._numbers.append(torch.autograd._get_sequence_nr() - 1)
-        self._made.append((module, source, makes))
+        self._made.append((place, makes))
 
-    def find(self, node: Any) -> tuple[str, str] | None:
-        """Returns module and source line of a node's forward operation; None if unknown."""
+    def find(self, node: Any) -> Place | None:
+        """Returns the code of a node's forward operation; None if unknown."""
         number = node._sequence_nr()
         at = bisect.bisect_left(self._numbers, number)
         # Without an exact match there are two cases. If the node belongs to a user's autograd.Function, the function's
         # first operation comes next. Otherwise the node was made after an operation that wrote into a view: use that.
-        exact = at < len(self._numbers) and self._numbers[at] == number and self._made[at][2]
+        exact = at < len(self._numbers) and self._numbers[at] == number and self._made[at][1]
         if not exact and not isinstance(node, BackwardCFunction):
             at -= 1
-        return self._made[at][:2] if 0 <= at < len(self._made) else None
+        return self._made[at][0] if 0 <= at < len(self._made) else None

@@ -34,7 +34,7 @@ class Origin:
     """The operation to blame.
 
     Attributes:
-        module, op, direction, source: see `OpRecord`.
+        module, op, direction, source, called_from: see `OpRecord`.
         node: the autograd node, for a backward operation.
         dtype: of the non-finite output.
         inputs, outputs: of the operation.
@@ -51,6 +51,7 @@ class Origin:
     op: str
     direction: str
     source: str
+    called_from: str
     node: str
     dtype: str
     inputs: tuple[Values, ...]
@@ -88,6 +89,7 @@ def find_origin(trace: Trace) -> Origin | None:
         op=record.op,
         direction=record.direction,
         source=record.source,
+        called_from=record.called_from,
         node=record.node,
         dtype=(bad or record.outputs[0]).dtype,
         inputs=record.inputs,

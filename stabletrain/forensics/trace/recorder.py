@@ -125,6 +125,7 @@ class OpRecord:
         op: the operation's name without overload, such as `aten.exp`.
         node: the autograd node that runs it, such as `SqrtBackward0`; empty in the forward pass.
         source: `file:line` of the code that called it; a backward operation has the line of its forward operation.
+        called_from: `file:line` in the user's own code, if `source` is in a library; else empty.
         inputs, outputs: tensors read and written, in order.
         writers: for each input, the record that wrote it last; None if it existed before the trace.
         how: the kind of source; empty if the operation is not a source.
@@ -140,6 +141,7 @@ class OpRecord:
     op: str
     node: str
     source: str
+    called_from: str
     inputs: tuple[Values, ...]
     outputs: tuple[Values, ...]
     writers: tuple[int | None, ...]
@@ -225,11 +227,12 @@ class Trace(TorchDispatchMode):
         self.records.append(
             OpRecord(
                 index=index,
-                module=caller.module,
+                module=caller.place.module,
                 direction="backward" if caller.backward else "forward",
                 op=call.op,
                 node=name(node) if caller.backward else "",
-                source=caller.source,
+                source=caller.place.source,
+                called_from=caller.place.called_from,
                 inputs=inputs,
                 outputs=outputs,
                 writers=writers,

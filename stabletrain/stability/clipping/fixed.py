@@ -114,10 +114,14 @@ class NormClip(Stateless):
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:
         """Scales every `.grad` in place by `coef`; for a finite norm bitwise equal to `clip_grad_norm_` of PyTorch."""
         del gate
-        finite = norms.total.nan_to_num(nan=0.0, posinf=0.0)  # a norm of 0 gives a factor of 1
-        factor = (self.max_norm / (finite + 1e-6)).clamp(max=1.0)
+        factor = self.factor(norms)
         multiply_(model, factor)
         return whole(factor)
+
+    def factor(self, norms: GradNorms) -> Float32[Tensor, ""]:
+        """Returns what every gradient is multiplied by, at most 1."""
+        finite = norms.total.nan_to_num(nan=0.0, posinf=0.0)  # a norm of 0 gives a factor of 1
+        return (self.max_norm / (finite + 1e-6)).clamp(max=1.0)
 
 
 @dataclass(frozen=True)

@@ -34,5 +34,5 @@ SPIKE = Evidence(
 
 def origin(op="aten.div", why="overflow", dtype="float32", in_fp32=math.inf, module="part", direction="forward"):
     return Origin(
-        module, op, direction, "model.py:7", "", dtype, (), (), "producer", why, "words", in_fp32, in_fp32, (), 3
+        module, op, direction, "model.py:7", "", "", dtype, (), (), "producer", why, "words", in_fp32, in_fp32, (), 3
     )

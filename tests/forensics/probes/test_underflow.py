@@ -113,10 +113,10 @@ def test_weights_and_buffers_of_the_repro_are_of_the_same_step(tmp_path, monkeyp
     """Both are from after the update: earlier BatchNorm statistics belong to other weights."""
     explain, seen = handler.investigate, []
 
-    def looking(repro, *given, **more):
-        pairs = zip(repro.buffers, repro.model.buffers(), strict=True)
-        seen.append((repro.applied, all(torch.equal(ours, live) for ours, live in pairs)))
-        return explain(repro, *given, **more)
+    def looking(subject, *given, **more):
+        pairs = zip(subject.buffers, subject.model.buffers(), strict=True)
+        seen.append((subject.repro.applied, all(torch.equal(ours, live) for ours, live in pairs)))
+        return explain(subject, *given, **more)
 
     monkeypatch.setattr(handler, "investigate", looking)
     trained(tmp_path, *MODELS["resnet"][0], *SMALL, place="fc")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torchvision.ops import FrozenBatchNorm2d
 
 from stabletrain.forensics.trace.callers import OUTSIDE, Callers, frames, role
 from stabletrain.forensics.trace.recorder import Trace
@@ -97,8 +98,8 @@ def test_the_start_of_the_backward_pass_and_the_accumulated_gradients_are_marked
     model = Around(nn.Linear(3, 3))
     with Asking(model) as asking:
         model(torch.ones(4, 3)).sum().backward()
-    assert [(caller.module, caller.backward) for caller in asking.told if caller.seed] == [(OUTSIDE, False)]
-    arrived = [caller.module for caller in asking.told if caller.leaf]
+    assert [(caller.place.module, caller.backward) for caller in asking.told if caller.seed] == [(OUTSIDE, False)]
+    arrived = [caller.place.module for caller in asking.told if caller.leaf]
     assert {*arrived} == {"head", "part", "stem"}, "each at the module that read the parameter"
 
 
@@ -111,8 +112,25 @@ def test_the_stack_gives_the_module_and_line_of_user_code():
     looks = Looks()
     names = {id(looks): "blocks.3.looks"}
     nn.Sequential(looks)(torch.ones(1))
-    assert looks.seen == ("blocks.3.looks", looks.line, False, False, False)
+    assert looks.seen == ("blocks.3.looks", looks.line, "", False, False, False)
     assert frames(names)[:2] == (None, here())
+
+
+def test_an_operation_in_a_library_also_has_the_line_of_user_code_that_called_it():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = FrozenBatchNorm2d(3)
+
+        def forward(self, x):
+            self.line = here(1)
+            return self.norm(x)
+
+    part = Normed()
+    roots = [record for record in recorded(part) if record.op == "aten.rsqrt"]
+    assert [record.called_from for record in roots] == [part.line]
+    assert "torchvision" in roots[0].source
+    assert {record.called_from for record in recorded(nn.Linear(3, 3))} == {""}, "the source is the user's own line"
 
 
 def test_library_code_is_distinguished_from_user_code():
@@ -123,5 +141,5 @@ def test_library_code_is_distinguished_from_user_code():
     assert role(f"{torchs}utils/checkpoint.py", "anything") == "checkpoint"
     assert role("/site-packages/beartype/door.py", "check") == "library"
     assert role("<string>", "f") == "library"
-    assert role("<ipython-input-3-abc>", "f") == "user"
-    assert role(__file__, "f") == "user"
+    assert role("<ipython-input-3-abc>", "f") == "own"
+    assert role(__file__, "f") == "own"

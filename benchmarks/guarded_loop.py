@@ -1,0 +1,71 @@
+"""The plain loop of bare.py with `Guard` in place of backward, clipping and update."""
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from bare import BareLoop, cosine
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stabletrain.guarded.guard import Guard
+from stabletrain.records import Batch
+
+
+class GuardedLoop(BareLoop):
+    """The plain loop, guarded.
+
+    Args:
+        folder: for incidents.
+        options: of the guard.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        optimizer: Optimizer,
+        *,
+        bf16: bool,
+        folder: Path,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, batches, optimizer, bf16=bf16)
+        self.guard = Guard(model, optimizer, folder=folder, max_norm=1.0, **options)
+
+    def __call__(self) -> None:
+        """Takes one training step."""
+        batch = next(self.batches)
+        factor = cosine(self.step, 50, self.steps)
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * factor
+        self.guard.step(self.loss, batch=(batch.inputs, batch.targets))
+        self.step += 1
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Runs the forward pass."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            logits = self.model(inputs)
+        return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def guarded_of(
+    bare: BareLoop,
+    batches: Sequence[Batch],
+    optimizer: tuple[Callable[[nn.Module, float], Optimizer], float],
+    folder: Path,
+    **options: Any,
+) -> GuardedLoop:
+    """Returns a guarded loop that starts where a plain one does.
+
+    Args:
+        optimizer: makes the optimizer, and its peak learning rate.
+        folder: for incidents.
+        options: of the guard.
+    """
+    make, lr = optimizer
+    model = copy.deepcopy(bare.model)
+    return GuardedLoop(model, batches, make(model, lr), bf16=bare.bf16, folder=folder, **options)

@@ -1,0 +1,198 @@
+"""The step under investigation, as the investigation sees it: what is known of it, and how to run it again.
+
+There are two kinds. `StepSubject` is a step of this project's trainer; it runs again on a copy of the model. A step of
+a user's own loop (`guarded/subject.py`) runs again by calling the user's closure on the live model.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stabletrain.checkpoint.tree import Tree
+from stabletrain.forensics.diagnosis.evidence import LargestInput
+from stabletrain.forensics.probes.attention_scores import Scores
+from stabletrain.forensics.probes.fp8_casts import Fp8Casts, fp8_casts
+from stabletrain.forensics.probes.samples import Culprits, bad_samples, find_culprits, named
+from stabletrain.forensics.probes.state import staleness
+from stabletrain.forensics.probes.underflow import Underflow, underflow
+from stabletrain.forensics.replay import VARIANTS, Outcome, in_true_fp32, perform, replay
+from stabletrain.forensics.repro import Repro, save_repro
+from stabletrain.forensics.trace.recorder import Trace
+from stabletrain.monitors.probe import Probe
+from stabletrain.records import RankPart, Reading
+
+
+@runtime_checkable
+class Subject(Protocol):
+    """A step under investigation. Its methods may raise anything that the user's code raises.
+
+    Attributes:
+        model: with its weights from before the step.
+        buffers: the buffers' values from before the step, in the order of `model.buffers()`.
+        step: number of the step, counted from 0.
+        reading: the step's; None if unknown.
+        part: what this rank measured of its own part of the step; None in a single process.
+        deadline: in `time.monotonic()` seconds; nothing new begins after it.
+    """
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def buffers(self) -> Sequence[Tensor]: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def reading(self) -> Reading | None: ...
+    @property
+    def part(self) -> RankPart | None: ...
+    @property
+    def deadline(self) -> float: ...
+
+    def older(self) -> Tree | None:
+        """Returns a captured state (`checkpoint/capture.py`) from before the step; None if there is none."""
+        ...
+
+    def bad_samples(self, classes: int | None) -> list[dict[str, Any]]:
+        """Returns the samples with values that no model can learn from; see `probes/samples.py`."""
+        ...
+
+    def identify(self, index: int) -> Mapping[str, Any]:
+        """Returns what identifies a sample of the batch besides its index, such as its `id` and `source`."""
+        ...
+
+    def replay(self, variant: str) -> Outcome:
+        """Runs the step again as one of `VARIANTS`. Never raises: the outcome says why it was not run."""
+        ...
+
+    def trace(self, variant: str) -> Trace:
+        """Runs the step again as one of `VARIANTS`, and records every operation."""
+        ...
+
+    def culprits(self) -> Culprits | None:
+        """Returns the samples that make the step non-finite; None if they cannot be searched for."""
+        ...
+
+    def sizes(self, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
+        """Returns sizes of activations and logits, named as the monitors' metrics; with an older state's weights."""
+        ...
+
+    def largest_input(self) -> LargestInput | None:
+        """Returns the sample with the largest input; None if inputs are not floating point."""
+        ...
+
+    def staleness(self, optimizer: Optimizer) -> float:
+        """Compares the step's gradients with the optimizer's second moments; see `probes/state.py`."""
+        ...
+
+    def underflow(self) -> Underflow | None:
+        """Returns the gradients that are lost to underflow; None if that cannot be measured."""
+        ...
+
+    def fp8_casts(self) -> Fp8Casts | None:
+        """Returns what casts to fp8 lost; None if there are none."""
+        ...
+
+    def why_not_replayable(self) -> str:
+        """Returns why another process cannot replay the step from its folder; empty if it can."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Writes what a later replay needs into the incident's folder.
+
+        Raises:
+            OSError: the disk is full or gone.
+        """
+        ...
+
+
+class StepSubject:
+    """A step of this project's trainer, which runs again on copies of the model."""
+
+    def __init__(self, repro: Repro) -> None:
+        self.repro = repro
+        self.model, self.buffers, self.step = repro.model, repro.buffers, repro.step
+        self.reading, self.part, self.deadline = repro.reading, repro.part, repro.deadline
+
+    def older(self) -> Tree | None:
+        """See `Subject`."""
+        return None if self.repro.older is None else self.repro.older()
+
+    def bad_samples(self, classes: int | None) -> list[dict[str, Any]]:
+        """See `Subject`."""
+        return bad_samples(self.repro.batch, self.repro.tools.sanitizer.vocab_size, classes)
+
+    def identify(self, index: int) -> Mapping[str, Any]:
+        """Returns the sample's id and source, if the data provides them."""
+        return named(self.repro.batch, index)
+
+    def replay(self, variant: str) -> Outcome:
+        """See `Subject`."""
+        return replay(self.repro, variant)
+
+    def trace(self, variant: str) -> Trace:
+        """See `Subject`."""
+        take = VARIANTS[variant](self.repro)
+        # Use the whole logits, not chunks: the trace tells forward from backward by their order.
+        tools = replace(take.tools, objective=take.tools.objective.plain)
+        tracing = Trace(take.model)
+        with tracing, in_true_fp32(variant):
+            perform(take.model, take.batches, tools, self.step)
+        return tracing
+
+    def culprits(self) -> Culprits | None:
+        """See `Subject`."""
+        return find_culprits(self.repro)
+
+    def sizes(self, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
+        """Returns the monitors' metrics on the first micro-batch."""
+        repro = self.repro
+        model, probe = repro.copy_model(), Probe()
+        if older is not None:
+            model.load_state_dict(older["model"])
+        batch = repro.to_micro_batches(repro.batch)[0]
+        batch = repro.tools.sanitizer.safe(batch, classes or torch.iinfo(torch.int64).max)
+        with Scores() as scores:
+            try:
+                found = probe.forward(model, batch, repro.tools.precision)
+            except RuntimeError:
+                return {}
+            return found | scores.metrics()
+
+    def largest_input(self) -> LargestInput | None:
+        """Compares the batch's largest input with that of another batch."""
+        repro = self.repro
+        inputs = repro.batch.inputs
+        if repro.fresh is None or not inputs.is_floating_point() or not inputs.numel():
+            return None
+        sizes = inputs.abs().flatten(1).amax(1) if inputs.ndim > 1 else inputs.abs()
+        index = int(sizes.argmax())
+        sample = {"index": index, **self.identify(index)}
+        return LargestInput(sample, float(sizes[index]), float(repro.fresh().inputs.abs().amax()))
+
+    def staleness(self, optimizer: Optimizer) -> float:
+        """See `Subject`."""
+        repro = self.repro
+        model = repro.copy_model()
+        perform(model, repro.to_micro_batches(repro.batch), repro.replay_tools(), repro.step)
+        return staleness(repro.model, [parameter.grad for parameter in model.parameters()], optimizer)
+
+    def underflow(self) -> Underflow | None:
+        """See `Subject`."""
+        return underflow(self.repro)
+
+    def fp8_casts(self) -> Fp8Casts | None:
+        """See `Subject`."""
+        return fp8_casts(self.repro)
+
+    def why_not_replayable(self) -> str:
+        """Returns nothing: every step of the trainer can be replayed, if its weights are saved."""
+        return ""
+
+    def save(self, folder: Path) -> None:
+        """Writes weights and batch."""
+        save_repro(folder, self.repro)

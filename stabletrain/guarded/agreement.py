@@ -1,0 +1,100 @@
+"""The numbers of a step, equal on all ranks of DDP or FSDP2, so that all reach the same verdict.
+
+Each rank contributes one small row: its loss, the norm of its buffers, and the norms of its gradients. With DDP the
+gradients are averaged already; with FSDP2 each rank has its shards, whose squares add up.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from stabletrain.errors import ConfigError
+from stabletrain.parallel.ranks import Ranks, all_gather_tensor
+from stabletrain.records import GradNorms, LossTerms, Number, StepChecks
+
+
+class Alone:
+    """One process: its own numbers are those of the step.
+
+    Attributes:
+        ranks: this process.
+    """
+
+    ranks = Ranks()
+
+    def agree(
+        self, loss: Tensor, norms: GradNorms, buffers: Number, sharded: Sequence[bool]
+    ) -> tuple[LossTerms, GradNorms, StepChecks]:
+        """Returns the numbers of the whole step, equal on every rank.
+
+        Args:
+            loss: this rank's, 0-d.
+            norms: of this rank's gradients.
+            buffers: norm of this rank's buffers.
+            sharded: for each of `norms.each`, whether it is that of a shard.
+        """
+        del sharded
+        loss = loss.float()
+        return LossTerms(loss, loss), norms, StepChecks(0.0, 0.0, buffers)
+
+
+class Together(Alone):
+    """Several ranks."""
+
+    def __init__(self) -> None:
+        self.ranks = Ranks(dist.get_rank(), dist.get_world_size(), launched=True)
+
+    def agree(
+        self, loss: Tensor, norms: GradNorms, buffers: Number, sharded: Sequence[bool]
+    ) -> tuple[LossTerms, GradNorms, StepChecks]:
+        """Returns the mean of the losses, the largest norm of the buffers, and the norm of the whole gradient."""
+        shards = torch.tensor([*sharded] or [False], device=norms.each.device)
+        squares = norms.each.square()
+        own = torch.where(shards, squares, 0.0).sum()
+        whole = norms.total if not any(sharded) else torch.where(shards, 0.0, squares).sum().sqrt()
+        held = buffers if isinstance(buffers, Tensor) else torch.full_like(norms.total, buffers)
+        row = torch.stack([loss.float(), held, own, whole])
+        rows = row.new_empty(self.ranks.world_size * row.numel())
+        all_gather_tensor(rows, row)
+        rows = rows.view(self.ranks.world_size, -1)
+        # Every rank computes the same from the same rows.
+        total = torch.amax(rows[:, 3])
+        if any(sharded):
+            total = (rows[:, 2].sum() + total.square()).sqrt()
+        bad = ~torch.isfinite(rows[:, 0])
+        first = torch.where(bad.any(), bad.float().argmax(), -1)
+        mean = rows[:, 0].mean()
+        stop = torch.zeros_like(first, dtype=torch.bool)
+        return LossTerms(mean, mean), GradNorms(total, norms.each), StepChecks(0.0, 0.0, rows[:, 1].amax(), stop, first)
+
+
+def together() -> Alone:
+    """Returns the agreement of this process: with the other ranks, if it is one of several."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return Together() if several else Alone()
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """Returns the user's own module inside the wrappers of `torch.compile` and DDP.
+
+    Raises:
+        ConfigError: it is sharded by the older FSDP, whose flat parameters hide the model's own.
+    """
+    while True:
+        inner = getattr(model, "_orig_mod", None) or (
+            model.module if isinstance(model, DistributedDataParallel) else None
+        )
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ConfigError("FullyShardedDataParallel hides the model's own parameters: use fully_shard (FSDP2)")
+    return model
+
+
+def wrappers(model: nn.Module) -> list[DistributedDataParallel]:
+    """Returns the DDP wrappers around and inside a model."""
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]

@@ -1,0 +1,202 @@
+"""Guards a loop that cannot be edited: judges when the loop calls `optimizer.step()`.
+
+The loop computes gradients as it likes. The model's forward calls are recorded, with what a withheld step must put
+back: buffers and random generators. At `optimizer.step()` the gradients are judged, and the step is passed on, or not
+run.
+
+A withheld step is explained by running the recorded forward calls again. An adapter that knows how the loop computes
+its loss records that instead (`record`). Otherwise, if the model does not return its loss, only the forward pass can be
+run again: a fault in the loop's loss or in the backward pass is then withheld, but its operation is not named.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from stabletrain.guarded.part import Part, named_tensors
+from stabletrain.guarded.rerun import Begun
+from stabletrain.guarded.scaling import FLOOR, Scaling
+from stabletrain.records import GradNorms, LossTerms, Number
+
+FORWARD_ONLY = "the loop's own loss is not known: only the model's forward pass was run again (use guard.step)"
+
+
+class InStep(Scaling):
+    """The loss scale of a loop that scales and unscales by itself.
+
+    A fused optimizer may be given gradients that are still scaled, with `grad_scale` and `found_inf`.
+    """
+
+    autocasts = False
+
+    def attach(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
+        """Remembers where the scale is found."""
+        self._optimizer, self._scaler = optimizer, scaler
+
+    def unscale_(self, optimizer: Optimizer, found: list[Tensor]) -> None:
+        """Divides gradients that are still scaled, in place, so that the optimizer need not."""
+        scale = getattr(optimizer, "grad_scale", None)
+        if scale is not None:
+            torch._foreach_div_(found, scale)
+            optimizer.grad_scale = None  # ty: ignore[unresolved-attribute]
+
+    def loss_scale(self) -> Number:
+        """Returns the loop's loss scale."""
+        scale = getattr(self._optimizer, "grad_scale", None)
+        if scale is not None:
+            return scale.clone()
+        return self._scaler.get_scale() if self._scaler is not None else 1.0
+
+    def overflow(self, terms: LossTerms, norms: GradNorms) -> Tensor | bool:
+        """Returns whether the loss is finite, the scaled gradients are not, and the scale is above `FLOOR`."""
+        scale = self.loss_scale()
+        if not isinstance(scale, Tensor) and scale <= FLOOR:
+            return False
+        return torch.isfinite(terms.total) & ~torch.isfinite(norms.total) & (torch.as_tensor(scale) > FLOOR)
+
+    def close(self, gate: Tensor, overflow: Tensor | bool) -> Tensor:
+        """Returns the gate, closed on overflow."""
+        return gate & torch.logical_not(overflow) if isinstance(overflow, Tensor) else gate
+
+    def update(self, optimizer: Optimizer, applied: bool, overflow: bool) -> None:
+        """Does nothing: the loop runs the optimizer's step and updates its scaler."""
+
+
+class Attached:
+    """What an attached guard records of the loop's current step.
+
+    Args:
+        begin: returns the state before the first forward pass.
+        decide: judges the step; returns whether it is applied.
+
+    Attributes:
+        begun: the state before the step, with the forward calls so far; None before the first.
+        forward_only: whether the loop's loss cannot be computed again.
+        watching: whether forward calls are recorded; off while they are run again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scaler: GradScaler | None,
+        begin: Callable[[], Begun],
+        decide: Callable[[Tensor | None], bool],
+    ) -> None:
+        self._model, self._optimizer, self._begin, self._decide = model, optimizer, begin, decide
+        self.begun: Begun | None = None
+        self.forward_only, self.watching, self._recorded, self._passing = False, True, False, False
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        model.register_forward_hook(self._after_forward)
+        optimizer.step = MethodType(self._stepping(optimizer.step), optimizer)  # ty: ignore[invalid-assignment]
+        if scaler is not None:
+            scaler.step = MethodType(self._scaled_stepping(scaler.step), scaler)  # ty: ignore[invalid-assignment]
+
+    def record(self, part: Part, loss: Tensor) -> None:
+        """Replaces the forward calls by what computes the loop's loss of one micro-batch, with that loss."""
+        if self.begun is None:
+            self.begun = self._begin()
+        if not self._recorded:
+            self.begun.parts.clear()
+            self.begun.losses.clear()
+            self._recorded, self.forward_only = True, False
+        self.begun.parts.append(part)
+        self.begun.losses.append(loss.detach())
+
+    def take(self) -> Begun | None:
+        """Returns the step's record, and forgets it."""
+        begun, self.begun, self._recorded = self.begun, None, False
+        return begun
+
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        if not (self.watching and module.training and torch.is_grad_enabled()):
+            return
+        if self.begun is None or self._gradients_are_gone():
+            self.begun, self._recorded = self._begin(), False
+        if not self._recorded:
+            call = Part(lambda given: loss_in(self._model(*given["args"], **given["kwargs"]))[0],
+                        {"args": args, "kwargs": dict(kwargs)})  # fmt: skip
+            self.begun.parts.append(call)
+            self.begun.versions += [(tensor, tensor._version) for _, tensor in named_tensors(call.batch)]
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not (self.watching and module.training and torch.is_grad_enabled()):
+            return
+        if not self._recorded and self.begun is not None:
+            loss, known = loss_in(output)
+            self.forward_only = not known
+            # Of an unknown loss, only this much is known: it is not finite if the model's output is not.
+            self.begun.losses.append(loss.detach() if known else loss.detach() * 0.0)
+
+    def _gradients_are_gone(self) -> bool:
+        """Whether the loop has dropped the recorded calls' gradients without a step, as with a GradScaler."""
+        begun = self.begun
+        if begun is None or not begun.parts:
+            return False
+        groups = self._optimizer.param_groups
+        return all(parameter.grad is None for group in groups for parameter in group["params"])
+
+    def _stepping(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the optimizer's new step."""
+
+        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+            optimizer._opt_called = True  # ty: ignore[unresolved-attribute]  a scheduler asks for it
+            if self._passing:  # the scaler's step has judged it
+                return inner(*args, **kwargs) if closure is None else inner(closure, *args, **kwargs)
+            loss = None
+            if closure is not None:  # forward and backward run inside, as in Lightning
+                with torch.enable_grad():
+                    loss = closure()
+            if self._decide(loss if isinstance(loss, Tensor) and loss.numel() == 1 else None):
+                inner(*args, **kwargs)
+            return loss
+
+        # A scheduler that was made before marks the step that it has wrapped, and warns if the mark is gone.
+        if hasattr(inner, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # ty: ignore[unresolved-attribute]
+        return step
+
+    def _scaled_stepping(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the scaler's new step."""
+
+        def step(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            optimizer = getattr(optimizer, "optimizer", optimizer)
+            if optimizer is not self._optimizer or not scaler.is_enabled():
+                return inner(optimizer, *args, **kwargs)
+            try:
+                scaler.unscale_(optimizer)
+            except RuntimeError as error:
+                if "already been called" not in str(error):
+                    raise
+            if not self._decide(None):
+                return None
+            self._passing = True
+            try:
+                return inner(optimizer, *args, **kwargs)
+            finally:
+                self._passing = False
+
+        return step
+
+
+def loss_in(output: Any) -> tuple[Tensor, bool]:
+    """Returns the loss that a model's output holds and True; else the sum of its values and False.
+
+    The sum is not finite if a value is not, so that at least the forward pass can be looked into.
+    """
+    inside = getattr(output, "loss", None)
+    if isinstance(output, Mapping) and "loss" in output:
+        inside = output["loss"]
+    if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].ndim == 0:
+        inside = output[0]
+    if isinstance(output, Tensor) and output.numel() == 1:
+        inside = output
+    if isinstance(inside, Tensor) and inside.numel() == 1:
+        return inside.reshape(()), True
+    values = [tensor for _, tensor in named_tensors(output) if tensor.is_floating_point()]
+    return sum((value.float().sum() for value in values), torch.zeros(())), False

@@ -1,0 +1,80 @@
+"""The gradients of the optimizer's parameters, and their norms.
+
+As `monitors/tensor_norms.py`, for what a user's loop may hold besides: frozen parameters, parameters of another
+optimizer, sparse and complex gradients, several devices.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stabletrain.errors import ConfigError
+from stabletrain.monitors.tensor_norms import measure_all
+from stabletrain.records import GradNorms, Number
+
+
+def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
+    """Returns the parameters that the optimizer updates, in the order of `model.parameters()`.
+
+    Raises:
+        ConfigError: the optimizer holds a parameter that is not in the model, or none that requires a gradient.
+    """
+    held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    found = [parameter for parameter in model.parameters() if held.pop(id(parameter), None) is not None]
+    if held:
+        shapes = ", ".join(str(list(parameter.shape)) for parameter in [*held.values()][:3])
+        raise ConfigError(
+            f"the optimizer holds {len(held)} parameters that are not in the model (shapes {shapes}): build it from "
+            "model.parameters(), after the model was moved or sharded; a loss with weights of its own belongs in the "
+            "model: Guard(nn.ModuleList([model, loss]), optimizer)"
+        )
+    if not any(parameter.requires_grad for parameter in found):
+        raise ConfigError("no parameter of the optimizer requires a gradient: nothing can be trained")
+    return found
+
+
+def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Returns the gradients as dense real tensors that share their memory; of a sharded one, this rank's shard."""
+    return [dense(parameter) for parameter in parameters if parameter.grad is not None]
+
+
+def dense(parameter: nn.Parameter) -> Tensor:
+    """Returns a parameter's gradient as a dense real tensor that shares its memory."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.layout == torch.sparse_coo:
+        parameter.grad = gradient = gradient.coalesce()
+        return gradient.values()
+    if hasattr(gradient, "to_local"):
+        gradient = gradient.to_local()  # ty: ignore[call-non-callable]
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:
+    """Groups tensors by device, in order."""
+    groups: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device, []).append(tensor)
+    return groups
+
+
+def measure(found: list[Tensor], buffers: list[Tensor]) -> tuple[GradNorms, Number]:
+    """Returns the norms of gradients and buffers as `measure_all` does, also if they lie on several devices."""
+    devices = by_device([*found, *buffers])
+    if len(devices) <= 1:
+        return measure_all(found, buffers)
+    home = found[0].device if found else buffers[0].device
+
+    def norms(tensors: list[Tensor]) -> list[Tensor]:
+        return [torch.linalg.vector_norm(tensor, dtype=torch.float32).to(home) for tensor in tensors]
+
+    each = torch.stack(norms(found) or [torch.zeros((), device=home)])
+    of_buffers = torch.linalg.vector_norm(torch.stack(norms(buffers))) if buffers else 0.0
+    return GradNorms(total=torch.linalg.vector_norm(each), each=each), of_buffers
+
+
+@torch.no_grad()
+def multiply_(found: list[Tensor], factor: Tensor) -> None:
+    """Multiplies gradients by a 0-d factor, in place."""
+    for device, tensors in by_device(found).items():
+        torch._foreach_mul_(tensors, factor.to(device))

@@ -1,0 +1,422 @@
+"""`Guard`: no unsafe update reaches the weights of a user's own training loop, and a withheld step is explained.
+
+    guard = Guard(model, optimizer)
+    for x, y in loader:
+        guard.step(lambda x, y: loss_fn(model(x), y), batch=(x, y))
+
+A step runs forward and backward, judges loss and gradients, clips, and applies the update, or changes nothing at all.
+Its verdict is known before it returns, which takes one host read: on CUDA the host waits for the backward pass.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from stabletrain.buffers import buffers_of
+from stabletrain.errors import ConfigError, TrainingHalted
+from stabletrain.forensics.handler import IncidentSummary
+from stabletrain.guarded.agreement import Alone, innermost, together
+from stabletrain.guarded.attach import FORWARD_ONLY, Attached, InStep
+from stabletrain.guarded.gradients import gradients, measure, multiply_, trained_parameters
+from stabletrain.guarded.incidents import Incidents, settings
+from stabletrain.guarded.part import Part, loss_of, named_tensors
+from stabletrain.guarded.rerun import Begun, Generators, Rerun
+from stabletrain.guarded.scaling import scaling
+from stabletrain.guarded.states import Loader, states
+from stabletrain.guarded.subject import LoopSubject
+from stabletrain.records import Clipped, RankPart, Reading, Verdict
+from stabletrain.stability.clipping.fixed import NormClip
+from stabletrain.stability.guard import RollbackGuard, SkipGuard
+from stabletrain.step import InFlight
+
+_NEWEST: "WeakKeyDictionary[Optimizer, ref[Guard]]" = WeakKeyDictionary()
+"""The guard of each optimizer. A newer guard of the same optimizer replaces it."""
+
+
+CLIPPED = (
+    "every gradient holds NaN or Inf: if the loop clips by the norm before optimizer.step(), one bad gradient has "
+    "spread to all"
+)
+
+
+class Guard:
+    """Guards a training loop.
+
+    Attributes:
+        last: the reading of the last step (`records.py`); None before the first. `last.applied` says whether the
+            update was applied: call `lr_scheduler.step()` only then.
+        rolled_back: number of steps whose batches the loop is to pass over, because the last step rolled back; else 0.
+
+    Args:
+        model: the model, also wrapped by DDP or `torch.compile`, or sharded by `fully_shard`.
+        optimizer: any `torch.optim.Optimizer` that holds only parameters of the model.
+        folder: receives a folder for each incident, `step-XXXXXXXX`; it is made when needed.
+        rollback: whether to keep snapshots, and go back to a healthy one if skipping steps does not help.
+        max_norm: largest gradient norm; larger gradients are scaled down, as by `clip_grad_norm_`. None: no clipping.
+        precision: `bf16` or `fp16` runs closures under autocast, fp16 with a loss scale; `fp32` and None do not.
+        scaler: the loop's own `torch.amp.GradScaler`. The guard scales the loss with it, steps and updates it.
+        loader: an object with `state_dict` and `load_state_dict`, which a rollback puts back.
+        policy: a `SkipGuard` or `RollbackGuard` with limits of your own, in place of `rollback`.
+        max_incidents: how many incidents are investigated; 0 for none.
+        max_seconds: approximate time limit for each.
+        keep_state: whether weights are saved with an incident that can be replayed from its folder.
+
+    Raises:
+        ConfigError: model and optimizer do not belong together, or an argument is out of bounds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        folder: str | Path = "incidents",
+        rollback: bool = False,
+        max_norm: float | None = None,
+        precision: str | None = None,
+        scaler: GradScaler | None = None,
+        loader: Any = None,
+        policy: SkipGuard | None = None,
+        max_incidents: int = 10,
+        max_seconds: float = 120.0,
+        keep_state: bool = True,
+    ) -> None:
+        self._outer, self._model, self._optimizer = model, innermost(model), optimizer
+        self._parameters = trained_parameters(self._model, optimizer)
+        self._device = self._parameters[0].device
+        self._agreement: Alone = together()
+        several = self._agreement.ranks.distributed
+        self._scaling = scaling(precision, scaler, self._device, together=several)
+        self._clip = None if max_norm is None else NormClip(max_norm)
+        if loader is not None and not isinstance(loader, Loader):
+            raise ConfigError(
+                f"Guard(loader={type(loader).__name__}(...)) has no state_dict and load_state_dict: leave it out, or "
+                "use torchdata's StatefulDataLoader"
+            )
+        self._policy = policy or (RollbackGuard() if rollback else SkipGuard())
+        self._states = states(self._model, optimizer, self._policy, self._scaling, loader)
+        self._incidents = Incidents(Path(folder), max_incidents, max_seconds, self._agreement.ranks)
+        self._keep_state = keep_state
+        self._step, self._begun, self._usual, self._newest_kind = 0, None, [], ""
+        self._updating = False
+        self._attached: Attached | None = None
+        self.last: Reading | None = None
+        self.rolled_back = 0
+        _NEWEST[optimizer] = ref(self)
+        optimizer.register_step_pre_hook(check_caller)
+
+    @classmethod
+    def attach(cls, model: nn.Module, optimizer: Optimizer, **options: Any) -> "Guard":
+        """Guards a loop that cannot be edited: judges whenever the loop calls `optimizer.step()`.
+
+        The loop keeps its own forward, backward, clipping and loss scale. If it clips, one NaN has spread to every
+        gradient before the guard sees them; the step is withheld all the same. See `guarded/attach.py` for what can be
+        explained.
+
+        Args:
+            options: as for `Guard`, except `precision` and `max_norm`. `scaler` is the loop's own; the loop calls
+                `scaler.step(optimizer)` as before.
+
+        Returns:
+            the guard. Its `last.loss` is 0 if the loop's loss is not known.
+        """
+        for name in ("precision", "max_norm"):
+            if options.get(name) is not None:
+                raise ConfigError(f"Guard.attach({name}=...): the loop itself does that; leave it out")
+        scaler = options.pop("scaler", None)
+        guard = cls(model, optimizer, **options)
+        guard._scaling = InStep(guard._scaling.precision, "fp16" if scaler is not None else "")
+        guard._scaling.attach(optimizer, scaler)
+        guard._attached = Attached(model, optimizer, scaler, guard._begin, guard._decide)
+        return guard
+
+    # ---- a step
+
+    def step(self, closure: Callable[..., Any], batch: Any = None) -> Tensor:
+        """Runs one step: forward, backward, judge, clip, and update, or nothing at all.
+
+        Args:
+            closure: runs the forward pass and returns the loss, a scalar. It must not call `backward`. It is run again
+                if the step is withheld.
+            batch: what the closure is called with: `closure(*batch)` for a tuple or list, else `closure(batch)`; None
+                calls `closure()`. With the batch, the guard can also find the samples at fault.
+
+        Returns:
+            the loss, 0-d, detached, on its device.
+
+        Raises:
+            ConfigError: the closure returned no scalar loss, or called `backward` or `optimizer.step` itself.
+            TrainingHalted: neither skipping nor rolling back ended the trouble.
+        """
+        if self._begun is not None:
+            raise ConfigError("guard.step() was called after guard.backward(): end such a step with guard.update()")
+        self.backward(closure, batch)
+        return self.update()
+
+    def backward(self, closure: Callable[..., Any], batch: Any = None) -> Tensor:
+        """Runs forward and backward of one micro-batch; `update` ends the step.
+
+        As in PyTorch, gradients add up: divide each loss by the number of micro-batches. Arguments, return value and
+        errors are those of `step`.
+        """
+        first = self._begun is None
+        if self._begun is None:
+            self._begun = self._begin()
+        begun, part = self._begun, Part(closure, batch)
+        try:
+            begun.versions += [(tensor, tensor._version) for _, tensor in named_tensors(batch)]
+            with self._scaling.autocast():
+                loss = loss_of(part())
+            if first and any(parameter.grad is not None for parameter in self._parameters):
+                raise ConfigError("the closure called .backward(): return the loss, and the guard differentiates it")
+            self._scaling.scale(loss).backward()
+        except BaseException:
+            self._begun = None  # the step is given up; the next one begins anew
+            raise
+        begun.parts.append(part)
+        begun.losses.append(loss.detach())
+        return loss.detach()
+
+    def update(self) -> Tensor:
+        """Judges the step, clips, and applies the update, or changes nothing at all.
+
+        Returns:
+            the loss: the sum over the micro-batches, 0-d, detached.
+
+        Raises:
+            ConfigError: no `backward` came before, or no parameter got a gradient.
+            TrainingHalted: see `step`.
+        """
+        begun, self._begun = self._begun, None
+        if begun is None:
+            raise ConfigError("guard.update() was called without guard.backward() before it")
+        found = gradients(self._parameters)
+        if not found:
+            raise ConfigError("no parameter of the optimizer got a gradient: does the loss come from this model?")
+        loss = sum(begun.losses[1:], begun.losses[0])
+        self._settle(begun, self._judge(loss, found))
+        return loss
+
+    def record(self, closure: Callable[..., Any], batch: Any, loss: Tensor) -> None:
+        """Tells an attached guard how the loop computed the loss of one micro-batch, so that it can be run again.
+
+        Args:
+            closure, batch: as for `step`. They are not run now.
+            loss: what the loop got, a scalar.
+        """
+        if self._attached is None:
+            raise ConfigError("guard.record() belongs to Guard.attach(); guard.step() knows its closure already")
+        self._attached.record(Part(closure, batch), loss)
+
+    def _decide(self, loss: Tensor | None) -> bool:
+        """Judges a step of an attached loop; returns whether its update is applied.
+
+        Args:
+            loss: what the loop's own closure returned; None if it has none.
+        """
+        found, attached = gradients(self._parameters), self._attached
+        assert attached is not None
+        begun = attached.take()
+        if not found:
+            return True
+        begun = begun or self._begin()
+        if loss is None:
+            loss = sum(begun.losses[1:], begun.losses[0]) if begun.losses else torch.zeros((), device=self._device)
+        reading = self._judge(loss.detach(), found)
+        if not math.isfinite(reading.grad_norm) and all(not bool(each.isfinite().all()) for each in found):
+            self._incidents.note(CLIPPED) if not self.skipped else None
+        attached.watching = False
+        try:
+            self._settle(begun, reading)
+        finally:
+            attached.watching = True
+        return reading.applied
+
+    def _settle(self, begun: Begun, reading: Reading) -> None:
+        """Follows the verdict on a step."""
+        verdict = self._policy.judge(reading)
+        self._step, self.last, self.rolled_back = reading.step, reading, 0
+        if reading.applied:
+            self._apply()
+            self._usual = begun.parts
+        else:
+            self._withhold(begun, reading, verdict)
+        if verdict is Verdict.ROLLBACK:
+            self._roll_back()
+        elif verdict is Verdict.HALT:
+            raise TrainingHalted(f"step {reading.step}: {self._policy.reason}")
+        else:
+            self._states.after_update(reading.step)
+
+    def _begin(self) -> Begun:
+        """Begins a step: drops the old gradients, and records what forward and backward change."""
+        if len(self._parameters) != sum(len(group["params"]) for group in self._optimizer.param_groups):
+            self._parameters = trained_parameters(self._model, self._optimizer)  # the loop has added a group
+        self._states.before_first_update()
+        if self._attached is None:
+            self._optimizer.zero_grad(set_to_none=True)
+        return Begun(Generators.now(self._device), buffers_of(self._model).save())
+
+    def _judge(self, loss: Tensor, found: list[Tensor]) -> Reading:
+        """Measures the step, judges it by the guard's rules, and clips; returns its numbers after one host read."""
+        # Undo the loss scale first, so that norms and limits mean the same in every precision. Measure before clipping:
+        # clipping would turn every gradient into NaN if one of them is.
+        loss_scale = self._scaling.loss_scale()
+        self._scaling.unscale_(self._optimizer, found)
+        norms, buffer_norm = measure(found, buffers_of(self._model).floating)
+        sharded = [hasattr(parameter.grad, "to_local") for parameter in self._parameters if parameter.grad is not None]
+        terms, norms, checks = self._agreement.agree(loss, norms, buffer_norm, sharded)
+        overflow = self._scaling.overflow(terms, norms)
+        gate = self._scaling.close(self._policy.gate(terms, norms, checks), overflow)
+        clipped = Clipped(1.0)
+        if self._clip is not None:
+            factor = self._clip.factor(norms)
+            multiply_(found, factor)
+            clipped = Clipped(factor)
+        numbers = {
+            "loss": terms.total,
+            "ce": terms.total,
+            "zloss": 0.0,
+            "grad_norm": norms.total,
+            "clip_coef": clipped.coef,
+            "clip_active": clipped.active,
+            "inputs": 0.0,
+            "buffers": checks.buffers,
+            "loss_scale": loss_scale,
+            "withheld": ~gate,
+            "bad_data": False,
+            "overflow": overflow,
+        }
+        of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
+        lr = float(self._optimizer.param_groups[0]["lr"]) if "lr" in self._optimizer.param_groups[0] else 0.0
+        return InFlight(self._step + 1, lr, numbers | of_ranks).wait()
+
+    def _apply(self) -> None:
+        """Applies the update; after a rollback with a lower learning rate."""
+        factor = self._policy.lr_multiplier(self._step)
+        groups = [group for group in self._optimizer.param_groups if factor != 1.0 and "lr" in group]
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * factor
+        self._updating = True
+        try:
+            self._scaling.update(self._optimizer, True, False)
+        finally:
+            self._updating = False
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _withhold(self, begun: Begun, reading: Reading, verdict: Verdict) -> None:
+        """Restores the buffers, lowers the loss scale after an overflow, and explains the step."""
+        buffers = buffers_of(self._model)
+        buffers.restore_(begun.buffers, torch.zeros((), dtype=torch.bool, device=self._device))
+        self._scaling.update(self._optimizer, False, reading.overflow)
+        policy = self._policy
+        if reading.overflow:  # routine in fp16: an overflow only lowers the loss scale
+            return
+        if policy.consecutive == 1 or (verdict is Verdict.HALT and policy.kind != self._newest_kind):
+            subject = self._subject(begun, reading)
+            known = settings(
+                self._scaling.name,
+                self._optimizer.param_groups[0],
+                clips=self._clip is not None,
+                deterministic=self._deterministic(subject),
+            )
+            if self._incidents.investigate(subject, policy.kind, self._optimizer, policy.bounds, known):
+                self._newest_kind = policy.kind
+                return
+        number = policy.skips[policy.kind]
+        if verdict is Verdict.SKIP and is_round(number):
+            self._incidents.note(
+                f"step {reading.step}: {policy.reason}; update skipped ({policy.kind}, number {number})"
+            )
+
+    def _subject(self, begun: Begun, reading: Reading) -> LoopSubject:
+        """Collects what an investigation of the step needs."""
+        ranks, own = self._agreement.ranks, None
+        if ranks.distributed:
+            own = RankPart(ranks.rank, float(sum(begun.losses[1:], begun.losses[0])))
+        return LoopSubject(
+            Rerun(
+                self._model,
+                self._outer,
+                self._parameters,
+                buffers_of(self._model),
+                self._scaling,
+                begun,
+                reading.loss_scale,
+            ),
+            reading,
+            reading.step - 1,
+            usual=self._usual,
+            older_state=lambda: self._states.older(reading.step - 2),
+            part=own,
+            sharded=any(hasattr(parameter, "to_local") for parameter in self._parameters),
+            keep_state=self._keep_state,
+            gap=FORWARD_ONLY if self._attached is not None and self._attached.forward_only else "",
+        )
+
+    def _deterministic(self, subject: LoopSubject) -> bool:
+        """Whether repeating a step must give the same bits."""
+        on_cpu = self._device.type == "cpu" and subject.comparable
+        return on_cpu or torch.are_deterministic_algorithms_enabled()
+
+    def _roll_back(self) -> None:
+        """Restores the newest healthy state."""
+        reason = self._policy.reason
+        self.rolled_back = self._states.roll_back(self._step)
+        self._incidents.note(
+            f"step {self._step}: {reason}: rollback {self._policy.rollbacks}; pass over the batches of "
+            f"{self.rolled_back} steps (guard.rolled_back)"
+        )
+
+    # ---- what has happened
+
+    @property
+    def skipped(self) -> int:
+        """Number of steps that were withheld, fp16's routine overflows included."""
+        return sum(self._policy.skips.values())
+
+    @property
+    def skips(self) -> dict[str, int]:
+        """Number of steps that were withheld, by kind: `nonfinite`, `spike`, `overflow`."""
+        return {kind: count for kind, count in self._policy.skips.items() if kind != "bad_data"}
+
+    @property
+    def incidents(self) -> list[IncidentSummary]:
+        """The incidents, oldest first: `path`, `cause`, `verdict`, `fix`, and `lines` to show."""
+        return [*self._incidents.found]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns counts, limits and loss scale, for the loop's own checkpoint."""
+        return {"step": self._step, "policy": self._policy.state_dict(), "scaling": self._scaling.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores them. Snapshots are not part of the state: the next step takes a new one."""
+        self._step = state["step"]
+        self._policy.load_state_dict(state["policy"])
+        self._policy.states.forget()
+        self._scaling.load_state_dict(state["scaling"])
+
+
+def check_caller(optimizer: Optimizer, *arguments: Any) -> None:
+    """Refuses an `optimizer.step()` that the optimizer's guard did not ask for."""
+    newest = _NEWEST.get(optimizer)
+    guard = None if newest is None else newest()
+    if guard is not None and guard._attached is None and not guard._updating:
+        raise ConfigError(
+            "optimizer.step() was called outside the guard: guard.step() and guard.update() apply the update; remove "
+            "the call, or use Guard.attach(model, optimizer) for a loop that cannot be changed"
+        )
+
+
+def is_round(count: int) -> bool:
+    """Returns whether a repeated message is logged at this count: at 1, 2, 3, 10, 100, 1000 and so on."""
+    return count <= 3 or count in (10**power for power in range(1, 9))

@@ -1,0 +1,198 @@
+"""Investigates a withheld step of a user's loop and writes its folder, on one rank or several."""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch.optim import Optimizer
+
+from stabletrain.forensics.agreement import NotInvestigated, exchange, in_one_line
+from stabletrain.forensics.diagnosis.cause_table import Diagnosis
+from stabletrain.forensics.diagnosis.evidence import RunSettings
+from stabletrain.forensics.distributed_handler import Account, account_of, write_together
+from stabletrain.forensics.handler import IncidentHandler, IncidentSummary
+from stabletrain.forensics.investigate import Findings
+from stabletrain.forensics.subject import Subject
+from stabletrain.guarded.subject import LoopSubject
+from stabletrain.parallel.ranks import Ranks, timeout
+
+LOG = logging.getLogger("stabletrain")
+"""Incidents are logged here, as warnings, on the main process."""
+
+IN_CODE = {
+    "optimizer.lr=": "lower the learning rate to {}",
+    "optimizer.weight_decay=": "lower the weight decay to {}",
+    "optimizer.betas=": "betas={}, so that the second moment follows faster",
+    "optimizer=stable_adamw": "use StableAdamW, which shortens updates when the second moment lags",
+    "precision=bf16": "use bf16 in place of fp16: torch.autocast(dtype=torch.bfloat16), or Guard(precision='bf16')",
+    "precision=fp32": "train in fp32, without autocast",
+    "precision.fp32_modules=": "run {} in fp32: torch.autocast(enabled=False), and inputs cast with .float()",
+    "precision.init_scale=": "a larger loss scale: {}",
+    "precision.growth_interval=": "a loss scale that grows sooner: growth_interval={}",
+    "qknorm=": "normalise queries and keys before their product (QK-norm)",
+    "qkclip=": "bound attention logits (QK-clip)",
+    "softcap=": "cap the logits: cap * tanh(logits / cap)",
+    "zloss=": "add a z-loss: 1e-4 * logsumexp(logits) ** 2",
+    "init.std=": "smaller initial weights: std {}",
+    "init=": "smaller initial weights",
+    "warmup.steps=": "a longer warmup: {} steps",
+    "clipping=": "clip gradients: Guard(max_norm=1.0)",
+    "guard=rollback": "keep snapshots to go back to: Guard(rollback=True)",
+    "resume=": "go back to the last good checkpoint; Guard(rollback=True) keeps snapshots to go back to by itself",
+}
+"""What an override of `train.py` means in a loop of the user's own; `{}` is its value."""
+
+
+def in_code(fix: str) -> str:
+    """Returns a fix in words that hold in any training loop."""
+    for begins, words in IN_CODE.items():
+        if fix.startswith(begins):
+            return words.format(fix.partition("=")[2].strip("[]"))
+    return fix
+
+
+def of_any_loop(diagnosis: Diagnosis) -> Diagnosis:
+    """Returns a diagnosis whose fixes hold in any training loop."""
+    fix = [*dict.fromkeys(in_code(each) for each in diagnosis.fix)]
+    return replace(diagnosis, fix=fix, also=[of_any_loop(one) for one in diagnosis.also])
+
+
+class LoopHandler(IncidentHandler):
+    """An incident handler whose fixes hold in any training loop."""
+
+    def investigate(
+        self,
+        subject: Subject,
+        kind: str,
+        *,
+        classes: int | None,
+        optimizer: Optimizer | None,
+        limits: tuple[float, float],
+    ) -> Findings | None:
+        """Returns the findings; None if the alarm was false."""
+        found = super().investigate(subject, kind, classes=classes, optimizer=optimizer, limits=limits)
+        if found is None:
+            return None
+        gaps = [subject.gap] if isinstance(subject, LoopSubject) and subject.gap else []
+        return replace(found, diagnosis=of_any_loop(found.diagnosis), failures=[*gaps, *found.failures])
+
+
+class Incidents:
+    """Investigates a loop's withheld steps.
+
+    Args:
+        folder: receives a folder for each incident.
+        max_incidents, max_seconds: budget, as in `forensics/handler.py`; 0 incidents investigates none.
+        ranks: this process among those that train together.
+
+    Attributes:
+        found: summaries of the incidents, oldest first.
+    """
+
+    def __init__(self, folder: Path, max_incidents: int, max_seconds: float, ranks: Ranks) -> None:
+        self.found: list[IncidentSummary] = []
+        self._folder, self._ranks = folder, ranks
+        self._handler = LoopHandler(max_incidents, max_seconds) if max_incidents else None
+
+    def investigate(
+        self,
+        subject: LoopSubject,
+        kind: str,
+        optimizer: Optimizer,
+        limits: tuple[float, float],
+        setting: RunSettings,
+    ) -> bool:
+        """Investigates a step; returns whether an incident was filed and shown. All ranks must call it together.
+
+        Args:
+            kind: `nonfinite` or `spike`.
+            optimizer: only read.
+            limits: the guard's limits of loss and gradient norm.
+        """
+        if self._handler is None:
+            return False
+        self._handler.open(self._folder, setting)
+        step = subject.reading.step
+        try:
+            summary = self._handle(self._handler, subject, kind, None if subject.sharded else optimizer, limits)
+        except NotInvestigated as error:
+            self.note(f"step {step}: this incident is not investigated: {error}")
+            return False
+        if summary is None:
+            return False
+        self.found.append(summary)
+        self.note(*summary.lines)
+        return True
+
+    def _handle(
+        self,
+        handler: LoopHandler,
+        subject: LoopSubject,
+        kind: str,
+        optimizer: Optimizer | None,
+        limits: tuple[float, float],
+    ) -> IncidentSummary | None:
+        """Investigates on this rank alone, or on all, and has one of them write the folder."""
+        several = self._ranks.distributed
+        allowed = handler.has_budget() if not several else all(exchange(self._main_has_budget))
+        if not allowed:
+            return None
+        handler.count()
+        subject.deadline = handler.deadline(timeout().total_seconds() / 2 if several else math.inf)
+        found: Findings | None = None
+        error: Exception | None = None
+        try:
+            found = handler.investigate(subject, kind, classes=None, optimizer=optimizer, limits=limits)
+        except NotInvestigated:
+            raise
+        except Exception as raised:  # explaining a step must not end the training
+            error = raised
+        subject.rounds.finish()
+        if several:
+
+            def account() -> Account:
+                if error is not None:
+                    raise error
+                return account_of(found)
+
+            return write_together(handler, self._ranks.rank, subject, found, exchange(account))
+        if error is not None:
+            raise NotInvestigated(in_one_line(error)) from error
+        return None if found is None else handler.write_incident(subject, found)
+
+    def _main_has_budget(self) -> bool:
+        """Whether the budget allows another investigation; the main process decides, because it counts the folders."""
+        return not self._ranks.is_main or (self._handler is not None and self._handler.has_budget())
+
+    def note(self, *lines: str) -> None:
+        """Logs lines on the main process."""
+        if self._ranks.is_main:
+            for line in lines:
+                LOG.warning("%s", line)
+
+
+def settings(name: str, group: dict, *, clips: bool, deterministic: bool) -> RunSettings:
+    """Returns what is known of a loop's settings.
+
+    Args:
+        name: of the number format; empty if unknown.
+        group: the optimizer's first parameter group.
+        clips: whether the guard clips.
+        deterministic: whether repeating a step must give the same bits.
+    """
+    keys: Sequence[str] = ("lr", "weight_decay", "betas", "eps")
+    values = {f"optimizer.{key}": plain(group[key]) for key in keys if key in group}
+    return RunSettings(
+        choices={"clipping": "zclip" if clips else "none"} | ({"precision": name} if name else {}),
+        values=values | ({"precision.min_scale": 1.0} if name == "fp16" else {}),
+        deterministic=deterministic,
+    )
+
+
+def plain(value: object) -> object:
+    """Returns a number for a tensor, and a list for a tuple."""
+    if isinstance(value, tuple):
+        return [plain(each) for each in value]
+    return value.item() if hasattr(value, "item") else value  # ty: ignore[call-non-callable]

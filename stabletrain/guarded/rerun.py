@@ -1,0 +1,248 @@
+"""Runs a step's closures again on the live model, from where the step began, and puts everything back.
+
+A withheld step left the weights as they were. What its forward and backward pass did change is recorded before the step
+and set for the rerun: buffers, random generators, gradients. Afterwards everything has the values it had before the
+rerun. Ranks of DDP rerun without averaging gradients; the shards of FSDP2 are gathered as in training.
+"""
+
+import contextlib
+import random
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stabletrain.buffers import Buffers, SavedBuffers
+from stabletrain.checkpoint.tree import Piece
+from stabletrain.forensics.repro import CONTAINERS
+from stabletrain.guarded.agreement import wrappers
+from stabletrain.guarded.gradients import gradients, measure
+from stabletrain.guarded.part import Part, loss_of
+from stabletrain.guarded.scaling import Scaling
+from stabletrain.machine.compiling import uncompiled
+from stabletrain.stability.precision.kernels import ieee_kernels
+
+
+@dataclass(frozen=True)
+class Generators:
+    """The states of all random generators: PyTorch's on the CPU and on a card, NumPy's and Python's."""
+
+    cpu: Tensor
+    card: Tensor | None
+    numpy: Any
+    python: Any
+    device: torch.device
+
+    @classmethod
+    def now(cls, device: torch.device) -> "Generators":
+        """Records them; does not wait for the device."""
+        card = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), card, np.random.get_state(), random.getstate(), device)
+
+    def set(self) -> None:
+        """Sets every generator to the recorded state."""
+        torch.set_rng_state(self.cpu)
+        if self.card is not None:
+            torch.cuda.set_rng_state(self.card, self.device)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
+@dataclass
+class Begun:
+    """A step that has begun: its state before the first forward pass, and its micro-batches so far.
+
+    Attributes:
+        parts: the closures with their batches, in order.
+        losses: what they returned, 0-d, on the device.
+        versions: the batches' tensors with their versions from before the closure: to notice that it changed them.
+    """
+
+    generators: Generators
+    buffers: SavedBuffers
+    parts: list[Part] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+
+
+class Pass(NamedTuple):
+    """What a rerun gave.
+
+    Attributes:
+        loss: sum over the micro-batches.
+        losses: of each micro-batch.
+        grad_norm: of the unscaled gradients; NaN if there was no backward pass.
+        gradients: of the parameters that the optimizer updates, in order; None for those without.
+    """
+
+    loss: float
+    losses: list[float]
+    grad_norm: float
+    gradients: list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """What is needed to run the closures of a step again.
+
+    Attributes:
+        model: the user's own module, without wrappers.
+        outer: the model as the user gave it, with the wrappers of DDP and the compiler.
+        parameters: those that the optimizer updates.
+        buffers: the model's.
+        scaling: gives the autocast context.
+        begun: the step's state before it, and its micro-batches.
+        loss_scale: the step's.
+    """
+
+    model: nn.Module
+    outer: nn.Module
+    parameters: list[nn.Parameter]
+    buffers: Buffers
+    scaling: Scaling
+    begun: Begun
+    loss_scale: float
+
+    def run(
+        self,
+        parts: Sequence[Part] | None = None,
+        *,
+        true_fp32: bool = False,
+        weights: Mapping[str, Any] | None = None,
+        backward: bool = True,
+        watched_by: AbstractContextManager | None = None,
+    ) -> Pass:
+        """Runs forward and backward of the step; afterwards everything is as it was.
+
+        Args:
+            parts: closures and batches; None for the step's own.
+            true_fp32: without autocast, loss scale and TF32, with parameters in fp32.
+            weights: values for parameters by name; None for the present ones.
+            backward: whether to compute gradients.
+            watched_by: a context around forward and backward only, such as a trace.
+        """
+        scale = 1.0 if true_fp32 else self.loss_scale
+        losses: list[Tensor] = []
+        with self._put_back(weights), uncompiled(), torch.enable_grad():
+            numbers = in_true_fp32(self.model) if true_fp32 else contextlib.nullcontext()
+            with numbers, watched_by or contextlib.nullcontext():
+                for part in self.begun.parts if parts is None else parts:
+                    with contextlib.nullcontext() if true_fp32 else self.scaling.autocast():
+                        loss = loss_of(part())
+                    if backward:
+                        (loss * scale if scale != 1.0 else loss).backward()
+                    losses.append(loss.detach())
+            found = gradients(self.parameters)
+            if scale != 1.0:
+                torch._foreach_div_(found, scale)
+            norm = float(measure(found, [])[0].total) if found else float("nan")
+            each = [parameter.grad for parameter in self.parameters]
+        total = sum(losses[1:], losses[0]).float()
+        return Pass(float(total), [float(loss) for loss in losses], norm, each)
+
+    @contextlib.contextmanager
+    def _put_back(self, weights: Mapping[str, Any] | None) -> Generator[None]:
+        """Sets buffers and generators to the beginning of the step; restores everything on exit."""
+        now, begun = Generators.now(self.begun.generators.device), self.begun
+        saved, kept = self.buffers.save(), [parameter.grad for parameter in self.model.parameters()]
+        attributes = [(module, {**vars(module)}) for module in self.model.modules()]
+        closed = torch.zeros((), dtype=torch.bool, device=begun.generators.device)
+        try:
+            self.buffers.restore_(begun.buffers, closed)
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            torch.clear_autocast_cache()  # it may hold casts of other weights
+            with apart(self.outer), with_weights(self.model, weights or {}):
+                begun.generators.set()
+                yield
+        finally:
+            torch.clear_autocast_cache()
+            for module, before in attributes:
+                put_back_attributes(module, before)
+            for parameter, gradient in zip(self.model.parameters(), kept, strict=True):
+                parameter.grad = gradient
+            self.buffers.restore_(saved, closed)
+            now.set()
+
+
+def put_back_attributes(module: nn.Module, before: Mapping[str, Any]) -> None:
+    """Restores a module's attributes, except the containers of its children and tensors."""
+    live = vars(module)
+    for name in [*live]:
+        if name not in before:
+            del live[name]
+    live.update({name: value for name, value in before.items() if name not in CONTAINERS})
+
+
+@contextlib.contextmanager
+def apart(model: nn.Module) -> Generator[None]:
+    """A context in which ranks of DDP do not communicate: every one runs for itself."""
+    with contextlib.ExitStack() as stack:
+        for wrapper in wrappers(model):
+            stack.enter_context(wrapper.no_sync())
+            stack.callback(setattr, wrapper, "require_forward_param_sync", wrapper.require_forward_param_sync)
+            wrapper.require_forward_param_sync = False
+        yield
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def with_weights(model: nn.Module, values: Mapping[str, Any]) -> Generator[None]:
+    """A context in which parameters have other values; their own bits are restored on exit."""
+    live = {name: local(tensor) for name, tensor in model.named_parameters() if name in values}
+    own = {name: tensor.clone() for name, tensor in live.items()}
+    try:
+        for name, tensor in live.items():
+            tensor.copy_(local(values[name]))
+        yield
+    finally:
+        for name, tensor in live.items():
+            tensor.copy_(own[name])
+
+
+def local(tensor: Any) -> Tensor:
+    """Returns a tensor without its autograd history; of a sharded one, this rank's shard."""
+    if isinstance(tensor, Piece):
+        return tensor.local
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@contextlib.contextmanager
+def in_true_fp32(model: nn.Module) -> Generator[None]:
+    """A context without autocast and TF32, in which fp16 and bf16 parameters and buffers are fp32."""
+    narrow = (torch.float16, torch.bfloat16)
+    tensors = [t for t in [*model.parameters(), *model.buffers()] if t.dtype in narrow and not hasattr(t, "to_local")]
+    own = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
+        with ieee_kernels(), without_autocast():
+            yield
+    finally:
+        for tensor, data in zip(tensors, own, strict=True):
+            tensor.data = data
+
+
+@contextlib.contextmanager
+def without_autocast() -> Generator[None]:
+    """A context in which every `torch.autocast`, also one that the user's code enters, does nothing."""
+    enter = torch.autocast.__enter__
+
+    def disabled(context: Any) -> Any:
+        context._enabled, wanted = False, context._enabled
+        try:
+            return enter(context)
+        finally:
+            context._enabled = wanted
+
+    torch.autocast.__enter__ = disabled  # ty: ignore[invalid-assignment]
+    try:
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):  # one that is entered already
+            yield
+    finally:
+        torch.autocast.__enter__ = enter  # ty: ignore[invalid-assignment]

@@ -1,0 +1,217 @@
+"""A step of a user's loop on disk, and its replay in another process.
+
+The batch is always saved. The step can be replayed if its closures can be imported, and find the model in a global
+variable of their module: then the weights are saved as well. `why_not_replayable` says what is missing.
+
+    scene.json            names of closures and model, generators, the step's reading
+    batch.safetensors     the tensors of the batches, and the generators' states
+    state.safetensors     parameters and buffers from before the step
+"""
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from stabletrain.buffers import buffers_of
+from stabletrain.checkpoint.tree import flatten, to_host, unflatten
+from stabletrain.errors import ConfigError
+from stabletrain.forensics import repro as files
+from stabletrain.forensics.replay import Outcome, compare
+from stabletrain.forensics.user_code import hash_of
+from stabletrain.guarded.agreement import innermost
+from stabletrain.guarded.part import Part, named_tensors
+from stabletrain.guarded.rerun import Begun, Generators, Rerun
+from stabletrain.guarded.scaling import scaling
+from stabletrain.records import Reading
+
+if TYPE_CHECKING:
+    from stabletrain.guarded.subject import LoopSubject
+
+
+def why_not_replayable(subject: "LoopSubject") -> str:
+    """Returns why a step cannot be replayed from its folder; empty if it can."""
+    if subject.sharded:
+        return "the weights are sharded across ranks"
+    if not subject.keep_state:
+        return "Guard(keep_state=False) does not save the weights"
+    for part in subject.rerun.begun.parts:
+        if why := why_not_importable(part.closure):
+            return why
+        if not name_of_model(part.closure, subject.rerun.model):
+            return f"the model is not a global variable of the module '{part.closure.__module__}', where the closure is"
+    try:
+        flatten([part.batch for part in subject.rerun.begun.parts])
+    except TypeError as error:
+        return f"the batch cannot be saved: {error}"
+    return ""
+
+
+def why_not_importable(closure: Callable[..., Any]) -> str:
+    """Returns why another process cannot import a closure; empty if it can."""
+    name, module = getattr(closure, "__qualname__", ""), getattr(closure, "__module__", "")
+    if module == "__main__":
+        return "the closure is defined in the script itself (__main__): move it to a module that can be imported"
+    if not name or "<" in name:
+        return "the closure is a lambda or a function inside a function: define it at the top level of a module"
+    found = getattr(sys.modules.get(module), name, None)
+    return "" if found is closure else f"'{name}' of the module '{module}' is not the closure"
+
+
+def name_of_model(closure: Callable[..., Any], model: nn.Module) -> str:
+    """Returns the global variable of the closure's module that holds the model; empty if there is none."""
+    values = getattr(closure, "__globals__", {})
+    return next((name for name, v in values.items() if isinstance(v, nn.Module) and innermost(v) is model), "")
+
+
+def save_step(folder: Path, subject: "LoopSubject") -> None:
+    """Writes a step into its incident's folder.
+
+    Raises:
+        OSError: the disk is full or gone.
+    """
+    begun, why = subject.rerun.begun, subject.why_not_replayable()
+    folder.mkdir(parents=True, exist_ok=True)
+    if why:  # the tensors of the batch, to look at
+        tensors = {f"{i}/{name}": t for i, part in enumerate(begun.parts) for name, t in named_tensors(part.batch)}
+        files.write(folder / files.BATCH, to_host(tensors))
+        return
+    generators = begun.generators
+    version, keys, *numpy = generators.numpy
+    drawn = {
+        "cpu": generators.cpu,
+        "card": generators.card,
+        "numpy": [version, torch.from_numpy(keys.astype("int64")), *numpy],
+        "python": generators.python,
+    }
+    model = subject.rerun.model
+    state = {
+        "parameters": dict(model.named_parameters()),
+        "buffers": dict(zip([name for name, _ in model.named_buffers()], subject.buffers, strict=True)),
+    }
+    closures = [closure_record(part.closure, subject.rerun.model) for part in begun.parts]
+    skeleton: dict[str, Any] = flatten(
+        {
+            "format": files.FORMAT,
+            "closures": closures,
+            "step": subject.step,
+            "loss_scale": subject.rerun.loss_scale,
+            "precision": subject.rerun.scaling.name if subject.rerun.scaling.autocasts else "",
+            "reading": subject.reading._asdict(),
+            "comparable": subject.comparable,
+            "device": str(generators.device),
+            "threads": torch.get_num_threads(),
+        }
+    )[1]
+    for file, tree in ((files.BATCH, {"batches": [part.batch for part in begun.parts], "generators": drawn}),
+                       (files.STATE, state)):  # fmt: skip
+        tensors, skeleton[file] = flatten(to_host(tree))
+        skeleton[f"{file} sha256"] = files.write(folder / file, tensors)
+    (folder / files.SCENE).write_text(json.dumps(skeleton, allow_nan=False))
+
+
+def closure_record(closure: Callable[..., Any], model: nn.Module) -> dict[str, Any]:
+    """Returns how another process imports a closure and finds its model."""
+    module = sys.modules[closure.__module__]
+    file = str(module.__file__)
+    depth = closure.__module__.count(".") + (Path(file).name == "__init__.py")
+    return {
+        "module": closure.__module__,
+        "name": getattr(closure, "__qualname__", ""),
+        "model": name_of_model(closure, model),
+        "path": str(Path(file).resolve().parents[depth]),
+        "file": file,
+        "sha256": hash_of(file),
+    }
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A step that was replayed from its folder.
+
+    Attributes:
+        changed: the files of the closures that have changed since.
+    """
+
+    reading: Reading
+    outcome: Outcome
+    changed: list[str]
+
+
+def is_saved_step(folder: Path) -> bool:
+    """Returns whether a folder holds a step of a user's loop that can be replayed."""
+    return (folder / files.SCENE).exists() and "closures" in files.read(folder)
+
+
+def replay_step(folder: Path) -> Replayed:
+    """Replays a step of a user's loop from its folder: imports the closures, and loads weights and generators.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or a closure or its model is not there any more.
+    """
+    scene = files.read(folder)
+    torch.set_num_threads(scene["threads"])
+    kept = files.tensors_of(folder, files.BATCH, scene)
+    closures = [imported(record, folder) for record in scene["closures"]]
+    outer = closures[0][1]
+    model, device = innermost(outer), torch.device(scene["device"])
+    state = files.tensors_of(folder, files.STATE, scene)
+    files.put_(dict(model.named_parameters()), state["parameters"], folder, True)
+    files.put_(dict(model.named_buffers()), state["buffers"], folder, True)
+    batches = to_device(kept["batches"], next(model.parameters()).device)
+    parts = [Part(closure, batch) for (closure, _), batch in zip(closures, batches, strict=True)]
+    buffers = buffers_of(model)
+    begun = Begun(generators_of(kept["generators"], device), buffers.save(), parts)
+    reading = Reading(**unflatten(scene["reading"], {}))
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    chosen = scaling(scene["precision"] or None, None, device)
+    began = time.monotonic()
+    found = Rerun(model, outer, parameters, buffers, chosen, begun, scene["loss_scale"]).run()
+    equal = compare(found.loss, found.grad_norm, reading, None, scene["comparable"])
+    finite = bool(torch.isfinite(torch.tensor([found.loss, found.grad_norm])).all())
+    outcome = Outcome(finite, found.loss, found.grad_norm, equal, None, time.monotonic() - began)
+    records = {record["file"]: record["sha256"] for record in scene["closures"]}
+    return Replayed(reading, outcome, [file for file, digest in records.items() if hash_of(file) != digest])
+
+
+def imported(record: Mapping[str, Any], folder: Path) -> tuple[Callable[..., Any], nn.Module]:
+    """Imports a closure and its model."""
+    if record["path"] not in sys.path:
+        sys.path.insert(0, record["path"])
+    try:
+        module = importlib.import_module(record["module"])
+        return getattr(module, record["name"]), getattr(module, record["model"])
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{folder}: '{record['name']}' and the model '{record['model']}' of the module '{record['module']}' cannot "
+            f"be imported ({error}): set PYTHONPATH to the folder of {Path(record['file']).name}"
+        ) from error
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """Returns a tree of lists and dicts with its tensors on a device."""
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    if isinstance(tree, dict):
+        return {key: to_device(each, device) for key, each in tree.items()}
+    return [to_device(each, device) for each in tree] if isinstance(tree, list) else tree
+
+
+def generators_of(kept: Mapping[str, Any], device: torch.device) -> Generators:
+    """Rebuilds the states of the random generators."""
+    version, keys, *numpy = kept["numpy"]
+    python: Sequence[Any] = kept["python"]
+    return Generators(
+        kept["cpu"],
+        kept["card"],
+        (version, keys.numpy().astype("uint32"), *numpy),
+        (python[0], tuple(python[1]), python[2]),
+        device,
+    )

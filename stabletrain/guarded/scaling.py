@@ -1,0 +1,154 @@
+"""The loss scale of a user's loop: none, this project's own (`precision="fp16"`), or a `torch.amp.GradScaler`."""
+
+import math
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from stabletrain.errors import ConfigError
+from stabletrain.protocols import Precision
+from stabletrain.records import GradNorms, LossTerms, Number
+from stabletrain.stability.precision import modes
+
+FLOOR = 1.0
+"""Loss scale at which a non-finite gradient is a fault, not a routine overflow."""
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+class Scaling:
+    """Autocast and loss scale by this project's `Precision`.
+
+    Attributes:
+        name: of the number format; empty if the closure chooses it.
+        autocasts: whether the guard runs closures under autocast.
+    """
+
+    autocasts = True
+
+    def __init__(self, precision: Precision, name: str = "") -> None:
+        self.precision, self.name = precision, name
+
+    def autocast(self) -> AbstractContextManager:
+        """Returns the context in which closures run."""
+        return self.precision.autocast()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Returns the loss to differentiate."""
+        return self.precision.scale(loss)
+
+    def unscale_(self, optimizer: Optimizer, found: list[Tensor]) -> None:
+        """Divides the gradients by the loss scale, in place."""
+        del optimizer
+        self.precision.unscale_(found)
+
+    def loss_scale(self) -> Number:
+        """Returns the scale of the present step."""
+        return self.precision.loss_scale()
+
+    def overflow(self, terms: LossTerms, norms: GradNorms) -> Tensor | bool:
+        """Returns whether the gradients overflowed as they routinely do; see `LossScaled.overflow`."""
+        return self.precision.overflow(terms, norms)
+
+    def close(self, gate: Tensor, overflow: Tensor | bool) -> Tensor:
+        """Returns the gate, closed on overflow."""
+        return self.precision.close(gate, overflow)
+
+    def update(self, optimizer: Optimizer, applied: bool, overflow: bool) -> None:
+        """Runs the optimizer's step if it is applied, and adjusts the scale."""
+        if applied:
+            optimizer.step()
+        device = optimizer.param_groups[0]["params"][0].device
+        self.precision.update(torch.tensor(overflow, device=device), torch.tensor(applied, device=device))
+
+    def state_dict(self) -> dict:
+        """Returns the loss scale, for a checkpoint."""
+        return getattr(self.precision, "state_dict", dict)()
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores it."""
+        if state:
+            self.precision.load_state_dict(state)  # ty: ignore[unresolved-attribute]
+
+
+class TorchScaling(Scaling):
+    """The user's own `torch.amp.GradScaler`. Its state is the user's to save.
+
+    Attributes:
+        together: whether several ranks train together: each then adjusts its scaler by the verdict they share.
+    """
+
+    autocasts = False
+
+    def __init__(self, scaler: GradScaler, device: torch.device, together: bool) -> None:
+        super().__init__(modes.fp32(device), "fp16" if scaler.is_enabled() else "")
+        self._scaler, self._together, self._one = scaler, together, torch.ones((), device=device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Returns the loss times the scaler's scale."""
+        return self._scaler.scale(loss)
+
+    def unscale_(self, optimizer: Optimizer, found: list[Tensor]) -> None:
+        """Divides the gradients by the scale, in place; the scaler notes whether they are finite."""
+        del found
+        self._scaler.unscale_(optimizer)
+
+    def loss_scale(self) -> Number:
+        """Returns the scaler's scale, on the device."""
+        return self._scaler.scale(self._one) if self._scaler.is_enabled() else 1.0
+
+    def overflow(self, terms: LossTerms, norms: GradNorms) -> Tensor | bool:
+        """Returns whether the loss is finite, the gradients are not, and the scale is above `FLOOR`."""
+        if not self._scaler.is_enabled():
+            return False
+        finite_loss, finite_norm = (torch.stack([terms.total, norms.total]).abs() < math.inf).unbind()
+        return finite_loss & ~finite_norm & (self.loss_scale() > FLOOR)
+
+    def close(self, gate: Tensor, overflow: Tensor | bool) -> Tensor:
+        """Returns the gate, closed on overflow."""
+        return gate & torch.logical_not(overflow) if isinstance(overflow, Tensor) else gate
+
+    def update(self, optimizer: Optimizer, applied: bool, overflow: bool) -> None:
+        """Runs the optimizer's step through the scaler if it is applied, and adjusts the scaler.
+
+        A step withheld for another reason than an overflow leaves the scale as it is.
+        """
+        scaler = self._scaler
+        if applied:
+            scaler.step(optimizer)
+            scaler.update()
+        elif overflow and not self._together:
+            scaler.update()
+        else:  # given a scale, the scaler only forgets what it has noted of this step
+            scaler.update(new_scale=scaler.get_scale() * (scaler.get_backoff_factor() if overflow else 1.0))
+
+    def state_dict(self) -> dict:
+        """Returns nothing: the scaler has a `state_dict` of its own."""
+        return {}
+
+
+def scaling(
+    precision: str | None, scaler: GradScaler | None, device: torch.device, *, together: bool = False
+) -> Scaling:
+    """Returns the scaling that `Guard`'s arguments ask for.
+
+    Raises:
+        ConfigError: `precision` is unknown, both are given, or the device lacks the precision.
+    """
+    if scaler is not None:
+        if precision is not None:
+            raise ConfigError(
+                f"Guard(precision={precision!r}, scaler=...): with a GradScaler, the closure uses torch.autocast "
+                "itself; leave precision out, or leave scaler out and let precision='fp16' scale the loss"
+            )
+        return TorchScaling(scaler, device, together)
+    if precision not in (None, *PRECISIONS):
+        raise ConfigError(f"Guard(precision={precision!r}) is not one of {', '.join(PRECISIONS)}, or None")
+    if precision == "fp16":
+        return Scaling(modes.fp16(device, init_scale=65536.0, growth_interval=2000, min_scale=FLOOR), precision)
+    if precision == "bf16":
+        return Scaling(modes.bf16(device), precision)
+    return Scaling(modes.fp32(device), precision or "")

@@ -1,0 +1,124 @@
+"""Snapshots of a user's training state, to roll back to: weights, moments, limits of the guard, loss scale, loader."""
+
+import copy
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from stabletrain.checkpoint.capture import Stateful, capture, restore
+from stabletrain.checkpoint.snapshots import Snapshots
+from stabletrain.checkpoint.tree import Tree
+from stabletrain.errors import TrainingHalted
+from stabletrain.guarded.scaling import Scaling
+from stabletrain.records import TrainState
+from stabletrain.stability.guard import RollbackGuard, SkipGuard
+
+
+@runtime_checkable
+class Loader(Protocol):
+    """A data loader whose position can be saved, such as torchdata's `StatefulDataLoader`."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+
+class NoStates:
+    """Keeps no snapshots: the guard skips steps, and never rolls back."""
+
+    def before_first_update(self) -> None:
+        """Does nothing."""
+
+    def after_update(self, step: int) -> None:
+        """Does nothing."""
+
+    def older(self, step: int) -> Tree | None:
+        """Returns None: there is no older state."""
+        del step
+
+    def roll_back(self, step: int) -> int:
+        """Never called: the guard does not ask for it."""
+        raise TrainingHalted(f"step {step}: there is no state to go back to")
+
+
+class States(NoStates):
+    """Keeps healthy snapshots in host memory.
+
+    Args:
+        model: without wrappers.
+        policy: decides which states are healthy.
+        scaling: its loss scale belongs to the state.
+        loader: its position belongs to the state; None if it has none.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, policy: RollbackGuard, scaling: Scaling, loader: Loader | None
+    ) -> None:
+        self._state, self._policy, self._loader = TrainState(model, optimizer), policy, loader
+        self._parts: dict[str, Stateful] = {"guard": policy, "scaling": scaling}
+        self._snapshots = Snapshots()
+        self._positions: dict[int, Any] = {}
+
+    def before_first_update(self) -> None:
+        """Takes the first snapshot, before the first step that is judged."""
+        if not self._policy.states.steps:
+            # The loop has already read this step's batch, which the loader's position includes.
+            self._take(0)
+
+    def after_update(self, step: int) -> None:
+        """Takes a snapshot if one is due after the step that was just judged."""
+        if self._policy.states.due(step):
+            self._take(step)
+
+    def _take(self, step: int) -> None:
+        retained = self._policy.states
+        retained.retain(step, self._policy.healthy)
+        self._snapshots.retain(retained.steps)
+        self._state.step = step
+        self._snapshots.take(step, capture(self._state, self._parts), self._state)
+        self._snapshots.retain(retained.steps)
+        if self._loader is not None:
+            self._positions[step] = copy.deepcopy(self._loader.state_dict())
+        self._positions = {step: place for step, place in self._positions.items() if step in retained.steps}
+
+    def older(self, step: int) -> Tree | None:
+        """Returns the newest snapshot of at most `step` steps, as it lies on the host; None if there is none."""
+        return self._snapshots.newest_on_host(step)
+
+    def roll_back(self, step: int) -> int:
+        """Restores the newest healthy state.
+
+        Args:
+            step: the step at which the guard gave up on the present state.
+
+        Returns:
+            the number of steps whose batches are to be passed over: with a loader, which was put back, those that were
+            read since the restored state too.
+
+        Raises:
+            TrainingHalted: no healthy state is left.
+        """
+        policy = self._policy
+        target = policy.states.target
+        tree = None if target is None else self._snapshots.newest(target)
+        if target is None or tree is None:
+            raise TrainingHalted(f"step {step}: {policy.reason}; no healthy state is left to go back to")
+        reason = policy.reason
+        # The learning rate stays lowered for `lr_steps` steps counted from now: the loop's steps only count up.
+        detour = policy.begin_rollback(step, step)
+        kept = policy.cumulative_state()
+        restore(tree, self._state, self._parts)
+        policy.load_cumulative_state(kept)
+        policy.reason = reason
+        self._snapshots.retain(policy.states.steps)
+        if self._loader is None:
+            return detour.skip_batches
+        self._loader.load_state_dict(copy.deepcopy(self._positions[tree["step"]]))
+        return step - max(tree["step"], 1) + detour.skip_batches
+
+
+def states(
+    model: nn.Module, optimizer: Optimizer, policy: SkipGuard, scaling: Scaling, loader: Loader | None
+) -> NoStates:
+    """Returns the states that a policy needs."""
+    return States(model, optimizer, policy, scaling, loader) if isinstance(policy, RollbackGuard) else NoStates()

@@ -1,0 +1,218 @@
+"""A withheld step of a user's loop, as an investigation sees it: its closures run again on the live model."""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stabletrain.checkpoint.tree import Tree
+from stabletrain.forensics.diagnosis.evidence import LargestInput
+from stabletrain.forensics.probes.attention_scores import Scores
+from stabletrain.forensics.probes.fp8_casts import Fp8Casts
+from stabletrain.forensics.probes.samples import Culprits, search
+from stabletrain.forensics.probes.state import staleness
+from stabletrain.forensics.probes.underflow import Underflow
+from stabletrain.forensics.replay import NotPossible, Outcome, compare
+from stabletrain.forensics.trace.origin import find_origin
+from stabletrain.forensics.trace.recorder import Trace
+from stabletrain.guarded.part import Part, named_tensors
+from stabletrain.guarded.rerun import Pass, Rerun
+from stabletrain.guarded.rounds import Rounds, SharedRounds
+from stabletrain.guarded.samples import BatchTrials, bad_samples, largest_input, place
+from stabletrain.guarded.saved_step import save_step, why_not_replayable
+from stabletrain.machine.compiling import uncompiled
+from stabletrain.records import RankPart, Reading
+
+NO_BATCH = "the closure takes no batch: pass it as guard.step(closure, batch=...)"
+
+
+@dataclass
+class LoopSubject:
+    """A step of a user's loop.
+
+    Attributes:
+        rerun: runs the closures again.
+        reading, part, step: see `Subject`.
+        usual: the micro-batches of the last step that was applied; empty before the first.
+        older_state: returns an older state; None if there is none.
+        sharded: whether the weights are sharded across ranks.
+        deadline: see `Subject`.
+        keep_state: whether the weights are saved, if the step can be replayed from its folder.
+        gap: why the closures do not compute the loop's own loss; empty if they do.
+    """
+
+    rerun: Rerun
+    reading: Reading
+    step: int
+    usual: Sequence[Part] = ()
+    older_state: Callable[[], Tree | None] = lambda: None
+    part: RankPart | None = None
+    sharded: bool = False
+    deadline: float = math.inf
+    keep_state: bool = True
+    gap: str = ""
+    rounds: Rounds = field(init=False)
+    _nothing_began_here: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.rounds = SharedRounds(lambda wish: self._take_part(*wish)) if self.sharded else Rounds()
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, without wrappers. Raises NotPossible if its weights are sharded."""
+        if self.sharded:
+            raise NotPossible("the weights are sharded: they were not compared")
+        return self.rerun.model
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The buffers' values from before the step."""
+        return self.rerun.begun.buffers.tensors()
+
+    def older(self) -> Tree | None:
+        """See `Subject`."""
+        return self.older_state()
+
+    def bad_samples(self, classes: int | None) -> list[dict[str, Any]]:
+        """See `Subject`."""
+        del classes
+        return bad_samples(self.rerun.begun.parts, self.usual)
+
+    def identify(self, index: int) -> Mapping[str, Any]:
+        """Returns the sample's micro-batch and row, if the step had several micro-batches."""
+        return place(index, self.rerun.begun.parts)
+
+    def replay(self, variant: str) -> Outcome:
+        """See `Subject`."""
+        began = time.monotonic()
+        if began >= self.deadline and not self.sharded:
+            return Outcome(not_run="the time limit was reached")
+        try:
+            found = self._run(variant)
+        except NotPossible as error:
+            return Outcome(not_run=str(error))
+        except Exception as error:  # the user's code may raise anything
+            return Outcome(not_run=" ".join(f"{type(error).__name__}: {error}".split())[:200])
+        if self.gap and math.isfinite(found.loss):  # a normal forward pass says nothing about the step
+            return Outcome(not_run=self.gap)
+        equal = None
+        if variant == "same":
+            equal = compare(found.loss, found.grad_norm, self.reading, self.part, self.comparable)
+        finite = math.isfinite(found.loss) and (math.isfinite(found.grad_norm) or self._spoilt_by_another)
+        zeros = zero_share(found.gradients)
+        return Outcome(finite, found.loss, found.grad_norm, equal, zeros, time.monotonic() - began)
+
+    @property
+    def _spoilt_by_another(self) -> bool:
+        """Whether the gradients that this rank sees, which are sums over the ranks, were spoilt by another rank."""
+        return self.sharded and self._nothing_began_here
+
+    @property
+    def comparable(self) -> bool:
+        """Whether a rerun must give the step's bits: nothing was compiled, and no closure changed its batch."""
+        changed = any(tensor._version != version for tensor, version in self.rerun.begun.versions)
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        compiled = dynamo is not None and bool(dynamo.counters["frames"]["ok"])
+        return not (changed or compiled or self.gap)
+
+    def trace(self, variant: str) -> Trace:
+        """See `Subject`."""
+        tracing = Trace(self.rerun.model)
+        self._run(variant, tracing)
+        self._nothing_began_here = find_origin(tracing) is None
+        return tracing
+
+    def culprits(self) -> Culprits | None:
+        """See `Subject`."""
+        if self.sharded:
+            raise NotPossible("single samples are not tried while the weights are sharded")
+        if not all(part.takes_batch for part in self.rerun.begun.parts):
+            raise NotPossible(NO_BATCH)
+        trials = BatchTrials(self.rerun, self.usual, self.deadline)
+        return search(trials.samples, trials)
+
+    def sizes(self, older: Mapping[str, Any] | None, classes: int | None) -> dict[str, float]:
+        """Returns the largest attention logit."""
+        del classes
+        with uncompiled():
+            scores = Scores()
+        self._run("same" if older is None else "older_state", scores, backward=self.sharded)
+        return scores.metrics() if not math.isnan(scores.largest) else {}
+
+    def largest_input(self) -> LargestInput | None:
+        """See `Subject`."""
+        return largest_input(self.rerun.begun.parts, self.usual)
+
+    def staleness(self, optimizer: Optimizer) -> float:
+        """See `Subject`."""
+        found = dict(zip(map(id, self.rerun.parameters), self._run("same").gradients, strict=True))
+        return staleness(self.model, [found.get(id(p)) for p in self.model.parameters()], optimizer)
+
+    def underflow(self) -> Underflow | None:
+        """Returns None: no monitor looks for vanishing gradients in a user's loop."""
+        return None
+
+    def fp8_casts(self) -> Fp8Casts | None:
+        """Returns None: casts to fp8 are not looked into."""
+        return None
+
+    def save(self, folder: Path) -> None:
+        """Writes the batch; and the weights, if the step can be replayed from the folder."""
+        save_step(folder, self)
+
+    def why_not_replayable(self) -> str:
+        """Returns why `stabletrain replay` cannot run the step from its folder; empty if it can."""
+        return why_not_replayable(self)
+
+    # ---- reruns
+
+    def _run(self, variant: str, watched_by: Any = None, *, backward: bool = True) -> Pass:
+        """Runs the step as one of `VARIANTS`."""
+        parts = self._other_batches() if variant == "fresh_batch" else None
+        weights = self._older_weights() if variant == "older_state" else None
+
+        def work() -> Pass:
+            return self.rerun.run(
+                parts, true_fp32=variant == "fp32", weights=weights, backward=backward, watched_by=watched_by
+            )
+
+        return self.rounds.run((variant, backward), work)
+
+    def _take_part(self, variant: str, backward: bool) -> None:
+        """Runs what another rank wants, on this rank's micro-batches."""
+        weights = self._older_weights() if variant == "older_state" else None
+        self.rerun.run(true_fp32=variant == "fp32", weights=weights, backward=backward)
+
+    def _other_batches(self) -> list[Part]:
+        """Returns this step's closures with the batches of the last step that was applied."""
+        parts = self.rerun.begun.parts
+        if not all(part.takes_batch for part in parts):
+            raise NotPossible(NO_BATCH)
+        if not self.usual:
+            raise NotPossible("no step was applied before, so there is no other batch")
+        memory = [{t.data_ptr() for part in each for _, t in named_tensors(part.batch)} for each in (parts, self.usual)]
+        if memory[0] & memory[1]:
+            raise NotPossible("the loop reuses the memory of a batch, so there is no other batch")
+        return [Part(part.closure, self.usual[i % len(self.usual)].batch) for i, part in enumerate(parts)]
+
+    def _older_weights(self) -> Mapping[str, Any]:
+        tree = self.older_state()
+        if tree is None:
+            raise NotPossible("there is no older state: Guard(rollback=True) keeps some")
+        return tree["model"]
+
+
+def zero_share(gradients: Sequence[Tensor | None]) -> float:
+    """Returns the share of gradient elements that are exactly 0, in [0, 1]."""
+    found = [gradient for gradient in gradients if gradient is not None]
+    found = [each.to_local() if hasattr(each, "to_local") else each for each in found]  # ty: ignore[call-non-callable]
+    dense = [each.coalesce().values() if each.layout != torch.strided else each for each in found]
+    zeros = sum(int((each == 0).sum()) for each in dense)
+    return zeros / max(sum(each.numel() for each in dense), 1)
