@@ -15,14 +15,15 @@ In a sweep, a failed run does not stop the others, and a run that is over is not
 is that of its first run that did not finish.
 """
 
+import io
 import json
 import math
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from stabletrain.cli.sweep import lines
 from stabletrain.cli.sweep.member import Member, stopping_all
@@ -50,7 +51,7 @@ from stabletrain.parallel.ranks import (
     leave_process_group,
     run_on_main,
 )
-from stabletrain.program import conf_folder, program_name, started, torchrun_target
+from stabletrain.program import SCRIPT, conf_folder, program_name, started, torchrun_target
 
 ALIKE = 5.0
 """Seconds that other ranks wait before they report an error that rank 0 may have met too."""
@@ -58,6 +59,8 @@ ALIKE = 5.0
 LEFT = 5.0
 """Seconds to wait after a rank was lost. By then, torchrun has noticed it and has ended the other ranks."""
 
+
+HELP = frozenset(["--help", "-h"])
 
 CONFIG_PATH = ("--config-path", "-cp")
 """Hydra's option for a configuration folder in place of `conf/`."""
@@ -83,6 +86,18 @@ def train_command(words: list[str]) -> int:
     return launch(main, conf)
 
 
+@contextmanager
+def help_of_command() -> Generator[None]:
+    """A context in which the help text of `conf/config.yaml` is printed with the name of the program that was used."""
+    text = io.StringIO()
+    try:
+        with redirect_stdout(text):
+            yield
+    finally:
+        target = f" {torchrun_target()} "
+        print(text.getvalue().replace(SCRIPT, program_name()).replace(" train.py ", target), end="")
+
+
 def absolute_config_path(word: str, before: str) -> str:
     """Makes the value of `--config-path` absolute: Hydra would look for it in this package.
 
@@ -104,9 +119,6 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra must raise its errors: they are explained below
     # the config store is a singleton, but --help would deep-copy it 160 times
     setattr(ConfigStore, "__deepcopy__", lambda store, _: store)  # noqa: B010
-    # the help text names the program that was used
-    OmegaConf.register_new_resolver("stabletrain.program", program_name, replace=True)
-    OmegaConf.register_new_resolver("stabletrain.torchrun_target", torchrun_target, replace=True)
     typed, ranks = parse_arguments(sys.argv[1:]), current_ranks()
     sweep: Sweep | None = None
     if (message := unknown_option(sys.argv[1:], config_dir)) is not None:
@@ -116,7 +128,8 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         sys.argv[1:] = [*chain(*arguments)]  # Hydra reads the resolved command line
         if sweep is not None and ranks.is_main:
             print(lines.opening(sweep), flush=True)
-        with nullcontext() if sweep is None or sweep.launcher == "basic" else stopping_all(sweep.folder):
+        listening = nullcontext() if sweep is None or sweep.launcher == "basic" else stopping_all(sweep.folder)
+        with listening, help_of_command() if HELP & set(arguments.options) else nullcontext():
             main()
     except StabletrainError as error:
         return refuse(str(error), ranks)

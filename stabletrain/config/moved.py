@@ -101,6 +101,7 @@ class OldPackage(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self.__file__ = __file__
         vars(self)["__path__"] = []  # a package, so that `Finder` is asked for its modules
 
     def __getattr__(self, name: str) -> Any:
