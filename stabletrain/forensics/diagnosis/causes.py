@@ -297,6 +297,8 @@ def optimizer_staleness(e: Evidence) -> Diagnosis | None:
     """Gradients have outgrown Adam's second moment."""
     if not e.staleness > STALE or e.normal("older_state") is False or e.normal("fresh_batch") or jumped(e):
         return None
+    if has_risen(e):  # the loss has risen with the gradients: updates were too large
+        return None
     verdict = f"RMS(g / sqrt(v)) is {e.staleness:.3g}; it should be near 1"
     return Diagnosis("optimizer_staleness", 0.7, verdict, [*younger_moments(e), *lower_lr(e)], [])
 
