@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from jaxtyping import Bool, UInt8
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 class Buffers:
@@ -18,12 +19,19 @@ class Buffers:
 
     Attributes:
         tensors: the buffers, in the order of `model.buffers()`.
-        floating: those with floating-point values.
+        floating: those with floating-point values of at least 16 bits that can be written in place.
+
+    Args:
+        places: modules with their buffers by name.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = [*tensors]
-        self.floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    def __init__(
+        self, tensors: Sequence[Tensor], places: Sequence[tuple[nn.Module, dict[str, Tensor | None]]] = ()
+    ) -> None:
+        self.tensors, self._places = [*tensors], places
+        self._memory = memory_of(tensors)
+        tensors = [tensor for tensor in tensors if can_be_written(tensor)]
+        self.floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.element_size() > 1]
         plain = {id(tensor) for tensor in tensors if tensor.is_contiguous() and not hasattr(tensor, "to_local")}
         contiguous = [tensor for tensor in tensors if id(tensor) in plain]
         # Largest elements first: each part of the vector then begins at a multiple of its element size.
@@ -31,7 +39,6 @@ class Buffers:
         self._others = [tensor for tensor in tensors if id(tensor) not in plain]
         self._bytes = [as_bytes(tensor) for tensor in self._contiguous]
         self._sizes = [view.numel() for view in self._bytes]
-        self._memory = memory_of(tensors)
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
         """Returns whether these are the same tensors, in the same memory."""
@@ -42,6 +49,11 @@ class Buffers:
         """Copies the buffers' values."""
         memory = torch.cat(self._bytes) if self._bytes else None
         return SavedBuffers(self, memory, [tensor.clone() for tensor in self._others])
+
+    def put_back(self) -> None:
+        """Puts these tensors back into their modules, where the forward pass has replaced them by others."""
+        for module, buffers in self._places:
+            module._buffers.update(buffers)
 
     @torch.no_grad()
     def restore_(self, saved: "SavedBuffers", gate: Bool[Tensor, ""]) -> None:
@@ -58,7 +70,7 @@ class Buffers:
         parts = () if memory is None else memory.split(self._sizes)
         for tensor, part in zip(self._contiguous, parts, strict=True):
             values[id(tensor)] = part.view(tensor.dtype).view(tensor.shape)
-        return [values[id(tensor)] for tensor in self.tensors]
+        return [values.get(id(tensor), tensor) for tensor in self.tensors]
 
 
 @dataclass(frozen=True)
@@ -88,13 +100,24 @@ def buffers_of(model: nn.Module) -> Buffers:
     tensors = [*model.buffers()]
     known = _KNOWN.get(model)
     if known is None or not known.are(tensors):
-        known = _KNOWN[model] = Buffers(tensors)
+        places = [(module, {**module._buffers}) for module in model.modules() if module._buffers]
+        known = _KNOWN[model] = Buffers(tensors, places)
     return known
 
 
 def memory_of(tensors: Sequence[Tensor]) -> list[int]:
     """Identifies the memory of each tensor; unlike `data_ptr`, also for tensors without values."""
-    return [tensor.untyped_storage()._cdata for tensor in tensors]
+    try:
+        return [tensor.untyped_storage()._cdata for tensor in tensors]
+    except (NotImplementedError, ValueError):  # a sparse or uninitialised one has no storage
+        return [id(tensor) for tensor in tensors]
+
+
+def can_be_written(tensor: Tensor) -> bool:
+    """Returns whether a forward pass can overwrite a buffer in place: no sparse, quantized or expanded one."""
+    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_quantized:
+        return False
+    return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def as_bytes(tensor: Tensor) -> UInt8[Tensor, " bytes"]:

@@ -6,6 +6,7 @@ that was withheld. What differs is where a step comes from: the user's closure, 
 | file | |
 |---|---|
 | guard | `Guard`: forward, backward, judge, clip, update, or nothing at all |
+| judge | measures a step, judges it and clips |
 | part | a closure with its batch: one micro-batch of a step |
 | gradients | the gradients of the optimizer's parameters, and their norms |
 | spikes | what counts as a spike in a loop of which nothing is known |

@@ -12,30 +12,61 @@ run again: a fault in the loop's loss or in the backward pass is then withheld, 
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from stabletrain.guarded.part import Part, named_tensors
+from stabletrain.guarded.part import Part, named_tensors, versions
 from stabletrain.guarded.rerun import Begun
 from stabletrain.guarded.scaling import FLOOR, Scaling
+from stabletrain.protocols import Precision
 from stabletrain.records import GradNorms, LossTerms, Number
 
 FORWARD_ONLY = "the loop's own loss is not known: only the model's forward pass was run again (use guard.step)"
+
+
+UNSEEN = "no forward call of the model was seen: the loop calls parts of it, or trains in eval mode (use guard.step)"
+
+MOST_CALLS = 256
+"""Maximum number of forward calls that are recorded in a step: a loop that never steps must not keep every batch."""
+
+
+class Hook:
+    """A hook of a module that does not keep its target alive, and does nothing in a copy of the module."""
+
+    def __init__(self, target: Callable[..., Any] | None = None) -> None:
+        self._target = None if target is None else WeakMethod(target)
+
+    def __call__(self, *args: Any) -> None:
+        """Calls the target, if it is still there."""
+        target = None if self._target is None else self._target()
+        if target is not None:
+            target(*args)
+
+    def __deepcopy__(self, memo: Any) -> "Hook":
+        return Hook()
+
+    def __reduce__(self) -> tuple:
+        return Hook, ()
 
 
 class InStep(Scaling):
     """The loss scale of a loop that scales and unscales by itself.
 
     A fused optimizer may be given gradients that are still scaled, with `grad_scale` and `found_inf`.
+
+    Args:
+        precision, name: see `Scaling`.
+        optimizer, scaler: where the scale is found.
     """
 
     autocasts = False
 
-    def attach(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
-        """Remembers where the scale is found."""
+    def __init__(self, precision: Precision, name: str, optimizer: Optimizer, scaler: GradScaler | None) -> None:
+        super().__init__(precision, name)
         self._optimizer, self._scaler = optimizer, scaler
 
     def unscale_(self, optimizer: Optimizer, found: list[Tensor]) -> None:
@@ -91,8 +122,9 @@ class Attached:
         self._model, self._optimizer, self._begin, self._decide = model, optimizer, begin, decide
         self.begun: Begun | None = None
         self.forward_only, self.watching, self._recorded, self._passing = False, True, False, False
-        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        model.register_forward_hook(self._after_forward)
+        self._went_back, self._before = False, begin()
+        model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
+        model.register_forward_hook(Hook(self._after_forward))
         optimizer.step = MethodType(self._stepping(optimizer.step), optimizer)
         if scaler is not None:
             scaler.step = MethodType(self._scaled_stepping(scaler.step), scaler)
@@ -108,30 +140,52 @@ class Attached:
         self.begun.parts.append(part)
         self.begun.losses.append(loss.detach())
 
-    def take(self) -> Begun | None:
-        """Returns the step's record, and forgets it."""
-        begun, self.begun, self._recorded = self.begun, None, False
-        return begun
+    def take(self) -> Begun:
+        """Returns the step's record, and forgets it; without forward calls, the state after the last step."""
+        begun, self.begun, self._recorded, self._went_back = self.begun, None, False, False
+        return begun or self._before
+
+    def end_step(self) -> None:
+        """Records the state after a step, for a loop whose forward calls are not seen."""
+        self._before = self._begin()
+
+    def gap(self, begun: Begun) -> str:
+        """Returns why the loop's own loss cannot be computed again; empty if it can."""
+        if not begun.parts:
+            return UNSEEN
+        return FORWARD_ONLY if self.forward_only else ""
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if not (self.watching and module.training and torch.is_grad_enabled()):
             return
-        if self.begun is None or self._gradients_are_gone():
-            self.begun, self._recorded = self._begin(), False
-        if not self._recorded:
+        if module is not self._model:
+            return
+        if self.begun is None or (self._went_back and self._gradients_are_gone()):
+            self.begun, self._recorded, self._went_back = self._begin(), False, False
+        if not self._recorded and len(self.begun.parts) < MOST_CALLS:
             call = Part(lambda given: loss_in(self._model(*given["args"], **given["kwargs"]))[0],
                         {"args": args, "kwargs": dict(kwargs)})  # fmt: skip
             self.begun.parts.append(call)
-            self.begun.versions += [(tensor, tensor._version) for _, tensor in named_tensors(call.batch)]
+            self.begun.versions += versions(call.batch)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not (self.watching and module.training and torch.is_grad_enabled()):
             return
-        if not self._recorded and self.begun is not None:
-            loss, known = loss_in(output)
+        if module is self._model and not self._recorded and self.begun is not None:
+            if len(self.begun.losses) >= MOST_CALLS:
+                return
+            for tensor in [tensor for _, tensor in named_tensors(output) if tensor.requires_grad][:1]:
+                tensor.register_hook(self._notice)
+            with torch.no_grad():
+                loss, known = loss_in(output)
             self.forward_only = not known
             # Of an unknown loss, only this much is known: it is not finite if the model's output is not.
             self.begun.losses.append(loss.detach() if known else loss.detach() * 0.0)
+
+    def _notice(self, gradient: Tensor) -> None:
+        """Notes that a backward pass has begun."""
+        del gradient
+        self._went_back = True
 
     def _gradients_are_gone(self) -> bool:
         """Whether the loop has dropped the recorded calls' gradients without a step, as with a GradScaler."""
@@ -194,9 +248,10 @@ def loss_in(output: Any) -> tuple[Tensor, bool]:
         inside = output["loss"]
     if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].ndim == 0:
         inside = output[0]
-    if isinstance(output, Tensor) and output.numel() == 1:
+    if isinstance(output, Tensor) and output.ndim == 0:
         inside = output
     if isinstance(inside, Tensor) and inside.numel() == 1:
         return inside.reshape(()), True
     values = [tensor for _, tensor in named_tensors(output) if tensor.is_floating_point()]
-    return sum((value.float().sum() for value in values), torch.zeros(())), False
+    sums = [value.sum(dtype=torch.float32) if value.itemsize < 4 else value.sum() for value in values]
+    return sum(sums, torch.zeros(())), False

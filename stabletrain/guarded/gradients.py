@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.monitors.tensor_norms import measure_all
+from stabletrain.monitors.tensor_norms import lengths, measure_all
 from stabletrain.records import GradNorms, Number
 
 
@@ -85,7 +85,7 @@ def measure(found: list[Tensor], buffers: list[Tensor]) -> tuple[GradNorms, Numb
     home = found[0].device if found else buffers[0].device
 
     def norms(tensors: list[Tensor]) -> list[Tensor]:
-        return [torch.linalg.vector_norm(tensor, dtype=torch.float32).to(home) for tensor in tensors]
+        return [length.to(home) for length in lengths(tensors)]
 
     each = torch.stack(norms(found) or [torch.zeros((), device=home)])
     of_buffers = torch.linalg.vector_norm(torch.stack(norms(buffers))) if buffers else 0.0

@@ -24,19 +24,18 @@ from stabletrain.buffers import buffers_of
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.guarded.agreement import Alone, innermost, together
-from stabletrain.guarded.attach import FORWARD_ONLY, Attached, InStep
-from stabletrain.guarded.gradients import BareTensors, gradients, measure, multiply_, trained_parameters
+from stabletrain.guarded.attach import Attached, InStep
+from stabletrain.guarded.gradients import BareTensors, gradients, trained_parameters
 from stabletrain.guarded.incidents import Incidents, settings
-from stabletrain.guarded.part import Part, loss_of, named_tensors
+from stabletrain.guarded.judge import Judge
+from stabletrain.guarded.part import Part, in_new_containers, loss_of, versions
 from stabletrain.guarded.rerun import Begun, Generators, Rerun
-from stabletrain.guarded.scaling import scaling
-from stabletrain.guarded.spikes import bounds, gate
+from stabletrain.guarded.scaling import Scaling, scaling
+from stabletrain.guarded.spikes import bounds
 from stabletrain.guarded.states import Loader, states
 from stabletrain.guarded.subject import LoopSubject
-from stabletrain.records import Clipped, RankPart, Reading, Verdict
-from stabletrain.stability.clipping.fixed import NormClip
+from stabletrain.records import RankPart, Reading, Verdict
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
-from stabletrain.step import InFlight
 
 _NEWEST: "WeakKeyDictionary[Optimizer, ref[Guard]]" = WeakKeyDictionary()
 """The guard of each optimizer. A newer guard of the same optimizer replaces it."""
@@ -97,20 +96,28 @@ class Guard:
                     f"Guard({type(model).__name__}, ...): give the nn.Module that is trained, or a list of tensors"
                 )
             model = BareTensors(model)
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's wrapper
         self._outer, self._model, self._optimizer = model, innermost(model), optimizer
         self._parameters = trained_parameters(self._model, optimizer)
         self._device = self._parameters[0].device
         self._agreement: Alone = together()
         several = self._agreement.ranks.distributed
-        self._scaling = scaling(precision, scaler, self._device, together=several)
-        self._clip = None if max_norm is None else NormClip(max_norm)
+        chosen = scaling(precision, scaler, self._device, together=several)
         if loader is not None and not isinstance(loader, Loader):
             raise ConfigError(
                 f"Guard(loader={type(loader).__name__}(...)) has no state_dict and load_state_dict: leave it out, or "
                 "use torchdata's StatefulDataLoader"
             )
         self._policy = policy or (RollbackGuard() if rollback else SkipGuard())
-        self._states = states(self._model, optimizer, self._policy, self._scaling, loader)
+        self._states = states(self._model, optimizer, self._policy, chosen, loader)
+        self._judge = Judge(
+            self._model,
+            optimizer,
+            scaling=chosen,
+            agreement=self._agreement,
+            policy=self._policy,
+            max_norm=max_norm,
+        )
         self._incidents = Incidents(Path(folder), max_incidents, max_seconds, self._agreement.ranks)
         self._keep_state = keep_state
         self._step, self._begun, self._usual, self._newest_kind = 0, None, [], ""
@@ -141,8 +148,7 @@ class Guard:
                 raise ConfigError(f"Guard.attach({name}=...): the loop itself does that; leave it out")
         scaler = options.pop("scaler", None)
         guard = cls(model, optimizer, **options)
-        guard._scaling = InStep(guard._scaling.precision, "fp16" if scaler is not None else "")
-        guard._scaling.attach(optimizer, scaler)
+        guard._judge.scaling = InStep(guard._scaling.precision, "fp16" if scaler is not None else "", optimizer, scaler)
         guard._attached = Attached(model, optimizer, scaler, guard._begin, guard._decide)
         return guard
 
@@ -181,9 +187,9 @@ class Guard:
             if newest is None or newest() is not self:
                 raise ConfigError("a newer Guard was made for this optimizer: use one guard for each optimizer")
             self._begun = self._begin()
-        begun, part = self._begun, Part(closure, batch)
+        begun, part = self._begun, Part(closure, in_new_containers(batch))
         try:
-            begun.versions += [(tensor, tensor._version) for _, tensor in named_tensors(batch)]
+            begun.versions += versions(batch)
             with self._scaling.autocast():
                 value = self._run(part, begun)
             loss = loss_of(value)
@@ -220,11 +226,10 @@ class Guard:
         begun, self._begun = self._begun, None
         if begun is None:
             raise ConfigError("guard.update() was called without guard.backward() before it")
-        found = gradients(self._parameters)
-        if not found:
+        if all(parameter.grad is None for parameter in self._parameters):
             raise ConfigError("no parameter of the optimizer got a gradient: does the loss come from this model?")
         loss = sum(begun.losses[1:], begun.losses[0])
-        self._settle(begun, self._judge(loss, found))
+        self._settle(begun, self._judge(self._step + 1, loss, self._parameters))
         return loss
 
     def record(self, closure: Callable[..., Any], batch: Any, loss: Tensor) -> None:
@@ -249,10 +254,9 @@ class Guard:
         begun = attached.take()
         if not found:
             return True
-        begun = begun or self._begin()
         if loss is None:
             loss = sum(begun.losses[1:], begun.losses[0]) if begun.losses else torch.zeros((), device=self._device)
-        reading = self._judge(loss.detach(), found)
+        reading = self._judge(self._step + 1, loss.detach(), self._parameters)
         if not math.isfinite(reading.grad_norm) and all(not bool(each.isfinite().all()) for each in found):
             self._incidents.note(CLIPPED) if not self.skipped else None
         attached.watching = False
@@ -260,6 +264,7 @@ class Guard:
             self._settle(begun, reading)
         finally:
             attached.watching = True
+            attached.end_step()
         return reading.applied
 
     def _settle(self, begun: Begun, reading: Reading) -> None:
@@ -279,48 +284,18 @@ class Guard:
         else:
             self._states.after_update(reading.step)
 
+    @property
+    def _scaling(self) -> Scaling:
+        return self._judge.scaling
+
     def _begin(self) -> Begun:
         """Begins a step: drops the old gradients, and records what forward and backward change."""
         if len(self._parameters) != sum(len(group["params"]) for group in self._optimizer.param_groups):
             self._parameters = trained_parameters(self._model, self._optimizer)  # the loop has added a group
-        self._states.before_first_update()
+        self._states.before_first_update(self._step)
         if self._attached is None:
             self._optimizer.zero_grad(set_to_none=True)
         return Begun(Generators.now(self._device), buffers_of(self._model).save())
-
-    def _judge(self, loss: Tensor, found: list[Tensor]) -> Reading:
-        """Measures the step, judges it by the guard's rules, and clips; returns its numbers after one host read."""
-        # Undo the loss scale first, so that norms and limits mean the same in every precision. Measure before clipping:
-        # clipping would turn every gradient into NaN if one of them is.
-        loss_scale = self._scaling.loss_scale()
-        self._scaling.unscale_(self._optimizer, found)
-        norms, buffer_norm = measure(found, buffers_of(self._model).floating)
-        sharded = [hasattr(parameter.grad, "to_local") for parameter in self._parameters if parameter.grad is not None]
-        terms, norms, checks = self._agreement.agree(loss, norms, buffer_norm, sharded)
-        overflow = self._scaling.overflow(terms, norms)
-        opened = self._scaling.close(gate(self._policy, terms, norms, checks), overflow)
-        clipped = Clipped(1.0)
-        if self._clip is not None:
-            factor = self._clip.factor(norms)
-            multiply_(found, factor)
-            clipped = Clipped(factor)
-        numbers = {
-            "loss": terms.total,
-            "ce": terms.total,
-            "zloss": 0.0,
-            "grad_norm": norms.total,
-            "clip_coef": clipped.coef,
-            "clip_active": clipped.active,
-            "inputs": 0.0,
-            "buffers": checks.buffers,
-            "loss_scale": loss_scale,
-            "withheld": ~opened,
-            "bad_data": False,
-            "overflow": overflow,
-        }
-        of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
-        lr = float(self._optimizer.param_groups[0]["lr"]) if "lr" in self._optimizer.param_groups[0] else 0.0
-        return InFlight(self._step + 1, lr, numbers | of_ranks).wait()
 
     def _apply(self) -> None:
         """Applies the update; after a rollback with a lower learning rate."""
@@ -339,7 +314,8 @@ class Guard:
 
     def _withhold(self, begun: Begun, reading: Reading, verdict: Verdict) -> None:
         """Restores the buffers, lowers the loss scale after an overflow, and explains the step."""
-        buffers = buffers_of(self._model)
+        buffers = begun.buffers.buffers
+        buffers.put_back()
         buffers.restore_(begun.buffers, torch.zeros((), dtype=torch.bool, device=self._device))
         self._scaling.update(self._optimizer, False, reading.overflow)
         policy = self._policy
@@ -350,8 +326,7 @@ class Guard:
             known = settings(
                 self._scaling.name,
                 self._optimizer.param_groups[0],
-                clips=self._clip is not None,
-                deterministic=self._deterministic(subject),
+                clips=self._judge.clips,
                 best_loss=self._best,
             )
             if self._incidents.investigate(subject, policy.kind, self._optimizer, bounds(policy), known):
@@ -377,18 +352,13 @@ class Guard:
             part=own,
             sharded=any(hasattr(parameter, "to_local") for parameter in self._parameters),
             keep_state=self._keep_state,
-            gap=FORWARD_ONLY if self._attached is not None and self._attached.forward_only else "",
+            gap="" if self._attached is None else self._attached.gap(begun),
         )
 
     def _rerun(self, begun: Begun, loss_scale: float) -> Rerun:
         """Returns what runs a step's closures again."""
         buffers = buffers_of(self._model)
         return Rerun(self._model, self._outer, self._parameters, buffers, self._scaling, begun, loss_scale)
-
-    def _deterministic(self, subject: LoopSubject) -> bool:
-        """Whether repeating a step must give the same bits."""
-        on_cpu = self._device.type == "cpu" and subject.comparable
-        return on_cpu or torch.are_deterministic_algorithms_enabled()
 
     def _roll_back(self) -> None:
         """Restores the newest healthy state."""

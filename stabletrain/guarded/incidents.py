@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch.optim import Optimizer
 
 from stabletrain.forensics.agreement import NotInvestigated, exchange, in_one_line
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
+from stabletrain.forensics.diagnosis.causes import unknown
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.distributed_handler import Account, account_of, write_together
-from stabletrain.forensics.handler import IncidentHandler, IncidentSummary
+from stabletrain.forensics.handler import ATTEMPTS, IncidentHandler, IncidentSummary
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.subject import Subject
 from stabletrain.forensics.trace.recorder import Trace
@@ -23,6 +25,9 @@ from stabletrain.parallel.ranks import Ranks, timeout
 
 LOG = logging.getLogger("stabletrain")
 """Incidents are logged here, as warnings, on the main process."""
+
+MOST_ERRORS = 3
+"""Maximum number of errors of closures that are explained."""
 
 IN_CODE = {
     "optimizer.lr=": "lower the learning rate to {}",
@@ -59,11 +64,19 @@ def in_code(fix: str) -> str:
 def of_any_loop(diagnosis: Diagnosis) -> Diagnosis:
     """Returns a diagnosis whose fixes hold in any training loop."""
     fix = [*dict.fromkeys(in_code(each) for each in diagnosis.fix)]
+    if diagnosis.cause == "hardware_fault":
+        fix.insert(0, "check that the closure depends on its batch and on PyTorch's generators only")
     return replace(diagnosis, fix=fix, also=[of_any_loop(one) for one in diagnosis.also])
 
 
 class LoopHandler(IncidentHandler):
-    """An incident handler whose fixes hold in any training loop."""
+    """An incident handler whose fixes hold in any training loop. Its budget is that of this process."""
+
+    def has_budget(self) -> bool:
+        """Whether another incident may be investigated."""
+        return self._investigations < ATTEMPTS * self.max_incidents and self.written < self.max_incidents
+
+    written = 0
 
     def investigate(
         self,
@@ -78,6 +91,10 @@ class LoopHandler(IncidentHandler):
         found = super().investigate(subject, kind, classes=classes, optimizer=optimizer, limits=limits)
         if found is None:
             return None
+        blind = isinstance(subject, LoopSubject) and bool(subject.gap)
+        evidence = found.evidence
+        if blind and evidence.origin is None and not evidence.samples and not evidence.damage:
+            found = replace(found, diagnosis=unknown(evidence))  # nothing was measured that could tell the cause
         gaps = [subject.gap] if isinstance(subject, LoopSubject) and subject.gap else []
         return replace(found, diagnosis=of_any_loop(found.diagnosis), failures=[*gaps, *found.failures])
 
@@ -96,7 +113,7 @@ class Incidents:
 
     def __init__(self, folder: Path, max_incidents: int, max_seconds: float, ranks: Ranks) -> None:
         self.found: list[IncidentSummary] = []
-        self._folder, self._ranks = folder, ranks
+        self._folder, self._ranks, self._explained = folder, ranks, 0
         self._handler = LoopHandler(max_incidents, max_seconds) if max_incidents else None
 
     def investigate(
@@ -126,6 +143,7 @@ class Incidents:
         if summary is None:
             return False
         self.found.append(summary)
+        self._handler.written += 1
         self.note(*summary.lines)
         return True
 
@@ -163,12 +181,20 @@ class Incidents:
             return write_together(handler, self._ranks.rank, subject, found, exchange(account))
         if error is not None:
             raise NotInvestigated(in_one_line(error)) from error
-        return None if found is None else handler.write_incident(subject, found)
+        if found is None:
+            return None
+        try:
+            return handler.write_incident(subject, found)
+        except Exception as raised:  # nor must writing it: a batch may hold anything
+            raise NotInvestigated(in_one_line(raised)) from raised
 
     def explain_error(self, error: Exception, rerun: Rerun) -> None:
         """Logs where values were first not finite in a closure that raised an error, if any were."""
+        if self._handler is None or self._explained >= MOST_ERRORS or isinstance(error, torch.OutOfMemoryError):
+            return
         if self._ranks.distributed:  # the others are not here
             return
+        self._explained += 1
         tracing = Trace(rerun.model)
         with contextlib.suppress(Exception):
             rerun.run(backward=False, watched_by=tracing)
@@ -192,14 +218,13 @@ class Incidents:
                 LOG.warning("%s", line)
 
 
-def settings(name: str, group: dict, *, clips: bool, deterministic: bool, best_loss: float) -> RunSettings:
+def settings(name: str, group: dict, *, clips: bool, best_loss: float) -> RunSettings:
     """Returns what is known of a loop's settings.
 
     Args:
         name: of the number format; empty if unknown.
         group: the optimizer's first parameter group.
         clips: whether the guard clips.
-        deterministic: whether repeating a step must give the same bits.
         best_loss: smallest loss of the applied steps.
     """
     keys: Sequence[str] = ("lr", "weight_decay", "betas", "eps")
@@ -207,7 +232,7 @@ def settings(name: str, group: dict, *, clips: bool, deterministic: bool, best_l
     return RunSettings(
         choices={"clipping": "zclip" if clips else "none"} | ({"precision": name} if name else {}),
         values=values | ({"precision.min_scale": 1.0} if name == "fp16" else {}),
-        deterministic=deterministic,
+        deterministic=False,  # a closure may depend on anything
         best_loss=best_loss,
     )
 

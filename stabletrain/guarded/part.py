@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -43,25 +42,28 @@ class Part:
 
 
 def takes(closure: Callable[..., Any], count: int) -> bool:
-    """Returns whether a function can be called with `count` positional arguments."""
+    """Returns whether a function is to be called with `count` positional arguments, not with the batch as a whole."""
     code = getattr(closure, "__code__", None)
-    if code is None or getattr(closure, "__defaults__", None) or inspect.ismethod(closure):
-        return binds(closure, count)
-    if code.co_flags & inspect.CO_VARARGS:
-        return code.co_argcount <= count
-    return code.co_argcount == count and not code.co_kwonlyargcount
-
-
-@cache
-def binds(closure: Callable[..., Any], count: int) -> bool:
-    """Returns the same from the signature: slower, but for any callable."""
+    simple = code is not None and not hasattr(closure, "__wrapped__") and not inspect.ismethod(closure)
+    if simple and not (
+        getattr(closure, "__defaults__", None) or code.co_kwonlyargcount or code.co_flags & inspect.CO_VARARGS
+    ):
+        return code.co_argcount == count  # the usual case, without the cost of a signature
     try:
-        inspect.signature(closure).bind(*[None] * count)
-    except TypeError:
-        return False
-    except ValueError:  # a callable without a signature
+        parameters = inspect.signature(closure).parameters.values()
+    except (TypeError, ValueError):  # a callable without a signature
         return True
-    return True
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    needed = sum(each.default is each.empty for each in positional)
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return needed <= count
+    # A single argument without a default is the whole batch, even if more could be given.
+    return needed == count or (needed != 1 and needed < count <= len(positional))
+
+
+def in_new_containers(batch: Any) -> Any:
+    """Returns the same tensors in new tuples, lists and mappings: the loop may refill its own."""
+    return map_tensors(lambda tensor: tensor, batch)
 
 
 def loss_of(value: Any) -> Tensor:
@@ -79,6 +81,8 @@ def loss_of(value: Any) -> Tensor:
             f"the closure returned a {type(value).__name__}, not a loss: return a scalar tensor, before "
             f".backward() and .item(){hint}"
         )
+    if value.is_complex():
+        raise ConfigError("the closure returned a complex loss: return a real scalar, such as .abs().mean()")
     if value.numel() != 1:
         raise ConfigError(
             f"the closure returned a tensor of shape {list(value.shape)}: return a scalar, such as .mean()"
@@ -101,11 +105,18 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         return type(value)(map_tensors(function, each) for each in value)
     if isinstance(value, Mapping):
         mapped = {key: map_tensors(function, each) for key, each in value.items()}
+        if type(value) is dict:
+            return mapped
         try:
             return type(value)(mapped)
         except TypeError:
             return mapped
     return value
+
+
+def versions(batch: Any) -> list[tuple[Tensor, int]]:
+    """Returns a batch's tensors with their versions, to notice later whether they were changed in place."""
+    return [(tensor, tensor._version) for _, tensor in named_tensors(batch) if not tensor.is_inference()]
 
 
 def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:

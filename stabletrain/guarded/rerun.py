@@ -131,6 +131,9 @@ class Rerun:
             backward: whether to compute gradients.
             watched_by: a context around forward and backward only, such as a trace.
         """
+        # Gradients of other models must not change; FSDP2's own backward pass needs all.
+        own = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        own = None if any(hasattr(parameter, "to_local") for parameter in own) else own
         scale = 1.0 if true_fp32 else self.loss_scale
         losses: list[Tensor] = []
         with self._put_back(weights), uncompiled(), torch.enable_grad():
@@ -140,7 +143,7 @@ class Rerun:
                     with contextlib.nullcontext() if true_fp32 else self.scaling.autocast():
                         loss = loss_of(part())
                     if backward:
-                        (loss * scale if scale != 1.0 else loss).backward()
+                        (loss * scale if scale != 1.0 else loss).backward(inputs=own)
                     losses.append(loss.detach())
             found = gradients(self.parameters)
             if scale != 1.0:
@@ -161,6 +164,7 @@ class Rerun:
         now, begun = Generators.now(self.begun.generators.device), self.begun
         saved, kept = self.buffers.save(), [parameter.grad for parameter in self.model.parameters()]
         attributes = [(module, {**vars(module)}) for module in self.model.modules()]
+        held = [(module, {**module._buffers}) for module in self.model.modules() if module._buffers]
         closed = torch.zeros((), dtype=torch.bool, device=begun.generators.device)
         try:
             self.buffers.restore_(begun.buffers, closed)
@@ -174,6 +178,8 @@ class Rerun:
             torch.clear_autocast_cache()
             for module, before in attributes:
                 put_back_attributes(module, before)
+            for module, tensors in held:  # a forward pass may replace them
+                module._buffers.update(tensors)
             for parameter, gradient in zip(self.model.parameters(), kept, strict=True):
                 parameter.grad = gradient
             self.buffers.restore_(saved, closed)

@@ -25,8 +25,9 @@ LABELS = ("label", "labels", "target", "targets", "y")
 
 
 def size_of(batch: Any) -> int:
-    """Returns the number of samples: the first dimension of the first tensor that has one; 0 if there is none."""
-    return next((len(tensor) for _, tensor in named_tensors(batch) if tensor.ndim), 0)
+    """Returns the number of samples: the most common first dimension of the tensors; 0 if there is none."""
+    sizes = [tensor.shape[0] for _, tensor in named_tensors(batch) if tensor.ndim]
+    return max(sizes, key=lambda size: (sizes.count(size), -sizes.index(size)), default=0)
 
 
 def has_rows(tensor: Tensor, size: int) -> bool:
@@ -79,6 +80,15 @@ def bad_samples(parts: Sequence[Part], usual: Sequence[Part]) -> list[dict[str, 
                 found.setdefault(start + row, {"index": start + row, **place(start + row, parts), **fault})
         start += size
     return [found[index] for index in sorted(found)][:MOST]
+
+
+def without_bad_values(parts: Sequence[Part]) -> list[Part]:
+    """Returns the same micro-batches with 0 in place of every NaN and Inf."""
+
+    def cleaned(tensor: Tensor) -> Tensor:
+        return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor
+
+    return [Part(part.closure, map_tensors(cleaned, part.batch)) for part in parts]
 
 
 def of_batch(name: str) -> str:

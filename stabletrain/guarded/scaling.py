@@ -12,6 +12,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.protocols import Precision
 from stabletrain.records import GradNorms, LossTerms, Number
 from stabletrain.stability.precision import modes
+from stabletrain.stability.precision.loss_scale import LossScaled
 
 FLOOR = 1.0
 """Loss scale at which a non-finite gradient is a fault, not a routine overflow."""
@@ -61,8 +62,9 @@ class Scaling:
         """Runs the optimizer's step if it is applied, and adjusts the scale."""
         if applied:
             optimizer.step()
-        device = optimizer.param_groups[0]["params"][0].device
-        self.precision.update(torch.tensor(overflow, device=device), torch.tensor(applied, device=device))
+        if isinstance(self.precision, LossScaled):
+            device = optimizer.param_groups[0]["params"][0].device
+            self.precision.update(torch.full((), overflow, device=device), torch.full((), applied, device=device))
 
     def state_dict(self) -> dict:
         """Returns the loss scale, for a checkpoint."""

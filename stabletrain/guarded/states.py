@@ -26,8 +26,9 @@ class Loader(Protocol):
 class NoStates:
     """Keeps no snapshots: the guard skips steps, and never rolls back."""
 
-    def before_first_update(self) -> None:
+    def before_first_update(self, step: int) -> None:
         """Does nothing."""
+        del step
 
     def after_update(self, step: int) -> None:
         """Does nothing."""
@@ -58,12 +59,21 @@ class States(NoStates):
         self._parts: dict[str, Stateful] = {"guard": policy, "scaling": scaling}
         self._snapshots = Snapshots()
         self._positions: dict[int, Any] = {}
+        self._read: dict[int, int] = {}  # by snapshot: steps' batches that the loop had read or passed over
+        self._passed, self._first, self._groups = 0, -1, len(optimizer.param_groups)
 
-    def before_first_update(self) -> None:
-        """Takes the first snapshot, before the first step that is judged."""
+    def before_first_update(self, step: int) -> None:
+        """Takes the first snapshot, before the first step that is judged, or anew if the parameter groups changed.
+
+        `step` is the number of steps done.
+        """
+        if self._groups != (groups := len(self._state.optimizer.param_groups)):
+            self._groups = groups
+            self._policy.states.forget()
         if not self._policy.states.steps:
             # The loop has already read this step's batch, which the loader's position includes.
-            self._take(0)
+            self._first = step
+            self._take(step)
 
     def after_update(self, step: int) -> None:
         """Takes a snapshot if one is due after the step that was just judged."""
@@ -77,9 +87,11 @@ class States(NoStates):
         self._state.step = step
         self._snapshots.take(step, capture(self._state, self._parts), self._state)
         self._snapshots.retain(retained.steps)
+        self._read[step] = step + self._passed + (step == self._first)
         if self._loader is not None:
             self._positions[step] = copy.deepcopy(self._loader.state_dict())
         self._positions = {step: place for step, place in self._positions.items() if step in retained.steps}
+        self._read = {step: count for step, count in self._read.items() if step in retained.steps}
 
     def older(self, step: int) -> Tree | None:
         """Returns the newest snapshot of at most `step` steps, as it lies on the host; None if there is none."""
@@ -111,10 +123,12 @@ class States(NoStates):
         policy.load_cumulative_state(kept)
         policy.reason = reason
         self._snapshots.retain(policy.states.steps)
+        read = step + self._passed - self._read[tree["step"]]
+        self._passed += detour.skip_batches
         if self._loader is None:
             return detour.skip_batches
         self._loader.load_state_dict(copy.deepcopy(self._positions[tree["step"]]))
-        return step - max(tree["step"], 1) + detour.skip_batches
+        return read + detour.skip_batches
 
 
 def states(

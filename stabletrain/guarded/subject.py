@@ -25,7 +25,7 @@ from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guarded.part import Part, named_tensors
 from stabletrain.guarded.rerun import Pass, Rerun
 from stabletrain.guarded.rounds import Rounds, SharedRounds
-from stabletrain.guarded.samples import BatchTrials, bad_samples, largest_input, place
+from stabletrain.guarded.samples import BatchTrials, bad_samples, largest_input, place, without_bad_values
 from stabletrain.guarded.saved_step import save_step, why_not_replayable
 from stabletrain.machine.compiling import uncompiled
 from stabletrain.records import RankPart, Reading
@@ -83,7 +83,16 @@ class LoopSubject:
     def bad_samples(self, classes: int | None) -> list[dict[str, Any]]:
         """See `Subject`."""
         del classes
-        return bad_samples(self.rerun.begun.parts, self.usual)
+        parts = self.rerun.begun.parts
+        found = bad_samples(parts, self.usual)
+        if found and math.isfinite(self.reading.loss + self.reading.grad_norm):
+            return []  # the loss does not read these values
+        try:
+            again = self._run("cleaned") if found else None
+        except Exception:  # the user's code may raise anything
+            again = None
+        # Values that stand for what is missing are no fault: then the step fails without them, too.
+        return [] if again is not None and not math.isfinite(again.loss + again.grad_norm) else found
 
     def identify(self, index: int) -> Mapping[str, Any]:
         """Returns the sample's micro-batch and row, if the step had several micro-batches."""
@@ -135,6 +144,8 @@ class LoopSubject:
             raise NotPossible("single samples are not tried while the weights are sharded")
         if not all(part.takes_batch for part in self.rerun.begun.parts):
             raise NotPossible(NO_BATCH)
+        if not self.rerun.begun.parts:
+            raise NotPossible(self.gap)
         trials = BatchTrials(self.rerun, self.usual, self.deadline)
         return search(trials.samples, trials)
 
@@ -175,7 +186,11 @@ class LoopSubject:
 
     def _run(self, variant: str, watched_by: Any = None, *, backward: bool = True) -> Pass:
         """Runs the step as one of `VARIANTS`."""
+        if not self.rerun.begun.parts:
+            raise NotPossible(self.gap or "nothing was recorded of the step")
         parts = self._other_batches() if variant == "fresh_batch" else None
+        if variant == "cleaned":
+            parts = without_bad_values(self.rerun.begun.parts)
         weights = self._older_weights() if variant == "older_state" else None
 
         def work() -> Pass:

@@ -46,10 +46,17 @@ def measure_all(found: list[Tensor], buffers: list[Tensor]) -> tuple[GradNorms, 
     # statistics show it.
     if not found and not buffers:
         return GradNorms(total=torch.zeros(()), each=torch.zeros(1)), 0.0
-    sizes = torch.stack(torch._foreach_norm([*found, *buffers], 2, dtype=torch.float32))
+    sizes = torch.stack(lengths([*found, *buffers]))
     each = sizes[: len(found)] if found else torch.zeros_like(sizes[:1])
     buffer_norm = torch.linalg.vector_norm(sizes[len(found) :]) if buffers else 0.0
     return GradNorms(total=torch.linalg.vector_norm(each), each=each), buffer_norm
+
+
+def lengths(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns the L2 norm of each tensor, 0-d fp32; of fp64 tensors, computed in fp64."""
+    if any(tensor.dtype == torch.float64 for tensor in tensors):
+        return [torch.linalg.vector_norm(tensor).float() for tensor in tensors]
+    return [*torch._foreach_norm(tensors, 2, dtype=torch.float32)]
 
 
 def norms(tensors: list[Tensor]) -> Float[Tensor, " tensors"]:

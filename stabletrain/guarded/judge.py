@@ -1,0 +1,91 @@
+"""Measures a step, judges it by the guard's rules, and clips: all numbers of a step, with one host read."""
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stabletrain.buffers import buffers_of
+from stabletrain.guarded.agreement import Alone
+from stabletrain.guarded.gradients import gradients, measure, multiply_
+from stabletrain.guarded.scaling import Scaling
+from stabletrain.guarded.spikes import gate
+from stabletrain.records import Clipped, Reading
+from stabletrain.stability.clipping.fixed import NormClip
+from stabletrain.stability.guard import SkipGuard
+from stabletrain.step import InFlight
+
+
+class Judge:
+    """Judges the steps of one loop.
+
+    Attributes:
+        scaling: the loss scale.
+
+    Args:
+        model: without wrappers.
+        agreement: makes the numbers equal on all ranks.
+        policy: holds the limits.
+        max_norm: largest gradient norm; None for no clipping.
+
+    Raises:
+        ConfigError: `max_norm` is not above 0.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        scaling: Scaling,
+        agreement: Alone,
+        policy: SkipGuard,
+        max_norm: float | None,
+    ) -> None:
+        self._model, self._optimizer, self.scaling = model, optimizer, scaling
+        self._agreement, self._policy = agreement, policy
+        self._clip = None if max_norm is None else NormClip(max_norm)
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped."""
+        return self._clip is not None
+
+    def __call__(self, step: int, loss: Tensor, parameters: list[Tensor]) -> Reading:
+        """Unscales, measures, judges and clips the gradients; returns the step's numbers.
+
+        Args:
+            step: number of the step, counted from 1.
+            loss: of the step, 0-d, detached.
+            parameters: those that the optimizer updates; at least one has a gradient.
+        """
+        scaling, found = self.scaling, gradients(parameters)
+        # Undo the loss scale first, so that norms and limits mean the same in every precision. Measure before clipping:
+        # clipping would turn every gradient into NaN if one of them is.
+        loss_scale = scaling.loss_scale()
+        scaling.unscale_(self._optimizer, found)
+        norms, buffer_norm = measure(found, buffers_of(self._model).floating)
+        sharded = [hasattr(parameter.grad, "to_local") for parameter in parameters if parameter.grad is not None]
+        terms, norms, checks = self._agreement.agree(loss, norms, buffer_norm, sharded)
+        overflow = scaling.overflow(terms, norms)
+        opened = scaling.close(gate(self._policy, terms, norms, checks), overflow)
+        clipped = Clipped(1.0)
+        if self._clip is not None:
+            clipped = Clipped(self._clip.factor(norms))
+            multiply_(found, torch.as_tensor(clipped.coef))
+        numbers = {
+            "loss": terms.total,
+            "ce": terms.total,
+            "zloss": 0.0,
+            "grad_norm": norms.total,
+            "clip_coef": clipped.coef,
+            "clip_active": clipped.active,
+            "inputs": 0.0,
+            "buffers": checks.buffers,
+            "loss_scale": loss_scale,
+            "withheld": ~opened,
+            "bad_data": False,
+            "overflow": overflow,
+        }
+        of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
+        first = self._optimizer.param_groups[0]
+        return InFlight(step, float(first.get("lr", 0.0)), numbers | of_ranks).wait()
