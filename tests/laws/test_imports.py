@@ -30,6 +30,7 @@ MAY_SEE = {
     "forensics": NOUNS
     | {"checkpoint", "machine", "monitors", "parallel", "protocols", "stability", "step", "tracking"},
     "guarded": NOUNS | {"checkpoint", "forensics", "machine", "monitors", "parallel", "protocols", "stability", "step"},
+    "adapters": NOUNS | {"guarded"},
     "config": NOUNS | {"parallel", "stability"},
     "trainer": NOUNS
     | {"checkpoint", "compare", "config", "data", "faults", "forensics", "machine", "models", "monitors", "parallel"}
