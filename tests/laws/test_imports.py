@@ -64,6 +64,9 @@ ONLY = {
     "matplotlib": {"compare/pictures"},
     "torchvision": {"models/resnet", "data"},
     "sklearn": {"data"},
+    "lightning": {"adapters/lightning"},
+    "transformers": {"adapters/transformers"},
+    "accelerate": {"adapters/transformers"},
     "torchao": {"stability/precision/fp8_linear"},
 }
 """Library -> rooms or files that may import it."""
