@@ -11,7 +11,6 @@ run again: a fault in the loop's loss or in the backward pass is then withheld, 
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import update_wrapper
 from types import MethodType
 from typing import Any
 
@@ -219,8 +218,7 @@ class Attached:
 def replace_step(stepped: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
     """Replaces the `step` of an optimizer or scaler by what `make` makes of it; returns what undoes this."""
     own, inner = vars(stepped).get("step"), stepped.step
-    # The marks of the old step stay: PyTorch's schedulers look for theirs.
-    stepped.step = MethodType(update_wrapper(make(inner), inner), stepped)
+    stepped.step = MethodType(make(inner), stepped)
 
     def undo() -> None:
         if own is None:

@@ -135,7 +135,7 @@ class Guard:
         guard = cls(model, optimizer, **options)
         guard._scaling = InStep(guard._scaling.precision, "fp16" if scaler is not None else "")
         guard._scaling.attach(optimizer, scaler)
-        guard._attached = Attached(model, optimizer, scaler, guard._begin, guard._decide, guard._lowered_rate)
+        guard._attached = Attached(model, optimizer, scaler, guard._begin, guard._decide, guard._loops_update)
         return guard
 
     # ---- a step
@@ -250,14 +250,18 @@ class Guard:
         """
         found, attached = gradients(self._parameters), self._attached
         assert attached is not None
-        recorded, begun, clips = attached.recorded, attached.take(), attached.unclipped is None
+        recorded, begun = attached.recorded, attached.take()
         if not found:
             return True
         begun = begun or self._begin()
         if loss is None or (recorded and begun.losses):
             loss = sum(begun.losses[1:], begun.losses[0]) if begun.losses else torch.zeros((), device=self._device)
         reading = self._judge(loss.detach(), found)
-        if clips and not math.isfinite(reading.grad_norm) and all(not bool(each.isfinite().all()) for each in found):
+        if (
+            not recorded
+            and not math.isfinite(reading.grad_norm)
+            and all(not bool(each.isfinite().all()) for each in found)
+        ):
             self._incidents.note(CLIPPED) if not self.skipped else None
         attached.watching = False
         try:
@@ -279,7 +283,7 @@ class Guard:
             self._roll_back()
         elif verdict is Verdict.HALT:
             raise TrainingHalted(f"step {reading.step}: {self._policy.reason}")
-        else:
+        elif self._attached is None or not reading.applied:
             self._states.after_update(reading.step)
 
     def _begin(self) -> Begun:
@@ -335,6 +339,13 @@ class Guard:
                 self._scaling.update(self._optimizer, True, False)
         finally:
             self._updating = False
+
+    @contextlib.contextmanager
+    def _loops_update(self) -> Generator[None]:
+        """A context in which an attached loop applies its update."""
+        with self._lowered_rate():
+            yield
+        self._states.after_update(self._step)
 
     @contextlib.contextmanager
     def _lowered_rate(self) -> Generator[None]:

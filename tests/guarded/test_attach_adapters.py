@@ -114,13 +114,16 @@ def test_after_detaching_the_optimizer_steps_as_before(tmp_path):
     assert not loop.model._forward_pre_hooks
 
 
-def test_after_a_rollback_the_loops_update_has_the_lower_rate(tmp_path):
+def test_a_rollback_restores_one_step_and_the_loops_update_then_has_the_lower_rate(tmp_path):
     policy = RollbackGuard(patience=1, snapshot_every=1, healthy_after=0, lr_factor=0.5)
     loop = Loop(tmp_path, policy=policy, max_incidents=0)
+    states = []
     for batch in batches(8):
         loop.step(batch)
+        states.append(bits(loop.model))
     while not loop.guard.rolled_back:
         loop.step(with_nan(batches(1)[0]))
+    assert any(same(bits(loop.model), state) for state in states), "weights and buffers of one and the same step"
     seen = []
     loop.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
     loop.step(*batches(1))
@@ -133,3 +136,18 @@ def test_these_belong_to_an_attached_guard(tmp_path, call):
     model = network()
     with pytest.raises(ConfigError, match=r"belongs to Guard\.attach"):
         call(Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path))
+
+
+def test_with_a_loss_scale_the_samples_of_a_loss_that_is_not_finite_are_searched_for(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer, folder=tmp_path, scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+
+    def loss(x, y):
+        return F.cross_entropy(model(x), y) + torch.log((x[:, 0] != 0.125).float() + 0.0).mean()
+
+    first, (x, y) = batches(2)
+    guard.step(loss, first)
+    x[5, 0] = 0.125
+    guard.step(loss, (x, y))
+    assert '{"index": 5}' in (guard.incidents[0].path / "report.md").read_text()
