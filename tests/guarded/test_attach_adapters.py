@@ -1,5 +1,7 @@
 """What `Guard.attach` offers to an adapter, which knows its library's loop."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -150,4 +152,5 @@ def test_with_a_loss_scale_the_samples_of_a_loss_that_is_not_finite_are_searched
     guard.step(loss, first)
     x[5, 0] = 0.125
     guard.step(loss, (x, y))
-    assert '{"index": 5}' in (guard.incidents[0].path / "report.md").read_text()
+    report = (guard.incidents[0].path / "report.md").read_text()
+    assert re.findall(r'"index": (\d)', report) == ["5"]
