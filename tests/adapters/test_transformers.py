@@ -9,12 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.amp import GradScaler
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from stabletrain.adapters.transformers import GuardCallback
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
 from tests.guarded.given import batches, bits, network, same
+
+# Where datasets is installed, transformers imports it, and with it pyarrow.
+pytest.importorskip("transformers.trainer", reason="pyarrow needs NumPy 2, and does not say so", exc_type=ImportError)
+
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from stabletrain.adapters.transformers import GuardCallback
 
 STEPS = 6
 SIZE = 8
@@ -122,6 +127,7 @@ PRECISIONS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": 1024.0}}
 HARD = {"gradient_accumulation_steps": 2}
 
 
+@pytest.mark.slow(unless=lambda name: name == "bf16")
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_where_nothing_is_wrong_every_loss_and_weight_is_that_of_the_plain_run(tmp_path, name):
     plain, expected = trainer_of(tmp_path, data(parts=2), **HARD, **PRECISIONS[name])
@@ -159,6 +165,7 @@ def test_a_nan_in_one_micro_batch_is_withheld_and_named_and_training_goes_on(tmp
     assert all(torch.isfinite(value).all() for value in trainer.model.state_dict().values())
 
 
+@pytest.mark.slow(unless=lambda name: name == "fp16")
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_an_unsafe_operation_of_the_user_is_named_with_its_line(tmp_path, name):
     trainer, seen = trainer_of(tmp_path, data(mark=7, parts=2), **HARD, **PRECISIONS[name])
