@@ -72,7 +72,9 @@ class GuardCallback(pl.Callback):
         self._release()
         check(trainer, pl_module)
         optimizer, scaler = trainer.optimizers[0], getattr(trainer.precision_plugin, "scaler", None)
-        guard = Guard.attach(trainer.strategy.model or pl_module, optimizer, scaler=scaler, **self._options)
+        model = trainer.strategy.model
+        assert model is not None
+        guard = Guard.attach(model, optimizer, scaler=scaler, **self._options)
         self.guard = guard
         self._undo.append(guard.detach)
         if self._state:

@@ -90,6 +90,14 @@ def data(fault=None, count=STEPS, parts=1):
     return DataLoader(TensorDataset(x, y), SIZE)
 
 
+def marked(module, loader, number):
+    """The loader, with sample 5 of one micro-batch marked, while another class than its own is likely."""
+    module.net[-1].bias.data[0] = 9.0
+    loader.dataset.tensors[0][number * SIZE + 5, 0] = MARK
+    loader.dataset.tensors[1][number * SIZE + 5] = 1
+    return loader
+
+
 def train(module, loader, *callbacks, seed=2, **options):
     """Trains for one epoch; returns the Trainer and what was seen."""
     seen = Seen()
@@ -127,6 +135,7 @@ def test_where_nothing_is_wrong_every_loss_and_weight_is_that_of_the_plain_run(t
     assert scheduler(trainer).last_epoch == scheduler(other).last_epoch == STEPS
     assert callback.guard.skipped == 0
     assert callback.guard.last.grad_norm > 0.5, "the norm from before clipping"
+    assert callback.guard.last.loss == pytest.approx(float(sum(guarded.losses[-2:]) / 2)), "of the whole step"
 
 
 @pytest.mark.parametrize(("name", "options"), [("fp32", {}), ("fp32", HARD), ("bf16", HARD), ("fp16", HARD)])
@@ -151,12 +160,7 @@ def test_a_nan_in_one_micro_batch_is_withheld_and_named_and_training_goes_on(tmp
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_an_unsafe_operation_of_the_user_is_named_with_its_line(tmp_path, name):
     module, callback = Module(unsafe=7), GuardCallback(tmp_path)
-    loader = data(parts=2)
-    loader.dataset.tensors[0][7 * SIZE + 5, 0] = MARK
-    with torch.no_grad():  # one of the classes is likely, and it is not the right one
-        module.net[-1].bias[:] = torch.tensor([9.0, 0.0, 0.0])
-    loader.dataset.tensors[1][7 * SIZE + 5] = 1
-    trainer, seen = train(module, loader, callback, **HARD, **PRECISIONS[name]())
+    trainer, seen = train(module, marked(module, data(parts=2), 7), callback, **HARD, **PRECISIONS[name]())
     assert same(seen.states[5], seen.states[7])
     assert scheduler(trainer).last_epoch == STEPS - 1
     found = callback.guard.incidents[0]
@@ -173,10 +177,10 @@ def test_an_unsafe_operation_of_the_user_is_named_with_its_line(tmp_path, name):
 
 
 def test_explaining_a_step_neither_logs_nor_counts_nor_touches_metrics(tmp_path):
-    module, other, callback = Module(), Module(), GuardCallback(tmp_path / "a", max_incidents=1)
-    _, seen = train(module, data(fault=2), callback)
-    _, unexplained = train(other, data(fault=2), GuardCallback(tmp_path / "b", max_incidents=0))
-    assert callback.guard.incidents
+    module, other, callback = Module(unsafe=2), Module(unsafe=2), GuardCallback(tmp_path / "a", max_incidents=1)
+    _, seen = train(module, marked(module, data(), 2), callback)
+    _, unexplained = train(other, marked(other, data(), 2), GuardCallback(tmp_path / "b", max_incidents=0))
+    assert callback.guard.incidents[0].cause == "unsafe_op"
     assert module.calls == len(module.losses) == STEPS
     assert float(module.mean.compute()) == float(other.mean.compute())
     assert all(same(a, b) for a, b in zip(seen.states, unexplained.states, strict=True)), "generators too"
@@ -189,9 +193,10 @@ def test_logged_values_reach_the_logger_once(tmp_path):
             return super().training_step(batch, batch_idx)
 
     callback = GuardCallback(tmp_path / "incidents")
-    train(Direct(), data(fault=2), callback, logger=CSVLogger(tmp_path, "logs"))
+    module = Direct(unsafe=2)
+    train(module, marked(module, data(), 2), callback, logger=CSVLogger(tmp_path, "logs"))
     rows = next((tmp_path / "logs").rglob("metrics.csv")).read_text().splitlines()[1:]
-    assert callback.guard.incidents
+    assert callback.guard.incidents[0].cause == "unsafe_op"
     assert len([row for row in rows if int(row.split(",")[rows_column(tmp_path, "step")]) >= 100]) == STEPS
 
 

@@ -108,6 +108,11 @@ def trainer_of(folder, samples, kind=InOrder, fp16=None, model=None, **options):
     return trainer, seen
 
 
+def likely_(model):
+    """Makes one class likely, which is not that of the marked sample."""
+    model.net[-1].bias.data[0] = 9.0
+
+
 def guarded(trainer, folder, **options):
     callback = GuardCallback(trainer, folder, **options)
     trainer.add_callback(callback)
@@ -144,6 +149,7 @@ def test_where_nothing_is_wrong_every_loss_and_weight_is_that_of_the_plain_run(t
     assert trainer.lr_scheduler.last_epoch == plain.lr_scheduler.last_epoch == STEPS
     assert callback.guard.skipped == 0
     assert callback.guard.last.grad_norm > 0.5, "the norm from before clipping"
+    assert callback.guard.last.loss == pytest.approx(float(sum(trainer.losses[-2:]) / 2)), "of the whole step"
 
 
 @pytest.mark.parametrize(("name", "options"), [("fp32", {}), ("fp32", HARD), ("bf16", HARD), ("fp16", HARD)])
@@ -169,8 +175,7 @@ def test_a_nan_in_one_micro_batch_is_withheld_and_named_and_training_goes_on(tmp
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_an_unsafe_operation_of_the_user_is_named_with_its_line(tmp_path, name):
     trainer, seen = trainer_of(tmp_path, data(mark=7, parts=2), **HARD, **PRECISIONS[name])
-    with torch.no_grad():  # one of the classes is likely, and it is not the right one
-        trainer.model.net[-1].bias[:] = torch.tensor([9.0, 0.0, 0.0])
+    likely_(trainer.model)
     callback = guarded(trainer, tmp_path / "incidents")
     trainer.train()
     assert same(seen.states[2], seen.states[3])
@@ -191,6 +196,7 @@ def test_explaining_a_step_neither_logs_nor_counts_nor_draws(tmp_path):
     runs = []
     for budget in (1, 0):
         trainer, seen = trainer_of(tmp_path, data(mark=2))
+        likely_(trainer.model)
         callback = guarded(trainer, tmp_path / f"{budget}", max_incidents=budget)
         trainer.train()
         assert len(callback.guard.incidents) == budget

@@ -1,4 +1,4 @@
-"""Trains with a library on two ranks of DDP, through a loss that is unsafe on rank 1; each rank writes down what it saw.
+"""Trains with a library on two ranks of DDP, through a loss that is unsafe on rank 1; each writes down what it saw.
 
 torchrun --nproc_per_node=2 -m tests.adapters.worker <lightning or transformers> <place>
 """
@@ -16,17 +16,13 @@ def with_lightning(place):
     """Returns the guard, the scheduler, the states after each micro-batch, and the number of calls."""
     from tests.adapters import test_lightning as given
 
-    loader = given.data(count=16)
-    loader.dataset.tensors[0][9 * given.SIZE + 5, 0] = given.MARK
-    loader.dataset.tensors[1][9 * given.SIZE + 5] = 1
-
     class Module(given.Module):
         def training_step(self, batch, batch_idx):
             self.unsafe = batch_idx if (batch[0][:, 0] == given.MARK).any() else -1
             return super().training_step(batch, batch_idx)
 
     module, callback = Module(), given.GuardCallback(place / "incidents")
-    likely_(module)
+    loader = given.marked(module, given.data(count=16), 9)
     # A loader of its own for each rank: Lightning would deal single samples out.
     rank = int(os.environ["RANK"])
     x, y = (
@@ -45,15 +41,10 @@ def with_transformers(place):
     trainer, seen = given.trainer_of(
         place, given.data(mark=9, count=16), ddp_find_unused_parameters=False, **given.HARD
     )
-    likely_(trainer.model)
+    given.likely_(trainer.model)
     callback = given.guarded(trainer, place / "incidents")
     trainer.train()
     return callback.guard, trainer.lr_scheduler, seen.states, len(trainer.losses)
-
-
-def likely_(model):
-    """Makes one class likely, which is not that of the marked sample."""
-    model.net[-1].bias.data[0] = 9.0
 
 
 if __name__ == "__main__":
