@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from stabletrain.models.gpt import GPT
 from stabletrain.models.resnet import CifarResNet, TorchvisionResNet
-from stabletrain.protocols import Guard, Tools
+from stabletrain.protocols import GuardPolicy, Tools
 from stabletrain.stability import precision
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
@@ -58,7 +58,7 @@ WORKLOADS: dict[str, dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor]]]] 
 }
 
 
-def plain_tools(mode: str, device: torch.device, guard: Guard) -> Tools:
+def plain_tools(mode: str, device: torch.device, guard: GuardPolicy) -> Tools:
     """Returns the tools of a plain run: the given precision and guard, clipping at 1, everything else off."""
     acting = getattr(precision, mode)(device)
     acting.prepare()

@@ -1,8 +1,48 @@
-"""stabletrain: a trainer in which no unsafe update ever reaches the weights."""
+"""stabletrain: a trainer in which no unsafe update ever reaches the weights.
+
+| name | |
+|---|---|
+| `Guard` | the guard and the diagnosis for a training loop of your own |
+| `Batch` | what a data set of your own returns |
+| `train` | trains one run, as the command `stabletrain train` |
+| `load` | the trained model of a run or a checkpoint |
+| `compare` | runs as a data frame |
+
+The errors are in `stabletrain.errors`. Everything else may change between versions.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 # import nothing heavier here: `python train.py --help` and config errors must not load torch
 from stabletrain.config.moved import install
 
+if TYPE_CHECKING:
+    from stabletrain.api import compare, load, train
+    from stabletrain.guarded.guard import Guard
+    from stabletrain.records import Batch
+
 __version__ = "0.1.0"
 
+__all__ = ["Batch", "Guard", "compare", "load", "train"]
+
+PLACES = {
+    "Batch": "stabletrain.records",
+    "Guard": "stabletrain.guarded.guard",
+    "compare": "stabletrain.api",
+    "load": "stabletrain.api",
+    "train": "stabletrain.api",
+}
+"""The module of each name. It is imported on first use."""
+
 install()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -65,7 +65,7 @@ class RetainedStates(Protocol):
 
 
 @runtime_checkable
-class Guard(Protocol):
+class GuardPolicy(Protocol):
     """Decides which updates reach the weights, and what happens after a skip; see `stability/guard/`."""
 
     skips: dict[str, int]
@@ -140,7 +140,7 @@ class Tools:
     objective: Objective
     clipping: Clipping
     after_update: AfterUpdate
-    guard: Guard
+    guard: GuardPolicy
     learning_rate: LearningRate
     determinism: Seeding
     seed: int

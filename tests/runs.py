@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.runs import CONF, ROOT, TINY_GPT, TINY_RESNET, composed
 from tests import forkserver
 
-__all__ = ["CONF", "OFF", "ROOT", "TINY_GPT", "TINY_RESNET", "command", "composed", "python"]
+__all__ = ["CONF", "OFF", "ROOT", "TINY_GPT", "TINY_RESNET", "command", "composed", "installed", "python"]
 
 OFF = [
     "precision=fp32",
@@ -38,6 +38,11 @@ def command(
         environment: variables in addition to those of this process.
     """
     return python(str(ROOT / "train.py"), *arguments, cwd=cwd, timeout=timeout, torch=torch, **environment)
+
+
+def installed(*arguments: str, cwd: Path, timeout: float = 240, torch: bool = True) -> subprocess.CompletedProcess:
+    """Runs `stabletrain train ...` in `cwd`; see `command`."""
+    return python("-m", "stabletrain.cli.commands", "train", *arguments, cwd=cwd, timeout=timeout, torch=torch)
 
 
 def python(

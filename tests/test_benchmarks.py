@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from stabletrain.machine.signals import StopRequest
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.loop import training_loop
@@ -178,7 +179,7 @@ def test_rounds_do_what_the_loop_does(benchmark, tiny):
 
     looped.data.batches.get = get_nine
     with pytest.raises(EOFError):
-        training_loop(looped)
+        training_loop(looped, StopRequest())
     for _ in range(9):
         taken()
     assert taken.done == {"looks": 4, "snapshots": 2}

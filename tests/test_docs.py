@@ -77,7 +77,8 @@ def test_the_readme_is_short_and_its_step_is_the_real_one():
     assert len(text.splitlines()) <= 150
     step = (ROOT / "stabletrain" / "step.py").read_text(encoding="utf-8")
     real = {line.partition("#")[0].strip() for line in step.splitlines()}
-    [block] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    block, own_loop = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert "from stabletrain import Guard" in own_loop
     shown = [line.partition("#")[0].strip() for line in block.splitlines() if line.strip()]
     assert len(shown) >= 15
     for line in shown:

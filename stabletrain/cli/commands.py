@@ -1,5 +1,6 @@
-"""The command `stabletrain`: everything except training, which is `python train.py`.
+"""The command `stabletrain`.
 
+stabletrain train [group=option] [key=value]    train a model, or sweep with -m: what `python train.py` does
 stabletrain prepare <text or data set> <out>    tokenize text into shards for data=tokens
 stabletrain sample <run>                        generate text with a trained model
 stabletrain compare <runs or sweeps>            compare runs in a table and on an HTML page
@@ -15,24 +16,29 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import stabletrain
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean, own_traceback
-from stabletrain.parallel.ranks import drop_unread_output
+from stabletrain.parallel.ranks import drop_unread_output, exit_process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the process's exit code."""
+    typed = [*(sys.argv[1:] if arguments is None else arguments)]
+    if typed[:1] == ["train"]:  # Hydra parses the rest; nothing else is imported, so that a refusal takes no second
+        from stabletrain.cli.train import train_command
+
+        exit_process(train_command(typed[1:]))
     from stabletrain.data import prepare
     from stabletrain.tracking import wandb_report, wandb_sync
 
     parser = argparse.ArgumentParser(
         prog="stabletrain",
-        description="Works on data and runs. To train: python train.py --help",
+        description="Trains, and works on data and runs. All options of training: stabletrain train --help",
     )
     parser.add_argument("--version", action="version", version=f"stabletrain {stabletrain.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands.add_parser("train", help="train a model, or sweep with -m: what python train.py does", add_help=False)
     for name, help, add_arguments, do in (
         ("prepare", "tokenize text into shards for data=tokens", prepare.add_arguments, prepare.run),
         ("sample", "generate text with a trained model", add_sample_arguments, sample),
@@ -50,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_arguments(command)
         command.set_defaults(do=do)
 
-    first = next(iter(sys.argv[1:] if arguments is None else arguments), "")
+    first = next(iter(typed), "")
     if not first.startswith("-") and first not in commands.choices:
-        known = f"commands: {', '.join(commands.choices)}; to train: python train.py"
+        known = f"commands: {', '.join(commands.choices)}"
         wrong = f"{first}: there is no such command{did_you_mean(first, commands.choices)}"
         parser.error(f"{wrong if first else 'a command is missing'}\n{known}")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_args(typed)
     try:
         chosen.do(chosen)
     except StabletrainError as error:
@@ -88,20 +94,15 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 def sample(chosen: argparse.Namespace) -> None:
     """Generates text with the run's model, and prints it."""
     import torch
-    from omegaconf import DictConfig, OmegaConf
 
     from stabletrain.checkpoint.folder import find
     from stabletrain.config.make import make
     from stabletrain.models.sampling import generate
     from stabletrain.trainer.contract import context_length, make_model
+    from stabletrain.trainer.saved import config_of
 
     checkpoint = find(chosen.run, best=chosen.best)
-    file = checkpoint.path.parent.parent / ".hydra" / "config.yaml"
-    if not file.exists():
-        raise ConfigError(
-            f"{chosen.run}: the run's configuration, {file}, is missing: name a run folder that train.py made"
-        )
-    cfg = cast("DictConfig", OmegaConf.load(file))
+    cfg = config_of(checkpoint)
     data = make(cfg, "data")
     if not hasattr(data, "encode"):
         raise ConfigError(f"{chosen.run}: its model was trained on {cfg.data._target_}, which is not text")
@@ -140,7 +141,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 def compare(chosen: argparse.Namespace) -> None:
     """Prints a table of runs and their sensitivity to the learning rate; writes the requested files."""
-    from stabletrain.compare.command import compare as show
+    from stabletrain.comparison.command import compare as show
 
     show(
         chosen.runs,
@@ -162,8 +163,8 @@ def add_losses_arguments(parser: argparse.ArgumentParser) -> None:
 
 def losses(chosen: argparse.Namespace) -> None:
     """Plots the training losses of runs."""
-    from stabletrain.compare.pictures import draw_losses
-    from stabletrain.compare.reading.runs import read_runs
+    from stabletrain.comparison.pictures import draw_losses
+    from stabletrain.comparison.reading.runs import read_runs
 
     draw_losses(read_runs(chosen.runs), chosen.file)
 

@@ -34,13 +34,13 @@ from stabletrain.forensics.user_code import compare
 from stabletrain.guarded.saved_step import is_saved_step, replay_step
 from stabletrain.machine import hardware
 from stabletrain.parallel.single import SingleProcess
+from stabletrain.program import conf_folder
 from stabletrain.protocols import Tools
 from stabletrain.records import TrainState
 from stabletrain.stability.guard import NoGuard
-from stabletrain.trainer.contract import FROM_DATA, TakeLogits, vocabulary
+from stabletrain.trainer.contract import TakeLogits, vocabulary
+from stabletrain.trainer.saved import open_sizes, sizes_in
 from stabletrain.trainer.tools import tools_from_config
-
-CONF = Path(__file__).parents[2] / "conf"
 
 ACTING = ("model", "precision", "zloss", "qknorm", "softcap", "determinism", "label_smoothing", "grad_accum_steps")
 """Settings that forward and backward depend on, besides weights and batch; these may be overridden."""
@@ -98,12 +98,8 @@ def overridden_config(
 
 def chosen_options(groups: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
     """The options that the overrides choose, directly or through a preset, for groups that act in a step."""
-    if not CONF.is_dir():
-        raise ConfigError(
-            f"{CONF}, which holds the options of the groups, is missing: install from a checkout, pip install -e ."
-        )
     search = [] if config_dir is None else [f"hydra.searchpath=[file://{config_dir.resolve()}]"]
-    with hydra_errors_explained(groups, config_dir), initialize_config_dir(str(CONF), version_base="1.3"):
+    with hydra_errors_explained(groups, config_dir), initialize_config_dir(str(conf_folder()), version_base="1.3"):
         first, then = (compose("config", [*search, *more], return_hydra_config=True) for more in ([], groups))
         old, new = first.hydra.runtime.choices, then.hydra.runtime.choices
         typed = {key_of(override) for override in groups}
@@ -129,14 +125,10 @@ def hydra_errors_explained(overrides: Sequence[str], config_dir: Path | None) ->
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        message = explain(error, CONF, Arguments(options, list(overrides)))
+        message = explain(error, conf_folder(), Arguments(options, list(overrides)))
         raise ConfigError(message or str(error)) from error
     finally:
         GlobalHydra.instance().clear()
-
-
-ODD = 7919
-"""Placeholder for model sizes that the data determines: a number that no user would choose, so it is easy to find."""
 
 
 def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Path | None = None) -> ReplayReport:
@@ -248,31 +240,18 @@ def fill_sizes(cfg: DictConfig, folder: Path) -> DictConfig:
     Raises:
         ConfigError: no shape contains a size.
     """
-    open_ones = [key for key in FROM_DATA if key in cfg.model and cfg.model[key] is None]
-    if not open_ones:
+    wanted = open_sizes(cfg)
+    if not wanted:
         return cfg.model
-    probe = DictConfig(plain(cfg))
-    for number, key in enumerate(open_ones):
-        probe.model[key] = ODD + 2 * number
-    # Build the model with a marker for each unknown size, without memory, and read the real sizes off the saved shapes.
-    with torch.device("meta"):
-        model = make(probe, "model")
-    found = repro_files.read(folder)
-    state = repro_files.tensors_of(folder, repro_files.STATE, found)
+    saved = repro_files.read(folder)
+    state = repro_files.tensors_of(folder, repro_files.STATE, saved)
     then = {name: tensor.shape for part in ("parameters", "buffers") for name, tensor in state[part].items()}
-    length = repro_files.tensors_of(folder, repro_files.BATCH, found)["inputs"].shape[-1]
+    # if no parameter depends on the block size, take the length of a sample
+    sizes = {"block_size": repro_files.tensors_of(folder, repro_files.BATCH, saved)["inputs"].shape[-1]}
+    sizes |= sizes_in(cfg, then)
     filled = DictConfig(plain(cfg)["model"])
-    for number, key in enumerate(open_ones):
-        odd = ODD + 2 * number
-        here = [
-            then[name][dim]
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-            for dim, size in enumerate(tensor.shape)
-            if size == odd and name in then and len(then[name]) == tensor.ndim
-        ]
-        if key == "block_size" and not here:
-            here = [length]  # no parameter depends on the block size: take the length of a sample
-        if not here:
+    for key in wanted:
+        if key not in sizes:
             raise ConfigError(f"{folder}: model.{key} came from the data and is in no saved shape: add model.{key}=...")
-        filled[key] = here[0]
+        filled[key] = sizes[key]
     return filled

@@ -1,4 +1,6 @@
-"""The entry point of `train.py`: resolves `resume`, runs one job or a sweep, reports errors, returns the exit code.
+"""The entry point of `train.py` and `stabletrain train`.
+
+Resolves `resume`, runs one job or a sweep, reports errors, and returns the exit code.
 
 | code | meaning |
 |---|---|
@@ -13,19 +15,20 @@ In a sweep, a failed run does not stop the others, and a run that is over is not
 is that of its first run that did not finish.
 """
 
+import io
 import json
 import math
 import os
-import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -38,6 +41,7 @@ from stabletrain.config.arguments import Arguments, parse_arguments, resolve_res
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain, unknown_option
 from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted, own_traceback
+from stabletrain.machine.signals import NoStopRequest
 from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location
 from stabletrain.parallel.ranks import (
     Ranks,
@@ -47,6 +51,7 @@ from stabletrain.parallel.ranks import (
     leave_process_group,
     run_on_main,
 )
+from stabletrain.program import SCRIPT, conf_folder, program_name, started, torchrun_target
 
 ALIKE = 5.0
 """Seconds that other ranks wait before they report an error that rank 0 may have met too."""
@@ -55,12 +60,55 @@ LEFT = 5.0
 """Seconds to wait after a rank was lost. By then, torchrun has noticed it and has ended the other ranks."""
 
 
+HELP = frozenset(["--help", "-h"])
+
+CONFIG_PATH = ("--config-path", "-cp")
+"""Hydra's option for a configuration folder in place of `conf/`."""
+
+
 class RunFailed(Exception):
     """A run of a search failed and has reported why; it has no loss to return to the sweeper."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)  # unpickling in another process passes these arguments again
         self.exit_code = exit_code
+
+
+def train_command(words: list[str]) -> int:
+    """Runs `stabletrain train`, which is `python train.py` with the package's own `conf/`; returns the exit code.
+
+    Args:
+        words: the words after `stabletrain train`.
+    """
+    conf = conf_folder()
+    sys.argv = [sys.argv[0], *map(absolute_config_path, words, ["", *words])]
+    main = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(run_job)
+    return launch(main, conf)
+
+
+@contextmanager
+def help_of_command() -> Generator[None]:
+    """A context in which the help text of `conf/config.yaml` is printed with the name of the program that was used."""
+    text = io.StringIO()
+    try:
+        with redirect_stdout(text):
+            yield
+    finally:
+        target = f" {torchrun_target()} "
+        print(text.getvalue().replace(SCRIPT, program_name()).replace(" train.py ", target), end="")
+
+
+def absolute_config_path(word: str, before: str) -> str:
+    """Makes the value of `--config-path` absolute: Hydra would look for it in this package.
+
+    Args:
+        word: a word of the command line, which may be such a value.
+        before: the word before it.
+    """
+    option, equals, value = word.partition("=")
+    if equals and option in CONFIG_PATH:
+        return f"{option}={Path(value).resolve()}"
+    return str(Path(word).resolve()) if before in CONFIG_PATH else word
 
 
 def launch(main: Callable[[], Any], config_dir: Path) -> int:
@@ -80,7 +128,8 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         sys.argv[1:] = [*chain(*arguments)]  # Hydra reads the resolved command line
         if sweep is not None and ranks.is_main:
             print(lines.opening(sweep), flush=True)
-        with nullcontext() if sweep is None or sweep.launcher == "basic" else stopping_all(sweep.folder):
+        listening = nullcontext() if sweep is None or sweep.launcher == "basic" else stopping_all(sweep.folder)
+        with listening, help_of_command() if HELP & set(arguments.options) else nullcontext():
             main()
     except StabletrainError as error:
         return refuse(str(error), ranks)
@@ -140,10 +189,10 @@ def run_job(cfg: DictConfig) -> float | None:
         SystemExit: the run did not finish, or its sweep was interrupted; carries the exit code.
         RunFailed: a run of a search failed.
     """
-    hydra, ranks = HydraConfig.get(), current_ranks()
-    if hydra.mode == RunMode.MULTIRUN:
+    job, ranks = HydraConfig.get(), current_ranks()
+    if job.mode == RunMode.MULTIRUN:
         return run_of_sweep(cfg, ranks)
-    folder, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
+    folder, overrides = Path(job.runtime.output_dir), list(job.overrides.task)
     try:
         check(cfg)
         done = None
@@ -205,17 +254,22 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
     return math.inf if loss is None or math.isnan(loss) else loss
 
 
-def build_and_train(cfg: DictConfig, folder: Path, shown: Any = None) -> float | None:
+def build_and_train(
+    cfg: DictConfig, folder: Path, shown: Any = None, signals: NoStopRequest | None = None
+) -> float | None:
     """Builds a run and trains it; returns the last validation loss, in nats.
 
     Args:
+        cfg: checked by `check`.
+        folder: the run folder.
         shown: shows the progress; None for the terminal.
+        signals: what asks the run to stop; None for the signals of the process.
     """
     from stabletrain.trainer.build import build  # imports torch, which the checks do without
     from stabletrain.trainer.loop import train
 
     run = build(cfg, folder, shown)
-    loss = train(run).val.get("val/loss")
+    loss = train(run, signals).val.get("val/loss")
     run.output.tracker.note(run.output.closing())
     return loss
 
@@ -263,14 +317,14 @@ def traceback_text(error: Exception, file: Path) -> str:
 
 def record_failure(folder: Path, error: Exception) -> None:
     """Writes the exit code of a failed run into its `run.json`; creates the file if the run has none yet."""
-    hydra = HydraConfig.get()
+    job = HydraConfig.get()
     record: dict[str, Any] = {
         "id": None,
         "status": "failed",
         "reason": str(error) or type(error).__name__,
-        "choices": {group: option for group, option in hydra.runtime.choices.items() if "hydra" not in group},
-        "overrides": list(hydra.overrides.task),
-        "command": shlex.join(sys.orig_argv),
+        "choices": {group: option for group, option in job.runtime.choices.items() if "hydra" not in group},
+        "overrides": list(job.overrides.task),
+        "command": started().command,
         "final": {},
     }
     file = folder / "run.json"

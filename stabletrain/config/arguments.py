@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks
+from stabletrain.program import started
 
 WITH_VALUE = frozenset(
     [
@@ -205,16 +206,16 @@ LAUNCH = "STABLETRAIN_LAUNCH"
 
 
 def program(ranks: Ranks) -> list[str]:
-    """Returns how this process was started: `python train.py`, `torchrun --nproc_per_node=2 train.py` and so on."""
+    """Returns how this process was started: `python train.py`, `stabletrain train`, `torchrun ... train.py` ..."""
     if launch := os.environ.get(LAUNCH):
         return shlex.split(launch)
     if not ranks.launched:
-        return ["python", sys.argv[0]]
+        return started().program
     each, nodes = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world_size)), os.environ.get("GROUP_WORLD_SIZE", "1")
     rendezvous = []
     if nodes != "1":  # the same command is typed on each node
         rendezvous = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={os.environ['MASTER_ADDR']}:29400"]
-    return ["torchrun", *rendezvous, f"--nproc_per_node={each}", sys.argv[0]]
+    return ["torchrun", *rendezvous, f"--nproc_per_node={each}", *started().for_torchrun]
 
 
 def resume_command(ranks: Ranks, folder: Path) -> str:
@@ -222,10 +223,5 @@ def resume_command(ranks: Ranks, folder: Path) -> str:
     words = program(ranks)
     if LAUNCH in os.environ:
         return f"automatically if Slurm requeues the job; otherwise: {shlex.join([*words, f'resume={folder}'])}"
-    typed = [word for word in arguments(sys.orig_argv, sys.argv[0]) if key_of(word) != "resume"]
+    typed = [word for word in started().typed if key_of(word) != "resume"]
     return shlex.join([*words, *typed, "resume=auto"])
-
-
-def arguments(command: list[str], script: str) -> list[str]:
-    """Returns the words after the script in a command line."""
-    return command[command.index(script) + 1 :] if script in command else command[1:]

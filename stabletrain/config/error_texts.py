@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from stabletrain.config.arguments import OPTIONS, WITH_VALUE, Arguments, key_of, parse_arguments
 from stabletrain.config.make import leaves
 from stabletrain.errors import closest
+from stabletrain.program import program_name
 
 EXTRAS = ("joblib", "optuna")
 """Hydra plugins that are installed as extras of the same name."""
@@ -56,7 +57,7 @@ def explain(error: Exception, config_dir: Path, typed: Arguments) -> str | None:
             return f"{override}: to turn a group off, use its option that does nothing, such as none or off"
     if "Ambiguous value" in text:
         several = next((o for o in typed.overrides if "," in o.partition("=")[2]), typed.overrides[0])
-        return f"{several}: these are several values: to sweep over them, add -m (python train.py -m ...)"
+        return f"{several}: these are several values: to sweep over them, add -m ({program_name()} -m ...)"
     lines = text.strip().splitlines() or [type(error).__name__]
     if "antlr4" in origin or "override_grammar" in text:
         quoting = "quote values with special characters: \"data.path='a=b, c.txt'\""
@@ -92,7 +93,7 @@ def unknown_option(words: list[str], config_dir: Path) -> str | None:
         known = [*options, *known_keys(config_dir, arguments, options)]
         if found := key if key in known else closest_key(key, known):
             return f"{typed}: keys are written without dashes: {found}={value or '<value>'}"
-        return f"{typed}: there is no such option, and no such key; python train.py --help lists the keys"
+        return f"{typed}: there is no such option, and no such key; {program_name()} --help lists the keys"
     return None
 
 
@@ -132,7 +133,7 @@ def no_such_key(key: str, typed: Arguments, folders: list[Path], options: dict[s
     if not hint and group in options and group != key:
         keys = f"has the keys {', '.join(own)}" if own else "has no keys"
         hint = f"; the chosen {group} {keys}; options of {group}: {', '.join(sorted(options[group]))}"
-    return f"{key}: there is no such key{hint or '; python train.py --help lists them'}"
+    return f"{key}: there is no such key{hint or f'; {program_name()} --help lists them'}"
 
 
 def has(file: Path, name: str) -> bool:

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 MOVED: dict[str, str] = {
+    "stabletrain.compare": "stabletrain.comparison",
     "stabletrain.forensics.desk": "stabletrain.forensics.handler",
     "stabletrain.forensics.desk.Forensics": "stabletrain.forensics.handler.IncidentHandler",
     "stabletrain.forensics.desk.NoForensics": "stabletrain.forensics.handler.NoIncidentHandler",
@@ -35,6 +36,9 @@ MOVED: dict[str, str] = {
 
 A class maps in `_target_`s only. If users import a class that has a new name, its module keeps the old name as well.
 """
+
+FUNCTIONS = ("stabletrain.compare",)
+"""Packages in `MOVED` whose name in `stabletrain` is a function today."""
 
 
 def now(path: str) -> str:
@@ -88,7 +92,26 @@ class Moved(Loader):
         module.__spec__ = self.spec
 
 
+class OldPackage(ModuleType):
+    """A moved package whose name is a function today: `from stabletrain.compare import frame` finds it here.
+
+    Python sets an imported submodule as an attribute of its package, which would replace the function. It does not do
+    this for a module that is in `sys.modules` already.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__file__ = __file__
+        vars(self)["__path__"] = []  # a package, so that `Finder` is asked for its modules
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(import_module(MOVED[self.__name__]), name)
+
+
 def install() -> None:
     """Makes every later import look into the table first."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
+        sys.modules.update({name: OldPackage(name) for name in FUNCTIONS})

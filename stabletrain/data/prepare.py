@@ -17,6 +17,7 @@ from stabletrain.data.files import VERSION, find_text
 from stabletrain.data.order import place
 from stabletrain.data.tokenizers import Tokenizer, load_tokenizer
 from stabletrain.errors import ConfigError
+from stabletrain.program import program_name
 
 FEW = 20
 """From this many documents on, whole documents are held out; with fewer, the end of each document is."""
@@ -238,4 +239,4 @@ def run(chosen: argparse.Namespace) -> None:
     meta = prepare(chosen.source, chosen.out, **{name: getattr(chosen, name) for name in names})
     sizes = {split: sum(shard["tokens"] for shard in shards) for split, shards in meta["splits"].items()}
     print(f"{chosen.out}: {sizes['train']:,} tokens to train on, {sizes['val']:,} to validate on")
-    print(f"next     python train.py data=tokens data.path={chosen.out}")
+    print(f"next     {program_name()} data=tokens data.path={chosen.out}")

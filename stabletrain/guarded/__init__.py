@@ -8,6 +8,7 @@ that was withheld. What differs is where a step comes from: the user's closure, 
 | guard | `Guard`: forward, backward, judge, clip, update, or nothing at all |
 | part | a closure with its batch: one micro-batch of a step |
 | gradients | the gradients of the optimizer's parameters, and their norms |
+| spikes | what counts as a spike in a loop of which nothing is known |
 | scaling | the loss scale: none, this project's, or a `torch.amp.GradScaler` |
 | agreement | the numbers of a step, equal on all ranks |
 | states | snapshots to roll back to, and the position of the data loader |

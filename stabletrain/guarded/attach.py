@@ -44,7 +44,7 @@ class InStep(Scaling):
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
             torch._foreach_div_(found, scale)
-            optimizer.grad_scale = None  # ty: ignore[unresolved-attribute]
+            optimizer.grad_scale = None  # ty: ignore[missing-attribute]
 
     def loss_scale(self) -> Number:
         """Returns the loop's loss scale."""
@@ -174,7 +174,7 @@ class Attached:
         """Returns the optimizer's new step."""
 
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-            optimizer._opt_called = True  # ty: ignore[unresolved-attribute]  a scheduler asks for it
+            optimizer._opt_called = True  # ty: ignore[missing-attribute]  a scheduler asks for it
             if self._passing:  # the scaler's step has judged it
                 return inner(*args, **kwargs) if closure is None else inner(closure, *args, **kwargs)
             loss = None
@@ -188,7 +188,7 @@ class Attached:
 
         # A scheduler that was made before marks the step that it has wrapped, and warns if the mark is gone.
         if hasattr(inner, "_wrapped_by_lr_sched"):
-            step._wrapped_by_lr_sched = True  # ty: ignore[unresolved-attribute]
+            step._wrapped_by_lr_sched = True  # ty: ignore[missing-attribute]
         return step
 
     def _scaled_stepping(self, inner: Callable[..., Any]) -> Callable[..., Any]:

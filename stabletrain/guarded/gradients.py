@@ -4,6 +4,8 @@ As `monitors/tensor_norms.py`, for what a user's loop may hold besides: frozen p
 optimizer, sparse and complex gradients, several devices.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -13,14 +15,17 @@ from stabletrain.monitors.tensor_norms import measure_all
 from stabletrain.records import GradNorms, Number
 
 
-def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
+def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Returns the parameters that the optimizer updates, in the order of `model.parameters()`.
 
     Raises:
-        ConfigError: the optimizer holds a parameter that is not in the model, or none that requires a gradient.
+        ConfigError: the optimizer holds a parameter that is not in the model, or one in fp16, or none that requires a
+            gradient; or it runs its closure several times.
     """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError("torch.optim.LBFGS runs forward and backward several times in a step: Guard cannot judge it")
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    found = [parameter for parameter in model.parameters() if held.pop(id(parameter), None) is not None]
+    found: list[Tensor] = [parameter for parameter in model.parameters() if held.pop(id(parameter), None) is not None]
     if held:
         shapes = ", ".join(str(list(parameter.shape)) for parameter in [*held.values()][:3])
         raise ConfigError(
@@ -28,17 +33,31 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[nn.Parame
             "model.parameters(), after the model was moved or sharded; a loss with weights of its own belongs in the "
             "model: Guard(nn.ModuleList([model, loss]), optimizer)"
         )
+    if any(parameter.dtype == torch.float16 for parameter in found):
+        raise ConfigError(
+            "the optimizer holds fp16 parameters: small numbers are 0 in fp16 (Adam's eps of 1e-8), so that a finite "
+            "gradient can make weights NaN; keep parameters in fp32 and use autocast: Guard(precision='fp16')"
+        )
     if not any(parameter.requires_grad for parameter in found):
         raise ConfigError("no parameter of the optimizer requires a gradient: nothing can be trained")
     return found
 
 
-def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+class BareTensors(nn.Module):
+    """A model without modules: the tensors that a loop trains, as they are."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        # `register_parameter` takes instances of `nn.Parameter` only.
+        self._parameters.update({str(number): tensor for number, tensor in enumerate(tensors)})  # ty: ignore[no-matching-overload]
+
+
+def gradients(parameters: list[Tensor]) -> list[Tensor]:
     """Returns the gradients as dense real tensors that share their memory; of a sharded one, this rank's shard."""
     return [dense(parameter) for parameter in parameters if parameter.grad is not None]
 
 
-def dense(parameter: nn.Parameter) -> Tensor:
+def dense(parameter: Tensor) -> Tensor:
     """Returns a parameter's gradient as a dense real tensor that shares its memory."""
     gradient = parameter.grad
     assert gradient is not None
@@ -46,7 +65,7 @@ def dense(parameter: nn.Parameter) -> Tensor:
         parameter.grad = gradient = gradient.coalesce()
         return gradient.values()
     if hasattr(gradient, "to_local"):
-        gradient = gradient.to_local()  # ty: ignore[call-non-callable]
+        gradient = gradient.to_local()  # ty: ignore[not-callable]
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 

@@ -10,7 +10,8 @@ Its verdict is known before it returns, which takes one host read: on CUDA the h
 
 import contextlib
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -25,11 +26,12 @@ from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.guarded.agreement import Alone, innermost, together
 from stabletrain.guarded.attach import FORWARD_ONLY, Attached, InStep
-from stabletrain.guarded.gradients import gradients, measure, multiply_, trained_parameters
+from stabletrain.guarded.gradients import BareTensors, gradients, measure, multiply_, trained_parameters
 from stabletrain.guarded.incidents import Incidents, settings
 from stabletrain.guarded.part import Part, loss_of, named_tensors
 from stabletrain.guarded.rerun import Begun, Generators, Rerun
 from stabletrain.guarded.scaling import scaling
+from stabletrain.guarded.spikes import bounds, gate
 from stabletrain.guarded.states import Loader, states
 from stabletrain.guarded.subject import LoopSubject
 from stabletrain.records import Clipped, RankPart, Reading, Verdict
@@ -56,7 +58,8 @@ class Guard:
         rolled_back: number of steps whose batches the loop is to pass over, because the last step rolled back; else 0.
 
     Args:
-        model: the model, also wrapped by DDP or `torch.compile`, or sharded by `fully_shard`.
+        model: the model, also wrapped by DDP or `torch.compile`, or sharded by `fully_shard`; or a list of the tensors
+            that the loop trains.
         optimizer: any `torch.optim.Optimizer` that holds only parameters of the model.
         folder: receives a folder for each incident, `step-XXXXXXXX`; it is made when needed.
         rollback: whether to keep snapshots, and go back to a healthy one if skipping steps does not help.
@@ -75,7 +78,7 @@ class Guard:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[Tensor],
         optimizer: Optimizer,
         *,
         folder: str | Path = "incidents",
@@ -89,6 +92,12 @@ class Guard:
         max_seconds: float = 120.0,
         keep_state: bool = True,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            if not isinstance(model, list | tuple) or not all(isinstance(each, Tensor) for each in model):
+                raise ConfigError(
+                    f"Guard({type(model).__name__}, ...): give the nn.Module that is trained, or a list of tensors"
+                )
+            model = BareTensors(model)
         self._outer, self._model, self._optimizer = model, innermost(model), optimizer
         self._parameters = trained_parameters(self._model, optimizer)
         self._device = self._parameters[0].device
@@ -106,7 +115,7 @@ class Guard:
         self._incidents = Incidents(Path(folder), max_incidents, max_seconds, self._agreement.ranks)
         self._keep_state = keep_state
         self._step, self._begun, self._usual, self._newest_kind = 0, None, [], ""
-        self._updating = False
+        self._best, self._updating = math.inf, False
         self._attached: Attached | None = None
         self.last: Reading | None = None
         self.rolled_back = 0
@@ -169,12 +178,16 @@ class Guard:
         """
         first = self._begun is None
         if self._begun is None:
+            newest = _NEWEST.get(self._optimizer)
+            if newest is None or newest() is not self:
+                raise ConfigError("a newer Guard was made for this optimizer: use one guard for each optimizer")
             self._begun = self._begin()
         begun, part = self._begun, Part(closure, batch)
         try:
             begun.versions += [(tensor, tensor._version) for _, tensor in named_tensors(batch)]
             with self._scaling.autocast():
-                loss = loss_of(part())
+                value = self._run(part, begun)
+            loss = loss_of(value)
             if first and any(parameter.grad is not None for parameter in self._parameters):
                 raise ConfigError("the closure called .backward(): return the loss, and the guard differentiates it")
             self._scaling.scale(loss).backward()
@@ -184,6 +197,16 @@ class Guard:
         begun.parts.append(part)
         begun.losses.append(loss.detach())
         return loss.detach()
+
+    def _run(self, part: Part, begun: Begun) -> Any:
+        """Runs a closure. If it raises, tells where values were not finite before, which may be why."""
+        try:
+            return part()
+        except ConfigError:
+            raise
+        except Exception as error:
+            self._incidents.explain_error(error, self._rerun(replace(begun, parts=[*begun.parts, part]), 1.0))
+            raise
 
     def update(self) -> Tensor:
         """Judges the step, clips, and applies the update, or changes nothing at all.
@@ -275,6 +298,7 @@ class Guard:
         verdict = self._policy.judge(reading)
         self._step, self.last, self.rolled_back = reading.step, reading, 0
         if reading.applied:
+            self._best = min(self._best, reading.loss)
             self._apply()
             self._usual = begun.parts
         else:
@@ -307,7 +331,7 @@ class Guard:
         sharded = [hasattr(parameter.grad, "to_local") for parameter in self._parameters if parameter.grad is not None]
         terms, norms, checks = self._agreement.agree(loss, norms, buffer_norm, sharded)
         overflow = self._scaling.overflow(terms, norms)
-        gate = self._scaling.close(self._policy.gate(terms, norms, checks), overflow)
+        opened = self._scaling.close(gate(self._policy, terms, norms, checks), overflow)
         clipped = Clipped(1.0)
         if self._clip is not None:
             factor = self._clip.factor(norms)
@@ -323,7 +347,7 @@ class Guard:
             "inputs": 0.0,
             "buffers": checks.buffers,
             "loss_scale": loss_scale,
-            "withheld": ~gate,
+            "withheld": ~opened,
             "bad_data": False,
             "overflow": overflow,
         }
@@ -376,8 +400,9 @@ class Guard:
                 self._optimizer.param_groups[0],
                 clips=self._clip is not None,
                 deterministic=self._deterministic(subject),
+                best_loss=self._best,
             )
-            if self._incidents.investigate(subject, policy.kind, self._optimizer, policy.bounds, known):
+            if self._incidents.investigate(subject, policy.kind, self._optimizer, bounds(policy), known):
                 self._newest_kind = policy.kind
                 return
         number = policy.skips[policy.kind]
@@ -392,15 +417,7 @@ class Guard:
         if ranks.distributed:
             own = RankPart(ranks.rank, float(sum(begun.losses[1:], begun.losses[0])))
         return LoopSubject(
-            Rerun(
-                self._model,
-                self._outer,
-                self._parameters,
-                buffers_of(self._model),
-                self._scaling,
-                begun,
-                reading.loss_scale,
-            ),
+            self._rerun(begun, reading.loss_scale),
             reading,
             reading.step - 1,
             usual=self._usual,
@@ -410,6 +427,11 @@ class Guard:
             keep_state=self._keep_state,
             gap=FORWARD_ONLY if self._attached is not None and self._attached.forward_only else "",
         )
+
+    def _rerun(self, begun: Begun, loss_scale: float) -> Rerun:
+        """Returns what runs a step's closures again."""
+        buffers = buffers_of(self._model)
+        return Rerun(self._model, self._outer, self._parameters, buffers, self._scaling, begun, loss_scale)
 
     def _deterministic(self, subject: LoopSubject) -> bool:
         """Whether repeating a step must give the same bits."""

@@ -1,5 +1,6 @@
 """Investigates a withheld step of a user's loop and writes its folder, on one rank or several."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from stabletrain.forensics.distributed_handler import Account, account_of, write
 from stabletrain.forensics.handler import IncidentHandler, IncidentSummary
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.subject import Subject
+from stabletrain.forensics.trace.recorder import Trace
+from stabletrain.guarded.rerun import Rerun
 from stabletrain.guarded.subject import LoopSubject
 from stabletrain.parallel.ranks import Ranks, timeout
 
@@ -162,6 +165,22 @@ class Incidents:
             raise NotInvestigated(in_one_line(error)) from error
         return None if found is None else handler.write_incident(subject, found)
 
+    def explain_error(self, error: Exception, rerun: Rerun) -> None:
+        """Logs where values were first not finite in a closure that raised an error, if any were."""
+        if self._ranks.distributed:  # the others are not here
+            return
+        tracing = Trace(rerun.model)
+        with contextlib.suppress(Exception):
+            rerun.run(backward=False, watched_by=tracing)
+        if not tracing.accidents:
+            return
+        first = tracing.accidents[0]
+        why = first.finding.reason if first.finding is not None else "its result is not finite"
+        self.note(
+            f"before this {type(error).__name__}, {first.op} in {first.module or 'the model'} gave NaN or Inf: {why}",
+            f"at: {first.source}" + (f", called from {first.called_from}" if first.called_from else ""),
+        )
+
     def _main_has_budget(self) -> bool:
         """Whether the budget allows another investigation; the main process decides, because it counts the folders."""
         return not self._ranks.is_main or (self._handler is not None and self._handler.has_budget())
@@ -173,7 +192,7 @@ class Incidents:
                 LOG.warning("%s", line)
 
 
-def settings(name: str, group: dict, *, clips: bool, deterministic: bool) -> RunSettings:
+def settings(name: str, group: dict, *, clips: bool, deterministic: bool, best_loss: float) -> RunSettings:
     """Returns what is known of a loop's settings.
 
     Args:
@@ -181,6 +200,7 @@ def settings(name: str, group: dict, *, clips: bool, deterministic: bool) -> Run
         group: the optimizer's first parameter group.
         clips: whether the guard clips.
         deterministic: whether repeating a step must give the same bits.
+        best_loss: smallest loss of the applied steps.
     """
     keys: Sequence[str] = ("lr", "weight_decay", "betas", "eps")
     values = {f"optimizer.{key}": plain(group[key]) for key in keys if key in group}
@@ -188,6 +208,7 @@ def settings(name: str, group: dict, *, clips: bool, deterministic: bool) -> Run
         choices={"clipping": "zclip" if clips else "none"} | ({"precision": name} if name else {}),
         values=values | ({"precision.min_scale": 1.0} if name == "fp16" else {}),
         deterministic=deterministic,
+        best_loss=best_loss,
     )
 
 
@@ -195,4 +216,4 @@ def plain(value: object) -> object:
     """Returns a number for a tensor, and a list for a tuple."""
     if isinstance(value, tuple):
         return [plain(each) for each in value]
-    return value.item() if hasattr(value, "item") else value  # ty: ignore[call-non-callable]
+    return value.item() if hasattr(value, "item") else value  # ty: ignore[not-callable]

@@ -102,7 +102,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
         mapped = {key: map_tensors(function, each) for key, each in value.items()}
         try:
-            return type(value)(mapped)  # ty: ignore[too-many-positional-arguments]
+            return type(value)(mapped)
         except TypeError:
             return mapped
     return value

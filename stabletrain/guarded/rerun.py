@@ -59,6 +59,7 @@ class Begun:
     Attributes:
         parts: the closures with their batches, in order.
         losses: what they returned, 0-d, on the device.
+        autocast: dtype of an autocast that the loop has entered around the guard; None for none.
         versions: the batches' tensors with their versions from before the closure: to notice that it changed them.
     """
 
@@ -67,6 +68,11 @@ class Begun:
     parts: list[Part] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    autocast: torch.dtype | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        kind = self.generators.device.type
+        self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 class Pass(NamedTuple):
@@ -101,7 +107,7 @@ class Rerun:
 
     model: nn.Module
     outer: nn.Module
-    parameters: list[nn.Parameter]
+    parameters: list[Tensor]
     buffers: Buffers
     scaling: Scaling
     begun: Begun
@@ -128,7 +134,7 @@ class Rerun:
         scale = 1.0 if true_fp32 else self.loss_scale
         losses: list[Tensor] = []
         with self._put_back(weights), uncompiled(), torch.enable_grad():
-            numbers = in_true_fp32(self.model) if true_fp32 else contextlib.nullcontext()
+            numbers = in_true_fp32(self.model) if true_fp32 else self._entered()
             with numbers, watched_by or contextlib.nullcontext():
                 for part in self.begun.parts if parts is None else parts:
                     with contextlib.nullcontext() if true_fp32 else self.scaling.autocast():
@@ -143,6 +149,11 @@ class Rerun:
             each = [parameter.grad for parameter in self.parameters]
         total = sum(losses[1:], losses[0]).float()
         return Pass(float(total), [float(loss) for loss in losses], norm, each)
+
+    def _entered(self) -> AbstractContextManager:
+        """Returns the autocast that the loop has entered around the guard, or a context without effect."""
+        dtype = self.begun.autocast
+        return contextlib.nullcontext() if dtype is None else torch.autocast(self.begun.generators.device.type, dtype)
 
     @contextlib.contextmanager
     def _put_back(self, weights: Mapping[str, Any] | None) -> Generator[None]:
@@ -245,4 +256,4 @@ def without_autocast() -> Generator[None]:
         with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):  # one that is entered already
             yield
     finally:
-        torch.autocast.__enter__ = enter  # ty: ignore[invalid-assignment]
+        torch.autocast.__enter__ = enter

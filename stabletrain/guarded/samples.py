@@ -17,6 +17,9 @@ from stabletrain.forensics.probes.samples import MOST, at
 from stabletrain.guarded.part import Part, map_tensors, named_tensors
 from stabletrain.guarded.rerun import Pass, Rerun
 
+CHEAP = 5.0
+"""Seconds for which the search for samples goes on, however many passes it takes."""
+
 LABELS = ("label", "labels", "target", "targets", "y")
 """Last parts of the names of tensors that hold labels."""
 
@@ -151,7 +154,8 @@ class BatchTrials:
         self.passes = 0
         self._rerun, self._deadline = rerun, deadline
         self._parts, self._rows = rerun.begun.parts, rows_of(rerun.begun.parts)
-        self._most = 8 + 4 * math.ceil(math.log2(max(len(self._rows), 1)))
+        # Passes of a small model are cheap. A large one gets as many as `find_culprits` allows.
+        self._most, self._cheap_until = 8 + 4 * math.ceil(math.log2(max(len(self._rows), 1))), time.monotonic() + CHEAP
         fits = len(usual) == len(self._parts)
         fits = fits and all(alike(mine.batch, other.batch) for mine, other in zip(self._parts, usual, strict=True))
         self._fillers = [part.batch for part in usual] if fits else [None] * len(self._parts)
@@ -159,7 +163,8 @@ class BatchTrials:
 
     def can_go_on(self, passes: int) -> bool:
         """See `Trials`."""
-        return self.passes + passes <= self._most and time.monotonic() < self._deadline
+        now = time.monotonic()
+        return now < self._deadline and (self.passes + passes <= self._most or now < self._cheap_until)
 
     @property
     def samples(self) -> int:

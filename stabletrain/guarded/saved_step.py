@@ -170,7 +170,7 @@ def replay_step(folder: Path) -> Replayed:
     buffers = buffers_of(model)
     begun = Begun(generators_of(kept["generators"], device), buffers.save(), parts)
     reading = Reading(**unflatten(scene["reading"], {}))
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     chosen = scaling(scene["precision"] or None, None, device)
     began = time.monotonic()
     found = Rerun(model, outer, parameters, buffers, chosen, begun, scene["loss_scale"]).run()

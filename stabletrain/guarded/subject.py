@@ -212,7 +212,7 @@ class LoopSubject:
 def zero_share(gradients: Sequence[Tensor | None]) -> float:
     """Returns the share of gradient elements that are exactly 0, in [0, 1]."""
     found = [gradient for gradient in gradients if gradient is not None]
-    found = [each.to_local() if hasattr(each, "to_local") else each for each in found]  # ty: ignore[call-non-callable]
+    found = [each.to_local() if hasattr(each, "to_local") else each for each in found]  # ty: ignore[not-callable]
     dense = [each.coalesce().values() if each.layout != torch.strided else each for each in found]
     zeros = sum(int((each == 0).sum()) for each in dense)
     return zeros / max(sum(each.numel() for each in dense), 1)

@@ -26,6 +26,15 @@ def handling(handler: Callable[[int, FrameType | None], None] | signal.Handlers)
             signal.signal(each, earlier)
 
 
+class NoStopRequest(AbstractContextManager):
+    """Leaves the signal handlers as they are, so that Ctrl-C raises KeyboardInterrupt, and never asks to stop."""
+
+    name = ""
+
+    def __exit__(self, *raised: object) -> None:
+        """Does nothing."""
+
+
 class StopRequest:
     """A context that records the last signal of `STOPS`. A second SIGINT raises KeyboardInterrupt at once.
 

@@ -5,6 +5,7 @@ from stabletrain.parallel.ddp import DDP
 from stabletrain.parallel.fsdp import FSDP
 from stabletrain.parallel.ranks import Ranks, Timeouts, current_ranks
 from stabletrain.parallel.single import SingleProcess
+from stabletrain.program import torchrun_target
 
 
 def auto(find_unused_parameters: bool, compare: bool, start_timeout: float, timeout: float) -> SingleProcess | DDP:
@@ -34,7 +35,7 @@ def started(name: str) -> Ranks:
     ranks = current_ranks()
     if not ranks.launched:
         raise ConfigError(
-            f"parallel={name} needs torchrun: torchrun --nproc_per_node=<processes> train.py parallel={name} ...; "
-            "parallel=auto trains in one process too"
+            f"parallel={name} needs torchrun: torchrun --nproc_per_node=<processes> {torchrun_target()} "
+            f"parallel={name} ...; parallel=auto trains in one process too"
         )
     return ranks

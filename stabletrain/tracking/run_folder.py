@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import secrets
-import shlex
 import string
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stabletrain.errors import ConfigError
+from stabletrain.program import started
 from stabletrain.tracking.metrics import now, numbers, plain, replace, warn
 
 STATUSES = ("running", "finished", "halted", "preempted", "failed")
@@ -151,7 +151,7 @@ class RunFolder(NoRunFolder):
             "options": earlier.get("options", list(options)),
             "overrides": earlier.get("overrides", list(overrides)),
             **({"changes": earlier["changes"]} if "changes" in earlier else {}),
-            "command": shlex.join(sys.orig_argv),
+            "command": started().command,
             "host": platform.node(),
             "pid": os.getpid(),
             "final": {},

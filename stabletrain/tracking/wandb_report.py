@@ -8,14 +8,12 @@ import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError, StabletrainError, closest
+from stabletrain.program import conf_folder
 from stabletrain.tracking.columns import COLUMNS, IN_WANDB
 from stabletrain.tracking.wandb_setup import check_reach
-
-CONF = Path(__file__).parents[2] / "conf"
 
 CURVES = {
     "train/loss": "Training loss",
@@ -156,8 +154,9 @@ def curve_panels(wr: Any, card: Any) -> list[Any]:
 
 def setting_key(by: str) -> str:
     """Returns the W&B config key of a config group's option or of a key; raises ConfigError if neither exists."""
-    groups = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
-    keys = re.findall(r"^(\w+):", (CONF / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+    conf = conf_folder()
+    groups = sorted(folder.name for folder in conf.iterdir() if folder.is_dir())
+    keys = re.findall(r"^(\w+):", (conf / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE)
     if by in groups:
         return f"groups.{by}"
     if "." not in by and by not in keys:

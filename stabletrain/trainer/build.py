@@ -6,7 +6,6 @@ Hydra builds one object for each config group. Groups depend on each other in on
 `${qknorm}`, `${softcap}` and `${qkclip}`; null sizes of a model are taken from the data; a precision gets the device.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import nn
 
 from stabletrain.checkpoint.capture import Stateful
 from stabletrain.checkpoint.folder import run_of
-from stabletrain.compare.pages.at_end import NoPage, PageAtEnd
+from stabletrain.comparison.pages.at_end import NoPage, PageAtEnd
 from stabletrain.config.arguments import SWEEP, key_of, parse_arguments
 from stabletrain.config.make import leaves, make, plain
 from stabletrain.data.prefetch import Prefetch
@@ -32,7 +31,8 @@ from stabletrain.machine import compiling, hardware
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.checkpoints import for_all_ranks as checkpoints_for_all_ranks
 from stabletrain.parallel.ranks import Ranks, run_on_main
-from stabletrain.protocols import Guard, Tools
+from stabletrain.program import started
+from stabletrain.protocols import GuardPolicy, Tools
 from stabletrain.records import Batch, TrainState, reads_rows
 from stabletrain.tracking.metrics import Metrics
 from stabletrain.tracking.progress import Progress
@@ -159,7 +159,7 @@ def start_run_folder(
         ConfigError: the folder already holds a run, or is not writable.
     """
     run_folder = RunFolder(folder) if process.ranks.is_main else NoRunFolder(folder)
-    typed, data = parse_arguments([*sys.argv[1:]]), source.data
+    typed, data = parse_arguments(started().resolved), source.data
     fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else option_fingerprint(cfg, process.choices)
     resuming = cfg.resume == "auto"
     check_data_of_checkpoint(cfg.resume, fingerprint)
@@ -214,7 +214,7 @@ def start_wandb(cfg: DictConfig, process: Process, trained: Trained, opened: Ope
 # ---- restored state
 
 
-def restore_state(cfg: DictConfig, rollback: Rollback, guard: Guard, tracker: roles.Tracker) -> None:
+def restore_state(cfg: DictConfig, rollback: Rollback, guard: GuardPolicy, tracker: roles.Tracker) -> None:
     """Restores the checkpoint that `resume` names, if any.
 
     Raises:
@@ -332,7 +332,13 @@ def start_forensics(
 
 
 def closing_lines(
-    cfg: DictConfig, source: Source, state: TrainState, history: History, guard: Guard, page: roles.Page, folder: Path
+    cfg: DictConfig,
+    source: Source,
+    state: TrainState,
+    history: History,
+    guard: GuardPolicy,
+    page: roles.Page,
+    folder: Path,
 ) -> str:
     """Writes the run's page, and returns the last lines on the terminal."""
     # all ranks must call this, because the model that generates the sample may be sharded
@@ -346,5 +352,5 @@ def closing_lines(
         per=source.per,
         folder=str(folder),
         sample=sample,
-        again=suggestion(parse_arguments([*sys.argv[1:]]), "qknorm" in cfg.model, source.per),
+        again=suggestion(parse_arguments(started().resolved), "qknorm" in cfg.model, source.per),
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stabletrain.errors import Interrupted, TrainingHalted
-from stabletrain.machine.signals import StopRequest
+from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.records import Verdict
 from stabletrain.step import commit, compute
@@ -23,8 +23,12 @@ from stabletrain.trainer.run import TrainingRun
 from stabletrain.trainer.step_log import NOTHING, log_alarms, log_step
 
 
-def train(run: TrainingRun) -> History:
+def train(run: TrainingRun, signals: StopRequest | NoStopRequest | None = None) -> History:
     """Trains for `plan.steps` steps, and records how the run ended.
+
+    Args:
+        run: the run, restored and ready.
+        signals: what asks the run to stop; by default the signals of `StopRequest`.
 
     Raises:
         Interrupted: a signal arrived; the state is saved.
@@ -33,7 +37,7 @@ def train(run: TrainingRun) -> History:
     """
     tracker, checkpoints = run.output.tracker, run.rollback.checkpoints
     try:
-        training_loop(run)
+        training_loop(run, signals or StopRequest())
         checkpoints.wait()
     except BaseException as raised:
         # A rank that dies closes its sockets, so the others fail with an error about sockets: find the real one.
@@ -59,7 +63,7 @@ def train(run: TrainingRun) -> History:
     return run.history
 
 
-def training_loop(run: TrainingRun) -> None:
+def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -> None:
     """Runs the steps."""
     plan, state, rollback = run.plan, run.state, run.rollback
     throughput = Throughput(run.history, run.parallel.ranks.world_size)
@@ -68,7 +72,7 @@ def training_loop(run: TrainingRun) -> None:
     # The guard needs one state to go back to before the first update.
     if rollback.snapshot_due(state.step):
         rollback.take_snapshot()
-    with StopRequest() as signals:
+    with stop_request as signals:
         while state.step < plan.steps:
             batch = run.data.batches.get(state.step)
             micro_batches = batch.to(run.device).split(plan.grad_accum_steps)

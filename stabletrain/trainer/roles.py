@@ -77,7 +77,7 @@ class WandbRun(Protocol):
 
 @runtime_checkable
 class Page(Protocol):
-    """Writes the run's `report.html`; see `compare/pages/one_run.py`."""
+    """Writes the run's `report.html`; see `comparison/pages/one_run.py`."""
 
     def write(self, sample: str | None = None) -> None: ...
 

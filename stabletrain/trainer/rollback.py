@@ -16,7 +16,7 @@ from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.data.order import position
 from stabletrain.errors import TrainingHalted
-from stabletrain.protocols import Guard
+from stabletrain.protocols import GuardPolicy
 from stabletrain.records import Detour, TrainState
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.history import History
@@ -72,7 +72,7 @@ class Rollback:
         parts: Mapping[str, Stateful],
         *,
         history: History,
-        guard: Guard,
+        guard: GuardPolicy,
         checkpoints: Checkpoints,
         batches: Batches,
         tracker: Tracker,

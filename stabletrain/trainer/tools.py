@@ -8,7 +8,7 @@ from torch import nn
 from stabletrain.config.make import make
 from stabletrain.machine.determinism import Seeded
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.protocols import Clipping, Guard, LearningRate, Parallel, Precision, Sanitizer, Seeding, Tools
+from stabletrain.protocols import Clipping, GuardPolicy, LearningRate, Parallel, Precision, Sanitizer, Seeding, Tools
 from stabletrain.stability import sanitize
 from stabletrain.stability.chunked_loss import with_loss_chunk
 from stabletrain.stability.clipping import NormClip
@@ -26,7 +26,7 @@ def build_tools(
     objective: Any = None,
     clipping: Clipping | None = None,
     after_update: Any = None,
-    guard: Guard | None = None,
+    guard: GuardPolicy | None = None,
     learning_rate: LearningRate | None = None,
     determinism: Seeding | None = None,
     seed: int = 0,
@@ -58,7 +58,7 @@ def tools_from_config(
     vocab_size: int | None,
     precision: Precision,
     clipping: Clipping,
-    guard: Guard,
+    guard: GuardPolicy,
     determinism: Seeding,
     seed: int,
     parallel: Parallel,

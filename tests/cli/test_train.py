@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from stabletrain.cli.train import traceback_text
 from stabletrain.tracking.metrics import read_jsonl
-from tests.runs import ROOT, TINY_GPT, command, python
+from tests.runs import ROOT, TINY_GPT, command, installed, python
 from tests.tracking.wandb_file import read
 
 QUICK = [*TINY_GPT, "steps=6", "eval_every=3", "log_every=2", "hydra.run.dir=run"]
@@ -396,3 +397,81 @@ def test_an_error_in_the_users_code_prints_its_lines_and_the_file_has_all(tmp_pa
     own = ValueError("of the program")
     assert traceback_text(own, tmp_path / "other.txt") == "ValueError: of the program\n"
     assert not (tmp_path / "other.txt").exists()
+
+
+# ---- the same by `stabletrain train`
+
+
+SCRIPTS = {
+    f"python {ROOT / 'train.py'}": "python -m stabletrain train",  # in a command to copy
+    "python train.py": "stabletrain train",  # in a message
+    "--nproc_per_node=8 train.py": "--nproc_per_node=8 -m stabletrain train",
+}
+"""What the script calls itself, and what the command calls itself when `python -m` has started it."""
+
+
+def masked(text):
+    """Leaves out what depends on the time."""
+    return re.sub(r"\d{4}-\d\d-\d\d/[\d-]{8}|\d+:\d\d left|\d+ s\b|[\d.,]+k? tok/s", "<time>", text)
+
+
+def renamed(text):
+    """What `train.py` prints, with the names of the command."""
+    for script, name in SCRIPTS.items():
+        text = text.replace(script, name)
+    return text
+
+
+HALTED = ["guard=skip", "guard.max_consecutive=1", "faults=input", "faults.at=[2]", "forensics=off"]
+SAME = {
+    "help": (0, ["--help"]),
+    "configuration": (0, ["--cfg", "job", "optimizer=muon"]),
+    "a typing error": (2, ["zzz=3"]),
+    "no option": (2, ["--zzz"]),
+    "several values": (2, ["seed=1,2"]),
+    "a run": (0, QUICK),
+    "a halted run": (3, [*QUICK, *HALTED]),
+    "a sweep": (0, [*QUICK[:-1], "-m", "seed=0,1", "hydra.sweep.dir=sweep"]),
+}
+
+
+@pytest.mark.slow(unless=lambda case: case in ("help", "a typing error", "no option", "a halted run"))
+@pytest.mark.parametrize("case", SAME)
+def test_the_installed_command_does_what_the_script_does(tmp_path, case):
+    code, typed = SAME[case]
+    both = []
+    for name, run in (("script", command), ("installed", installed)):
+        (tmp_path / name).mkdir()
+        both.append(run(*typed, cwd=tmp_path / name))
+    for stream in ("stdout", "stderr"):
+        script, other = (masked(getattr(done, stream)) for done in both)
+        assert renamed(script) == other
+    assert [done.returncode for done in both] == [code, code]
+
+
+def test_a_configuration_folder_is_relative_to_the_working_folder(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.yaml").write_text("steps: 3\n")
+    for option in (["--config-path", "own"], ["--config-path=own"], ["-cp", "own"]):
+        done = installed(*option, "--config-name", "mine", "--cfg", "job", cwd=tmp_path)
+        assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "steps: 3", "")
+
+
+@pytest.mark.slow
+def test_the_installed_command_continues_the_scripts_run(tmp_path):
+    for run, steps in ((command, 3), (installed, 6)):
+        done = run(*QUICK[:-1], f"steps={steps}", "resume=auto", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    [folder] = tmp_path.glob("outputs/*/*")
+    record = json.loads((folder / "run.json").read_text())
+    assert record["final"]["steps"] == 6
+    assert " -m stabletrain.cli.commands train " in record["command"]
+
+
+def test_the_installed_command_refuses_without_loading_torch(tmp_path, no_torch):
+    words = [sys.executable, "-m", "stabletrain", "train", "stepz=3"]
+    path = f"{no_torch}{os.pathsep}{ROOT}"
+    done = subprocess.run(
+        words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, "stabletrain: stepz: there is no such key; did you mean steps?\n")

@@ -1,6 +1,7 @@
 """The table of import paths that moved: paths, stored configurations and imports."""
 
 import importlib
+import subprocess
 import sys
 from pkgutil import resolve_name
 
@@ -89,3 +90,18 @@ def test_the_finder_is_installed_once():
     moved.install()
     assert sys.meta_path == before
     assert sum(isinstance(finder, moved.Finder) for finder in before) == 1
+
+
+AS_BEFORE = """
+import stabletrain
+from stabletrain.compare import by_seed
+from stabletrain.compare.frames import frame
+import stabletrain.comparison.frames as frames
+assert by_seed is frames.by_seed and frame is frames.frame
+print("compare" in vars(stabletrain))
+"""
+
+
+def test_an_old_package_does_not_take_the_place_of_the_function_of_its_name():
+    done = subprocess.run([sys.executable, "-c", AS_BEFORE], capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout == "False\n", done.stderr

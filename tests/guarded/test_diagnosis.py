@@ -300,6 +300,54 @@ def test_the_same_mistake_is_filed_once_and_the_budget_holds(tmp_path, caplog):
     assert sum("details:" in record.message for record in caplog.records) == 1
 
 
+def test_an_error_that_a_nan_has_caused_is_explained_and_raised(tmp_path, caplog):
+    """PyTorch's binary cross-entropy refuses NaN."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+
+    def loss(x, y):
+        raised = torch.exp(model(x)[:, 0] * 1e4)
+        return F.binary_cross_entropy(raised / raised, y)
+
+    line = f"{__file__}:{loss.__code__.co_firstlineno + 1}"
+    before = bits(model)
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        guard.step(loss, batch=(torch.ones(3, 4) * torch.sign(model.weight.detach()), torch.ones(3)))
+    assert same(before, bits(model))
+    assert "before this RuntimeError, aten.exp in objective gave NaN or Inf" in caplog.text
+    assert f"at: {line}" in caplog.text
+    with pytest.raises(ValueError, match="another"):
+        guard.step(lambda: (_ for _ in ()).throw(ValueError("another")))
+    assert "ValueError" not in caplog.text, "nothing was wrong with the values"
+
+
+def test_an_autocast_around_the_guard_is_entered_again(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+    for number, (x, y) in enumerate(batches(3)):
+        scale = math.inf if number == 2 else 1.0
+        with torch.autocast("cpu", torch.bfloat16):
+            guard.step(lambda x, y: F.cross_entropy(model(x), y) * scale, batch=(x, y))  # noqa: B023
+    record = record_of(guard)
+    assert record["replays"]["same"]["bitwise_equal_to_reading"] is True
+    assert record["replays"]["same"]["loss"] == "Infinity"
+
+
+def test_a_loss_that_updates_have_driven_up_is_not_blamed_on_the_initial_weights(tmp_path):
+    weight = torch.ones(4, requires_grad=True)
+    guard = Guard([weight], torch.optim.SGD([weight], lr=1e12), folder=tmp_path)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    for _ in range(8):
+        guard.step(lambda: ((x @ weight).square() ** 2).mean())
+        if guard.incidents:
+            break
+    record = record_of(guard)
+    assert (record["cause"], record["step"] <= 3) == ("lr_too_high", True)
+    assert record["verdict"].startswith("the loss was")
+
+
 # ---- replay in another process
 
 

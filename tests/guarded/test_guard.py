@@ -285,7 +285,7 @@ def test_the_state_of_the_guard_goes_on_in_another_process(tmp_path):
     other.guard.load_state_dict(copy.deepcopy(one.guard.state_dict()))
     for loop in (one, other):
         loop.run(data[30:])
-        loop.guard.step(lambda x, y: loop.loss(x, y) * 40, batch=data[0])  # noqa: B023 it runs at once
+        loop.guard.step(lambda x, y: loop.loss(x, y) * 1e4, batch=data[0])  # noqa: B023 it runs at once
     assert one.guard.last == other.guard.last
     assert (one.guard.last.step, one.guard.last.applied) == (41, False)
     assert same(one.bits(), other.bits())
@@ -392,6 +392,10 @@ def test_model_and_optimizer_must_belong_together(tmp_path):
     model, other = network(), network()
     with pytest.raises(ConfigError, match="holds 8 parameters that are not in the model"):
         Guard(model, torch.optim.SGD(other.parameters(), lr=0.1), folder=tmp_path)
+    with pytest.raises(ConfigError, match="the optimizer holds fp16 parameters"):
+        Guard(other, torch.optim.SGD(other.half().parameters(), lr=0.1), folder=tmp_path)
+    with pytest.raises(ConfigError, match="LBFGS runs forward and backward several times"):
+        Guard(model, torch.optim.LBFGS(model.parameters()), folder=tmp_path)
     model.requires_grad_(False)
     with pytest.raises(ConfigError, match="requires a gradient"):
         Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
@@ -405,9 +409,25 @@ def test_model_and_optimizer_must_belong_together(tmp_path):
         Loop(tmp_path, max_norm=0.0)
 
 
+def test_a_loop_of_plain_tensors_is_guarded(tmp_path):
+    weight, bias = torch.ones(4, 3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.Adam([weight, bias], lr=1e-2)
+    guard = Guard([weight, bias], optimizer, folder=tmp_path, rollback=True)
+    for number, (x, y) in enumerate(batches(4)):
+        before = weight.detach().clone()
+        scale = 1e5 if number == 3 else 1.0
+        guard.step(lambda x, y: -torch.softmax((x @ weight + bias) * scale, -1)[range(8), y].log().mean(), batch=(x, y))  # noqa: B023
+        assert torch.equal(before, weight) is (number == 3)
+    assert guard.incidents[0].cause == "unsafe_op"
+
+
 def test_a_newer_guard_takes_the_optimizer_over(tmp_path):
     loop = Loop(tmp_path)
+    older = loop.guard
     loop.guard = Guard(loop.model, loop.optimizer, folder=tmp_path)
+    with pytest.raises(ConfigError, match="a newer Guard was made for this optimizer"):
+        older.step(loop.loss, batch=batches(1)[0])
+    del older
     gc.collect()
     loop.run(batches(2))
     assert loop.guard.last.step == 2

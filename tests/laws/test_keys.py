@@ -9,7 +9,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from stabletrain.compare.pages.at_end import NoPage
+from stabletrain.comparison.pages.at_end import NoPage
 from stabletrain.config.checks import check
 from stabletrain.config.make import leaves
 from stabletrain.errors import ConfigError
@@ -511,7 +511,7 @@ def test_every_top_level_key_is_alive(tmp_path, places, key, monkeypatch):
         assert tried == [True], "on a CPU only true compiles, and then it must"
         return
     base = observe(tmp_path / "base", chosen)
-    if key == "report":  # tests/compare/pages/test_at_end.py checks the page itself
+    if key == "report":  # tests/comparison/pages/test_at_end.py checks the page itself
         with composed(*chosen, "report=false") as cfg:
             assert type(build(cfg, tmp_path).output.page) is NoPage
         return

@@ -64,6 +64,17 @@ def record(folder):
 
 
 @pytest.mark.slow
+def test_torchrun_starts_the_installed_command(tmp_path):
+    typed = [*RUN[:-3], "log_every=1", "parallel=ddp", "steps=4", f"hydra.run.dir={tmp_path / 'run'}"]
+    done = finish(start(2, "-m", "stabletrain", "train", *typed, cwd=tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (record(tmp_path / "run")["status"], record(tmp_path / "run")["final"]["steps"]) == ("finished", 4)
+    assert "next     torchrun --nproc_per_node=2 -m stabletrain train -m " in done.stdout
+    refused = finish(start(2, "-m", "stabletrain", "train", "stepz=3", cwd=tmp_path))
+    assert refused.stderr.count("stabletrain: stepz: there is no such key; did you mean steps?") == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 def test_a_device_that_the_ranks_cannot_use_is_one_message(tmp_path, device):
     done = trained(2, *RUN, f"device={device}", cwd=tmp_path)

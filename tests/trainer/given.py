@@ -9,7 +9,7 @@ from torch import nn
 
 from stabletrain.buffers import Buffers
 from stabletrain.checkpoint.checkpoints import NoCheckpoints
-from stabletrain.compare.pages.at_end import NoPage
+from stabletrain.comparison.pages.at_end import NoPage
 from stabletrain.forensics.handler import IncidentSummary, NoIncidentHandler
 from stabletrain.machine.hardware import Usage
 from stabletrain.monitors.monitors import NoMonitors

@@ -15,12 +15,18 @@ from stabletrain.cli.slurm.script import Job, script
 from stabletrain.cli.sweep.plan import FINISHED, status_of
 from stabletrain.config.arguments import Arguments, merged, newest_of_same, recorded_arguments, sweep_arguments
 from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.program import in_checkout
 
 
 def main() -> int:
     """Submits the jobs, or with `--dry-run` prints their scripts; returns the exit code, 2 for an invalid request."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
+        if not in_checkout():
+            raise ConfigError(
+                "launch.sh, job.sh and cluster.conf are not part of the installed package: clone the repository, run "
+                "`pip install -e .` in it, and submit with its slurm/launch.sh"
+            )
         request = read_request(sys.argv[1:])
         cards = [read_cluster(request.cluster, name) for name in request.cards]
         jobs, runs = plan_jobs(request, cards)

@@ -20,8 +20,7 @@ from stabletrain.config.error_texts import explain
 from stabletrain.errors import ConfigError
 from stabletrain.machine.torch_builds import DEFAULT, LEGACY
 from stabletrain.parallel.ranks import Ranks
-
-CONF = Path(__file__).parents[3] / "conf"
+from stabletrain.program import conf_folder
 
 BEFORE_AMPERE = {"v100": (7, 0), "t4": (7, 5), "p100": (6, 0)}
 """GPU types without bf16 and TF32, whose compute capability is below 8.0."""
@@ -60,7 +59,7 @@ def expand(arguments: Arguments, cards: Mapping[str, int]) -> Runs:
         ConfigError: a run is invalid; the message says what is wrong, and in a sweep, with which run.
     """
     try:
-        with hydra(arguments, CONF) as name:
+        with hydra(arguments, conf_folder()) as name:
             if not arguments.sweeps:
                 cfg: Any = checked(name, arguments.overrides, cards)
                 return Runs(Path(cfg.hydra.run.dir), [arguments.overrides], None, notes(cfg, cards))
@@ -68,7 +67,7 @@ def expand(arguments: Arguments, cards: Mapping[str, int]) -> Runs:
     except ConfigError:
         raise
     except Exception as error:
-        if (message := explain(error, CONF, arguments)) is None:
+        if (message := explain(error, conf_folder(), arguments)) is None:
             raise
         raise ConfigError(message) from error
 
@@ -92,7 +91,7 @@ def swept(name: str, arguments: Arguments, cards: Mapping[str, int]) -> Runs:
         try:
             cfg = checked(name, run, cards)
         except Exception as error:
-            message = str(error) if isinstance(error, ConfigError) else explain(error, CONF, arguments)
+            message = str(error) if isinstance(error, ConfigError) else explain(error, conf_folder(), arguments)
             if message is None:
                 raise
             raise ConfigError(f"run {number} of {len(runs)} ({' '.join(run)}): {message}") from error

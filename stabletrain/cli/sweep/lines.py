@@ -12,6 +12,7 @@ from typing import Any
 
 from stabletrain.cli.sweep.plan import FINISHED, Sweep
 from stabletrain.errors import TrainingHalted
+from stabletrain.program import program_name
 from stabletrain.tracking.progress import elapsed
 
 STOPPED = 75
@@ -106,7 +107,7 @@ def closing(sweep: Sweep) -> str:
             lines.append(f"{record.get('status'):<8} {varied}  {sweep.folder / name}  {reason}")
     folder = shlex.quote(str(sweep.folder))
     if missing > 0 or ends["failed"] or ends["preempted"] or ends["running"]:
-        lines.append(f"then     python train.py resume={folder} runs what is missing or failed")
+        lines.append(f"then     {program_name()} resume={folder} runs what is missing or failed")
     if len(records) > 1:
         lines.append(f"next     stabletrain compare {folder}")
     return "\n".join(lines)

@@ -6,8 +6,6 @@ finished, or the guard halted it. Starting a sweep again in the same folder runs
 
 import json
 import os
-import shlex
-import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +24,7 @@ from hydra.types import RunMode
 from stabletrain.config.arguments import Arguments, key_of, parse_arguments, recorded_arguments, with_overrides
 from stabletrain.config.error_texts import own_folders
 from stabletrain.errors import ConfigError
+from stabletrain.program import started
 from stabletrain.tracking.metrics import replace
 from stabletrain.tracking.run_folder import RunFolder
 
@@ -147,7 +146,7 @@ def begin(folder: Path, typed: Arguments, grid: Grid) -> Sweep:
         ConfigError: the folder holds runs of another sweep, or cannot be written.
     """
     launcher = str(grid.cfg.hydra.runtime.choices.get("hydra/launcher"))
-    sweep = Sweep(folder, shlex.join(sys.orig_argv), grid.runs, grid.varies, grid.count, launcher, time.time())
+    sweep = Sweep(folder, started().command, grid.runs, grid.varies, grid.count, launcher, time.time())
     # Check every run before writing anything: `sweep.json` of another sweep must not be overwritten.
     for name, record in sweep.records():
         belongs(sweep, name, record)

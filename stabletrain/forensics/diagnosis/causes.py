@@ -17,6 +17,7 @@ from stabletrain.forensics.diagnosis.evidence import (
     Evidence,
     absurd_at_first,
     beyond_lr,
+    has_risen,
     is_spread,
     jumped,
     narrow,
@@ -205,7 +206,7 @@ def unsafe_op(e: Evidence) -> Diagnosis | None:
 
 def bad_init(e: Evidence) -> Diagnosis | None:
     """The first steps fail with every batch."""
-    if e.reading.step > FIRST_STEPS or e.normal("fresh_batch") or e.normal("older_state") or rushed(e):
+    if e.reading.step > FIRST_STEPS or e.normal("fresh_batch") or e.normal("older_state") or rushed(e) or has_risen(e):
         return None
     verdict = f"{origin_sentence(e)}, in step {e.reading.step}"
     return Diagnosis("bad_init", 0.8, verdict, [*other_weights(e), *lower_lr(e)], beside(e) + chain_lines(e))
@@ -278,6 +279,8 @@ def overflow(e: Evidence) -> Diagnosis | None:
     o = e.origin
     if o is None or o.why != "overflow" or o.dtype == "float16" or (e.drift is not None and e.drift.grown > GROWN):
         return None
+    if has_risen(e):
+        return None
     fix = f"{place(e)}: scale the inputs down, or compute with logarithms"
     return Diagnosis("unsafe_op", 0.6, origin_sentence(e), [fix, *lower_lr(e)], beside(e) + chain_lines(e))
 
@@ -294,13 +297,20 @@ def optimizer_staleness(e: Evidence) -> Diagnosis | None:
     """Gradients have outgrown Adam's second moment."""
     if not e.staleness > STALE or e.normal("older_state") is False or e.normal("fresh_batch") or jumped(e):
         return None
+    if has_risen(e):  # the loss has risen with the gradients: updates were too large
+        return None
     verdict = f"RMS(g / sqrt(v)) is {e.staleness:.3g}; it should be near 1"
     return Diagnosis("optimizer_staleness", 0.7, verdict, [*younger_moments(e), *lower_lr(e)], [])
 
 
 def lr_too_high(e: Evidence) -> Diagnosis | None:
     """Other batches fail too, and no earlier rule holds."""
-    if e.normal("fresh_batch") is not False or e.normal("fp32") is not False:
+    if e.normal("fp32") is not False:
+        return None
+    if e.normal("fresh_batch") is None and has_risen(e):
+        verdict = f"the loss was {e.setting.best_loss:.4g} and has risen to {e.reading.loss:.4g}, and fp32 fails too"
+        return Diagnosis("lr_too_high", 0.6, verdict, slower(e), chain_lines(e))
+    if e.normal("fresh_batch") is not False:
         return None
     sure = 0.8 if e.normal("older_state") else 0.6
     verdict, lines = "another batch fails with these weights too, even in fp32", chain_lines(e)

@@ -25,6 +25,7 @@ class RunSettings:
         warmup: length of the warmup in steps.
         loss_limit, norm_limit: the guard's limits at this step.
         deterministic: whether repeating a step must give the same bits on this device.
+        best_loss: smallest loss of an applied step; inf if unknown, as in a run whose older states are kept.
     """
 
     choices: Mapping[str, str] = field(default_factory=dict)
@@ -34,6 +35,7 @@ class RunSettings:
     loss_limit: float = math.inf
     norm_limit: float = math.inf
     deterministic: bool = True
+    best_loss: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,9 @@ OVERLONG = 1.5
 BRIGHT = 20.0
 """An input is an outlier if it is more than this many times the largest input of another batch; as in the guard."""
 
+RISEN = 100.0
+"""If the loss exceeds this multiple of its smallest value, updates have led away from there."""
+
 DECAYED = 0.5
 """Weight decay is to blame if it removes more than this share of the weights per step."""
 
@@ -273,6 +278,12 @@ def absurd_at_first(e: Evidence) -> bool:
     """Whether the loss of one of the first steps, computed in fp32, is far above the loss of random guessing."""
     wide = e.outcomes.get("fp32")
     return e.reading.step <= FIRST_STEPS and wide is not None and (wide.loss or 0.0) > ABSURD
+
+
+def has_risen(e: Evidence) -> bool:
+    """Whether updates have made the loss far larger than it was."""
+    best = e.setting.best_loss
+    return best < math.inf and e.reading.loss > RISEN * max(best, 0.0) > 0
 
 
 def too_bright(e: Evidence) -> bool:

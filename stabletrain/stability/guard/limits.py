@@ -85,6 +85,11 @@ class Limit:
         self._first: list[float] = []
         self.value = LARGEST
 
+    @property
+    def warm(self) -> bool:
+        """Whether the window is at least half full."""
+        return math.isfinite(self._spikes.limit) or math.isinf(self._spikes.sigma)
+
     def add(self, value: float) -> None:
         """Adds the value of an applied step."""
         if len(self._first) < self._terms.firsts:

@@ -8,7 +8,7 @@ import signal
 import pytest
 from safetensors import safe_open
 
-from stabletrain.compare import frame
+from stabletrain.comparison import frame
 from stabletrain.tracking.metrics import read_jsonl
 from tests.runs import TINY_GPT, command
 

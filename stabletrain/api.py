@@ -1,0 +1,171 @@
+"""What `import stabletrain` offers for runs: `train` one, `load` its model, `compare` several.
+
+result = stabletrain.train(["precision=bf16", "steps=200"])    # as `stabletrain train precision=bf16 steps=200`
+model = stabletrain.load(result.folder)                        # an nn.Module in eval mode
+stabletrain.compare(["outputs", "multirun"])                   # a pandas.DataFrame, one row per run
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from stabletrain.cli.sweep.plan import ANSWERS, finished_run, hydra
+from stabletrain.cli.train import build_and_train, record_failure
+from stabletrain.config.arguments import SWEEP, Arguments, parse_arguments, resolve_resume
+from stabletrain.config.checks import check
+from stabletrain.config.error_texts import explain, unknown_option
+from stabletrain.errors import ConfigError, TrainingHalted
+from stabletrain.machine.signals import NoStopRequest
+from stabletrain.parallel.ranks import current_ranks
+from stabletrain.program import called, conf_folder
+from stabletrain.tracking.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+        status: `finished`, or `halted` if the guard gave up.
+        metrics: the last metrics by name, such as `val/loss` in nats; those of `run.json`.
+        folder: the run folder, absolute.
+        reason: why the guard halted the run, or what is missing in a finished one; None if there is nothing to say.
+    """
+
+    status: str
+    metrics: Mapping[str, float]
+    folder: Path
+    reason: str | None = None
+
+
+def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None) -> Result:
+    """Trains one run in this process, with the same result as `stabletrain train <overrides>`.
+
+    May be called several times, and in a notebook. Leaves `sys.argv` and signal handlers as they are, and never exits:
+    Ctrl-C raises KeyboardInterrupt within a step, so the last checkpoint is kept, and no further one is written.
+
+    Args:
+        overrides: `group=option` and `key=value`, as on the command line. Without `hydra.run.dir` the run folder is
+            `outputs/<date>/<time>` in the working folder. `resume=auto` continues the newest run of these overrides.
+        config_dir: a folder with config groups of your own, as `--config-dir`.
+
+    Raises:
+        ConfigError: the configuration cannot work, or the call is in a process that torchrun has started.
+        Exception: any error of your own model or data; `run.json` in the run folder then says `failed`.
+    """
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides={overrides!r} is one string: write a list, [{overrides!r}]")
+    if current_ranks().launched:
+        raise ConfigError("stabletrain.train trains in one process: for several ranks, torchrun -m stabletrain train")
+    typed = [*map(str, overrides), *([] if config_dir is None else ["--config-dir", str(config_dir)])]
+    conf = conf_folder()
+    if (message := unknown_option(typed, conf)) is not None:
+        raise ConfigError(message)
+    arguments = parse_arguments(typed)
+    if unfit := (SWEEP | ANSWERS) & {option.partition("=")[0] for option in arguments.options}:
+        raise ConfigError(
+            f"{min(unfit)}: stabletrain.train trains one run: call it in a loop, or use stabletrain train"
+        )
+    resolved = resolve_resume(arguments)
+    with called(typed, [*resolved.options, *resolved.overrides]):
+        return job_of(resolved, conf)
+
+
+def job_of(arguments: Arguments, conf: Path) -> Result:
+    """Runs a command line as a job of Hydra, whose global state is the same afterwards."""
+    errors: list[Exception] = []
+    folders: list[Path] = []
+
+    def job(cfg: DictConfig) -> None:
+        folders.append(Path(HydraConfig.get().runtime.output_dir))
+        try:
+            train_or_skip(cfg, folders[0])
+        except Exception as error:  # kept from Hydra, which would print it
+            errors.append(error)
+
+    before = GlobalHydra.instance().hydra  # of a program that uses Hydra itself
+    try:
+        wait_for_folder(arguments)
+        with hydra(arguments, conf) as name:
+            started = GlobalHydra.instance().hydra
+            assert started is not None
+            started.run(name, job, arguments.overrides, with_log_configuration=False)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if (message := explain(error, conf, arguments)) is None:
+            raise
+        raise ConfigError(message) from error
+    finally:
+        GlobalHydra.instance().hydra = before
+    if errors and not isinstance(errors[0], TrainingHalted):
+        raise errors[0]
+    record = RunFolder(folders[0]).read()
+    return Result(record["status"], record["final"], folders[0], record["reason"])
+
+
+def wait_for_folder(arguments: Arguments) -> None:
+    """Waits until the default run folder, which is named by the second, is not one of an earlier call."""
+    while not arguments.value("hydra.run.dir") and Path(time.strftime("outputs/%Y-%m-%d/%H-%M-%S")).exists():
+        time.sleep(0.05)
+
+
+def train_or_skip(cfg: DictConfig, folder: Path) -> None:
+    """Trains the run, unless `resume=auto` has found it finished."""
+    overrides = list(HydraConfig.get().overrides.task)
+    try:
+        check(cfg)
+        done = finished_run(folder, overrides, cfg.steps, ("finished",)) if cfg.resume == "auto" else None
+        if done is None or done.get("reason"):
+            build_and_train(cfg, folder, signals=NoStopRequest())
+    except Exception as error:
+        record_failure(folder, error)
+        raise
+
+
+def load(path: str | Path, *, best: bool = False, device: str = "cpu") -> "nn.Module":
+    """Returns the trained model of a run, in eval mode, with its parameters in fp32.
+
+    Args:
+        path: a run folder, which stands for its newest healthy checkpoint; or one checkpoint,
+            `<run>/checkpoints/step-...`. The checksums of all its files are verified, and nothing is unpickled.
+        best: take the healthy checkpoint with the lowest validation loss instead of the newest.
+        device: `cpu`, `cuda`, `cuda:N`, or `auto` for what training would use.
+
+    Raises:
+        ConfigError: there is no usable checkpoint or configuration, the model's code does not fit the checkpoint any
+            more, or there is no such device.
+    """
+    from stabletrain.trainer.saved import load_model
+
+    return load_model(Path(path), best=best, device=device)
+
+
+def compare(runs: Sequence[str | Path] | str | Path, *, by_seed: bool = False) -> "pd.DataFrame":
+    """Returns a data frame with one row per run, indexed by the run folder; runs may still be running.
+
+    Args:
+        runs: run folders, sweep folders, or folders that contain them.
+        by_seed: one row for runs that differ only in their seed, with means and standard deviations.
+
+    Returns:
+        The columns are listed at `stabletrain.comparison.frame`: `val_loss` in nats per target, `settings.<key>` for
+        each setting that differs, and so on. `attrs["shared"]` holds the settings that all runs have in common.
+
+    Raises:
+        ConfigError: a folder does not exist, or contains no runs.
+    """
+    from stabletrain import comparison
+
+    found = comparison.frame(*([runs] if isinstance(runs, str | Path) else runs))
+    return comparison.by_seed(found) if by_seed else found

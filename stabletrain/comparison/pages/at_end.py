@@ -1,0 +1,33 @@
+"""Writes a run's own page when the run ends. A failure prints a warning and never affects the run."""
+
+from pathlib import Path
+
+from stabletrain.tracking.metrics import replace, warn
+
+
+class NoPage:
+    """Writes nothing: for `report=false`, and for all ranks except the main process."""
+
+    def write(self, sample: str | None = None) -> None:
+        """Does nothing."""
+        del sample
+
+
+class PageAtEnd(NoPage):
+    """Writes `report.html` into the run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, sample: str | None = None) -> None:
+        """Writes the page, and writes `sample` to `sample.txt`. If this fails, prints a warning and raises nothing."""
+        try:
+            if sample is not None:
+                replace(self.folder / "sample.txt", sample.encode("utf-8", "replace").decode("utf-8"))
+            # Imported only here: a run without a page needs none of it.
+            from stabletrain.comparison.pages.one_run import write_run_page
+
+            write_run_page(self.folder)
+        except Exception as error:  # the run's record is complete without the page
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            warn(f"{self.folder / 'report.html'} could not be written ({reason}): the run is not affected")

@@ -1,0 +1,311 @@
+"""The page of a comparison: one file that opens offline.
+
+The page begins with a summary in sentences. A table of all runs and charts follow; the table selects the runs to draw.
+If a setting or result is the same in all runs, it is not a column. If there are many runs, the page contains only the
+curves of the best, the worst and those with incidents.
+"""
+
+import hashlib
+import math
+import numbers
+import os
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stabletrain.comparison import sensitivity
+from stabletrain.comparison.pages import charts, shell
+from stabletrain.comparison.pages.charts import rounded
+from stabletrain.comparison.pages.headline import FEW, Row, headline, name_of, number, plural, throughput
+from stabletrain.comparison.pages.shell import page, words, write
+from stabletrain.comparison.reading.run import Run
+from stabletrain.comparison.reading.settings import Value, scalar, shared, telling, value_of, varied
+from stabletrain.errors import ConfigError
+from stabletrain.tracking.columns import COLUMNS, ON_PAGE
+
+ALWAYS = ("status", "val_loss", "incidents")
+"""Columns that are shown even if all runs have the same value."""
+
+
+def rank(row: Row) -> tuple[int, float]:
+    """Returns a sort key: finished runs by loss, then unfinished, then failed or diverged, then unreadable runs."""
+    order = {"finished": 0, "running": 1, "preempted": 1, "halted": 2, "failed": 3}
+    place = 2 if row.get("diverged") else order.get(str(row.get("status")), 4)
+    loss = row.get("val_loss")
+    return (place if place or loss is not None else 2, math.inf if loss is None else float(loss))
+
+
+def unique(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
+    """Adds the run's name to each name that several runs share."""
+    known = Counter(names)
+    return [
+        f"{name} ({run.name})" if known[name] > 1 and name != run.name else name
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def columns_of(
+    runs: Sequence[Run], table: Sequence[Row], keys: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[list[Any]], dict[str, Any]]:
+    """Returns the table's columns, its rows, and the values that all rows have in common, which are not columns."""
+    columns: list[dict[str, Any]] = [{"title": "run", "kind": "text", "name": True}]
+    cells: list[Sequence[Any]] = [[run.name for run in runs]]
+    settings = [(key, alike([setting(value_of(run, key)) for run in runs])) for key in keys]
+    same = {}
+    if len(keys) <= FEW:
+        columns += [{"title": key, "kind": kind(values), "setting": True} for key, values in settings]
+        cells += [values for _, values in settings]
+    for column in (COLUMNS[name] for name in ON_PAGE):
+        name, heading = column.name, "steps done" if column.name == "steps" and "steps" in keys else column.page_head
+        more = ({"about": column.about} if column.about else {}) | dict.fromkeys(column.page, True)
+        values = [row.get(name) for row in table]
+        distinct = {*values}
+        if name == "sweep" and any(run.label for run in runs):  # the runs' names contain it
+            continue
+        if distinct <= {None} or (distinct <= {None, 0} and name not in ALWAYS):
+            continue
+        if len(distinct) == 1 and len(runs) > 1 and name not in ALWAYS:
+            same[heading] = values[0]
+            continue
+        columns.append({"title": heading, "kind": kind(values), **more})
+        cells.append(values)
+    if len(keys) > FEW:  # many settings would push the results far to the right
+        columns += [{"title": key, "kind": kind(values), "setting": True} for key, values in settings]
+        cells += [values for _, values in settings]
+    return columns, [list(row) for row in zip(*cells, strict=True)], same
+
+
+def setting(value: Value) -> Any:
+    """Converts a setting to a number or text."""
+    value = scalar(value) if isinstance(value, str) else value
+    return (
+        value if number(value) else None if value is None else str(value).lower() if value in (True, False) else value
+    )
+
+
+def alike(values: Sequence[Any]) -> list[Any]:
+    """Converts all values to text, unless all are numbers."""
+    if all(value is None or number(value) for value in values):
+        return list(values)
+    return [None if value is None else f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+
+
+def kind(values: Sequence[Any]) -> str:
+    """Returns `number` if all values are numbers or None, else `text`."""
+    return "number" if all(value is None or number(value) for value in values) else "text"
+
+
+def plain(value: Any) -> Any:
+    """Converts a cell of the frame to a JSON value; None if it is missing."""
+    if type(value) is float:
+        return rounded(value)
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return rounded(float(value))
+    if hasattr(value, "item"):
+        return plain(value.item())
+    return None if type(value).__name__ in ("NAType", "NaTType") else str(value)
+
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+EMBEDDED = 300
+"""Maximum number of runs whose curves are in the page."""
+
+NUMBERS = 400_000
+"""Maximum number of values in all curves together, to limit the page to a few megabytes."""
+
+SCRIPTS = [
+    *("uplot.min.js", "tabulator.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "grid.js", "table.js"),
+    *("details.js", "compare.js"),
+]
+STYLES = ["uplot.min.css", "tabulator.min.css", "page.css"]
+
+
+def made_from(folders: Sequence[Path], file: Path) -> str:
+    """Returns a hash of the folders' paths relative to the page: it stays the same if all of them move together."""
+    places = {os.path.relpath(os.path.realpath(folder), os.path.realpath(file.parent)) for folder in folders}
+    return hashlib.sha256("\n".join(sorted(places)).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def is_another_page(file: Path, folders: Sequence[Path]) -> bool:
+    """Returns whether `file` exists and is not the page of these folders."""
+    try:
+        with open(file, "rb") as stream:
+            return shell.mark(made_from(folders, file)).encode() not in stream.read(4096)
+    except (FileNotFoundError, IsADirectoryError):
+        return False
+    except OSError:
+        return True
+
+
+def write_page(runs: Sequence[Run], frame: "DataFrame", file: Path, folders: Sequence[Path] = ()) -> None:
+    """Writes the page of a comparison.
+
+    Args:
+        frame: one row per run, in the same order; the page omits columns that are missing.
+        file: the page to write, in an existing folder; links on the page are relative to this folder.
+        folders: the folders that were compared; the page is recognized by them (`is_another_page`).
+
+    Raises:
+        ConfigError: the page cannot be written.
+    """
+    made = comparison(runs, frame, file, made_from(folders, file))
+    try:
+        write(made, file)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written ({error}): name another file with --html") from error
+
+
+def comparison(runs: Sequence[Run], frame: "DataFrame", file: Path, inputs: str) -> str:
+    """Returns the HTML of the page; see `write_page` and `made_from`."""
+    table = [{key: plain(value) for key, value in row.items()} for row in frame.to_dict("records")]
+    order = sorted(range(len(runs)), key=lambda i: rank(table[i]))
+    runs, table = [runs[i] for i in order], [table[i] for i in order]
+    keys = telling(runs, but=())
+    names = unique([name_of(run, keys) for run in runs], runs)
+    columns, rows, same = columns_of(runs, table, keys)
+    chosen = embedded(runs)
+    swept = [arm for arm in sensitivity.arms(runs) if sum(bool(arm.at(rate)) for rate in arm.grid) > 1]
+    arms = [arm_of(arm) for arm in swept]
+    # Each point has an x and a y, and a run is taken to have about 8 curves.
+    points = max(40, min(400, NUMBERS // (2 * 8 * max(len(chosen), 1))))
+    curves = {i: charts.chart_data(runs[i], points) for i in chosen}
+    curves = {i: each for i, each in curves.items() if each["curves"]}
+    above = file.parent
+    about = {i: about_run(runs[i], table[i], names[i], above, i in curves) for i in range(len(runs))}
+    data = {
+        "columns": columns,
+        "rows": rows,
+        "best": 0 if table and rank(table[0])[0] == 0 else -1,
+        "about": about,
+        "curves": curves,
+        "panels": charts.panels(curves.values()),
+        "sensitivity": {"arms": arms} if arms else None,
+    }
+    body = "".join(
+        [
+            f"<h1>{words(title(runs))}</h1>",
+            shell.sentences(headline(runs, table, arms, keys)),
+            shell.section("Runs", table_part(runs, same, keys)),
+            shell.section("Learning-rate sensitivity", grid_part(swept)),
+            shell.section("Curves over steps", shell.pictures(coloring(columns))) if curves else "",
+            shell.section("Throughput by card and precision", shell.throughputs(throughput(table))),
+            shell.section(
+                "Incidents", shell.incidents([(names[i], one) for i in about for one in about[i]["incidents"]])
+            ),
+        ]
+    )
+    return page(title(runs), body, data, scripts=SCRIPTS, styles=STYLES, inputs=inputs)
+
+
+def title(runs: Sequence[Run]) -> str:
+    """Returns the title: the folder names of the sweeps."""
+    sweeps = list(dict.fromkeys(run.folder.absolute().parent.name for run in runs))
+    return f"stabletrain · {', '.join(sweeps[:3])}{' ...' if len(sweeps) > 3 else ''}"
+
+
+def embedded(runs: Sequence[Run]) -> list[int]:
+    """Selects the sorted runs whose curves go into the page: the best, the worst, and those with incidents."""
+    if len(runs) <= EMBEDDED:
+        return list(range(len(runs)))
+    troubled = [i for i, run in enumerate(runs) if run.incidents][: EMBEDDED // 3]
+    picked = dict.fromkeys([*troubled, *range(len(runs) - EMBEDDED // 6, len(runs)), *range(EMBEDDED)])
+    return sorted([*picked][:EMBEDDED])
+
+
+def about_run(run: Run, row: Row, name: str, above: Path, whole: bool) -> dict[str, Any]:
+    """Returns the details of a run: its problem, page and incidents, and its sample if `whole`."""
+    reason = row.get("problem") or run.problem
+    about = {
+        "name": name,
+        "reason": reason,
+        "page": charts.link(run.folder / "report.html", above),
+        "sample": charts.sample(run, 1000) if whole else None,
+    }
+    return {key: value for key, value in about.items() if value} | {"incidents": charts.incident_rows(run, above)}
+
+
+def arm_of(arm: sensitivity.Arm) -> dict[str, Any]:
+    """Converts an arm to JSON values: losses, logits and diverged runs by learning rate, and its sensitivity.
+
+    Leaves out learning rates at which no run is over.
+    """
+    rates = [rate for rate in arm.grid if arm.at(rate)]
+    losses = [[point.loss for point in arm.at(rate)] for rate in rates]
+    logits = [[point.logit for point in arm.at(rate) if math.isfinite(point.logit)] for rate in rates]
+    scores = arm.sensitivities()
+    index = f"sensitivity {sensitivity.spread(scores)}" if scores else "incomplete grid: no sensitivity"
+    return {
+        "name": arm.name,
+        "rates": rates,
+        "loss": [charts.rounded(statistics.fmean(each)) for each in losses],
+        "loss_range": [[charts.rounded(pick(each)) for each in losses] for pick in (min, max)],
+        "logit": [charts.rounded(max(each, default=math.nan)) for each in logits],
+        "diverged": [
+            [rate, charts.rounded(point.loss), f"learning rate {rate:g}: diverged, counted as its loss at init"]
+            for rate in rates
+            for point in arm.at(rate)
+            if point.diverged
+        ],
+        "sensitivity": statistics.fmean(scores) if scores else None,
+        "index": index,
+    }
+
+
+def table_part(runs: Sequence[Run], same: dict[str, Any], keys: Sequence[str]) -> str:
+    """Returns the HTML of the table and its controls, and of the settings that the table does not show."""
+    equal = shared(runs)
+    others = [key for key in varied(runs) if key not in keys]
+    common = {**same, **equal}
+    return (
+        '<div class="bar"><span id="drawn" role="status">&nbsp;</span><span class="end"></span>'
+        '<button type="button" id="usual">all rows</button><button type="button" id="best">draw the best 5</button>'
+        '<button type="button" id="none">draw none</button></div>'
+        '<div id="table"></div>'
+        '<p class="soft" style="margin-top:8px">Click a heading to sort. Type below it to filter: text, &gt; 1, 2..3. '
+        "Filters and checkboxes select the runs to draw. Shaded columns are the settings that differ.</p>"
+        + shell.folded(f"The same in all runs: {len(common)} settings and results", shell.facts(common))
+        + shell.folded(
+            f"Determined by the settings in the table: {len(others)} setting{'s' if len(others) != 1 else ''}",
+            f'<p class="code">{words(", ".join(others))}</p>' if others else "",
+        )
+    )
+
+
+def grid_part(arms: Sequence[sensitivity.Arm]) -> str:
+    """Returns the HTML of the sensitivity charts and of the missing runs; empty if no learning rate was swept."""
+    if not arms:
+        return ""
+    lacking = [line for arm in arms for line in arm.missing]
+    lines = "".join(f"<li>{words(line)}</li>" for line in lacking[: shell.MOST])
+    return (
+        "<p>Sensitivity is how far the final loss is above the best one, in nats, on average over all learning rates "
+        "(arXiv 2309.14322). Lower is better. A model that learns nothing at any rate also scores 0, so look at the "
+        "curves too.</p>"
+        '<div id="sensitivity"></div>'
+        + shell.folded(f"{plural(len(lacking), 'run')} missing", f'<ul class="words">{lines}</ul>' if lines else "")
+    )
+
+
+def coloring(columns: Sequence[dict[str, Any]]) -> str:
+    """Returns the HTML of the menu that selects what the colours show: a setting that differs, or the run."""
+    fields = [(c, str(column["title"])) for c, column in enumerate(columns) if column.get("setting")]
+    usual = next((c for c, title in fields if title not in ("seed", sensitivity.RATE)), None)
+    usual = next((c for c, title in fields if title != "seed"), -1) if usual is None else usual
+    shown = [(c, title) for c, title in fields] + [
+        (c, str(column["title"]))
+        for c, column in enumerate(columns)
+        if column["title"] in ("card", "precision", "status")
+    ]
+    options = "".join(
+        f'<option value="{c}"{" selected" if c == usual else ""}>{words(title)}</option>'
+        for c, title in [*shown, (-1, "run")]
+    )
+    return f'<label>colour by <select id="by">{options}</select></label>'

@@ -1,0 +1,155 @@
+"""A run's own page, `report.html` in its folder.
+
+The page says how the run ended and what the guard did. It shows the incidents, curves, generated sample, settings,
+machine and package versions.
+"""
+
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stabletrain.comparison.pages import charts, shell
+from stabletrain.comparison.pages.headline import number, plural
+from stabletrain.comparison.pages.shell import page, words, write
+from stabletrain.comparison.reading.run import Run
+from stabletrain.comparison.reading.runs import read_run
+from stabletrain.comparison.reading.settings import Value
+from stabletrain.program import program_in
+
+SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "run.js"]
+STYLES = ["uplot.min.css", "page.css"]
+
+POINTS = 500
+"""Maximum number of points of a curve."""
+
+UNITS = ("tokens", "images", "samples")
+
+
+def write_run_page(folder: Path) -> None:
+    """Writes the page of a run, whatever its state, into its folder; raises OSError if that fails."""
+    write(run_page(read_run(folder.absolute())), folder / "report.html")
+
+
+def run_page(run: Run) -> str:
+    """Returns the HTML of a run's page."""
+    lines = charts.chart_data(run, POINTS)
+    told = charts.incident_rows(run, run.folder)
+    data = {"panels": charts.panels([lines]), "run": {**lines, "name": run.name, "incidents": told}}
+    sample = charts.sample(run)
+    title = f"{run.sweep}/{run.name}"
+    body = "".join(
+        [
+            f"<h1>{words(f'stabletrain · {title}')}</h1>",
+            shell.sentences(outcome(run)),
+            shell.figures(figures(run)),
+            shell.section("Incidents", shell.incidents([(None, one) for one in told])),
+            shell.section("Curves over steps", shell.pictures()) if lines["curves"] else "",
+            shell.section("Sample", f'<pre class="sample" tabindex="0">{words(sample)}</pre>' if sample else ""),
+            shell.section("Settings", settings(run)),
+            shell.section("Machine and versions", shell.facts(machine(run.record))),
+        ]
+    )
+    return page(f"{title} · stabletrain", body, data, scripts=SCRIPTS, styles=STYLES)
+
+
+def outcome(run: Run) -> list[str]:
+    """Returns sentences on how the run ended, why, what the guard did, and the number of incidents."""
+    final = run.record.get("final", {})
+    loss, steps = final.get("val/loss"), final.get("steps", run.steps)
+    first = f"{run.status.capitalize()} after {plural(steps, 'step')}"
+    if number(loss):
+        first += f", validation loss {loss:.4g} nats"
+        if number(final.get("val/accuracy")):
+            first += f", accuracy {100 * final['val/accuracy']:.2f} %"
+    elif loss is not None:
+        first += ", but the validation loss is not finite: the run diverged"
+    reason = run.problem or run.record.get("reason")
+    found = [f"{first}.", str(reason) if reason else "", guard(final), causes(run)]
+    return [sentence for sentence in found if sentence]
+
+
+def guard(final: Mapping[str, Any]) -> str:
+    """Returns a sentence on what the guard did; empty if that was not recorded."""
+    if "guard/updates" not in final:
+        return ""
+    said = [f"{plural(final['guard/updates'], 'update')} in {plural(final.get('steps', 0), 'step')}"]
+    for name, count in final.items():
+        if name.startswith("guard/skipped_") and count:
+            said.append(f"{count:,} skipped ({name.removeprefix('guard/skipped_').replace('_', ' ')})")
+    if final.get("guard/rollbacks"):
+        said.append(plural(final["guard/rollbacks"], "rollback"))
+        said.append(
+            f"{plural(final.get('guard/lost_steps', 0), 'step')} ({final.get('guard/lost_seconds', 0):.0f} s) lost"
+        )
+    return f"Guard: {', '.join(said) if len(said) > 1 else f'{said[0]}, no step skipped'}."
+
+
+def causes(run: Run) -> str:
+    """Returns a sentence on the number of incidents."""
+    return f"{plural(len(run.incidents), 'incident')}, listed below." if run.incidents else "No incidents."
+
+
+def figures(run: Run) -> list[tuple[str, str]]:
+    """Returns the key numbers of the run, without those that were not measured."""
+    final = run.record.get("final", {})
+    unit = next((unit for unit in UNITS if f"{unit}_per_s" in final), "units")
+    best, step = final.get("best/val_loss", run.best[0]), final.get("best/step", run.best[1])
+    found = [
+        ("best validation loss", f"{best:.4g} at step {step:,}" if number(best) else None),
+        (f"{unit} per second", figure(final.get(f"{unit}_per_s"), ",.0f")),
+        ("of the card's peak FLOP/s", figure(run.last("throughput/mfu"), ".1%")),
+        ("GB of peak memory", figure(run.highest("memory/peak_gb"), ".3g")),
+        ("spike score", figure(run.spike_score, ".2g")),
+        ("seconds of training", figure(final.get("seconds"), ",.0f")),
+    ]
+    return [(name, value) for name, value in found if value is not None]
+
+
+def figure(value: Any, form: str) -> str | None:
+    """Formats a number; None if it is missing or not finite."""
+    return format(value, form) if number(value) and math.isfinite(value) else None
+
+
+def settings(run: Run) -> str:
+    """Returns the command and the overrides, and all other settings collapsed."""
+    typed = {key: run.settings.get(key, value) for key, value in run.overrides.items() if not key.startswith("hydra.")}
+    others = {key: resolved(value, run.settings) for key, value in run.settings.items() if key not in typed}
+    return (
+        commands(run)
+        + (shell.facts(typed) if typed else '<p class="soft">No overrides: every setting has its default value.</p>')
+        + shell.folded(f"{len(others)} more settings, from defaults or a preset", shell.facts(others))
+    )
+
+
+def resolved(value: Value, settings: Mapping[str, Value]) -> Value:
+    """Returns the setting that an interpolation such as `${seed}` refers to; any other value unchanged."""
+    refers = isinstance(value, str) and value.startswith("${") and value.endswith("}")
+    return settings.get(str(value)[2:-1], value) if refers else value
+
+
+def commands(run: Run) -> str:
+    """Returns the command of this run alone; for a run of a sweep, also the command of the sweep."""
+    command = run.record.get("command")
+    if not isinstance(command, str) or not command:
+        return ""
+    above = run.folder.parent
+    if not ((above / "sweep.json").exists() or (above / "multirun.yaml").exists()):
+        return f'<p class="code">{words(command)}</p>'
+    arguments = [*(run.record.get("options") or []), *(run.record.get("overrides") or [])]
+    own = " ".join([program_in(command), shlex.join(map(str, arguments))])
+    of_sweep = f'<p class="soft">Run {words(run.name)} of the sweep <span class="code">{words(command)}</span></p>'
+    return f'<p class="code">{words(own)}</p>{of_sweep if own != command else ""}'
+
+
+def machine(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the run's machine, versions and commit as one flat mapping, without empty values."""
+    hardware, versions, git = (record.get(name) or {} for name in ("hardware", "versions", "git"))
+    found: dict[str, Any] = {name: record.get(name) for name in ("id", "started", "ended")}
+    for name, value in hardware.items():
+        found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
+    found |= dict(versions)
+    if git.get("commit"):
+        found["commit"] = f"{git['commit'][:12]}{', with uncommitted changes' if git.get('dirty') else ''}"
+    return {name: value for name, value in found.items() if value not in (None, [], "", {})}

@@ -1,0 +1,305 @@
+"""Finds run folders and reads each of them as a `Run`.
+
+Incidents, skips and rollbacks are read from `events.jsonl`, which is never truncated: a run that resumes from a
+checkpoint executes some steps again and logs their events again. Events of the same kind with the same `tick` (number
+of executed steps) are the same event, and the last one counts. `benchmarks/reading.py` measures the speed.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from stabletrain.comparison.reading.columns import Columns, as_float, blocks, joined, read_columns
+from stabletrain.comparison.reading.run import ENDED, Ranges, Run
+from stabletrain.comparison.reading.settings import changed, read_settings
+from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.tracking.metrics import numbers
+
+SIGNS = ("run.json", "metrics.jsonl", ".hydra")
+"""A folder that contains one of these is a run folder. A run that was rejected at startup has only `.hydra`."""
+
+
+def is_run(folder: Path) -> bool:
+    """Returns whether `folder` is a run folder."""
+    return any((folder / sign).exists() for sign in SIGNS)
+
+
+def find_runs(folders: Sequence[Path]) -> list[Path]:
+    """Returns the run folders at or below `folders`, each once, sorted by name with 2 before 10.
+
+    Does not search inside run folders.
+
+    Raises:
+        ConfigError: a folder does not exist, or contains no runs.
+    """
+    found: dict[str, Path] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            what = "is not a folder" if folder.exists() else "does not exist"
+            raise ConfigError(f"{folder} {what}: name a run folder or a sweep folder, such as multirun/<date>/<time>")
+        runs = sorted(below(folder, set()), key=lambda run: [natural(part) for part in run.parts])
+        if not runs:
+            raise ConfigError(
+                f"{folder} contains no runs: name a run folder or a sweep folder, such as multirun/<date>/<time>"
+            )
+        for run in runs:
+            found.setdefault(os.path.realpath(run), run)
+    return [*found.values()]
+
+
+def below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
+    """Yields the run folders at or below `folder`. Ignores folders that cannot be listed."""
+    try:
+        here = os.stat(folder)  # links may form a cycle, so visit each folder once
+        if (here.st_dev, here.st_ino) in seen:
+            return
+        seen.add((here.st_dev, here.st_ino))
+        with os.scandir(folder) as entries:
+            inside = {entry.name: entry.is_dir() for entry in entries}
+    except OSError:
+        return
+    if any(sign in inside for sign in SIGNS):
+        yield folder
+        return
+    for name, is_folder in inside.items():
+        if is_folder and not name.startswith("."):
+            yield from below(folder / name, seen)
+
+
+def natural(name: str) -> tuple[int, str]:
+    """Returns a sort key that puts 2 before 10."""
+    return (int(name), "") if name.isdecimal() else (10**9, name)
+
+
+@dataclass
+class Happened:
+    """What happened in a run.
+
+    Attributes:
+        incidents: mappings with step, kind, cause, verdict, fix (a list) and path (relative to the run folder; None if
+            nothing could be written), in order.
+        skips: the skipped steps in order, without fp16's routine overflows.
+        skip_losses: their losses; NaN for a loss that is not a number or was not recorded.
+    """
+
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    skips: list[int] = field(default_factory=list)
+    skip_losses: list[float] = field(default_factory=list)
+    rollbacks: int = 0
+
+
+def read_events(folder: Path) -> Happened:
+    """Reads the events of the run in `folder`; raises OSError if `events.jsonl` exists but cannot be read."""
+    told: dict[tuple[str, Any], dict[str, Any]] = {}
+    for lines, _ in blocks(folder / "events.jsonl"):
+        for line in lines:
+            if isinstance(line, dict) and isinstance(line.get("step"), int) and line.get("event") in KINDS:
+                told[line["event"], line.get("tick", line["step"])] = line
+    found = Happened()
+    for (event, _), line in told.items():
+        if event == "incident":
+            found.incidents.append(incident(folder, line))
+        elif event == "rollback":
+            found.rollbacks += 1
+        elif line.get("kind") != "overflow":
+            found.skips.append(line["step"])
+            found.skip_losses.append(as_float(line.get("loss")))
+    return found
+
+
+KINDS = ("incident", "skip", "rollback")
+"""Event kinds that are read; all others are ignored."""
+
+
+def incident(folder: Path, line: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of an incident; its kind is read from its `diagnosis.json`."""
+    path = line.get("path") if isinstance(line.get("path"), str) else None
+    return {
+        "step": line["step"],
+        "kind": None if path is None else kind_of(folder / path / "diagnosis.json"),
+        "cause": line.get("cause"),
+        "verdict": line.get("verdict"),
+        "fix": line.get("fix") if isinstance(line.get("fix"), list) else [],
+        "path": path,
+    }
+
+
+def kind_of(file: Path) -> str | None:
+    """Returns the kind in a `diagnosis.json` (nonfinite, spike, loss_scale ...), or None if it cannot be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found.get("kind") if isinstance(found, dict) else None
+
+
+CHUNK = 32
+"""Runs per task of a worker process. Up to this many runs are read without worker processes."""
+
+SILENT = 3600.0
+"""Seconds without output after which a run with status `running` may have been killed."""
+
+
+def read_runs(folders: Sequence[Path | str], processes: int | None = None) -> list[Run]:
+    """Reads all runs at or below these folders. Copies of one run, which have the same id, count once.
+
+    Args:
+        folders: run folders, sweep folders, or folders that contain them.
+        processes: number of worker processes; by default one per available core.
+
+    Raises:
+        ConfigError: a folder does not exist, or contains no runs. A damaged run only has the status `broken`.
+        StabletrainError: a worker process was killed.
+    """
+    found = find_runs([Path(folder) for folder in folders])
+    if len(found) <= CHUNK or processes == 1:
+        return told_apart([read_run(folder) for folder in found])
+    import joblib
+
+    chunks = [found[start : start + CHUNK] for start in range(0, len(found), CHUNK)]
+    with joblib.parallel_config("loky", n_jobs=processes or -1, idle_worker_timeout=10):
+        try:
+            read = joblib.Parallel(batch_size=1, max_nbytes=None)(joblib.delayed(read_some)(chunk) for chunk in chunks)
+        except BrokenProcessPool as error:
+            raise StabletrainError(
+                f"a worker process that reads runs was killed ({type(error).__name__}), perhaps because memory ran "
+                "out: compare fewer runs at a time"
+            ) from error
+    return told_apart([run for runs in read for run in runs])
+
+
+def told_apart(runs: Sequence[Run]) -> list[Run]:
+    """Keeps one run of each id, and labels the runs if several of them have the same folder name.
+
+    Of several copies, keeps the one with the most steps; its `copies` and its `problem` name the others.
+    """
+    same: dict[str, list[Run]] = {}
+    for place, run in enumerate(runs):
+        known = run.record.get("id")
+        same.setdefault(known if isinstance(known, str) and known else f"no id: {place}", []).append(run)
+    kept = []
+    for copies in same.values():
+        first = max(copies, key=lambda run: (run.steps, run.status in ENDED))
+        others = tuple(run.folder for run in copies if run is not first)
+        if others:
+            note = f"counted once: run {first.record['id']} is also in {', '.join(map(str, others))}"
+            first = replace(first, copies=others, problem="; ".join(filter(None, (first.problem, note))))
+        kept.append(first)
+    labels = names_of([run.folder for run in kept])
+    return [run if label == run.name else replace(run, label=label) for run, label in zip(kept, labels, strict=True)]
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Returns the names of the folders, each after as many of its parent folders as make all names different."""
+    parts = [folder.absolute().parts for folder in folders]
+    found: list[str] = []
+    for depth in range(1, max(map(len, parts), default=0) + 1):
+        found = ["/".join(each[-depth:]) for each in parts]
+        if len({*found}) == len(found):
+            break
+    return found
+
+
+def read_some(folders: Sequence[Path]) -> list[Run]:
+    """Reads several runs, as one task of a worker process."""
+    return [read_run(folder) for folder in folders]
+
+
+def read_run(folder: Path) -> Run:
+    """Reads the run in `folder`, whatever its state."""
+    record, damage = read_record(folder / "run.json")
+    overrides = typed(record)
+    settings, composed = read_settings(folder, record["choices"], overrides)
+    settings |= changed(record)
+    run: dict[str, Any] = {"record": record, "settings": settings, "composed": composed, "overrides": overrides}
+    try:
+        columns = read_columns(folder / "metrics.jsonl")
+        happened = read_events(folder)
+    except OSError as error:
+        return Run(folder, "broken", f"its files cannot be read: {error.strerror or error}", **run)
+    step, seconds = (joined(columns.kept, name)[1] for name in ("step", "time"))
+    status, problem = condition(folder, record, damage, columns)
+    losses = columns.curve("val/loss")
+    last = record["final"].get("steps")  # a run that was halted early may have logged no step but the first
+    lowest = int(np.nanargmin(losses[1])) if not np.isnan(losses[1]).all() else None
+    return Run(
+        folder,
+        status,
+        problem,
+        **run,
+        steps=max(int(step.max(initial=0)), last if isinstance(last, int) else 0),
+        incidents=happened.incidents,
+        skips=happened.skips,
+        skip_losses=happened.skip_losses,
+        rollbacks=happened.rollbacks,
+        best=(math.nan, 0) if lowest is None else (float(losses[1][lowest]), int(losses[0][lowest])),
+        seconds=float(seconds[-1] - seconds[0]) if len(seconds) else math.nan,
+        ranges=Ranges.of(columns.kept),
+    )
+
+
+def read_record(file: Path) -> tuple[dict[str, Any], str | None]:
+    """Returns the content of a `run.json`, and what is wrong with it. Missing nested mappings become empty."""
+    record, damage = {}, None
+    try:
+        record = orjson.loads(file.read_bytes())
+    except FileNotFoundError:
+        damage = "run.json is missing"
+    except OSError as error:
+        damage = f"run.json cannot be read: {error.strerror}"
+    except ValueError:
+        damage = "run.json is not valid JSON"
+    if not isinstance(record, dict):
+        record, damage = {}, "run.json is not a JSON object"
+    record = numbers(record)
+    for name in ("choices", "hardware", "model", "final", "data", "versions"):
+        if not isinstance(record.get(name), dict):
+            record[name] = {}
+    return record, damage
+
+
+def typed(record: dict[str, Any]) -> dict[str, str]:
+    """Returns the command-line overrides, key to value; the last one of a key wins."""
+    overrides = record.get("overrides")
+    pairs = [str(each).lstrip("+").partition("=") for each in overrides] if isinstance(overrides, list) else []
+    return {key: value for key, _, value in pairs}
+
+
+def condition(folder: Path, record: dict[str, Any], damage: str | None, columns: Columns) -> tuple[str, str | None]:
+    """Returns a run's status, and one sentence about what is unusual in the run, or None."""
+    status = record.get("status")
+    if damage and not (columns.lines or columns.unreadable) and not (folder / "run.json").exists():
+        return "empty", "the run never started: run.json is missing"
+    if damage:
+        return "broken", damage
+    if status not in (*ENDED, "running"):
+        return "broken", f"run.json has an unknown status: {status!r}"
+    if columns.unreadable and not columns.lines:
+        return "broken", "no line of metrics.jsonl can be read"
+    count = columns.unreadable
+    lost = f"{count} line{'s' if count > 1 else ''} of metrics.jsonl cannot be read" if count else None
+    if status == "running":
+        return status, silence(folder) or lost
+    reason = record.get("reason")
+    said = str(reason).strip().splitlines()[0] if reason and str(reason).strip() else None
+    if not columns.lines:
+        return "empty" if status != "failed" else status, said or "no step was logged"
+    return status, "; ".join(each for each in (said, lost) if each) or None
+
+
+def silence(folder: Path) -> str | None:
+    """Returns a sentence if a run with status `running` has written nothing for `SILENT` seconds, else None."""
+    written = [file.stat().st_mtime for file in (folder / "metrics.jsonl", folder / "run.json") if file.exists()]
+    silent = time.time() - max(written, default=0.0)
+    if silent < SILENT:
+        return None
+    return f"the status is running, but nothing was written for {silent / 3600:.1f} h: the run may have been killed"

@@ -1,0 +1,112 @@
+"""The model of a checkpoint, rebuilt from the configuration of its run."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from stabletrain.checkpoint.folder import find
+from stabletrain.checkpoint.reader import Checkpoint
+from stabletrain.config.make import make, plain
+from stabletrain.errors import ConfigError
+from stabletrain.machine import hardware
+from stabletrain.trainer.contract import FROM_DATA
+
+ODD = 7919
+"""Placeholder for model sizes that the data determines: a number that no user would choose, so it is easy to find."""
+
+
+def load_model(path: Path, *, best: bool = False, device: str = "cpu") -> nn.Module:
+    """Returns the model of a run folder or a checkpoint, in eval mode; see `stabletrain.load`."""
+    target = hardware.pick(device)
+    checkpoint = find(path.absolute(), best=best)
+    cfg = config_of(checkpoint)
+    state = checkpoint.load_model()
+    with torch.random.fork_rng(devices=[]):  # the weights that the constructor draws are replaced
+        model = make(
+            cfg,
+            "model",
+            **sizes_of(cfg, {name: tensor.shape for name, tensor in state.items() if isinstance(tensor, Tensor)}),
+        )
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{checkpoint.path}: its weights do not fit {cfg.model._target_}, which has changed since the run: use the "
+            f"code of that time ({' '.join(str(error).split())})"
+        ) from error
+    return model.to(target).eval()
+
+
+def config_of(checkpoint: Checkpoint) -> DictConfig:
+    """Returns the configuration of a checkpoint's run.
+
+    Raises:
+        ConfigError: the run folder around the checkpoint holds none.
+    """
+    file = checkpoint.path.parent.parent / ".hydra" / "config.yaml"
+    if not file.exists():
+        raise ConfigError(
+            f"{checkpoint.path}: the run's configuration, {file}, is missing: name a run folder, or a checkpoint in one"
+        )
+    return cast("DictConfig", OmegaConf.load(file))
+
+
+def sizes_of(cfg: DictConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Returns the model sizes that are null in a configuration.
+
+    They are read off the shapes of the weights, or from the data's options. Only a size that is in neither needs the
+    data itself.
+
+    Raises:
+        ConfigError: the data cannot be read, or does not have the size either.
+    """
+    found = sizes_in(cfg, shapes)
+    wanted = [key for key in open_sizes(cfg) if key not in found]
+    found |= {key: cfg.data[key] for key in wanted if cfg.data.get(key) is not None}
+    if missing := [key for key in wanted if key not in found]:
+        data = make(cfg, "data")
+        for key in missing:
+            if (size := getattr(data, key, None)) is None:
+                raise ConfigError(f"model.{key} is null, and neither the weights nor the data have it")
+            found[key] = size
+    return found
+
+
+def open_sizes(cfg: DictConfig) -> list[str]:
+    """Returns the keys of the model's sizes that are null in a configuration."""
+    return [key for key in FROM_DATA if key in cfg.model and cfg.model[key] is None]
+
+
+def sizes_in(cfg: DictConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Returns those of the model's null sizes that the shapes of its parameters and buffers contain.
+
+    Args:
+        cfg: a run's configuration.
+        shapes: of the run's parameters and buffers, by name.
+    """
+    wanted = open_sizes(cfg)
+    if not wanted:
+        return {}
+    # Build the model with a marker for each unknown size, without memory, and read the real sizes off the saved shapes.
+    marks = {key: ODD + 2 * number for number, key in enumerate(wanted)}
+    probe = DictConfig(plain(cfg))
+    for key, mark in marks.items():
+        probe.model[key] = mark
+    with torch.device("meta"):
+        model: Any = make(probe, "model")
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    found = {}
+    for key, mark in marks.items():
+        here = [
+            shapes[name][dim]
+            for name, tensor in tensors
+            for dim, size in enumerate(tensor.shape)
+            if size == mark and name in shapes and len(shapes[name]) == tensor.ndim
+        ]
+        if here:
+            found[key] = here[0]
+    return found

@@ -1,0 +1,119 @@
+"""A run's own page: it agrees with the run's files, and is one small file."""
+
+import pytest
+
+from stabletrain.comparison.pages.one_run import commands, figures, guard, machine, outcome, resolved, write_run_page
+from stabletrain.comparison.pages.shell import words
+from stabletrain.comparison.reading.run import Range, Run
+from tests.comparison.made_pages import SAMPLE, made, text_of
+
+
+def run(folder, status="finished", problem=None, final=None, **more):
+    record = {"final": final or {}, "reason": more.pop("reason", None)}
+    return Run(folder, status, problem, record, {}, True, {}, **more)
+
+
+def test_the_page_of_a_run_shows_its_incident_sample_and_settings(tmp_path):
+    incident = {"step": 20, "cause": "bad_batch", "verdict": "it is this batch", "fix": ["clipping=zclip"]}
+    made(tmp_path / "sw" / "run", "optimizer.lr=0.02", incident=incident, sample=SAMPLE)
+    write_run_page(tmp_path / "sw" / "run")
+    text = (tmp_path / "sw" / "run" / "report.html").read_text()
+    assert 'href="incidents/step-00000020/report.md"' in text
+    assert words(SAMPLE) in text
+    assert SAMPLE not in text
+    shown = " ".join(text_of(text).split())
+    assert "Finished after 40 steps, validation loss 1.025 nats." in shown
+    assert "bad_batch it is this batch clipping=zclip" in shown
+    assert "optimizer.lr 0.02" in shown
+    assert "torch 2.15.0" in shown
+
+
+def test_a_runs_page_is_small_and_contains_the_librarys_licence(tmp_path):
+    write_run_page(made(tmp_path / "run"))
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert len(text) < 300_000
+    assert "Copyright (c) 2022 Leon Sorokin" in text
+    assert "Tabulator" not in text_of(text)
+
+
+@pytest.mark.parametrize(
+    ("final", "expected"),
+    [
+        ({"val/loss": 1.23456, "steps": 1500}, "Halted after 1,500 steps, validation loss 1.235 nats."),
+        ({"val/loss": 1.5, "val/accuracy": 0.5, "steps": 9},
+         "Halted after 9 steps, validation loss 1.5 nats, accuracy 50.00 %."),
+        ({"val/loss": float("nan"), "steps": 9},
+         "Halted after 9 steps, but the validation loss is not finite: the run diverged."),
+        ({}, "Halted after 7 steps."),
+        ({"steps": 1}, "Halted after 1 step."),
+    ],
+    ids=["loss", "accuracy", "nan", "nothing", "one step"],
+)  # fmt: skip
+def test_the_first_sentence_says_how_the_run_ended(tmp_path, final, expected):
+    first, *rest = outcome(run(tmp_path, "halted", final=final, steps=7, reason="the loss is NaN"))
+    assert first == expected
+    assert rest == ["the loss is NaN", "No incidents."]
+
+
+@pytest.mark.parametrize("mark", ["sweep.json", "multirun.yaml", None])
+def test_a_run_of_a_sweep_shows_its_own_command_and_then_that_of_the_sweep(tmp_path, mark):
+    sweep = "torchrun train.py -m seed=0,1 'data.path=a b'"
+    record = {"command": sweep, "options": ["--config-dir", "mine"], "overrides": ["seed=1", "data.path=a b"]}
+    (tmp_path / "1").mkdir()
+    if mark is not None:
+        (tmp_path / mark).touch()
+    shown = " ".join(text_of(commands(Run(tmp_path / "1", "finished", None, record, {}, True, {}))).split())
+    own = words("torchrun train.py --config-dir mine seed=1 'data.path=a b'")
+    assert shown == (f"{own} Run 1 of the sweep {words(sweep)}" if mark else words(sweep))
+    assert commands(run(tmp_path)) == ""
+
+
+def test_an_interpolated_setting_shows_the_value_that_it_refers_to():
+    settings = {"seed": 3, "data.seed": "${seed}", "other": "${not.there}", "path": "${seed}/x"}
+    assert {key: resolved(value, settings) for key, value in settings.items()} == {**settings, "data.seed": 3}
+
+
+def test_a_problem_with_the_files_replaces_the_recorded_reason(tmp_path):
+    found = outcome(run(tmp_path, "broken", "run.json is not valid JSON", reason="another", incidents=[{}, {}]))
+    assert found == ["Broken after 0 steps.", "run.json is not valid JSON", "2 incidents, listed below."]
+
+
+def test_a_sentence_counts_what_the_guard_did():
+    kept = {"guard/updates": 1200, "steps": 1200, "guard/skipped_spike": 0, "guard/rollbacks": 0}
+    assert guard(kept) == "Guard: 1,200 updates in 1,200 steps, no step skipped."
+    lost = {"guard/updates": 7, "steps": 10, "guard/skipped_bad_data": 3, "guard/rollbacks": 1}
+    lost |= {"guard/lost_steps": 5, "guard/lost_seconds": 1.6}
+    assert guard(lost) == "Guard: 7 updates in 10 steps, 3 skipped (bad data), 1 rollback, 5 steps (2 s) lost."
+    assert guard({"guard/updates": 1, "steps": 1}) == "Guard: 1 update in 1 step, no step skipped."
+    assert guard({"steps": 10}) == ""
+
+
+def test_the_key_numbers_are_those_that_were_measured(tmp_path):
+    ranges = {"throughput/mfu": Range(0.1, 0.425, 0.1, 0.5), "memory/peak_gb/cuda:0": Range(1.0, 2.0, 1.0, 7.125)}
+    final = {"tokens_per_s": 12345.6, "seconds": 59.7}
+    assert figures(run(tmp_path, final=final, best=(1.5, 1200), ranges=ranges)) == [
+        ("best validation loss", "1.5 at step 1,200"),
+        ("tokens per second", "12,346"),
+        ("of the card's peak FLOP/s", "42.5%"),
+        ("GB of peak memory", "7.12"),
+        ("seconds of training", "60"),
+    ]
+    assert figures(run(tmp_path)) == []
+
+
+def test_the_machine_is_described_without_empty_values():
+    record = {
+        "id": "abc",
+        "started": None,
+        "hardware": {"name": "H200", "clocks": {"sm": 1980, "mem": None}, "driver": ""},
+        "versions": {"torch": "2.15"},
+        "git": {"commit": "0123456789abcdef", "dirty": True},
+    }
+    assert machine(record) == {
+        "id": "abc",
+        "name": "H200",
+        "clocks.sm": 1980,
+        "torch": "2.15",
+        "commit": "0123456789ab, with uncommitted changes",
+    }
+    assert machine({"git": {"commit": "0123456789abcdef"}}) == {"commit": "0123456789ab"}

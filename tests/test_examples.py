@@ -1,0 +1,22 @@
+"""The scripts in `examples/` run as they stand, with arguments that make them quick."""
+
+import pytest
+
+from tests.runs import ROOT, python
+
+ARGUMENTS = {"train_and_load.py": ["steps=3", "model.n_layer=1", "eval_batches=1", "device=cpu"]}
+"""Arguments of the examples that take any."""
+
+
+ELSEWHERE = {"guard_loop.py": "tests/guarded/test_example.py"}
+"""Examples that another test runs."""
+
+HERE = sorted({file.name for file in (ROOT / "examples").glob("*.py")} - {*ELSEWHERE})
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_an_example_runs(tmp_path, name):
+    path = str(ROOT / "examples" / name)
+    done = python(path, *ARGUMENTS.get(name, []), cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
