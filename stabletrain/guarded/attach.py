@@ -10,6 +10,7 @@ run again: a fault in the loop's loss or in the backward pass is then withheld, 
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 from weakref import WeakMethod
@@ -104,11 +105,14 @@ class Attached:
     Args:
         begin: returns the state before the first forward pass.
         decide: judges the step; returns whether it is applied.
+        update: returns the context in which the loop's update runs.
 
     Attributes:
         begun: the state before the step, with the forward calls so far; None before the first.
         forward_only: whether the loop's loss cannot be computed again.
+        recorded: whether the loop tells of its micro-batches with `record`, so that forward calls are not recorded.
         watching: whether forward calls are recorded; off while they are run again.
+        unclipped: norms of the gradients from before the loop clipped them; None if unknown.
     """
 
     def __init__(
@@ -118,31 +122,48 @@ class Attached:
         scaler: GradScaler | None,
         begin: Callable[[], Begun],
         decide: Callable[[Tensor | None], bool],
+        update: Callable[[], AbstractContextManager],
     ) -> None:
         self._model, self._optimizer, self._begin, self._decide = model, optimizer, begin, decide
+        self._update = update
         self.begun: Begun | None = None
-        self.forward_only, self.watching, self._recorded, self._passing = False, True, False, False
+        self.forward_only, self.watching, self.recorded, self._passing = False, True, False, False
         self._went_back, self._before = False, begin()
-        model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
-        model.register_forward_hook(Hook(self._after_forward))
-        optimizer.step = MethodType(self._stepping(optimizer.step), optimizer)
+        self.unclipped: GradNorms | None = None
+        self._undo = [
+            model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True).remove,
+            model.register_forward_hook(Hook(self._after_forward)).remove,
+            replace_step(optimizer, self._stepping),
+        ]
         if scaler is not None:
-            scaler.step = MethodType(self._scaled_stepping(scaler.step), scaler)
+            self._undo.append(replace_step(scaler, self._scaled_stepping))
+
+    def detach(self) -> None:
+        """Leaves model, optimizer and scaler as they were."""
+        while self._undo:
+            self._undo.pop()()
+
+    def before_forward(self, batch: Any, first: bool) -> None:
+        """Begins a micro-batch of which `record` will tell."""
+        if first or self.begun is None:
+            self.begun = self._begin()
+        self.begun.versions += versions(batch)
+        self.recorded, self.forward_only = True, False
 
     def record(self, part: Part, loss: Tensor) -> None:
         """Replaces the forward calls by what computes the loop's loss of one micro-batch, with that loss."""
         if self.begun is None:
             self.begun = self._begin()
-        if not self._recorded:
+        if not self.recorded:
             self.begun.parts.clear()
             self.begun.losses.clear()
-            self._recorded, self.forward_only = True, False
+            self.recorded, self.forward_only = True, False
         self.begun.parts.append(part)
         self.begun.losses.append(loss.detach())
 
     def take(self) -> Begun:
         """Returns the step's record, and forgets it; without forward calls, the state after the last step."""
-        begun, self.begun, self._recorded, self._went_back = self.begun, None, False, False
+        begun, self.begun, self.recorded, self._went_back = self.begun, None, False, False
         return begun or self._before
 
     def end_step(self) -> None:
@@ -155,14 +176,22 @@ class Attached:
             return UNSEEN
         return FORWARD_ONLY if self.forward_only else ""
 
+    def norms_before_clipping(self, norms: GradNorms) -> GradNorms:
+        """Returns the norms from before the loop clipped, if they are known and clipping damaged nothing."""
+        before, self.unclipped = self.unclipped, None
+        if before is None or before.each.shape != norms.each.shape:
+            return norms
+        damaged = torch.isfinite(before.total) & ~torch.isfinite(norms.total)
+        return GradNorms(torch.where(damaged, norms.total, before.total), torch.where(damaged, norms.each, before.each))
+
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if not (self.watching and module.training and torch.is_grad_enabled()):
             return
         if module is not self._model:
             return
         if self.begun is None or (self._went_back and self._gradients_are_gone()):
-            self.begun, self._recorded, self._went_back = self._begin(), False, False
-        if not self._recorded and len(self.begun.parts) < MOST_CALLS:
+            self.begun, self.recorded, self._went_back = self._begin(), False, False
+        if not self.recorded and len(self.begun.parts) < MOST_CALLS:
             call = Part(lambda given: loss_in(self._model(*given["args"], **given["kwargs"]))[0],
                         {"args": args, "kwargs": dict(kwargs)})  # fmt: skip
             self.begun.parts.append(call)
@@ -171,7 +200,7 @@ class Attached:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not (self.watching and module.training and torch.is_grad_enabled()):
             return
-        if module is self._model and not self._recorded and self.begun is not None:
+        if module is self._model and not self.recorded and self.begun is not None:
             if len(self.begun.losses) >= MOST_CALLS:
                 return
             for tensor in [tensor for _, tensor in named_tensors(output) if tensor.requires_grad][:1]:
@@ -207,7 +236,8 @@ class Attached:
                 with torch.enable_grad():
                     loss = closure()
             if self._decide(loss if isinstance(loss, Tensor) and loss.numel() == 1 else None):
-                inner(*args, **kwargs)
+                with self._update():
+                    inner(*args, **kwargs)
             return loss
 
         # A scheduler that was made before marks the step that it has wrapped, and warns if the mark is gone.
@@ -231,11 +261,26 @@ class Attached:
                 return None
             self._passing = True
             try:
-                return inner(optimizer, *args, **kwargs)
+                with self._update():
+                    return inner(optimizer, *args, **kwargs)
             finally:
                 self._passing = False
 
         return step
+
+
+def replace_step(stepped: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replaces the `step` of an optimizer or scaler by what `make` makes of it; returns what undoes this."""
+    own, inner = vars(stepped).get("step"), stepped.step
+    stepped.step = MethodType(make(inner), stepped)
+
+    def undo() -> None:
+        if own is None:
+            vars(stepped).pop("step", None)
+        else:
+            stepped.step = own
+
+    return undo
 
 
 def loss_in(output: Any) -> tuple[Tensor, bool]:

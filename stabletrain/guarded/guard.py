@@ -8,8 +8,9 @@ A step runs forward and backward, judges loss and gradients, clips, and applies 
 Its verdict is known before it returns, which takes one host read: on CUDA the host waits for the backward pass.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.guarded.agreement import Alone, innermost, together
 from stabletrain.guarded.attach import Attached, InStep
-from stabletrain.guarded.gradients import BareTensors, gradients, trained_parameters
+from stabletrain.guarded.gradients import BareTensors, gradients, measure, trained_parameters
 from stabletrain.guarded.incidents import Incidents, settings
 from stabletrain.guarded.judge import Judge
 from stabletrain.guarded.part import Part, in_new_containers, loss_of, versions
@@ -149,7 +150,7 @@ class Guard:
         scaler = options.pop("scaler", None)
         guard = cls(model, optimizer, **options)
         guard._judge.scaling = InStep(guard._scaling.precision, "fp16" if scaler is not None else "", optimizer, scaler)
-        guard._attached = Attached(model, optimizer, scaler, guard._begin, guard._decide)
+        guard._attached = Attached(model, optimizer, scaler, guard._begin, guard._decide, guard._loops_update)
         return guard
 
     # ---- a step
@@ -232,6 +233,28 @@ class Guard:
         self._settle(begun, self._judge(self._step + 1, loss, self._parameters))
         return loss
 
+    def before_forward(self, batch: Any, *, first: bool) -> None:
+        """Tells an attached guard that the loop begins a micro-batch of which `record` will tell.
+
+        Without it, the guard notices the first call of the model's own `forward`.
+
+        Args:
+            batch: as for `step`.
+            first: whether it is the first micro-batch of its step.
+        """
+        self._attachment("before_forward").before_forward(batch, first)
+
+    def before_clipping(self) -> None:
+        """Measures the gradients of an attached loop that is about to clip them: the step is judged by these norms.
+
+        Call it when the gradients are unscaled.
+        """
+        self._attachment("before_clipping").unclipped = measure(gradients(self._parameters), [])[0]
+
+    def detach(self) -> None:
+        """Ends what `attach` began: the optimizer steps as it did before."""
+        self._attachment("detach").detach()
+
     def record(self, closure: Callable[..., Any], batch: Any, loss: Tensor) -> None:
         """Tells an attached guard how the loop computed the loss of one micro-batch, so that it can be run again.
 
@@ -239,9 +262,13 @@ class Guard:
             closure, batch: as for `step`. They are not run now.
             loss: what the loop got, a scalar.
         """
+        self._attachment("record").record(Part(closure, batch), loss)
+
+    def _attachment(self, method: str) -> Attached:
+        """Returns what records the attached loop's step."""
         if self._attached is None:
-            raise ConfigError("guard.record() belongs to Guard.attach(); guard.step() knows its closure already")
-        self._attached.record(Part(closure, batch), loss)
+            raise ConfigError(f"guard.{method}() belongs to Guard.attach(); guard.step() needs no such call")
+        return self._attached
 
     def _decide(self, loss: Tensor | None) -> bool:
         """Judges a step of an attached loop; returns whether its update is applied.
@@ -251,13 +278,17 @@ class Guard:
         """
         found, attached = gradients(self._parameters), self._attached
         assert attached is not None
-        begun = attached.take()
+        recorded, begun = attached.recorded, attached.take()
         if not found:
             return True
-        if loss is None:
+        if loss is None or (recorded and begun.losses):
             loss = sum(begun.losses[1:], begun.losses[0]) if begun.losses else torch.zeros((), device=self._device)
-        reading = self._judge(self._step + 1, loss.detach(), self._parameters)
-        if not math.isfinite(reading.grad_norm) and all(not bool(each.isfinite().all()) for each in found):
+        reading = self._judge(self._step + 1, loss.detach(), self._parameters, attached.norms_before_clipping)
+        if (
+            not recorded
+            and not math.isfinite(reading.grad_norm)
+            and all(not bool(each.isfinite().all()) for each in found)
+        ):
             self._incidents.note(CLIPPED) if not self.skipped else None
         attached.watching = False
         try:
@@ -281,7 +312,7 @@ class Guard:
             self._roll_back()
         elif verdict is Verdict.HALT:
             raise TrainingHalted(f"step {reading.step}: {self._policy.reason}")
-        else:
+        elif self._attached is None or not reading.applied:
             self._states.after_update(reading.step)
 
     @property
@@ -298,17 +329,32 @@ class Guard:
         return Begun(Generators.now(self._device), buffers_of(self._model).save())
 
     def _apply(self) -> None:
-        """Applies the update; after a rollback with a lower learning rate."""
+        """Applies the update."""
+        self._updating = True
+        try:
+            with self._lowered_rate():
+                self._scaling.update(self._optimizer, True, False)
+        finally:
+            self._updating = False
+
+    @contextlib.contextmanager
+    def _loops_update(self) -> Generator[None]:
+        """A context in which an attached loop applies its update."""
+        with self._lowered_rate():
+            yield
+        self._states.after_update(self._step)
+
+    @contextlib.contextmanager
+    def _lowered_rate(self) -> Generator[None]:
+        """A context in which the learning rate is lower, for a while after a rollback."""
         factor = self._policy.lr_multiplier(self._step)
         groups = [group for group in self._optimizer.param_groups if factor != 1.0 and "lr" in group]
         rates = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = group["lr"] * factor
-        self._updating = True
         try:
-            self._scaling.update(self._optimizer, True, False)
+            yield
         finally:
-            self._updating = False
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 

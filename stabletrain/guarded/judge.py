@@ -1,5 +1,7 @@
 """Measures a step, judges it by the guard's rules, and clips: all numbers of a step, with one host read."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -9,7 +11,7 @@ from stabletrain.guarded.agreement import Alone
 from stabletrain.guarded.gradients import gradients, measure, multiply_
 from stabletrain.guarded.scaling import Scaling
 from stabletrain.guarded.spikes import gate
-from stabletrain.records import Clipped, Reading
+from stabletrain.records import Clipped, GradNorms, Reading
 from stabletrain.stability.clipping.fixed import NormClip
 from stabletrain.stability.guard import SkipGuard
 from stabletrain.step import InFlight
@@ -50,13 +52,20 @@ class Judge:
         """Whether gradients are clipped."""
         return self._clip is not None
 
-    def __call__(self, step: int, loss: Tensor, parameters: list[Tensor]) -> Reading:
+    def __call__(
+        self,
+        step: int,
+        loss: Tensor,
+        parameters: list[Tensor],
+        unclipped: Callable[[GradNorms], GradNorms] | None = None,
+    ) -> Reading:
         """Unscales, measures, judges and clips the gradients; returns the step's numbers.
 
         Args:
             step: number of the step, counted from 1.
             loss: of the step, 0-d, detached.
             parameters: those that the optimizer updates; at least one has a gradient.
+            unclipped: returns the norms from before the loop itself clipped; None if it does not.
         """
         scaling, found = self.scaling, gradients(parameters)
         # Undo the loss scale first, so that norms and limits mean the same in every precision. Measure before clipping:
@@ -64,6 +73,7 @@ class Judge:
         loss_scale = scaling.loss_scale()
         scaling.unscale_(self._optimizer, found)
         norms, buffer_norm = measure(found, buffers_of(self._model).floating)
+        norms = norms if unclipped is None else unclipped(norms)
         sharded = [hasattr(parameter.grad, "to_local") for parameter in parameters if parameter.grad is not None]
         terms, norms, checks = self._agreement.agree(loss, norms, buffer_norm, sharded)
         overflow = scaling.overflow(terms, norms)

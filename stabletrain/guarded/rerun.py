@@ -146,7 +146,7 @@ class Rerun:
                         (loss * scale if scale != 1.0 else loss).backward(inputs=own)
                     losses.append(loss.detach())
             found = gradients(self.parameters)
-            if scale != 1.0:
+            if scale != 1.0 and found:
                 torch._foreach_div_(found, scale)
             norm = float(measure(found, [])[0].total) if found else float("nan")
             each = [parameter.grad for parameter in self.parameters]

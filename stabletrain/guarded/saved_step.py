@@ -43,7 +43,7 @@ def why_not_replayable(subject: "LoopSubject") -> str:
     if not subject.keep_state:
         return "Guard(keep_state=False) does not save the weights"
     for part in subject.rerun.begun.parts:
-        if why := why_not_importable(part.closure):
+        if why := getattr(part.closure, "not_replayable", "") or why_not_importable(part.closure):
             return why
         if not name_of_model(part.closure, subject.rerun.model):
             return f"the model is not a global variable of the module '{part.closure.__module__}', where the closure is"

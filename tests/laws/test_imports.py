@@ -31,6 +31,7 @@ MAY_SEE = {
     "forensics": NOUNS
     | {"checkpoint", "machine", "monitors", "parallel", "protocols", "stability", "step", "tracking"},
     "guarded": NOUNS | {"checkpoint", "forensics", "machine", "monitors", "parallel", "protocols", "stability", "step"},
+    "adapters": NOUNS | {"guarded"},
     "config": NOUNS | {"parallel", "stability"},
     "trainer": NOUNS
     | {"checkpoint", "comparison", "config", "data", "faults", "forensics", "machine", "models", "monitors", "parallel"}
@@ -68,6 +69,9 @@ ONLY = {
     "matplotlib": {"comparison/pictures"},
     "torchvision": {"models/resnet", "data"},
     "sklearn": {"data"},
+    "lightning": {"adapters/lightning"},
+    "transformers": {"adapters/transformers"},
+    "accelerate": {"adapters/transformers"},
     "torchao": {"stability/precision/fp8_linear"},
 }
 """Library -> rooms or files that may import it."""

@@ -1,0 +1,8 @@
+"""The guard (`guarded/`) in other libraries' training loops, each by `Guard.attach`.
+
+| file | |
+|---|---|
+| lightning | `GuardCallback` for `lightning.pytorch.Trainer`; needs the extra `lightning` |
+| transformers | `GuardCallback` for `transformers.Trainer`; needs the extra `transformers` |
+| unchanged | a step that is run again leaves the user's objects as they were |
+"""

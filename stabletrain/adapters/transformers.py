@@ -1,0 +1,197 @@
+"""The guard as a callback of the Trainer of transformers, also of its subclasses, such as those of TRL:
+
+    trainer = Trainer(model, args, train_dataset=...)
+    trainer.add_callback(GuardCallback(trainer))
+
+The Trainer keeps its own precision, gradient clipping, accumulation and loop. Each update is judged by the gradients
+from before clipping, and is applied or not. A withheld step is explained by running the Trainer's `training_step` again
+on its micro-batches, up to the loss.
+
+A withheld step does not advance the scheduler. The Trainer's `global_step` counts it, so `max_steps` is the number of
+judged steps. Logged losses leave it out if they are not finite (`logging_nan_inf_filter`).
+"""
+
+import contextlib
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor
+from torch.optim import LBFGS
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from stabletrain.adapters.unchanged import nothing, replaced, unchanged
+from stabletrain.errors import ConfigError
+from stabletrain.guarded.guard import Guard
+
+STATE = "stabletrain.guard"
+"""Name of the guard's state in `trainer_state.json`."""
+
+IN_A_LOOP = "use guard.step in a loop of your own"
+
+
+class GuardCallback(TrainerCallback):
+    """Guards a Trainer's training. `trainer.train` raises what `Guard` raises.
+
+    Its state is saved and loaded with the Trainer's checkpoints.
+
+    Attributes:
+        guard: the guard of the training that runs, or ran last; None before the first. See `Guard` for `guard.skipped`,
+            `guard.incidents` and so on.
+
+    Args:
+        trainer: the Trainer that the callback is added to.
+        folder, rollback, max_incidents, max_seconds, policy: as for `Guard`. After a rollback, training goes on with
+            the next batches: the Trainer cannot pass over any (`guard.rolled_back`).
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        folder: str | Path = "incidents",
+        *,
+        rollback: bool = False,
+        max_incidents: int = 10,
+        max_seconds: float = 120.0,
+        policy: Any = None,
+    ) -> None:
+        self.guard: Guard | None = None
+        self._trainer = trainer
+        self._options = {
+            "folder": folder,
+            "rollback": rollback,
+            "max_incidents": max_incidents,
+            "max_seconds": max_seconds,
+            "policy": policy,
+        }
+        self._first = True
+        self._undo: list[Callable[[], Any]] = []
+
+    # ---- beginning and end
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attaches a new guard."""
+        self._release()  # an error may have ended the training before
+        trainer = self._trainer
+        optimizer, model = wrapped(trainer), trainer.model_wrapped
+        assert model is not None
+        guard = Guard.attach(model, optimizer.optimizer, scaler=trainer.accelerator.scaler, **self._options)
+        self.guard = guard
+        self._undo.append(guard.detach)
+        saved = states_in(state)
+        if STATE in saved:
+            guard.load_state_dict(saved[STATE])
+        unscale = trainer.accelerator.unscale_gradients
+
+        def unscale_gradients(*arguments: Any, **keywords: Any) -> None:
+            unscale(*arguments, **keywords)
+            guard.before_clipping()
+
+        # accelerate calls it before it clips, and at no other time.
+        self._undo.append(replaced(trainer.accelerator, "unscale_gradients", unscale_gradients))
+        self._undo.append(replaced(trainer, "training_step", self._recording(guard)))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Detaches the guard."""
+        self._release()
+
+    def _release(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    # ---- a step
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Notes that the next micro-batch is the first of its step."""
+        self._first = True
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Tells accelerate whether the step was withheld: the Trainer then does not advance its scheduler."""
+        if self.guard is not None and self.guard.last is not None:
+            wrapped(self._trainer)._is_overflow = not self.guard.last.applied
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Puts the guard's counts and limits where the Trainer saves them."""
+        if self.guard is not None:
+            states_in(state)[STATE] = self.guard.state_dict()
+
+    def _recording(self, guard: Guard) -> Callable[..., Tensor]:
+        """Returns a `training_step` that records each micro-batch."""
+        trainer, inner = self._trainer, self._trainer.training_step
+        accelerator = trainer.accelerator
+
+        def training_step(model: Any, inputs: Any, *rest: Any, **keywords: Any) -> Tensor:
+            def again(inputs: Any) -> Tensor:
+                with unchanged(trainer, *model.modules()), losses_of(accelerator, backward=False) as losses:
+                    vars(trainer).update(log=nothing)
+                    inner(model, inputs, *rest, **keywords)
+                return sum(losses[1:], losses[0])
+
+            vars(again)["not_replayable"] = "the step is the Trainer's: training_step needs it"
+            guard.before_forward(inputs, first=self._first)
+            self._first = False
+            with losses_of(accelerator, backward=True) as losses:
+                result = inner(model, inputs, *rest, **keywords)
+            if not losses:
+                raise ConfigError(
+                    f"{type(trainer).__name__}.training_step does not call self.accelerator.backward(loss), so that "
+                    "its loss cannot be computed again: use Guard.attach(model, optimizer)"
+                )
+            guard.record(again, inputs, sum(losses[1:], losses[0]))
+            return result
+
+        return training_step
+
+
+def states_in(state: TrainerState) -> dict[str, Any]:
+    """Returns the states of callbacks that the Trainer saves as JSON."""
+    saved: Any = state.stateful_callbacks
+    return saved
+
+
+def wrapped(trainer: Trainer) -> AcceleratedOptimizer:
+    """Returns the Trainer's optimizer, in accelerate's wrapper.
+
+    Raises:
+        ConfigError: the training is of a kind that cannot be guarded.
+    """
+    optimizer = trainer.optimizer
+    if not isinstance(optimizer, AcceleratedOptimizer) or trainer.is_deepspeed_enabled:
+        raise ConfigError(
+            f"GuardCallback cannot guard {type(optimizer).__name__}, which applies updates by itself: use DDP or FSDP2"
+        )
+    if isinstance(optimizer.optimizer, LBFGS):
+        raise ConfigError(f"GuardCallback cannot guard LBFGS, which runs several passes in a step: {IN_A_LOOP}")
+    return optimizer
+
+
+@contextlib.contextmanager
+def losses_of(accelerator: Accelerator, *, backward: bool) -> Generator[list[Tensor]]:
+    """A context that collects the losses that are differentiated.
+
+    Args:
+        backward: whether they are differentiated indeed, and collected without history.
+    """
+    inner, losses = accelerator.backward, []
+
+    def collect(loss: Tensor, **keywords: Any) -> None:
+        share = loss / accelerator.gradient_accumulation_steps
+        losses.append(share.detach() if backward else share)
+        if backward:
+            inner(loss, **keywords)
+
+    undo = replaced(accelerator, "backward", collect)
+    try:
+        yield losses
+    finally:
+        undo()
