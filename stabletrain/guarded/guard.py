@@ -34,7 +34,7 @@ from stabletrain.guarded.rerun import Begun, Generators, Rerun
 from stabletrain.guarded.scaling import Scaling, scaling
 from stabletrain.guarded.spikes import bounds
 from stabletrain.guarded.states import Loader, states
-from stabletrain.guarded.subject import LoopSubject
+from stabletrain.guarded.subject import LoopSubject, compiled_frames
 from stabletrain.records import RankPart, Reading, Verdict
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
 
@@ -120,7 +120,7 @@ class Guard:
             max_norm=max_norm,
         )
         self._incidents = Incidents(Path(folder), max_incidents, max_seconds, self._agreement.ranks)
-        self._keep_state = keep_state
+        self._keep_state, self._frames = keep_state, compiled_frames()
         self._step, self._begun, self._usual, self._newest_kind = 0, None, [], ""
         self._best, self._updating = math.inf, False
         self._attached: Attached | None = None
@@ -398,6 +398,7 @@ class Guard:
             part=own,
             sharded=any(hasattr(parameter, "to_local") for parameter in self._parameters),
             keep_state=self._keep_state,
+            frames=self._frames,
             gap="" if self._attached is None else self._attached.gap(begun),
         )
 

@@ -20,6 +20,7 @@ from stabletrain.forensics.probes.samples import Culprits, search
 from stabletrain.forensics.probes.state import staleness
 from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.replay import NotPossible, Outcome, compare
+from stabletrain.forensics.repro import is_compiled
 from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guarded.part import Part, named_tensors
@@ -45,6 +46,7 @@ class LoopSubject:
         sharded: whether the weights are sharded across ranks.
         deadline: see `Subject`.
         keep_state: whether the weights are saved, if the step can be replayed from its folder.
+        frames: `compiled_frames()` when the guard was made.
         gap: why the closures do not compute the loop's own loss; empty if they do.
     """
 
@@ -57,6 +59,7 @@ class LoopSubject:
     sharded: bool = False
     deadline: float = math.inf
     keep_state: bool = True
+    frames: int = 0
     gap: str = ""
     rounds: Rounds = field(init=False)
     _nothing_began_here: bool = field(default=False, init=False)
@@ -127,8 +130,7 @@ class LoopSubject:
     def comparable(self) -> bool:
         """Whether a rerun must give the step's bits: nothing was compiled, and no closure changed its batch."""
         changed = any(tensor._version != version for tensor, version in self.rerun.begun.versions)
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        compiled = dynamo is not None and bool(dynamo.counters["frames"]["ok"])
+        compiled = compiled_frames() > self.frames or any(map(is_compiled, self.rerun.outer.modules()))
         return not (changed or compiled or self.gap)
 
     def trace(self, variant: str) -> Trace:
@@ -222,6 +224,12 @@ class LoopSubject:
         if tree is None:
             raise NotPossible("there is no older state: Guard(rollback=True) keeps some")
         return tree["model"]
+
+
+def compiled_frames() -> int:
+    """Returns how many functions `torch.compile` has compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else dynamo.counters["frames"]["ok"]
 
 
 def zero_share(gradients: Sequence[Tensor | None]) -> float:

@@ -1,5 +1,7 @@
 """Checks `Guard.attach`: a loop that is not edited keeps its bits, and its unsafe steps are not run."""
 
+import copy
+import io
 import json
 import math
 
@@ -10,6 +12,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from stabletrain.errors import ConfigError
+from stabletrain.guarded.attach import MOST_CALLS
 from stabletrain.guarded.guard import Guard
 from tests.guarded.given import batches, bits, network, same
 
@@ -202,3 +205,58 @@ def test_what_the_loop_does_itself_is_refused(tmp_path):
         Guard.attach(model, optimizer, max_norm=1.0)
     with pytest.raises(ConfigError, match=r"guard.record\(\) belongs to Guard.attach"):
         Guard(model, optimizer).record(lambda: None, None, torch.ones(()))
+
+
+def test_two_forward_calls_before_the_backward_pass_are_one_step(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard.attach(model, optimizer, folder=tmp_path)
+    for number, (x, y) in enumerate(batches(4)):
+        before = bits(model)
+        optimizer.zero_grad()
+        x = x * (math.nan if number == 2 else 1.0)
+        (F.cross_entropy(model(x), y) + F.cross_entropy(model(x * 2), y)).backward()
+        optimizer.step()
+        assert same(before, bits(model)) is (number == 2)
+    assert guard.skipped == 1
+
+
+def test_a_loop_that_calls_parts_of_the_model_gets_its_buffers_back_and_no_false_cause(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard.attach(model, optimizer, folder=tmp_path)
+    for number, (x, y) in enumerate(batches(4)):
+        before = bits(model)
+        optimizer.zero_grad()
+        (F.cross_entropy(model[1:](model[0](x)), y) * (math.nan if number == 1 else 1.0)).backward()
+        optimizer.step()
+        assert same(before, bits(model)) is (number == 1)
+    record = json.loads((guard.incidents[0].path / "diagnosis.json").read_text())
+    assert record["cause"] == "unknown"
+    assert record["not_looked_at"][0].startswith("no forward call of the model was seen")
+
+
+def test_a_loop_that_never_steps_does_not_keep_every_batch(tmp_path):
+    model = nn.Linear(4, 3)
+    guard = Guard.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+    for _ in range(300):
+        model(torch.ones(1, 4))
+    assert len(guard._attached.begun.parts) == MOST_CALLS < 300
+
+
+def test_a_copy_of_the_model_is_not_guarded(tmp_path):
+    model = network()
+    guard = Guard.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+    twin = copy.deepcopy(model)
+    twin(torch.ones(2, 4))
+    assert guard._attached.begun is None
+    restored = torch.load(io.BytesIO(pickled(model)), weights_only=False)
+    restored(torch.ones(2, 4))
+    assert guard._attached.begun is None
+
+
+def pickled(model):
+    """What `torch.save` writes of a whole model."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    return file.getvalue()

@@ -432,3 +432,57 @@ def test_a_model_with_a_network_in_a_library_names_the_users_own_line(tmp_path):
 
 def test_network_is_the_same_for_the_same_seed():
     assert same(bits(network(1)), bits(network(1)))
+
+
+def test_a_closure_that_counts_its_calls_is_no_fault_of_the_machine(tmp_path):
+    model, calls = nn.Linear(4, 1), []
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+
+    def loss(x):
+        calls.append(0)
+        return model(x).mean() * (math.nan if len(calls) == 3 else 1.0)
+
+    for _ in range(3):
+        guard.step(loss, batch=(torch.ones(2, 4),))
+    record = record_of(guard)
+    assert record["confidence"] <= 0.6
+    assert record["fix"][0].startswith("check that the closure depends on its batch")
+
+
+def test_a_mark_of_missing_values_is_not_blamed_for_another_fault(tmp_path):
+    model = nn.Linear(4, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+
+    def loss(x, y):
+        there = ~y.isnan()
+        return ((model(x)[:, 0] - y.nan_to_num()).square() * there / (x[:, 0] != 9)).mean()
+
+    for step in range(3):
+        x, y = torch.randn(6, 4), torch.randn(6)
+        if step == 2:
+            y[1], x[4, 0] = math.nan, 9.0
+        guard.step(loss, batch=(x, y))
+    record = record_of(guard)
+    assert (record["cause"], record["origin"]["op"]) == ("unsafe_op", "aten.div")
+    assert 4 in [sample["index"] for sample in record["samples"]]
+
+
+def test_a_batch_that_cannot_be_written_does_not_end_the_training(tmp_path, caplog):
+    loop = Loop(tmp_path)
+    x, y = spoilt(batches(1)[0], 3)
+    sparse = torch.eye(8).to_sparse()
+    loop.guard.step(lambda x, y, s: loop.loss(x, y) + 0.0 * torch.sparse.sum(s), batch=(x, y, sparse))
+    assert not loop.guard.last.applied
+    assert "not investigated" in caplog.text or loop.guard.incidents
+
+
+def test_a_dictionary_that_the_loop_refills_is_no_reason_to_know_nothing(tmp_path):
+    model, batch = nn.Linear(4, 1), {}
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
+    for step in range(3):
+        batch["x"], batch["y"] = torch.randn(6, 4), torch.randn(6)
+        if step == 2:
+            batch["x"][5, 0] = math.nan
+        guard.step(lambda b: F.mse_loss(model(b["x"])[:, 0], b["y"]), batch=batch)
+    assert record_of(guard)["cause"] == "poison_input"
+    assert record_of(guard)["samples"][0]["index"] == 5

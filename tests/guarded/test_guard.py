@@ -1,6 +1,7 @@
 """Checks `Guard`: equal to a plain loop where nothing is wrong, and without any effect where a step is withheld."""
 
 import copy
+import functools
 import gc
 import math
 
@@ -455,3 +456,159 @@ def test_a_compiled_model_is_guarded_and_a_fault_in_it_explained(tmp_path):
     (incident,) = guard.incidents
     assert incident.cause == "unsafe_op"
     assert "aten.log" in incident.verdict
+
+
+# ---- what a hostile review broke
+
+
+def grown(model, buffer):
+    """The model with one more buffer."""
+    model.register_buffer("extra", buffer)
+    return model
+
+
+BUFFERS = {
+    "a mask of -inf": torch.full((3, 3), -math.inf),
+    "fp64": torch.ones(3, dtype=torch.float64),
+    "sparse": torch.eye(3).to_sparse(),
+    "expanded": torch.ones(1).expand(3),
+    "fp8": torch.ones(3).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_buffers_of_every_kind_are_put_up_with(tmp_path, name):
+    model = grown(network(), BUFFERS[name].clone() if name != "expanded" else BUFFERS[name])
+    guard = Guard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), folder=tmp_path)
+    data = batches(4)
+    for number, batch in enumerate(data):
+        before = {key: value.clone() for key, value in bits(model).items()}
+        guard.step(lambda x, y: F.cross_entropy(model(x), y), batch=nan_in(batch) if number == 2 else batch)
+        assert guard.last.applied is (number != 2)
+        if number == 2:
+            plain = {key: value for key, value in bits(model).items() if key != "0.extra"}
+            assert same({key: value for key, value in before.items() if key != "0.extra"}, plain)
+    assert guard.incidents[0].cause == "poison_input"
+
+
+class Moving(nn.Module):
+    """A buffer that the forward pass replaces, as an exponential average often is."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.register_buffer("average", torch.zeros(3))
+
+    def forward(self, x):
+        """Logits, and a step of the average."""
+        out = self.inner(x)
+        self.average = self.average * 0.9 + out.detach().mean(0) * 0.1
+        return out
+
+
+@pytest.mark.parametrize("incidents", [0, 1])
+def test_a_buffer_that_the_forward_pass_replaces_is_put_back(tmp_path, incidents):
+    model = Moving()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path, max_incidents=incidents)
+    data = batches(5)
+    for number, batch in enumerate(data):
+        before = model.average.clone()
+        guard.step(lambda x, y: F.cross_entropy(model(x), y), batch=nan_in(batch) if number == 2 else batch)
+        assert torch.equal(before, model.average) is (number == 2)
+        assert guard.last.applied is (number != 2)
+
+
+def test_a_model_in_fp64(tmp_path):
+    model = network().double()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path, max_norm=0.1)
+    x, y = batches(1)[0]
+    guard.step(lambda x, y: F.cross_entropy(model(x), y), batch=(x.double(), y))
+    assert guard.last.applied
+    assert guard.last.clip_coef < 1
+
+
+def test_what_a_teacher_computed_may_be_in_the_batch(tmp_path):
+    loop = Loop(tmp_path)
+    with torch.inference_mode():
+        taught = torch.ones(8)
+    loop.guard.step(lambda x, y, t: loop.loss(x, y) * t.mean(), batch=(*batches(1)[0], taught))
+    assert loop.guard.last.applied
+
+
+def signatures(loop):
+    """Closures of every form, with the batch that each is to be called with."""
+    x, y = batches(1)[0]
+
+    class Called:
+        __hash__ = None
+
+        def __call__(self, x, y):
+            return loop.loss(x, y)
+
+        def method(self, x, y):
+            return loop.loss(x, y)
+
+    def keyword(x, y, *, scale=1.0):
+        return loop.loss(x, y) * scale
+
+    def whole(batch, scale=1.0):
+        return loop.loss(*batch) * scale
+
+    def every(*batch):
+        return loop.loss(*batch)
+
+    def optional(x, y, scale=1.0):
+        return loop.loss(x, y) * scale
+
+    pair = (x, y)
+    return {
+        "callable": (Called(), pair),
+        "method": (Called().method, pair),
+        "keyword": (keyword, pair),
+        "whole": (whole, [x, y]),
+        "every": (every, pair),
+        "optional": (optional, pair),
+        "optional, given": (optional, (x, y, 2.0)),
+        "partial": (functools.partial(keyword, scale=1.0), pair),
+        "decorated": (functools.wraps(whole)(lambda *given: whole(*given)), [x, y]),
+        "mapping": (lambda batch: loop.loss(batch["x"], batch["y"]), {"x": x, "y": y}),
+        "one": (lambda x: loop.loss(x, y), (x,)),
+    }
+
+
+def test_a_closure_may_have_any_signature(tmp_path):
+    loop = Loop(tmp_path)
+    for closure, batch in signatures(loop).values():
+        loop.guard.step(closure, batch=batch)
+        assert loop.guard.last.applied
+
+
+def test_gradients_of_another_model_are_those_of_the_loop(tmp_path):
+    found = []
+    for incidents in (0, 5):
+        loop, other = Loop(tmp_path / str(incidents), max_incidents=incidents), nn.Linear(4, 4)
+        nn.init.eye_(other.weight)
+        for number, batch in enumerate(batches(3)):
+            batch = nan_in(batch) if number == 2 else batch
+            loop.guard.step(lambda x, y: loop.loss(other(x).nan_to_num(), y) + other(x).sum() * 0.0, batch=batch)  # noqa: B023
+        found.append(other.bias.grad.nan_to_num(7.0).tolist())
+        assert len(loop.guard.incidents) == min(incidents, 1)
+    assert found[0] == found[1]
+
+
+def test_rollbacks_in_a_row_pass_over_what_was_passed_over_before(tmp_path):
+    policy = RollbackGuard(patience=2, snapshot_every=100, skip_batches=5)
+    loader = Counted(batches(10))
+    loop = Loop(tmp_path, policy=policy, loader=loader, max_incidents=0)
+    loop.guard.load_state_dict({**loop.guard.state_dict(), "step": 500})
+    furthest, passed = 0, []
+    for _ in range(2):
+        for _ in range(2):
+            batch = next(loader)
+            furthest = loader.at
+            loop.guard.step(loop.loss, batch=nan_in(batch))
+        passed.append(loop.guard.rolled_back)
+        for _ in range(loop.guard.rolled_back):
+            next(loader)
+        assert loader.at == furthest + 5, "each time the loop goes on behind what it has read, and 5 further"
+    assert passed == [2 - 1 + 5, 6 + 2 + 5]
