@@ -16,7 +16,6 @@ from stabletrain.stability.clipping.fixed import NormClip
 from stabletrain.stability.guard import SkipGuard
 from stabletrain.step import InFlight
 
-
 HUGE = 1e18
 """A buffer with a larger value is a mask: the square of its norm would overflow fp32."""
 
