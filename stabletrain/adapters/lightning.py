@@ -23,7 +23,7 @@ from torch.optim import LBFGS, Optimizer
 
 from stabletrain.adapters.unchanged import nothing, replaced, unchanged
 from stabletrain.errors import ConfigError
-from stabletrain.guarded.guard import Guard
+from stabletrain.guarded.attached_guard import AttachedGuard
 
 IN_A_LOOP = "use guard.step in a loop of your own"
 
@@ -52,7 +52,7 @@ class GuardCallback(pl.Callback):
         max_seconds: float = 120.0,
         policy: Any = None,
     ) -> None:
-        self.guard: Guard | None = None
+        self.guard: AttachedGuard | None = None
         self._options = {
             "folder": folder,
             "rollback": rollback,
@@ -74,7 +74,7 @@ class GuardCallback(pl.Callback):
         optimizer, scaler = trainer.optimizers[0], getattr(trainer.precision_plugin, "scaler", None)
         model = trainer.strategy.model
         assert model is not None
-        guard = Guard.attach(model, optimizer, scaler=scaler, **self._options)
+        guard = AttachedGuard.attach(model, optimizer, scaler=scaler, **self._options)
         self.guard = guard
         self._undo.append(guard.detach)
         if self._state:
@@ -126,7 +126,7 @@ class GuardCallback(pl.Callback):
 
 
 def recording(
-    callback: GuardCallback, guard: Guard, trainer: pl.Trainer, pl_module: pl.LightningModule
+    callback: GuardCallback, guard: AttachedGuard, trainer: pl.Trainer, pl_module: pl.LightningModule
 ) -> Callable[..., Any]:
     """Returns a `training_step` for the strategy that records each micro-batch."""
     inner = trainer.strategy.training_step
@@ -150,7 +150,7 @@ def recording(
     return training_step
 
 
-def scheduling(guard: Guard, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Callable[..., Any]:
+def scheduling(guard: AttachedGuard, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Callable[..., Any]:
     """Returns an `lr_scheduler_step` that leaves schedulers as they are after a withheld step."""
     inner = pl_module.lr_scheduler_step
 

@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from stabletrain.adapters.unchanged import nothing, replaced, unchanged
 from stabletrain.errors import ConfigError
-from stabletrain.guarded.guard import Guard
+from stabletrain.guarded.attached_guard import AttachedGuard
 
 STATE = "stabletrain.guard"
 """Name of the guard's state in `trainer_state.json`."""
@@ -57,7 +57,7 @@ class GuardCallback(TrainerCallback):
         max_seconds: float = 120.0,
         policy: Any = None,
     ) -> None:
-        self.guard: Guard | None = None
+        self.guard: AttachedGuard | None = None
         self._trainer = trainer
         self._options = {
             "folder": folder,
@@ -79,7 +79,7 @@ class GuardCallback(TrainerCallback):
         trainer = self._trainer
         optimizer, model = wrapped(trainer), trainer.model_wrapped
         assert model is not None
-        guard = Guard.attach(model, optimizer.optimizer, scaler=trainer.accelerator.scaler, **self._options)
+        guard = AttachedGuard.attach(model, optimizer.optimizer, scaler=trainer.accelerator.scaler, **self._options)
         self.guard = guard
         self._undo.append(guard.detach)
         saved = states_in(state)
@@ -125,7 +125,7 @@ class GuardCallback(TrainerCallback):
         if self.guard is not None:
             states_in(state)[STATE] = self.guard.state_dict()
 
-    def _recording(self, guard: Guard) -> Callable[..., Tensor]:
+    def _recording(self, guard: AttachedGuard) -> Callable[..., Tensor]:
         """Returns a `training_step` that records each micro-batch."""
         trainer, inner = self._trainer, self._trainer.training_step
         accelerator = trainer.accelerator

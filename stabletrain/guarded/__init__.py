@@ -18,5 +18,5 @@ that was withheld. What differs is where a step comes from: the user's closure, 
 | subject | the step as an investigation sees it |
 | rounds | several ranks run again together |
 | incidents | investigates a withheld step and writes its folder |
-| attach | judges at `optimizer.step()`, for a loop that cannot be edited |
+| attached_guard, attach | judges at `optimizer.step()`, for a loop that cannot be edited |
 """

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -25,8 +25,7 @@ from stabletrain.buffers import buffers_of
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.guarded.agreement import Alone, innermost, together
-from stabletrain.guarded.attach import Attached, InStep
-from stabletrain.guarded.gradients import BareTensors, gradients, measure, trained_parameters
+from stabletrain.guarded.gradients import BareTensors, trained_parameters
 from stabletrain.guarded.incidents import Incidents, settings
 from stabletrain.guarded.judge import Judge
 from stabletrain.guarded.part import Part, in_new_containers, loss_of, versions
@@ -38,14 +37,11 @@ from stabletrain.guarded.subject import LoopSubject, compiled_frames
 from stabletrain.records import RankPart, Reading, Verdict
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
 
+if TYPE_CHECKING:
+    from stabletrain.guarded.attached_guard import AttachedGuard
+
 _NEWEST: "WeakKeyDictionary[Optimizer, ref[Guard]]" = WeakKeyDictionary()
 """The guard of each optimizer. A newer guard of the same optimizer replaces it."""
-
-
-CLIPPED = (
-    "every gradient holds NaN or Inf: if the loop clips by the norm before optimizer.step(), one bad gradient has "
-    "spread to all"
-)
 
 
 class Guard:
@@ -54,6 +50,7 @@ class Guard:
     Attributes:
         last: the reading of the last step (`records.py`); None before the first. `last.applied` says whether the
             update was applied: call `lr_scheduler.step()` only then.
+        updates: whether the guard runs the optimizer's step; an attached loop does so itself.
         rolled_back: number of steps whose batches the loop is to pass over, because the last step rolled back; else 0.
 
     Args:
@@ -74,6 +71,8 @@ class Guard:
     Raises:
         ConfigError: model and optimizer do not belong together, or an argument is out of bounds.
     """
+
+    updates = True
 
     def __init__(
         self,
@@ -123,35 +122,30 @@ class Guard:
         self._keep_state, self._frames = keep_state, compiled_frames()
         self._step, self._begun, self._usual, self._newest_kind = 0, None, [], ""
         self._best, self._updating = math.inf, False
-        self._attached: Attached | None = None
         self.last: Reading | None = None
         self.rolled_back = 0
         _NEWEST[optimizer] = ref(self)
         optimizer.register_step_pre_hook(check_caller)
 
     @classmethod
-    def attach(cls, model: nn.Module, optimizer: Optimizer, **options: Any) -> "Guard":
+    def attach(
+        cls, model: nn.Module, optimizer: Optimizer, *, scaler: GradScaler | None = None, **options: Any
+    ) -> "AttachedGuard":
         """Guards a loop that cannot be edited: judges whenever the loop calls `optimizer.step()`.
 
         The loop keeps its own forward, backward, clipping and loss scale. If it clips, one NaN has spread to every
-        gradient before the guard sees them; the step is withheld all the same. See `guarded/attach.py` for what can be
-        explained.
+        gradient before the guard sees them; the step is withheld all the same.
 
         Args:
-            options: as for `Guard`, except `precision` and `max_norm`. `scaler` is the loop's own; the loop calls
-                `scaler.step(optimizer)` as before.
+            scaler: the loop's own `GradScaler`; the loop calls `scaler.step(optimizer)` as before.
+            options: as for `Guard`, except `precision` and `max_norm`.
 
         Returns:
             the guard. Its `last.loss` is 0 if the loop's loss is not known.
         """
-        for name in ("precision", "max_norm"):
-            if options.get(name) is not None:
-                raise ConfigError(f"Guard.attach({name}=...): the loop itself does that; leave it out")
-        scaler = options.pop("scaler", None)
-        guard = cls(model, optimizer, **options)
-        guard._judge.scaling = InStep(guard._scaling.precision, "fp16" if scaler is not None else "", optimizer, scaler)
-        guard._attached = Attached(model, optimizer, scaler, guard._begin, guard._decide, guard._loops_update)
-        return guard
+        from stabletrain.guarded.attached_guard import AttachedGuard
+
+        return AttachedGuard(model, optimizer, scaler=scaler, **options)
 
     # ---- a step
 
@@ -233,71 +227,6 @@ class Guard:
         self._settle(begun, self._judge(self._step + 1, loss, self._parameters))
         return loss
 
-    def before_forward(self, batch: Any, *, first: bool) -> None:
-        """Tells an attached guard that the loop begins a micro-batch of which `record` will tell.
-
-        Without it, the guard notices the first call of the model's own `forward`.
-
-        Args:
-            batch: as for `step`.
-            first: whether it is the first micro-batch of its step.
-        """
-        self._attachment("before_forward").before_forward(batch, first)
-
-    def before_clipping(self) -> None:
-        """Measures the gradients of an attached loop that is about to clip them: the step is judged by these norms.
-
-        Call it when the gradients are unscaled.
-        """
-        self._attachment("before_clipping").unclipped = measure(gradients(self._parameters), [])[0]
-
-    def detach(self) -> None:
-        """Ends what `attach` began: the optimizer steps as it did before."""
-        self._attachment("detach").detach()
-
-    def record(self, closure: Callable[..., Any], batch: Any, loss: Tensor) -> None:
-        """Tells an attached guard how the loop computed the loss of one micro-batch, so that it can be run again.
-
-        Args:
-            closure, batch: as for `step`. They are not run now.
-            loss: what the loop got, a scalar.
-        """
-        self._attachment("record").record(Part(closure, batch), loss)
-
-    def _attachment(self, method: str) -> Attached:
-        """Returns what records the attached loop's step."""
-        if self._attached is None:
-            raise ConfigError(f"guard.{method}() belongs to Guard.attach(); guard.step() needs no such call")
-        return self._attached
-
-    def _decide(self, loss: Tensor | None) -> bool:
-        """Judges a step of an attached loop; returns whether its update is applied.
-
-        Args:
-            loss: what the loop's own closure returned; None if it has none.
-        """
-        found, attached = gradients(self._parameters), self._attached
-        assert attached is not None
-        recorded, begun = attached.recorded, attached.take()
-        if not found:
-            return True
-        if loss is None or (recorded and begun.losses):
-            loss = sum(begun.losses[1:], begun.losses[0]) if begun.losses else torch.zeros((), device=self._device)
-        reading = self._judge(self._step + 1, loss.detach(), self._parameters, attached.norms_before_clipping)
-        if (
-            not recorded
-            and not math.isfinite(reading.grad_norm)
-            and all(not bool(each.isfinite().all()) for each in found)
-        ):
-            self._incidents.note(CLIPPED) if not self.skipped else None
-        attached.watching = False
-        try:
-            self._settle(begun, reading)
-        finally:
-            attached.watching = True
-            attached.end_step()
-        return reading.applied
-
     def _settle(self, begun: Begun, reading: Reading) -> None:
         """Follows the verdict on a step."""
         verdict = self._policy.judge(reading)
@@ -312,7 +241,7 @@ class Guard:
             self._roll_back()
         elif verdict is Verdict.HALT:
             raise TrainingHalted(f"step {reading.step}: {self._policy.reason}")
-        elif self._attached is None or not reading.applied:
+        elif self.updates or not reading.applied:
             self._states.after_update(reading.step)
 
     @property
@@ -324,7 +253,7 @@ class Guard:
         if len(self._parameters) != sum(len(group["params"]) for group in self._optimizer.param_groups):
             self._parameters = trained_parameters(self._model, self._optimizer)  # the loop has added a group
         self._states.before_first_update(self._step)
-        if self._attached is None:
+        if self.updates:
             self._optimizer.zero_grad(set_to_none=True)
         return Begun(Generators.now(self._device), buffers_of(self._model).save())
 
@@ -336,13 +265,6 @@ class Guard:
                 self._scaling.update(self._optimizer, True, False)
         finally:
             self._updating = False
-
-    @contextlib.contextmanager
-    def _loops_update(self) -> Generator[None]:
-        """A context in which an attached loop applies its update."""
-        with self._lowered_rate():
-            yield
-        self._states.after_update(self._step)
 
     @contextlib.contextmanager
     def _lowered_rate(self) -> Generator[None]:
@@ -399,8 +321,13 @@ class Guard:
             sharded=any(hasattr(parameter, "to_local") for parameter in self._parameters),
             keep_state=self._keep_state,
             frames=self._frames,
-            gap="" if self._attached is None else self._attached.gap(begun),
+            gap=self._gap(begun),
         )
+
+    def _gap(self, begun: Begun) -> str:
+        """Returns why the closures do not compute the loop's own loss; empty if they do."""
+        del begun
+        return ""
 
     def _rerun(self, begun: Begun, loss_scale: float) -> Rerun:
         """Returns what runs a step's closures again."""
@@ -449,7 +376,7 @@ def check_caller(optimizer: Optimizer, *arguments: Any) -> None:
     """Refuses an `optimizer.step()` that the optimizer's guard did not ask for."""
     newest = _NEWEST.get(optimizer)
     guard = None if newest is None else newest()
-    if guard is not None and guard._attached is None and not guard._updating:
+    if guard is not None and guard.updates and not guard._updating:
         raise ConfigError(
             "optimizer.step() was called outside the guard: guard.step() and guard.update() apply the update; remove "
             "the call, or use Guard.attach(model, optimizer) for a loop that cannot be changed"

@@ -203,8 +203,9 @@ def test_what_the_loop_does_itself_is_refused(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"Guard.attach\(max_norm=...\): the loop itself does that"):
         Guard.attach(model, optimizer, max_norm=1.0)
-    with pytest.raises(ConfigError, match=r"guard.record\(\) belongs to Guard.attach"):
-        Guard(model, optimizer).record(lambda: None, None, torch.ones(()))
+    guard = Guard.attach(model, optimizer, folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"this guard is attached to optimizer.step\(\)"):
+        guard.step(lambda: model(torch.ones(2, 4)).mean())
 
 
 def test_two_forward_calls_before_the_backward_pass_are_one_step(tmp_path):

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stabletrain.errors import ConfigError
 from stabletrain.guarded.guard import Guard
 from stabletrain.stability.guard import RollbackGuard
 from tests.guarded.given import batches, bits, network, same
@@ -131,13 +130,6 @@ def test_a_rollback_restores_one_step_and_the_loops_update_then_has_the_lower_ra
     loop.step(*batches(1))
     assert seen == [pytest.approx(0.5e-2)]
     assert loop.optimizer.param_groups[0]["lr"] == 1e-2
-
-
-@pytest.mark.parametrize("call", [lambda g: g.before_forward(None, first=True), Guard.before_clipping, Guard.detach])
-def test_these_belong_to_an_attached_guard(tmp_path, call):
-    model = network()
-    with pytest.raises(ConfigError, match=r"belongs to Guard\.attach"):
-        call(Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path))
 
 
 def test_with_a_loss_scale_the_samples_of_a_loss_that_is_not_finite_are_searched_for(tmp_path):

@@ -1,0 +1,116 @@
+"""The guard of a loop that cannot be edited: what `Guard.attach` returns."""
+
+import contextlib
+import math
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from stabletrain.errors import ConfigError
+from stabletrain.guarded.attach import Attached, InStep
+from stabletrain.guarded.gradients import gradients, measure
+from stabletrain.guarded.guard import Guard
+from stabletrain.guarded.part import Part
+from stabletrain.guarded.rerun import Begun
+
+CLIPPED = (
+    "every gradient holds NaN or Inf: if the loop clips by the norm before optimizer.step(), one bad gradient has "
+    "spread to all"
+)
+
+
+class AttachedGuard(Guard):
+    """Guards a loop that calls `optimizer.step()` itself; see `Guard.attach`.
+
+    Raises:
+        ConfigError: `precision` or `max_norm` is given, which the loop itself does.
+    """
+
+    updates = False
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, scaler: GradScaler | None, **options: Any) -> None:
+        for name in ("precision", "max_norm"):
+            if options.pop(name, None) is not None:
+                raise ConfigError(f"Guard.attach({name}=...): the loop itself does that; leave it out")
+        super().__init__(model, optimizer, **options)
+        optimizer = self._optimizer
+        self._judge.scaling = InStep(self._scaling.precision, "fp16" if scaler is not None else "", optimizer, scaler)
+        self._attached = Attached(self._outer, optimizer, scaler, self._begin, self._decide, self._loops_update)
+
+    def backward(self, closure: Callable[..., Any], batch: Any = None) -> Tensor:
+        """Raises ConfigError: the loop itself runs forward and backward."""
+        raise ConfigError("this guard is attached to optimizer.step(): use Guard(model, optimizer) for guard.step()")
+
+    # ---- what an adapter tells
+
+    def before_forward(self, batch: Any, *, first: bool) -> None:
+        """Tells that the loop begins a micro-batch of which `record` will tell.
+
+        Without it, the guard notices the first call of the model's own `forward`.
+
+        Args:
+            batch: as for `Guard.step`.
+            first: whether it is the first micro-batch of its step.
+        """
+        self._attached.before_forward(batch, first)
+
+    def record(self, closure: Callable[..., Any], batch: Any, loss: Tensor) -> None:
+        """Tells how the loop computed the loss of one micro-batch, so that it can be run again.
+
+        Args:
+            closure, batch: as for `Guard.step`. They are not run now.
+            loss: what the loop got, a scalar.
+        """
+        self._attached.record(Part(closure, batch), loss)
+
+    def before_clipping(self) -> None:
+        """Measures the gradients of a loop that is about to clip them: the step is judged by these norms.
+
+        Call it when the gradients are unscaled.
+        """
+        self._attached.unclipped = measure(gradients(self._parameters), [])[0]
+
+    def detach(self) -> None:
+        """Ends what `attach` began: the optimizer steps as it did before."""
+        self._attached.detach()
+
+    # ---- a step
+
+    def _decide(self, loss: Tensor | None) -> bool:
+        """Judges a step; returns whether its update is applied.
+
+        Args:
+            loss: what the loop's own closure returned; None if it has none.
+        """
+        found, attached = gradients(self._parameters), self._attached
+        recorded, begun = attached.recorded, attached.take()
+        if not found:
+            return True
+        if loss is None or (recorded and begun.losses):
+            loss = sum(begun.losses[1:], begun.losses[0]) if begun.losses else torch.zeros((), device=self._device)
+        reading = self._judge(self._step + 1, loss.detach(), self._parameters, attached.norms_before_clipping)
+        spread = not recorded and not math.isfinite(reading.grad_norm) and not self.skipped
+        if spread and all(not bool(each.isfinite().all()) for each in found):
+            self._incidents.note(CLIPPED)
+        attached.watching = False
+        try:
+            self._settle(begun, reading)
+        finally:
+            attached.watching = True
+            attached.end_step()
+        return reading.applied
+
+    @contextlib.contextmanager
+    def _loops_update(self) -> Generator[None]:
+        """A context in which the loop applies its update."""
+        with self._lowered_rate():
+            yield
+        self._states.after_update(self._step)
+
+    def _gap(self, begun: Begun) -> str:
+        """Returns why the loop's own loss cannot be computed again; empty if it can."""
+        return self._attached.gap(begun)
