@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,23 +32,20 @@ from stabletrain.guarded.rerun import Begun, Generators, Rerun
 from stabletrain.guarded.scaling import scaling
 from stabletrain.records import Reading
 
-if TYPE_CHECKING:
-    from stabletrain.guarded.subject import LoopSubject
 
-
-def why_not_replayable(subject: "LoopSubject") -> str:
+def why_not_replayable(rerun: Rerun, *, sharded: bool, keep_state: bool) -> str:
     """Returns why a step cannot be replayed from its folder; empty if it can."""
-    if subject.sharded:
+    if sharded:
         return "the weights are sharded across ranks"
-    if not subject.keep_state:
+    if not keep_state:
         return "Guard(keep_state=False) does not save the weights"
-    for part in subject.rerun.begun.parts:
+    for part in rerun.begun.parts:
         if why := getattr(part.closure, "not_replayable", "") or why_not_importable(part.closure):
             return why
-        if not name_of_model(part.closure, subject.rerun.model):
+        if not name_of_model(part.closure, rerun.model):
             return f"the model is not a global variable of the module '{part.closure.__module__}', where the closure is"
     try:
-        flatten([part.batch for part in subject.rerun.begun.parts])
+        flatten([part.batch for part in rerun.begun.parts])
     except TypeError as error:
         return f"the batch cannot be saved: {error}"
     return ""
@@ -71,15 +68,19 @@ def name_of_model(closure: Callable[..., Any], model: nn.Module) -> str:
     return next((name for name, v in values.items() if isinstance(v, nn.Module) and innermost(v) is model), "")
 
 
-def save_step(folder: Path, subject: "LoopSubject") -> None:
+def save_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool, comparable: bool) -> None:
     """Writes a step into its incident's folder.
+
+    Args:
+        whole: whether to write all that a replay needs, or the tensors of the batch only.
+        comparable: whether a replay must give the step's bits.
 
     Raises:
         OSError: the disk is full or gone.
     """
-    begun, why = subject.rerun.begun, subject.why_not_replayable()
+    begun = rerun.begun
     folder.mkdir(parents=True, exist_ok=True)
-    if why:  # the tensors of the batch, to look at
+    if not whole:
         tensors = {f"{i}/{name}": t for i, part in enumerate(begun.parts) for name, t in named_tensors(part.batch)}
         files.write(folder / files.BATCH, to_host(tensors))
         return
@@ -91,21 +92,21 @@ def save_step(folder: Path, subject: "LoopSubject") -> None:
         "numpy": [version, torch.from_numpy(keys.astype("int64")), *numpy],
         "python": generators.python,
     }
-    model = subject.rerun.model
+    model = rerun.model
     state = {
         "parameters": dict(model.named_parameters()),
-        "buffers": dict(zip([name for name, _ in model.named_buffers()], subject.buffers, strict=True)),
+        "buffers": dict(zip([name for name, _ in model.named_buffers()], begun.buffers.tensors(), strict=True)),
     }
-    closures = [closure_record(part.closure, subject.rerun.model) for part in begun.parts]
+    closures = [closure_record(part.closure, rerun.model) for part in begun.parts]
     skeleton: dict[str, Any] = flatten(
         {
             "format": files.FORMAT,
             "closures": closures,
-            "step": subject.step,
-            "loss_scale": subject.rerun.loss_scale,
-            "precision": subject.rerun.scaling.name if subject.rerun.scaling.autocasts else "",
-            "reading": subject.reading._asdict(),
-            "comparable": subject.comparable,
+            "step": reading.step - 1,
+            "loss_scale": rerun.loss_scale,
+            "precision": rerun.scaling.name if rerun.scaling.autocasts else "",
+            "reading": reading._asdict(),
+            "comparable": comparable,
             "device": str(generators.device),
             "threads": torch.get_num_threads(),
         }

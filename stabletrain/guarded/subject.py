@@ -178,11 +178,12 @@ class LoopSubject:
 
     def save(self, folder: Path) -> None:
         """Writes the batch; and the weights, if the step can be replayed from the folder."""
-        save_step(folder, self)
+        whole = not self.why_not_replayable()
+        save_step(folder, self.rerun, self.reading, whole=whole, comparable=self.comparable)
 
     def why_not_replayable(self) -> str:
         """Returns why `stabletrain replay` cannot run the step from its folder; empty if it can."""
-        return why_not_replayable(self)
+        return why_not_replayable(self.rerun, sharded=self.sharded, keep_state=self.keep_state)
 
     # ---- reruns
 
