@@ -8,7 +8,11 @@ ARGUMENTS = {"train_and_load.py": ["steps=3", "model.n_layer=1", "eval_batches=1
 """Arguments of the examples that take any."""
 
 
-ELSEWHERE = {"guard_loop.py": "tests/guarded/test_example.py"}
+ELSEWHERE = {
+    "guard_loop.py": "tests/guarded/test_example.py",
+    "guard_lightning.py": "tests/adapters/test_lightning.py",
+    "guard_transformers.py": "tests/adapters/test_transformers.py",
+}
 """Examples that another test runs."""
 
 HERE = sorted({file.name for file in (ROOT / "examples").glob("*.py")} - {*ELSEWHERE})

@@ -4,8 +4,6 @@ import inspect
 import json
 import math
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,7 @@ from stabletrain.forensics.incident_list import incidents
 from stabletrain.guarded.guard import Guard
 from stabletrain.stability.guard import RollbackGuard
 from tests.guarded.given import Loop, batches, bits, network, same
-from tests.runs import ROOT
+from tests.runs import ROOT, python
 
 
 def record_of(guard):
@@ -376,11 +374,10 @@ for step in range(6):
 """
 
 
-def python(*arguments, cwd):
-    """A process of its own."""
-    found = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False,
-                           env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""})  # fmt: skip
-    return found.returncode, found.stdout + found.stderr
+def ran(*arguments, cwd):
+    """The exit code and the output of a process of its own."""
+    done = python(*arguments, cwd=cwd, PYTHONPATH=str(ROOT))
+    return done.returncode, done.stdout + done.stderr
 
 
 REPLAY = ("-m", "stabletrain.cli.commands", "replay", "found/step-00000006")
@@ -389,12 +386,12 @@ REPLAY = ("-m", "stabletrain.cli.commands", "replay", "found/step-00000006")
 def test_a_step_whose_closure_can_be_imported_is_replayed_from_its_folder(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "script.py").write_text(SCRIPT.format(closure="loss", more=""))
-    assert python("script.py", cwd=tmp_path)[0] == 0
-    code, text = python(*REPLAY, cwd=tmp_path)
+    assert ran("script.py", cwd=tmp_path)[0] == 0
+    code, text = ran(*REPLAY, cwd=tmp_path)
     assert code == 0, text
     assert "bitwise equal: the step is not finite, as in the run" in text
     (tmp_path / "mine.py").write_text(MODULE.replace("(x[:, 0] != 9)", "(x[:, 0] != 10)"))
-    code, text = python(*REPLAY, cwd=tmp_path)
+    code, text = ran(*REPLAY, cwd=tmp_path)
     assert "fixed by the change in" in text
 
 
@@ -408,8 +405,8 @@ def test_a_step_whose_closure_can_be_imported_is_replayed_from_its_folder(tmp_pa
 def test_where_it_cannot_be_the_report_says_why(tmp_path, closure, more, why):
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "script.py").write_text(SCRIPT.format(closure=closure, more=more))
-    assert python("script.py", cwd=tmp_path)[0] == 0
-    code, text = python(*REPLAY, cwd=tmp_path)
+    assert ran("script.py", cwd=tmp_path)[0] == 0
+    code, text = ran(*REPLAY, cwd=tmp_path)
     assert (code, why in text) == (2, True), text
     folder = Path(tmp_path, "found/step-00000006")
     assert f"Not possible: {why}" in (folder / "report.md").read_text()
