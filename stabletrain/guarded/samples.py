@@ -72,8 +72,7 @@ def bad_samples(parts: Sequence[Part], usual: Sequence[Part]) -> list[dict[str, 
             if name in allowed or not has_rows(tensor, size) or not bad.any():
                 continue
             label = name.rpartition(".")[2].lower() in LABELS or (len(tensors) > 1 and name == tensors[-1][0])
-            for row in bad.flatten(1).any(1).nonzero().flatten().tolist() if bad.ndim > 1 else bad.nonzero().tolist():
-                row = row if isinstance(row, int) else row[0]
+            for row in bad.reshape(size, -1).any(1).nonzero().flatten().tolist():
                 mine = bad[row]
                 what = f"{of_batch(name)} holds {int(mine.sum())} of {mine.numel()} values that are NaN or Inf"
                 fault = {"fault": "label" if label else "input", "what": f"{what}, the first{at(mine)}"}
@@ -93,7 +92,9 @@ def without_bad_values(parts: Sequence[Part]) -> list[Part]:
 
 def of_batch(name: str) -> str:
     """Names a tensor of a batch in words."""
-    return f"'{name}' of the batch" if name and not name.isdigit() else f"element {name} of the batch" if name else "it"
+    if not name:
+        return "it"
+    return f"element {name} of the batch" if name.isdigit() else f"'{name}' of the batch"
 
 
 def not_finite(tensor: Tensor) -> Tensor:
