@@ -1,7 +1,7 @@
 """The program: where its configuration lies, and how it was started, for the commands that it records and suggests.
 
 Training is started by `python train.py` in a checkout, by `stabletrain train` anywhere, or by `stabletrain.train` from
-Python, which is told as `stabletrain train`.
+Python. For the last, the command that does the same is recorded and suggested: `stabletrain train`.
 """
 
 import shlex

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from stabletrain.guarded.gradients import unwrapped
 from stabletrain.guarded.part import Part, named_tensors, versions
 from stabletrain.guarded.rerun import Begun
 from stabletrain.guarded.scaling import FLOOR, Scaling
@@ -69,6 +70,7 @@ class InStep(Scaling):
     def __init__(self, precision: Precision, name: str, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         super().__init__(precision, name)
         self._optimizer, self._scaler = optimizer, scaler
+        self._one = torch.ones((), device=optimizer.param_groups[0]["params"][0].device)
 
     def unscale_(self, optimizer: Optimizer, found: list[Tensor]) -> None:
         """Divides gradients that are still scaled, in place, so that the optimizer need not."""
@@ -78,11 +80,11 @@ class InStep(Scaling):
             optimizer.grad_scale = None  # ty: ignore[missing-attribute]
 
     def loss_scale(self) -> Number:
-        """Returns the loop's loss scale."""
+        """Returns the loop's loss scale, without a host read."""
         scale = getattr(self._optimizer, "grad_scale", None)
         if scale is not None:
             return scale.clone()
-        return self._scaler.get_scale() if self._scaler is not None else 1.0
+        return self._scaler.scale(self._one) if self._scaler is not None and self._scaler.is_enabled() else 1.0
 
     def overflow(self, terms: LossTerms, norms: GradNorms) -> Tensor | bool:
         """Returns whether the loss is finite, the scaled gradients are not, and the scale is above `FLOOR`."""
@@ -249,11 +251,10 @@ class Attached:
         """Returns the scaler's new step."""
 
         def step(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            optimizer = getattr(optimizer, "optimizer", optimizer)
-            if optimizer is not self._optimizer or not scaler.is_enabled():
+            if unwrapped(optimizer) is not self._optimizer or not scaler.is_enabled():
                 return inner(optimizer, *args, **kwargs)
             try:
-                scaler.unscale_(optimizer)
+                scaler.unscale_(self._optimizer)
             except RuntimeError as error:
                 if "already been called" not in str(error):
                     raise
@@ -262,7 +263,7 @@ class Attached:
             self._passing = True
             try:
                 with self._update():
-                    return inner(optimizer, *args, **kwargs)
+                    return inner(self._optimizer, *args, **kwargs)
             finally:
                 self._passing = False
 

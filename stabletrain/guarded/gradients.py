@@ -43,6 +43,14 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     return found
 
 
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Returns the optimizer inside accelerate's wrapper, which has no hooks; any other as it is.
+
+    Others that hold an optimizer, such as Lookahead, have an update of their own.
+    """
+    return optimizer.optimizer if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer  # ty: ignore[missing-attribute]
+
+
 class BareTensors(nn.Module):
     """A model without modules: the tensors that a loop trains, as they are."""
 

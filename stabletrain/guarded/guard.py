@@ -25,7 +25,7 @@ from stabletrain.buffers import buffers_of
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.guarded.agreement import Alone, innermost, together
-from stabletrain.guarded.gradients import BareTensors, trained_parameters
+from stabletrain.guarded.gradients import BareTensors, trained_parameters, unwrapped
 from stabletrain.guarded.incidents import Incidents, settings
 from stabletrain.guarded.judge import Judge
 from stabletrain.guarded.part import Part, in_new_containers, loss_of, versions
@@ -96,7 +96,7 @@ class Guard:
                     f"Guard({type(model).__name__}, ...): give the nn.Module that is trained, or a list of tensors"
                 )
             model = BareTensors(model)
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's wrapper
+        optimizer = unwrapped(optimizer)
         self._outer, self._model, self._optimizer = model, innermost(model), optimizer
         self._parameters = trained_parameters(self._model, optimizer)
         self._device = self._parameters[0].device

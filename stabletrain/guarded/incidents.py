@@ -70,13 +70,19 @@ def of_any_loop(diagnosis: Diagnosis) -> Diagnosis:
 
 
 class LoopHandler(IncidentHandler):
-    """An incident handler whose fixes hold in any training loop. Its budget is that of this process."""
+    """An incident handler whose fixes hold in any training loop.
+
+    Args:
+        filed: the incidents of this process. Folders of earlier ones do not count against the budget.
+    """
+
+    def __init__(self, max_incidents: int, max_seconds: float, filed: Sequence[IncidentSummary]) -> None:
+        super().__init__(max_incidents, max_seconds)
+        self._of_process = filed
 
     def has_budget(self) -> bool:
         """Whether another incident may be investigated."""
-        return self._investigations < ATTEMPTS * self.max_incidents and self.written < self.max_incidents
-
-    written = 0
+        return self._investigations < ATTEMPTS * self.max_incidents and len(self._of_process) < self.max_incidents
 
     def investigate(
         self,
@@ -114,7 +120,7 @@ class Incidents:
     def __init__(self, folder: Path, max_incidents: int, max_seconds: float, ranks: Ranks) -> None:
         self.found: list[IncidentSummary] = []
         self._folder, self._ranks, self._explained = folder, ranks, 0
-        self._handler = LoopHandler(max_incidents, max_seconds) if max_incidents else None
+        self._handler = LoopHandler(max_incidents, max_seconds, self.found) if max_incidents else None
 
     def investigate(
         self,
@@ -143,7 +149,6 @@ class Incidents:
         if summary is None:
             return False
         self.found.append(summary)
-        self._handler.written += 1
         self.note(*summary.lines)
         return True
 

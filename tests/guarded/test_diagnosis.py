@@ -483,3 +483,12 @@ def test_a_dictionary_that_the_loop_refills_is_no_reason_to_know_nothing(tmp_pat
         guard.step(lambda b: F.mse_loss(model(b["x"])[:, 0], b["y"]), batch=batch)
     assert record_of(guard)["cause"] == "poison_input"
     assert record_of(guard)["samples"][0]["index"] == 5
+
+
+def test_folders_of_earlier_processes_do_not_count_against_the_budget(tmp_path):
+    for step in range(3):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    loop = Loop(tmp_path, max_incidents=1)
+    data = batches(4)
+    loop.run([data[0], spoilt(data[1], 2), data[2], spoilt(data[3], 1)])
+    assert [each.path.name for each in loop.guard.incidents] == ["step-00000002-2"], "and one that is there is kept"

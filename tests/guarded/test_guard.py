@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.amp import GradScaler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.guarded.guard import Guard
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
+from stabletrain.step import InFlight
 from tests.guarded.given import Loop, batches, bits, network, same
 
 OPTIMIZERS = {
@@ -612,3 +614,50 @@ def test_rollbacks_in_a_row_pass_over_what_was_passed_over_before(tmp_path):
             next(loader)
         assert loader.at == furthest + 5, "each time the loop goes on behind what it has read, and 5 further"
     assert passed == [2 - 1 + 5, 6 + 2 + 5]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer around another one, with an update of its own."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups[0]["params"], {"lr": 0.0})
+        self.optimizer, self.steps = optimizer, 0
+
+    def step(self, closure=None):
+        """The inner update, and one of its own."""
+        self.steps += 1
+        self.optimizer.step()
+
+
+def test_an_optimizer_around_another_one_keeps_its_own_update(tmp_path):
+    model = network()
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
+    guard = Guard(model, optimizer, folder=tmp_path, max_incidents=0)
+    for batch in [*batches(2), nan_in(batches(1)[0])]:
+        guard.step(lambda x, y: F.cross_entropy(model(x), y), batch=batch)
+    assert optimizer.steps == 2
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operations that read a number from the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Runs the operation."""
+        self.count += str(func) == "aten._local_scalar_dense.default"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.1}, {"precision": "fp16"}, {"rollback": True}], ids=str)
+def test_a_step_reads_from_the_device_once(tmp_path, options, monkeypatch):
+    loop = Loop(tmp_path, OPTIMIZERS["fused adamw"], **options)
+    loop.run(batches(2))
+    waits, wait = [], InFlight.wait
+    monkeypatch.setattr(InFlight, "wait", lambda self: waits.append(0) or wait(self))
+    with Reads() as reads:
+        loop.guard.step(loop.loss, batch=batches(1)[0])
+    assert (reads.count, len(waits)) == (0, 1), "one vector is read, and no single number"
+    with Reads() as reads:
+        float(loop.guard.step(loop.loss, batch=batches(1)[0]))
+    assert reads.count == 1, "reading the loss that was returned is one more"
