@@ -48,11 +48,8 @@ class Hook:
         if target is not None:
             target(*args)
 
-    def __deepcopy__(self, memo: Any) -> "Hook":
-        return Hook()
-
     def __reduce__(self) -> tuple:
-        return Hook, ()
+        return Hook, ()  # for `copy.deepcopy` and `torch.save`
 
 
 class InStep(Scaling):
@@ -189,8 +186,6 @@ class Attached:
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if not (self.watching and module.training and torch.is_grad_enabled()):
             return
-        if module is not self._model:
-            return
         if self.begun is None or (self._went_back and self._gradients_are_gone()):
             self.begun, self.recorded, self._went_back = self._begin(), False, False
         if not self.recorded and len(self.begun.parts) < MOST_CALLS:
@@ -202,7 +197,7 @@ class Attached:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not (self.watching and module.training and torch.is_grad_enabled()):
             return
-        if module is self._model and not self.recorded and self.begun is not None:
+        if not self.recorded and self.begun is not None:
             if len(self.begun.losses) >= MOST_CALLS:
                 return
             for tensor in [tensor for _, tensor in named_tensors(output) if tensor.requires_grad][:1]:

@@ -205,6 +205,26 @@ def test_an_investigation_puts_everything_back(tmp_path, policy, monkeypatch):
     assert model[2].calls == 6, "a counter of the module has counted the loop's calls only"
 
 
+def test_a_rerun_that_ends_half_way_leaves_the_generators_alone(tmp_path):
+    drawn = []
+    for incidents_ in (0, 5):
+        model, guard = rooted(tmp_path / str(incidents_), max_incidents=incidents_)
+        calls = []
+
+        def loss(x, y):
+            calls.append(torch.rand(len(calls) + 1))  # noqa: B023
+            if len(calls) > 1:  # noqa: B023
+                raise ValueError("only once")
+            return distance(model)(x, y)  # noqa: B023
+
+        torch.manual_seed(3)
+        guard.step(loss, batch=with_zeros(batches(1)[0], 3))
+        assert guard.skipped == 1
+        assert (len(calls) > 1) is (incidents_ > 0)
+        drawn.append(torch.rand(3).tolist())
+    assert drawn[0] == drawn[1]
+
+
 def test_the_losses_after_an_incident_are_those_without_the_diagnosis(tmp_path):
     losses = []
     for incidents_ in (0, 5):
@@ -325,12 +345,16 @@ def test_an_autocast_around_the_guard_is_entered_again(tmp_path):
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path)
     for number, (x, y) in enumerate(batches(3)):
-        scale = math.inf if number == 2 else 1.0
+        root = float(number != 2)  # the derivative of a root has no finite value at 0; the loss is finite
         with torch.autocast("cpu", torch.bfloat16):
-            guard.step(lambda x, y: F.cross_entropy(model(x), y) * scale, batch=(x, y))  # noqa: B023
+            guard.backward(
+                lambda x, y, z: F.cross_entropy(out := model(x), y) + (out.sum() * 0 + z).sqrt(),
+                batch=(x, y, torch.tensor(root)),
+            )
+        guard.update()
     record = record_of(guard)
     assert record["replays"]["same"]["bitwise_equal_to_reading"] is True
-    assert record["replays"]["same"]["loss"] == "Infinity"
+    assert record["replays"]["same"]["loss"] != record["replays"]["fp32"]["loss"], "bf16 rounds"
 
 
 def test_a_loss_that_updates_have_driven_up_is_not_blamed_on_the_initial_weights(tmp_path):
