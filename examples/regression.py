@@ -2,10 +2,12 @@
 
     python train.py --config-dir examples/conf experiment=regression
 
+Takes a second on two CPU cores. Result: `val/r2` 0.47, the share of the outcome's variance that is explained.
+
 The data is scikit-learn's (442 patients, Efron et al. 2004, "Least Angle Regression"), the loss `objective=mse`.
 
 A fault to try: `data.unrecorded=1` leaves the outcome of one patient unrecorded, which a CSV file gives as NaN. Each
-step that reads this patient is withheld, and the report names the patient.
+step that reads this patient is skipped, and the report names the patient.
 """
 
 import torch

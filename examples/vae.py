@@ -2,10 +2,13 @@
 
     python train.py --config-dir examples/conf experiment=vae
 
-The data is scikit-learn's (1,797 images of 8 x 8 pixels). The loss has two terms that are logged under their names.
+Takes ten seconds on two CPU cores. Result: `val/loss` 0.36 nats per pixel, from 0.71 (log 2 is a coin for each pixel).
 
-A fault to try: `objective.from_logits=false` takes the logarithm of a sigmoid, as many do, instead of the
-cross-entropy of its logits. Once a pixel is certain, the sigmoid is 0 or 1, and the logarithm of 0 is -inf.
+The data is scikit-learn's (1,797 images of 8 x 8 pixels), dark ink on white paper. The loss has two terms, which are
+logged as `train/reconstruction` and `train/kl`.
+
+A fault to try: `objective.from_logits=false` takes logarithms of a sigmoid, as many do, instead of the cross-entropy of
+its logits. The corners are always white. After 225 steps the sigmoid rounds to 1 there, and log(1 - 1) is -inf.
 """
 
 from dataclasses import dataclass
@@ -27,7 +30,7 @@ class Digits:
     """
 
     def __init__(self, seed: int) -> None:
-        pixels = torch.from_numpy(load_digits().data).float() / 16
+        pixels = 1 - torch.from_numpy(load_digits().data).float() / 16
         order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
         self.images, self.seed = {"train": pixels[order[300:]], "val": pixels[order[:300]]}, seed
 
