@@ -89,9 +89,10 @@ MISTAKES = {
 ESSENTIAL = (
     *("optimizer.lrr=1", "presision=bf16", "clipping=norn", "steps=1e3", "steps=0", "~guard", "steps=[", "steps"),
     *("optimizer.lr=1e-3,1e-1", "data.path=x", "warmup.steps=2000", "--steps 100", "resume=nowhere"),
-    "model=resnet20 data=digits stability=full",
+    *("resume=", "warmup.steps=0", "seed=-1", "grad_accum_steps=3"),
+    *("model=resnet20 data=digits stability=full", "qkclip=kimi stability=v100"),
 )
-"""Mistakes of the fast tier: one of each kind, so that no kind of message loads torch or shows a traceback."""
+"""Mistakes of the fast tier: one of each kind, so that none loads torch; tests/config has the other messages."""
 
 
 @pytest.mark.slow(unless=lambda typed: typed in ESSENTIAL)
