@@ -8,7 +8,8 @@ of the first step's value, tolerates a single hard sample when the model has mem
 
 A window is cold until it is half full: the fast changes of the first steps still dominate its mean and deviation.
 Until then the limit is at most `cold` times the first value (3 for the loss, 100 for the gradient norm), and falls
-towards the recent values as steps are applied (`early_limit`). Skipped steps never enter a window.
+towards the recent values as steps are applied (`early_limit`). Skipped steps never enter a window. A multiple of a
+loss below 0 says nothing, so such a loss has no limit until the window is half full, and then only that of the window.
 """
 
 import itertools
@@ -101,10 +102,10 @@ class Limit:
         limit = self._spikes.limit
         first = median_low(self._first) or math.inf  # multiples of 0 would forbid every later value
         if math.isfinite(limit):
-            limit = max(limit, self._terms.ratio * self._spikes.mean, self._terms.share * first)
+            limit = max(limit, self._terms.ratio * self._spikes.mean, self._terms.share * first if first > 0 else limit)
         elif math.isfinite(self._spikes.sigma):
-            limit = self._terms.cold * first
-            if math.isfinite(self._terms.prior):
+            limit = self._terms.cold * first if first > 0 else LARGEST  # a loss may begin below 0
+            if math.isfinite(self._terms.prior) and min(first, *self._spikes.values[-RECENT:]) >= 0:
                 early = early_limit(self._spikes.values, self._terms.cold, self._terms.prior, self._spikes.sigma)
                 limit = min(limit, max(early, self._terms.share * first))
         self.value = min(limit, LARGEST)
