@@ -73,7 +73,7 @@ def transcripts(page: Path) -> Iterator[Transcript]:
 def working_folder(path: Path) -> Path:
     """Makes `path` look like the project's root, so that commands can be run as they stand; output goes to `path`."""
     path.mkdir(parents=True, exist_ok=True)
-    for name in ("train.py", "conf", "docs", "slurm"):
+    for name in ("train.py", "conf", "docs", "slurm", "examples"):
         (path / name).symlink_to(ROOT / name)
     return path
 
