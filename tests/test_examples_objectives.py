@@ -188,6 +188,8 @@ def test_an_outcome_that_is_nan_is_named_by_its_patient(tmp_path, capsys):
     with trained(tmp_path, *REGRESSION_FAULT) as job:
         incident, diagnosis = first_incident(tmp_path)
         assert_withheld_and_replayed(job, tmp_path, incident, capsys)
+    kinds = {event["kind"] for event in read_jsonl(tmp_path / "events.jsonl") if event["event"] == "skip"}
+    assert kinds == {"bad_data"}, "known before the loss is"
     patient = int(DATA["regression"].patients["train"][0])
     assert diagnosis["cause"] == "bad_label"
     assert {(each["id"], each["source"]) for each in diagnosis["samples"]} == {(patient, f"patient {patient}")}
