@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,7 +103,7 @@ class Custom(Objective):
         sums["samples"] = double(len(batch), terms.total)
         return sums
 
-    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Returns the means."""
         counts = {"mean": sums["count"], "metric": sums["samples"]}
         named = {key: key.partition("/") for key in sums if "/" in key}
