@@ -70,7 +70,7 @@ class GPT(nn.Module):
         position: `rope` or `learned`.
         norm: `layernorm` or `rmsnorm`.
         norm_eps: added to the variance (LayerNorm) or mean square (RMSNorm).
-        mlp: `gelu` or `swiglu`.
+        mlp: `gelu`, `gelu_tanh` (GPT-2's, the tanh approximation) or `swiglu`.
         bias: whether LayerNorms and linear layers, except the head, have biases.
         tied_head: whether the head shares the embedding matrix, which then appears once in the state dict.
         dropout: dropout probability of the embeddings, the attention weights and each branch's output, in [0, 1).

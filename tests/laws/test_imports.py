@@ -22,6 +22,7 @@ MAY_SEE = {
     "models": NOUNS,
     "checkpoint": NOUNS,
     "tracking": NOUNS,
+    "weights": NOUNS | {"checkpoint", "models"},
     "monitors": NOUNS | {"machine"},
     "stability": NOUNS | {"monitors", "machine", "protocols"},
     "parallel": NOUNS | {"checkpoint", "machine"},
@@ -38,7 +39,7 @@ MAY_SEE = {
     | {"protocols", "stability", "step", "tracking"},
     "cli": NOUNS
     | {"checkpoint", "comparison", "config", "data", "forensics", "guarded", "machine", "models", "parallel"}
-    | {"protocols", "stability", "tracking", "trainer"},
+    | {"protocols", "stability", "tracking", "trainer", "weights"},
     "api": NOUNS | {"cli", "comparison", "config", "machine", "parallel", "tracking", "trainer"},
     "train": {"cli", "parallel"},
     "__main__": {"cli"},
