@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -52,6 +52,7 @@ class Loaded:
     notes: Sequence[str] = ()
 
 
+@runtime_checkable
 class StartingWeights(Protocol):
     """Puts the weights that a run begins with into its model."""
 

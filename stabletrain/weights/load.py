@@ -22,7 +22,7 @@ WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 OUTER = "module."
 """What DistributedDataParallel puts before every name."""
 
-SHOWN = 5
+SHOWN = 3
 """How many tensors a message names; the others are counted."""
 
 

@@ -105,6 +105,8 @@ def sort(path: Path, as_gpt2: bool) -> Source:
             config = json.loads((path / gpt2.CONFIG).read_text(encoding="utf-8"))
             return Source(path, "gpt2", hashes, sizes=gpt2.sizes_of(config, gpt2.CONFIG))
         return Source(path, "safetensors", hashes)
+    if gpt2.is_folder(path):
+        gpt2.stored(path)  # says how transformers converts it
     if pickled := files.pickled_in(path):
         raise ConfigError(
             f"it holds only pickled weights ({', '.join(pickled[:3])}), and unpickling a file can run any code in it: "
