@@ -110,7 +110,7 @@ def sort(path: Path, as_gpt2: bool) -> Source:
     if pickled := files.pickled_in(path):
         raise ConfigError(
             f"it holds only pickled weights ({', '.join(pickled[:3])}), and unpickling a file can run any code in it: "
-            f"if you trust the file, convert it with {CONVERT} {pickled[0]} model.safetensors"
+            f"if you trust the file, convert it with {CONVERT} {path / pickled[0]} {path / files.ONE_FILE}"
         )
     raise ConfigError("it holds no weights: name a run folder, one checkpoint in it, or a folder of .safetensors files")
 

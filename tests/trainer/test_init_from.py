@@ -12,6 +12,7 @@ from torchvision.models import resnet18
 
 import stabletrain
 from stabletrain.checkpoint.folder import find
+from stabletrain.cli.replay import replay_incident
 from stabletrain.errors import ConfigError
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
@@ -143,6 +144,7 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_keeps_its_init(started,
     assert " and 5 more; what is not loaded keeps its init" in shown
 
 
+@pytest.mark.slow
 def test_a_source_of_which_nothing_fits_is_refused_even_then(started, source):
     with pytest.raises(ConfigError, match=r"no tensor of .* fits model=resnet20"):
         started(*TINY_RESNET, *QUIET, f"init_from={source}", "init_strict=false")
@@ -214,33 +216,55 @@ def test_a_resumed_run_does_not_need_its_source(tmp_path, source, text):
     assert equal(weights(cut), weights(whole))
     assert lines(cut) == lines(whole)
     assert json.loads((cut / "run.json").read_text())["init_from"] == record
-    from_one = stabletrain.train(
-        [f"resume={cut}/checkpoints/step-00000004", "steps=8", f"hydra.run.dir={tmp_path / 'c'}"]
-    )
-    assert equal(weights(from_one.folder), weights(whole))
-    with pytest.raises(
-        ConfigError, match=r"the resumed run .*cut began with init_from=.*gone, and has its weights from"
-    ):
-        stabletrain.train([f"resume={cut}", "steps=9", f"init_from={source}"])
 
 
+@pytest.mark.slow
+def test_a_checkpoint_is_resumed_in_a_new_folder_and_no_other_weights_may_be_named(tmp_path, source):
+    gone = shutil.copytree(source, tmp_path / "gone")
+    run = trained(tmp_path / "run", *SMALL, f"init_from={gone}", "steps=8").folder
+    shutil.rmtree(gone)
+    first = run / "checkpoints" / "step-00000004"
+    again = stabletrain.train([f"resume={first}", f"hydra.run.dir={tmp_path / 'again'}"]).folder
+    assert equal(weights(again), weights(run))
+    for resume in (run, first):
+        with pytest.raises(
+            ConfigError, match=r"the resumed run .*run began with init_from=.*gone, and has its weights"
+        ):
+            stabletrain.train([f"resume={resume}", "steps=9", f"init_from={source}"])
+
+
+@pytest.mark.slow
 def test_a_run_that_lost_its_checkpoints_starts_again_from_the_same_weights(tmp_path, source):
     gone = shutil.copytree(source, tmp_path / "gone")
     tuned = [*SMALL, f"init_from={gone}"]
     folder = trained(tmp_path / "run", *tuned).folder
-    first = weights(folder)
-    for checkpoint in (folder / "checkpoints").iterdir():
-        (checkpoint / "model.safetensors").write_bytes(b"damaged")
+    damage(folder)
     again = stabletrain.train([*tuned, "resume=auto", f"hydra.run.dir={folder}", "steps=5"])
     assert again.metrics["steps"] == 5
-    assert lines(folder)[-1]["step"] == 5
     assert equal(weights(trained(tmp_path / "five", *tuned, "steps=5").folder), weights(folder))
-    assert not equal(first, weights(folder))
-    for checkpoint in (folder / "checkpoints").iterdir():
-        (checkpoint / "model.safetensors").write_bytes(b"damaged")
+    damage(folder)
     shutil.rmtree(gone)
     with pytest.raises(ConfigError, match=r"init_from=.*gone: there is no such folder"):
         stabletrain.train([*tuned, "resume=auto", f"hydra.run.dir={folder}", "steps=6"])
+
+
+def damage(run):
+    for checkpoint in (run / "checkpoints").iterdir():
+        (checkpoint / "model.safetensors").write_bytes(b"damaged")
+
+
+@pytest.mark.slow
+def test_an_incident_is_replayed_without_the_source(tmp_path, source):
+    gone = shutil.copytree(source, tmp_path / "gone")
+    tuned = [*(each for each in SMALL if each != "forensics=off"), f"init_from={gone}", "faults=label", "faults.at=[2]"]
+    run = trained(tmp_path / "run", *tuned).folder
+    shutil.rmtree(gone)
+    (incident,) = (run / "incidents").glob("step-*")
+    replayed = replay_incident(incident)
+    assert not replayed.fresh
+    assert (replayed.now.loss, replayed.now.grad_norm) == (replayed.then.loss, replayed.then.grad_norm)
+    with pytest.raises(ConfigError, match=r"init_from=x does not affect one step's forward and backward"):
+        replay_incident(incident, ["init_from=x"])
 
 
 def test_keys_that_would_do_nothing_are_refused(tmp_path, source):
@@ -254,6 +278,7 @@ def test_keys_that_would_do_nothing_are_refused(tmp_path, source):
     )
 
 
+@pytest.mark.slow
 def test_a_comparison_shows_where_the_weights_came_from(tmp_path, source):
     trained(tmp_path / "runs" / "own", *SMALL)
     trained(tmp_path / "runs" / "tuned", *SMALL, f"init_from={source}")
