@@ -1,4 +1,4 @@
-"""`init_from` on several ranks: every rank begins with the same weights, sharded or not, whoever wrote them."""
+"""`init_from` on several ranks: every rank begins with the same weights, sharded or not, written by ranks of either kind."""
 
 import json
 

@@ -112,7 +112,8 @@ def test_a_pickle_is_refused_with_what_converts_it_and_never_unpickled(tmp_path,
     with open(folder / name, "wb") as file:
         pickle.dump(Bomb(proof), file)
     with pytest.raises(
-        ConfigError, match=rf"only pickled weights \({name}\).* convert it with python -c .* .*/{name} .*/model.safetensors$"
+        ConfigError,
+        match=rf"only pickled weights \({name}\).* convert it with python -c .* .*/{name} .*/model.safetensors$",
     ):
         found(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
