@@ -1,4 +1,4 @@
-"""`init_from` on several ranks: every rank begins with the same weights, sharded or not, written by ranks of either kind."""
+"""`init_from` on several ranks: every rank begins with the same weights, sharded or not."""
 
 import json
 

@@ -300,7 +300,7 @@ def gpt2(place):
     model = transformers.GPT2LMHeadModel(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))  # so that biases and gains matter
+            parameter.add_(0.2 * torch.randn_like(parameter))  # so that biases, gains and the GELU matter
     model.save_pretrained(place / "gpt2")
     return place / "gpt2", model
 
