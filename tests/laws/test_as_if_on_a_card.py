@@ -19,6 +19,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.records import Batch
 from stabletrain.stability.clipping import NormClip
 from stabletrain.stability.guard import SkipGuard
+from stabletrain.stability.objective import CrossEntropy
 from stabletrain.stability.precision.loss_scale import LossScaled
 from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.tracking.metrics import read_jsonl
@@ -252,7 +253,7 @@ BREAKS = {
     "clipping waits": (NormClip, "__call__", waits),
     "the gate waits": (SkipGuard, "gate", waits),
     "the check of the inputs waits": (Sanitizer, "inputs", waits),
-    "the objective waits": (Objective, "__call__", waits),
+    "the objective waits": (CrossEntropy, "__call__", waits),
     "the norms are selected by a mask": (step, "measure_all", selects),
     "the number of targets is on the host": (step, "count_targets", from_host),
     "the gate is on the host": (SkipGuard, "gate", from_host),

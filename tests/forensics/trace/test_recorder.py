@@ -24,7 +24,7 @@ def step(model, batch, dtype, scale=1.0):
     torch.manual_seed(7)
     with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
         logits = model(batch.inputs)
-    terms = CrossEntropy(ZLoss(1e-4))(logits, batch.targets, torch.tensor(batch.targets.numel()))
+    terms = CrossEntropy(ZLoss(1e-4))(logits, batch, torch.tensor(batch.targets.numel()))
     (terms.total * scale).backward()
     return terms.total.detach()
 
