@@ -54,6 +54,7 @@ class RunFolder(Protocol):
     """Writes `run.json`; see `tracking/run_folder.py`."""
 
     id: str
+    init_from: Mapping[str, Any]
 
     def learn(self, hardware: Mapping[str, Any]) -> None: ...
     def change(self, step: int, keys: Mapping[str, Any]) -> None: ...
