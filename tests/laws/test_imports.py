@@ -22,7 +22,7 @@ MAY_SEE = {
     "models": NOUNS,
     "checkpoint": NOUNS,
     "tracking": NOUNS,
-    "weights": NOUNS | {"checkpoint", "models"},
+    "weights": NOUNS | {"models"},
     "monitors": NOUNS | {"machine"},
     "stability": NOUNS | {"monitors", "machine", "protocols"},
     "parallel": NOUNS | {"checkpoint", "machine"},
@@ -36,7 +36,7 @@ MAY_SEE = {
     "config": NOUNS | {"parallel", "stability"},
     "trainer": NOUNS
     | {"checkpoint", "comparison", "config", "data", "faults", "forensics", "machine", "models", "monitors", "parallel"}
-    | {"protocols", "stability", "step", "tracking"},
+    | {"protocols", "stability", "step", "tracking", "weights"},
     "cli": NOUNS
     | {"checkpoint", "comparison", "config", "data", "forensics", "guarded", "machine", "models", "parallel"}
     | {"protocols", "stability", "tracking", "trainer", "weights"},
@@ -68,10 +68,10 @@ ONLY = {
     "joblib": {"comparison/reading/runs"},
     "yaml": {"comparison/reading/settings"},
     "matplotlib": {"comparison/pictures"},
-    "torchvision": {"models/resnet", "data"},
+    "torchvision": {"models/resnet", "data", "weights/to_torchvision"},
     "sklearn": {"data"},
     "lightning": {"adapters/lightning"},
-    "transformers": {"adapters/transformers"},
+    "transformers": {"adapters/transformers", "weights/to_transformers"},
     "accelerate": {"adapters/transformers"},
     "torchao": {"stability/precision/fp8_linear"},
 }
