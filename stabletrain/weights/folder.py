@@ -5,6 +5,7 @@ with anything in it is replaced only if the caller says so, and only if it holds
 """
 
 import os
+import secrets
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -48,8 +49,8 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Generator[Path, None, 
         OSError: the disk is full, or the place is read-only.
     """
     check_place(path, overwrite=overwrite)
-    hidden = path.parent / f".{path.name}.{os.getpid()}.partial"
-    older = path.parent / f".{path.name}.{os.getpid()}.older"
+    own = secrets.token_hex(4)  # so that two exports to one place do not meet
+    hidden, older = (path.parent / f".{path.name}.{own}.{kind}" for kind in ("partial", "older"))
     path.parent.mkdir(parents=True, exist_ok=True)
     hidden.mkdir()
     try:

@@ -232,9 +232,9 @@ def logits_of(place, inputs):
     [
         lambda: gpt2_like(),
         lambda: small(),
-        lambda: small(norm="rmsnorm", mlp="swiglu", qknorm=LayerNormQK(1e-6), softcap=Gemma2Softcap(50.0, 30.0)),
+        lambda: small(norm="rmsnorm", mlp="swiglu", qknorm=LayerNormQK(1e-6)),
     ],
-    ids=["gpt2", "rope", "all_parts"],
+    ids=["gpt2", "rope", "swiglu"],
 )
 def test_onnxruntime_computes_a_gpt_at_any_batch_and_length(model, tmp_path):
     model = model()
@@ -255,7 +255,7 @@ def test_onnxruntime_computes_a_gpt_at_any_batch_and_length(model, tmp_path):
     [
         lambda: CifarResNet(depth=8, num_classes=3, in_channels=1),
         lambda: TorchvisionResNet(depth=18, num_classes=3, in_channels=3, stem="large"),
-        lambda: NFResNet(depth=8, num_classes=3, in_channels=3),
+        lambda: NFResNet(depth=8, num_classes=3, in_channels=3, alpha=0.2, skipinit=False),
     ],
     ids=["cifar", "resnet18", "nf"],
 )
