@@ -15,7 +15,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT, Block
 from stabletrain.models.head import TiedHead
 from stabletrain.models.layers import MLPS, NORMS, POSITIONS
-from stabletrain.weights import gpt2
+from stabletrain.weights import byte_tokenizer, gpt2
 from stabletrain.weights.to_safetensors import save
 from stabletrain.weights.trained import Trained, Written, compare, tokens
 
@@ -59,9 +59,14 @@ class Transformers:
         write_json(folder / gpt2.CONFIG, config)
         write_json(folder / "generation_config.json", {"do_sample": True, "max_length": sizes["block_size"]})
         load = [
-            "from transformers import AutoModelForCausalLM",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "model = AutoModelForCausalLM.from_pretrained('{folder}')",
         ]
+        if trained.tokenizer == "bytes":
+            for name, content in byte_tokenizer.files(model.block_size).items():
+                write_json(folder / name, content)
+            load.append("tokenizer = AutoTokenizer.from_pretrained('{folder}')   # the ids of a text are its bytes")
+            return Written(check(model, folder, sizes), load)
         return Written(check(model, folder, sizes), load, [tokenizer_note(trained.tokenizer)])
 
 
@@ -117,12 +122,10 @@ def block_of(model: GPT) -> Block:
 
 
 def tokenizer_note(name: str | None) -> str:
-    """Returns a line that says how text becomes token ids."""
-    if name == "bytes":
-        return "no tokenizer: token ids are bytes, so list(text.encode()) are the ids of a text"
+    """Returns a line that says how text becomes token ids, where no tokenizer is written."""
     if name == "gpt2":
-        return "no tokenizer: the ids are GPT-2's, AutoTokenizer.from_pretrained('gpt2')"
-    return f"no tokenizer: the ids are {f'those of tiktoken, {name}' if name else 'those of your own data'}"
+        return "no tokenizer is written: the ids are GPT-2's, tokenizer = AutoTokenizer.from_pretrained('gpt2')"
+    return f"no tokenizer is written: the ids are those of {f'tiktoken, {name}' if name else 'your own data'}"
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

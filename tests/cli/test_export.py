@@ -165,7 +165,11 @@ def test_a_run_of_gpt2_goes_to_every_format_through_the_command(tmp_path):
     model, tokens = stabletrain.load(run), torch.randint(256, (2, 16))
     hf = command(run, "--to", "hf", cwd=tmp_path)
     assert "checked  transformers " in hf
-    assert "no tokenizer: token ids are bytes" in hf
+    tokenizer = loaded(hf)["tokenizer"]
+    text = "def f(x):\n\treturn  x # häß\u2028 \0 \x7f 𝒳 \xa0"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.decode([255, 65]) == "\ufffdA", "bytes that are no UTF-8"
     with torch.no_grad():
         logits = model(tokens)
         assert (loaded(hf)["model"](tokens).logits - logits).abs().max() < 1e-5

@@ -22,7 +22,7 @@ MAY_SEE = {
     "models": NOUNS,
     "checkpoint": NOUNS,
     "tracking": NOUNS,
-    "weights": NOUNS | {"models"},
+    "weights": NOUNS | {"checkpoint", "models"},
     "monitors": NOUNS | {"machine"},
     "stability": NOUNS | {"monitors", "machine", "protocols"},
     "parallel": NOUNS | {"checkpoint", "machine"},
