@@ -104,6 +104,7 @@ def trained_of(checkpoint: Checkpoint) -> Trained:
         choices_in(checkpoint.path.parent.parent),
         {name: str(value) for name, value in origin.items() if value is not None},
         samples,
+        reads(cfg),
         tokenizer_of(cfg),
     )
 
@@ -129,24 +130,40 @@ def tokenizer_of(cfg: DictConfig) -> str | None:
         return None
 
 
+def reads(cfg: DictConfig) -> str:
+    """Returns how the run's data makes inputs of images; empty for other data."""
+    data = updated(plain(cfg["data"]))
+    if data.get("modality") != "images":
+        return ""
+    numbers = f", data.mean={data['mean']} and data.std={data['std']}" if {"mean", "std"} <= data.keys() else ""
+    return f"inputs are images as the run's data normalises them: (pixels / 255 - mean) / std of each channel{numbers}"
+
+
 def report(folder: Path, checkpoint: Checkpoint, written: Written) -> str:
     """Returns what the command prints: what was written, from where, and how to load it."""
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     loss = "" if checkpoint.val_loss is None else f", val loss {checkpoint.val_loss:.4g}"
     health = "" if checkpoint.healthy else " (NOT healthy: its weights or the steps before it are suspect)"
+    place = near(folder)
     lines: list[tuple[str, Any]] = [
-        ("wrote", folder),
+        ("wrote", place),
         *(("", f"{name}, {shown(size)}") for name, size in sizes.items()),
-        ("from", f"{checkpoint.path}{loss}{health}"),
+        ("from", f"{near(checkpoint.path)}{loss}{health}"),
         ("checked", written.checked or "not compared: the library that loads it is not installed here"),
         *zip(
             ("load", *[""] * len(written.load)),
-            (line.replace("{folder}", str(folder)) for line in written.load),
+            (line.replace("{folder}", place) for line in written.load),
             strict=False,
         ),
         *(("note", note) for note in written.notes),
     ]
     return "\n".join(f"{label:<9}{text}" for label, text in lines)
+
+
+def near(path: Path) -> str:
+    """Returns a path as the user would type it: relative to the working folder if it lies below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def shown(size: int) -> str:

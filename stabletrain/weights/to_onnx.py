@@ -67,7 +67,8 @@ class Onnx:
             f"session = onnxruntime.InferenceSession('{{folder}}/{FILE}')",
             "logits = session.run(None, {'inputs': inputs})[0]   # inputs: " + described(program, inputs),
         ]
-        return Written(check(trained.model, folder / FILE, inputs), load, [lost] if lost else [])
+        notes = [note for note in (lost, trained.reads) if note]
+        return Written(check(trained.model, folder / FILE, inputs), load, notes)
 
 
 class OneOutput(nn.Module):

@@ -46,7 +46,7 @@ class Safetensors:
             f"all {len(found)} tensors have the same bits when they are read back",
             [
                 "model = stabletrain.load('{folder}')",
-                "python train.py init_from={folder}   # a new run from these weights",
+                "stabletrain train init_from={folder}   # a new run from these weights",
             ],
         )
 

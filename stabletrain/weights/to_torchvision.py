@@ -55,7 +55,7 @@ class Torchvision:
             f"model = torchvision.models.{name}(num_classes={classes})",
             f"model.load_state_dict(load_file('{{folder}}/{WEIGHTS}'))",
         ]
-        return Written(checked, load, ["inputs are normalised as in training: data.mean and data.std of the run"])
+        return Written(checked, load, [trained.reads] if trained.reads else [])
 
 
 def depth_of(model: TorchvisionResNet) -> int:

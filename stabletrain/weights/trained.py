@@ -21,6 +21,7 @@ class Trained:
         choices: the run's option of each config group; empty if unknown.
         origin: where the weights come from, for the header of a file: run, step ...
         samples: returns two inputs of the run's validation data.
+        reads: a line on how images become inputs; empty for other data.
         tokenizer: `bytes`, the name of tiktoken's encoding, or None if it is unknown or there is none.
     """
 
@@ -29,6 +30,7 @@ class Trained:
     choices: Mapping[str, str]
     origin: Mapping[str, str]
     samples: Callable[[], Tensor]
+    reads: str = ""
     tokenizer: str | None = None
 
     @property

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 
 import stabletrain
 from stabletrain.cli.commands import main
+from stabletrain.cli.export import reads, tokenizer_of
 from stabletrain.weights.to_safetensors import Safetensors
-from tests.runs import ROOT, TINY_GPT, python
+from tests.runs import ROOT, TINY_GPT, composed, python
 from tests.weights.given import same
 
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -58,7 +59,7 @@ def loaded(output):
     after = [line[9:] for line in lines[first:] if line.startswith(("load ", " " * 9))]
     names = {"stabletrain": stabletrain}
     for line in after:
-        if not line.startswith(("python ", "logits =")):
+        if not line.startswith(("stabletrain ", "logits =")):
             exec(line, names)
     return names
 
@@ -73,8 +74,8 @@ def test_any_run_is_exported_to_safetensors_and_built_again_from_them(run, place
     assert same(dict(again.state_dict()), dict(model.state_dict()))
     inputs = torch.randn(2, 8) if run == "plugin_run" else torch.arange(8).reshape(1, 8)
     assert torch.equal(again(inputs), model(inputs))
-    assert f"wrote    {place / run / 'export' / 'safetensors-step-00000012'}\n" in output
-    assert f"from     {place / run / 'checkpoints' / 'step-00000012'}, val loss" in output
+    assert f"wrote    {run}/export/safetensors-step-00000012\n" in output
+    assert f"from     {run}/checkpoints/step-00000012, val loss" in output
     config = json.loads((place / run / "export" / "safetensors-step-00000012" / "config.json").read_text())
     assert config["step"] == "12"
     assert None not in config["model"].values(), "sizes that the data determined are filled in"
@@ -181,6 +182,17 @@ def test_a_run_of_gpt2_goes_to_every_format_through_the_command(tmp_path):
     assert torch.equal(loaded(again)["model"](tokens), logits)
 
 
+def test_the_tokenizer_is_that_of_the_data(tmp_path):
+    (tmp_path / "text.txt").write_text("no unsafe update ever reaches the weights. " * 50)
+    assert main(["prepare", str(tmp_path / "text.txt"), str(tmp_path / "shards"), "--tokenizer", "bytes"]) == 0
+    for data, tokenizer in (("data=text", "bytes"), ("data=tokens", "bytes"), ("data=digits", None)):
+        with composed(data, *([] if data == "data=digits" else [f"data.path={tmp_path / 'shards'}"])) as cfg:
+            assert tokenizer_of(cfg) == tokenizer
+            assert bool(reads(cfg)) == (data == "data=digits")
+    with composed("data=tokens", "data.path=nowhere") as cfg:
+        assert tokenizer_of(cfg) is None
+
+
 @pytest.mark.slow
 def test_a_gpt_with_every_part_goes_to_onnx(tmp_path):
     parts = ["model=gpt_nano", "qknorm=layernorm", "softcap=gemma2", "model.norm=rmsnorm", "model.mlp=swiglu"]
@@ -207,7 +219,9 @@ def test_a_run_of_resnet18_goes_to_torchvision_and_onnx(tmp_path):
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         logits = stabletrain.load(run)(images)
-        theirs = loaded(command(run, "--to", "hf", cwd=tmp_path))["model"].eval()
+        output = command(run, "--to", "hf", cwd=tmp_path)
+        assert "data.mean=[0.485, 0.456, 0.406] and data.std=[0.229, 0.224, 0.225]" in output
+        theirs = loaded(output)["model"].eval()
         assert (theirs(images) - logits).abs().max() < 1e-5
     session = loaded(command(run, "--to", "onnx", cwd=tmp_path))["session"]
     assert np.abs(session.run(None, {"inputs": images.numpy()})[0] - logits.numpy()).max() < 1e-4

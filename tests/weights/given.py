@@ -19,11 +19,11 @@ def gpt2_like(**changes):
     return model
 
 
-def trained(model, *, samples=None, choices=None):
+def trained(model, *, samples=None, choices=None, tokenizer="bytes"):
     """The model as `stabletrain export` hands it to a format."""
     kind = type(model)
     config = {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
-    return Trained(model.eval(), config, choices or {}, {"run": "abc", "step": "7"}, lambda: samples, "bytes")
+    return Trained(model.eval(), config, choices or {}, {"run": "abc", "step": "7"}, lambda: samples, "", tokenizer)
 
 
 def same(one, other):

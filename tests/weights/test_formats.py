@@ -149,6 +149,14 @@ def test_a_gpt_is_read_back_bit_for_bit_from_its_transformers_folder(tmp_path, m
     assert [config[f"{where}_pdrop"] for where in ("attn", "embd", "resid")] == [0.25] * 3
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2", "cl100k_base", None])
+def test_only_bytes_have_a_tokenizer_to_write(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(to_transformers, "check", lambda *_: "")
+    written = write(Transformers(), gpt2_like(), tmp_path, tokenizer=tokenizer)
+    assert (tmp_path / "tokenizer.json").exists() == (tokenizer == "bytes")
+    assert "".join(written.notes).startswith("" if tokenizer == "bytes" else "no tokenizer is written")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
