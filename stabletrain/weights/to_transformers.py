@@ -5,6 +5,7 @@ zero, and a head of its own is kept as one (`tie_word_embeddings` is false): nei
 """
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,13 +73,18 @@ class Transformers:
 
 def check(model: GPT, folder: Path, sizes: gpt2.Sizes) -> str:
     """Compares the logits with those of transformers; returns the line for the user, empty without transformers."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # libraries that transformers loads warn about themselves
     try:
         import transformers
         from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        other = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
     except ImportError:
         return ""
-    disable_progress_bar()
-    other = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
+    finally:
+        logging.disable(before)
     inputs = tokens(int(sizes["vocab_size"]), min(int(sizes["block_size"]), 64))
     return compare(model, lambda x: other(x).logits, inputs, BOUND, f"transformers {transformers.__version__}")
 
