@@ -30,7 +30,7 @@ def check_place(path: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_dir():
-        raise ConfigError(f"--out {path} is not a folder: name a new one")
+        raise ConfigError(f"--out {path} is a file or a link, not a folder: name a new folder")
     there = sorted(os.listdir(path))
     if foreign := [name for name in there if name not in FILES or not (path / name).is_file()]:
         raise ConfigError(

@@ -57,10 +57,11 @@ def test_other_files_are_never_overwritten(tmp_path):
     (tmp_path / "config.json").write_text("")
     with pytest.raises(ConfigError, match=r"holds other files \(thesis\.tex\), which are not overwritten"):
         export_to(tmp_path, overwrite=True)
-    with pytest.raises(ConfigError, match=r"thesis\.tex is not a folder"):
+    with pytest.raises(ConfigError, match=r"thesis\.tex is a file or a link"):
         export_to(tmp_path / "thesis.tex", overwrite=True)
-    (tmp_path / "link").symlink_to(tmp_path / "thesis.tex")
-    with pytest.raises(ConfigError, match="link is not a folder"):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="link is a file or a link"):
         export_to(tmp_path / "link", overwrite=True)
     assert (tmp_path / "thesis.tex").read_text() == "three years"
 
