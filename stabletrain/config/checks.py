@@ -20,6 +20,7 @@ from stabletrain.config.make import leaves, make
 from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.parallel.ranks import Ranks, current_ranks
 from stabletrain.stability.schedule import LearningRate
+from stabletrain.weights.place import there
 
 LOWEST = {
     "steps": 1,
@@ -60,6 +61,9 @@ MIXED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Keys that accept values of several types: a test of a value, and the allowed values in words."""
 
+CROSS_ENTROPY = "stabletrain.stability.objective.CrossEntropy"
+"""The objective to which z-loss, label smoothing and chunks of logits belong."""
+
 CHOSEN_PARTS = ("qknorm", "softcap", "qkclip")
 """Groups that have an effect only if the model's YAML refers to them (`qknorm: ${qknorm}`)."""
 
@@ -92,8 +96,22 @@ def check(cfg: DictConfig) -> None:
             "data.length_warmup or raise steps"
         )
     check_ranks(cfg, current_ranks())
+    check_init_from(cfg)
     check_parts(cfg, choices)
     LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps)  # checks its own bounds, without torch
+
+
+def check_init_from(cfg: DictConfig) -> None:
+    """Checks that `init_from` names a folder. A resumed run does not read it, so there it need not exist.
+
+    Raises:
+        ConfigError: there is no such folder, or `init_strict` has nothing to act on.
+    """
+    if cfg.init_from == "none":
+        if not cfg.init_strict:
+            raise ConfigError("init_strict=false does nothing without init_from: name weights, or leave it out")
+    elif cfg.resume == "none":
+        there(cfg.init_from)
 
 
 def check_ranks(cfg: DictConfig, ranks: Ranks) -> None:
@@ -217,6 +235,8 @@ def check_parts(cfg: DictConfig, choices: Mapping[str, str]) -> None:
                 f"{named(group)} does nothing with model={model}, because the model has no attention: "
                 f"use {fix if by_preset else f'{group}=none'}, or a model whose YAML has `{group}: ${{{group}}}`"
             )
+    if cfg.objective.get("_target_") != CROSS_ENTROPY:
+        check_no_logits(cfg, named("zloss") if choices["zloss"] != "none" else "", f"objective={choices['objective']}")
     if choices["qkclip"] != "none" and choices["qknorm"] != "none":
         raise ConfigError(
             f"{named('qknorm')} removes the scale of the projections that qkclip={choices['qkclip']} clips, so qkclip "
@@ -236,6 +256,25 @@ def check_parts(cfg: DictConfig, choices: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"{group}={chosen} is for {gives}, model={model} reads {reads}: use {fix}, "
                 f"or a model for {gives} such as model={'gpt_nano' if gives == 'tokens' else 'resnet20'}"
+            )
+
+
+def check_no_logits(cfg: DictConfig, zloss: str, objective: str) -> None:
+    """Refuses what belongs to the cross-entropy, with another objective.
+
+    Args:
+        zloss: how the z-loss was chosen; empty if it is off.
+        objective: as it is typed.
+    """
+    for typed, off in (
+        (zloss, "zloss=none"),
+        (f"label_smoothing={cfg.label_smoothing}" if cfg.label_smoothing else "", "label_smoothing=0"),
+        (f"loss_chunk={cfg.loss_chunk}" if isinstance(cfg.loss_chunk, int) else "", "loss_chunk=none"),
+    ):
+        if typed:
+            raise ConfigError(
+                f"{typed} does nothing with {objective}, which has no logits of a softmax: use {off}, or "
+                "objective=cross_entropy"
             )
 
 

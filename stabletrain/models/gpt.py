@@ -30,6 +30,11 @@ from stabletrain.models.layers import (
     Softcap,
     SwiGLUMLP,
 )
+from stabletrain.stability.qkclip import NoQKClip
+from stabletrain.stability.qknorm import NoQKNorm
+from stabletrain.stability.softcap import NoSoftcap
+
+NO_QKNORM, NO_SOFTCAP, NO_QKCLIP = NoQKNorm(), NoSoftcap(), NoQKClip()
 
 
 class Block(nn.Module):
@@ -58,7 +63,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A pre-LN decoder with nanoGPT's argument names.
+    """A pre-LN decoder with nanoGPT's argument names. The defaults are those of `model=gpt_nano` on `data=stdlib`.
 
     Modules: `embedding`, `position`, `blocks.<i>.{attention_norm, attention, mlp_norm, mlp}`, `norm`, `head`.
     Parameters are fp32 with PyTorch's default initialisation; `stability/init.py` overwrites it.
@@ -85,21 +90,21 @@ class GPT(nn.Module):
         self,
         *,
         vocab_size: int,
-        block_size: int,
-        n_layer: int,
-        n_head: int,
-        n_embd: int,
-        position: str,
-        norm: str,
-        mlp: str,
-        bias: bool,
-        tied_head: bool,
-        dropout: float,
-        qknorm: QKNorm,
-        softcap: Softcap,
-        qkclip: QKClip,
+        block_size: int = 128,
+        n_layer: int = 4,
+        n_head: int = 4,
+        n_embd: int = 128,
+        position: str = "rope",
+        norm: str = "layernorm",
         norm_eps: float = 1e-6,
+        mlp: str = "gelu",
+        bias: bool = False,
+        tied_head: bool = False,
+        dropout: float = 0.0,
         embedding_gradient: float = 1.0,
+        qknorm: QKNorm = NO_QKNORM,
+        softcap: Softcap = NO_SOFTCAP,
+        qkclip: QKClip = NO_QKCLIP,
     ) -> None:
         super().__init__()
         check_sizes(vocab_size=vocab_size, block_size=block_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd)

@@ -45,6 +45,7 @@ from stabletrain.trainer.changes import check_data_of_checkpoint, option_fingerp
 from stabletrain.trainer.compile_warmup import warm_up_compiled
 from stabletrain.trainer.contract import make_model, validation
 from stabletrain.trainer.history import UNITS, History
+from stabletrain.trainer.init_from import starting_weights
 from stabletrain.trainer.rollback import Rollback
 from stabletrain.trainer.run import Forensics, Monitoring, Output, Plan, TrainingData, TrainingRun
 from stabletrain.trainer.stages import (
@@ -99,9 +100,10 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     process = start_process(cfg)
     guard, clipping, monitors, faults = (make(cfg, group) for group in ("guard", "clipping", "monitors", "faults"))
     source = load_data(cfg, process, faults)
-    trained = build_model(cfg, process, source, faults)
+    weights = starting_weights(cfg, process.choices, source.data, process.ranks, folder)
+    trained = build_model(cfg, process, source, faults, weights)
     tools = make_tools(cfg, process, source, trained.state.model, clipping, guard)
-    load = batch_loader(cfg, process, source, trained.state)
+    load = batch_loader(cfg, process, source, trained.state, tools.objective)
     opened = open_output(cfg, folder, process, source, trained, faults, shown)
     data = TrainingData(
         batches=Prefetch(load, pin=process.device.type == "cuda", threads=2 if reads_rows(source.data) else 1),
@@ -170,6 +172,7 @@ def start_run_folder(
         hardware=machine_record(process, trained),
         data=fingerprint,
         model={"parameters": trained.parameters, **trained.usage.facts(UNITS[source.unit])},
+        init_from=trained.loaded.record,
         run_id=run_of(folder) if resuming else None,
         options=[option for option in typed.options if option not in SWEEP],
         overrides=[each for each in HydraConfig.get().overrides.task if key_of(each) != "resume"],
@@ -206,7 +209,7 @@ def start_wandb(cfg: DictConfig, process: Process, trained: Trained, opened: Ope
         "groups": process.choices,
         "hardware": machine_record(process, trained),
         "versions": versions(),
-    }
+    } | ({"init_from_source": dict(source)} if (source := opened.run_folder.init_from) else {})
     sweeping = hydra.mode == RunMode.MULTIRUN
     opened.wandb.start(opened.folder, opened.run_folder.id, about, hydra.overrides.task, sweeping=sweeping)
 

@@ -1,7 +1,7 @@
 """The first stages of building a run: process, data, model and optimizer, and the tools of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,18 @@ from stabletrain.machine import hardware
 from stabletrain.machine.determinism import mix
 from stabletrain.machine.hardware import Usage, forget_peak, peak_flops
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
-from stabletrain.protocols import Tools
+from stabletrain.protocols import Objective, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.trainer.banner import busy_note, opening, split_note
 from stabletrain.trainer.contract import checked, cost, make_model, output_note, units, val_batches, vocabulary
+from stabletrain.trainer.init_from import Loaded, OwnInit, StartingWeights
 from stabletrain.trainer.tools import tools_from_config
 
 RANK_SEEDS = 1 << 40
 """Added to a rank before `mix`. Larger than any step number, so a rank and a step are never mixed into one seed."""
+
+OWN_INIT = OwnInit()
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Trained:
     Attributes:
         fp32_modules: names of the modules kept in fp32.
         parameters: number of parameters of the whole model.
+        loaded: the weights that `init_from` names.
         notes: what the user should know about model and optimizer, one line each; some may be empty.
     """
 
@@ -77,6 +81,7 @@ class Trained:
     usage: Usage
     fp32_modules: list[str]
     parameters: int
+    loaded: Loaded = field(default_factory=Loaded)
     notes: Sequence[str] = ()
 
 
@@ -124,8 +129,14 @@ def load_data(cfg: DictConfig, process: Process, faults: Any) -> Source:
     return Source(data, *units(cfg, data))
 
 
-def build_model(cfg: DictConfig, process: Process, source: Source, faults: Any) -> Trained:
-    """Builds the model and the optimizer on their device, sharded or replicated over the ranks."""
+def build_model(
+    cfg: DictConfig, process: Process, source: Source, faults: Any, weights: StartingWeights = OWN_INIT
+) -> Trained:
+    """Builds the model and the optimizer on their device, sharded or replicated over the ranks.
+
+    Args:
+        weights: puts other weights into the model than its `init`.
+    """
     device, precision, parallel = process.device, process.precision, process.parallel
     process.determinism.seed_run(cfg.seed)
     model = make_model(cfg, source.data)
@@ -137,6 +148,7 @@ def build_model(cfg: DictConfig, process: Process, source: Source, faults: Any) 
         usage = Usage(device, cost(model, source.data), peak * process.ranks.world_size)
     forget_peak(device)
     make(cfg, "init")(model)  # on the CPU, so every device starts from the same weights
+    loaded = weights.load_(model)
     model.to(device)
     fp32_modules = precision.wrap_fp32_modules(model)
     parallel.shard(model)  # before the optimizer is built: it must hold the sharded parameters
@@ -146,7 +158,7 @@ def build_model(cfg: DictConfig, process: Process, source: Source, faults: Any) 
     precision.attach(model, state.optimizer)
     faults.state(state, precision)
     parallel.wrap(model)  # last, because it broadcasts the main process's weights to all ranks
-    return Trained(state, usage, fp32_modules, parameters, [output_note(model), note])
+    return Trained(state, usage, fp32_modules, parameters, loaded, [output_note(model), note, *loaded.notes])
 
 
 def make_optimizer(cfg: DictConfig, model: nn.Module, overrides: Mapping[str, Any]) -> tuple[Optimizer, str]:
@@ -207,7 +219,9 @@ def optimizer_arguments(cfg: DictConfig, kind: type, overrides: Mapping[str, Any
     return kept, f"optimizer {cfg.optimizer._target_}({shown}) over all parameters{rest}"
 
 
-def batch_loader(cfg: DictConfig, process: Process, source: Source, state: TrainState) -> Callable[[int], Batch]:
+def batch_loader(
+    cfg: DictConfig, process: Process, source: Source, state: TrainState, objective: Objective
+) -> Callable[[int], Batch]:
     """Returns a function that loads this rank's part of the training batch of a step."""
     world_size, size = process.ranks.world_size, cfg.batch_size
     mine = process.parallel.rows(size)
@@ -230,11 +244,14 @@ def batch_loader(cfg: DictConfig, process: Process, source: Source, state: Train
                     "data: rows() gives no `counted`, by which the ranks divide their losses: set it to the number of "
                     f"targets in the whole batch that are not {IGNORE_INDEX}"
                 )
+            objective.check_targets(batch.targets)
             if len(batch):
+                batch = batch.of_step(len(batch) / size)
                 # In one process the step counts the valid targets itself, as they are then.
                 return batch if world_size > 1 else replace(batch, counted=None)
         else:
             batch = checked(source.data.batch(at, size, "train"))
+            objective.check_targets(batch.targets)
         if len(batch) % (cfg.grad_accum_steps * world_size):
             among = f" x {world_size} ranks" if world_size > 1 else ""
             raise ConfigError(
@@ -250,8 +267,12 @@ def batch_loader(cfg: DictConfig, process: Process, source: Source, state: Train
 
 
 def make_tools(cfg: DictConfig, process: Process, source: Source, model: nn.Module, clipping: Any, guard: Any) -> Tools:
-    """Builds everything that acts in a step."""
-    return tools_from_config(
+    """Builds everything that acts in a step.
+
+    Raises:
+        ConfigError: the objective couples the samples of a batch, which is split among micro-batches or ranks.
+    """
+    tools = tools_from_config(
         cfg,
         model,
         vocab_size=vocabulary(model, source.data),
@@ -263,6 +284,14 @@ def make_tools(cfg: DictConfig, process: Process, source: Source, model: nn.Modu
         parallel=process.parallel,
         head_apart=process.parallel.head_apart,
     )
+    name, parts = process.choices.get("objective", "cross_entropy"), cfg.grad_accum_steps
+    if tools.objective.couples_samples and parts * process.ranks.world_size > 1:
+        what = f"grad_accum_steps={parts}" if parts > 1 else f"{process.ranks.world_size} ranks"
+        raise ConfigError(
+            f"objective={name} couples the samples of a batch, and {what} would split the batch: use "
+            f"{'grad_accum_steps=1' if parts > 1 else 'one process'}"
+        )
+    return tools
 
 
 # ---- the first lines

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stabletrain.errors import ConfigError
+from stabletrain.weights import files
 
-CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG, ONE_FILE = "config.json", files.ONE_FILE
 
 GELUS = {
     "gelu_new": "gelu_tanh",
@@ -138,31 +138,15 @@ def stored(folder: Path) -> dict[str, Tensor]:
     Raises:
         ConfigError: there are none, or a file is missing or damaged.
     """
-    if (folder / ONE_FILE).exists():
-        files = [ONE_FILE]
-    elif (folder / INDEX).exists():
-        try:
-            files = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{folder / INDEX} is no index of safetensors ({error}): download it again") from error
-        if strange := [name for name in files if Path(name).name != name]:
-            raise ConfigError(f"{folder / INDEX} names {strange[0]}, which is not a file in its folder")
-    elif pickled := sorted(path.name for kind in ("*.bin", "*.pt", "*.pth") for path in folder.glob(kind)):
+    if names := files.files_of(folder):
+        return files.read(folder, names)
+    if pickled := files.pickled_in(folder):
         raise ConfigError(
             f"{folder} holds only pickled weights ({pickled[0]}), which are not read, because unpickling can run any "
             f"code: convert them with python -c 'from transformers import GPT2LMHeadModel as M; "
             f'd = "{folder}"; M.from_pretrained(d).save_pretrained(d)\''
         )
-    else:
-        raise ConfigError(f"{folder} holds neither {ONE_FILE} nor {INDEX}: download the weights as safetensors")
-    tensors: dict[str, Tensor] = {}
-    for name in files:
-        try:
-            with safe_open(folder / name, framework="pt") as file:
-                tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{folder / name} cannot be read ({error}): copy or download it again") from error
-    return tensors
+    raise ConfigError(f"{folder} holds no .safetensors file: download the weights as safetensors")
 
 
 def from_transformers(tensors: Mapping[str, Tensor], *, tied: bool, where: str) -> dict[str, Tensor]:
