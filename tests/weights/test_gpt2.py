@@ -68,10 +68,10 @@ def test_shards_are_read_through_their_index(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     assert same(gpt2.read(folder)[1], gpt2_like().state_dict())
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"model-00002-of-00002\.safetensors cannot be read"):
+    with pytest.raises(ConfigError, match=r"model-00002-of-00002\.safetensors"):
         gpt2.read(folder)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../x.safetensors"}}))
-    with pytest.raises(ConfigError, match=r"names \.\./x\.safetensors, which is not a file in its folder"):
+    with pytest.raises(ConfigError, match=r"\.\./x\.safetensors"):
         gpt2.read(folder)
 
 
@@ -117,7 +117,7 @@ def test_a_folder_is_recognised_by_its_config(tmp_path):
 def test_pickled_weights_are_refused_with_what_converts_them(tmp_path):
     folder = folder_of(tmp_path, {})
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="holds neither"):
+    with pytest.raises(ConfigError, match="download the weights as safetensors"):
         gpt2.read(folder)
     (folder / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"only pickled weights \(pytorch_model\.bin\).*convert them with python -c"):
