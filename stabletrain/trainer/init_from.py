@@ -157,10 +157,10 @@ def resumed_run(resume: str, folder: Path) -> str | None:
 
 def source_model(source: Source, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, str]]:
     """Returns the configuration of the source's model, and the options of its run; both are empty if unknown."""
-    if source.sizes:
-        return {**source.sizes, "_target_": f"{GPT.__module__}.{GPT.__qualname__}"}, {}
+    if source.kind == "gpt2":
+        return {**source.model, "_target_": f"{GPT.__module__}.{GPT.__qualname__}"}, {}
     if not source.ours:
-        return {}, {}
+        return updated(dict(source.model)), {}
     with suppress(ConfigError):
         cfg = config_of(reader.peek(source.path))
         shapes = {name: tensor.shape for name, tensor in tensors.items() if hasattr(tensor, "shape")}

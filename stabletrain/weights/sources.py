@@ -19,6 +19,9 @@ from stabletrain.errors import ConfigError
 from stabletrain.weights import files, gpt2
 from stabletrain.weights.place import there
 
+OURS = "stabletrain"
+"""The `format` in the `config.json` of an exported folder; its `model` is the run's config group."""
+
 CONVERT = (
     "python -c 'import sys, torch; from safetensors.torch import save_file; "
     "w = torch.load(sys.argv[1], weights_only=True); "
@@ -37,7 +40,8 @@ class Source:
         files: SHA-256 of each file that holds weights, by name.
         step: of the checkpoint; None for files of other programs.
         val_loss: of the checkpoint, nats per target; None if unknown.
-        sizes: arguments of the model by name, if the folder says them (`gpt2`).
+        model: arguments of the model by name, if the folder says them: a GPT-2, or an export of this trainer, which
+            also has the model's `_target_`.
     """
 
     path: Path
@@ -45,7 +49,7 @@ class Source:
     files: Mapping[str, str]
     step: int | None = None
     val_loss: float | None = None
-    sizes: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ours(self) -> bool:
@@ -102,9 +106,10 @@ def sort(path: Path, as_gpt2: bool) -> Source:
     if names := files.files_of(path):
         hashes = {name: files.sha256(path / name) for name in names}
         if as_gpt2 and gpt2.is_folder(path):
-            config = json.loads((path / gpt2.CONFIG).read_text(encoding="utf-8"))
-            return Source(path, "gpt2", hashes, sizes=gpt2.sizes_of(config, gpt2.CONFIG))
-        return Source(path, "safetensors", hashes)
+            return Source(path, "gpt2", hashes, model=gpt2.sizes_of(config_in(path), gpt2.CONFIG))
+        config = config_in(path)
+        model = config.get("model") if config.get("format") == OURS else None
+        return Source(path, "safetensors", hashes, model=model if isinstance(model, dict) else {})
     if gpt2.is_folder(path):
         gpt2.stored(path)  # says how transformers converts it
     if pickled := files.pickled_in(path):
@@ -113,6 +118,15 @@ def sort(path: Path, as_gpt2: bool) -> Source:
             f"if you trust the file, convert it with {CONVERT} {path / pickled[0]} {path / files.ONE_FILE}"
         )
     raise ConfigError("it holds no weights: name a run folder, one checkpoint in it, or a folder of .safetensors files")
+
+
+def config_in(path: Path) -> dict[str, Any]:
+    """Returns the `config.json` of a folder; empty if there is none that can be read."""
+    try:
+        config = json.loads((path / gpt2.CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def of_checkpoint(found: reader.Checkpoint, kind: str) -> Source:

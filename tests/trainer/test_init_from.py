@@ -133,6 +133,16 @@ def test_weights_that_fit_by_shape_but_would_mean_something_else_are_refused(sta
         started(*SMALL, "qknorm=rmsnorm", f"init_from={source}")
 
 
+def test_an_exported_folder_says_its_sizes_too(started, source, tmp_path):
+    model = {"_target_": "stabletrain.models.gpt.GPT", "n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 256}
+    save_file(weights(source), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"format": "stabletrain", "model": model}))
+    with pytest.raises(ConfigError, match=r"n_head is 2 in the source and 4 here; type model.n_head=2 to build"):
+        started(*SMALL, "model.n_head=4", f"init_from={tmp_path}")
+    run = started(*SMALL, f"init_from={tmp_path}")
+    assert equal(run.state.model.state_dict(), weights(source))
+
+
 def test_without_strict_what_fits_is_loaded_and_the_rest_keeps_its_init(started, source, capsys):
     deeper = [*SMALL, "model.n_layer=3", "model.block_size=64"]
     run, fresh = started(*deeper, f"init_from={source}", "init_strict=false"), started(*deeper)
