@@ -70,10 +70,10 @@ ONLY = {
     "joblib": {"comparison/reading/runs"},
     "yaml": {"comparison/reading/settings"},
     "matplotlib": {"comparison/pictures"},
-    "torchvision": {"models/resnet", "data"},
+    "torchvision": {"models/resnet", "data", "weights/to_torchvision"},
     "sklearn": {"data"},
     "lightning": {"adapters/lightning"},
-    "transformers": {"adapters/transformers"},
+    "transformers": {"adapters/transformers", "weights/to_transformers"},
     "accelerate": {"adapters/transformers"},
     "torchao": {"stability/precision/fp8_linear"},
 }
