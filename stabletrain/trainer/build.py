@@ -292,7 +292,7 @@ def assemble(
 ) -> TrainingRun:
     """Assembles the run from its parts."""
     page = PageAtEnd(opened.folder) if cfg.report and process.ranks.is_main else NoPage()
-    closing_text = partial(closing_lines, cfg, source, trained.state, history, tools.guard, page, opened.folder)
+    closing_text = partial(closing_lines, cfg, source, trained.state, history, tools, page, opened.folder)
     opened.tracker.start(cfg.steps, trained.state.step)
     return TrainingRun(
         plan=Plan(cfg.steps, cfg.grad_accum_steps, cfg.eval_every, cfg.log_every),
@@ -339,7 +339,7 @@ def closing_lines(
     source: Source,
     state: TrainState,
     history: History,
-    guard: GuardPolicy,
+    tools: Tools,
     page: roles.Page,
     folder: Path,
 ) -> str:
@@ -350,8 +350,9 @@ def closing_lines(
     return closing(
         state=state,
         history=history,
-        guard=guard,
+        guard=tools.guard,
         unit=source.unit,
+        loss_unit=tools.objective.unit,
         per=source.per,
         folder=str(folder),
         sample=sample,

@@ -138,7 +138,8 @@ class SkipGuard(NoGuard):
         """Returns whether every measurement is within its limit, and therefore finite; 0-d, on the device."""
         limits = self.limits
         measured = (
-            (terms.total.abs(), limits.loss.value),
+            (terms.total.abs(), limits.loss.size),
+            (terms.total, limits.loss.value),
             (norms.total, limits.norm.value),
             (checks.inputs, limits.inputs.value),
             (checks.buffers, LARGEST),

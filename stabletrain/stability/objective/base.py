@@ -1,7 +1,7 @@
 """What every objective can do, and the defaults of most."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsFloat
 
 import numpy as np
 from torch import Tensor, nn
@@ -72,9 +72,9 @@ class Objective:
         raise NotImplementedError
 
 
-def mean(total: np.ndarray, count: np.ndarray) -> float:
+def mean(total: SupportsFloat, count: SupportsFloat) -> float:
     """Returns `total / count`; NaN if the count is 0."""
-    return float(total) / float(count) if count else float("nan")
+    return float(total) / float(count) if float(count) else float("nan")
 
 
 def fitted(outputs: Any, targets: Tensor, what: str) -> Tensor:

@@ -6,6 +6,7 @@ r2    = 1 - sum_i (output_i - target_i)^2 / sum_i (target_i - mean)^2       (in 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ class MSE(Objective):
                 "objective=cross_entropy for class ids"
             )
 
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
+    def check(self, outputs: Any, targets: Tensor) -> None:
         """Refuses outputs of another shape than the targets."""
         self.check_targets(targets)
         fitted(outputs, targets, "objective=mse")

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from stabletrain.stability.guard.limits import INPUTS, LARGEST, LOSS, NORM, RECENT, Limit, Terms
+from stabletrain.stability.guard.limits import INPUTS, LARGEST, LOSS, NORM, RECENT, Limit, Limits, Terms
+from tests.stability.guard.given import reading
 
 WIDE = Terms(ratio=0.0, share=0.0, cold=3.0)
 
@@ -121,3 +122,19 @@ def test_one_bad_first_batch_does_not_set_the_limit_of_the_inputs():
     for value in [2500.0, *([2.5] * 200)]:
         limit.add(value)
     assert limit.value == pytest.approx(50.0)
+
+
+def test_a_negative_loss_has_no_multiples():
+    limits = Limits(6.0, 40)
+    for step in range(1, 25):
+        limits.add(reading(step=step, loss=-10.0 - step % 2))
+        assert limits.loss.size == LARGEST
+        if step < limits.cold_steps:
+            assert limits.loss.value == LARGEST
+    assert -10 < limits.loss.value < 0, "mean + sigma std of values near -10.5"
+
+
+def test_a_positive_loss_keeps_its_limits_and_its_size():
+    limits = Limits(6.0, 40)
+    limits.add(reading(loss=2.0))
+    assert limits.loss.size == limits.loss.value == 6.0
