@@ -40,7 +40,7 @@ from stabletrain.records import TrainState
 from stabletrain.stability.guard import NoGuard
 from stabletrain.trainer.contract import TakeLogits, vocabulary
 from stabletrain.trainer.saved import open_sizes, sizes_in
-from stabletrain.trainer.tools import tools_from_config
+from stabletrain.trainer.tools import objective_from_config, tools_from_config
 
 ACTING = ("model", "precision", "zloss", "qknorm", "softcap", "determinism", "label_smoothing", "grad_accum_steps")
 """Settings that forward and backward depend on, besides weights and batch; these may be overridden."""
@@ -217,7 +217,8 @@ def model_and_tools(cfg: DictConfig) -> tuple[nn.Module, Tools]:
     precision.prepare()
     determinism.seed_run(cfg.seed)
     model = make(cfg, "model").to(device)
-    model.register_forward_hook(TakeLogits())
+    if objective_from_config(cfg).takes_tensor:  # else the loss takes the output as it is
+        model.register_forward_hook(TakeLogits())
     precision.wrap_fp32_modules(model)
     precision.attach(model, TrainState(model, torch.optim.SGD(model.parameters(), lr=0.0)).optimizer)
     tools = tools_from_config(

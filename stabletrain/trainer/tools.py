@@ -1,6 +1,7 @@
 """Builds `Tools`, everything that acts in a step: from a configuration, or from objects with defaults."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
@@ -64,6 +65,8 @@ def objective_from_config(cfg: DictConfig) -> Objective:
     target = target_of(cfg, "objective")
     a_function = target is not None and not isinstance(target, type)  # it is the loss itself, not what builds it
     objective = make(cfg, "objective", **({"_partial_": True} if a_function else {}))
+    if a_function:  # Hydra's partial would check its target again in every step
+        objective = partial(objective.func, **objective.keywords)
     if isinstance(objective, CrossEntropy):
         return replace(objective, zloss=make(cfg, "zloss"), label_smoothing=cfg.label_smoothing)
     if isinstance(objective, Objective):

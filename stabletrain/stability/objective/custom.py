@@ -7,13 +7,14 @@ It returns one of two things:
 - `LossTerms`, whose numbers are sums over the micro-batch divided by `n_valid`, with names for the terms to log.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from inspect import signature
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import Batch, LossTerms
@@ -30,14 +31,15 @@ class Custom(Objective):
         function: called as `function(outputs, batch, n_valid)`.
 
     Raises:
-        ConfigError: it cannot be called with three arguments.
+        ConfigError: it cannot be called with three arguments, or has parameters of its own.
     """
 
     takes_tensor: ClassVar[bool] = False
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.name = getattr(function, "__qualname__", type(function).__qualname__)
+        self.written = function.func if isinstance(function, partial) else function
+        self.name = getattr(self.written, "__qualname__", type(function).__qualname__)
         self.couples_samples = bool(getattr(function, "couples_samples", False))
         self._names: list[str] | None = None
         self._scalar = False
@@ -47,6 +49,11 @@ class Custom(Objective):
             raise ConfigError(
                 f"objective: {self.name} cannot be called with (outputs, batch, n_valid): {error}"
             ) from error
+        if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
+            raise ConfigError(
+                f"objective: {self.name} has parameters, which no optimizer would train: make them part of the model, "
+                "and return them with its outputs"
+            )
 
     def own_factor(self, batch: Batch) -> float:
         """Returns the factor to the mean over the samples if the loss is a scalar, else over the valid targets."""
@@ -66,17 +73,35 @@ class Custom(Objective):
                     "LossTerms"
                 )
             self._scalar = True
-            return LossTerms(found.float() * batch.share)
+            return LossTerms(self._trainable(found).float() * batch.share)
         if not isinstance(found, LossTerms):
             raise ConfigError(
                 f"objective: {self.name} returned a {type(found).__name__}: return a scalar tensor, or "
                 "stabletrain.LossTerms(total, {'name': term})"
             )
         self._check(found)
-        return LossTerms(found.total.float(), found.parts)
+        return LossTerms(self._trainable(found.total).float(), found.parts)
+
+    def _trainable(self, total: Tensor) -> Tensor:
+        """Returns the loss.
+
+        Raises:
+            ConfigError: no gradient reaches it.
+        """
+        if torch.is_grad_enabled() and not total.requires_grad:
+            raise ConfigError(
+                f"objective: {self.name} returned a loss without a gradient: compute it from the outputs, without "
+                "item(), detach() or no_grad()"
+            )
+        return total
 
     def _check(self, terms: LossTerms) -> None:
         """Raises ConfigError for terms that cannot be logged."""
+        if not isinstance(terms.total, Tensor) or not isinstance(terms.parts, Mapping):
+            raise ConfigError(
+                f"objective: {self.name} returned LossTerms({type(terms.total).__name__}, "
+                f"{type(terms.parts).__name__}): use LossTerms(total, {{'name': term}}) with a scalar tensor `total`"
+            )
         for name, part in (("total", terms.total), *terms.parts.items()):
             if isinstance(part, Tensor) and part.ndim:
                 raise ConfigError(f"objective: {self.name}: {name} has the shape {list(part.shape)}: return a scalar")
@@ -94,14 +119,34 @@ class Custom(Objective):
         outputs = in_fp32(outputs)
         count = batch.count_targets()
         terms = self(outputs, batch.of_step(1.0), torch.full((), max(count, 1), device=batch.targets.device))
-        weight, metrics = len(batch) if self._scalar else count, getattr(self.function, "metrics", None)
+        weight = len(batch) if self._scalar else count
         found = {"loss": terms.total, **terms.parts}
         sums = {f"mean/{name}": weight * double(value, terms.total) for name, value in found.items()}
         sums["count"] = double(weight, terms.total)
-        for name, value in (metrics(outputs, batch) if callable(metrics) else {}).items():
+        for name, value in self._measured(outputs, batch, found).items():
             sums[f"metric/{name}"] = len(batch) * double(value, terms.total)
         sums["samples"] = double(len(batch), terms.total)
         return sums
+
+    def _measured(self, outputs: Any, batch: Batch, taken: Collection[str]) -> Mapping[str, Tensor | float]:
+        """Returns the user's metrics of a batch; empty if there are none.
+
+        Raises:
+            ConfigError: they are no numbers by name, or have a name that is taken.
+        """
+        metrics = getattr(self.written, "metrics", None)
+        found = metrics(outputs, batch) if callable(metrics) else {}
+        if not isinstance(found, Mapping):
+            raise ConfigError(
+                f"objective: metrics() of {self.name} returned a {type(found).__name__}: return {{'name': mean}}"
+            )
+        for name, value in found.items():
+            if isinstance(value, Tensor) and value.ndim:
+                shape = list(value.shape)
+                raise ConfigError(f"objective: metrics() of {self.name}: {name} has the shape {shape}: return a mean")
+            if name in taken:
+                raise ConfigError(f"objective: metrics() of {self.name}: {name} is a term of the loss: rename it")
+        return found
 
     def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Returns the means."""

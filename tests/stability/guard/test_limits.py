@@ -138,3 +138,15 @@ def test_a_positive_loss_keeps_its_limits_and_its_size():
     limits = Limits(6.0, 40)
     limits.add(reading(loss=2.0))
     assert limits.loss.size == limits.loss.value == 6.0
+
+
+@pytest.mark.parametrize("values", [[-0.05], [-0.05, -2.0, -2.5], [1.4, 0.2, -0.6]])
+def test_a_loss_that_is_below_0_is_no_spike_while_the_window_is_cold(values):
+    """A likelihood of numbers may be above 1; multiples of such a loss, and its logarithm, say nothing."""
+    assert limit_after(values, window=128, terms=LOSS) in (LARGEST, LOSS.cold * values[0])
+
+
+def test_a_loss_that_is_below_0_has_the_limit_of_its_window():
+    values = np.random.default_rng(0).normal(-2.0, 0.1, 100)
+    expected = values[-20:].mean() + 4.0 * values[-20:].std()
+    assert limit_after(values, sigma=4.0, terms=Terms(ratio=1.05, share=0.0, cold=3.0)) == pytest.approx(expected)
