@@ -32,6 +32,11 @@ class HeadLayerNorm(nn.Module):
         """Returns `x` normalised, in the dtype of `x`."""
         return F.layer_norm(widened(x), self.weight.shape, self.weight, None, self.eps).to(x.dtype)
 
+    def start_near(self, x: Float[Tensor, "*batch head_dim"]) -> dict[str, Tensor]:
+        """Returns parameters with which this norm changes vectors like `x` least: see `mean_norm`."""
+        wide = widened(x)
+        return {"weight": self.weight.new_full(self.weight.shape, mean_norm(wide - wide.mean(dim=-1, keepdim=True)))}
+
 
 class HeadRMSNorm(nn.Module):
     """RMSNorm over the last dimension with a gain, computed in fp32 (arXiv 1910.07467)."""
@@ -44,6 +49,10 @@ class HeadRMSNorm(nn.Module):
     def forward(self, x: Float[Tensor, "*batch head_dim"]) -> Float[Tensor, "*batch head_dim"]:
         """Returns `x` normalised, in the dtype of `x`."""
         return F.rms_norm(widened(x), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+    def start_near(self, x: Float[Tensor, "*batch head_dim"]) -> dict[str, Tensor]:
+        """Returns parameters with which this norm changes vectors like `x` least: see `mean_norm`."""
+        return {"weight": self.weight.new_full(self.weight.shape, mean_norm(widened(x)))}
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,15 @@ class RMSNormQK:
     def __call__(self, head_dim: int) -> nn.Module:
         """Returns a norm over `head_dim` values, with gains of 1."""
         return HeadRMSNorm(head_dim, self.eps)
+
+
+def mean_norm(x: Float[Tensor, "*batch head_dim"]) -> float:
+    """Returns the mean L2 norm of vectors over sqrt(head_dim): the gain with which a norm keeps their mean length.
+
+    A run that adds QK-norm to trained weights starts with these gains: queries and keys keep their directions and their
+    mean lengths, and only the differences in length between tokens and heads are lost.
+    """
+    return float(torch.linalg.vector_norm(x, dim=-1).mean()) * x.shape[-1] ** -0.5
 
 
 def widened(x: Tensor) -> Tensor:

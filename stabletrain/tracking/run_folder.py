@@ -52,8 +52,8 @@ def check_same_data(earlier: Mapping[str, Any], data: Mapping[str, Any], run: Pa
     key = next((key for key in differing if key.endswith(("hash", "sha256"))), differing[0])
     then, now = (f"{each.get('name')} ({key} {str(each.get(key))[:12]})" for each in (earlier, data))
     raise ConfigError(
-        f"data: {run} was trained on {then}, and this command reads {now}: pass the same data, or start a new run with "
-        "resume=none"
+        f"data: {run} was trained on {then}, and this command reads {now}: pass the same data, or take its "
+        f"weights into a new run with init_from={run}"
     )
 
 
@@ -186,8 +186,10 @@ class RunFolder(NoRunFolder):
 
     def change(self, step: int, keys: Mapping[str, Any]) -> None:
         """Records configuration keys that a resumed run has changed, each as `[before, now]`."""
-        self._record["changes"] = [*self._record.get("changes", []), {"step": step, "keys": dict(keys)}]
-        self._write_at_last()
+        change, earlier = {"step": step, "keys": dict(keys)}, self._record.get("changes", [])
+        if earlier[-1:] != [change]:  # a run killed before its first checkpoint makes the same change again
+            self._record["changes"] = [*earlier, change]
+        self._write_or_warn()
 
     def abandon(self, reason: str) -> None:
         """Ends a run that failed to start: restores the record of the run it was to continue, or records `failed`."""
@@ -210,11 +212,14 @@ class RunFolder(NoRunFolder):
         self._write_at_last()
 
     def _write_at_last(self) -> None:
+        self._write_or_warn()
+        self._release()
+
+    def _write_or_warn(self) -> None:
         try:
             self._write()
-        except OSError as error:  # the run itself has ended well, so only warn
+        except OSError as error:  # the run itself goes well, so only warn
             warn(f"{self.path / 'run.json'} still says running ({error})")
-        self._release()
 
     def _unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(
