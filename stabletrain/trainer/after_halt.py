@@ -5,7 +5,7 @@ Only changes that `config/resuming.py` allows are suggested for a resume.
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ def after_halt(
     lines = []
     if checkpoint is not None and can:
         command = shlex.join([*program(current_ranks()), *resumed_words(typed, folder, can[0])])
-        lines.append(f"continue  {command}    (from {checkpoint.name}; docs/resume.md says what a resume may change)")
+        lines.append(f"continue  {command}")
+        lines.append(f"          from {checkpoint.name}; docs/resume.md lists what else a resume may change")
     if checkpoint is None or fixes[0] not in can:
         words = [*(o for o in typed.options if o not in SWEEP), *own_overrides(typed, fixes[0]), fixes[0]]
         lines.append(f"anew      {shlex.join([*program(current_ranks()), *words])}")
@@ -69,7 +70,9 @@ def usual_fixes(kind: str, values: Mapping[str, Any]) -> list[str]:
 def is_new(fix: str, choices: Mapping[str, str], values: Mapping[str, Any]) -> bool:
     """Returns whether a fix is an override of a key that the run has, and changes its value."""
     key, _, value = fix.partition("=")
-    return key not in NOT_A_CHANGE and (key in choices or key in values) and str((choices | values).get(key)) != value
+    return (
+        key not in NOT_A_CHANGE and (key in choices or key in values) and str({**values, **choices}.get(key)) != value
+    )
 
 
 def kind_of(fix: str, choices: Mapping[str, str], values: Mapping[str, Any]) -> str:
