@@ -63,11 +63,12 @@ GROUPS: dict[str, Row] = {
     "parallel": Row(FREE, "the same step on other ranks; sums may round differently"),
     "wandb": Row(FREE, "only logs"),
     "stability": Row(FREE, "a preset: each group that it sets has its own row"),
-    "experiment": Row(FREE, "each group and key that it sets has its own row"),
+    "experiment": Row(REFUSED, "an experiment is a whole run", "type those of its options that are to change"),
 }
 """What another option of a group does to a resumed run."""
 
 TO: dict[tuple[str, str], Row] = {
+    ("checkpoint", "off"): Row(REFUSED, "it reads none either", "raise checkpoint.every to write fewer"),
     ("precision", "fp16"): Row(NEW_STATE, "the loss scale starts at precision.init_scale"),
     ("precision", "bf16_params"): Row(RECORDED, "matrices and kernels are rounded to bf16"),
     ("clipping", "zclip"): Row(NEW_STATE, "mean and deviation of the norms are collected anew"),
@@ -119,7 +120,7 @@ KEYS: dict[str, Row] = {
 WITHOUT_TRACE = ("resume", "device", "report")
 """Keys that a resume does not even record as changed."""
 
-SIMPLY_WATCHES = ("forensics", "monitors", "checkpoint", "parallel", "wandb", "stability", "experiment")
+SIMPLY_WATCHES = ("forensics", "monitors", "checkpoint", "parallel", "wandb", "stability")
 """Groups that leave every step's result as it is, so that steps from before a change can be replayed after it."""
 
 WATCHING_KEYS = ("eval_every", "eval_batches", "log_every", *WITHOUT_TRACE)

@@ -185,11 +185,19 @@ class RunFolder(NoRunFolder):
         self._record["hardware"] |= hardware
 
     def change(self, step: int, keys: Mapping[str, Any]) -> None:
-        """Records configuration keys that a resumed run has changed, each as `[before, now]`."""
-        change, earlier = {"step": step, "keys": dict(keys)}, self._record.get("changes", [])
-        if earlier[-1:] != [change]:  # a run killed before its first checkpoint makes the same change again
-            self._record["changes"] = [*earlier, change]
-        self._write_or_warn()
+        """Records the settings that a run has changed by resuming after `step` steps.
+
+        Changes of later steps are dropped: they belong to steps that the run has gone back from.
+
+        Args:
+            keys: configuration keys, each as `[before, now]`; empty if nothing has changed.
+        """
+        earlier = self._record.get("changes", [])
+        changes = [change for change in earlier if change["step"] < step]
+        changes += [{"step": step, "keys": dict(keys)}] if keys else []
+        if changes != earlier:
+            self._record["changes"] = changes
+            self._write_or_warn()
 
     def abandon(self, reason: str) -> None:
         """Ends a run that failed to start: restores the record of the run it was to continue, or records `failed`."""

@@ -155,6 +155,7 @@ class Resumption(NoResumption):
         self._settings = settings(cfg, choices)
         # A rollback of a resumed run may have to fit an older state again, when the optimizer is no longer fresh.
         self._fresh = fresh_optimizer(state) if cfg.resume != "none" else None
+        self._resumed = False
         self._pending: tuple[Checkpoint, Tree, Changed] | None = None
 
     def info(self) -> dict[str, Any]:
@@ -210,6 +211,7 @@ class Resumption(NoResumption):
 
     def resume(self, checkpoint: Checkpoint, tree: Tree) -> Tree:
         """Does what `fit` does for the checkpoint that the run continues from; `announce` then says what changed."""
+        self._resumed = True
         if not self.changes(checkpoint):
             return tree
         fitted, changed = self._fit(checkpoint, tree)
@@ -223,6 +225,8 @@ class Resumption(NoResumption):
             what changed, the same on every rank; None if nothing did.
         """
         if self._pending is None:
+            if self._resumed:
+                run_folder.change(self._state.step, {})
             return None
         (checkpoint, tree, changed), self._pending = self._pending, None
         if self._is_measured(changed.keys):
