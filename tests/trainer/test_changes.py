@@ -241,7 +241,7 @@ def test_a_rollback_goes_back_to_the_changed_state_and_so_it_does_after_a_kill(r
     begun(tmp_path / "whole", *changed, wreck_at=[14])
     back = event(tmp_path / "whole", "rollback")
     assert (back["to"], back["loaded"]) == (8, 8)
-    # Killed after the change, before the trouble: the snapshot of step 8 is lost, and its checkpoint has the old layout.
+    # Killed before the trouble: the snapshot of step 8 is lost, and its checkpoint has the old layout.
     begun(run, *changed, crash_at=13)
     begun(run, *changed, wreck_at=[14])
     assert event(run, "rollback")["to"] == 8
