@@ -21,8 +21,9 @@ from workloads import WORKLOADS
 from stabletrain.machine import hardware
 from stabletrain.machine.determinism import Seeded, Strict
 from stabletrain.monitors.tensor_norms import measure
+from stabletrain.records import Batch
 from stabletrain.stability import precision
-from stabletrain.stability.objective import NoZLoss, Objective
+from stabletrain.stability.objective import CrossEntropy
 
 
 def measured(
@@ -33,7 +34,7 @@ def measured(
     model, inputs, targets = make()
     model, inputs, targets = model.to(device), inputs.to(device), targets.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    objective, acting = Objective(NoZLoss(), 0.0), getattr(precision, mode)(device)
+    objective, acting = CrossEntropy(), getattr(precision, mode)(device)
     acting.prepare()
     count = torch.tensor(targets.numel(), device=device)
 
@@ -47,7 +48,7 @@ def measured(
             optimizer.zero_grad(set_to_none=True)
             with acting.autocast():
                 logits = model(inputs)
-            objective(logits, targets, count).total.backward()
+            objective(logits, Batch(targets, targets), count).total.backward()
             measure(model)
             optimizer.step()
         if device.type == "cuda":

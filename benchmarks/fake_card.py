@@ -77,7 +77,7 @@ READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal")
 PRODUCTS = ("mm", "bmm", "addmm", "convolution")
 """Matrix products and convolutions, which autocast runs in its dtype."""
 
-HEALTHY = Reading(1, 2.5, 2.5, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, True, False, False, 1e-3)
+HEALTHY = Reading(1, 2.5, {}, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, True, False, False, 1e-3)
 
 
 class HostRead(BaseException):

@@ -43,7 +43,7 @@ class Kind(Rounds):
         """Launches a step, and keeps its loss."""
         super().compute()
         if self._computed is not None:
-            self.losses.append(self._computed[2].terms.ce)
+            self.losses.append(self._computed[2].terms.parts["ce"])
 
     def loss(self) -> float:
         """The mean loss of the last eighth of the steps."""

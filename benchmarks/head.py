@@ -19,9 +19,9 @@ from stabletrain.machine import hardware
 from stabletrain.machine.compiling import compile_, undo_compile_
 from stabletrain.models import head as padding
 from stabletrain.protocols import Tools
-from stabletrain.stability.chunked_loss import ChunkedLogits, ChunkedLoss, tokens_at_once
 from stabletrain.stability.guard import NoGuard
-from stabletrain.stability.objective import Objective, ZLoss
+from stabletrain.stability.objective import CrossEntropy, ZLoss
+from stabletrain.stability.objective.chunked_loss import ChunkedLogits, ChunkedLoss, tokens_at_once
 
 SIZES = {"full": (768, 8, 1024, 50257), "tiny": (64, 2, 128, 4001)}
 """Width, sequences, tokens in a sequence, and vocabulary."""
@@ -78,7 +78,7 @@ def main() -> None:
             model, inputs, targets = gpt(1, width, length, samples, vocab)
             features = torch.randn(*inputs.shape, width)
         tools = plain_tools(mode, device, NoGuard())
-        loss = ChunkedLoss(Objective(ZLoss(1e-4)), tokens, vocab)
+        loss = ChunkedLoss(CrossEntropy(ZLoss(1e-4)), tokens, vocab)
         runs = kinds(model, tools, loss, features, targets)
         turns = {name: (lambda _, run=run: clock.seconds(run)) for name, run in runs.items()}
         taken = in_turns(turns, asked.rounds)

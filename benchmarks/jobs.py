@@ -153,7 +153,9 @@ class Rounds:
             return False
         _, micro_batches, computed = self._computed
         seen_batch = job.tools.sanitizer.safe(micro_batches[0], computed.classes)
-        job.monitoring.monitors.before(job.state.model, job.state.optimizer, seen_batch, job.tools.precision)
+        job.monitoring.monitors.before(
+            job.state.model, job.state.optimizer, seen_batch, job.tools.precision, job.tools.objective
+        )
         self.done["looks"] += 1
         return True
 

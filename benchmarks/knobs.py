@@ -122,7 +122,7 @@ def rolling() -> None:
     stats, draw = RollingStats(), torch.rand(3000, generator=torch.Generator().manual_seed(0)).tolist()
     took = []
     for step, value in enumerate(draw):
-        reading = Reading(step, 2 + value, 2 + value, 0.0, 1 + value, 1.0, 0.0, 0.0, 0.0, 1.0, True, False, False, 3e-3)
+        reading = Reading(step, 2 + value, {}, 1 + value, 1.0, 0.0, 0.0, 0.0, 1.0, True, False, False, 3e-3)
         start = time.perf_counter()
         stats.add(reading)
         stats.metrics()

@@ -27,9 +27,9 @@ from workloads import gpt, plain_tools
 
 from stabletrain.machine import hardware
 from stabletrain.records import Batch, TrainState
-from stabletrain.stability.chunked_loss import ChunkedLoss, tokens_at_once
 from stabletrain.stability.guard import NoGuard
-from stabletrain.stability.objective import NoZLoss, Objective, ZLoss
+from stabletrain.stability.objective import CrossEntropy, NoZLoss, ZLoss
+from stabletrain.stability.objective.chunked_loss import ChunkedLoss, tokens_at_once
 from stabletrain.step import compute
 
 VOCAB, WIDTH = 50257, 768
@@ -110,7 +110,7 @@ def main() -> None:
     results, targets = [], {}
     for mode in asked.precision.split(","):
         for name in asked.zloss.split(","):
-            plain, peaks = Objective(ZLOSSES[name]), {}
+            plain, peaks = CrossEntropy(ZLOSSES[name]), {}
             for tokens in (0, *sorted({SMALLEST, *sizes})):
                 found = step(ChunkedLoss(plain, tokens, VOCAB) if tokens else plain, mode, device, asked.samples)
                 peaks[tokens] = found["bytes"]

@@ -4,6 +4,7 @@
 |---|---|
 | `Guard` | the guard and the diagnosis for a training loop of your own |
 | `Batch` | what a data set of your own returns |
+| `LossTerms` | what an objective of your own may return |
 | `train` | trains one run, as the command `stabletrain train` |
 | `load` | the trained model of a run or a checkpoint |
 | `compare` | runs as a data frame |
@@ -20,15 +21,16 @@ from stabletrain.config.moved import install
 if TYPE_CHECKING:
     from stabletrain.api import compare, load, train
     from stabletrain.guarded.guard import Guard
-    from stabletrain.records import Batch
+    from stabletrain.records import Batch, LossTerms
 
 __version__ = "0.1.0"
 
-__all__ = ["Batch", "Guard", "compare", "load", "train"]
+__all__ = ["Batch", "Guard", "LossTerms", "compare", "load", "train"]
 
 PLACES = {
     "Batch": "stabletrain.records",
     "Guard": "stabletrain.guarded.guard",
+    "LossTerms": "stabletrain.records",
     "compare": "stabletrain.api",
     "load": "stabletrain.api",
     "train": "stabletrain.api",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,11 +42,13 @@ class Batch:
     Attributes:
         inputs: `[batch, time]` int64 tokens or `[batch, channels, height, width]` float32 images. A user's model and
             data may agree on anything else whose first dimension is the batch. With a `transform`, what that takes.
-        targets: int64 class or next-token ids, `[batch]` or `[batch, time]`; `IGNORE_INDEX` is ignored.
+        targets: int64 class or next-token ids, `[batch]` or `[batch, time]`, of which `IGNORE_INDEX` is ignored; or, if
+            the objective takes them, floats of any shape whose first dimension is the batch: all of them count.
         ids: int64 `[batch]` on the CPU, the samples' indices in the data set; None if unknown.
         sources: for each sample one line that says where it came from (file and offset); None if unknown.
         counted: number of valid targets in the whole batch, if it is known; a rank's shard of a batch needs it.
         transform: is applied to the inputs when the batch is moved to the model's device; None if they are complete.
+        share: share of the step's samples that this part of its batch holds, over all ranks and micro-batches.
     """
 
     inputs: Tensor
@@ -55,6 +57,7 @@ class Batch:
     sources: Sequence[str] | None = None
     counted: int | None = None
     transform: Transform | None = None
+    share: float = 1.0
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -77,9 +80,14 @@ class Batch:
         """Applies the transform, if there is one, on the device that holds the inputs."""
         return self if self.transform is None else self.to(self.inputs.device)
 
+    @property
+    def units(self) -> int:
+        """Number of tokens, or of samples if there is one class or a vector of numbers for each."""
+        return len(self) if self.targets.is_floating_point() else self.targets.numel()
+
     def count_targets(self) -> int:
         """Returns the number of valid targets; waits for the device if they are on one."""
-        return int((self.targets != IGNORE_INDEX).sum())
+        return self.targets.numel() if self.targets.is_floating_point() else int((self.targets != IGNORE_INDEX).sum())
 
     def pin_memory(self) -> Batch:
         """Copies the batch to pinned memory; a batch that is on a card already is returned as it is."""
@@ -99,7 +107,8 @@ class Batch:
         size, rest = divmod(len(self), parts)
         if rest:
             raise ValueError(f"a batch of {len(self)} samples does not divide into {parts} micro-batches")
-        return [self.rows(slice(i * size, (i + 1) * size)) for i in range(parts)]
+        whole = self.of_step(self.share / parts)
+        return [whole.rows(slice(i * size, (i + 1) * size)) for i in range(parts)]
 
     def rows(self, rows: slice) -> Batch:
         """Selects samples."""
@@ -110,15 +119,25 @@ class Batch:
             None if self.sources is None else self.sources[rows],
             self.counted,
             None if self.transform is None else replace(self.transform, each=self.transform.each[rows]),
+            self.share,
         )
 
     def shard(self, rows: slice) -> Batch:
         """Selects one rank's samples of a whole batch, marked with the whole batch's number of valid targets."""
-        return self.rows(rows).counting(self.count_targets())
+        part = self.rows(rows)
+        return part.of_step(len(part) / max(len(self), 1)).counting(self.count_targets())
 
     def counting(self, targets: int) -> Batch:
         """Marks the batch as a shard of a batch with `targets` valid targets."""
         return replace(self, counted=targets)
+
+    def having(self, inputs: Tensor, targets: Tensor) -> Batch:
+        """Returns the batch with other inputs and targets, such as sanitized ones."""
+        return replace(self, inputs=inputs, targets=targets)
+
+    def of_step(self, share: float) -> Batch:
+        """Marks the batch as this share of the step's samples."""
+        return replace(self, share=share)
 
 
 def reads_rows(data: Any) -> bool:
@@ -133,27 +152,28 @@ def reads_rows(data: Any) -> bool:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The terms of the loss, each divided by the step's number of valid targets.
+    """A micro-batch's share of the step's loss, and the terms it consists of.
 
-    The terms of all micro-batches add up to the mean over the step.
+    Each number is divided by the step's number of valid targets, so the shares of all micro-batches add up to the mean
+    over the step.
 
     Attributes:
-        total: `ce + zloss`, which is differentiated; 0-d fp32.
-        ce: cross-entropy, nats per target; 0-d fp32.
-        zloss: z-loss, including its coefficient.
+        total: the loss, which is differentiated; 0-d fp32.
+        parts: terms to log, by name: `ce` and `zloss` for the cross-entropy. A name is the same in every step.
     """
 
     total: Tensor
-    ce: Tensor
-    zloss: Number = 0.0
+    parts: Mapping[str, Number] = field(default_factory=dict)
 
     def __add__(self, other: LossTerms) -> LossTerms:
-        return LossTerms(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        names = {**self.parts, **other.parts}
+        parts = {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names}
+        return LossTerms(self.total + other.total, parts)
 
     def detach(self) -> LossTerms:
         """Detaches the terms from the autograd graph."""
-        zloss = self.zloss.detach() if isinstance(self.zloss, Tensor) else self.zloss
-        return LossTerms(self.total.detach(), self.ce.detach(), zloss)
+        parts = {name: part.detach() if isinstance(part, Tensor) else part for name, part in self.parts.items()}
+        return LossTerms(self.total.detach(), parts)
 
 
 @dataclass(frozen=True)
@@ -222,7 +242,8 @@ class Reading(NamedTuple):
 
     Attributes:
         step: number of the step, counted from 1.
-        loss, ce, zloss: nats per target, mean over the step.
+        loss: mean over the step; nats per target for the cross-entropy.
+        terms: the terms of the loss that the objective names, such as `ce` and `zloss`.
         grad_norm: L2 norm over all parameters, before clipping.
         clip_coef, clip_active: see `Clipped`.
         inputs, buffers, bad_data: see `StepChecks`.
@@ -236,8 +257,7 @@ class Reading(NamedTuple):
 
     step: int
     loss: float
-    ce: float
-    zloss: float
+    terms: Mapping[str, float]
     grad_norm: float
     clip_coef: float
     clip_active: float
@@ -250,6 +270,13 @@ class Reading(NamedTuple):
     lr: float
     stop: bool = False
     rank: int = -1
+
+
+def saved_reading(saved: Mapping[str, Any]) -> Reading:
+    """Returns the reading that an incident holds; incidents of older versions have only the cross-entropy's terms."""
+    known: dict[str, Any] = dict(saved)
+    known.setdefault("terms", {name: known.pop(name) for name in ("ce", "zloss") if name in known})
+    return Reading(**known)
 
 
 class RankPart(NamedTuple):

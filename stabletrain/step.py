@@ -33,7 +33,8 @@ class Computed:
         checks: the other quantities that the guard judges.
         buffers: the model's buffers, after the forward pass.
         saved_buffers: copies of their values from before it.
-        classes: size of the logits' last dimension; None if every micro-batch was empty.
+        forwards: number of forward passes; 0 if every micro-batch was empty.
+        classes: number of classes of the targets; None if unknown, or if targets are no class ids.
     """
 
     terms: LossTerms
@@ -41,21 +42,26 @@ class Computed:
     checks: StepChecks
     buffers: Buffers
     saved_buffers: SavedBuffers
+    forwards: int
     classes: int | None
 
 
 class InFlight:
     """A reading on its way from the device to the host."""
 
-    def __init__(self, step: int, lr: float, numbers: Mapping[str, Tensor | float | None]) -> None:
-        """Starts copying `numbers`, which become the fields of `Reading`, to the host.
+    def __init__(
+        self, step: int, lr: float, terms: Mapping[str, Number], numbers: Mapping[str, Tensor | float | None]
+    ) -> None:
+        """Starts copying `terms` and `numbers`, which become the fields of `Reading`, to the host.
 
         Args:
-            step, lr: see `Reading`.
+            step, lr, terms: see `Reading`.
             numbers: 0-d tensors, and numbers that the host knows already. `withheld` is 1 if the update was skipped.
         """
         self._known: dict[str, Any] = {"step": step, "lr": lr, **numbers}
-        on_device = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
+        self._terms = {f"terms/{name}": name for name in terms}  # no field of `Reading` has a slash in its name
+        self._known |= {key: terms[name] for key, name in self._terms.items()}
+        on_device = {name: value for name, value in self._known.items() if isinstance(value, Tensor)}
         self._names = [*on_device]
         self._values = torch.stack([value.float() for value in on_device.values()])
         self._arrived = None
@@ -70,6 +76,7 @@ class InFlight:
         if self._arrived is not None:
             self._arrived.synchronize()
         numbers = self._known | dict(zip(self._names, self._values.tolist(), strict=True))
+        numbers["terms"] = {name: numbers.pop(key) for key, name in self._terms.items()}
         numbers["applied"] = not numbers.pop("withheld")
         if numbers["clip_active"] is None:  # the gradient was clipped as a whole
             numbers["clip_active"] = float(numbers["clip_coef"] < 1)
@@ -106,17 +113,17 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
         with tools.parallel.gradient_sync(state.model, number == len(batches)):
             # Forward, under autocast. (With `loss_chunk` the head runs together with the loss.)
             with tools.precision.autocast():
-                logits = model(inputs)
-            # A user's model may return anything. The objective reports it if this has no shape.
-            classes = shape[-1] if (shape := getattr(logits, "shape", ())) else 0
+                outputs = model(inputs)
+            classes = tools.objective.classes(outputs)
             targets, bad_targets = tools.sanitizer.targets(batch.targets, classes)
             # Loss in fp32: bf16 has 8 bits of precision, too few for a logsumexp over a vocabulary.
-            loss = tools.objective(logits, targets, n_valid)
+            loss = tools.objective(outputs, batch.having(inputs, targets), n_valid)
             # Backward, times the loss scale, so that small fp16 gradients do not underflow.
             tools.scale(loss.total).backward()
         losses.append(loss.detach())
         bad.append(bad_inputs | bad_targets)
         largest.append(magnitude)
+    forwards = len(losses)
     if not losses:
         losses = [zero_gradients_(state.model)]
     terms = sum(losses[1:], losses[0])
@@ -131,7 +138,7 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     checks = StepChecks(maximum(bad), maximum(largest), buffer_norm)
     # After this all-gather every rank has the numbers of the whole step, so all ranks reach the same verdict.
     terms, norms, checks = tools.parallel.reduce_stats(terms, norms, checks)
-    return Computed(terms, norms, checks, buffers, saved_buffers, classes)
+    return Computed(terms, norms, checks, buffers, saved_buffers, forwards, classes)
 
 
 def count_targets(batches: Sequence[Batch]) -> tuple[Tensor, Tensor | bool]:
@@ -143,6 +150,10 @@ def count_targets(batches: Sequence[Batch]) -> tuple[Tensor, Tensor | bool]:
     if (known := batches[0].counted) is not None:
         n_valid = torch.full((), max(known, 1), device=batches[0].targets.device)
         return n_valid, torch.ones_like(n_valid, dtype=torch.bool) if known == 0 else False
+    if batches[0].targets.is_floating_point():  # all of them count, so the host knows how many there are
+        count = sum(batch.targets.numel() for batch in batches)
+        n_valid = torch.full((), max(count, 1), device=batches[0].targets.device)
+        return n_valid, torch.ones_like(n_valid, dtype=torch.bool) if count == 0 else False
     counts = [(batch.targets != IGNORE_INDEX).sum() for batch in batches]
     count = sum(counts[1:], counts[0])
     return count.clamp(min=1), count == 0
@@ -162,7 +173,7 @@ def zero_gradients_(model: nn.Module) -> LossTerms:
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     zero = torch.zeros((), device=next(model.parameters()).device)
-    return LossTerms(zero, zero)
+    return LossTerms(zero)
 
 
 def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
@@ -187,8 +198,6 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     checks = computed.checks
     numbers = {
         "loss": terms.total,
-        "ce": terms.ce,
-        "zloss": terms.zloss,
         "grad_norm": norms.total,
         "clip_coef": clipped.coef,
         "clip_active": clipped.active,
@@ -200,7 +209,7 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
         "overflow": overflow,
     }
     of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
-    return InFlight(state.step, lr, numbers | of_ranks)
+    return InFlight(state.step, lr, terms.parts, numbers | of_ranks)
 
 
 def train_step(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Reading:

@@ -84,17 +84,19 @@ def test_it_cannot_be_written_to(batch):
 
 
 def test_parts_of_the_loss_add_up_each_with_its_own():
-    first = LossTerms(torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0))
-    summed = first + LossTerms(torch.tensor(10.0), torch.tensor(20.0), torch.tensor(30.0))
-    assert [float(each) for each in (summed.total, summed.ce, summed.zloss)] == [11, 22, 33]
+    first = LossTerms(torch.tensor(1.0), {"ce": torch.tensor(2.0), "zloss": 3.0})
+    summed = first + LossTerms(torch.tensor(10.0), {"ce": torch.tensor(20.0), "kl": torch.tensor(5.0)})
+    assert float(summed.total) == 11
+    assert {name: float(part) for name, part in summed.parts.items()} == {"ce": 22, "zloss": 3, "kl": 5}
 
 
 def test_detached_terms_keep_their_values_and_lose_their_graph():
     weight = torch.tensor(2.0, requires_grad=True)
-    terms = LossTerms(weight * 3, weight * 2, weight * 1)
+    terms = LossTerms(weight * 3, {"ce": weight * 2, "zloss": 1.0})
     found = terms.detach()
-    assert [float(each) for each in (found.total, found.ce, found.zloss)] == [6, 4, 2]
-    assert not any(each.requires_grad for each in (found.total, found.ce, found.zloss))
+    assert [float(each) for each in (found.total, found.parts["ce"], found.parts["zloss"])] == [6, 4, 1]
+    assert not found.total.requires_grad
+    assert not found.parts["ce"].requires_grad
     assert terms.total.requires_grad
 
 

@@ -60,6 +60,9 @@ MIXED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Keys that accept values of several types: a test of a value, and the allowed values in words."""
 
+CROSS_ENTROPY = "stabletrain.stability.objective.CrossEntropy"
+"""The objective to which z-loss, label smoothing and chunks of logits belong."""
+
 CHOSEN_PARTS = ("qknorm", "softcap", "qkclip")
 """Groups that have an effect only if the model's YAML refers to them (`qknorm: ${qknorm}`)."""
 
@@ -217,6 +220,8 @@ def check_parts(cfg: DictConfig, choices: Mapping[str, str]) -> None:
                 f"{named(group)} does nothing with model={model}, because the model has no attention: "
                 f"use {fix if by_preset else f'{group}=none'}, or a model whose YAML has `{group}: ${{{group}}}`"
             )
+    if cfg.objective.get("_target_") != CROSS_ENTROPY:
+        check_no_logits(cfg, named("zloss") if choices["zloss"] != "none" else "", f"objective={choices['objective']}")
     if choices["qkclip"] != "none" and choices["qknorm"] != "none":
         raise ConfigError(
             f"{named('qknorm')} removes the scale of the projections that qkclip={choices['qkclip']} clips, so qkclip "
@@ -236,6 +241,25 @@ def check_parts(cfg: DictConfig, choices: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"{group}={chosen} is for {gives}, model={model} reads {reads}: use {fix}, "
                 f"or a model for {gives} such as model={'gpt_nano' if gives == 'tokens' else 'resnet20'}"
+            )
+
+
+def check_no_logits(cfg: DictConfig, zloss: str, objective: str) -> None:
+    """Refuses what belongs to the cross-entropy, with another objective.
+
+    Args:
+        zloss: how the z-loss was chosen; empty if it is off.
+        objective: as it is typed.
+    """
+    for typed, off in (
+        (zloss, "zloss=none"),
+        (f"label_smoothing={cfg.label_smoothing}" if cfg.label_smoothing else "", "label_smoothing=0"),
+        (f"loss_chunk={cfg.loss_chunk}" if isinstance(cfg.loss_chunk, int) else "", "loss_chunk=none"),
+    ):
+        if typed:
+            raise ConfigError(
+                f"{typed} does nothing with {objective}, which has no logits of a softmax: use {off}, or "
+                "objective=cross_entropy"
             )
 
 

@@ -26,6 +26,7 @@ MOVED: dict[str, str] = {
     "stabletrain.stability.clipping.per_module": "stabletrain.stability.clipping.fixed",
     "stabletrain.stability.clipping.value": "stabletrain.stability.clipping.fixed",
     "stabletrain.stability.clipping.zclip": "stabletrain.stability.clipping.adaptive",
+    "stabletrain.stability.chunked_loss": "stabletrain.stability.objective.chunked_loss",
     "stabletrain.stability.optimizers.spam": "stabletrain.stability.optimizers.adamw",
     "stabletrain.stability.optimizers.stable_adamw": "stabletrain.stability.optimizers.adamw",
     "stabletrain.state.checkpoint": "stabletrain.checkpoint.checkpoints",

@@ -4,6 +4,7 @@ These faults happen at data positions, the `step` argument of `batch`. Reading a
 batch; only a rollback that skips the position avoids it. Validation data is not changed.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,7 +88,7 @@ class Input(DataFault):
 
 @dataclass(frozen=True)
 class Label(DataFault):
-    """One target out of range, or a wrong label.
+    """One target out of range, or a wrong label; among targets that are floats, a NaN.
 
     Attributes:
         value: new target; a value between 0 and the number of classes minus 1 is a valid but wrong label.
@@ -105,7 +106,8 @@ class Label(DataFault):
             )
 
     def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
-        return replace(batch, targets=written(batch.targets, self.value, self.seed, position))
+        value = math.nan if batch.targets.is_floating_point() else self.value  # floats have no range
+        return replace(batch, targets=written(batch.targets, value, self.seed, position))
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ class Ignored(DataFault):
     """A batch whose targets are all ignored, such as a batch of padding."""
 
     def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
+        if batch.targets.is_floating_point():
+            raise ConfigError("faults=ignored: targets are floats, and all of them count: use faults=label or empty")
         return replace(batch, targets=torch.full_like(batch.targets, IGNORE_INDEX))
 
 
@@ -128,7 +132,9 @@ class Empty(DataFault):
 
 @dataclass(frozen=True)
 class Poison(DataFault):
-    """Batches with finite inputs and valid but wrong targets: every target is another class, images are too bright.
+    """Batches with finite inputs and valid but wrong targets; images are too bright.
+
+    Every target is another class, or, among targets that are floats, that of another sample.
 
     Attributes:
         factor: multiplies floating-point inputs; token ids are not changed.
@@ -149,11 +155,13 @@ class Poison(DataFault):
         return self.on_this_rank() and any(start <= number < start + self.length for start in self.at)
 
     def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
+        inputs = batch.inputs * self.factor if batch.inputs.is_floating_point() else batch.inputs
+        if batch.targets.is_floating_point():
+            return replace(batch, inputs=inputs, targets=batch.targets.roll(1, 0))
         classes = count_classes(data, batch.targets)
         generator = torch.Generator().manual_seed(drawn(self.seed, position, 2**32))
         away = torch.randint(1, max(classes, 2), batch.targets.shape, generator=generator).to(batch.targets.device)
         wrong = torch.where(batch.targets == IGNORE_INDEX, IGNORE_INDEX, (batch.targets + away) % classes)
-        inputs = batch.inputs * self.factor if batch.inputs.is_floating_point() else batch.inputs
         return replace(batch, inputs=inputs, targets=wrong)
 
 

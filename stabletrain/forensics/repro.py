@@ -30,7 +30,7 @@ from stabletrain.forensics.user_code import hashes
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Precision, Tools
-from stabletrain.records import Batch, RankPart, Reading
+from stabletrain.records import Batch, RankPart, Reading, saved_reading
 
 CONTAINERS = ("_modules", "_parameters", "_buffers")
 """Attributes in which a module keeps its children and tensors."""
@@ -98,7 +98,7 @@ class Repro:
 
     def to_micro_batches(self, batch: Batch) -> list[Batch]:
         """Moves a host batch to the device and splits it into the step's number of micro-batches."""
-        return replace(batch, counted=None).to(self.device).split(self.micro_batches)
+        return replace(batch, counted=None, share=1.0).to(self.device).split(self.micro_batches)
 
     @property
     def comparable(self) -> bool:
@@ -288,7 +288,7 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
         tools=tools,
         loss_scale=loss_scale,
         device=next(model.parameters()).device,
-        reading=None if reading is None else Reading(**reading),
+        reading=None if reading is None else saved_reading(reading),
         part=None if part is None else RankPart(**part),
         compiled=found["compiled"],
         compiled_for=None if (shape := found.get("compiled_for")) is None else tuple(shape),

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -155,10 +154,10 @@ class StepSubject:
         if older is not None:
             model.load_state_dict(older["model"])
         batch = repro.to_micro_batches(repro.batch)[0]
-        batch = repro.tools.sanitizer.safe(batch, classes or torch.iinfo(torch.int64).max)
+        batch = repro.tools.sanitizer.safe(batch, classes)
         with Scores() as scores:
             try:
-                found = probe.forward(model, batch, repro.tools.precision)
+                found = probe.forward(model, batch, repro.tools.precision, repro.tools.objective)
             except RuntimeError:
                 return {}
             return found | scores.metrics()

@@ -38,7 +38,7 @@ class Alone:
         """
         del sharded
         loss = loss.float()
-        return LossTerms(loss, loss), norms, StepChecks(0.0, 0.0, buffers)
+        return LossTerms(loss), norms, StepChecks(0.0, 0.0, buffers)
 
 
 class Together(Alone):
@@ -68,7 +68,7 @@ class Together(Alone):
         first = torch.where(bad.any(), bad.float().argmax(), -1)
         mean = rows[:, 0].mean()
         stop = torch.zeros_like(first, dtype=torch.bool)
-        return LossTerms(mean, mean), GradNorms(total, norms.each), StepChecks(0.0, 0.0, rows[:, 1].amax(), stop, first)
+        return LossTerms(mean), GradNorms(total, norms.each), StepChecks(0.0, 0.0, rows[:, 1].amax(), stop, first)
 
 
 def together() -> Alone:

@@ -92,8 +92,6 @@ class Judge:
             multiply_(found, torch.as_tensor(clipped.coef))
         numbers = {
             "loss": terms.total,
-            "ce": terms.total,
-            "zloss": 0.0,
             "grad_norm": norms.total,
             "clip_coef": clipped.coef,
             "clip_active": clipped.active,
@@ -106,4 +104,4 @@ class Judge:
         }
         of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
         first = self._optimizer.param_groups[0]
-        return InFlight(step, float(first.get("lr", 0.0)), numbers | of_ranks).wait()
+        return InFlight(step, float(first.get("lr", 0.0)), {}, numbers | of_ranks).wait()

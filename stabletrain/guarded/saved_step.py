@@ -30,7 +30,7 @@ from stabletrain.guarded.agreement import innermost
 from stabletrain.guarded.part import Part, named_tensors
 from stabletrain.guarded.rerun import Begun, Generators, Rerun
 from stabletrain.guarded.scaling import scaling
-from stabletrain.records import Reading
+from stabletrain.records import Reading, saved_reading
 
 
 def why_not_replayable(rerun: Rerun, *, sharded: bool, keep_state: bool) -> str:
@@ -170,7 +170,7 @@ def replay_step(folder: Path) -> Replayed:
     parts = [Part(closure, batch) for (closure, _), batch in zip(closures, batches, strict=True)]
     buffers = buffers_of(model)
     begun = Begun(generators_of(kept["generators"], device), buffers.save(), parts)
-    reading = Reading(**unflatten(scene["reading"], {}))
+    reading = saved_reading(unflatten(scene["reading"], {}))
     parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     chosen = scaling(scene["precision"] or None, None, device)
     began = time.monotonic()

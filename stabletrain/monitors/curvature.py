@@ -7,10 +7,10 @@ lambda before the learning rate is high (arXiv 2110.04369). Power iteration conv
 absolute value, with its sign. After few iterations its absolute value is an underestimate.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -46,8 +46,10 @@ def top_eigenvalue(
     return value.detach()
 
 
-def of_cross_entropy(model: nn.Module, batch: Batch, iterations: int, samples: int) -> Float[Tensor, ""]:
-    """Returns the top eigenvalue for the mean cross-entropy of the first `samples` of `batch`, in fp32.
+def of_loss(
+    model: nn.Module, batch: Batch, loss: Callable[..., Any], iterations: int, samples: int
+) -> Float[Tensor, ""]:
+    """Returns the top eigenvalue for the mean loss of the first `samples` of `batch`, in fp32.
 
     Call it within `forward.isolated`. Runs the model in its current mode. Dropout draws one mask for all iterations.
     """
@@ -56,8 +58,9 @@ def of_cross_entropy(model: nn.Module, batch: Batch, iterations: int, samples: i
     # The same initial vector every time, so that values of different steps are comparable.
     generator = torch.Generator(batch.targets.device).manual_seed(0)
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
-        logits = isolated_forward(model, batch.inputs[:samples], leaves)
-        targets = batch.targets[:samples].flatten()
-        total = F.cross_entropy(logits.float().flatten(0, -2), targets, ignore_index=IGNORE_INDEX, reduction="sum")
-        loss = total / (targets != IGNORE_INDEX).sum().clamp(min=1)
-        return top_eigenvalue(loss, list(leaves.values()), iterations, generator)
+        part = batch.rows(slice(0, samples)).of_step(1.0)
+        outputs = isolated_forward(model, part.inputs, leaves)
+        known = part.targets if part.targets.is_floating_point() else part.targets[part.targets != IGNORE_INDEX]
+        n_valid = torch.full((), max(known.numel(), 1), device=known.device)
+        total = loss(outputs, part, n_valid).total
+        return top_eigenvalue(total, list(leaves.values()), iterations, generator)

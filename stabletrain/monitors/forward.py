@@ -47,8 +47,8 @@ def isolated(model: nn.Module) -> Generator[None, None, None]:
         yield
 
 
-def isolated_forward(model: nn.Module, inputs: Any, parameters: dict[str, Tensor] | None = None) -> Tensor:
-    """Returns the model's logits without changing its buffers; `parameters` replace the model's own by name."""
+def isolated_forward(model: nn.Module, inputs: Any, parameters: dict[str, Tensor] | None = None) -> Any:
+    """Returns the model's output without changing its buffers; `parameters` replace the model's own by name."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return torch.func.functional_call(model, buffers | (parameters or {}), (inputs,))
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
-from stabletrain.monitors.probe import Forward, Metrics, Probe
+from stabletrain.monitors.probe import Forward, Loss, Metrics, Probe
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Batch
 
@@ -33,9 +33,9 @@ class NoMonitors:
         del step, total
         return False
 
-    def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward) -> None:
+    def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward, objective: Loss) -> None:
         """Does nothing."""
-        del model, optimizer, batch, precision
+        del model, optimizer, batch, precision, objective
 
     def after(self, model: nn.Module, optimizer: Optimizer, applied: bool) -> tuple[Metrics, list[Alarm]]:
         """Returns no metrics and no alarms."""
@@ -74,7 +74,7 @@ class Monitors(NoMonitors):
         """Whether to inspect step number `step`, counted from 1: the first, the last, and every `every` steps."""
         return step in (1, total) or step % self.every == 0
 
-    def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward) -> None:
+    def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward, objective: Loss) -> None:
         """Runs the first half of an inspection; call it after backward and before clipping.
 
         Args:
@@ -82,10 +82,11 @@ class Monitors(NoMonitors):
             optimizer: before its step.
             batch: one micro-batch on the model's device.
             precision: autocast settings of the forward pass.
+            objective: the run's loss.
         """
         del optimizer
         self._probe = probe = Probe()
-        probe.attempt("the activations", lambda: probe.forward(model, batch, precision))
+        probe.attempt("the activations", lambda: probe.forward(model, batch, precision, objective))
         probe.attempt("the gradients", lambda: probe.gradients(model))
 
     def after(self, model: nn.Module, optimizer: Optimizer, applied: bool) -> tuple[Metrics, list[Alarm]]:
@@ -143,11 +144,11 @@ class FullMonitors(Monitors):
                 "no Hessian"
             )
 
-    def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward) -> None:
+    def before(self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward, objective: Loss) -> None:
         """Runs the first half of an inspection; see `Monitors`."""
-        super().before(model, optimizer, batch, precision)
+        super().before(model, optimizer, batch, precision, objective)
         probe = self._probe
         probe.attempt("the layers", probe.layers)
         if self.hessian_iterations:
             iterations, samples = self.hessian_iterations, self.hessian_samples
-            probe.attempt("the Hessian", lambda: probe.hessian(model, batch, iterations, samples))
+            probe.attempt("the Hessian", lambda: probe.hessian(model, batch, objective, iterations, samples))

@@ -6,7 +6,7 @@ returns metrics by name.
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -41,6 +41,17 @@ class Forward(Protocol):
     def autocast(self) -> AbstractContextManager: ...
 
 
+@runtime_checkable
+class Loss(Protocol):
+    """The loss of a run; see `stability/objective/`."""
+
+    @property
+    def softmax(self) -> bool: ...
+    @property
+    def plain(self) -> "Loss": ...
+    def __call__(self, outputs: Any, batch: Batch, n_valid: Tensor) -> Any: ...
+
+
 class Probe:
     """One inspection of one step.
 
@@ -70,15 +81,15 @@ class Probe:
             )
 
     @torch.no_grad()
-    def forward(self, model: nn.Module, batch: Batch, precision: Forward) -> Metrics:
-        """Measures activations, attention and log Z of one micro-batch in an isolated forward pass."""
+    def forward(self, model: nn.Module, batch: Batch, precision: Forward, objective: Loss) -> Metrics:
+        """Measures activations, attention and, for logits, log Z of one micro-batch in an isolated forward pass."""
         watched, device = blocks(model), batch.targets.device.type
         with isolated(model), recording_activations(watched) as heard, recording_attention(model) as heads:
             with precision.autocast():
                 self._fp16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
                 self._fp8 = getattr(precision, "name", "") == "fp8"
                 output = isolated_forward(model, batch.inputs)
-            z = log_z(output, batch.targets)
+            z = log_z(output, batch.targets) if objective.softmax else ()
         name_of = block_names(heads, watched)
         values = {("activation_rms", name): value for name, value in heard.rms.items()}
         values |= {("activation_absmax", name): value for name, value in heard.absmax.items()}
@@ -87,7 +98,8 @@ class Probe:
             values[("attn_logit_max", name_of[name])] = head.largest.amax()
             values[("attn_entropy", name_of[name])] = head.entropy.mean()
             values[("attn_entropy_min", name_of[name])] = head.entropy.amin()
-        *sizes, z_mean, z_max = torch.stack([*values.values(), *z]).tolist()  # the only host synchronisation
+        read = torch.stack([*values.values(), *z]).tolist() if values or z else []  # the only host synchronisation
+        sizes, z = read[: len(values)], read[len(values) :]
         found: Sizes = {}
         for (what, name), size in zip(values, sizes, strict=True):
             found.setdefault(what, {})[name] = size
@@ -100,8 +112,7 @@ class Probe:
             **over_all("headroom_min", np.min, found["headroom"]),
             **over_all("attn_logit_bound", np.max, found.get("attn_logit_bound", {})),
             **over_all("attn_logit_max", np.max, found.get("attn_logit_max", {})),
-            "monitors/log_z_mean": z_mean,
-            "monitors/log_z_max": z_max,
+            **dict(zip(("monitors/log_z_mean", "monitors/log_z_max"), z, strict=False)),
         }
 
     @torch.no_grad()
@@ -171,10 +182,10 @@ class Probe:
         found: Sizes = {"layer_grad_norm": self._gradient_norms, "layer_weight_norm": self._weight_norms}
         return spread(found)
 
-    def hessian(self, model: nn.Module, batch: Batch, iterations: int, samples: int) -> Metrics:
-        """Measures the top eigenvalue of the Hessian in an isolated forward pass."""
+    def hessian(self, model: nn.Module, batch: Batch, objective: Loss, iterations: int, samples: int) -> Metrics:
+        """Measures the top eigenvalue of the loss's Hessian in an isolated forward pass."""
         with isolated(model):
-            top = curvature.of_cross_entropy(model, batch, iterations, samples)
+            top = curvature.of_loss(model, batch, objective.plain, iterations, samples)
         return {"monitors/hessian_top": top.item()}
 
     def signs(self, applied: bool) -> dict[str, str | None]:

@@ -16,12 +16,6 @@ from stabletrain.parallel.ranks import Ranks, Timeouts, all_gather_object, all_g
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, OwnNumbers, RankPart, StepChecks
 
-HEAD = 7
-"""Numbers in a row before those of the gradients."""
-
-OWN = 5
-"""The first of them: numbers of this rank's slice alone, which identify the culprit rank. Buffers are averaged."""
-
 
 class Distributed(SingleProcess):
     """Ranks that each train on a slice of the batch.
@@ -46,12 +40,14 @@ class Distributed(SingleProcess):
 
         A rank with an empty batch runs on zeros without valid targets: the other ranks wait for it.
         """
-        if not len(batch):
+        empty = not len(batch)
+        if empty:
             given = batch.transformed().inputs
             inputs = given.new_zeros(size, *given.shape[1:])
             targets = batch.targets.new_full((size, *batch.targets.shape[1:]), IGNORE_INDEX)
             batch = Batch(inputs, targets, sources=["the batch is empty"] * size)
-        return batch.shard(self.rows(len(batch)))
+        part = batch.shard(self.rows(len(batch)))
+        return part.counting(0) if empty else part  # floats would all count
 
     def scale_for_averaging(self, loss: Tensor) -> Tensor:
         """Returns the loss times the world size: PyTorch averages gradients over ranks, but their sum is needed."""
@@ -89,27 +85,33 @@ class Distributed(SingleProcess):
         self, terms: LossTerms, norms: GradNorms, checks: StepChecks
     ) -> tuple[LossTerms, GradNorms, StepChecks]:
         """Combines the numbers of all ranks; see the module."""
-        # One row per rank: the numbers of its own slice (OWN), its buffers and stop request, its gradient norms.
-        own = (terms.total, terms.ce, terms.zloss, checks.bad_data, checks.inputs, checks.buffers, bool(self._wish))
-        head = [number if isinstance(number, Tensor) else torch.full_like(terms.total, number) for number in own]
+        # One row per rank: the numbers of its own slice, then its buffers and stop request, then its gradient norms.
+        mine = (terms.total, *terms.parts.values(), checks.bad_data, checks.inputs)
+        head = [
+            number if isinstance(number, Tensor) else torch.full_like(terms.total, number)
+            for number in (*mine, checks.buffers, bool(self._wish))
+        ]
         row = torch.cat([torch.stack(head).float(), self.of_gradients(norms)])
         rows = row.new_empty(self.ranks.world_size * row.numel())
         all_gather_tensor(rows, row)
         rows = rows.view(self.ranks.world_size, -1)
         # Every rank computes the same from the same rows, so all verdicts agree bit for bit.
-        total, ce, zloss = rows[:, :3].sum(dim=0).unbind()
+        losses = 1 + len(terms.parts)
+        total, *parts = rows[:, :losses].sum(dim=0).unbind()
+        bad, inputs, buffers, wish = rows[:, losses : len(head)].unbind(dim=1)
         # The culprit is the first rank with bad data or a non-finite number of its own; -1 if there is none.
-        culprits = (rows[:, 3] > 0) | ~torch.isfinite(rows[:, :OWN]).all(dim=1)
+        culprits = (bad > 0) | ~torch.isfinite(rows[:, : len(mine)]).all(dim=1)
         first = torch.where(culprits.any(), culprits.float().argmax(), -1)
         met = StepChecks(
-            bad_data=rows[:, 3].amax(),
-            inputs=rows[:, 4].amax(),
-            buffers=rows[:, 5].amax(),
-            stop=(rows[:, 6] > 0).any(),
+            bad_data=bad.amax(),
+            inputs=inputs.amax(),
+            buffers=buffers.amax(),
+            stop=(wish > 0).any(),
             rank=first,
             own=OwnNumbers(terms.total, self.own_grad_norm(norms)),
         )
-        return LossTerms(total, ce, zloss), self.norms_of(norms, rows[:, HEAD:]), met
+        all_terms = LossTerms(total, dict(zip(terms.parts, parts, strict=True)))
+        return all_terms, self.norms_of(norms, rows[:, len(head) :]), met
 
     def of_gradients(self, norms: GradNorms) -> Tensor:
         """Returns the row's numbers about the gradients."""
@@ -128,14 +130,19 @@ class Distributed(SingleProcess):
         """Returns the gradient norm of `OwnNumbers`."""
         return norms.total
 
-    def rank_part(self, own: OwnNumbers | None, batch: Batch, loss_scale: float) -> RankPart | None:
-        """Returns this rank's own numbers of a step, as means over its own part of the batch."""
-        if own is None or batch.counted is None:
+    def rank_part(self, own: OwnNumbers | None, factor: float, loss_scale: float) -> RankPart | None:
+        """Returns this rank's own numbers of a step, as means over its own part of the batch.
+
+        Args:
+            own: None if they are unknown.
+            factor: the objective's `own_factor`: the step divides by the targets of the whole batch, a replay of this
+                part by its own.
+            loss_scale: the step's.
+        """
+        if own is None:
             return None
-        # The step divides by the valid targets of the whole batch, a replay of one part by those of that part.
-        share = batch.counted / max(int((batch.targets != IGNORE_INDEX).sum()), 1)
-        part = RankPart(self.ranks.rank, share * float(own.loss))
-        return self.with_gradient(part, float(own.grad_norm), share / loss_scale)
+        part = RankPart(self.ranks.rank, factor * float(own.loss))
+        return self.with_gradient(part, float(own.grad_norm), factor / loss_scale)
 
     def with_gradient(self, part: RankPart, grad_norm: float, factor: float) -> RankPart:
         """Adds what is known of the gradient: `grad_norm` of `OwnNumbers`, and the factor between it and a replay's."""

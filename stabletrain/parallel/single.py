@@ -109,15 +109,15 @@ class SingleProcess:
         del model_factory
         return WholeState(model, older)
 
-    def rank_part(self, own: OwnNumbers | None, batch: Batch, loss_scale: float) -> RankPart | None:
+    def rank_part(self, own: OwnNumbers | None, factor: float, loss_scale: float) -> RankPart | None:
         """Returns this rank's own numbers of a step, on the host; None in a single process. Waits for the device.
 
         Args:
             own: the step's, from its checks.
-            batch: this rank's part of the step's batch.
+            factor: see `Distributed`.
             loss_scale: the step's.
         """
-        del own, batch, loss_scale
+        del own, factor, loss_scale
         return None
 
     def gather_samples(self, samples: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:

@@ -10,10 +10,13 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from stabletrain.records import IGNORE_INDEX, Batch, Number
+
+LARGEST = torch.finfo(torch.float32).max
+"""Bound of targets that have no other: below it a number is finite."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,26 @@ class Sanitizer:
         safe = inputs.clamp(0, largest_id)
         return safe, 0.0, (safe != inputs).any()
 
-    def targets(self, targets: Int[Tensor, "*shape"], classes: int) -> tuple[Int[Tensor, "*shape"], Bool[Tensor, ""]]:
+    def targets(
+        self, targets: Int[Tensor, "*shape"] | Float[Tensor, "*shape"], classes: int | None
+    ) -> tuple[Int[Tensor, "*shape"] | Float[Tensor, "*shape"], Bool[Tensor, ""]]:
         """Returns targets with ids out of range replaced by `IGNORE_INDEX`, and whether there were any.
 
         Args:
-            targets: class ids.
-            classes: number of classes, the last dimension of the logits.
+            targets: class ids; or floats, which are kept, and are bad if they are not finite or outside of
+                [0, classes - 1].
+            classes: number of classes; None if targets have no bounds.
         """
+        if targets.is_floating_point():
+            smallest, largest = targets.aminmax()  # NaN if any value is
+            low, high = (-LARGEST, LARGEST) if classes is None else (0, classes - 1)
+            return targets, ~((smallest >= low) & (largest <= high))
+        if classes is None:
+            return targets, torch.zeros((), dtype=torch.bool, device=targets.device)
         targets = targets.long()  # uint8 cannot hold -100, and the loss kernels expect int64
         known = targets.masked_fill(targets.clamp(0, classes - 1) != targets, IGNORE_INDEX)
         return known, (known != targets).any()
 
-    def safe(self, batch: Batch, classes: int) -> Batch:
+    def safe(self, batch: Batch, classes: int | None) -> Batch:
         """Returns the batch with every id in range, for code that runs the model outside of a step."""
         return replace(batch, inputs=self.inputs(batch.inputs)[0], targets=self.targets(batch.targets, classes)[0])

@@ -105,7 +105,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     source = load_data(cfg, process, faults)
     trained = build_model(cfg, process, source, faults)
     tools = make_tools(cfg, process, source, trained.state.model, clipping, guard)
-    load = batch_loader(cfg, process, source, trained.state)
+    load = batch_loader(cfg, process, source, trained.state, tools.objective)
     opened = open_output(cfg, folder, process, source, trained, faults, shown)
     data = TrainingData(
         batches=Prefetch(load, pin=process.device.type == "cuda", threads=2 if reads_rows(source.data) else 1),

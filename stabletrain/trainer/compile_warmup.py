@@ -40,9 +40,9 @@ def warm_up_compiled(
     def forward() -> Tensor:
         inputs, _, _ = tools.sanitizer.inputs(batch.inputs)
         with tools.precision.autocast():
-            logits = model(inputs)
-        targets, _ = tools.sanitizer.targets(batch.targets, logits.shape[-1])
-        return tools.objective(logits, targets, count_targets([batch])[0]).total
+            outputs = model(inputs)
+        targets, _ = tools.sanitizer.targets(batch.targets, tools.objective.classes(outputs))
+        return tools.objective(outputs, batch.having(inputs, targets), count_targets([batch])[0]).total
 
     def backward(loss: Tensor) -> None:
         tools.scale(loss).backward()

@@ -3,15 +3,16 @@
 Both may be the user's own plug-ins. If one breaks the contract, the run is refused with a message that names the
 violation.
 
-A model's `forward(inputs)` returns logits, `[batch, classes]` or `[batch, time, vocab]`, or an object or a tuple that
-holds them (`TakeLogits`). Two attributes are optional, and default to the data's: `vocab_size` (ids outside it are bad
-data), and `block_size` (the maximum number of tokens it reads at once when it generates text).
+A model's `forward(inputs)` returns what the objective takes: for the cross-entropy logits, `[batch, classes]` or
+`[batch, time, vocab]`, or an object or a tuple that holds them (`TakeLogits`). Two
+attributes are optional, and default to the data's: `vocab_size` (ids outside it are bad data), and `block_size` (the
+maximum number of tokens it reads at once when it generates text).
 """
 
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from stabletrain.errors import ConfigError
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.machine.hardware import flops_per_sample, meta_copy
 from stabletrain.parallel.ranks import Ranks
-from stabletrain.records import IGNORE_INDEX, Batch, reads_rows
-from stabletrain.stability.objective import check_logits
+from stabletrain.records import Batch, reads_rows
+from stabletrain.stability.objective import CrossEntropy, Objective
+from stabletrain.trainer.tools import objective_from_config
 
 FROM_DATA = ("vocab_size", "block_size", "num_classes", "in_channels")
 """Model sizes that are taken from the data if they are null in the configuration."""
@@ -55,7 +57,7 @@ def make_model(cfg: DictConfig, data: Any) -> nn.Module:
         raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not an nn.Module")
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(f"model: {cfg.model._target_} has no parameters to train")
-    accept_output_(model, data)
+    accept_output_(model, data, objective_from_config(cfg))
     return model
 
 
@@ -82,15 +84,17 @@ class TakeLogits:
         return output[0] if isinstance(output, tuple) and output and isinstance(output[0], Tensor) else output
 
 
-def accept_output_(model: nn.Module, data: Any) -> None:
+def accept_output_(model: nn.Module, data: Any, objective: Objective) -> None:
     """Makes calls of the model return its logits, even if its output is an object or tuple that contains them.
 
-    Runs a copy of a user's model on two samples. A model that returns a tensor gets no hook, so its calls stay as fast.
+    Runs a copy of the model on two samples. A model that returns a tensor gets no hook, so its calls stay as fast. A
+    loss of the user's own gets the output as it is, and is not tried here.
 
     Raises:
-        ConfigError: the output holds no logits, or they do not fit the targets.
+        ConfigError: the output holds no tensor that the objective takes, or it does not fit the targets.
     """
-    if type(model).__module__.startswith("stabletrain."):  # these return tensors
+    built_in = type(model).__module__.startswith("stabletrain.") and isinstance(objective, CrossEntropy)
+    if built_in or not objective.takes_tensor:  # the models of this package return logits
         return
     sample, output = None, None
     with suppress(Exception):  # an error in the data is reported when training reads it
@@ -100,7 +104,7 @@ def accept_output_(model: nn.Module, data: Any) -> None:
         model.register_forward_hook(TakeLogits())  # unknown: take the logits if there are any
         return
     logits = TakeLogits()(model, sample.inputs, output)
-    check_logits(logits, sample.targets)
+    objective.check(logits, sample.targets)
     if logits is not output:
         part = "its .logits are" if logits is getattr(output, "logits", None) else "its first element is"
         note = f"model output of type {type(output).__name__}: {part} taken as the logits"
@@ -144,8 +148,10 @@ def units(cfg: DictConfig, data: Any) -> tuple[str, str]:
     if cfg.data.get("modality") == "images":
         return "img", "image"
     # without a modality, inspect one sample: a single target is a class, several targets are text
-    if cfg.data.get("modality") is None and checked(data.batch(0, 1, "val")).targets.ndim == 1:
-        return "sample", "sample"
+    if cfg.data.get("modality") is None:
+        targets = checked(data.batch(0, 1, "val")).targets
+        if targets.ndim == 1 or targets.is_floating_point():
+            return "sample", "sample"
     return "tok", "byte" if getattr(data, "vocab_size", None) == 256 else "token"  # 256 ids: text as raw bytes
 
 
@@ -156,7 +162,7 @@ def cost(model: nn.Module, data: Any) -> float | None:
     except Exception:  # an error in the data is reported when training reads it
         return None
     flops = flops_per_sample(model, sample.inputs)
-    return None if flops is None else flops / sample.targets.numel()
+    return None if flops is None else flops / sample.units
 
 
 def checked(batch: Any) -> Batch:
@@ -178,8 +184,6 @@ def checked(batch: Any) -> Batch:
             f"data: a batch has {len(batch.inputs)} inputs and {len(batch.targets)} targets: return one target "
             "per input"
         )
-    if batch.targets.is_floating_point():
-        raise ConfigError(f"data: targets are {batch.targets.dtype}, not class ids: return an integer dtype")
     return batch
 
 
@@ -194,8 +198,8 @@ def validation(
 ) -> Iterator[Batch]:
     """Yields this rank's share of the validation split, or of its first `limit` batches, in a fixed order.
 
-    Every rank gets the same number of batches. A rank that runs out of batches repeats the last batch with all targets
-    ignored.
+    Every rank gets the same number of batches. A rank that runs out of batches repeats the last batch, marked as one
+    that does not count.
 
     Args:
         show: called with the number of batches done and the total number, before each batch and at the end.
@@ -207,5 +211,5 @@ def validation(
         wanted = min(number, count - 1), size, "val"
         batch = checked(data.rows(*wanted, slice(0, size)) if reads_rows(data) else data.batch(*wanted))
         # all ranks must run equally many forward passes, because each pass gathers sharded weights from all of them
-        yield batch if number < count else replace(batch, targets=torch.full_like(batch.targets, IGNORE_INDEX))
+        yield batch if number < count else batch.counting(0)
     show(count, count)

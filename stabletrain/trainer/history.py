@@ -67,8 +67,8 @@ class Throughput:
         self._since, self._units = time.perf_counter(), 0
 
     def count(self, batch: Batch) -> None:
-        """Counts the targets of this step's batches on all ranks. Each target is one unit: a token or an image."""
-        self._units += batch.targets.numel() * self._ranks
+        """Counts the tokens or samples of this step's batches on all ranks."""
+        self._units += batch.units * self._ranks
 
     def measure(self) -> None:
         """Ends the interval, adds it to the history, and starts the next."""

@@ -28,7 +28,7 @@ class ExecutedStep(NamedTuple):
     Attributes:
         in_flight: the step's reading, on its way to the host.
         batch: the step's batch, on the host.
-        classes: size of the logits' last dimension; None if every micro-batch was empty.
+        classes: number of classes of the targets; None if unknown, or if targets are no class ids.
         saved_buffers: copies of the model's buffers before the step; the next forward pass overwrites the live ones.
         own: this rank's own numbers of the step, on the device; None in a single process.
     """
@@ -150,7 +150,7 @@ def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> Re
         loss_scale=reading.loss_scale,
         device=run.device,
         reading=reading,
-        part=run.parallel.rank_part(executed.own, executed.batch, reading.loss_scale),
+        part=run.parallel.rank_part(executed.own, run.tools.objective.own_factor(executed.batch), reading.loss_scale),
         compiled_for=compiled_shape(model),
         applied=reading.applied,
         fresh=lambda: completed(run, run.data.load(FAR * (reading.step + 1))),

@@ -84,10 +84,12 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
                 executed = None
                 continue
             # Monitors inspect raw gradients, and weights before and after the update, so they go around `commit`.
-            watching = run.monitoring.monitors.due(state.step + 1, plan.steps) and computed.classes is not None
+            watching = run.monitoring.monitors.due(state.step + 1, plan.steps) and computed.forwards > 0
             if watching:
                 safe_batch = run.tools.sanitizer.safe(micro_batches[0], computed.classes)
-                run.monitoring.monitors.before(state.model, state.optimizer, safe_batch, run.tools.precision)
+                run.monitoring.monitors.before(
+                    state.model, state.optimizer, safe_batch, run.tools.precision, run.tools.objective
+                )
             # Clip and update, or skip. The numbers are copied to the host in the background.
             in_flight = commit(state, computed, run.tools)
             executed = ExecutedStep(in_flight, batch, computed.classes, computed.saved_buffers, computed.checks.own)
@@ -257,7 +259,9 @@ def validate(run: TrainingRun) -> float:
     """Evaluates, logs the metrics, records the best; returns the validation loss."""
     state, history, tracker = run.state, run.history, run.rollback.tracker
     batches = (batch.to(run.device) for batch in run.data.validation())
-    metrics = evaluate(state.model, batches, run.tools.precision, run.tools.sanitizer, run.parallel)
+    metrics = evaluate(
+        state.model, batches, run.tools.objective.plain, run.tools.precision, run.tools.sanitizer, run.parallel
+    )
     if spoilt := metrics.get("val/bad_batches"):
         text = f"evaluation: {spoilt} batches hold bad data; what is bad in them is not counted"
         if not history.val.get("val/bad_batches"):

@@ -20,7 +20,7 @@ from stabletrain.machine import hardware
 from stabletrain.machine.determinism import mix
 from stabletrain.machine.hardware import Usage, forget_peak, peak_flops
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
-from stabletrain.protocols import Tools
+from stabletrain.protocols import Objective, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.trainer.banner import busy_note, opening, split_note
@@ -207,7 +207,9 @@ def optimizer_arguments(cfg: DictConfig, kind: type, overrides: Mapping[str, Any
     return kept, f"optimizer {cfg.optimizer._target_}({shown}) over all parameters{rest}"
 
 
-def batch_loader(cfg: DictConfig, process: Process, source: Source, state: TrainState) -> Callable[[int], Batch]:
+def batch_loader(
+    cfg: DictConfig, process: Process, source: Source, state: TrainState, objective: Objective
+) -> Callable[[int], Batch]:
     """Returns a function that loads this rank's part of the training batch of a step."""
     world_size, size = process.ranks.world_size, cfg.batch_size
     mine = process.parallel.rows(size)
@@ -230,11 +232,14 @@ def batch_loader(cfg: DictConfig, process: Process, source: Source, state: Train
                     "data: rows() gives no `counted`, by which the ranks divide their losses: set it to the number of "
                     f"targets in the whole batch that are not {IGNORE_INDEX}"
                 )
+            objective.check_targets(batch.targets)
             if len(batch):
+                batch = batch.of_step(len(batch) / size)
                 # In one process the step counts the valid targets itself, as they are then.
                 return batch if world_size > 1 else replace(batch, counted=None)
         else:
             batch = checked(source.data.batch(at, size, "train"))
+            objective.check_targets(batch.targets)
         if len(batch) % (cfg.grad_accum_steps * world_size):
             among = f" x {world_size} ranks" if world_size > 1 else ""
             raise ConfigError(
@@ -250,8 +255,12 @@ def batch_loader(cfg: DictConfig, process: Process, source: Source, state: Train
 
 
 def make_tools(cfg: DictConfig, process: Process, source: Source, model: nn.Module, clipping: Any, guard: Any) -> Tools:
-    """Builds everything that acts in a step."""
-    return tools_from_config(
+    """Builds everything that acts in a step.
+
+    Raises:
+        ConfigError: the objective couples the samples of a batch, which is split among micro-batches or ranks.
+    """
+    tools = tools_from_config(
         cfg,
         model,
         vocab_size=vocabulary(model, source.data),
@@ -263,6 +272,14 @@ def make_tools(cfg: DictConfig, process: Process, source: Source, model: nn.Modu
         parallel=process.parallel,
         head_apart=process.parallel.head_apart,
     )
+    name, parts = process.choices.get("objective", "cross_entropy"), cfg.grad_accum_steps
+    if tools.objective.couples_samples and parts * process.ranks.world_size > 1:
+        what = f"grad_accum_steps={parts}" if parts > 1 else f"{process.ranks.world_size} ranks"
+        raise ConfigError(
+            f"objective={name} couples the samples of a batch, and {what} would split the batch: use "
+            f"{'grad_accum_steps=1' if parts > 1 else 'one process'}"
+        )
+    return tools
 
 
 # ---- the first lines

@@ -41,8 +41,7 @@ def reading_metrics(reading: Reading, skipped: int) -> dict[str, float]:
     """Returns a reading's numbers under their names in `metrics.jsonl`."""
     return {
         "train/loss": reading.loss,
-        "train/ce": reading.ce,
-        "train/zloss": reading.zloss,
+        **{f"train/{name}": value for name, value in reading.terms.items()},
         "grad/norm": reading.grad_norm,
         "clip/coef": reading.clip_coef,
         "lr": reading.lr,

@@ -1,19 +1,21 @@
 """Builds `Tools`, everything that acts in a step: from a configuration, or from objects with defaults."""
 
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
 from torch import nn
 
-from stabletrain.config.make import make
+from stabletrain.config.make import make, target_of
+from stabletrain.errors import ConfigError
 from stabletrain.machine.determinism import Seeded
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Clipping, GuardPolicy, LearningRate, Parallel, Precision, Sanitizer, Seeding, Tools
 from stabletrain.stability import sanitize
-from stabletrain.stability.chunked_loss import with_loss_chunk
 from stabletrain.stability.clipping import NormClip
 from stabletrain.stability.guard import SkipGuard
-from stabletrain.stability.objective import NoZLoss, Objective
+from stabletrain.stability.objective import CrossEntropy, Custom, NoZLoss, Objective
+from stabletrain.stability.objective.chunked_loss import with_loss_chunk
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.schedule import Constant, NoWarmup
 from stabletrain.stability.schedule import LearningRate as ScheduledRate
@@ -40,7 +42,7 @@ def build_tools(
     return Tools(
         sanitizer=sanitizer or sanitize.Sanitizer(),
         precision=precision,
-        objective=objective or Objective(NoZLoss()),
+        objective=objective or CrossEntropy(),
         clipping=clipping or NormClip(1.0),
         after_update=after_update or NoQKClip(),
         guard=guard or SkipGuard(max_consecutive=10),
@@ -49,6 +51,29 @@ def build_tools(
         seed=seed,
         parallel=parallel or SingleProcess(),
     )
+
+
+def objective_from_config(cfg: DictConfig) -> Objective:
+    """Builds the objective: an `Objective`, or any callable of the user's, which may be a function or a class.
+
+    Raises:
+        ConfigError: the target cannot be built or called.
+    """
+    if "objective" not in cfg:  # the configuration of an older run or incident
+        return CrossEntropy(make(cfg, "zloss") if "zloss" in cfg else NoZLoss(), cfg.get("label_smoothing", 0.0))
+    target = target_of(cfg, "objective")
+    a_function = target is not None and not isinstance(target, type)  # it is the loss itself, not what builds it
+    objective = make(cfg, "objective", **({"_partial_": True} if a_function else {}))
+    if isinstance(objective, CrossEntropy):
+        return replace(objective, zloss=make(cfg, "zloss"), label_smoothing=cfg.label_smoothing)
+    if isinstance(objective, Objective):
+        return objective
+    if not callable(objective):
+        raise ConfigError(
+            f"objective: {cfg.objective._target_} gives a {type(objective).__name__}, which cannot be called with "
+            "(outputs, batch, n_valid)"
+        )
+    return Custom(objective)
 
 
 def tools_from_config(
@@ -76,7 +101,7 @@ def tools_from_config(
         ConfigError: a value is out of bounds.
     """
     learning_rate = ScheduledRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps)
-    objective = Objective(make(cfg, "zloss"), cfg.label_smoothing)
+    objective = objective_from_config(cfg)
     return build_tools(
         precision,
         sanitizer=sanitize.Sanitizer(vocab_size),

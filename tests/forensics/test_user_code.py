@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from stabletrain.forensics.user_code import compare, files, hash_of, hashes
-from stabletrain.stability.objective import Objective
+from stabletrain.stability.objective import CrossEntropy
 
 SOURCES = {
     "user_model": "import torch\nimport yaml\nfrom torch import nn\nfrom stabletrain.models.gpt import GPT\n"
@@ -51,7 +51,7 @@ def code(tmp_path, monkeypatch):
 def step(code, tools):
     """The model and the tools of a step."""
     zloss = sys.modules["user_loss"].ZLoss()
-    return nn.Sequential(sys.modules["user_model"].Model(2, 2)), replace(tools, objective=Objective(zloss))
+    return nn.Sequential(sys.modules["user_model"].Model(2, 2)), replace(tools, objective=CrossEntropy(zloss))
 
 
 def test_the_modules_of_the_model_and_the_loss_and_what_they_import_are_found_and_no_others(code, step):

@@ -25,7 +25,7 @@ def opened(policy, loss, norm, buffers=0.0):
     total = torch.tensor(float(loss))
     norms = GradNorms(torch.tensor(float(norm)), torch.tensor([float(norm)]))
     held = torch.tensor(buffers) if buffers else 0.0
-    return bool(gate(policy, LossTerms(total, total), norms, StepChecks(0.0, 0.0, held)))
+    return bool(gate(policy, LossTerms(total), norms, StepChecks(0.0, 0.0, held)))
 
 
 @pytest.mark.parametrize("loss", [2.0, -2.0, 0.0])

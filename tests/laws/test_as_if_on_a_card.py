@@ -19,7 +19,6 @@ from stabletrain.errors import ConfigError
 from stabletrain.records import Batch
 from stabletrain.stability.clipping import NormClip
 from stabletrain.stability.guard import SkipGuard
-from stabletrain.stability.objective import Objective
 from stabletrain.stability.precision.loss_scale import LossScaled
 from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.tracking.metrics import read_jsonl

@@ -58,11 +58,12 @@ def spoil_loss(job, batch, value):
     objective = job.tools.objective
 
     class Spoilt:
-        wrap = objective.wrap
+        def __getattr__(self, name):
+            return getattr(objective, name)
 
-        def __call__(self, logits, targets, n_valid):
-            terms = objective(logits, targets, n_valid)
-            return replace(terms, total=terms.total * value, ce=terms.ce * value)
+        def __call__(self, outputs, batch, n_valid):
+            terms = objective(outputs, batch, n_valid)
+            return replace(terms, total=terms.total * value)
 
     object.__setattr__(job.tools, "objective", Spoilt())
     return batch

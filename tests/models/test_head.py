@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.models.head import MULTIPLE, Head, TiedHead, for_product
-from stabletrain.stability.chunked_loss import ChunkedLoss
-from stabletrain.stability.objective import Objective, ZLoss
+from stabletrain.stability.objective import CrossEntropy, ZLoss
+from stabletrain.stability.objective.chunked_loss import ChunkedLoss
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.bf16_weights import store_in_bf16
 from tests.stability.test_chunked_loss import VOCAB, Run, chunk_example, gpt, gradients
@@ -124,7 +124,7 @@ def test_a_trace_names_the_head_whose_product_overflows(tied, dtype):
 
 
 def test_a_head_stored_in_bf16_gives_the_bits_of_one_that_is_cast():
-    plain, stored = Objective(ZLoss(1e-2)), gpt()
+    plain, stored = CrossEntropy(ZLoss(1e-2)), gpt()
     _, wanted = gradients(Run(gpt(), lambda: torch.autocast("cpu", torch.bfloat16)), plain)
     assert any(weight is stored.head.weight for weight in store_in_bf16(stored, "cpu"))
     _, found = gradients(Run(stored, lambda: torch.autocast("cpu", torch.bfloat16)), plain)

@@ -6,6 +6,7 @@ from torch import nn
 
 from stabletrain.monitors.monitors import FullMonitors
 from stabletrain.records import Batch
+from stabletrain.stability.objective import CrossEntropy
 from tests.monitors.watched import PRECISIONS, adamw, backward
 
 
@@ -55,7 +56,7 @@ def test_an_inspection_keeps_the_compiled_step(precision):
         for step in range(5):
             backward(model, batch(step), mode)
             if monitors is not None:
-                monitors.before(model, optimizer, batch(step), mode)
+                monitors.before(model, optimizer, batch(step), mode, CrossEntropy())
             optimizer.step()
             if monitors is not None:
                 metrics, alarms = monitors.after(model, optimizer, True)

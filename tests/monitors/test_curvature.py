@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from stabletrain.monitors.curvature import of_cross_entropy, top_eigenvalue
+from stabletrain.monitors.curvature import of_loss, top_eigenvalue
 from stabletrain.monitors.forward import isolated
+from stabletrain.stability.objective import CrossEntropy
 from tests.monitors.watched import features, images, tiny_gpt, tiny_resnet, tokens
 
 
@@ -60,7 +61,7 @@ def full_hessian_top(model, batch):
 def test_of_a_model_against_the_whole_hessian():
     model, batch = Small(), features()
     batch.targets[3] = -100
-    found = of_cross_entropy(model, batch, 200, len(batch)).item()
+    found = of_loss(model, batch, CrossEntropy(), 200, len(batch)).item()
     assert found == pytest.approx(full_hessian_top(model, batch), rel=1e-3)
     assert all(p.grad is None for p in model.parameters())
 
@@ -69,8 +70,8 @@ def test_only_the_first_samples_count():
     model, batch = Small(), features()
     other = features()
     other.inputs[4:] = 100.0
-    assert of_cross_entropy(model, batch, 5, 4) == of_cross_entropy(model, other, 5, 4)
-    assert of_cross_entropy(model, batch, 5, 5) != of_cross_entropy(model, other, 5, 5)
+    assert of_loss(model, batch, CrossEntropy(), 5, 4) == of_loss(model, other, CrossEntropy(), 5, 4)
+    assert of_loss(model, batch, CrossEntropy(), 5, 5) != of_loss(model, other, CrossEntropy(), 5, 5)
 
 
 def test_fused_attention_which_has_no_second_derivative_on_cards_is_off():
@@ -78,7 +79,7 @@ def test_fused_attention_which_has_no_second_derivative_on_cards_is_off():
     fused = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled
     for block in model.blocks:
         block.register_forward_hook(lambda *_: seen.append([enabled() for enabled in fused]))
-    of_cross_entropy(model, batch, 1, 4)
+    of_loss(model, batch, CrossEntropy(), 1, 4)
     assert seen == [[False, False]] * 2
     assert [enabled() for enabled in fused] == [True, True]
 
@@ -89,9 +90,9 @@ def test_fused_attention_which_has_no_second_derivative_on_cards_is_off():
 def test_attention_and_batchnorm_have_second_derivatives(made):
     model, batch = made()
     with isolated(model):
-        first = of_cross_entropy(model, batch, 3, 4)
+        first = of_loss(model, batch, CrossEntropy(), 3, 4)
     with isolated(model):
-        second = of_cross_entropy(model, batch, 3, 4)
+        second = of_loss(model, batch, CrossEntropy(), 3, 4)
     assert torch.isfinite(first)
     assert first != 0
     assert first == second, "its own generator starts it, and dropout's draws are put back"

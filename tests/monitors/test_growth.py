@@ -10,6 +10,7 @@ from stabletrain.monitors import growth
 from stabletrain.monitors.monitors import Monitors
 from stabletrain.stability import precision
 from stabletrain.stability.init import GPT2Init
+from stabletrain.stability.objective import CrossEntropy
 from tests.monitors.watched import (
     CPU,
     PRECISIONS,
@@ -138,7 +139,7 @@ def test_a_skipped_step_does_not_reset_the_count_and_its_gradients_are_not_judge
         if not applied:
             for parameter in model.blocks[0].parameters():
                 parameter.grad.mul_(1e6)
-        monitors.before(model, optimizer, tokens(), FP32)
+        monitors.before(model, optimizer, tokens(), FP32, CrossEntropy())
         if applied:
             optimizer.step()
         found.append([alarm.kind for alarm in monitors.after(model, optimizer, applied)[1]])

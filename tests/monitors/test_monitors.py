@@ -16,6 +16,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.monitors.forward import isolated, isolated_forward
 from stabletrain.monitors.monitors import FullMonitors, Monitors, NoMonitors
 from stabletrain.records import TrainState
+from stabletrain.stability.objective import CrossEntropy
 from tests.monitors.watched import PRECISIONS, adamw, backward, features, images, look_at, tiny_gpt, tiny_resnet, tokens
 
 MODELS = {"gpt": (tiny_gpt, tokens), "resnet": (tiny_resnet, images)}
@@ -67,7 +68,7 @@ def test_an_inspection_changes_no_bit(name, precision, poisoned):
     backward(model, batch, mode)
     monitors = FullMonitors(1, 3, 4)
     before = everything(model, optimizer)
-    monitors.before(model, optimizer, batch, mode)
+    monitors.before(model, optimizer, batch, mode, CrossEntropy())
     assert_same(everything(model, optimizer), before)
     if not poisoned:
         optimizer.step()
@@ -138,7 +139,7 @@ def test_a_failing_model_raises_one_alarm_and_leaves_no_trace():
     backward(model, batch, mode)
     model.fails = True
     before = everything(model, optimizer)
-    monitors.before(model, optimizer, batch, mode)
+    monitors.before(model, optimizer, batch, mode, CrossEntropy())
     assert_same(everything(model, optimizer), before)
     optimizer.step()
     metrics, alarms = monitors.after(model, optimizer, True)
@@ -150,14 +151,14 @@ def test_a_failing_model_raises_one_alarm_and_leaves_no_trace():
     assert {"monitors/grad_norm/layer", "monitors/update_ratio/layer", "monitors/layer_grad_norm/layer.bias"} < {
         *metrics
     }
-    monitors.before(model, optimizer, batch, mode)
+    monitors.before(model, optimizer, batch, mode, CrossEntropy())
     assert monitors.after(model, optimizer, True)[1] == [], "once"
 
 
 def test_a_model_without_gradients_raises_an_alarm_and_is_not_fatal():
     model, monitors = Draws(), Monitors(1)
     optimizer = adamw(model)
-    monitors.before(model, optimizer, features(), PRECISIONS["fp32"]())
+    monitors.before(model, optimizer, features(), PRECISIONS["fp32"](), CrossEntropy())
     metrics, (alarm,) = monitors.after(model, optimizer, True)
     assert alarm.kind == "monitors"
     assert "monitors/log_z_mean" in metrics

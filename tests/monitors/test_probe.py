@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stabletrain.monitors.probe import Probe, over_all, root_sum, spread
+from stabletrain.stability.objective import CrossEntropy
 from tests.monitors.watched import PRECISIONS, adamw, backward, features, tiny_gpt, tokens
 
 FP32 = PRECISIONS["fp32"]()
@@ -33,7 +34,7 @@ def rms(*tensors):
 
 def test_activations_and_log_z_match_a_forward_pass():
     model, batch = Two(), features()
-    found = Probe().forward(model, batch, FP32)
+    found = Probe().forward(model, batch, FP32, CrossEntropy())
     with torch.no_grad():
         body = model.body(batch.inputs)
         logits = model.head(body)
@@ -51,7 +52,7 @@ def test_attention_is_measured_per_block_and_as_the_largest_over_all_blocks():
     model = tiny_gpt(dropout=0.0)
     with torch.no_grad():
         model.blocks[1].attention.query.weight.mul_(50.0)
-    found = Probe().forward(model, tokens(), FP32)
+    found = Probe().forward(model, tokens(), FP32, CrossEntropy())
     first, second = (found[f"monitors/attn_logit_max/blocks.{i}"] for i in range(2))
     assert second > first > 0
     assert found["monitors/attn_logit_max"] == second < found["monitors/attn_logit_bound"]
@@ -114,7 +115,9 @@ def test_the_hessians_top_eigenvalue_matches_the_closed_form():
     model = Bias()
     p = F.softmax(model.bias.detach().double(), -1)
     top = torch.linalg.eigvalsh(torch.diag(p) - torch.outer(p, p))[-1].item()
-    assert Probe().hessian(model, features(), 30, 16)["monitors/hessian_top"] == pytest.approx(top, rel=1e-3)
+    assert Probe().hessian(model, features(), CrossEntropy(), 30, 16)["monitors/hessian_top"] == pytest.approx(
+        top, rel=1e-3
+    )
 
 
 def test_only_the_first_failure_is_reported_and_the_other_metrics_are_kept():
@@ -150,7 +153,7 @@ def test_activations_and_attention_raise_separate_signs():
     with torch.no_grad():
         model.blocks[1].mlp.down.weight.mul_(1e6)
         model.blocks[0].attention.query.weight.mul_(1e7)
-    probe.forward(model, tokens(), FP32)
+    probe.forward(model, tokens(), FP32, CrossEntropy())
     said = probe.signs(applied=False)
     assert "from blocks.0 to blocks.1" in said["explosion"]
     assert said["attention"].startswith("attention logits of blocks.0 reach")

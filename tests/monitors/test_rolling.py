@@ -134,8 +134,7 @@ def reading(step=1, *, active=0.0, applied=True, loss=2.0, norm=1.0, overflow=Fa
     return Reading(
         step=step,
         loss=loss,
-        ce=loss,
-        zloss=0.0,
+        terms={},
         grad_norm=norm,
         clip_coef=1.0,
         clip_active=active,

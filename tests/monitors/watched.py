@@ -8,6 +8,7 @@ from stabletrain.models.gpt import GPT
 from stabletrain.models.resnet import CifarResNet
 from stabletrain.records import Batch
 from stabletrain.stability import precision
+from stabletrain.stability.objective import CrossEntropy
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
 from stabletrain.stability.softcap import NoSoftcap
@@ -83,7 +84,7 @@ def backward(model, batch, mode):
 def look_at(monitors, model, optimizer, batch, mode, *, applied=True, clip=None):
     """Runs one step and inspects it before and after the update."""
     backward(model, batch, mode)
-    monitors.before(model, optimizer, batch, mode)
+    monitors.before(model, optimizer, batch, mode, CrossEntropy())
     if clip is not None:
         nn.utils.clip_grad_norm_(model.parameters(), clip)
     if applied:

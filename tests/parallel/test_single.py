@@ -61,7 +61,7 @@ def test_the_model_is_called_as_it_is(alone):
 def test_numbers_are_the_steps_own(alone):
     loss = torch.tensor(2.0, requires_grad=True)
     assert alone.scale_for_averaging(loss) is loss
-    terms, norms = LossTerms(loss, loss, loss), GradNorms(loss, loss[None])
+    terms, norms = LossTerms(loss), GradNorms(loss, loss[None])
     checks = StepChecks(torch.tensor(False), loss, loss)
     found = alone.reduce_stats(terms, norms, checks)
     assert all(one is other for one, other in zip(found, (terms, norms, checks), strict=True))

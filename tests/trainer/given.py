@@ -42,8 +42,7 @@ def reading(step: int = 1, **changed: Any) -> Reading:
     """The reading of a healthy step, with some values changed."""
     values = {
         "loss": 2.0,
-        "ce": 1.75,
-        "zloss": 0.25,
+        "terms": {"ce": 1.75, "zloss": 0.25},
         "grad_norm": 0.5,
         "clip_coef": 1.0,
         "clip_active": 0.0,

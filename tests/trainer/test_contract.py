@@ -12,7 +12,7 @@ from torch import nn
 
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks
-from stabletrain.records import IGNORE_INDEX, Batch
+from stabletrain.records import Batch
 from stabletrain.trainer.contract import (
     DEFAULT_VAL_BATCHES,
     checked,
@@ -208,7 +208,8 @@ def test_an_output_without_logits_is_refused_with_what_is_expected(returns, gave
         answering(returns)
     assert str(refusal.value) == (
         f"model: forward() gave {gave} for targets of [2]: logits are [batch, classes], or [batch, time, vocab] for "
-        "text; return them, an object with .logits, or a tuple that begins with them"
+        "text; return them, an object with .logits, or a tuple that begins with them; for another loss than "
+        "cross-entropy choose an objective: mse, bce or your own"
     )
 
 
@@ -278,7 +279,6 @@ def test_a_batch_that_keeps_the_contract_is_returned_as_it_is():
         ((torch.zeros(2), torch.zeros(2)), "batch\\(\\) returned a tuple: return stabletrain.records.Batch"),
         (None, "batch\\(\\) returned a NoneType"),
         ((2, 3), "a batch has 2 inputs and 3 targets"),
-        ((2, 2, torch.float32), "targets are torch.float32, not class ids"),
     ],
 )
 def test_a_batch_that_breaks_the_contract_is_refused(given, message):
@@ -303,7 +303,7 @@ def test_what_is_no_tensor_is_refused_by_name(name):
 def numbers(data, limit, *, rank=0, world_size=1):
     """For each batch a rank takes: its number, and whether its targets count."""
     batches = validation(data, 4, limit, Ranks(rank, world_size))
-    return [(int(batch.inputs.flatten()[0]), bool((batch.targets != IGNORE_INDEX).all())) for batch in batches]
+    return [(int(batch.inputs.flatten()[0]), batch.counted != 0) for batch in batches]
 
 
 def test_one_process_takes_all_batches_in_order_or_the_first_few():
@@ -332,9 +332,10 @@ def test_the_progress_of_an_evaluation_is_shown_before_each_batch_and_at_the_end
     assert shown == [(0, 3), "batch", (1, 3), "batch", (2, 3), "batch", (3, 3)]
 
 
-def test_a_repeated_batch_has_all_targets_ignored():
-    *_, last = validation(Counted(), 4, None, Ranks(1, 2))
-    assert (last.targets == IGNORE_INDEX).all()
+def test_a_repeated_batch_is_marked_as_one_that_does_not_count():
+    *before, last = validation(Counted(), 4, None, Ranks(1, 2))
+    assert [batch.counted for batch in before] == [None]
+    assert last.counted == 0
     assert last.targets.shape == last.inputs.shape == (1, 2)
 
 

@@ -9,9 +9,11 @@ from torch import nn
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import IGNORE_INDEX, Batch
 from stabletrain.stability import precision as precisions
+from stabletrain.stability.objective import CrossEntropy
+from stabletrain.stability.objective import cross_entropy as module
+from stabletrain.stability.objective.cross_entropy import in_parts
 from stabletrain.stability.sanitize import Sanitizer
-from stabletrain.trainer import evaluate as module
-from stabletrain.trainer.evaluate import evaluate, in_parts
+from stabletrain.trainer.evaluate import evaluate
 from tests.trainer.given import CPU, FP32
 
 
@@ -69,7 +71,12 @@ def in_float64(model, batches):
 
 
 def evaluated(model, batches, **options):
-    chosen = {"precision": FP32, "sanitizer": Sanitizer(11), "parallel": SingleProcess()} | options
+    chosen = {
+        "objective": CrossEntropy(),
+        "precision": FP32,
+        "sanitizer": Sanitizer(11),
+        "parallel": SingleProcess(),
+    } | options
     return evaluate(model, iter(batches), **chosen)
 
 
@@ -154,7 +161,7 @@ def test_the_ranks_sums_are_added_before_they_are_divided():
         """A second rank that has seen 6 targets with a loss of 30 in sum, 5 of them right, in one bad batch."""
 
         def all_reduce_sum(self, values):
-            return values + torch.tensor([30.0, 6.0, 5.0, 1.0], dtype=torch.float64)
+            return values + torch.tensor([1.0, 30.0, 6.0, 5.0], dtype=torch.float64)
 
     batches = [points(1, 10)]
     loss, accuracy = in_float64(model := Points(), batches)

@@ -10,7 +10,7 @@ import torch
 
 from stabletrain.errors import TrainingHalted
 from stabletrain.forensics.replay import replay
-from stabletrain.stability.chunked_loss import ChunkedLoss
+from stabletrain.stability.objective.chunked_loss import ChunkedLoss
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train

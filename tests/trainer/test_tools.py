@@ -6,11 +6,11 @@ from torch import nn
 
 from stabletrain.machine.determinism import Seeded
 from stabletrain.parallel.single import SingleProcess
-from stabletrain.records import TrainState, Verdict
-from stabletrain.stability.chunked_loss import ChunkedLoss
+from stabletrain.records import Batch, TrainState, Verdict
 from stabletrain.stability.clipping import NoClip, NormClip
 from stabletrain.stability.guard import NoGuard, SkipGuard
-from stabletrain.stability.objective import NoZLoss, Objective
+from stabletrain.stability.objective import CrossEntropy, NoZLoss
+from stabletrain.stability.objective.chunked_loss import ChunkedLoss
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.stability.schedule import Constant, LearningRate, NoWarmup
@@ -42,7 +42,7 @@ def test_with_the_defaults_the_learning_rate_stays_and_the_loss_is_plain_cross_e
     expected = nn.functional.cross_entropy(model(given.inputs), given.targets).item()
     numbers = train_step(state, [given], build_tools(FP32))
     assert numbers.loss == pytest.approx(expected, rel=1e-6)
-    assert (numbers.zloss, numbers.lr, numbers.applied) == (0.0, 0.1, True)
+    assert (numbers.terms["zloss"], numbers.lr, numbers.applied) == (0.0, 0.1, True)
     state.step = 5000
     assert train_step(state, [given], build_tools(FP32)).lr == 0.1
 
@@ -50,7 +50,7 @@ def test_with_the_defaults_the_learning_rate_stays_and_the_loss_is_plain_cross_e
 def test_every_tool_that_is_given_is_used():
     given = {
         "sanitizer": Sanitizer(7),
-        "objective": Objective(NoZLoss(), 0.1),
+        "objective": CrossEntropy(NoZLoss(), 0.1),
         "clipping": NoClip(),
         "after_update": NoQKClip(),
         "guard": NoGuard(),
@@ -83,8 +83,8 @@ def test_a_configuration_decides_schedule_objective_and_bounds():
     assert tools.learning_rate.total == 100
     assert tools.learning_rate.warmup.length(100) == 10
     logits, targets = torch.tensor([[2.0, 0.0, -1.0]]), torch.tensor([0])
-    terms = tools.objective(logits, targets, torch.tensor(1))
+    terms = tools.objective(logits, Batch(targets, targets), torch.tensor(1))
     smoothed = nn.functional.cross_entropy(logits, targets, label_smoothing=0.25)
-    assert terms.ce.item() == pytest.approx(smoothed.item(), rel=1e-6)
-    assert terms.zloss.item() == pytest.approx(1e-4 * logits.logsumexp(-1).square().item(), rel=1e-5)
+    assert terms.parts["ce"].item() == pytest.approx(smoothed.item(), rel=1e-6)
+    assert terms.parts["zloss"].item() == pytest.approx(1e-4 * logits.logsumexp(-1).square().item(), rel=1e-5)
     assert not isinstance(tools.objective, ChunkedLoss)

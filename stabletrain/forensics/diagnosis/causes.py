@@ -17,6 +17,7 @@ from stabletrain.forensics.diagnosis.evidence import (
     Evidence,
     absurd_at_first,
     beyond_lr,
+    has_logits,
     has_risen,
     is_spread,
     jumped,
@@ -253,7 +254,7 @@ def output_logit_drift(e: Evidence) -> Diagnosis | None:
     torn = e.drift is not None and e.drift.grown > GROWN
     if torn or not drift > LOG_Z or not since > min(LOG_Z / 2, 0.1 * drift):
         return None
-    fix = ["zloss=palm"] if e.setting.choices.get("zloss") == "none" else []
+    fix = ["zloss=palm"] if e.setting.choices.get("zloss") == "none" and has_logits(e) else []
     return Diagnosis(
         "output_logit_drift",
         0.8,

@@ -274,9 +274,14 @@ def wild(e: Evidence) -> bool:
     return torn and e.normal("older_state") is True
 
 
+def has_logits(e: Evidence) -> bool:
+    """Whether the loss is the cross-entropy: then a z-loss is possible, and guessing has a known loss."""
+    return e.setting.choices.get("objective", "cross_entropy") == "cross_entropy"
+
+
 def absurd_at_first(e: Evidence) -> bool:
     """Whether the loss of one of the first steps, computed in fp32, is far above the loss of random guessing."""
-    wide = e.outcomes.get("fp32")
+    wide = e.outcomes.get("fp32") if has_logits(e) else None
     return e.reading.step <= FIRST_STEPS and wide is not None and (wide.loss or 0.0) > ABSURD
 
 

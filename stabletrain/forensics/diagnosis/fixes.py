@@ -1,6 +1,6 @@
 """Fixes for each cause: overrides that this run can take and does not have yet, or a change to a line of code."""
 
-from stabletrain.forensics.diagnosis.evidence import RUSHED, Evidence, beyond_lr, decayed
+from stabletrain.forensics.diagnosis.evidence import RUSHED, Evidence, beyond_lr, decayed, has_logits
 from stabletrain.forensics.probes.underflow import Underflow
 
 HEALTHY = 0.01
@@ -46,11 +46,12 @@ def more_fp32_modules(e: Evidence) -> list[str]:
 
 
 def structure(e: Evidence) -> list[str]:
-    """Options that keep logits small, if the model supports them and they are off."""
+    """Options that keep logits small, if the model and the objective support them and they are off."""
+    able = {"qknorm": e.setting.has_attention, "softcap": e.setting.has_attention, "zloss": has_logits(e)}
     return [
         f"{group}={option}"
         for group, option in (("qknorm", "layernorm"), ("softcap", "gemma2"), ("zloss", "palm"))
-        if e.setting.choices.get(group) == "none" and (e.setting.has_attention or group == "zloss")
+        if e.setting.choices.get(group) == "none" and able[group]
     ]
 
 

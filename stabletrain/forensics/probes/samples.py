@@ -7,7 +7,7 @@ bisection.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -48,7 +48,7 @@ def bad_samples(batch: Batch, vocab_size: int | None, classes: int | None) -> li
             if what:
                 found.append({"index": index, **named(batch, index), "fault": fault, "what": what})
                 break
-    if not found and not batch.counted and bool((batch.targets == IGNORE_INDEX).all()):
+    if not found and not batch.counted and not batch.count_targets():
         found = [
             {
                 "index": None,
@@ -84,6 +84,12 @@ def bad_input(inputs: Tensor, vocab_size: int | None) -> str:
 
 def bad_label(targets: Tensor, classes: int | None) -> str:
     """Describes what is wrong with a sample's targets; empty if nothing is."""
+    if targets.is_floating_point():
+        bad = ~torch.isfinite(targets)
+        if bool(bad.any()):
+            return f"target {float(targets[bad][0])}{at(bad)} is not a finite number"
+        bad = (targets < 0) | (targets > (classes or 0) - 1) if classes is not None else torch.zeros_like(bad)
+        return f"target {float(targets[bad][0]):.4g}{at(bad)} is outside [0, 1]" if bool(bad.any()) else ""
     if classes is None:
         return ""
     bad = ((targets < 0) | (targets >= classes)) & (targets != IGNORE_INDEX)
@@ -191,14 +197,14 @@ class Divided:
     plain: Objective
     n_valid: Tensor
 
-    def wrap(self, forward: Callable[..., Tensor], model: nn.Module, tools: Tools) -> Callable[..., Tensor]:
-        """Same as the plain objective."""
-        return self.plain.wrap(forward, model, tools)
+    def __getattr__(self, name: str) -> Any:
+        """All else is the plain objective's."""
+        return getattr(self.plain, name)
 
-    def __call__(self, logits: Tensor, targets: Tensor, n_valid: Tensor) -> LossTerms:
+    def __call__(self, outputs: Any, batch: Batch, n_valid: Tensor) -> LossTerms:
         """Same as the plain objective, but ignores `n_valid`."""
         del n_valid
-        return self.plain(logits, targets, self.n_valid)
+        return self.plain(outputs, batch, self.n_valid)
 
 
 class Bisection:
@@ -218,8 +224,8 @@ class Bisection:
     def _divided_as_then(self) -> Tools:
         """The tools, with an objective that divides by the number of targets in the whole batch."""
         # A few samples have few targets. Divided by these alone, their loss could overflow fp16 in the backward pass.
-        tools, targets = self._repro.replay_tools(), self._repro.batch.targets
-        n_valid = (targets != IGNORE_INDEX).sum().clamp(min=1).to(self._repro.device)
+        tools, count = self._repro.replay_tools(), self._repro.batch.count_targets()
+        n_valid = torch.tensor(max(count, 1), device=self._repro.device)
         return replace(tools, objective=Divided(tools.objective.plain, n_valid))
 
     def can_go_on(self, passes: int) -> bool:
@@ -280,7 +286,8 @@ def forward(model: nn.Module, batches: list[Batch], tools: Tools, step: int) -> 
         tools.determinism.seed_step(tools.seed, step)
         for batch in batches:
             with tools.precision.autocast():
-                logits = model(tools.sanitizer.inputs(batch.inputs)[0])
-            targets = tools.sanitizer.targets(batch.targets, logits.shape[-1])[0]
-            total += float(tools.objective(logits, targets, nobody_asks).total)
+                inputs = tools.sanitizer.inputs(batch.inputs)[0]
+                outputs = model(inputs)
+            targets = tools.sanitizer.targets(batch.targets, tools.objective.classes(outputs))[0]
+            total += float(tools.objective(outputs, batch.having(inputs, targets), nobody_asks).total)
     return total

@@ -8,7 +8,7 @@ from stabletrain.forensics.replay import Outcome
 from stabletrain.forensics.trace.origin import Origin
 from stabletrain.records import Reading
 
-READING = Reading(50, 9.0, 9.0, 0.0, 80.0, 1.0, 0.0, 0.0, 0.0, 1.0, False, False, False, 3e-3)
+READING = Reading(50, 9.0, {}, 80.0, 1.0, 0.0, 0.0, 0.0, 1.0, False, False, False, 3e-3)
 SETTING = RunSettings(
     choices={"precision": "fp32", "qknorm": "none", "qkclip": "none", "zloss": "none", "softcap": "none"},
     values={"optimizer.lr": 3e-3},

@@ -174,7 +174,7 @@ def test_gradients_that_fp8_flushes_are_told_from_those_that_are_zero_anyway(tmp
     assert found.real
     assert found.cure is None, "there is no loss scale to raise"
     assert "blocks.1.mlp.up.weight" in [one.name for one in found.worst]
-    reading = Reading(1, 5.0, 5.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, True, False, False, 1e-3)
+    reading = Reading(1, 5.0, {}, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, True, False, False, 1e-3)
     told = diagnose(Evidence("loss_scale", reading, underflow=found, setting=RunSettings({"precision": "fp8"})))
     assert (told.cause, told.fix) == ("fp8_underflow", ["precision=bf16"])
 

@@ -168,7 +168,7 @@ def test_a_collapse_that_ends_the_run_is_explained_even_if_bad_data_was_skipped_
     assert "Its update was skipped" in (tmp_path / "incidents" / "step-00000007" / "report.md").read_text()
 
 
-READING = Reading(50, 3.0, 3.0, 0.0, 1e-6, 1.0, 0.0, 0.0, 0.0, 1.0, True, False, False, 3e-3)
+READING = Reading(50, 3.0, {}, 1e-6, 1.0, 0.0, 0.0, 0.0, 1.0, True, False, False, 3e-3)
 LOST = Underflow(1.0, zeros=0.9, in_fp32=0.1, hit=0.8, worst=(Starved("a", 9, 1.0, 0.0, 1.0),), cure=65536.0)
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace
-from stabletrain.stability.objective import Objective, ZLoss
+from stabletrain.stability.objective import CrossEntropy, ZLoss
 from tests.monitors.watched import images, tiny_gpt, tiny_resnet, tokens
 
 MODELS = {"gpt": (tiny_gpt, tokens), "resnet": (tiny_resnet, images)}
@@ -24,7 +24,7 @@ def step(model, batch, dtype, scale=1.0):
     torch.manual_seed(7)
     with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
         logits = model(batch.inputs)
-    terms = Objective(ZLoss(1e-4))(logits, batch.targets, torch.tensor(batch.targets.numel()))
+    terms = CrossEntropy(ZLoss(1e-4))(logits, batch.targets, torch.tensor(batch.targets.numel()))
     (terms.total * scale).backward()
     return terms.total.detach()
 

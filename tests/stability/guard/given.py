@@ -8,12 +8,12 @@ from stabletrain.records import GradNorms, LossTerms, Reading, StepChecks
 def reading(
     loss=1.0, norm=1.0, applied=True, bad_data=False, overflow=False, scale=1.0, step=7, inputs=1.0, buffers=1.0
 ):
-    return Reading(step, loss, loss, 0.0, norm, 1.0, 0.0, inputs, buffers, scale, applied, bad_data, overflow, 1e-3)
+    return Reading(step, loss, {}, norm, 1.0, 0.0, inputs, buffers, scale, applied, bad_data, overflow, 1e-3)
 
 
 def gate(guard, loss, norm, bad_data=False, inputs=1.0, buffers=1.0):
     value = torch.tensor(loss)
-    terms = LossTerms(value, value, torch.zeros(()))
+    terms = LossTerms(value)
     checks = StepChecks(torch.tensor(float(bad_data)), torch.tensor(inputs), torch.tensor(buffers))
     return bool(guard.gate(terms, GradNorms(torch.tensor(norm), torch.tensor([norm])), checks))
 

@@ -9,10 +9,10 @@ micro-batch use one half-precision copy of the head's weight, if the model can h
 is compiled, so are head and loss of a chunk.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -24,8 +24,9 @@ from stabletrain.errors import ConfigError
 from stabletrain.machine.compiling import compiled_with
 from stabletrain.machine.hardware import device_memory
 from stabletrain.protocols import Precision, Tools
-from stabletrain.records import LOGITS_AT_ONCE, LossTerms, Number
-from stabletrain.stability.objective import Objective
+from stabletrain.records import LOGITS_AT_ONCE, Batch, LossTerms, Number
+from stabletrain.stability.objective.base import Objective
+from stabletrain.stability.objective.cross_entropy import CrossEntropy
 
 
 @runtime_checkable
@@ -77,7 +78,7 @@ class ChunkedLogits:
 
 
 def loss_of_chunk(
-    objective: Objective,
+    objective: CrossEntropy,
     model: nn.Module,
     precision: Precision,
     features: Float[Tensor, "n width"],
@@ -94,22 +95,26 @@ def loss_of_chunk(
     """
     with precision.autocast():
         logits = model.logits(features, *(() if weight is None else (weight,)))  # ty: ignore[not-callable]
-    return objective(logits, targets, n_valid)
+    return objective.of_rows(logits, targets, n_valid)
 
 
 @dataclass(frozen=True)
 class ChunkedLoss:
-    """The objective, chunk by chunk; bitwise equal to `plain` for a micro-batch that fits into one chunk.
+    """The cross-entropy, chunk by chunk; bitwise equal to `plain` for a micro-batch that fits into one chunk.
 
     Attributes:
-        plain: objective applied to each chunk.
+        plain: cross-entropy applied to each chunk.
         tokens: number of tokens in a chunk.
-        classes: number of classes of the model.
+        vocabulary: number of classes of the model.
     """
 
-    plain: Objective
+    plain: CrossEntropy
     tokens: int
-    classes: int
+    vocabulary: int
+    unit: ClassVar[str] = CrossEntropy.unit
+    takes_tensor: ClassVar[bool] = True
+    softmax: ClassVar[bool] = True
+    couples_samples: ClassVar[bool] = False
 
     def wrap(
         self, forward: Callable[..., Tensor], model: nn.Module, tools: Tools
@@ -122,21 +127,46 @@ class ChunkedLoss:
             if inputs.numel() <= self.tokens or hooked:
                 return forward(inputs)
             features = forward(inputs, head=False)
-            return ChunkedLogits(features, model, tools, torch.Size((*features.shape[:-1], self.classes)))
+            return ChunkedLogits(features, model, tools, torch.Size((*features.shape[:-1], self.vocabulary)))
 
         return headless
 
     def __call__(
         self,
-        logits: Float[Tensor, "batch *time classes"] | ChunkedLogits,
-        targets: Int[Tensor, "batch *time"],
+        outputs: Float[Tensor, "batch *time classes"] | ChunkedLogits,
+        batch: Batch,
         n_valid: Int[Tensor, ""] | Float[Tensor, ""],
     ) -> LossTerms:
         """Returns the terms of the plain objective; of these only `total` has a graph."""
-        if isinstance(logits, Tensor):
-            return self.plain(logits, targets, n_valid)
-        weights = tuple(logits.model.classifier().parameters())  # ty: ignore[not-callable]
-        return LossTerms(*_Loss.apply(self, logits, targets, n_valid, logits.features, *weights))
+        if not isinstance(outputs, ChunkedLogits):
+            return self.plain(outputs, batch, n_valid)
+        weights = tuple(outputs.model.classifier().parameters())  # ty: ignore[not-callable]
+        total, ce, zloss = _Loss.apply(self, outputs, batch.targets, n_valid, outputs.features, *weights)
+        return LossTerms(total, {"ce": ce, "zloss": zloss})
+
+    def classes(self, outputs: Any) -> int | None:
+        """See `CrossEntropy`."""
+        return self.plain.classes(outputs)
+
+    def check_targets(self, targets: Tensor) -> None:
+        """See `CrossEntropy`."""
+        self.plain.check_targets(targets)
+
+    def check(self, outputs: Any, targets: Tensor) -> None:
+        """See `CrossEntropy`."""
+        self.plain.check(outputs, targets)
+
+    def own_factor(self, batch: Batch) -> float:
+        """See `Objective`."""
+        return self.plain.own_factor(batch)
+
+    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """See `CrossEntropy`: an evaluation has whole logits."""
+        return self.plain.sums(outputs, batch)
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """See `CrossEntropy`."""
+        return self.plain.metrics(sums)
 
     def chunks(self, later: ChunkedLogits, features: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yields the rows, features and targets of each chunk; features are detached from the model's graph."""
@@ -158,7 +188,7 @@ class _Loss(Function):
         n_valid: Tensor,
         features: Tensor,
         *weights: Tensor,
-    ) -> tuple[Tensor, Tensor, Number]:
+    ) -> tuple[Number, ...]:
         ctx.scaled = later.tools.scale
         # Contiguous, so that `flatten` below returns a view.
         ctx.of_features = features.new_empty(features.shape) if features.requires_grad else None
@@ -186,8 +216,9 @@ class _Loss(Function):
                 whole += gradient[: len(whole)]  # without the rows of the padding
             parts.append(terms.detach())
         terms = sum(parts[1:], parts[0])
-        ctx.mark_non_differentiable(*(term for term in (terms.ce, terms.zloss) if isinstance(term, Tensor)))
-        return terms.total, terms.ce, terms.zloss
+        parts = (terms.parts["ce"], terms.parts["zloss"])
+        ctx.mark_non_differentiable(*(part for part in parts if isinstance(part, Tensor)))
+        return terms.total, *parts
 
     @staticmethod
     @once_differentiable
@@ -214,7 +245,7 @@ def tokens_at_once(classes: int, device: torch.device) -> int:
 
 
 def with_loss_chunk(objective: Objective, wanted: str | int, model: nn.Module, able: bool) -> Objective | ChunkedLoss:
-    """Returns the objective for the config key `loss_chunk`.
+    """Returns the objective for the config key `loss_chunk`: in chunks only if it is the cross-entropy.
 
     Args:
         objective: the plain objective.
@@ -225,7 +256,7 @@ def with_loss_chunk(objective: Objective, wanted: str | int, model: nn.Module, a
     Raises:
         ConfigError: `wanted` is a number, but the model or `parallel` does not support chunks.
     """
-    if wanted == "none":
+    if wanted == "none" or not isinstance(objective, CrossEntropy):
         return objective
     number = isinstance(wanted, int)
     if able and isinstance(model, WithHead) and "head" in signature(model.forward).parameters:

@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stabletrain.errors import ConfigError
 from stabletrain.models.gpt import GPT
-from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE
+from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE, Batch
 from stabletrain.stability import chunked_loss
-from stabletrain.stability.chunked_loss import ChunkedLoss, tokens_at_once, with_loss_chunk
-from stabletrain.stability.objective import NoZLoss, Objective, ZLoss
+from stabletrain.stability.objective import CrossEntropy, NoZLoss, ZLoss
+from stabletrain.stability.objective.chunked_loss import ChunkedLoss, tokens_at_once, with_loss_chunk
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.qkclip import NoQKClip
 from stabletrain.stability.qknorm import NoQKNorm
@@ -42,7 +42,7 @@ class Run:
         model = objective.wrap(self.model, self.model, self.tools)
         with self.tools.precision.autocast():
             logits = model(inputs)
-        return objective(logits, targets, (targets != IGNORE_INDEX).sum())
+        return objective(logits, Batch(inputs, targets), (targets != IGNORE_INDEX).sum())
 
 
 def chunk_example():
@@ -65,7 +65,7 @@ def gradients(run, objective, times=1.0):
 @pytest.mark.parametrize("softcap", [None, Gemma2Softcap(5.0, 3.0)], ids=["plain", "softcap"])
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
 def test_values_and_gradients_equal_a_float64_reference_of_whole_logits(tied, softcap, tokens):
-    plain = Objective(ZLoss(1e-2), 0.1)
+    plain = CrossEntropy(ZLoss(1e-2), 0.1)
     model = gpt(tied, softcap)
     wide = copy.deepcopy(model).double()
     terms, found = gradients(Run(model), ChunkedLoss(plain, tokens, VOCAB))
@@ -76,15 +76,15 @@ def test_values_and_gradients_equal_a_float64_reference_of_whole_logits(tied, so
     ce = -(0.9 * hit + 0.1 * log_p.mean(-1))[keep].mean()
     z = 1e-2 * torch.logsumexp(model_64(chunk_example()[0]).flatten(0, 1), -1).square()[keep].mean()
     (ce + z).backward()
-    torch.testing.assert_close(terms.ce.double(), ce.detach(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(terms.zloss.double(), z.detach(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(terms.total, terms.ce + terms.zloss)
+    torch.testing.assert_close(terms.parts["ce"].double(), ce.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(terms.parts["zloss"].double(), z.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(terms.total, terms.parts["ce"] + terms.parts["zloss"])
     for name, parameter in wide.named_parameters():
         torch.testing.assert_close(found[name].double(), parameter.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_a_batch_that_fits_into_one_chunk_is_bitwise_equal_to_the_plain_objective():
-    plain = Objective(ZLoss(1e-4))
+    plain = CrossEntropy(ZLoss(1e-4))
     size = TOKENS[0] * TOKENS[1]
     whole, wanted = gradients(Run(gpt()), plain)
     chunked, found = gradients(Run(gpt()), ChunkedLoss(plain, size, VOCAB))
@@ -94,7 +94,7 @@ def test_a_batch_that_fits_into_one_chunk_is_bitwise_equal_to_the_plain_objectiv
 
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
 def test_a_hook_on_the_heads_weights_sees_their_whole_gradient_once(tied):
-    plain, found = Objective(ZLoss(1e-4)), []
+    plain, found = CrossEntropy(ZLoss(1e-4)), []
     for objective in (plain, ChunkedLoss(plain, 4, VOCAB)):
         model, seen = gpt(tied_head=tied), []
         model.classifier().weight.register_hook(lambda given, seen=seen: (seen.append(given.clone()), given / 2)[1])
@@ -113,7 +113,7 @@ def test_in_half_precision_gradients_are_as_near_as_those_of_whole_logits(dtype,
     def autocast():
         return torch.autocast("cpu", dtype)
 
-    plain, seeds = Objective(ZLoss(1e-3)), range(16)  # of one model alone either may be nearer, by chance
+    plain, seeds = CrossEntropy(ZLoss(1e-3)), range(16)  # of one model alone either may be nearer, by chance
     off = []
     for seed in seeds:
         _, exact = gradients(Run(gpt(seed=seed)), plain)
@@ -129,7 +129,7 @@ def test_in_half_precision_gradients_are_as_near_as_those_of_whole_logits(dtype,
 
 def test_a_loss_scale_too_large_for_fp16_shows_in_the_gradients():
     run = Run(gpt(), lambda: torch.autocast("cpu", torch.float16), 2.0**24)
-    terms, found = gradients(run, ChunkedLoss(Objective(NoZLoss()), 4, VOCAB))
+    terms, found = gradients(run, ChunkedLoss(CrossEntropy(NoZLoss()), 4, VOCAB))
     assert torch.isfinite(terms.total)
     assert not torch.isfinite(found["head.weight"]).all()
 
@@ -138,14 +138,14 @@ def test_a_nan_in_one_chunk_reaches_loss_and_gradients():
     model = gpt()
     with torch.no_grad():
         model.head.weight[5, 2] = float("nan")
-    terms, found = gradients(Run(model), ChunkedLoss(Objective(NoZLoss()), 4, VOCAB))
+    terms, found = gradients(Run(model), ChunkedLoss(CrossEntropy(NoZLoss()), 4, VOCAB))
     assert torch.isnan(terms.total)
     assert not torch.isfinite(found["embedding.weight"]).all()
 
 
 @pytest.mark.parametrize("part", ["head", "blocks"])
 def test_frozen_parts_get_no_gradient_and_the_others_theirs(part):
-    plain, model = Objective(NoZLoss()), gpt()
+    plain, model = CrossEntropy(NoZLoss()), gpt()
     getattr(model, part).requires_grad_(False)
     _, wanted = gradients(Run(copy.deepcopy(model)), plain)
     _, found = gradients(Run(model), ChunkedLoss(plain, 4, VOCAB))
@@ -156,7 +156,7 @@ def test_frozen_parts_get_no_gradient_and_the_others_theirs(part):
 
 
 def test_with_all_but_the_head_frozen_the_head_learns():
-    plain, model = Objective(NoZLoss()), gpt()
+    plain, model = CrossEntropy(NoZLoss()), gpt()
     model.requires_grad_(False)
     model.head.requires_grad_(True)
     _, wanted = gradients(Run(copy.deepcopy(model)), plain)
@@ -182,8 +182,8 @@ class Largest(TorchDispatchMode):
 def test_no_more_logits_than_a_chunk_exist_at_once():
     seen = {}
     for name, objective in (
-        ("plain", Objective(ZLoss(1e-4))),
-        ("chunks", ChunkedLoss(Objective(ZLoss(1e-4)), 4, VOCAB)),
+        ("plain", CrossEntropy(ZLoss(1e-4))),
+        ("chunks", ChunkedLoss(CrossEntropy(ZLoss(1e-4)), 4, VOCAB)),
     ):
         model = gpt(n_embd=2, n_head=1)  # so that no weight has more rows than a chunk
         with Largest() as largest:
@@ -193,10 +193,10 @@ def test_no_more_logits_than_a_chunk_exist_at_once():
 
 
 def test_auto_uses_as_many_tokens_as_fit_and_leaves_models_without_a_head_unchanged():
-    plain = Objective(NoZLoss())
+    plain = CrossEntropy(NoZLoss())
     chosen = with_loss_chunk(plain, "auto", gpt(), able=True)
     assert isinstance(chosen, ChunkedLoss)
-    assert (chosen.tokens, chosen.classes) == (LOGITS_AT_ONCE // VOCAB // 128 * 128, VOCAB)
+    assert (chosen.tokens, chosen.vocabulary) == (LOGITS_AT_ONCE // VOCAB // 128 * 128, VOCAB)
     assert with_loss_chunk(plain, "none", gpt(), able=True) is plain
     assert with_loss_chunk(plain, "auto", gpt(), able=False) is plain
     assert with_loss_chunk(plain, "auto", torch.nn.Linear(2, 2), able=True) is plain
@@ -231,7 +231,7 @@ class Copies(TorchDispatchMode):
 def test_the_head_is_cast_once_a_micro_batch(tied):
     run = Run(gpt(tied, n_embd=12), lambda: torch.autocast("cpu", torch.bfloat16))  # only the head has 37 x 12 values
     with Copies() as seen:
-        gradients(run, ChunkedLoss(Objective(NoZLoss()), 4, VOCAB))
+        gradients(run, ChunkedLoss(CrossEntropy(NoZLoss()), 4, VOCAB))
     assert seen.sizes.count(VOCAB * 12) == 1, "not in every chunk, and no gradient of a chunk is cast either"
 
 
@@ -253,7 +253,7 @@ class Plugin(torch.nn.Module):
 
 
 def test_a_model_that_casts_its_head_in_every_call_gets_the_same_gradients():
-    plain, autocast = Objective(ZLoss(1e-2)), lambda: torch.autocast("cpu", torch.bfloat16)
+    plain, autocast = CrossEntropy(ZLoss(1e-2)), lambda: torch.autocast("cpu", torch.bfloat16)
     _, wanted = gradients(Run(gpt(), autocast), ChunkedLoss(plain, 4, VOCAB))
     _, found = gradients(Run(Plugin(), autocast), ChunkedLoss(plain, 4, VOCAB))
     assert all(torch.equal(found[f"gpt.{name}"], right) for name, right in wanted.items())
@@ -268,4 +268,4 @@ def test_a_model_that_casts_its_head_in_every_call_gets_the_same_gradients():
 )
 def test_a_chunk_that_the_model_cannot_use_is_refused(wanted, model, able, message):
     with pytest.raises(ConfigError, match=message):
-        with_loss_chunk(Objective(NoZLoss()), wanted, model(), able)
+        with_loss_chunk(CrossEntropy(NoZLoss()), wanted, model(), able)

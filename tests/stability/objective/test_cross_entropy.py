@@ -5,8 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from stabletrain.errors import ConfigError
-from stabletrain.records import IGNORE_INDEX, LossTerms
-from stabletrain.stability.objective import NoZLoss, Objective, ZLoss, z_loss
+from stabletrain.records import IGNORE_INDEX, Batch, LossTerms
+from stabletrain.stability.objective import CrossEntropy, NoZLoss, ZLoss, z_loss
+
+
+def of(targets):
+    """A batch with these targets; the cross-entropy does not look at its inputs."""
+    return Batch(targets, targets)
 
 
 def example(rows=12, classes=7, seed=0, scale=4.0):
@@ -38,7 +43,7 @@ def test_terms_and_gradient_equal_a_float64_reference(smoothing):
     logits, targets = example()
     targets[3] = IGNORE_INDEX
     logits.requires_grad_()
-    terms = Objective(ZLoss(1e-2), smoothing)(logits, targets, torch.tensor(11))
+    terms = CrossEntropy(ZLoss(1e-2), smoothing)(logits, of(targets), torch.tensor(11))
     terms.total.backward()
 
     wide = logits.detach().double().requires_grad_()
@@ -49,9 +54,9 @@ def test_terms_and_gradient_equal_a_float64_reference(smoothing):
     ce = per_row[keep].sum() / 11
     z = 1e-2 * (torch.log(torch.exp(wide).sum(-1)) ** 2)[keep].sum() / 11
     (ce + z).backward()
-    torch.testing.assert_close(terms.ce.double(), ce)
-    torch.testing.assert_close(terms.zloss.double(), z)
-    torch.testing.assert_close(terms.total, terms.ce + terms.zloss)
+    torch.testing.assert_close(terms.parts["ce"].double(), ce)
+    torch.testing.assert_close(terms.parts["zloss"].double(), z)
+    torch.testing.assert_close(terms.total, terms.parts["ce"] + terms.parts["zloss"])
     torch.testing.assert_close(logits.grad.double(), wide.grad, rtol=1e-5, atol=1e-7)
     assert not logits.grad[3].any(), "an ignored target has no gradient, through the z-loss neither"
 
@@ -59,28 +64,28 @@ def test_terms_and_gradient_equal_a_float64_reference(smoothing):
 def test_uneven_micro_batches_add_up_to_the_mean_over_all_valid_targets():
     logits, targets = example(rows=12)
     targets[:5] = IGNORE_INDEX  # the first micro-batch keeps one valid target, the second six
-    objective = Objective(ZLoss(1e-3))
+    objective = CrossEntropy(ZLoss(1e-3))
     n_valid = (targets != IGNORE_INDEX).sum()
-    whole = objective(logits, targets, n_valid)
-    parts = [objective(logits[rows], targets[rows], n_valid) for rows in (slice(0, 6), slice(6, 12))]
+    whole = objective(logits, of(targets), n_valid)
+    parts = [objective(logits[rows], of(targets[rows]), n_valid) for rows in (slice(0, 6), slice(6, 12))]
     together: LossTerms = parts[0] + parts[1]
     torch.testing.assert_close(together.total, whole.total)
-    torch.testing.assert_close(whole.ce, F.cross_entropy(logits, targets))
+    torch.testing.assert_close(whole.parts["ce"], F.cross_entropy(logits, targets))
     mean_of_means = sum(F.cross_entropy(logits[r], targets[r]) for r in (slice(0, 6), slice(6, 12))) / 2
-    assert abs(mean_of_means - whole.ce) > 1e-3, "the example would not tell a mean of means apart"
+    assert abs(mean_of_means - whole.parts["ce"]) > 1e-3, "the example would not tell a mean of means apart"
 
 
 def test_text_logits_are_read_position_by_position():
     logits, targets = example(rows=12)
-    flat = Objective(NoZLoss())(logits, targets, torch.tensor(12))
-    shaped = Objective(NoZLoss())(logits.view(3, 4, 7), targets.view(3, 4), torch.tensor(12))
+    flat = CrossEntropy(NoZLoss())(logits, of(targets), torch.tensor(12))
+    shaped = CrossEntropy(NoZLoss())(logits.view(3, 4, 7), of(targets.view(3, 4)), torch.tensor(12))
     assert torch.equal(flat.total, shaped.total)
-    assert shaped.zloss == 0
+    assert shaped.parts["zloss"] == 0
 
 
 def test_no_valid_target_gives_zero_and_not_nan():
     logits, targets = example()
-    terms = Objective(ZLoss(1e-4))(logits, torch.full_like(targets, IGNORE_INDEX), torch.tensor(1))
+    terms = CrossEntropy(ZLoss(1e-4))(logits, of(torch.full_like(targets, IGNORE_INDEX)), torch.tensor(1))
     assert terms.total == 0
 
 
@@ -88,7 +93,7 @@ def test_no_valid_target_gives_zero_and_not_nan():
     ("build", "name"),
     [
         (lambda: ZLoss(0.0), "zloss.coefficient=0.0"),
-        (lambda: Objective(NoZLoss(), 1.0), "label_smoothing=1.0"),
+        (lambda: CrossEntropy(NoZLoss(), 1.0), "label_smoothing=1.0"),
     ],
 )
 def test_a_value_out_of_bounds_is_named(build, name):

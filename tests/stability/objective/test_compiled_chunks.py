@@ -15,15 +15,15 @@ SCRIPT = """
 import copy, json, torch
 from torch._dynamo.utils import counters
 from stabletrain.machine.compiling import compile_
-from stabletrain.stability.chunked_loss import ChunkedLoss
-from stabletrain.stability.objective import Objective, ZLoss
+from stabletrain.stability.objective.chunked_loss import ChunkedLoss
+from stabletrain.stability.objective import CrossEntropy, ZLoss
 from tests.stability.test_chunked_loss import TOKENS, VOCAB, Run, gpt, gradients
 
 def step(model):
     terms, found = gradients(Run(model, lambda: torch.autocast("cpu", torch.bfloat16)), chunked)
     return float(terms.total), found, counters["stats"]["unique_graphs"]
 
-chunked = ChunkedLoss(Objective(ZLoss(1e-2)), 8, VOCAB)  # four whole chunks, and one of a single token
+chunked = ChunkedLoss(CrossEntropy(ZLoss(1e-2)), 8, VOCAB)  # four whole chunks, and one of a single token
 model = gpt()
 steps = [step(model)]
 for _ in range(2):

@@ -1,0 +1,181 @@
+"""Cross-entropy in fp32, plus a z-loss that is logged separately; in chunks of tokens: `chunked_loss.py`.
+
+    total = ce + zloss
+    ce    = -sum_i log softmax(logits_i)[target_i] / n_valid
+    zloss = coefficient * sum_i (log Z_i)^2 / n_valid,      log Z_i = logsumexp(logits_i)
+
+Sums run over the targets that are not `IGNORE_INDEX`. `n_valid` counts these targets in the *whole step*, so
+micro-batches with different numbers of valid targets add up to the exact mean.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from stabletrain.errors import ConfigError
+from stabletrain.records import IGNORE_INDEX, LOGITS_AT_ONCE, Batch, LossTerms
+from stabletrain.stability.objective.base import Objective, mean
+
+
+def z_loss(logits: Float[Tensor, "n classes"], coefficient: float) -> Float[Tensor, " n"]:
+    """Returns `coefficient * (log Z)^2` of each row, in fp32 (fp64 stays fp64).
+
+    Softmax ignores an offset common to all logits. This loss keeps the offset near 0, where bf16 is most precise.
+    Source: PaLM, arXiv 2204.02311, section 5 (coefficient 1e-4).
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return coefficient * torch.logsumexp(wide, dim=-1).square()
+
+
+@runtime_checkable
+class ZLossKind(Protocol):
+    """A kind of z-loss: adds it to the cross-entropy, computed from fp32 logits and their targets."""
+
+    def add(self, ce: Tensor, logits: Tensor, targets: Tensor, n_valid: Tensor) -> LossTerms: ...
+
+
+@dataclass(frozen=True)
+class NoZLoss:
+    """No z-loss."""
+
+    def add(
+        self,
+        ce: Float[Tensor, ""],
+        logits: Float[Tensor, "n classes"],
+        targets: Int[Tensor, " n"],
+        n_valid: Int[Tensor, ""] | Float[Tensor, ""],
+    ) -> LossTerms:
+        """Returns the cross-entropy alone."""
+        del logits, targets, n_valid
+        return LossTerms(ce, {"ce": ce, "zloss": 0.0})
+
+
+@dataclass(frozen=True)
+class ZLoss:
+    """`z_loss`, averaged over the valid targets (PaLM, arXiv 2204.02311)."""
+
+    coefficient: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.coefficient < float("inf"):
+            raise ConfigError(
+                f"zloss.coefficient={self.coefficient} is not a finite number above 0: 1e-4 is customary; use "
+                "zloss=none for no z-loss"
+            )
+
+    def add(
+        self,
+        ce: Float[Tensor, ""],
+        logits: Float[Tensor, "n classes"],
+        targets: Int[Tensor, " n"],
+        n_valid: Int[Tensor, ""] | Float[Tensor, ""],
+    ) -> LossTerms:
+        """Returns the sum of both; only rows with a valid target get a gradient of the z-loss."""
+        zloss = z_loss(logits, self.coefficient).masked_fill(targets == IGNORE_INDEX, 0.0).sum() / n_valid
+        return LossTerms(ce + zloss, {"ce": ce, "zloss": zloss})
+
+
+def check_logits(logits: Any, targets: Tensor) -> None:
+    """Raises ConfigError if a model's output is not a tensor with one dimension more than `targets`."""
+    if not isinstance(logits, Tensor) or logits.ndim != targets.ndim + 1:
+        shape = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise ConfigError(
+            f"model: forward() gave {shape} for targets of {list(targets.shape)}: logits are [batch, classes], or "
+            "[batch, time, vocab] for text; return them, an object with .logits, or a tuple that begins with them; for "
+            "another loss than cross-entropy choose an objective: mse, bce or your own"
+        )
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Objective):
+    """Cross-entropy of logits, with label smoothing and a kind of z-loss; logs `train/ce` and `train/zloss`.
+
+    Attributes:
+        zloss: `NoZLoss` or `ZLoss`.
+        label_smoothing: share of the target's mass spread over all classes, in [0, 1) (arXiv 1512.00567).
+    """
+
+    zloss: ZLossKind = NoZLoss()
+    label_smoothing: float = 0.0
+    unit: ClassVar[str] = "nats"
+    softmax: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ConfigError(f"label_smoothing={self.label_smoothing} is outside [0, 1): 0.1 is customary")
+
+    def classes(self, outputs: Any) -> int | None:
+        """Returns the last dimension of the logits; 0 if the output has none, which `check` refuses."""
+        return shape[-1] if (shape := getattr(outputs, "shape", ())) else 0
+
+    def check_targets(self, targets: Tensor) -> None:
+        """Refuses targets that are no class ids."""
+        if targets.is_floating_point():
+            raise ConfigError(
+                f"data: targets are {targets.dtype}, not class ids: return an integer dtype, or choose an objective "
+                "that takes numbers, such as objective=mse or objective=bce"
+            )
+
+    def check(self, outputs: Any, targets: Tensor) -> None:
+        """Refuses outputs that are no logits for these targets."""
+        self.check_targets(targets)
+        check_logits(outputs, targets)
+
+    def __call__(
+        self,
+        outputs: Float[Tensor, "batch *time classes"],
+        batch: Batch,
+        n_valid: Int[Tensor, ""] | Float[Tensor, ""],
+    ) -> LossTerms:
+        """Returns this micro-batch's share of the step's mean loss, in fp32, with its graph.
+
+        Args:
+            outputs: logits of any floating dtype; upcast to fp32.
+            batch: its targets are class ids, of which `IGNORE_INDEX` is not counted.
+            n_valid: valid targets of the whole step, at least 1.
+
+        Raises:
+            ConfigError: the logits do not fit the targets.
+        """
+        self.check(outputs, batch.targets)
+        return self.of_rows(outputs.flatten(0, -2), batch.targets.flatten(), n_valid)
+
+    def of_rows(
+        self,
+        logits: Float[Tensor, "n classes"],
+        targets: Int[Tensor, " n"],
+        n_valid: Int[Tensor, ""] | Float[Tensor, ""],
+    ) -> LossTerms:
+        """Returns the loss of some rows of logits, divided by `n_valid`."""
+        rows = logits.float()
+        ce = F.cross_entropy(
+            rows, targets, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=self.label_smoothing
+        )
+        return self.zloss.add(ce / n_valid, rows, targets, n_valid)
+
+    def sums(self, outputs: Float[Tensor, "batch *time classes"], batch: Batch) -> dict[str, Tensor]:
+        """Sums the cross-entropy over a validation batch, without label smoothing or z-loss; see `Objective`."""
+        self.check(outputs, batch.targets)
+        loss, correct = torch.zeros(2, dtype=torch.float64, device=outputs.device)
+        for rows, wanted in in_parts(outputs.flatten(0, -2), batch.targets.flatten()):
+            logits = rows.float()
+            loss = loss + F.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum").double()
+            correct = correct + ((logits.argmax(dim=-1) == wanted) & (wanted != IGNORE_INDEX)).sum()
+        found = {"loss": loss, "count": (batch.targets != IGNORE_INDEX).sum().double()}
+        return found | ({"correct": correct} if outputs.ndim == 2 else {})
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Returns the mean cross-entropy `loss` in nats and, for `[batch, classes]` logits, `accuracy` in [0, 1]."""
+        found = {"loss": mean(sums["loss"], sums["count"])}
+        return found | ({"accuracy": mean(sums["correct"], sums["count"])} if "correct" in sums else {})
+
+
+def in_parts(rows: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Splits rows of logits and their targets into parts of at most `LOGITS_AT_ONCE` logits, but at least one row."""
+    size = max(1, LOGITS_AT_ONCE // max(rows.shape[-1], 1))
+    return zip(rows.split(size), targets.split(size), strict=True)

@@ -1,0 +1,130 @@
+"""A loss of the user's own: any callable `(outputs, batch, n_valid)`.
+
+It returns one of two things:
+
+- a scalar tensor, which is the mean over its micro-batch. Means of micro-batches and ranks are weighted by their number
+  of samples.
+- `LossTerms`, whose numbers are sums over the micro-batch divided by `n_valid`, with names for the terms to log.
+"""
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from stabletrain.errors import ConfigError
+from stabletrain.records import Batch, LossTerms
+from stabletrain.stability.objective.base import Objective, mean
+
+
+class Custom(Objective):
+    """Calls the user's loss with outputs in fp32.
+
+    The user's object may have two attributes: `couples_samples` (see `Objective`), and `metrics(outputs, batch)`, which
+    returns means over a validation batch by name. Evaluations report them beside the loss, weighted by samples.
+
+    Args:
+        function: called as `function(outputs, batch, n_valid)`.
+
+    Raises:
+        ConfigError: it cannot be called with three arguments.
+    """
+
+    takes_tensor: ClassVar[bool] = False
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name = getattr(function, "__qualname__", type(function).__qualname__)
+        self.couples_samples = bool(getattr(function, "couples_samples", False))
+        self._names: list[str] | None = None
+        self._scalar = False
+        try:
+            signature(function).bind(None, None, None)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"objective: {self.name} cannot be called with (outputs, batch, n_valid): {error}"
+            ) from error
+
+    def own_factor(self, batch: Batch) -> float:
+        """Returns the factor to the mean over the samples if the loss is a scalar, else over the valid targets."""
+        return 1 / batch.share if self._scalar else super().own_factor(batch)
+
+    def __call__(self, outputs: Any, batch: Batch, n_valid: Tensor) -> LossTerms:
+        """Returns the user's loss as this micro-batch's share of the step's.
+
+        Raises:
+            ConfigError: the user's loss returned something else than a scalar or `LossTerms`.
+        """
+        found = self.function(in_fp32(outputs), batch, n_valid)
+        if isinstance(found, Tensor):
+            if found.ndim:
+                raise ConfigError(
+                    f"objective: {self.name} returned a tensor of {list(found.shape)}: return its mean, a scalar, or "
+                    "LossTerms"
+                )
+            self._scalar = True
+            return LossTerms(found.float() * batch.share)
+        if not isinstance(found, LossTerms):
+            raise ConfigError(
+                f"objective: {self.name} returned a {type(found).__name__}: return a scalar tensor, or "
+                "stabletrain.LossTerms(total, {'name': term})"
+            )
+        self._check(found)
+        return LossTerms(found.total.float(), found.parts)
+
+    def _check(self, terms: LossTerms) -> None:
+        """Raises ConfigError for terms that cannot be logged."""
+        for name, part in (("total", terms.total), *terms.parts.items()):
+            if isinstance(part, Tensor) and part.ndim:
+                raise ConfigError(f"objective: {self.name}: {name} has the shape {list(part.shape)}: return a scalar")
+        if "loss" in terms.parts:
+            raise ConfigError(f"objective: {self.name} names a term `loss`, which is the total: use another name")
+        self._names = self._names or [*terms.parts]
+        if [*terms.parts] != self._names:
+            raise ConfigError(
+                f"objective: {self.name} returned the terms {[*terms.parts]}, before {self._names}: return the same "
+                "terms in every step"
+            )
+
+    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """Sums the loss, its terms and the user's metrics over a validation batch."""
+        outputs = in_fp32(outputs)
+        count = batch.count_targets()
+        terms = self(outputs, batch.of_step(1.0), torch.full((), max(count, 1), device=batch.targets.device))
+        weight, metrics = len(batch) if self._scalar else count, getattr(self.function, "metrics", None)
+        found = {"loss": terms.total, **terms.parts}
+        sums = {f"mean/{name}": weight * double(value, terms.total) for name, value in found.items()}
+        sums["count"] = double(weight, terms.total)
+        for name, value in (metrics(outputs, batch) if callable(metrics) else {}).items():
+            sums[f"metric/{name}"] = len(batch) * double(value, terms.total)
+        sums["samples"] = double(len(batch), terms.total)
+        return sums
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Returns the means."""
+        counts = {"mean": sums["count"], "metric": sums["samples"]}
+        named = {key: key.partition("/") for key in sums if "/" in key}
+        return {name: mean(sums[key], counts[kind]) for key, (kind, _, name) in named.items()}
+
+
+def double(value: Tensor | float, like: Tensor) -> Tensor:
+    """Returns a number as fp64, 0-d, on the device of `like`."""
+    if isinstance(value, Tensor):
+        return value.detach().double()
+    return torch.full((), float(value), dtype=torch.float64, device=like.device)
+
+
+def in_fp32(outputs: Any) -> Any:
+    """Returns outputs with every fp16 and bf16 tensor in fp32; looks into tuples, lists and dicts."""
+    match outputs:
+        case Tensor():
+            return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+        case dict():
+            return type(outputs)({key: in_fp32(value) for key, value in outputs.items()})
+        case tuple() if hasattr(outputs, "_fields"):
+            return type(outputs)(*map(in_fp32, outputs))
+        case tuple() | list():
+            return type(outputs)(map(in_fp32, outputs))
+    return outputs
