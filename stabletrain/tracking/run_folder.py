@@ -52,8 +52,8 @@ def check_same_data(earlier: Mapping[str, Any], data: Mapping[str, Any], run: Pa
     key = next((key for key in differing if key.endswith(("hash", "sha256"))), differing[0])
     then, now = (f"{each.get('name')} ({key} {str(each.get(key))[:12]})" for each in (earlier, data))
     raise ConfigError(
-        f"data: {run} was trained on {then}, and this command reads {now}: pass the same data, or take its "
-        f"weights into a new run with init_from={run}"
+        f"data: {run} was trained on {then}, and this command reads {now}: pass the same data, or start a new run with "
+        f"resume=none, and with init_from={run} from these weights"
     )
 
 

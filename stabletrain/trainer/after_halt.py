@@ -83,10 +83,9 @@ def kind_of(fix: str, choices: Mapping[str, str], values: Mapping[str, Any]) -> 
 
 def own_overrides(typed: Arguments, fix: str) -> list[str]:
     """Returns the typed overrides that a new run keeps beside a fix."""
-    left_out = ("hydra", "faults")
-    return [
-        o for o in typed.overrides if key_of(o) not in ("resume", key_of(fix)) and not key_of(o).startswith(left_out)
-    ]
+    key = key_of(fix)
+    left_out = ("hydra", "faults", f"{key}.")  # with another option, the keys typed for the old one go too
+    return [o for o in typed.overrides if key_of(o) not in ("resume", key) and not key_of(o).startswith(left_out)]
 
 
 def resumed_words(typed: Arguments, folder: Path, fix: str) -> list[str]:

@@ -6,6 +6,7 @@ in evaluation mode, so no buffer, no weight and no random number of the run chan
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.config.make import make
+from stabletrain.machine.determinism import rng_restored
 from stabletrain.protocols import Objective
-from stabletrain.records import IGNORE_INDEX, Batch, reads_rows
-from stabletrain.stability.objective import Objective as CrossEntropy
+from stabletrain.records import Batch, reads_rows
 from stabletrain.stability.qkclip import LogitMeter
 from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.trainer.contract import checked, make_model, vocabulary
+from stabletrain.trainer.tools import objective_from_config
 
 TARGETS = 4096
 """The fixed batch has about so many targets: enough for a mean, and little memory beside a training step's."""
@@ -31,7 +33,8 @@ def fixed_batch(data: Any, size: int, step: int, device: torch.device) -> Batch:
         data.rows(step, size, "train", slice(0, size)) if reads_rows(data) else data.batch(step, size, "train")
     )
     each = max(1, batch.targets[:1].numel())
-    return batch.rows(slice(0, max(1, TARGETS // each))).to(device)
+    few = batch.rows(slice(0, max(1, TARGETS // each)))
+    return replace(few, counted=None).to(device)
 
 
 class Subject(NamedTuple):
@@ -39,7 +42,7 @@ class Subject(NamedTuple):
 
     Attributes:
         precision: the number format that it runs in.
-        objective: the loss, from whole logits.
+        objective: the loss, from the model's whole output.
     """
 
     model: nn.Module
@@ -62,24 +65,21 @@ def as_trained(cfg: DictConfig, data: Any, weights: Tree, device: torch.device) 
     # Stores weights in bf16 where the run did; the optimizer is only there for what the precision registers with it.
     precision.attach(model, torch.optim.SGD(model.parameters(), lr=0.0))
     model.load_state_dict(weights)
-    return Subject(model, precision, objective_of(cfg), Sanitizer(vocabulary(model, data)))
-
-
-def objective_of(cfg: DictConfig) -> Objective:
-    """Returns the loss of a configuration, from whole logits."""
-    return CrossEntropy(make(cfg, "zloss"), cfg.label_smoothing)
+    return Subject(model, precision, objective_from_config(cfg), Sanitizer(vocabulary(model, data)))
 
 
 @torch.no_grad()
 def loss_on(subject: Subject, batch: Batch) -> float:
     """Returns the training loss of a batch in evaluation mode: the mean over its valid targets, in nats."""
-    with evaluating(subject.model):
+    with evaluating(subject.model), rng_restored(subject.model):  # a user's model may draw random numbers even so
+        torch.manual_seed(0)
         inputs, _, _ = subject.sanitizer.inputs(batch.inputs)
         with subject.precision.autocast():
-            logits = subject.model(inputs)
-        targets, _ = subject.sanitizer.targets(batch.targets, logits.shape[-1])
-        n_valid = (targets != IGNORE_INDEX).sum().clamp(min=1)
-        return float(subject.objective(logits, targets, n_valid).total)
+            outputs = subject.model(inputs)
+        targets, _ = subject.sanitizer.targets(batch.targets, subject.objective.classes(outputs))
+        clean = batch.having(inputs, targets)
+        n_valid = torch.full((), max(1, clean.count_targets()), device=inputs.device)
+        return float(subject.objective(outputs, clean, n_valid).total)
 
 
 @contextmanager

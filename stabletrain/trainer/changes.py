@@ -39,8 +39,8 @@ from stabletrain.trainer.before_after import (
     largest_logits,
     loss_on,
     near_identity,
-    objective_of,
 )
+from stabletrain.trainer.tools import objective_from_config
 
 MOVES_LOSS = ("precision", "zloss", "softcap", "label_smoothing")
 """Groups and keys, besides those with new state, whose change may move the loss of the same weights."""
@@ -287,7 +287,7 @@ class Resumption(NoResumption):
                     about = caps(self._settings, largest_logits(earlier, batch))
             finally:
                 self._precision.prepare()
-            now = Subject(self._state.model, self._precision, objective_of(self._cfg), self._sanitizer)
+            now = Subject(self._state.model, self._precision, objective_from_config(self._cfg), self._sanitizer)
             return (old, loss_on(now, batch)), about
         return None, []
 

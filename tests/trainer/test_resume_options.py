@@ -44,6 +44,7 @@ OTHERS = {
     "forensics": "default",
     "guard": "rollback",
     "monitors": "default",
+    "objective": "cross_entropy",
     "parallel": "auto",
     "precision": "auto",
     "qkclip": "none",
