@@ -17,6 +17,7 @@ from stabletrain.trainer.build import build
 from stabletrain.trainer.changes import check_data_of_checkpoint, option_fingerprint
 from stabletrain.trainer.loop import train
 from tests.runs import ROOT, TINY_GPT, composed
+from tests.tracking import wandb_file
 
 QUICK = [*TINY_GPT, "steps=12", "checkpoint.every=4", "eval_every=6", "log_every=1", "report=false", "precision=fp32"]
 QUICK += ["checkpoint.keep=9", "schedule=constant", "warmup=none"]
@@ -88,6 +89,7 @@ def test_changed_keys_are_recorded_logged_and_shown(run, capsys):
     assert {line["lr"] for line in read_jsonl(run / "metrics.jsonl") if line["step"] > 8 and "lr" in line} == {0.001}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_resumed_in_a_new_folder_records_them_too(run, tmp_path):
     begun(tmp_path / "new", *QUICK, "clipping=agc", f"resume={run / 'checkpoints/step-00000008'}")
     record = json.loads((tmp_path / "new/run.json").read_text())
@@ -100,6 +102,7 @@ def test_an_unchanged_resume_and_another_device_are_no_change(run):
     assert "changes" not in json.loads((run / "run.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_change_is_recorded_once_and_dropped_if_the_run_goes_back_behind_it(run):
     changed = [*QUICK, "optimizer.lr=0.001", "resume=auto"]
     recorded = lambda: json.loads((run / "run.json").read_text())["changes"]  # noqa: E731
@@ -113,6 +116,15 @@ def test_a_change_is_recorded_once_and_dropped_if_the_run_goes_back_behind_it(ru
     assert [change["keys"].get("optimizer.lr") for change in recorded()] == [[0.003, 0.001], [0.001, 0.003]]
 
 
+@pytest.mark.slow
+def test_wandb_gets_the_configuration_as_it_is_now(run):
+    begun(run, *QUICK, "wandb=offline", "optimizer.lr=0.001", "clipping=agc", "resume=auto")
+    config = wandb_file.read(run)["config"]
+    assert (config["optimizer"]["lr"], config["groups"]["clipping"]) == (0.001, "agc")
+    assert "max_norm" not in config["clipping"]
+
+
+@pytest.mark.slow
 def test_a_run_of_an_older_version_is_resumed_without_a_change(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT / "tests/fixtures")  # its data lie there
     shutil.copytree(ROOT / "tests/fixtures/rollback", tmp_path / "run")
@@ -125,6 +137,7 @@ def test_a_run_of_an_older_version_is_resumed_without_a_change(tmp_path, monkeyp
 # ---- the state
 
 
+@pytest.mark.slow(unless=lambda qknorm: qknorm == "rmsnorm")
 @pytest.mark.parametrize(("qknorm", "kind"), [("rmsnorm", HeadRMSNorm), ("layernorm", HeadLayerNorm)])
 def test_qknorm_starts_near_the_identity_and_keeps_all_other_state(run, qknorm, kind):
     with composed(*QUICK, f"qknorm={qknorm}", "resume=auto") as cfg:
@@ -155,6 +168,7 @@ def test_gains_of_the_mean_norm_keep_the_mean_length():
         assert lengths.mean().item() == pytest.approx(wide.norm(dim=-1).mean().item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_dropped_parts_are_named(run):
     begun(run, *QUICK, "qknorm=rmsnorm", "resume=auto")
     begun(run, *QUICK, "steps=14", "resume=auto")
@@ -163,6 +177,7 @@ def test_dropped_parts_are_named(run):
     ]
 
 
+@pytest.mark.slow
 def test_another_optimizer_starts_anew_and_a_related_one_keeps_its_moments(run, tmp_path):
     shutil.copytree(run, tmp_path / "other")
     with composed(*QUICK, "optimizer=stable_adamw", "resume=auto") as cfg:
@@ -180,6 +195,7 @@ def test_another_optimizer_starts_anew_and_a_related_one_keeps_its_moments(run, 
     )
 
 
+@pytest.mark.slow
 def test_measuring_changes_nothing(run, tmp_path):
     """The run after a change equals one whose loss was not measured, with dropout and BatchNorm's kind of state."""
     shutil.copytree(run, tmp_path / "other")
@@ -194,6 +210,7 @@ def test_measuring_changes_nothing(run, tmp_path):
     assert all(map(torch.equal, one.state.model.state_dict().values(), two.state.model.state_dict().values()))
 
 
+@pytest.mark.slow
 def test_a_cap_is_compared_with_the_largest_logits(run, capsys):
     begun(run, *QUICK, "softcap=gemma2", "softcap.final_cap=0.1", "resume=auto")
     told = event(run)
@@ -201,6 +218,7 @@ def test_a_cap_is_compared_with_the_largest_logits(run, capsys):
     assert "its cap 0.1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_loss_above_the_limit_begins_the_windows_anew(run):
     with composed(*QUICK, "zloss=palm", "zloss.coefficient=100", "resume=auto") as cfg:
         job = build(cfg, run)
@@ -218,6 +236,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow(unless=lambda kind: kind == "new state")
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_changed_run_that_is_killed_and_resumed_equals_one_that_was_not(run, tmp_path, kind):
     shutil.copytree(run, tmp_path / "whole")
@@ -234,6 +253,7 @@ def test_a_changed_run_that_is_killed_and_resumed_equals_one_that_was_not(run, t
 ROLLBACK = ["guard.window=20", "guard.patience=2", "guard.snapshot_every=50", "guard.skip_batches=1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_rollback_goes_back_to_the_changed_state_and_so_it_does_after_a_kill(run, tmp_path, kind):
     shutil.copytree(run, tmp_path / "whole")
@@ -249,6 +269,7 @@ def test_a_rollback_goes_back_to_the_changed_state_and_so_it_does_after_a_kill(r
     assert ends[0]["tensors"] == ends[1]["tensors"]
 
 
+@pytest.mark.slow
 def test_steps_from_before_the_change_are_not_replayed_with_the_new_settings(run):
     changed = [*QUICK, *ROLLBACK, "steps=24", "optimizer.lr=0.001", "resume=auto"]
     begun(run, *changed, crash_at=13)
