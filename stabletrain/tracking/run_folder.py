@@ -53,7 +53,7 @@ def check_same_data(earlier: Mapping[str, Any], data: Mapping[str, Any], run: Pa
     then, now = (f"{each.get('name')} ({key} {str(each.get(key))[:12]})" for each in (earlier, data))
     raise ConfigError(
         f"data: {run} was trained on {then}, and this command reads {now}: pass the same data, or start a new run with "
-        f"resume=none, and with init_from={run} from these weights"
+        f"resume=none; to fine-tune on other data: init_from={run}, a new run with a fresh optimizer"
     )
 
 
