@@ -2,9 +2,12 @@
 
 import inspect
 import os
+import pickle
 
 import pytest
 import torch
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
 
 torch.set_num_threads(1)
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA reads it only once, on its first use
@@ -47,3 +50,24 @@ def _global_state():
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = False
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _compose_once():
+    """Composes the same overrides once per process, because Hydra takes longer than the steps of a small run.
+
+    Each call returns a configuration of its own. Commands that are started as processes compose as they do for users.
+    """
+    known = {}
+
+    def compose_once(name, overrides, **options):
+        places = (os.getcwd(), str(GlobalHydra.instance().config_loader().get_search_path()))
+        given = (name, *overrides, *options.items(), *places)
+        if given not in known:
+            known[given] = pickle.dumps(compose(name, overrides, **options))
+        return pickle.loads(known[given])
+
+    with pytest.MonkeyPatch.context() as patch:
+        for user in ("benchmarks.runs", "stabletrain.config.checks", "stabletrain.cli.replay"):
+            patch.setattr(f"{user}.compose", compose_once)
+        yield

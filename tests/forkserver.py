@@ -44,7 +44,9 @@ PRELOADED["program"] = (
     "stabletrain.trainer.build",
     "stabletrain.cli.commands",
     "stabletrain.trainer.loop",
+    "stabletrain.models.resnet",
     "torch.distributed",
+    "torch._dynamo",  # every step imports it, and that takes longer than most commands
     "sklearn.datasets",
 )
 """What commands import, without torch and with it. None may start a thread: a fork has only the one that forked it."""

@@ -59,7 +59,8 @@ def evaluate(
             module.training = training
     shapes = {name: value.shape for name, value in sums.items()}
     flat = torch.cat([value.flatten() for value in (spoilt, *sums.values())])
-    total, *parts = parallel.all_reduce_sum(flat).cpu().split([1, *(shape.numel() for shape in shapes.values())])
+    read = torch.tensor(parallel.all_reduce_sum(flat).tolist(), dtype=torch.float64)
+    total, *parts = read.split([1, *(shape.numel() for shape in shapes.values())])
     found = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
     metrics = {f"val/{name}": value for name, value in objective.metrics(found).items()}
     return metrics | ({"val/bad_batches": int(total)} if total else {})

@@ -86,6 +86,16 @@ MISTAKES = {
 }
 
 
+ESSENTIAL = (
+    *("optimizer.lrr=1", "presision=bf16", "clipping=norn", "steps=1e3", "steps=0", "~guard", "steps=[", "steps"),
+    *("optimizer.lr=1e-3,1e-1", "data.path=x", "warmup.steps=2000", "--steps 100", "resume=nowhere"),
+    *("resume=", "warmup.steps=0", "seed=-1", "grad_accum_steps=3"),
+    *("model=resnet20 data=digits stability=full", "qkclip=kimi stability=v100"),
+)
+"""Mistakes of the fast tier: one of each kind, so that none loads torch; tests/config has the other messages."""
+
+
+@pytest.mark.slow(unless=lambda typed: typed in ESSENTIAL)
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_a_mistake_is_one_message_without_loading_torch(tmp_path, no_torch, typed):
     done = command(*typed.split(), cwd=tmp_path, torch=False, PYTHONPATH=no_torch)

@@ -19,6 +19,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.records import Batch
 from stabletrain.stability.clipping import NormClip
 from stabletrain.stability.guard import SkipGuard
+from stabletrain.stability.objective import CrossEntropy
 from stabletrain.stability.precision.loss_scale import LossScaled
 from stabletrain.stability.sanitize import Sanitizer
 from stabletrain.tracking.metrics import read_jsonl
@@ -157,7 +158,7 @@ def test_images_from_files_go_to_the_card_as_bytes_and_are_completed_there(tmp_p
 
 def bad_at(*steps: int):
     """Returns what steps measure: NaN the first time that each of `steps` runs, and nothing unusual otherwise."""
-    bad, left = HEALTHY._replace(loss=math.nan, ce=math.nan, grad_norm=math.nan, applied=False), {*steps}
+    bad, left = HEALTHY._replace(loss=math.nan, grad_norm=math.nan, applied=False), {*steps}
 
     def reading(step: int):
         if step not in left:
@@ -252,7 +253,7 @@ BREAKS = {
     "clipping waits": (NormClip, "__call__", waits),
     "the gate waits": (SkipGuard, "gate", waits),
     "the check of the inputs waits": (Sanitizer, "inputs", waits),
-    "the objective waits": (Objective, "__call__", waits),
+    "the objective waits": (CrossEntropy, "__call__", waits),
     "the norms are selected by a mask": (step, "measure_all", selects),
     "the number of targets is on the host": (step, "count_targets", from_host),
     "the gate is on the host": (SkipGuard, "gate", from_host),

@@ -1,6 +1,7 @@
 """Law 7: imports point one way, and only a library's own rooms import it."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -93,16 +94,17 @@ def place(file):
     return file.relative_to(base).with_suffix("").as_posix()
 
 
+@cache
 def imports(file, *, top_level_only=False):
     tree = ast.parse(file.read_text())
-    nodes = tree.body if top_level_only else ast.walk(tree)
-    for node in nodes:
+    names = []
+    for node in tree.body if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{place(file)}: imports are written out, not relative"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
 
 
 @pytest.mark.parametrize("file", files(), ids=place)

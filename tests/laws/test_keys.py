@@ -91,8 +91,13 @@ REFUSED_HERE = {
     "precision=tf32": "precision=tf32 on cpu",
     "parallel=ddp": "parallel=ddp needs torchrun",
     "parallel=fsdp": "parallel=fsdp needs torchrun",
+    "objective=mse": "objective=mse takes numbers",
+    "objective=bce": "return a tensor of the targets' shape",
 }
-"""Options that one process on a CPU rejects, and part of the message; tests/parallel/ covers `parallel`."""
+"""Options that one process on a CPU, or class ids as targets, reject, and part of the message.
+
+tests/parallel/ covers `parallel`, tests/stability/objective/ and tests/test_examples_objectives.py `objective`.
+"""
 
 CHANGED: dict[str, object] = {
     "steps": 5,

@@ -193,6 +193,7 @@ def trained(folder, *overrides):
     return weights, [{k: v for k, v in m.items() if k not in clock} for m in read_jsonl(folder / "metrics.jsonl")]
 
 
+@pytest.mark.slow(unless=lambda model, precision: (model, precision) in (("gpt", "fp32"), ("resnet", "bf16")))
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_two_strict_runs_are_bitwise_equal_and_another_seed_is_another_run(tmp_path, model, precision):

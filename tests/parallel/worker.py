@@ -160,7 +160,7 @@ def main(place: Path) -> int:
 
 
 def numbers(seen: Mapping[str, Any], field: str) -> list[float]:
-    """One number or term of the loss of every reading, in order of steps; NaN if it is not finite, so that lists compare."""
+    """One number or term of the loss of every reading, by step; NaN if it is not finite, so that lists compare."""
     found = [{**reading, **reading["terms"]}[field] for reading in seen["readings"]]
     return [value if math.isfinite(value) else math.nan for value in found]
 

@@ -60,9 +60,9 @@ def reading(step: int = 1, **changed: Any) -> Reading:
 def executed(numbers: Reading, read: Batch | None = None) -> ExecutedStep:
     """The executed step whose reading is `numbers`."""
     known = numbers._asdict()
-    lr, step, applied = known.pop("lr"), known.pop("step"), known.pop("applied")
+    lr, step, applied, terms = (known.pop(name) for name in ("lr", "step", "applied", "terms"))
     known = {name: torch.tensor(float(value)) for name, value in known.items()} | {"withheld": float(not applied)}
-    return ExecutedStep(InFlight(step, lr, known), read or batch(), 3, Buffers([]).save())
+    return ExecutedStep(InFlight(step, lr, terms, known), read or batch(), 3, Buffers([]).save())
 
 
 class Recorder(NoTracker):

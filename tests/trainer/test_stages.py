@@ -18,6 +18,7 @@ from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, Transform
 from stabletrain.stability.clipping import NoClip
 from stabletrain.stability.guard import NoGuard
+from stabletrain.stability.objective import CrossEntropy
 from stabletrain.trainer.stages import (
     Process,
     Source,
@@ -181,7 +182,8 @@ def test_data_without_a_batch_method_is_refused():
 def loaded(step, *, data=None, world_size=1, parallel=None, skipped=(), batch_size=12, grad_accum_steps=1):
     cfg = OmegaConf.create({"batch_size": batch_size, "grad_accum_steps": grad_accum_steps})
     source = Source(data or Numbered(), "sample", "sample")
-    return batch_loader(cfg, process(0, world_size, parallel), source, empty_state(skipped=[*skipped]))(step)
+    state, objective = empty_state(skipped=[*skipped]), CrossEntropy()
+    return batch_loader(cfg, process(0, world_size, parallel), source, state, objective)(step)
 
 
 def test_a_step_reads_the_batch_of_its_position_in_the_data():

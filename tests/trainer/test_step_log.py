@@ -91,5 +91,5 @@ def test_each_alarm_is_recorded_shown_and_sent():
 
 
 def test_no_two_numbers_of_a_reading_share_a_name():
-    numbers = reading(loss=1.0, ce=2.0, zloss=3.0, grad_norm=4.0, clip_coef=5.0, lr=6.0, loss_scale=7.0)
+    numbers = reading(loss=1.0, terms={"ce": 2.0, "zloss": 3.0}, grad_norm=4.0, clip_coef=5.0, lr=6.0, loss_scale=7.0)
     assert sorted(reading_metrics(numbers, 8).values()) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8]
