@@ -51,7 +51,7 @@ GROUPS: dict[str, Row] = {
     "warmup": Row(RECORDED, "the learning rate of the next step is the new warmup's at that step"),
     "schedule": Row(RECORDED, "the learning rate of the next step is the new schedule's at that step"),
     "zloss": Row(RECORDED, "adds its term to the loss; the logits stay as they are"),
-    "qknorm": Row(NEW_STATE, "gains start at the mean norms of q and k on a batch; their moments at 0"),
+    "qknorm": Row(NEW_STATE, "gains start at each channel's mean norm of q and k on a batch; their moments at 0"),
     "softcap": Row(RECORDED, "has no weights; changes little if the cap is far above the largest logits"),
     "qkclip": Row(RECORDED, "has no weights; bounds them after the next update"),
     "determinism": Row(RECORDED, "other kernels may round differently"),

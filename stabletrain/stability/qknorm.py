@@ -33,9 +33,10 @@ class HeadLayerNorm(nn.Module):
         return F.layer_norm(widened(x), self.weight.shape, self.weight, None, self.eps).to(x.dtype)
 
     def start_near(self, x: Float[Tensor, "*batch head_dim"]) -> dict[str, Tensor]:
-        """Returns parameters with which this norm changes vectors like `x` least: see `mean_norm`."""
+        """Returns parameters with which this norm changes vectors like `x` least: see `nearest_gain`."""
         wide = widened(x)
-        return {"weight": self.weight.new_full(self.weight.shape, mean_norm(wide - wide.mean(dim=-1, keepdim=True)))}
+        centred = wide - wide.mean(dim=-1, keepdim=True)
+        return {"weight": nearest_gain(centred, F.layer_norm(wide, self.weight.shape, None, None, self.eps))}
 
 
 class HeadRMSNorm(nn.Module):
@@ -51,8 +52,9 @@ class HeadRMSNorm(nn.Module):
         return F.rms_norm(widened(x), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
     def start_near(self, x: Float[Tensor, "*batch head_dim"]) -> dict[str, Tensor]:
-        """Returns parameters with which this norm changes vectors like `x` least: see `mean_norm`."""
-        return {"weight": self.weight.new_full(self.weight.shape, mean_norm(widened(x)))}
+        """Returns parameters with which this norm changes vectors like `x` least: see `nearest_gain`."""
+        wide = widened(x)
+        return {"weight": nearest_gain(wide, F.rms_norm(wide, self.weight.shape, None, self.eps))}
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,18 @@ class RMSNormQK:
         return HeadRMSNorm(head_dim, self.eps)
 
 
-def mean_norm(x: Float[Tensor, "*batch head_dim"]) -> float:
-    """Returns the mean L2 norm of vectors over sqrt(head_dim): the gain with which a norm keeps their mean length.
+def nearest_gain(
+    x: Float[Tensor, "*batch head_dim"], normed: Float[Tensor, "*batch head_dim"]
+) -> Float[Tensor, " dim"]:
+    """Returns the gain of each channel with which normed vectors come nearest to the vectors themselves.
 
-    A run that adds QK-norm to trained weights starts with these gains: queries and keys keep their directions and their
-    mean lengths, and only the differences in length between tokens and heads are lost.
+        gain_j = sum x_j n_j / sum n_j^2,   with x = r n:  the mean norm r (over sqrt(head_dim)), weighted by n_j^2
+
+    A run that adds QK-norm to trained weights starts with these gains: only the differences in length between tokens
+    and between heads are lost.
     """
-    return float(torch.linalg.vector_norm(x, dim=-1).mean()) * x.shape[-1] ** -0.5
+    batch = tuple(range(x.ndim - 1))
+    return (x * normed).sum(dim=batch) / normed.square().sum(dim=batch).clamp(min=torch.finfo(normed.dtype).tiny)
 
 
 def widened(x: Tensor) -> Tensor:
