@@ -192,9 +192,19 @@ class RunFolder(NoRunFolder):
         self._record["hardware"] |= hardware
 
     def change(self, step: int, keys: Mapping[str, Any]) -> None:
-        """Records configuration keys that a resumed run has changed, each as `[before, now]`."""
-        self._record["changes"] = [*self._record.get("changes", []), {"step": step, "keys": dict(keys)}]
-        self._write_at_last()
+        """Records the settings that a run has changed by resuming after `step` steps.
+
+        Changes of later steps are dropped: they belong to steps that the run has gone back from.
+
+        Args:
+            keys: configuration keys, each as `[before, now]`; empty if nothing has changed.
+        """
+        earlier = self._record.get("changes", [])
+        changes = [change for change in earlier if change["step"] < step]
+        changes += [{"step": step, "keys": dict(keys)}] if keys else []
+        if changes != earlier:
+            self._record["changes"] = changes
+            self._write_or_warn()
 
     def abandon(self, reason: str) -> None:
         """Ends a run that failed to start: restores the record of the run it was to continue, or records `failed`."""
@@ -217,11 +227,14 @@ class RunFolder(NoRunFolder):
         self._write_at_last()
 
     def _write_at_last(self) -> None:
+        self._write_or_warn()
+        self._release()
+
+    def _write_or_warn(self) -> None:
         try:
             self._write()
-        except OSError as error:  # the run itself has ended well, so only warn
+        except OSError as error:  # the run itself goes well, so only warn
             warn(f"{self.path / 'run.json'} still says running ({error})")
-        self._release()
 
     def _unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(

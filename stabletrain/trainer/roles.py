@@ -144,6 +144,16 @@ class Checkpoints(Protocol):
 
 
 @runtime_checkable
+class Resumption(Protocol):
+    """Fits a checkpoint to settings that a resume changes; see `trainer/changes.py`."""
+
+    def info(self) -> dict[str, Any]: ...
+    def resume(self, checkpoint: Any, tree: Any) -> Any: ...
+    def fit(self, checkpoint: Any, tree: Any) -> Any: ...
+    def replayable(self, checkpoint: Any) -> bool: ...
+
+
+@runtime_checkable
 class Parallelism(Parallel, Protocol):
     """The ranks that train together, or one process; see `parallel/`."""
 

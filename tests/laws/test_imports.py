@@ -54,6 +54,7 @@ ONLY = {
         "train",
         "config",
         "cli",
+        "trainer/before_after",
         "trainer/build",
         "trainer/changes",
         "trainer/contract",
@@ -81,7 +82,7 @@ ONLY = {
 
 TORCH_FREE = ["__init__", "errors", "program", "parallel/ranks", "parallel/failure_report", "machine/torch_builds"]
 TORCH_FREE += ["cli/train", "cli/commands", "weights/place"]
-TORCH_FREE += [f"config/{name}" for name in ("arguments", "checks", "error_texts", "make", "moved")]
+TORCH_FREE += [f"config/{name}" for name in ("arguments", "checks", "error_texts", "make", "moved", "resuming")]
 TORCH_FREE += [f"cli/sweep/{name}" for name in ("lines", "member", "plan")]
 
 
