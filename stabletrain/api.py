@@ -138,7 +138,8 @@ def load(path: str | Path, *, best: bool = False, device: str = "cpu") -> "nn.Mo
 
     Args:
         path: a run folder, which stands for its newest healthy checkpoint; or one checkpoint,
-            `<run>/checkpoints/step-...`. The checksums of all its files are verified, and nothing is unpickled.
+            `<run>/checkpoints/step-...`. The checksums of all its files are verified, and nothing is unpickled. Or a
+            folder that `stabletrain export --to safetensors` has written.
         best: take the healthy checkpoint with the lowest validation loss instead of the newest.
         device: `cpu`, `cuda`, `cuda:N`, or `auto` for what training would use.
 

@@ -41,9 +41,14 @@ class ConfigError(StabletrainError):
 
 
 class TrainingHalted(StabletrainError):
-    """The guard stopped the run, because continuing would not help. The last good checkpoint is kept."""
+    """The guard stopped the run, because continuing would not help. The last good checkpoint is kept.
+
+    Attributes:
+        advice: lines that say what to type next; empty if nothing is known.
+    """
 
     exit_code = 3
+    advice: str = ""
 
 
 class RankLost(StabletrainError):

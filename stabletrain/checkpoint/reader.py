@@ -206,6 +206,11 @@ class Checkpoint:
         files = _manifest(self.path)["files"]
         return tensors_in(self.path, "model", files, _skeleton(self.path, files), None)
 
+    def model_files(self) -> dict[str, str]:
+        """Returns the SHA-256 of each file that holds the model, by name, as the manifest has it; raises as `load`."""
+        files = _manifest(self.path)["files"]
+        return {name: str(files[name]["sha256"]) for name in parts_of("model", files)}
+
 
 def peek(path: Path) -> Checkpoint:
     """Returns a checkpoint after checking its manifest and its files' sizes, without reading the tensors.

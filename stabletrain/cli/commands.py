@@ -3,6 +3,7 @@
 stabletrain train [group=option] [key=value]    train a model, or sweep with -m: what `python train.py` does
 stabletrain prepare <text or data set> <out>    tokenize text into shards for data=tokens
 stabletrain sample <run>                        generate text with a trained model
+stabletrain export <run> --to hf                write a model for transformers, torchvision, ONNX or safetensors
 stabletrain compare <runs or sweeps>            compare runs in a table and on an HTML page
 stabletrain losses <runs> <file>                plot the runs' training losses, rollbacks included
 stabletrain diagnose <run>                      list a run's incidents: where, why, and how to fix them
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, help, add_arguments, do in (
         ("prepare", "tokenize text into shards for data=tokens", prepare.add_arguments, prepare.run),
         ("sample", "generate text with a trained model", add_sample_arguments, sample),
+        ("export", "write a model for transformers, torchvision, ONNX or safetensors", add_export_arguments, export),
         ("compare", "compare runs in a table and on an HTML page", add_compare_arguments, compare),
         ("losses", "plot the training losses of runs", add_losses_arguments, losses),
         ("diagnose", "list a run's incidents: where, why, and how to fix them", add_diagnose_arguments, diagnose),
@@ -121,6 +123,27 @@ def sample(chosen: argparse.Namespace) -> None:
         hint = "" if length else "; if it reads at most N tokens, give it or the data an attribute block_size=N"
         raise StabletrainError(f"{chosen.run}: the model cannot generate text{hint}\n{own.strip()}") from error
     print(data.decode(tokens[0].tolist()))
+
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `export`."""
+    parser.add_argument("run", type=Path, help="a run folder, or one of its checkpoints")
+    parser.add_argument(
+        "--to",
+        choices=("hf", "safetensors", "onnx"),
+        required=True,
+        help="hf: transformers' GPT2LMHeadModel or torchvision's ResNet; safetensors: with what rebuilds the model",
+    )
+    parser.add_argument("--out", type=Path, help="the folder to write (default: <run>/export/<to>-<checkpoint>)")
+    parser.add_argument("--best", action="store_true", help="use the checkpoint with the lowest validation loss")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in that folder")
+
+
+def export(chosen: argparse.Namespace) -> None:
+    """Writes the run's model for other programs, and prints how to load it."""
+    from stabletrain.cli.export import export as write
+
+    write(chosen.run, chosen.to, chosen.out, best=chosen.best, overwrite=chosen.overwrite)
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:

@@ -40,6 +40,7 @@ from stabletrain.cli.sweep.plan import Sweep, finished_run, start
 from stabletrain.config.arguments import Arguments, parse_arguments, resolve_resume, resume_command, with_overrides
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain, unknown_option
+from stabletrain.config.resuming import check_resume
 from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted, own_traceback
 from stabletrain.machine.signals import NoStopRequest
 from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location
@@ -165,10 +166,20 @@ def resolve_arguments(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple
     join_process_group(ranks)
     publish_location(ranks)
     if ranks.restarts:  # torchrun restarted all ranks because one failed: continue the run
-        typed = with_overrides(typed, "resume=auto")
+        typed = restarted(typed)
     sweep, found = run_on_main(ranks, lambda: start(with_folder(resolve_resume(typed)), config_dir))
     # only the main process writes `.hydra/`
     return sweep, found if ranks.is_main else with_overrides(found, "hydra.output_subdir=null")
+
+
+def restarted(typed: Arguments) -> Arguments:
+    """Returns the arguments with which torchrun's second start continues the run of the first."""
+    resume = typed.value("resume")
+    if resume in (None, "none", "auto"):
+        return with_overrides(typed, "resume=auto")
+    if (Path(resume) / "manifest.json").exists():  # its run folder has recorded the merged arguments
+        return with_overrides(resolve_resume(typed), "resume=auto")
+    return typed  # a run folder, which is continued in place
 
 
 def with_folder(arguments: Arguments) -> Arguments:
@@ -194,7 +205,6 @@ def run_job(cfg: DictConfig) -> float | None:
         return run_of_sweep(cfg, ranks)
     folder, overrides = Path(job.runtime.output_dir), list(job.overrides.task)
     try:
-        check(cfg)
         done = None
         if cfg.resume == "auto":
             done = run_on_main(ranks, lambda: finished_run(folder, overrides, cfg.steps, ("finished",)))
@@ -202,6 +212,8 @@ def run_job(cfg: DictConfig) -> float | None:
             if ranks.is_main:
                 print(f"{folder} is finished already, {lines.result(done)}: nothing to do; raise steps to continue")
             return done["final"].get("val/loss")
+        run_on_main(ranks, lambda: check_resume(cfg, job.runtime.choices, folder))
+        check(cfg)
         return build_and_train(cfg, folder)
     except Exception as raised:
         error = as_rank_lost(raised, ranks) or raised
@@ -269,7 +281,11 @@ def build_and_train(
     from stabletrain.trainer.loop import train
 
     run = build(cfg, folder, shown)
-    loss = train(run, signals).val.get("val/loss")
+    try:
+        loss = train(run, signals).val.get("val/loss")
+    except TrainingHalted as halt:
+        halt.advice = run.output.halted()
+        raise
     run.output.tracker.note(run.output.closing())
     return loss
 
@@ -291,6 +307,8 @@ def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
         return
     if isinstance(error, StabletrainError):
         print(f"{where if not ranks.is_main else ''}stabletrain: {error}", file=sys.stderr)
+        if advice := getattr(error, "advice", ""):
+            print(advice, file=sys.stderr)
     else:
         trace = traceback_text(error, folder / ("traceback.txt" if ranks.is_main else f"traceback-{ranks.rank}.txt"))
         print("".join(f"{where}{line}" for line in trace.splitlines(keepends=True)), end="", file=sys.stderr)

@@ -39,7 +39,7 @@ def frame(*folders: str | Path, processes: int | None = None) -> pd.DataFrame:
     | steps | last logged step |
     | val_loss, val_accuracy | last evaluation: nats per target, and a fraction |
     | best_val_loss, best_step | lowest validation loss, and its step |
-    | loss_at_init | cross-entropy of the first step, nats |
+    | loss_at_init | loss of the first step: the cross-entropy, in nats, or that of another objective |
     | diverged | the run was halted, or finished with a loss that is not finite |
     | sensitivity | learning-rate sensitivity in nats, over runs that differ only in learning rate and seed |
     | spike_score | fraction of steps whose loss was a spike, or that were skipped as one |
@@ -98,7 +98,7 @@ def row(run: Run) -> dict[str, Any]:
         "best_val_loss": run.best[0],
         "best_step": run.best[1] or None,
         "val_accuracy": run.last("val/accuracy"),
-        "loss_at_init": run.first("train/ce"),
+        "loss_at_init": run.initial_loss,
         "diverged": run.diverged,
         "spike_score": run.spike_score,
         "skips": len(run.skips),

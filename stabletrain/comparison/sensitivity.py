@@ -71,7 +71,7 @@ def sensitivity(losses: Sequence[float]) -> float:
 
 def point(run: Run) -> Point | None:
     """Returns the point of a run, or None if the run is not over or never logged a loss."""
-    start = run.first("train/ce")
+    start = run.initial_loss
     if run.status not in ("finished", "halted") or math.isnan(start):
         return None
     final = run.last("val/loss")

@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from omegaconf import OmegaConf
 
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks
-from stabletrain.program import started
+from stabletrain.program import conf_folder, started
 
 WITH_VALUE = frozenset(
     [
@@ -144,7 +145,32 @@ def with_overrides(arguments: Arguments, *overrides: str) -> Arguments:
 def merged(first: Arguments, then: Arguments) -> Arguments:
     """Merges recorded arguments with those typed now, which take precedence."""
     options = then.options if set(first.options) <= set(then.options) else [*first.options, *then.options]
-    return parse_arguments([*options, *first.overrides, *then.overrides])
+    kept = [o for o in first.overrides if not is_of_another_option(o, then, options)]
+    return parse_arguments([*options, *kept, *then.overrides])
+
+
+def is_of_another_option(override: str, then: Arguments, options: list[str]) -> bool:
+    """Returns whether a recorded override sets a key that the group's option, as typed now, does not have.
+
+    Args:
+        override: such as `clipping.max_norm=2`.
+        then: typed now, perhaps with `clipping=agc`.
+        options: Hydra's, which may name the user's own configuration folders.
+    """
+    group, _, key = key_of(override).partition(".")
+    option = then.value(group) if key else None
+    if option is None:
+        return False
+    own = [value for name, value in pairwise(options) if name in ("--config-dir", "-cd")]
+    for folder in (*map(Path, own), conf_folder()):
+        file = folder / group / f"{option}.yaml"
+        if file.is_file():
+            try:
+                known = OmegaConf.load(file)
+            except Exception:  # Hydra reports what is wrong with the file
+                return False
+            return key.partition(".")[0] not in known
+    return False
 
 
 def in_folder(arguments: Arguments, key: str, folder: Path) -> Arguments:
@@ -219,9 +245,13 @@ def program(ranks: Ranks) -> list[str]:
 
 
 def resume_command(ranks: Ranks, folder: Path) -> str:
-    """Returns the command that continues an interrupted run: the typed one with `resume=auto`."""
+    """Returns the command that continues an interrupted run: the typed one with `resume=auto`.
+
+    If `resume` named another run or a checkpoint, the command names the run's folder: its record is not what was typed.
+    """
     words = program(ranks)
     if LAUNCH in os.environ:
         return f"automatically if Slurm requeues the job; otherwise: {shlex.join([*words, f'resume={folder}'])}"
     typed = [word for word in started().typed if key_of(word) != "resume"]
-    return shlex.join([*words, *typed, "resume=auto"])
+    named = parse_arguments(started().typed).value("resume") not in (None, "none", "auto")
+    return shlex.join([*words, *typed, f"resume={folder}" if named else "resume=auto"])

@@ -20,6 +20,7 @@ from stabletrain.config.make import leaves, make
 from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.parallel.ranks import Ranks, current_ranks
 from stabletrain.stability.schedule import LearningRate
+from stabletrain.weights.place import there
 
 LOWEST = {
     "steps": 1,
@@ -95,8 +96,22 @@ def check(cfg: DictConfig) -> None:
             "data.length_warmup or raise steps"
         )
     check_ranks(cfg, current_ranks())
+    check_init_from(cfg)
     check_parts(cfg, choices)
     LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps)  # checks its own bounds, without torch
+
+
+def check_init_from(cfg: DictConfig) -> None:
+    """Checks that `init_from` names a folder. A resumed run does not read it, so there it need not exist.
+
+    Raises:
+        ConfigError: there is no such folder, or `init_strict` has nothing to act on.
+    """
+    if cfg.init_from == "none":
+        if not cfg.init_strict:
+            raise ConfigError("init_strict=false does nothing without init_from: name weights, or leave it out")
+    elif cfg.resume == "none":
+        there(cfg.init_from)
 
 
 def check_ranks(cfg: DictConfig, ranks: Ranks) -> None:

@@ -30,6 +30,11 @@ from stabletrain.models.layers import (
     Softcap,
     SwiGLUMLP,
 )
+from stabletrain.stability.qkclip import NoQKClip
+from stabletrain.stability.qknorm import NoQKNorm
+from stabletrain.stability.softcap import NoSoftcap
+
+NO_QKNORM, NO_SOFTCAP, NO_QKCLIP = NoQKNorm(), NoSoftcap(), NoQKClip()
 
 
 class Block(nn.Module):
@@ -58,7 +63,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A pre-LN decoder with nanoGPT's argument names.
+    """A pre-LN decoder with nanoGPT's argument names. The defaults are those of `model=gpt_nano` on `data=stdlib`.
 
     Modules: `embedding`, `position`, `blocks.<i>.{attention_norm, attention, mlp_norm, mlp}`, `norm`, `head`.
     Parameters are fp32 with PyTorch's default initialisation; `stability/init.py` overwrites it.
@@ -70,7 +75,7 @@ class GPT(nn.Module):
         position: `rope` or `learned`.
         norm: `layernorm` or `rmsnorm`.
         norm_eps: added to the variance (LayerNorm) or mean square (RMSNorm).
-        mlp: `gelu` or `swiglu`.
+        mlp: `gelu`, `gelu_tanh` (GPT-2's, the tanh approximation) or `swiglu`.
         bias: whether LayerNorms and linear layers, except the head, have biases.
         tied_head: whether the head shares the embedding matrix, which then appears once in the state dict.
         dropout: dropout probability of the embeddings, the attention weights and each branch's output, in [0, 1).
@@ -85,21 +90,21 @@ class GPT(nn.Module):
         self,
         *,
         vocab_size: int,
-        block_size: int,
-        n_layer: int,
-        n_head: int,
-        n_embd: int,
-        position: str,
-        norm: str,
-        mlp: str,
-        bias: bool,
-        tied_head: bool,
-        dropout: float,
-        qknorm: QKNorm,
-        softcap: Softcap,
-        qkclip: QKClip,
+        block_size: int = 128,
+        n_layer: int = 4,
+        n_head: int = 4,
+        n_embd: int = 128,
+        position: str = "rope",
+        norm: str = "layernorm",
         norm_eps: float = 1e-6,
+        mlp: str = "gelu",
+        bias: bool = False,
+        tied_head: bool = False,
+        dropout: float = 0.0,
         embedding_gradient: float = 1.0,
+        qknorm: QKNorm = NO_QKNORM,
+        softcap: Softcap = NO_SOFTCAP,
+        qkclip: QKClip = NO_QKCLIP,
     ) -> None:
         super().__init__()
         check_sizes(vocab_size=vocab_size, block_size=block_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd)

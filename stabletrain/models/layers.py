@@ -103,6 +103,13 @@ class GELUMLP(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class TanhGELUMLP(GELUMLP):
+    """A GELU MLP with the tanh approximation of the GELU (arXiv 1606.08415, section 2), as in GPT-2."""
+
+    def forward(self, x: Float[Tensor, "batch time width"]) -> Float[Tensor, "batch time width"]:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
 class SwiGLUMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`, arXiv 2002.05202, with a hidden width of 8/3 `n_embd`, a multiple of 64.
 
@@ -122,7 +129,7 @@ class SwiGLUMLP(nn.Module):
 
 POSITIONS = {"rope": Rotary, "learned": LearnedPosition}
 NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
-MLPS = {"gelu": GELUMLP, "swiglu": SwiGLUMLP}
+MLPS = {"gelu": GELUMLP, "gelu_tanh": TanhGELUMLP, "swiglu": SwiGLUMLP}
 
 
 @runtime_checkable

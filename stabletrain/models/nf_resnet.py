@@ -103,6 +103,8 @@ class NFBlock(nn.Module):
 class NFResNet(nn.Module):
     """The architecture of `CifarResNet` without norms: three stages of 16, 32 and 64 channels, 6 n + 2 layers.
 
+    The defaults are those of `model=nf_resnet20` on `data=cifar10`.
+
     Args:
         depth: 6 n + 2, such as 20, 32, 44, 56 or 110.
         in_channels: 3 for colour, 1 for grey images; their values should have a variance of about 1.
@@ -113,7 +115,15 @@ class NFResNet(nn.Module):
         ConfigError: `depth` is not 6 n + 2, or `alpha` is out of range.
     """
 
-    def __init__(self, *, depth: int, num_classes: int, in_channels: int, alpha: float, skipinit: bool) -> None:
+    def __init__(
+        self,
+        *,
+        depth: int = 20,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        alpha: float = 0.2,
+        skipinit: bool = False,
+    ) -> None:
         super().__init__()
         if depth < 8 or depth % 6 != 2:
             raise ConfigError(

@@ -39,7 +39,8 @@ class CifarBlock(nn.Module):
 class CifarResNet(nn.Module):
     """The paper's ResNet for small images (section 4.2): three stages of 16, 32 and 64 channels, 6 n + 2 layers.
 
-    Initialises convolutions with N(0, sqrt(2 / fan_out)) (He et al., arXiv 1502.01852).
+    The defaults are those of `model=resnet20` on `data=cifar10`. Initialises convolutions with N(0, sqrt(2 / fan_out))
+    (He et al., arXiv 1502.01852).
 
     Args:
         depth: 6 n + 2; 20, 32, 44, 56 or 110 in the paper.
@@ -49,7 +50,7 @@ class CifarResNet(nn.Module):
         ConfigError: `depth` is not 6 n + 2.
     """
 
-    def __init__(self, *, depth: int, num_classes: int, in_channels: int) -> None:
+    def __init__(self, *, depth: int = 20, num_classes: int = 10, in_channels: int = 3) -> None:
         super().__init__()
         if depth < 8 or depth % 6 != 2:
             raise ConfigError(
@@ -86,6 +87,8 @@ class CifarResNet(nn.Module):
 class TorchvisionResNet(ResNet):
     """torchvision's ResNet, with its parameter names and a choice of stem and input channels.
 
+    The defaults are those of `model=resnet18` on ImageNet.
+
     Args:
         depth: 18, 34, 50, 101 or 152.
         in_channels: 3 for colour, 1 for grey images.
@@ -96,7 +99,7 @@ class TorchvisionResNet(ResNet):
         ConfigError: `depth` or `stem` is unknown.
     """
 
-    def __init__(self, *, depth: int, num_classes: int, in_channels: int, stem: str) -> None:
+    def __init__(self, *, depth: int = 18, num_classes: int = 1000, in_channels: int = 3, stem: str = "large") -> None:
         if depth not in STAGES:
             raise ConfigError(f"model.depth={depth} is unknown: choose {' or '.join(map(str, STAGES))}")
         block, blocks = STAGES[depth]

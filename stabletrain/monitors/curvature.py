@@ -60,7 +60,9 @@ def of_loss(
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
         part = batch.rows(slice(0, samples)).of_step(1.0)
         outputs = isolated_forward(model, part.inputs, leaves)
-        known = part.targets if part.targets.is_floating_point() else part.targets[part.targets != IGNORE_INDEX]
-        n_valid = torch.full((), max(known.numel(), 1), device=known.device)
+        targets = part.targets
+        n_valid = torch.full((), max(targets.numel(), 1), device=targets.device)
+        if not targets.is_floating_point():  # floats all count
+            n_valid = (targets != IGNORE_INDEX).sum().clamp(min=1)
         total = loss(outputs, part, n_valid).total
         return top_eigenvalue(total, list(leaves.values()), iterations, generator)

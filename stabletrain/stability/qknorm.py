@@ -32,6 +32,12 @@ class HeadLayerNorm(nn.Module):
         """Returns `x` normalised, in the dtype of `x`."""
         return F.layer_norm(widened(x), self.weight.shape, self.weight, None, self.eps).to(x.dtype)
 
+    def start_near(self, x: Float[Tensor, "*batch head_dim"]) -> dict[str, Tensor]:
+        """Returns parameters with which this norm changes vectors like `x` least: see `nearest_gain`."""
+        wide = widened(x)
+        centred = wide - wide.mean(dim=-1, keepdim=True)
+        return {"weight": nearest_gain(centred, F.layer_norm(wide, self.weight.shape, None, None, self.eps))}
+
 
 class HeadRMSNorm(nn.Module):
     """RMSNorm over the last dimension with a gain, computed in fp32 (arXiv 1910.07467)."""
@@ -44,6 +50,11 @@ class HeadRMSNorm(nn.Module):
     def forward(self, x: Float[Tensor, "*batch head_dim"]) -> Float[Tensor, "*batch head_dim"]:
         """Returns `x` normalised, in the dtype of `x`."""
         return F.rms_norm(widened(x), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+    def start_near(self, x: Float[Tensor, "*batch head_dim"]) -> dict[str, Tensor]:
+        """Returns parameters with which this norm changes vectors like `x` least: see `nearest_gain`."""
+        wide = widened(x)
+        return {"weight": nearest_gain(wide, F.rms_norm(wide, self.weight.shape, None, self.eps))}
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,20 @@ class RMSNormQK:
     def __call__(self, head_dim: int) -> nn.Module:
         """Returns a norm over `head_dim` values, with gains of 1."""
         return HeadRMSNorm(head_dim, self.eps)
+
+
+def nearest_gain(
+    x: Float[Tensor, "*batch head_dim"], normed: Float[Tensor, "*batch head_dim"]
+) -> Float[Tensor, " dim"]:
+    """Returns the gain of each channel with which normed vectors come nearest to the vectors themselves.
+
+        gain_j = sum x_j n_j / sum n_j^2,   with x = r n:  the mean norm r (over sqrt(head_dim)), weighted by n_j^2
+
+    A run that adds QK-norm to trained weights starts with these gains: only the differences in length between tokens
+    and between heads are lost.
+    """
+    batch = tuple(range(x.ndim - 1))
+    return (x * normed).sum(dim=batch) / normed.square().sum(dim=batch).clamp(min=torch.finfo(normed.dtype).tiny)
 
 
 def widened(x: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def check_same_data(earlier: Mapping[str, Any], data: Mapping[str, Any], run: Pa
     then, now = (f"{each.get('name')} ({key} {str(each.get(key))[:12]})" for each in (earlier, data))
     raise ConfigError(
         f"data: {run} was trained on {then}, and this command reads {now}: pass the same data, or start a new run with "
-        "resume=none"
+        f"resume=none; to fine-tune on other data: init_from={run}, a new run with a fresh optimizer"
     )
 
 
@@ -63,6 +63,7 @@ class NoRunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.id = ""
+        self.init_from: Mapping[str, Any] = NOTHING
 
     def start(
         self,
@@ -72,6 +73,7 @@ class NoRunFolder:
         hardware: Mapping[str, Any],
         data: Mapping[str, Any],
         model: Mapping[str, Any] = NOTHING,
+        init_from: Mapping[str, Any] = NOTHING,
         run_id: str | None = None,
         options: Sequence[str] = (),
         overrides: Sequence[str] = (),
@@ -97,6 +99,7 @@ class RunFolder(NoRunFolder):
 
     Attributes:
         id: eight letters and digits, which a resumed run keeps; empty before `start`.
+        init_from: the weights that the run began with; see `start`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -113,6 +116,7 @@ class RunFolder(NoRunFolder):
         hardware: Mapping[str, Any],
         data: Mapping[str, Any],
         model: Mapping[str, Any] = NOTHING,
+        init_from: Mapping[str, Any] = NOTHING,
         run_id: str | None = None,
         options: Sequence[str] = (),
         overrides: Sequence[str] = (),
@@ -124,6 +128,7 @@ class RunFolder(NoRunFolder):
             choices: option chosen in each config group.
             data: fingerprint of the data set.
             model: number of parameters, and FLOPs.
+            init_from: the weights that the run began with; empty if its own. A resumed run keeps the first record.
             run_id: the id of a resumed run whose folder has lost its `run.json`.
             options, overrides: the command line. A resumed run keeps those of its first start, by which `resume=auto`
                 recognizes it.
@@ -142,12 +147,14 @@ class RunFolder(NoRunFolder):
             self._release()
             raise
         self.id = earlier.get("id") or run_id or new_id()
+        self.init_from = init_from or earlier.get("init_from", NOTHING)
         self._record = first_record(self.id, earlier) | {
             "choices": dict(choices),
             "hardware": dict(hardware),
             "versions": versions(),
             "data": dict(data),
             "model": dict(model),
+            **({"init_from": dict(self.init_from)} if self.init_from else {}),
             "options": earlier.get("options", list(options)),
             "overrides": earlier.get("overrides", list(overrides)),
             **({"changes": earlier["changes"]} if "changes" in earlier else {}),
@@ -185,9 +192,19 @@ class RunFolder(NoRunFolder):
         self._record["hardware"] |= hardware
 
     def change(self, step: int, keys: Mapping[str, Any]) -> None:
-        """Records configuration keys that a resumed run has changed, each as `[before, now]`."""
-        self._record["changes"] = [*self._record.get("changes", []), {"step": step, "keys": dict(keys)}]
-        self._write_at_last()
+        """Records the settings that a run has changed by resuming after `step` steps.
+
+        Changes of later steps are dropped: they belong to steps that the run has gone back from.
+
+        Args:
+            keys: configuration keys, each as `[before, now]`; empty if nothing has changed.
+        """
+        earlier = self._record.get("changes", [])
+        changes = [change for change in earlier if change["step"] < step]
+        changes += [{"step": step, "keys": dict(keys)}] if keys else []
+        if changes != earlier:
+            self._record["changes"] = changes
+            self._write_or_warn()
 
     def abandon(self, reason: str) -> None:
         """Ends a run that failed to start: restores the record of the run it was to continue, or records `failed`."""
@@ -210,11 +227,14 @@ class RunFolder(NoRunFolder):
         self._write_at_last()
 
     def _write_at_last(self) -> None:
+        self._write_or_warn()
+        self._release()
+
+    def _write_or_warn(self) -> None:
         try:
             self._write()
-        except OSError as error:  # the run itself has ended well, so only warn
+        except OSError as error:  # the run itself goes well, so only warn
             warn(f"{self.path / 'run.json'} still says running ({error})")
-        self._release()
 
     def _unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(

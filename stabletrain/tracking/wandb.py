@@ -204,7 +204,7 @@ class Wandb(NoWandb):
         if "finish_timeout" in wandb.Settings.model_fields:
             settings["finish_timeout"] = FINISH_TIMEOUT
         folder.mkdir(parents=True, exist_ok=True)
-        return wandb.init(
+        run = wandb.init(
             id=run_id,
             dir=str(folder),
             config=plain(config),  # W&B would store NaN and infinities as null
@@ -214,6 +214,9 @@ class Wandb(NoWandb):
             entity=self.entity,
             **filed,
         )
+        if mode == "online":  # a resumed run starts with the configuration that the server has
+            run.config.update(plain(config), allow_val_change=True)
+        return run
 
     def _try(self, call: Callable[[], Any], so: str = "W&B may miss parts of this run") -> Any:
         """Returns the value of the call. If it raises, returns None, and prints a warning the first time."""

@@ -118,6 +118,7 @@ def closing(
     history: Any,
     guard: Any,
     unit: str,
+    loss_unit: str,
     per: str,
     folder: str,
     sample: str | None,
@@ -127,15 +128,11 @@ def closing(
 
     Args:
         unit: unit of throughput: `tok`, `img` or `sample`.
-        per: unit of the loss, such as `byte`.
+        loss_unit: unit of the loss, such as `nats`; empty if it has none.
+        per: what one loss belongs to, such as `byte`.
         again: the command to try next.
     """
-    loss = history.val.get("val/loss", math.nan)
-    result = f"val loss {loss:.3f} nats/{per} ({loss / math.log(2):.2f} bits)"
-    if not history.val or math.isnan(loss):
-        result = "val loss nan: the weights are not finite, or nothing was evaluated"
-    if "val/accuracy" in history.val:
-        result = f"val accuracy {100 * history.val['val/accuracy']:.2f} %, loss {loss:.3f} nats"
+    result = result_text(history.val, loss_unit, per)
     best = f"best at step {history.best_step:,}"
     lines = [
         f"{result} after {state.step:,} steps in {history.seconds:.0f} s, {best}",
@@ -146,6 +143,19 @@ def closing(
         first, *rest = sample.strip("\n").splitlines()
         lines += [f"sample   {first}", *(f"         {line}" for line in rest)]
     return "\n".join([*lines, f"run      {relative_path(folder)}", f"next     {again}"])
+
+
+def result_text(val: Mapping[str, float], loss_unit: str, per: str) -> str:
+    """Formats the metrics of the last evaluation."""
+    loss = val.get("val/loss", math.nan)
+    if math.isnan(loss):
+        return "val loss nan: the weights are not finite, or nothing was evaluated"
+    if "val/accuracy" in val:
+        return f"val accuracy {100 * val['val/accuracy']:.2f} %, loss {loss:.3f}{f' {loss_unit}' if loss_unit else ''}"
+    if loss_unit:
+        return f"val loss {loss:.3f} {loss_unit}/{per} ({loss / math.log(2):.2f} bits)"
+    others = [f"{name.removeprefix('val/')} {value:.4g}" for name, value in val.items() if name.startswith("val/")]
+    return "val " + ", ".join(others[:6])
 
 
 def guard_summary(state: Any, history: Any, guard: Any) -> str:

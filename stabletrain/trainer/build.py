@@ -23,6 +23,7 @@ from stabletrain.checkpoint.folder import run_of
 from stabletrain.comparison.pages.at_end import NoPage, PageAtEnd
 from stabletrain.config.arguments import SWEEP, key_of, parse_arguments
 from stabletrain.config.make import leaves, make, plain
+from stabletrain.config.resuming import acting, check_resume
 from stabletrain.data.prefetch import Prefetch
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.diagnosis.evidence import RunSettings
@@ -30,7 +31,7 @@ from stabletrain.forensics.distributed_handler import for_all_ranks
 from stabletrain.machine import compiling, hardware
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.checkpoints import for_all_ranks as checkpoints_for_all_ranks
-from stabletrain.parallel.ranks import Ranks, run_on_main
+from stabletrain.parallel.ranks import Ranks, current_ranks, run_on_main
 from stabletrain.program import started
 from stabletrain.protocols import GuardPolicy, Tools
 from stabletrain.records import Batch, TrainState, reads_rows
@@ -40,11 +41,13 @@ from stabletrain.tracking.run_folder import NoRunFolder, RunFolder, versions
 from stabletrain.tracking.tracker import NoTracker, Tracker
 from stabletrain.tracking.wandb import NoWandb
 from stabletrain.trainer import roles
+from stabletrain.trainer.after_halt import after_halt
 from stabletrain.trainer.banner import closing, sample_text, suggestion
-from stabletrain.trainer.changes import check_data_of_checkpoint, option_fingerprint, record_changes
+from stabletrain.trainer.changes import Resumption, check_data_of_checkpoint, option_fingerprint
 from stabletrain.trainer.compile_warmup import warm_up_compiled
 from stabletrain.trainer.contract import make_model, validation
 from stabletrain.trainer.history import UNITS, History
+from stabletrain.trainer.init_from import starting_weights
 from stabletrain.trainer.rollback import Rollback
 from stabletrain.trainer.run import Forensics, Monitoring, Output, Plan, TrainingData, TrainingRun
 from stabletrain.trainer.stages import (
@@ -93,13 +96,16 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         shown: shows the progress; None for the terminal.
 
     Raises:
-        ConfigError: a value is out of bounds, a combination cannot work, or the folder already holds a run.
+        ConfigError: a value is out of bounds, a combination cannot work, the folder already holds a run, or a resume
+            changes what it cannot.
     """
+    run_on_main(current_ranks(), lambda: check_resume(cfg, HydraConfig.get().runtime.choices, folder))
     # the process comes first: determinism must be set up before CUDA starts
     process = start_process(cfg)
     guard, clipping, monitors, faults = (make(cfg, group) for group in ("guard", "clipping", "monitors", "faults"))
     source = load_data(cfg, process, faults)
-    trained = build_model(cfg, process, source, faults)
+    weights = starting_weights(cfg, process.choices, source.data, process.ranks, folder)
+    trained = build_model(cfg, process, source, faults, weights)
     tools = make_tools(cfg, process, source, trained.state.model, clipping, guard)
     load = batch_loader(cfg, process, source, trained.state, tools.objective)
     opened = open_output(cfg, folder, process, source, trained, faults, shown)
@@ -112,13 +118,17 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         unit=source.unit,
     )
     monitoring, history = Monitoring(monitors, RollingStats(), trained.usage), History()
-    rollback = saved_states(trained.state, tools, monitoring, history, data, opened)
+    resumption = Resumption(
+        cfg, process.choices, folder, trained.state, source.data, process.precision, tools.sanitizer, process.ranks
+    )
+    rollback = saved_states(trained.state, tools, monitoring, history, data, opened, resumption)
     # From here on the run folder belongs to this run, so an error must be recorded in its run.json.
     try:
         start_wandb(cfg, process, trained, opened)
         opened.open_checkpoints()
         restore_state(cfg, rollback, guard, opened.tracker)
-        record_changes(cfg, process.choices, rollback.state.step, folder, opened.run_folder, opened.tracker)
+        if (changed := resumption.announce(opened.run_folder, opened.tracker)) is not None and acting(changed.keys):
+            guard.begin_anew(None if changed.loss is None else changed.loss[1])
         opened.tracker.note(opening_lines(cfg, process, source, trained, tools, folder))
         if compiling.wanted(cfg.compile, process.device):
             compile_model(cfg, process, trained.state, tools, load, opened)
@@ -170,6 +180,7 @@ def start_run_folder(
         hardware=machine_record(process, trained),
         data=fingerprint,
         model={"parameters": trained.parameters, **trained.usage.facts(UNITS[source.unit])},
+        init_from=trained.loaded.record,
         run_id=run_of(folder) if resuming else None,
         options=[option for option in typed.options if option not in SWEEP],
         overrides=[each for each in HydraConfig.get().overrides.task if key_of(each) != "resume"],
@@ -206,7 +217,7 @@ def start_wandb(cfg: DictConfig, process: Process, trained: Trained, opened: Ope
         "groups": process.choices,
         "hardware": machine_record(process, trained),
         "versions": versions(),
-    }
+    } | ({"init_from_source": dict(source)} if (source := opened.run_folder.init_from) else {})
     sweeping = hydra.mode == RunMode.MULTIRUN
     opened.wandb.start(opened.folder, opened.run_folder.id, about, hydra.overrides.task, sweeping=sweeping)
 
@@ -252,7 +263,13 @@ def compile_model(
 
 
 def saved_states(
-    state: TrainState, tools: Tools, monitoring: Monitoring, history: History, data: TrainingData, opened: Opened
+    state: TrainState,
+    tools: Tools,
+    monitoring: Monitoring,
+    history: History,
+    data: TrainingData,
+    opened: Opened,
+    resumption: roles.Resumption | None = None,
 ) -> Rollback:
     """Creates the run's `Rollback`, which has no saved state yet."""
     parts = {  # everything stateful besides model and optimizer, by its name in checkpoints
@@ -272,6 +289,7 @@ def saved_states(
         batches=data.batches,
         tracker=opened.tracker,
         run_id=opened.run_folder.id,
+        resumption=resumption,
     )
 
 
@@ -289,7 +307,8 @@ def assemble(
 ) -> TrainingRun:
     """Assembles the run from its parts."""
     page = PageAtEnd(opened.folder) if cfg.report and process.ranks.is_main else NoPage()
-    closing_text = partial(closing_lines, cfg, source, trained.state, history, tools.guard, page, opened.folder)
+    closing_text = partial(closing_lines, cfg, source, trained.state, history, tools, page, opened.folder)
+    halted_text = partial(halt_lines, cfg, process, tools.guard, opened)
     opened.tracker.start(cfg.steps, trained.state.step)
     return TrainingRun(
         plan=Plan(cfg.steps, cfg.grad_accum_steps, cfg.eval_every, cfg.log_every),
@@ -300,7 +319,7 @@ def assemble(
         data=data,
         monitoring=monitoring,
         forensics=start_forensics(cfg, opened.folder, process, source, trained.state.model, tools),
-        output=Output(opened.tracker, opened.run_folder, page, closing_text),
+        output=Output(opened.tracker, opened.run_folder, page, closing_text, halted_text),
         rollback=rollback,
         history=history,
     )
@@ -331,12 +350,19 @@ def start_forensics(
     return Forensics(handler, model_factory, metadata={"config": config, "choices": choices, "started": time.time()})
 
 
+def halt_lines(cfg: DictConfig, process: Process, guard: GuardPolicy, opened: Opened) -> str:
+    """Returns the lines that follow the message of a halt; all ranks must call it."""
+    found, typed = opened.checkpoints.newest(healthy_only=True), parse_arguments(started().typed)
+    path = None if found is None else found.path
+    return after_halt(typed, opened.folder, path, guard.kind, process.choices, dict(leaves(plain(cfg))))
+
+
 def closing_lines(
     cfg: DictConfig,
     source: Source,
     state: TrainState,
     history: History,
-    guard: GuardPolicy,
+    tools: Tools,
     page: roles.Page,
     folder: Path,
 ) -> str:
@@ -347,8 +373,9 @@ def closing_lines(
     return closing(
         state=state,
         history=history,
-        guard=guard,
+        guard=tools.guard,
         unit=source.unit,
+        loss_unit=tools.objective.unit,
         per=source.per,
         folder=str(folder),
         sample=sample,

@@ -1,17 +1,49 @@
-"""Configuration changes of a resumed run. Any key may change except the data; changes are recorded and shown."""
+"""Settings that a resume changes: fits the checkpoint's state to them, records them, and shows what they do.
 
+`config/resuming.py` holds the table of what may change. Each checkpoint carries the settings it was trained with, so
+that a rollback of the resumed run fits an older checkpoint in the same way.
+"""
+
+import copy
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
+from torch import Tensor
 
-from stabletrain.config.make import leaves, plain
+from stabletrain.checkpoint.reader import Checkpoint
+from stabletrain.checkpoint.refit import fresh_optimizer, missing, refit
+from stabletrain.checkpoint.tree import Tree, is_sharded, map_tensors
+from stabletrain.config.make import plain
+from stabletrain.config.resuming import (
+    NEW_STATE,
+    Settings,
+    acting,
+    changed_keys,
+    recorded_settings,
+    row_of,
+    settings,
+)
+from stabletrain.errors import ConfigError
+from stabletrain.parallel.ranks import Ranks, run_on_main
+from stabletrain.records import TrainState
 from stabletrain.tracking.run_folder import RunFolder, check_same_data
 from stabletrain.trainer import roles
+from stabletrain.trainer.before_after import (
+    Subject,
+    as_trained,
+    fixed_batch,
+    largest_logits,
+    loss_on,
+    near_identity,
+)
+from stabletrain.trainer.tools import objective_from_config
 
-NOT_A_CHANGE = ("resume", "device", "report")
-"""Configuration keys that may differ between the parts of a resumed run without changing what it computes."""
+MOVES_LOSS = ("precision", "zloss", "softcap", "label_smoothing")
+"""Groups and keys, besides those with new state, whose change may move the loss of the same weights."""
 
 
 def option_fingerprint(cfg: DictConfig, choices: Mapping[str, str]) -> dict[str, Any]:
@@ -30,37 +62,243 @@ def check_data_of_checkpoint(resume: str, fingerprint: Mapping[str, Any]) -> Non
         check_same_data(RunFolder(other).read().get("data", {}), fingerprint, other)
 
 
-def record_changes(
-    cfg: DictConfig,
-    choices: Mapping[str, str],
-    step: int,
-    folder: Path,
-    run_folder: roles.RunFolder,
-    tracker: roles.Tracker,
-) -> None:
-    """Records and shows the options and keys that a resumed run changes in its configuration."""
-    file = folder / ".hydra" / "config.yaml"
-    if cfg.resume != "auto" or not step or not file.is_file():
-        return
-    first = OmegaConf.load(file.with_name("hydra.yaml")).hydra.runtime.choices
-    before = dict(leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=True))) | dict(first)
-    for change in RunFolder(folder).read().get("changes", []):
-        before |= {key: value for key, (_, value) in change["keys"].items()}
-    now = dict(leaves(plain(cfg))) | dict(choices)
-    options = {group for group in choices if before.get(group, choices[group]) != choices[group]}
-    # Ignore `_target_` and keys that only one configuration has: these differ between versions of stabletrain. But if
-    # an option was changed, keep all its keys, because each option has its own.
-    keys = {
-        key: [before.get(key), value]
-        for key, value in sorted(now.items())
-        if (before[key] != value if key in before else key.partition(".")[0] in options)
-        and key not in NOT_A_CHANGE
-        and not key.endswith("_target_")
-    }
-    if not keys:
-        return
-    run_folder.change(step, keys)
-    tracker.event("changed", step, keys=keys)
-    shown = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in keys.items() if key in before)
-    longer = "; the learning-rate schedule now ends at the new last step" if "steps" in keys else ""
-    tracker.note(f"changed  {shown}{longer}")
+@dataclass
+class Changed:
+    """What a resume has changed.
+
+    Attributes:
+        keys: groups and keys, each as `[before, now]`.
+        known: those of them that the settings before had too.
+        new: one line for each part of the state that starts anew.
+        dropped: names of the parameters and buffers that the model no longer has.
+        loss: of one fixed batch, before and after the change, in nats; None if it was not measured.
+        about: further lines for the user.
+    """
+
+    keys: dict[str, list[Any]]
+    known: list[str]
+    new: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    loss: tuple[float, float] | None = None
+    about: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Returns what to show on the terminal."""
+        shown = ", ".join(f"{key} {self.keys[key][0]} -> {self.keys[key][1]}" for key in self.known)
+        longer = "; the learning-rate schedule now ends at the new last step" if "steps" in self.keys else ""
+        lines = [f"changed  {shown}{longer}"]
+        lines += [f"new      {line}" for line in self.new]
+        lines += [f"dropped  {grouped(self.dropped)}"] if self.dropped else []
+        if self.loss is not None:
+            before, after = self.loss
+            lines.append(
+                f"loss     {before:.4f} -> {after:.4f} ({after - before:+.4f}) on one batch, by the change alone"
+            )
+        return [*lines, *self.about]
+
+
+def grouped(names: list[str]) -> str:
+    """Writes names in short: those of all blocks as one, `blocks.*.attention.query_norm.weight`."""
+    general = dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names)
+    return ", ".join(general)
+
+
+class NoResumption:
+    """Restores states as they were saved, and stores no settings with them."""
+
+    def info(self) -> dict[str, Any]:
+        """Returns what to store in each checkpoint: nothing."""
+        return {}
+
+    def fit(self, checkpoint: Checkpoint, tree: Tree) -> Tree:
+        """Returns the tree unchanged."""
+        del checkpoint
+        return tree
+
+    def resume(self, checkpoint: Checkpoint, tree: Tree) -> Tree:
+        """Returns the tree unchanged."""
+        del checkpoint
+        return tree
+
+    def replayable(self, checkpoint: Checkpoint) -> bool:
+        """Returns True."""
+        del checkpoint
+        return True
+
+
+class Resumption(NoResumption):
+    """Fits checkpoints to the settings of this process.
+
+    Args:
+        cfg, choices: those settings.
+        folder: the run folder.
+        state: the live state, before its first step.
+        data: the data set.
+        precision: in which the run computes; attached to the model already.
+        sanitizer: the run's.
+        ranks: this process among those of the run.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        choices: Mapping[str, str],
+        folder: Path,
+        state: TrainState,
+        data: Any,
+        precision: Any,
+        sanitizer: Any,
+        ranks: Ranks,
+    ) -> None:
+        self._cfg, self._folder, self._state, self._data, self._ranks = cfg, folder, state, data, ranks
+        self._precision, self._sanitizer = precision, sanitizer
+        self._settings = settings(cfg, choices)
+        # A rollback of a resumed run may have to fit an older state again, when the optimizer is no longer fresh.
+        self._fresh = fresh_optimizer(state) if cfg.resume != "none" else None
+        self._resumed = False
+        self._pending: tuple[Checkpoint, Tree, Changed] | None = None
+
+    def info(self) -> dict[str, Any]:
+        """Returns what to store in each checkpoint: the settings it is trained with."""
+        return {"settings": copy.deepcopy(self._settings._asdict())}
+
+    def before(self, checkpoint: Checkpoint) -> Settings | None:
+        """Returns the settings that a checkpoint was trained with; None if neither it nor its run folder has them."""
+        stored = checkpoint.info.get("settings")
+        if isinstance(stored, dict) and {"choices", "values"} <= set(stored):
+            return Settings(stored["choices"], stored["values"])
+        return recorded_settings(checkpoint.path.parent.parent, checkpoint.step)  # of an older version
+
+    def changes(self, checkpoint: Checkpoint) -> dict[str, list[Any]]:
+        """Returns the groups and keys that differ from a checkpoint's, each as `[before, now]`."""
+        before = self.before(checkpoint)
+        return {} if before is None else changed_keys(before, self._settings)
+
+    def replayable(self, checkpoint: Checkpoint) -> bool:
+        """Whether the steps after a checkpoint give the same bits now as when they first ran."""
+        return not acting(self.changes(checkpoint))
+
+    def fit(self, checkpoint: Checkpoint, tree: Tree) -> Tree:
+        """Returns a checkpoint's state as these settings need it; unchanged if the settings are the same."""
+        return self._fit(checkpoint, tree)[0] if self.changes(checkpoint) else tree
+
+    def _fit(self, checkpoint: Checkpoint, tree: Tree) -> tuple[Tree, Changed]:
+        before, keys = self.before(checkpoint), self.changes(checkpoint)
+        assert before is not None
+        assert self._fresh is not None
+        flat = before.flat() | before.choices
+        changed = Changed(keys, [key for key in keys if key in flat])
+        names = missing(tree, self._state)
+        options = {key for key, (old, now) in keys.items() if row_of(key, old, now).kind == NEW_STATE}
+        parts = options & {"qknorm"}
+        if (names or tree["model"].keys() - self._state.model.state_dict().keys()) and not parts:
+            return tree, changed  # not by one of the table's changes: `restore` names the difference
+        if parts and self._is_sharded:
+            raise ConfigError(
+                f"qknorm={self._settings.choices['qknorm']}: a run with parallel=fsdp cannot add or drop parts with "
+                "weights when it is resumed: resume with parallel=ddp or in one process until the next checkpoint"
+            )
+        new = self._on_main(lambda: self._new_weights(names, before, tree)) if names else {}
+        found = refit(tree, self._state, new, self._fresh)
+        changed.dropped = found.dropped
+        for key in sorted(options):
+            row = row_of(key, *keys[key])
+            made = f" ({grouped(found.made)})" if key in parts and found.made else ""
+            changed.new.append(f"{key}={keys[key][1]}: {row.text}{made}")
+        if found.moments_anew and "optimizer" not in options:  # such as another optimizer._target_
+            changed.new.append("optimizer: moments and step counters start at 0")
+        return found.tree, changed
+
+    def resume(self, checkpoint: Checkpoint, tree: Tree) -> Tree:
+        """Does what `fit` does for the checkpoint that the run continues from; `announce` then says what changed."""
+        self._resumed = True
+        if not self.changes(checkpoint):
+            return tree
+        fitted, changed = self._fit(checkpoint, tree)
+        self._pending = checkpoint, tree, changed
+        return fitted
+
+    def announce(self, run_folder: roles.RunFolder, tracker: roles.Tracker) -> Changed | None:
+        """Records and shows what the resume has changed; call it once the state is restored.
+
+        Returns:
+            what changed, the same on every rank; None if nothing did.
+        """
+        if self._pending is None:
+            if self._resumed:
+                run_folder.change(self._state.step, {})
+            return None
+        (checkpoint, tree, changed), self._pending = self._pending, None
+        if self._is_measured(changed.keys):
+            changed.loss, changed.about = self._on_main(lambda: self._measure(checkpoint, tree, changed.keys))
+        step = self._state.step
+        run_folder.change(step, changed.keys)
+        loss = {} if changed.loss is None else dict(zip(("loss_before", "loss_after"), changed.loss, strict=True))
+        tracker.event("changed", step, keys=changed.keys, new=changed.new, dropped=changed.dropped, **loss)
+        for line in changed.lines():
+            tracker.note(line)
+        return changed
+
+    def _is_measured(self, keys: Mapping[str, list[Any]]) -> bool:
+        moved = [key for key, (old, now) in keys.items() if row_of(key, old, now).kind == NEW_STATE]
+        moved += [key for key in keys if key.partition(".")[0] in MOVES_LOSS]
+        return bool(moved) and not self._is_sharded
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(map(is_sharded, self._state.model.state_dict().values()))
+
+    def _on_main(self, work: Any) -> Any:
+        return run_on_main(self._ranks, work)
+
+    def _earlier(self, before: Settings, tree: Tree) -> Subject:
+        device = next(self._state.model.parameters()).device
+        weights = map_tensors(lambda tensor: tensor.detach(), tree["model"])
+        return as_trained(DictConfig(before.values), self._data, weights, device)
+
+    def _batch(self, step: int) -> Any:
+        device = next(self._state.model.parameters()).device
+        return fixed_batch(self._data, self._cfg.batch_size, step, device)
+
+    def _new_weights(self, names: list[str], before: Settings, tree: Tree) -> dict[str, Tensor]:
+        try:
+            return near_identity(names, self._state.model, self._earlier(before, tree), self._batch(tree["step"]))
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"the checkpoint's model cannot be built again, from which the new parts would start ({error!r}): "
+                "resume without the change of qknorm"
+            ) from error
+
+    def _measure(
+        self, checkpoint: Checkpoint, tree: Tree, keys: Mapping[str, Any]
+    ) -> tuple[tuple[float, float] | None, list[str]]:
+        """Returns the loss before and after the change, and further lines; None if it cannot be measured."""
+        before, about = self.before(checkpoint), []
+        assert before is not None
+        # A user's model or data may be built only once, or not from these settings any more: then nothing is measured.
+        with suppress(Exception):
+            try:
+                earlier, batch = self._earlier(before, tree), self._batch(tree["step"])
+                earlier.precision.prepare()
+                old = loss_on(earlier, batch)
+                if "softcap" in keys:
+                    about = caps(self._settings, largest_logits(earlier, batch))
+            finally:
+                self._precision.prepare()
+            now = Subject(self._state.model, self._precision, objective_from_config(self._cfg), self._sanitizer)
+            return (old, loss_on(now, batch)), about
+        return None, []
+
+
+def caps(now: Settings, largest: Mapping[str, float]) -> list[str]:
+    """Returns a line that compares the caps of `softcap` with the largest logits there are; none without caps."""
+    names = {"attention_cap": "attention", "final_cap": "output"}
+    wanted = {key: now.values["softcap"].get(key) for key in names}
+    said = [
+        f"the largest {names[key]} logit is {size:.3g}, its cap {wanted[key]:g}"
+        for key, size in sorted(largest.items())
+        if isinstance(wanted[key], int | float)
+    ]
+    return [f"softcap  {'; '.join(said)}"] if said else []

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -59,7 +60,10 @@ def evaluate(
             module.training = training
     shapes = {name: value.shape for name, value in sums.items()}
     flat = torch.cat([value.flatten() for value in (spoilt, *sums.values())])
-    total, *parts = parallel.all_reduce_sum(flat).cpu().split([1, *(shape.numel() for shape in shapes.values())])
-    found = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    total, *parts = np.split(
+        np.array(parallel.all_reduce_sum(flat).tolist()),
+        np.cumsum([1, *(shape.numel() for shape in shapes.values())])[:-1],
+    )
+    found = {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
     metrics = {f"val/{name}": value for name, value in objective.metrics(found).items()}
-    return metrics | ({"val/bad_batches": int(total)} if total else {})
+    return metrics | ({"val/bad_batches": int(total[0])} if total[0] else {})

@@ -19,8 +19,9 @@ from stabletrain.errors import TrainingHalted
 from stabletrain.protocols import GuardPolicy
 from stabletrain.records import Detour, TrainState
 from stabletrain.tracking.tracker import NoTracker
+from stabletrain.trainer.changes import NoResumption
 from stabletrain.trainer.history import History
-from stabletrain.trainer.roles import Batches, Checkpoints, Tracker
+from stabletrain.trainer.roles import Batches, Checkpoints, Resumption, Tracker
 
 
 @runtime_checkable
@@ -64,6 +65,7 @@ class Rollback:
         batches: prefetched batches, which a rollback invalidates.
         tracker: receives events and messages.
         run_id: stored in each checkpoint.
+        resumption: fits checkpoints to changed settings; None restores them as they are.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Rollback:
         batches: Batches,
         tracker: Tracker,
         run_id: str,
+        resumption: Resumption | None = None,
     ) -> None:
         self.state, self.parts, self.checkpoints = state, parts, checkpoints
         self.snapshots = Snapshots()
@@ -85,6 +88,7 @@ class Rollback:
         self._retained = guard.states
         self._tracker, self._run_id = tracker, run_id
         self._silent = NoTracker()
+        self._resumption: Resumption = resumption or NoResumption()
 
     @property
     def tracker(self) -> Tracker:
@@ -147,7 +151,7 @@ class Rollback:
         self.checkpoints.save(
             tree["step"],
             tree,
-            info={"run": self._run_id},
+            info={"run": self._run_id, **self._resumption.info()},
             healthy=healthy,
             val_loss=val_loss,
             anchor=anchor,
@@ -172,7 +176,8 @@ class Rollback:
         found = self.checkpoints.preferred() if resume == "auto" else self.checkpoints.find(Path(resume))
         tracker = self.tracker
         if found is not None:
-            restore(found.load(sharded_tensors(self.state)), self.state, self.parts)
+            tree = found.load(sharded_tensors(self.state))
+            restore(self._resumption.resume(found, tree), self.state, self.parts)
             tracker.event("resume", self.state.step, checkpoint=found.path.name, healthy=found.healthy)
             tracker.note(f"resumed after step {self.state.step}, from {found.path}")
             # If the folder was searched, the search has reported this already.
@@ -278,9 +283,15 @@ class Rollback:
         if kept is not None and kept["step"] == target:
             return kept
         saved = self.checkpoints.newest(at_most=target) or self.checkpoints.oldest()
+        # Steps from before a resume that changed settings cannot be replayed: they would not be the same steps again.
+        if saved is not None and saved.step < target and not self._resumption.replayable(saved):
+            later = self.checkpoints.newest(healthy_only=True)
+            saved = later if later is not None and self._resumption.replayable(later) else None
         if kept is not None and (saved is None or kept["step"] >= saved.step):
             return kept
-        return saved.load(sharded_tensors(self.state)) if saved is not None else None
+        if saved is None:
+            return None
+        return self._resumption.fit(saved, saved.load(sharded_tensors(self.state)))
 
 
 def val_loss_of(history: Mapping[str, Any], step: int) -> float | None:

@@ -82,12 +82,14 @@ class Output:
         folder: writes `run.json`.
         page: writes the run's `report.html`.
         closing: writes `report.html` of a finished run, and returns the last lines for the terminal.
+        halted: returns the lines that follow the message of a halt.
     """
 
     tracker: Tracker
     folder: RunFolder
     page: Page
     closing: Callable[[], str]
+    halted: Callable[[], str] = str
 
 
 @dataclass

@@ -14,31 +14,50 @@ from stabletrain.config.make import make, plain
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
 from stabletrain.trainer.contract import FROM_DATA
+from stabletrain.weights import to_safetensors
 
 ODD = 7919
 """Placeholder for model sizes that the data determines: a number that no user would choose, so it is easy to find."""
 
 
 def load_model(path: Path, *, best: bool = False, device: str = "cpu") -> nn.Module:
-    """Returns the model of a run folder or a checkpoint, in eval mode; see `stabletrain.load`."""
+    """Returns the model of a run folder, a checkpoint or an export, in eval mode; see `stabletrain.load`."""
     target = hardware.pick(device)
+    if to_safetensors.is_folder(path):
+        return exported_model(path).to(target).eval()
     checkpoint = find(path.absolute(), best=best)
-    cfg = config_of(checkpoint)
+    return build_model(checkpoint, config_of(checkpoint))[0].to(target).eval()
+
+
+def build_model(checkpoint: Checkpoint, cfg: DictConfig) -> tuple[nn.Module, dict[str, int]]:
+    """Returns the model of a checkpoint on the CPU, and the sizes that are null in its configuration.
+
+    Raises:
+        ConfigError: the weights do not fit the model's code any more.
+    """
     state = checkpoint.load_model()
+    sizes = sizes_of(cfg, {name: tensor.shape for name, tensor in state.items() if isinstance(tensor, Tensor)})
+    return filled(cfg, sizes, state, checkpoint.path), sizes
+
+
+def exported_model(folder: Path) -> nn.Module:
+    """Returns the model of a folder that `stabletrain export --to safetensors` has written, on the CPU."""
+    group, state = to_safetensors.read(folder)
+    return filled(DictConfig({"model": group}), {}, state, folder)
+
+
+def filled(cfg: DictConfig, sizes: Mapping[str, int], state: Mapping[str, Any], where: Path) -> nn.Module:
+    """Builds the model of a configuration and loads `state`; `where` is what an error calls the source of the state."""
     with torch.random.fork_rng(devices=[]):  # the weights that the constructor draws are replaced
-        model = make(
-            cfg,
-            "model",
-            **sizes_of(cfg, {name: tensor.shape for name, tensor in state.items() if isinstance(tensor, Tensor)}),
-        )
+        model = make(cfg, "model", **sizes)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise ConfigError(
-            f"{checkpoint.path}: its weights do not fit {cfg.model._target_}, which has changed since the run: use the "
+            f"{where}: its weights do not fit {cfg.model._target_}, which has changed since the run: use the "
             f"code of that time ({' '.join(str(error).split())})"
         ) from error
-    return model.to(target).eval()
+    return model
 
 
 def config_of(checkpoint: Checkpoint) -> DictConfig:

@@ -1,7 +1,7 @@
 """The first stages of building a run: process, data, model and optimizer, and the tools of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,13 @@ from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.trainer.banner import busy_note, opening, split_note
 from stabletrain.trainer.contract import checked, cost, make_model, output_note, units, val_batches, vocabulary
+from stabletrain.trainer.init_from import Loaded, OwnInit, StartingWeights
 from stabletrain.trainer.tools import tools_from_config
 
 RANK_SEEDS = 1 << 40
 """Added to a rank before `mix`. Larger than any step number, so a rank and a step are never mixed into one seed."""
+
+OWN_INIT = OwnInit()
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Trained:
     Attributes:
         fp32_modules: names of the modules kept in fp32.
         parameters: number of parameters of the whole model.
+        loaded: the weights that `init_from` names.
         notes: what the user should know about model and optimizer, one line each; some may be empty.
     """
 
@@ -77,6 +81,7 @@ class Trained:
     usage: Usage
     fp32_modules: list[str]
     parameters: int
+    loaded: Loaded = field(default_factory=Loaded)
     notes: Sequence[str] = ()
 
 
@@ -124,8 +129,14 @@ def load_data(cfg: DictConfig, process: Process, faults: Any) -> Source:
     return Source(data, *units(cfg, data))
 
 
-def build_model(cfg: DictConfig, process: Process, source: Source, faults: Any) -> Trained:
-    """Builds the model and the optimizer on their device, sharded or replicated over the ranks."""
+def build_model(
+    cfg: DictConfig, process: Process, source: Source, faults: Any, weights: StartingWeights = OWN_INIT
+) -> Trained:
+    """Builds the model and the optimizer on their device, sharded or replicated over the ranks.
+
+    Args:
+        weights: puts other weights into the model than its `init`.
+    """
     device, precision, parallel = process.device, process.precision, process.parallel
     process.determinism.seed_run(cfg.seed)
     model = make_model(cfg, source.data)
@@ -137,6 +148,7 @@ def build_model(cfg: DictConfig, process: Process, source: Source, faults: Any) 
         usage = Usage(device, cost(model, source.data), peak * process.ranks.world_size)
     forget_peak(device)
     make(cfg, "init")(model)  # on the CPU, so every device starts from the same weights
+    loaded = weights.load_(model)
     model.to(device)
     fp32_modules = precision.wrap_fp32_modules(model)
     parallel.shard(model)  # before the optimizer is built: it must hold the sharded parameters
@@ -146,7 +158,7 @@ def build_model(cfg: DictConfig, process: Process, source: Source, faults: Any) 
     precision.attach(model, state.optimizer)
     faults.state(state, precision)
     parallel.wrap(model)  # last, because it broadcasts the main process's weights to all ranks
-    return Trained(state, usage, fp32_modules, parameters, [output_note(model), note])
+    return Trained(state, usage, fp32_modules, parameters, loaded, [output_note(model), note, *loaded.notes])
 
 
 def make_optimizer(cfg: DictConfig, model: nn.Module, overrides: Mapping[str, Any]) -> tuple[Optimizer, str]:

@@ -109,6 +109,26 @@ def test_a_second_start_runs_only_what_is_missing_and_gives_the_same(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_sweep_resumed_by_name_changes_its_runs_as_the_table_allows(tmp_path):
+    few = [o.replace("1e-3,1e-2", "1e-3") for o in SWEEP]
+    assert command(*few, cwd=tmp_path).returncode == 0
+    before = contents(tmp_path / "sweep")
+    refused = command("resume=sweep", "steps=9", "model.n_layer=3", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "model.n_layer=3: the run in sweep/0 has model.n_layer=2, which a resume cannot change" in refused.stderr
+    assert command("resume=sweep", "seed=4,5", cwd=tmp_path).returncode == 2, "the keys that vary tell runs apart"
+    assert before == contents(tmp_path / "sweep")
+    done = command("resume=sweep", "clipping=agc", cwd=tmp_path)
+    assert (done.returncode, done.stdout.count("(before)")) == (0, 2), "all its steps are done"
+    done = command("resume=sweep", "steps=9", "clipping=agc", cwd=tmp_path)
+    assert (done.returncode, done.stdout.count("(before)")) == (0, 0)
+    for number in "01":
+        record = json.loads((tmp_path / "sweep" / number / "run.json").read_text())
+        assert record["final"]["steps"] == 9
+        assert record["changes"][0]["keys"]["clipping"] == ["norm", "agc"]
+
+
+@pytest.mark.slow
 def test_another_sweep_in_its_folder_is_refused_and_a_longer_one_goes_on(tmp_path):
     few = [o.replace("seed=0,1", "seed=0") for o in SWEEP]
     assert command(*few, cwd=tmp_path).returncode == 0

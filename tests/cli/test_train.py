@@ -386,6 +386,7 @@ def test_a_run_is_not_continued_with_other_data(tmp_path):
         assert other.returncode == 2
         assert "was trained on stdlib" in other.stderr
         assert "start a new run with resume=none" in other.stderr
+        assert "to fine-tune on other data: init_from=" in other.stderr
     assert (tmp_path / "run" / "run.json").read_text() == before
 
 

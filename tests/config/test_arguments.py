@@ -140,6 +140,17 @@ def test_a_checkpoint_is_continued_in_a_new_folder_with_the_runs_arguments(place
     assert (found.value("seed"), found.value("steps"), found.value("hydra.run.dir")) == ("1", "9", None)
 
 
+def test_recorded_keys_that_an_option_typed_now_does_not_have_are_left_out(place):
+    run_folder(place / "run", "clipping=norm", "clipping.max_norm=2", "optimizer.lr=0.1", "optimizer.betas=[0.8,0.9]")
+    found = resolved("resume=run", "clipping=agc", "optimizer=sgd")
+    assert [found.value(key) for key in ("clipping", "clipping.max_norm")] == ["agc", None]
+    assert [found.value(key) for key in ("optimizer", "optimizer.lr", "optimizer.betas")] == ["sgd", "0.1", None]
+    assert resolved("resume=run", "clipping=zclip").value("clipping.max_norm") == "2"
+    (place / "own" / "clipping").mkdir(parents=True)
+    (place / "own" / "clipping" / "mine.yaml").write_text("most: 1\n")
+    assert resolved("--config-dir", "own", "resume=run", "clipping=mine").value("clipping.max_norm") is None
+
+
 def test_options_typed_again_are_not_taken_twice(place):
     run_folder(place / "run", "seed=1", options=["--config-dir", "mine"])
     assert resolved("--config-dir", "mine", "resume=run").options == ["--config-dir", "mine"]
@@ -213,6 +224,12 @@ def typed(monkeypatch):
 
 def test_one_process_is_continued_by_python(typed):
     assert resume_command(Ranks(), Path("run")) == "python train.py seed=1 resume=auto"
+
+
+@pytest.mark.parametrize("resume", ["outputs/other", "outputs/other/checkpoints/step-00000004"])
+def test_a_run_that_was_resumed_by_name_is_continued_in_its_folder(typed, resume):
+    typed.setattr(sys, "orig_argv", ["/usr/bin/python3", "train.py", f"resume={resume}", "guard=skip"])
+    assert resume_command(Ranks(), Path("run")) == "python train.py guard=skip resume=run"
 
 
 def test_several_ranks_are_continued_by_torchrun(typed):

@@ -183,3 +183,21 @@ def test_a_group_with_another_target_may_have_other_keys():
         check_keys(values | {"data.amsgrad": True}, defaults)
     with pytest.raises(ConfigError, match=r"^optimizer\.amsgrad=True: there is no such key"):
         check_keys(values | {"optimizer._target_": "AdamW"}, defaults)
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (["zloss=palm"], "zloss=palm does nothing with objective=mse"),
+        (["stability=zloss"], "stability=zloss sets zloss=palm, which does nothing with objective=mse"),
+        (["label_smoothing=0.1"], "label_smoothing=0.1 does nothing with objective=mse"),
+        (["loss_chunk=64"], "loss_chunk=64 does nothing with objective=mse"),
+    ],
+)
+def test_what_needs_logits_is_refused_with_another_objective(typed, message):
+    with composed("objective=mse", *typed) as cfg, pytest.raises(ConfigError) as refusal:
+        check(cfg)
+    assert str(refusal.value).startswith(message)
+    assert "objective=cross_entropy" in str(refusal.value)
+    with composed("objective=mse") as cfg:
+        check(cfg)

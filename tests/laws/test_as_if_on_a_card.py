@@ -158,7 +158,7 @@ def test_images_from_files_go_to_the_card_as_bytes_and_are_completed_there(tmp_p
 
 def bad_at(*steps: int):
     """Returns what steps measure: NaN the first time that each of `steps` runs, and nothing unusual otherwise."""
-    bad, left = HEALTHY._replace(loss=math.nan, ce=math.nan, grad_norm=math.nan, applied=False), {*steps}
+    bad, left = HEALTHY._replace(loss=math.nan, grad_norm=math.nan, applied=False), {*steps}
 
     def reading(step: int):
         if step not in left:

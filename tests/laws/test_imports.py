@@ -20,9 +20,10 @@ MAY_SEE = {
     "protocols": NOUNS,
     "machine": NOUNS,
     "data": NOUNS,
-    "models": NOUNS,
+    "models": NOUNS | {"stability"},
     "checkpoint": NOUNS,
     "tracking": NOUNS,
+    "weights": NOUNS | {"checkpoint", "models"},
     "monitors": NOUNS | {"machine"},
     "stability": NOUNS | {"monitors", "machine", "protocols"},
     "parallel": NOUNS | {"checkpoint", "machine"},
@@ -33,13 +34,13 @@ MAY_SEE = {
     | {"checkpoint", "machine", "monitors", "parallel", "protocols", "stability", "step", "tracking"},
     "guarded": NOUNS | {"checkpoint", "forensics", "machine", "monitors", "parallel", "protocols", "stability", "step"},
     "adapters": NOUNS | {"guarded"},
-    "config": NOUNS | {"parallel", "stability"},
+    "config": NOUNS | {"parallel", "stability", "weights"},
     "trainer": NOUNS
     | {"checkpoint", "comparison", "config", "data", "faults", "forensics", "machine", "models", "monitors", "parallel"}
-    | {"protocols", "stability", "step", "tracking"},
+    | {"protocols", "stability", "step", "tracking", "weights"},
     "cli": NOUNS
     | {"checkpoint", "comparison", "config", "data", "forensics", "guarded", "machine", "models", "parallel"}
-    | {"protocols", "stability", "tracking", "trainer"},
+    | {"protocols", "stability", "tracking", "trainer", "weights"},
     "api": NOUNS | {"cli", "comparison", "config", "machine", "parallel", "tracking", "trainer"},
     "train": {"cli", "parallel"},
     "__main__": {"cli"},
@@ -53,9 +54,11 @@ ONLY = {
         "train",
         "config",
         "cli",
+        "trainer/before_after",
         "trainer/build",
         "trainer/changes",
         "trainer/contract",
+        "trainer/init_from",
         "trainer/saved",
         "trainer/stages",
         "trainer/tools",
@@ -68,18 +71,18 @@ ONLY = {
     "joblib": {"comparison/reading/runs"},
     "yaml": {"comparison/reading/settings"},
     "matplotlib": {"comparison/pictures"},
-    "torchvision": {"models/resnet", "data"},
+    "torchvision": {"models/resnet", "data", "weights/to_torchvision"},
     "sklearn": {"data"},
     "lightning": {"adapters/lightning"},
-    "transformers": {"adapters/transformers"},
+    "transformers": {"adapters/transformers", "weights/to_transformers"},
     "accelerate": {"adapters/transformers"},
     "torchao": {"stability/precision/fp8_linear"},
 }
 """Library -> rooms or files that may import it."""
 
 TORCH_FREE = ["__init__", "errors", "program", "parallel/ranks", "parallel/failure_report", "machine/torch_builds"]
-TORCH_FREE += ["cli/train", "cli/commands"]
-TORCH_FREE += [f"config/{name}" for name in ("arguments", "checks", "error_texts", "make", "moved")]
+TORCH_FREE += ["cli/train", "cli/commands", "weights/place"]
+TORCH_FREE += [f"config/{name}" for name in ("arguments", "checks", "error_texts", "make", "moved", "resuming")]
 TORCH_FREE += [f"cli/sweep/{name}" for name in ("lines", "member", "plan")]
 
 

@@ -112,6 +112,8 @@ CHANGED: dict[str, object] = {
     "device": "cuda:99",
     "compile": True,
     "report": False,
+    "init_from": "nowhere",
+    "init_strict": False,
     "resume": "auto",
     "data.block_size": 8,
     "data.length_warmup": 3,

@@ -253,7 +253,7 @@ def test_a_sequence_longer_than_the_block_is_refused(cached: int) -> None:
         ({"n_embd": 20, "n_head": 4}, r"model\.position=rope .* = 5 is odd: .* model\.position=learned"),
         ({"position": "alibi"}, r"model\.position=alibi is unknown: choose rope or learned"),
         ({"norm": "batch"}, r"model\.norm=batch is unknown: choose layernorm or rmsnorm"),
-        ({"mlp": "relu"}, r"model\.mlp=relu is unknown: choose gelu or swiglu"),
+        ({"mlp": "relu"}, r"model\.mlp=relu is unknown: choose gelu or gelu_tanh or swiglu"),
         ({"dropout": 1.0}, r"model\.dropout=1\.0 is outside \[0, 1\)"),
         ({"norm_eps": 0.0}, r"model\.norm_eps=0\.0 is not above 0"),
         ({"n_layer": 0}, r"model\.n_layer=0 is below 1"),

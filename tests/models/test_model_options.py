@@ -11,6 +11,8 @@ import torch
 from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
+from stabletrain import models
+
 CONF = Path(__file__).parents[2] / "conf"
 FILLED = {"vocab_size": 256, "block_size": 64, "num_classes": 1000, "in_channels": 3}
 
@@ -68,3 +70,30 @@ def test_the_null_keys_become_the_sizes_of_the_data() -> None:
     model = build("gpt_nano")
     logits = model(torch.randint(256, (2, 64)))
     assert logits.shape == (2, 64, 256)
+
+
+@pytest.mark.parametrize("option", ["gpt_nano", "resnet20", "resnet18", "nf_resnet20"])
+def test_a_model_in_plain_python_has_the_defaults_of_its_option(option: str) -> None:
+    keys = load("model", option)
+    parameters = inspect.signature(get_class(keys.pop("_target_"))).parameters
+    defaults = {key: parameters[key].default for key in keys}
+    for key, value in keys.items():
+        if key in ("qknorm", "softcap", "qkclip"):
+            assert defaults[key] == instantiate(load(key, "none")), "off is an object"
+        elif value is not None:
+            assert (key, defaults[key]) == (key, value)
+    sizes = {"block_size": 128, "num_classes": 1000 if option == "resnet18" else 10, "in_channels": 3}
+    open_keys = [key for key, value in keys.items() if value is None and key != "vocab_size"]
+    assert {key: defaults[key] for key in open_keys} == {key: sizes[key] for key in open_keys}
+
+
+def test_every_built_in_model_is_built_and_runs_in_plain_python() -> None:
+    gpt = models.GPT(vocab_size=256, n_layer=1)
+    assert gpt(torch.randint(256, (2, 128))).shape == (2, 128, 256)
+    for name, classes in (("CifarResNet", 10), ("NFResNet", 10), ("TorchvisionResNet", 1000)):
+        model = getattr(models, name)()
+        assert model(torch.randn(2, 3, 32, 32)).shape == (2, classes)
+    assert set(models.__all__) <= set(dir(models))
+    assert {get_class(load("model", path.stem)["_target_"]) for path in (CONF / "model").glob("*.yaml")} == {
+        getattr(models, name) for name in models.__all__
+    }

@@ -158,8 +158,13 @@ def test_a_resumed_run_may_read_the_same_data_from_another_path(tmp_path, now):
     ids=["other content", "another data set", "other keys"],
 )
 def test_a_resumed_run_with_other_data_is_refused(tmp_path, earlier, now):
-    with pytest.raises(ConfigError, match=r"was trained on .* pass the same data, or start a new run with resume=none"):
+    with pytest.raises(
+        ConfigError, match=r"was trained on .* pass the same data, or start a new run with resume=none"
+    ) as error:
         check_same_data(earlier, now, tmp_path)
+    assert str(error.value).endswith(
+        f"to fine-tune on other data: init_from={tmp_path}, a new run with a fresh optimizer"
+    )
 
 
 def test_a_new_run_and_one_recorded_before_keys_were_are_not_compared(tmp_path):

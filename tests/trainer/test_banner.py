@@ -142,7 +142,14 @@ def test_the_opening_says_from_when_on_the_window_judges_spikes(guard, text):
 def closed(**changed):
     state = SimpleNamespace(step=1000, executed_steps=1000, skipped=[])
     history = History(1.25, 800, {"val/loss": math.log(4)}, 1000, 1000, 20.0, 50_000)
-    given = {"state": state, "history": history, "guard": SkipGuard(), "unit": "tok", "per": "byte"}
+    given = {
+        "state": state,
+        "history": history,
+        "guard": SkipGuard(),
+        "unit": "tok",
+        "loss_unit": "nats",
+        "per": "byte",
+    }
     given |= {"folder": "/run", "sample": None, "again": "python train.py -m"} | changed
     return closing(**given).splitlines()
 
@@ -161,6 +168,12 @@ def test_the_closing_gives_result_guard_pace_folder_and_the_next_command():
 def test_a_nan_loss_is_explained(val):
     first = closed(history=History(val=val))[0]
     assert first.startswith("val loss nan: the weights are not finite, or nothing was evaluated after")
+
+
+def test_a_loss_without_a_unit_is_shown_with_the_other_metrics_and_no_bits():
+    history = History(val={"val/loss": 0.25, "val/r2": 0.5, "val/kl": 1.5})
+    first = closed(history=history, loss_unit="")[0]
+    assert first.startswith("val loss 0.25, r2 0.5, kl 1.5 after")
 
 
 def test_a_classifier_shows_its_accuracy_first():

@@ -1,120 +1,303 @@
-"""A resumed run records the keys it has changed, and refuses a checkpoint that was trained on other data."""
+"""A resume with changed settings: what is recorded, what starts anew, and what the loss does."""
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from benchmarks.reliability.ends import everything, metrics
+from stabletrain.checkpoint.folder import find
 from stabletrain.errors import ConfigError
-from stabletrain.tracking.run_folder import NoRunFolder
-from stabletrain.tracking.tracker import NoTracker
-from stabletrain.trainer.changes import check_data_of_checkpoint, option_fingerprint, record_changes
-from tests.runs import ROOT, composed
+from stabletrain.stability.qknorm import HeadLayerNorm, HeadRMSNorm
+from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.build import build
+from stabletrain.trainer.changes import check_data_of_checkpoint, option_fingerprint
+from stabletrain.trainer.loop import train
+from tests.runs import ROOT, TINY_GPT, composed
+from tests.tracking import wandb_file
+
+QUICK = [*TINY_GPT, "steps=12", "checkpoint.every=4", "eval_every=6", "log_every=1", "report=false", "precision=fp32"]
+QUICK += ["checkpoint.keep=9", "schedule=constant", "warmup=none"]
 
 
-class Folder(NoRunFolder):
-    """Keeps the changes that are recorded."""
-
-    def __init__(self, path):
-        super().__init__(path)
-        self.changes = []
-
-    def change(self, step, keys):
-        self.changes.append((step, dict(keys)))
+class Crash(Exception):
+    """Simulates a killed process."""
 
 
-class Listening(NoTracker):
-    """Keeps events and notes."""
+def begun(folder, *overrides, crash_at=None, wreck_at=()):
+    """Trains a run in `folder`, as Hydra's job does; `crash_at` kills it before that step."""
+    with composed(*overrides) as cfg:
+        if not (folder / "run.json").exists():
+            (folder / ".hydra").mkdir(parents=True)
+            OmegaConf.save(cfg, folder / ".hydra/config.yaml")
+            OmegaConf.save(
+                {"hydra": {"runtime": {"choices": dict(HydraConfig.get().runtime.choices)}}},
+                folder / ".hydra/hydra.yaml",
+            )
+        job = build(cfg, folder)
+        get = job.data.batches.get
 
-    def __init__(self):
-        self.events, self.notes = [], []
+        def watched(step):
+            if step == crash_at:
+                raise Crash
+            if job.state.executed_steps in wreck_at:
+                with torch.no_grad():
+                    list(job.state.model.parameters())[-1].mul_(1e5)
+            return get(step)
 
-    def event(self, kind, step, /, **fields):
-        self.events.append((kind, step, fields))
-
-    def note(self, text):
-        self.notes.append(text)
-
-
-def changed(folder, now, step=10, choices=None, **record):
-    (folder / ".hydra").mkdir(exist_ok=True)
-    OmegaConf.save(
-        OmegaConf.create(
-            {
-                "steps": 10,
-                "optimizer": {"_target_": "stabletrain.old_place.AdamW", "lr": 0.1, "gone_since": 1},
-                "clipping": {"_target_": "stabletrain.clipping.Norm", "max_norm": 1.0},
-                "resume": "none",
-            }
-        ),
-        folder / ".hydra/config.yaml",
-    )
-    OmegaConf.save(
-        OmegaConf.create({"hydra": {"runtime": {"choices": {"clipping": "norm", "hydra/launcher": "basic"}}}}),
-        folder / ".hydra/hydra.yaml",
-    )
-    (folder / "run.json").write_text(json.dumps(record))
-    run_folder, tracker = Folder(folder), Listening()
-    cfg = OmegaConf.create({"resume": "auto", **now})
-    record_changes(cfg, choices or {"clipping": "norm"}, step, folder, run_folder, tracker)
-    return SimpleNamespace(changes=run_folder.changes, events=tracker.events, notes=tracker.notes)
+        job.data.batches.get = watched
+        if crash_at is None:
+            train(job)
+        else:
+            with pytest.raises(Crash):
+                train(job)
+    return job
 
 
-def test_changed_keys_are_recorded_logged_and_shown(tmp_path):
-    heard = changed(tmp_path, {"steps": 20, "optimizer": {"lr": 0.2}})
-    keys = {"optimizer.lr": [0.1, 0.2], "steps": [10, 20]}
-    assert heard.changes == [(10, keys)]
-    assert heard.events == [("changed", 10, {"keys": keys})]
-    [note] = heard.notes
-    assert note.startswith("changed  optimizer.lr 0.1 -> 0.2, steps 10 -> 20; the learning-rate schedule now ends")
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "base"
+    begun(folder, *QUICK, crash_at=8)
+    return folder
 
 
-def test_a_change_is_recorded_once_and_not_again_by_the_next_resume(tmp_path):
-    earlier = [{"step": 5, "keys": {"optimizer.lr": [0.1, 0.2]}}]
-    assert changed(tmp_path, {"steps": 10, "optimizer": {"lr": 0.2}}, changes=earlier).changes == []
-    back = changed(tmp_path, {"steps": 10, "optimizer": {"lr": 0.1}}, changes=earlier)
-    assert back.changes == [(10, {"optimizer.lr": [0.2, 0.1]})]
+@pytest.fixture
+def run(base, tmp_path):
+    """A copy of a run that was killed after 8 steps."""
+    shutil.copytree(base, tmp_path / "run")
+    return tmp_path / "run"
 
 
-@pytest.mark.parametrize(
-    "now", [{"steps": 10, "optimizer": {"lr": 0.1}}, {"steps": 10, "optimizer": {"lr": 0.1}, "device": "cpu"}]
-)
-def test_an_unchanged_run_and_another_device_are_no_change(tmp_path, now):
-    heard = changed(tmp_path, now)
-    assert (heard.changes, heard.events, heard.notes) == ([], [], [])
+def event(folder, kind="changed"):
+    found = [line for line in read_jsonl(folder / "events.jsonl") if line["event"] == kind]
+    return found[-1] if found else None
 
 
-def test_what_another_version_has_moved_added_or_removed_is_no_change(tmp_path):
-    optimizer = {"_target_": "stabletrain.new_place.AdamW", "lr": 0.1, "new_since": True}
-    now = {"steps": 10, "new_group": {"key": 1}, "optimizer": optimizer}
-    heard = changed(tmp_path, now, choices={"clipping": "norm", "new_group": "default"})
-    assert (heard.changes, heard.events, heard.notes) == ([], [], [])
+# ---- recorded
 
 
-def test_another_option_is_recorded_by_its_name_with_the_keys_it_brings(tmp_path):
-    now = {"steps": 10, "clipping": {"_target_": "stabletrain.clipping.AGC", "threshold": 0.3}}
-    heard = changed(tmp_path, now, choices={"clipping": "agc"})
-    assert heard.changes == [(10, {"clipping": ["norm", "agc"], "clipping.threshold": [None, 0.3]})]
-    assert heard.notes == ["changed  clipping norm -> agc"]
-    recorded = [{"step": 5, "keys": heard.changes[0][1]}]
-    assert changed(tmp_path, now, choices={"clipping": "agc"}, changes=recorded).changes == []
+def test_changed_keys_are_recorded_logged_and_shown(run, capsys):
+    begun(run, *QUICK, "optimizer.lr=0.001", "steps=10", "resume=auto")
+    keys = {"optimizer.lr": [0.003, 0.001], "steps": [12, 10]}
+    assert json.loads((run / "run.json").read_text())["changes"] == [{"step": 8, "keys": keys}]
+    assert (event(run)["step"], event(run)["keys"]) == (8, keys)
+    assert "changed  optimizer.lr 0.003 -> 0.001, steps 12 -> 10; the learning-rate" in capsys.readouterr().out
+    assert read_jsonl(run / "metrics.jsonl")[-1]["step"] == 10
+    assert {line["lr"] for line in read_jsonl(run / "metrics.jsonl") if line["step"] > 8 and "lr" in line} == {0.001}
 
 
-def test_a_run_of_an_older_version_is_resumed_without_a_change(tmp_path):
+@pytest.mark.slow
+def test_a_checkpoint_that_is_resumed_in_a_new_folder_records_them_too(run, tmp_path):
+    begun(tmp_path / "new", *QUICK, "clipping=agc", f"resume={run / 'checkpoints/step-00000008'}")
+    record = json.loads((tmp_path / "new/run.json").read_text())
+    assert record["changes"][0]["keys"]["clipping"] == ["norm", "agc"] == event(tmp_path / "new")["keys"]["clipping"]
+
+
+def test_an_unchanged_resume_and_another_device_are_no_change(run):
+    begun(run, *QUICK, "report=true", "resume=auto")
+    assert event(run) is None
+    assert "changes" not in json.loads((run / "run.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_change_is_recorded_once_and_dropped_if_the_run_goes_back_behind_it(run):
+    changed = [*QUICK, "optimizer.lr=0.001", "resume=auto"]
+    recorded = lambda: json.loads((run / "run.json").read_text())["changes"]  # noqa: E731
+    for crash_at in (8, 11):
+        begun(run, *changed, crash_at=crash_at)
+        assert recorded() == [{"step": 8, "keys": {"optimizer.lr": [0.003, 0.001]}}]
+    begun(run, *QUICK, "resume=auto", crash_at=9)  # from step 8 again, where the rate was still the first one
+    assert recorded() == []
+    begun(run, *changed)
+    begun(run, *QUICK, "steps=13", "resume=auto")
+    assert [change["keys"].get("optimizer.lr") for change in recorded()] == [[0.003, 0.001], [0.001, 0.003]]
+
+
+@pytest.mark.slow
+def test_wandb_gets_the_configuration_as_it_is_now(run):
+    begun(run, *QUICK, "wandb=offline", "optimizer.lr=0.001", "clipping=agc", "resume=auto")
+    config = wandb_file.read(run)["config"]
+    assert (config["optimizer"]["lr"], config["groups"]["clipping"]) == (0.001, "agc")
+    assert "max_norm" not in config["clipping"]
+
+
+@pytest.mark.slow
+def test_a_run_of_an_older_version_is_resumed_without_a_change(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT / "tests/fixtures")  # its data lie there
     shutil.copytree(ROOT / "tests/fixtures/rollback", tmp_path / "run")
     first = OmegaConf.load(tmp_path / "run/.hydra/hydra.yaml").hydra
-    run_folder, tracker = Folder(tmp_path / "run"), Listening()
     with composed(*first.overrides.task, "resume=auto") as cfg:
-        choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra" not in group}
-        record_changes(cfg, choices, 8, tmp_path / "run", run_folder, tracker)
-    assert (run_folder.changes, tracker.notes) == ([], [])
+        build(cfg, tmp_path / "run")
+    assert event(tmp_path / "run") is None
 
 
-def test_before_the_first_step_nothing_can_have_changed(tmp_path):
-    assert changed(tmp_path, {"steps": 20, "optimizer": {"lr": 0.2}}, step=0).changes == []
+# ---- the state
+
+
+@pytest.mark.slow(unless=lambda qknorm: qknorm == "rmsnorm")
+@pytest.mark.parametrize(("qknorm", "kind"), [("rmsnorm", HeadRMSNorm), ("layernorm", HeadLayerNorm)])
+def test_qknorm_starts_near_the_identity_and_keeps_all_other_state(run, qknorm, kind):
+    with composed(*QUICK, f"qknorm={qknorm}", "resume=auto") as cfg:
+        job = build(cfg, run)
+        saved = find(run).load()
+        state = job.state.model.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in saved["model"].items())
+        named = dict(job.state.model.named_parameters())
+        assert all(
+            torch.equal(job.state.optimizer.state[named[name]]["exp_avg"], values["exp_avg"])
+            for name, values in saved["optimizer"]["state"].items()
+        )
+        norms = [module for module in job.state.model.modules() if isinstance(module, kind)]
+        assert len(norms) == 4
+        assert all(norm.weight not in job.state.optimizer.state for norm in norms)
+        assert all((norm.weight > 0).all() and not (norm.weight == 1).any() for norm in norms)
+        train(job)
+    told = event(run)
+    assert "blocks.*.attention.query_norm.weight" in told["new"][0]
+    assert told["loss_before"] == pytest.approx(told["loss_after"], abs=2e-3)
+
+
+@pytest.mark.parametrize("kind", [HeadRMSNorm, HeadLayerNorm])
+def test_no_other_gains_are_nearer_to_the_identity(kind):
+    x = torch.randn(3, 2, 5, 8, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.5, 4, 8)
+    norm, wide = kind(8, 1e-6), x - x.mean(dim=-1, keepdim=True) if kind is HeadLayerNorm else x
+    norm.load_state_dict(norm.start_near(x))
+    least = (norm(x) - wide).square().sum()
+    with torch.no_grad():
+        for channel in range(8):
+            for factor in (0.98, 1.02):
+                other = kind(8, 1e-6)
+                other.load_state_dict(norm.state_dict())
+                other.weight[channel] *= factor
+                assert (other(x) - wide).square().sum() > least
+    same = torch.ones(4, 8)  # all of one length
+    assert kind is HeadLayerNorm or HeadRMSNorm(8, 1e-6).start_near(3 * same)["weight"].tolist() == pytest.approx(
+        [3] * 8
+    )
+
+
+@pytest.mark.slow
+def test_dropped_parts_are_named(run):
+    begun(run, *QUICK, "qknorm=rmsnorm", "resume=auto")
+    begun(run, *QUICK, "steps=14", "resume=auto")
+    assert event(run)["dropped"] == [
+        f"blocks.{i}.attention.{part}_norm.weight" for i in (0, 1) for part in ("query", "key")
+    ]
+
+
+@pytest.mark.slow
+def test_another_optimizer_starts_anew_and_a_related_one_keeps_its_moments(run, tmp_path):
+    shutil.copytree(run, tmp_path / "other")
+    with composed(*QUICK, "optimizer=stable_adamw", "resume=auto") as cfg:
+        job = build(cfg, run)
+        assert len(job.state.optimizer.state) > 10
+        assert {state["step"].item() for state in job.state.optimizer.state.values()} == {8.0}
+        train(job)
+    with composed(*QUICK, "optimizer=sgd", "resume=auto") as cfg:
+        job = build(cfg, tmp_path / "other")
+        assert not any(state["momentum_buffer"].any() for state in job.state.optimizer.state.values())
+        train(job)
+    assert (event(run)["new"], event(tmp_path / "other")["new"]) == (
+        [],
+        ["optimizer=sgd: moments and step counters start at 0"],
+    )
+
+
+@pytest.mark.slow
+def test_measuring_changes_nothing(run, tmp_path):
+    """The run after a change equals one whose loss was not measured, with dropout and BatchNorm's kind of state."""
+    shutil.copytree(run, tmp_path / "other")
+    one = begun(run, *QUICK, "zloss=palm", "model.dropout=0.1", "resume=auto")
+    from stabletrain.trainer import changes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(changes.Resumption, "_is_measured", lambda self, keys: False)
+        two = begun(tmp_path / "other", *QUICK, "zloss=palm", "model.dropout=0.1", "resume=auto")
+    assert "loss_before" in event(run)
+    assert "loss_before" not in event(tmp_path / "other")
+    assert all(map(torch.equal, one.state.model.state_dict().values(), two.state.model.state_dict().values()))
+
+
+@pytest.mark.slow
+def test_a_cap_is_compared_with_the_largest_logits(run, capsys):
+    begun(run, *QUICK, "softcap=gemma2", "softcap.final_cap=0.1", "resume=auto")
+    told = event(run)
+    assert told["loss_after"] > told["loss_before"] + 1e-4, "a cap below the logits moves the loss"
+    assert "its cap 0.1" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_loss_above_the_limit_begins_the_windows_anew(run):
+    with composed(*QUICK, "zloss=palm", "zloss.coefficient=100", "resume=auto") as cfg:
+        job = build(cfg, run)
+        assert event(run)["loss_after"] > 100
+        assert not job.tools.guard.limits.loss.state_dict()["first"]
+        train(job)
+    assert event(run, "skip") is None
+
+
+# ---- law 4 and rollbacks
+
+CHANGES = {
+    "recorded": ["optimizer.lr=0.001", "clipping=agc"],
+    "new state": ["qknorm=layernorm", "optimizer=sgd", "optimizer.lr=0.01", "clipping=zclip"],
+}
+
+
+@pytest.mark.slow(unless=lambda kind: kind == "new state")
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_changed_run_that_is_killed_and_resumed_equals_one_that_was_not(run, tmp_path, kind):
+    shutil.copytree(run, tmp_path / "whole")
+    changed = [*QUICK, "steps=20", *CHANGES[kind], "resume=auto"]
+    begun(tmp_path / "whole", *changed)
+    for crash_at in (9, 14):  # before and after the first checkpoint of the changed run
+        begun(run, *changed, crash_at=crash_at)
+    begun(run, *changed)
+    ends = [everything(folder / "checkpoints/step-00000020") for folder in (tmp_path / "whole", run)]
+    assert ends[0] == ends[1]
+    assert metrics(tmp_path / "whole") == metrics(run)
+
+
+ROLLBACK = ["guard.window=20", "guard.patience=2", "guard.snapshot_every=50", "guard.skip_batches=1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_rollback_goes_back_to_the_changed_state_and_so_it_does_after_a_kill(run, tmp_path, kind):
+    shutil.copytree(run, tmp_path / "whole")
+    changed = [*QUICK, *ROLLBACK, "steps=24", *CHANGES[kind], "resume=auto"]
+    begun(tmp_path / "whole", *changed, wreck_at=[14])
+    back = event(tmp_path / "whole", "rollback")
+    assert (back["to"], back["loaded"]) == (8, 8)
+    # Killed before the trouble: the snapshot of step 8 is lost, and its checkpoint has the old layout.
+    begun(run, *changed, crash_at=13)
+    begun(run, *changed, wreck_at=[14])
+    assert event(run, "rollback")["to"] == 8
+    ends = [everything(folder / "checkpoints/step-00000024") for folder in (tmp_path / "whole", run)]
+    assert ends[0]["tensors"] == ends[1]["tensors"]
+
+
+@pytest.mark.slow
+def test_steps_from_before_the_change_are_not_replayed_with_the_new_settings(run):
+    changed = [*QUICK, *ROLLBACK, "steps=24", "optimizer.lr=0.001", "resume=auto"]
+    begun(run, *changed, crash_at=13)
+    shutil.rmtree(run / "checkpoints/step-00000008")  # what the rollback needs
+    begun(run, *changed, wreck_at=[14])
+    back = event(run, "rollback")
+    assert back["loaded"] == back["to"] == 12, "the state of step 4 is there, but leads elsewhere now"
+
+
+# ---- refused
+
+
+def test_refused_before_anything_is_built_or_written(run):
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    with pytest.raises(ConfigError, match=r"model.n_embd=32: the run in .* has model.n_embd=16, which a resume cannot"):
+        begun(run, *QUICK, "model.n_embd=32", "resume=auto")
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
 def test_a_checkpoint_of_other_data_is_refused_and_one_of_the_same_taken(tmp_path):

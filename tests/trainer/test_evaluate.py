@@ -9,7 +9,7 @@ from torch import nn
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import IGNORE_INDEX, Batch
 from stabletrain.stability import precision as precisions
-from stabletrain.stability.objective import CrossEntropy
+from stabletrain.stability.objective import MSE, CrossEntropy
 from stabletrain.stability.objective import cross_entropy as module
 from stabletrain.stability.objective.cross_entropy import in_parts
 from stabletrain.stability.sanitize import Sanitizer
@@ -182,3 +182,22 @@ def test_the_forward_pass_runs_in_the_runs_precision_and_the_loss_in_fp32():
     assert logits.dtype == torch.bfloat16
     expected = nn.functional.cross_entropy(logits.double(), batches[0].targets).item()
     assert low == pytest.approx(expected, rel=1e-6)
+
+
+def numbers(seed, rows, bad=False):
+    """Float targets, of which one may be NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = torch.randn(rows, 6, generator=generator), torch.randn(rows, 3, generator=generator)
+    if bad:
+        targets[0, 0] = math.nan
+    return Batch(inputs, targets)
+
+
+def test_a_batch_with_a_bad_float_label_is_not_counted_and_one_marked_as_repeated_neither():
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    good = [numbers(1, 4), numbers(2, 8)]
+    expected = evaluated(model, good, objective=MSE())
+    assert set(expected) == {"val/loss", "val/r2"}
+    given = [*good, numbers(3, 4, bad=True), numbers(4, 4).counting(0)]
+    assert evaluated(model, given, objective=MSE()) == expected | {"val/bad_batches": 1}

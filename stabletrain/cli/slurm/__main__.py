@@ -59,7 +59,9 @@ def plan_jobs(request: Request, cards: list[Card]) -> tuple[list[Job], Runs]:
     """
     arguments, folder = resumed_arguments(request)
     same = folder is not None and request.arguments.value("resume") == "auto"
-    runs = expand(arguments, {card.name: request.nodes * request.processes(card.gpus_per_node) for card in cards})
+    resumed = [] if folder is None else [folder / card.name for card in cards] if len(cards) > 1 else [folder]
+    processes = {card.name: request.nodes * request.processes(card.gpus_per_node) for card in cards}
+    runs = expand(arguments, processes, resumed)
     if folder is not None:
         runs = runs._replace(folder=folder)
     options = [option for option in arguments.options if option != "-m"]

@@ -17,6 +17,7 @@ from stabletrain.cli.sweep.plan import grid, hydra
 from stabletrain.config.arguments import Arguments, key_of
 from stabletrain.config.checks import check, check_ranks
 from stabletrain.config.error_texts import explain
+from stabletrain.config.resuming import check_resume
 from stabletrain.errors import ConfigError
 from stabletrain.machine.torch_builds import DEFAULT, LEGACY
 from stabletrain.parallel.ranks import Ranks
@@ -48,22 +49,24 @@ class Runs(NamedTuple):
     notes: list[str]
 
 
-def expand(arguments: Arguments, cards: Mapping[str, int]) -> Runs:
+def expand(arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Path] = ()) -> Runs:
     """Expands a command line into runs and checks that each composes and can run on the GPUs.
 
     Args:
         arguments: the arguments of `train.py`, without `resume`.
         cards: processes per run, by GPU type.
+        resumed: the folders of the runs that are continued: the run folder, or the sweep's, for each GPU type.
 
     Raises:
-        ConfigError: a run is invalid; the message says what is wrong, and in a sweep, with which run.
+        ConfigError: a run is invalid, or changes what a resume cannot; the message says what is wrong, and in a sweep,
+            with which run.
     """
     try:
         with hydra(arguments, conf_folder()) as name:
             if not arguments.sweeps:
-                cfg: Any = checked(name, arguments.overrides, cards)
+                cfg: Any = checked(name, arguments.overrides, cards, resumed)
                 return Runs(Path(cfg.hydra.run.dir), [arguments.overrides], None, notes(cfg, cards))
-            return swept(name, arguments, cards)
+            return swept(name, arguments, cards, resumed)
     except ConfigError:
         raise
     except Exception as error:
@@ -72,7 +75,7 @@ def expand(arguments: Arguments, cards: Mapping[str, int]) -> Runs:
         raise ConfigError(message) from error
 
 
-def swept(name: str, arguments: Arguments, cards: Mapping[str, int]) -> Runs:
+def swept(name: str, arguments: Arguments, cards: Mapping[str, int], resumed: Sequence[Path] = ()) -> Runs:
     """Expands and checks the runs of a sweep."""
     found = grid(name, arguments.overrides)
     sweep, runs = found.cfg, found.runs
@@ -89,7 +92,7 @@ def swept(name: str, arguments: Arguments, cards: Mapping[str, int]) -> Runs:
     said: dict[str, None] = {}
     for number, run in enumerate(runs):
         try:
-            cfg = checked(name, run, cards)
+            cfg = checked(name, run, cards, [folder / str(number) for folder in resumed])
         except Exception as error:
             message = str(error) if isinstance(error, ConfigError) else explain(error, conf_folder(), arguments)
             if message is None:
@@ -99,8 +102,14 @@ def swept(name: str, arguments: Arguments, cards: Mapping[str, int]) -> Runs:
     return Runs(Path(sweep.hydra.sweep.dir), runs, sweep, list(said))
 
 
-def checked(name: str, overrides: Sequence[str], cards: Mapping[str, int]) -> DictConfig:
+def checked(name: str, overrides: Sequence[str], cards: Mapping[str, int], resumed: Sequence[Path] = ()) -> DictConfig:
     """Composes one run's configuration, including Hydra's part, and applies the checks of `train.py`.
+
+    Args:
+        name: the configuration's name.
+        overrides: of the run.
+        cards: processes per run, by GPU type.
+        resumed: the folders in which it is continued; some may not hold a run yet.
 
     Raises:
         ConfigError: the configuration is invalid, or unsupported on one of the GPU types.
@@ -111,6 +120,9 @@ def checked(name: str, overrides: Sequence[str], cards: Mapping[str, int]) -> Di
     mine: Any = cfg.copy()
     with open_dict(mine):
         del mine["hydra"]
+    mine.resume = "auto" if resumed else mine.resume
+    for folder in resumed:
+        check_resume(mine, cfg.hydra.runtime.choices, folder, unfinished=False)
     check(mine)
     precision = cfg.hydra.runtime.choices.get("precision")
     for card, processes in cards.items():

@@ -115,8 +115,8 @@ class Member:
         Raises:
             ConfigError: the folder holds a run with other overrides.
         """
-        plan.refuse_another(self.folder, self.overrides)
-        return plan.finished_run(self.folder, self.overrides, steps)
+        plan.refuse_another(self.folder, self.overrides, self.sweep)
+        return plan.finished_run(self.folder, self.overrides, steps, changed=plan.resumed_by_name())
 
     def listening(self) -> AbstractContextManager[Any]:
         """Returns a context in which this run learns of a request to stop the sweep."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydra import version
+from hydra import compose, version
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
@@ -20,9 +20,11 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
+from omegaconf import open_dict
 
 from stabletrain.config.arguments import Arguments, key_of, parse_arguments, recorded_arguments, with_overrides
 from stabletrain.config.error_texts import own_folders
+from stabletrain.config.resuming import check_resume
 from stabletrain.errors import ConfigError
 from stabletrain.program import started
 from stabletrain.tracking.metrics import replace
@@ -88,6 +90,11 @@ def grid(name: str, overrides: Sequence[str]) -> Grid:
     return Grid(cfg, sweeper, runs, varies, len(runs))
 
 
+def resumed_by_name() -> bool:
+    """Whether the user named the folder to resume, so that what was typed beside it changes the runs in it."""
+    return parse_arguments(started().typed).value("resume") not in (None, "", "none", "auto")
+
+
 FINISHED = ("finished", "halted")
 """Statuses of a run that has a result."""
 
@@ -118,6 +125,10 @@ class Sweep(NamedTuple):
     def varied(self, overrides: Sequence[str]) -> str:
         """Returns the run's overrides of keys that vary, with long numbers rounded to four significant digits."""
         return " ".join(shortened(override) for override in overrides if key_of(override) in self.varies)
+
+    def swept(self, overrides: Sequence[str]) -> list[str]:
+        """Returns those of the overrides whose keys vary."""
+        return [override for override in overrides if key_of(override) in self.varies]
 
     def records(self) -> list[tuple[str, dict[str, Any]]]:
         """Returns the folder name and `run.json` of each run that has started, in the order of their numbers."""
@@ -173,6 +184,8 @@ def belongs(sweep: Sweep, name: str, record: Mapping[str, Any]) -> None:
         return
     its = parse_arguments([str(override) for override in record["overrides"]]).identity()
     planned = [parse_arguments(run).identity() for run in sweep.runs]
+    if resumed_by_name():  # what was typed beside `resume` changes the runs; the keys that vary tell them apart
+        its, planned = sweep.swept(its), [sweep.swept(run) for run in planned]
     # A numbered folder must hold the run of that number; a folder with another name, any run of the sweep.
     if (its not in planned) if not name.isdecimal() else (planned[int(name) : int(name) + 1] != [its]):
         raise ConfigError(
@@ -196,7 +209,7 @@ def status_of(folder: Path) -> str | None:
 
 
 def finished_run(
-    folder: Path, overrides: Sequence[str], steps: int, statuses: Sequence[str] = FINISHED
+    folder: Path, overrides: Sequence[str], steps: int, statuses: Sequence[str] = FINISHED, changed: bool = False
 ) -> dict[str, Any] | None:
     """Returns the `run.json` of a completed run with exactly these overrides in a folder, else None.
 
@@ -205,19 +218,21 @@ def finished_run(
         overrides: the overrides that the run must have.
         steps: the number of steps that a finished run must have taken.
         statuses: the statuses that count as completed.
+        changed: whether a finished run with other overrides counts too.
     """
     record = RunFolder(folder).read()
     if record.get("status") not in statuses or not record.get("id"):
         return None
-    if recorded_arguments(folder).identity() != parse_arguments([*overrides]).identity():
+    same = recorded_arguments(folder).identity() == parse_arguments([*overrides]).identity()
+    if not same and not (changed and record["status"] == "finished"):
         return None
     if record["status"] == "finished" and record.get("final", {}).get("steps", 0) < steps:
         return None
     return record
 
 
-def refuse_another(folder: Path, overrides: Sequence[str]) -> None:
-    """Checks that the folder does not hold a run with other overrides.
+def refuse_another(folder: Path, overrides: Sequence[str], sweep: Sweep | None = None) -> None:
+    """Checks that the folder does not hold a run with other overrides; if it is resumed by name, of keys that vary.
 
     A search restarted with another sampler seed proposes other overrides for the same run number.
 
@@ -226,6 +241,8 @@ def refuse_another(folder: Path, overrides: Sequence[str]) -> None:
     """
     record = RunFolder(folder).read()
     its, this = recorded_arguments(folder).identity(), parse_arguments([*overrides]).identity()
+    if sweep is not None and resumed_by_name():
+        its, this = sweep.swept(its), sweep.swept(this)
     if record.get("id") and its != this:
         there, here = ([o for o in one if o not in other] for one, other in ((its, this), (this, its)))
         raise ConfigError(
@@ -260,8 +277,27 @@ def start(typed: Arguments, config_dir: Path) -> tuple[Sweep | None, Arguments]:
         found = grid(name, typed.overrides)
         folder = Path(str(found.cfg.hydra.sweep.dir))
         check_jobs(found)
+        check_changes(name, folder, found)
     sweep = begin(folder, typed, found)
     return sweep, with_overrides(typed, f"hydra.sweep.dir='{folder}'", "hydra.output_subdir=null")
+
+
+def check_changes(name: str, folder: Path, found: Grid) -> None:
+    """Checks the settings that a resume by name changes in each run of a sweep that has begun; call it inside `hydra`.
+
+    Raises:
+        ConfigError: a resume cannot change one of them (`config/resuming.py`).
+    """
+    if not resumed_by_name():
+        return
+    for number, run in enumerate(found.runs or ()):
+        place = folder / str(number)
+        if recorded_arguments(place).identity() not in ([], parse_arguments(run).identity()):
+            cfg: Any = compose(name, [*run, "resume=auto"], return_hydra_config=True)
+            choices = dict(cfg.hydra.runtime.choices)
+            with open_dict(cfg):
+                del cfg["hydra"]
+            check_resume(cfg, choices, place, unfinished=False)
 
 
 def check_jobs(found: Grid) -> None:

@@ -18,13 +18,13 @@ from stabletrain.comparison.reading.run import Run
 
 PANELS: list[dict[str, Any]] = [
     {
-        "title": "Training loss (nats)",
+        "title": "Training loss",
         "names": ["train/loss"],
         "cap": True,
         "smooth": True,
         "marks": True,
     },
-    {"title": "Validation loss (nats)", "names": ["val/loss"], "cap": True, "dots": True},
+    {"title": "Validation loss", "names": ["val/loss"], "cap": True, "dots": True},
     {"title": "Validation accuracy", "names": ["val/accuracy"], "dots": True},
     {"title": "Gradient norm", "names": ["grad/norm"], "log": True, "smooth": True},
     {

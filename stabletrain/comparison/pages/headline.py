@@ -50,7 +50,7 @@ def best(runs: Sequence[Run], rows: Sequence[Row], keys: Sequence[str]) -> str:
     first = min(ended, key=lambda i: rows[i]["val_loss"])
     accuracy = rows[first].get("val_accuracy")
     accurate = f", accuracy {100 * accuracy:.2f} %" if number(accuracy) else ""
-    loss = f"validation loss {rows[first]['val_loss']:.4g} nats{accurate}"
+    loss = f"validation loss {rows[first]['val_loss']:.4g}{runs[first].loss_unit}{accurate}"
     if len(runs) == 1:
         return f"{loss[0].upper()}{loss[1:]} after {rows[first].get('steps') or 0:,} steps."
     return f"Best: {name_of(runs[first], keys)}, {loss}."
@@ -73,7 +73,8 @@ def over_seeds(runs: Sequence[Run], rows: Sequence[Row], keys: Sequence[str]) ->
         return ""
     name, losses = min(several.items(), key=lambda each: math.fsum(each[1]) / len(each[1]))
     mean = math.fsum(losses) / len(losses)
-    return f"Best mean over {len(losses)} seeds: {name}, {mean:.4g} nats, from {min(losses):.4g} to {max(losses):.4g}."
+    span = f"from {min(losses):.4g} to {max(losses):.4g}"
+    return f"Best mean over {len(losses)} seeds: {name}, {mean:.4g}{runs[0].loss_unit}, {span}."
 
 
 def counts(rows: Sequence[Row]) -> str:

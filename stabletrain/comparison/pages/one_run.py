@@ -60,7 +60,7 @@ def outcome(run: Run) -> list[str]:
     loss, steps = final.get("val/loss"), final.get("steps", run.steps)
     first = f"{run.status.capitalize()} after {plural(steps, 'step')}"
     if number(loss):
-        first += f", validation loss {loss:.4g} nats"
+        first += f", validation loss {loss:.4g}{run.loss_unit}"
         if number(final.get("val/accuracy")):
             first += f", accuracy {100 * final['val/accuracy']:.2f} %"
     elif loss is not None:

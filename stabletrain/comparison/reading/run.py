@@ -161,6 +161,18 @@ class Run:
         return self.record.get("hardware", {}).get("precision") or self.record.get("choices", {}).get("precision")
 
     @property
+    def loss_unit(self) -> str:
+        """The unit of the loss with a space before it: ` nats` for cross-entropies, empty if the loss has none."""
+        objective = self.record.get("choices", {}).get("objective", "cross_entropy")
+        return " nats" if objective in ("cross_entropy", "bce") else ""
+
+    @property
+    def initial_loss(self) -> float:
+        """The first step's cross-entropy; its whole loss if the objective is another one."""
+        first = self.first("train/ce")
+        return self.first("train/loss") if math.isnan(first) else first
+
+    @property
     def parameters(self) -> int | None:
         """The number of model parameters; None if not recorded."""
         count = self.record.get("model", {}).get("parameters")

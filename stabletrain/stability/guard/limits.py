@@ -8,8 +8,10 @@ of the first step's value, tolerates a single hard sample when the model has mem
 
 A window is cold until it is half full: the fast changes of the first steps still dominate its mean and deviation.
 Until then the limit is at most `cold` times the first value (3 for the loss, 100 for the gradient norm), and falls
-towards the recent values as steps are applied (`early_limit`). Skipped steps never enter a window. A multiple of a
-loss below 0 says nothing, so such a loss has no limit until the window is half full, and then only that of the window.
+towards the recent values as steps are applied (`early_limit`). Skipped steps never enter a window.
+
+If a loss was negative, as that of a density may be, multiples of it mean nothing: its limit is mean + sigma std alone,
+and there is none while the window is cold.
 """
 
 import itertools
@@ -98,14 +100,30 @@ class Limit:
         self._spikes.add(value)
         self._update()
 
+    @property
+    def signed(self) -> bool:
+        """Whether a value was negative, as log-likelihoods of densities are: multiples of it then mean nothing."""
+        return any(value < 0 for value in (*self._first, *self._spikes.values))
+
+    @property
+    def size(self) -> float:
+        """Limit of the absolute value: that of the value, or none but `LARGEST` if values may be negative."""
+        return LARGEST if self.signed else self.value
+
     def _update(self) -> None:
+        if self.signed:
+            limit = self._spikes.limit
+            if math.isfinite(limit):
+                limit = max(limit, self._spikes.mean + (self._terms.ratio - 1) * abs(self._spikes.mean))
+            self.value = min(limit, LARGEST)
+            return
         limit = self._spikes.limit
         first = median_low(self._first) or math.inf  # multiples of 0 would forbid every later value
         if math.isfinite(limit):
-            limit = max(limit, self._terms.ratio * self._spikes.mean, self._terms.share * first if first > 0 else limit)
+            limit = max(limit, self._terms.ratio * self._spikes.mean, self._terms.share * first)
         elif math.isfinite(self._spikes.sigma):
-            limit = self._terms.cold * first if first > 0 else LARGEST  # a loss may begin below 0
-            if math.isfinite(self._terms.prior) and min(first, *self._spikes.values[-RECENT:]) >= 0:
+            limit = self._terms.cold * first
+            if math.isfinite(self._terms.prior):
                 early = early_limit(self._spikes.values, self._terms.cold, self._terms.prior, self._spikes.sigma)
                 limit = min(limit, max(early, self._terms.share * first))
         self.value = min(limit, LARGEST)

@@ -119,7 +119,7 @@ class RollbackGuard(SkipGuard):
             self.reason = what
             return Verdict.ROLLBACK
         self.reason = f"{what}, and guard.max_rollbacks={self.max_rollbacks} rollbacks did not help: " + (
-            "lower optimizer.lr, lengthen warmup.steps, try stability=zloss_qknorm or precision=fp32"
+            "lower optimizer.lr, lengthen warmup.steps, or try precision=fp32"
         )
         return Verdict.HALT
 
@@ -130,6 +130,12 @@ class RollbackGuard(SkipGuard):
             return Verdict.ROLLBACK
         self.reason = f"{why}, and guard.max_rollbacks={self.max_rollbacks} rollbacks did not help"
         return Verdict.HALT
+
+    def begin_anew(self, loss: float | None) -> None:
+        """Adapts to other settings: also restores the budget of rollbacks, and forgets the states from before."""
+        super().begin_anew(loss)
+        self.in_vain, self.slow = 0, (0, 0, 1.0)
+        self.states.forget()
 
     def begin_rollback(self, step: int, target: int, same_data: bool = False) -> Detour:
         """Counts a rollback from `step` to `target`, and lowers the learning rate unless `same_data`.

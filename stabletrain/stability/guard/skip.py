@@ -87,6 +87,10 @@ class NoGuard:
         del step
         return 1.0
 
+    def begin_anew(self, loss: float | None) -> None:
+        """Does nothing: this guard remembers nothing that other settings would change."""
+        del loss
+
     def begin_rollback(self, step: int, target: int, same_data: bool = False) -> Detour:
         """Raises NotImplementedError, because this guard never returns ROLLBACK."""
         del same_data
@@ -138,7 +142,8 @@ class SkipGuard(NoGuard):
         """Returns whether every measurement is within its limit, and therefore finite; 0-d, on the device."""
         limits = self.limits
         measured = (
-            (terms.total.abs(), limits.loss.value),
+            (terms.total.abs(), limits.loss.size),
+            (terms.total, limits.loss.value),
             (norms.total, limits.norm.value),
             (checks.inputs, limits.inputs.value),
             (checks.buffers, LARGEST),
@@ -173,6 +178,17 @@ class SkipGuard(NoGuard):
         row = f"guard.max_consecutive={self.max_consecutive} steps in a row were skipped"
         self.reason = f"{self.reason}, and {row}: {fix}"
         return Verdict.HALT
+
+    def begin_anew(self, loss: float | None) -> None:
+        """Adapts to other settings, with which the run is resumed: they get the whole patience.
+
+        Args:
+            loss: of the first batch under the other settings; None if unknown. Above the limit, all limits begin anew,
+                because they would stop a run whose loss has only been defined otherwise.
+        """
+        self.consecutive = self.trouble = 0
+        if loss is not None and loss > self.limits.loss.value:
+            self.limits = Limits(self.sigma, self.window)
 
     def distrust(self, why: str) -> Verdict:
         """Returns HALT for a corrupted state: this guard retains no state to restore."""

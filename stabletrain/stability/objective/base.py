@@ -1,8 +1,9 @@
 """What every objective can do, and the defaults of most."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsFloat
 
+import numpy as np
 from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
@@ -66,14 +67,14 @@ class Objective:
         """Returns sums over a validation batch: fp64 tensors, which are added up over all batches and ranks."""
         raise NotImplementedError
 
-    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Returns the metrics of an evaluation from its sums: `loss`, and others by name. NaN if nothing counted."""
         raise NotImplementedError
 
 
-def mean(total: Tensor, count: Tensor) -> float:
+def mean(total: SupportsFloat, count: SupportsFloat) -> float:
     """Returns `total / count`; NaN if the count is 0."""
-    return float(total) / float(count) if count else float("nan")
+    return float(total) / float(count) if float(count) else float("nan")
 
 
 def fitted(outputs: Any, targets: Tensor, what: str) -> Tensor:

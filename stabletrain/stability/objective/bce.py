@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -60,7 +61,7 @@ class BCE(Objective):
             "correct": (((logits > 0) == (batch.targets > 0.5)) & valid).sum().double(),
         }
 
-    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Returns the mean `loss` in nats, and `accuracy`: the share of targets on the right side of 0.5."""
         return {
             "loss": mean(sums["loss"], sums["count"]),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -164,7 +165,7 @@ class ChunkedLoss:
         """See `CrossEntropy`: an evaluation has whole logits."""
         return self.plain.sums(outputs, batch)
 
-    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         """See `CrossEntropy`."""
         return self.plain.metrics(sums)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -169,7 +170,7 @@ class CrossEntropy(Objective):
         found = {"loss": loss, "count": (batch.targets != IGNORE_INDEX).sum().double()}
         return found | ({"correct": correct} if outputs.ndim == 2 else {})
 
-    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Returns the mean cross-entropy `loss` in nats and, for `[batch, classes]` logits, `accuracy` in [0, 1]."""
         found = {"loss": mean(sums["loss"], sums["count"])}
         return found | ({"accuracy": mean(sums["correct"], sums["count"])} if "correct" in sums else {})

@@ -12,6 +12,7 @@ from functools import partial
 from inspect import signature
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -147,7 +148,7 @@ class Custom(Objective):
                 raise ConfigError(f"objective: metrics() of {self.name}: {name} is a term of the loss: rename it")
         return found
 
-    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Returns the means."""
         counts = {"mean": sums["count"], "metric": sums["samples"]}
         named = {key: key.partition("/") for key in sums if "/" in key}

@@ -6,7 +6,9 @@ r2    = 1 - sum_i (output_i - target_i)^2 / sum_i (target_i - mean)^2       (in 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -28,7 +30,7 @@ class MSE(Objective):
                 "objective=cross_entropy for class ids"
             )
 
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
+    def check(self, outputs: Any, targets: Tensor) -> None:
         """Refuses outputs of another shape than the targets."""
         self.check_targets(targets)
         fitted(outputs, targets, "objective=mse")
@@ -59,11 +61,11 @@ class MSE(Objective):
             "square": rows.square().sum(dim=0),
         }
 
-    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Returns the mean squared error `loss`, and `r2`, the share of the targets' variance that is explained.
 
         With several outputs, each has a mean of its own, and their variances are added up.
         """
-        spread = (sums["square"] - sums["sum"].square() / sums["rows"].clamp(min=1)).sum()
+        spread = (sums["square"] - sums["sum"] ** 2 / max(float(sums["rows"]), 1)).sum()
         unexplained = mean(sums["error"], spread) if spread > 0 else float("nan")
         return {"loss": mean(sums["error"], sums["count"]), "r2": 1 - unexplained}

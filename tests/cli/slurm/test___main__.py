@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from stabletrain.cli.slurm.__main__ import plan_jobs, resumed_arguments, submit
 from stabletrain.cli.slurm.request import Card, read_request
@@ -12,6 +14,7 @@ from stabletrain.cli.slurm.script import Job
 from stabletrain.errors import ConfigError, StabletrainError
 from tests.cli.slurm.given import options
 from tests.cli.slurm.stand_ins import stand_in
+from tests.runs import composed
 
 
 def test_a_dry_run_touches_nothing(launch, tmp_path, monkeypatch):
@@ -152,3 +155,19 @@ def test_a_resumed_run_keeps_its_arguments_and_adds_the_new_ones(home):
 def test_resuming_a_folder_without_a_run_is_refused(home, typed, mark):
     with pytest.raises(ConfigError, match=f"there is no {mark}: use auto, or a folder that was begun"):
         resumed_arguments(read_request(typed))
+
+
+def test_a_resume_that_the_table_refuses_is_refused_before_anything_is_queued(launch):
+    with composed("seed=5") as cfg:
+        os.makedirs("mine/checkpoints")
+        os.makedirs("mine/.hydra")
+        OmegaConf.save(cfg, "mine/.hydra/config.yaml")
+        choices = dict(HydraConfig.get().runtime.choices)
+    OmegaConf.save({"hydra": {"runtime": {"choices": choices}}}, "mine/.hydra/hydra.yaml")
+    Path("mine/run.json").write_text(json.dumps({"overrides": ["seed=5"], "options": []}))
+    code, _, err = launch("--dry-run", "resume=mine", "model.n_layer=9")
+    assert code == 2
+    assert "model.n_layer=9: the run in mine has model.n_layer=4, which a resume cannot change" in err
+    code, out, _ = launch("--dry-run", "resume=mine", "optimizer=sgd")
+    assert code == 0
+    assert "overrides=(seed=5 optimizer=sgd)" in out

@@ -101,7 +101,7 @@ def test_a_run_that_was_not_halted_has_no_halt(tmp_path):
 def test_only_panels_with_logged_metrics_are_shown():
     found = panels([{"curves": {"train/loss": {}}}, {"curves": {"spike/grad_norm_score": {}, "unheard of": {}}}])
     assert [(panel["title"], panel["names"]) for panel in found] == [
-        ("Training loss (nats)", ["train/loss"]),
+        ("Training loss", ["train/loss"]),
         ("Spike score", ["spike/grad_norm_score"]),
     ]
     assert panels([]) == []

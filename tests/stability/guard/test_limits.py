@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from stabletrain.stability.guard.limits import INPUTS, LARGEST, LOSS, NORM, RECENT, Limit, Terms
+from stabletrain.stability.guard.limits import INPUTS, LARGEST, LOSS, NORM, RECENT, Limit, Limits, Terms
+from tests.stability.guard.given import reading
 
 WIDE = Terms(ratio=0.0, share=0.0, cold=3.0)
 
@@ -123,12 +124,26 @@ def test_one_bad_first_batch_does_not_set_the_limit_of_the_inputs():
     assert limit.value == pytest.approx(50.0)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"), [([-0.05], LARGEST), ([-0.05, -2.0, -2.5], LARGEST), ([1.4, 0.2, -0.6], LOSS.cold * 1.4)]
-)
-def test_a_loss_that_is_below_0_is_no_spike_while_the_window_is_cold(values, expected):
+def test_a_negative_loss_has_no_multiples():
+    limits = Limits(6.0, 40)
+    for step in range(1, 25):
+        limits.add(reading(step=step, loss=-10.0 - step % 2))
+        assert limits.loss.size == LARGEST
+        if step < limits.cold_steps:
+            assert limits.loss.value == LARGEST
+    assert -10 < limits.loss.value < 0, "mean + sigma std of values near -10.5"
+
+
+def test_a_positive_loss_keeps_its_limits_and_its_size():
+    limits = Limits(6.0, 40)
+    limits.add(reading(loss=2.0))
+    assert limits.loss.size == limits.loss.value == 6.0
+
+
+@pytest.mark.parametrize("values", [[-0.05], [-0.05, -2.0, -2.5], [1.4, 0.2, -0.6]])
+def test_a_loss_that_is_below_0_is_no_spike_while_the_window_is_cold(values):
     """A likelihood of numbers may be above 1; multiples of such a loss, and its logarithm, say nothing."""
-    assert limit_after(values, window=128, terms=LOSS) == expected
+    assert limit_after(values, window=128, terms=LOSS) == LARGEST
 
 
 def test_a_loss_that_is_below_0_has_the_limit_of_its_window():

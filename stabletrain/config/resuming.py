@@ -1,0 +1,309 @@
+"""The table of what a resume may change, and the check that refuses the rest before anything is built.
+
+| kind | meaning |
+|---|---|
+| free | the next step computes the same from the same state |
+| recorded | steps compute something else from here on |
+| new state | the same, and a part of the state cannot be restored: it starts anew, in a way that the row says |
+| refused | the checkpoint means something else under the new value |
+
+A group's row judges another option of the group. A key inside a group that keeps its option is refused or free where
+its group is, and otherwise recorded. `docs/resume.md` shows the table. Imports no torch.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+from stabletrain.config.make import leaves, plain
+from stabletrain.errors import ConfigError
+
+FREE, RECORDED, NEW_STATE, REFUSED = "free", "recorded", "new state", "refused"
+
+ANEW = "init_from=<run> takes its weights into a new run"
+
+
+class Row(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        kind: `FREE`, `RECORDED`, `NEW_STATE` or `REFUSED`.
+        text: what happens, or why it is refused.
+        fix: what to type instead, if it is refused.
+    """
+
+    kind: str
+    text: str
+    fix: str = ""
+
+
+GROUPS: dict[str, Row] = {
+    "model": Row(REFUSED, "the checkpoint's weights have the sizes of its own model", ANEW),
+    "data": Row(REFUSED, "a step's batch is looked up by its number, so the state would belong to other batches", ANEW),
+    "objective": Row(REFUSED, "the weights, the guard's window and the best loss are those of the other loss", ANEW),
+    "init": Row(REFUSED, "initial weights are drawn once, before the first step", "start a new run without resume"),
+    "optimizer": Row(NEW_STATE, "moments and step counters start at 0"),
+    "precision": Row(RECORDED, "the weights are cast; nothing else is stored in a precision"),
+    "clipping": Row(RECORDED, "it has no state"),
+    "warmup": Row(RECORDED, "the learning rate of the next step is the new warmup's at that step"),
+    "schedule": Row(RECORDED, "the learning rate of the next step is the new schedule's at that step"),
+    "zloss": Row(RECORDED, "adds its term to the loss; the logits stay as they are"),
+    "qknorm": Row(NEW_STATE, "gains start at each channel's mean norm of q and k on a batch; their moments at 0"),
+    "softcap": Row(RECORDED, "has no weights; changes little if the cap is far above the largest logits"),
+    "qkclip": Row(RECORDED, "has no weights; bounds them after the next update"),
+    "determinism": Row(RECORDED, "other kernels may round differently"),
+    "guard": Row(FREE, "judges the next step"),
+    "forensics": Row(FREE, "explains later incidents"),
+    "faults": Row(RECORDED, "injects its faults into later steps"),
+    "monitors": Row(FREE, "only watches"),
+    "checkpoint": Row(FREE, "writes later checkpoints"),
+    "parallel": Row(FREE, "the same step on other ranks; sums may round differently"),
+    "wandb": Row(FREE, "only logs"),
+    "stability": Row(FREE, "a preset: each group that it sets has its own row"),
+    "experiment": Row(REFUSED, "an experiment is a whole run", "type those of its options that are to change"),
+}
+"""What another option of a group does to a resumed run."""
+
+TO: dict[tuple[str, str], Row] = {
+    ("checkpoint", "off"): Row(REFUSED, "it reads none either", "raise checkpoint.every to write fewer"),
+    ("precision", "fp16"): Row(NEW_STATE, "the loss scale starts at precision.init_scale"),
+    ("precision", "bf16_params"): Row(RECORDED, "matrices and kernels are rounded to bf16"),
+    ("clipping", "zclip"): Row(NEW_STATE, "mean and deviation of the norms are collected anew"),
+    ("clipping", "adagc"): Row(NEW_STATE, "each tensor's average norm is collected anew, from its warm-up on"),
+    ("qknorm", "none"): Row(NEW_STATE, "the gains and their moments are dropped"),
+}
+"""Options that differ from their group's row, as the new option."""
+
+FROM: dict[tuple[str, str], Row] = {
+    ("precision", "fp16"): Row(NEW_STATE, "the loss scale is dropped"),
+    ("clipping", "zclip"): Row(NEW_STATE, "mean and deviation of the norms are dropped"),
+    ("clipping", "adagc"): Row(NEW_STATE, "the tensors' average norms are dropped"),
+}
+"""The same as the old option, if the new one has no row."""
+
+BETWEEN: dict[tuple[str, frozenset[str]], Row] = {
+    ("optimizer", frozenset({"adamw", "stable_adamw"})): Row(RECORDED, "both have the same state, which is kept"),
+    ("qknorm", frozenset({"layernorm", "rmsnorm"})): Row(RECORDED, "both have the same gains, which are kept"),
+}
+"""Pairs of options that differ from both rows above, in either direction."""
+
+KEYS: dict[str, Row] = {
+    "steps": Row(FREE, "a schedule that depends on the last step ends at the new one"),
+    "batch_size": Row(RECORDED, "step n reads samples n batch_size and on: some are read twice, or not in this epoch"),
+    "grad_accum_steps": Row(RECORDED, "the same mean, summed in other parts"),
+    "seed": Row(RECORDED, "later steps read another order of the data and draw other random numbers"),
+    "label_smoothing": Row(RECORDED, "changes the loss; the logits stay as they are"),
+    "loss_chunk": Row(RECORDED, "the same loss, summed in other parts"),
+    "eval_every": Row(FREE, "only measures"),
+    "eval_batches": Row(FREE, "only measures; later validation losses are of other batches"),
+    "log_every": Row(FREE, "only logs"),
+    "device": Row(FREE, "another device may round differently"),
+    "compile": Row(RECORDED, "compiled kernels may round differently"),
+    "report": Row(FREE, "only writes"),
+    "resume": Row(FREE, "names the run"),
+    "init_from": Row(REFUSED, "a resume restores the checkpoint's weights", "leave out resume for a new run"),
+    "init_strict": Row(REFUSED, "a resume restores the checkpoint's weights", "leave out resume for a new run"),
+    "model.dropout": Row(RECORDED, "later steps drop another share"),
+    "model.embedding_gradient": Row(RECORDED, "scales later gradients"),
+    "data.path": Row(FREE, "the data may be moved: its content is compared"),
+    "data.root": Row(FREE, "the data may be moved: its content is compared"),
+    "data.download": Row(FREE, "the content is compared"),
+    "data.workers": Row(FREE, "the same batches"),
+    "data.cache_mb": Row(FREE, "the same batches"),
+    "data.seed": Row(RECORDED, "follows `seed`"),
+}
+"""Keys at the top level, and keys whose row is not their group's."""
+
+WITHOUT_TRACE = ("resume", "device", "report")
+"""Keys that a resume does not even record as changed."""
+
+SIMPLY_WATCHES = ("forensics", "monitors", "checkpoint", "parallel", "wandb", "stability")
+"""Groups that leave every step's result as it is, so that steps from before a change can be replayed after it."""
+
+WATCHING_KEYS = ("eval_every", "eval_batches", "log_every", *WITHOUT_TRACE)
+
+RENAMED_PARTS = ("model.qknorm.", "model.softcap.", "model.qkclip.")
+"""Copies of other groups in the model's configuration."""
+
+
+class Settings(NamedTuple):
+    """The settings of a part of a run.
+
+    Attributes:
+        choices: the option of each config group.
+        values: the whole configuration, resolved, as nested dicts.
+    """
+
+    choices: dict[str, str]
+    values: dict[str, Any]
+
+    def flat(self) -> dict[str, Any]:
+        """Returns the value of every dotted key."""
+        return dict(leaves(self.values))
+
+
+def settings(cfg: DictConfig, choices: Mapping[str, str]) -> Settings:
+    """Returns the settings of a configuration."""
+    own = {group: option for group, option in choices.items() if "hydra" not in group}
+    return Settings(own, {key: value for key, value in plain(cfg).items() if key not in WITHOUT_TRACE})
+
+
+def row_of_option(group: str, before: str, now: str) -> Row:
+    """Returns the row of a group whose option changes; a group that the table does not have is recorded."""
+    both = BETWEEN.get((group, frozenset({before, now})))
+    one = TO.get((group, now)) or FROM.get((group, before))
+    return both or one or GROUPS.get(group) or Row(RECORDED, "")
+
+
+def row_of_key(key: str) -> Row:
+    """Returns the row of a changed key of a group that keeps its option, or of a key at the top level."""
+    if key in KEYS:
+        return KEYS[key]
+    row = GROUPS.get(key.partition(".")[0])
+    return row if row is not None and row.kind in (FREE, REFUSED) else Row(RECORDED, "")
+
+
+def row_of(key: str, before: Any, now: Any) -> Row:
+    """Returns the row of a change, whose key is a group's name or a dotted key."""
+    return row_of_option(key, str(before), str(now)) if key in GROUPS else row_of_key(key)
+
+
+def changed_keys(before: Settings, now: Settings) -> dict[str, list[Any]]:
+    """Returns the groups and keys that differ, each as `[before, now]`; None where an option did not have the key.
+
+    Leaves out `_target_` and keys that only one of both has, which differ between versions of stabletrain. But if an
+    option was changed, all its keys are there, because each option has its own.
+    """
+    old = before.flat() | before.choices
+    new = now.flat() | now.choices
+    options = {group for group, option in now.choices.items() if before.choices.get(group, option) != option}
+    return {
+        key: [old.get(key), value]
+        for key, value in sorted(new.items())
+        if (old[key] != value if key in old else key.partition(".")[0] in options)
+        and key not in WITHOUT_TRACE
+        and not key.endswith("_target_")
+        and not key.startswith(RENAMED_PARTS)
+    }
+
+
+def acting(keys: Mapping[str, Any]) -> list[str]:
+    """Returns those of the changed keys that change what a step computes, so that older steps cannot be replayed."""
+    return [key for key in keys if key not in WATCHING_KEYS and key.partition(".")[0] not in SIMPLY_WATCHES]
+
+
+def recorded_settings(folder: Path, step: float) -> Settings | None:
+    """Returns the settings with which the run in `folder` reached `step`, from its record; None if there is none."""
+    try:
+        file = folder / ".hydra" / "config.yaml"
+        first = OmegaConf.load(file.with_name("hydra.yaml")).hydra.runtime.choices
+        values = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        choices = {str(group): str(option) for group, option in first.items() if "hydra" not in str(group)}
+        assert isinstance(values, dict)
+        for change in record.get("changes", []):
+            for key, (_, value) in change["keys"].items() if change["step"] < step else ():
+                if key in choices:
+                    choices[key] = value
+                else:
+                    insert(values, key.split("."), value)
+    except Exception:  # a record may be damaged in any way; a checkpoint that does not fit is still refused later
+        return None
+    return Settings(choices, {str(key): value for key, value in values.items() if key not in WITHOUT_TRACE})
+
+
+def insert(tree: dict[Any, Any], path: list[str], value: Any) -> None:
+    """Sets the value at a path of a nested dict."""
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value
+
+
+def resumed_folder(resume: str, folder: Path) -> Path | None:
+    """Returns the folder of the run that a configuration resumes; None if it resumes none.
+
+    Args:
+        resume: the key's value: `none`, `auto` or a checkpoint.
+        folder: the run's own folder.
+    """
+    if resume == "none":
+        return None
+    return folder if resume == "auto" else Path(resume).absolute().parent.parent
+
+
+def check_resume(cfg: DictConfig, choices: Mapping[str, str], folder: Path, *, unfinished: bool = True) -> None:
+    """Checks a resume against the table. Call it before anything is built; it does nothing without a resume.
+
+    Args:
+        cfg: composed.
+        choices: the option of each config group.
+        folder: the run folder.
+        unfinished: whether to refuse changes of a run that has finished all its steps.
+
+    Raises:
+        ConfigError: the resume changes what it cannot, or it resumes a finished run without more steps.
+    """
+    other = resumed_folder(cfg.resume, folder)
+    before = None if other is None else recorded_settings(other, float("inf"))
+    if other is None or before is None:
+        return
+    changes = changed_keys(before, settings(cfg, choices))
+    # If the option of a group is refused, its keys say nothing more.
+    for key in sorted(changes, key=lambda each: each not in GROUPS):
+        then, now = changes[key]
+        if (row := row_of(key, then, now)).kind == REFUSED:
+            raise ConfigError(
+                f"{key}={show(now)}: the run in {other} has {key}={show(then)}, which a resume cannot change: "
+                f"{row.text}; resume without it, or: {row.fix.replace('<run>', str(other))}"
+            )
+    if cfg.resume == "auto" and changes and unfinished:
+        check_unfinished(other, cfg.steps, changes)
+
+
+def check_unfinished(folder: Path, steps: int, changes: Mapping[str, Any]) -> None:
+    """Checks that a resume with changes has steps left to train.
+
+    Raises:
+        ConfigError: the run has finished its steps.
+    """
+    try:
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        done = int(record["final"]["steps"]) if record["status"] == "finished" and not record["reason"] else -1
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if done >= steps:
+        raise ConfigError(
+            f"steps={steps}: the run in {folder} has finished its {done} steps, so a resume with another "
+            f"{' and '.join([*changes][:2])} would train nothing: raise steps, such as steps={2 * done}"
+        )
+
+
+def show(value: Any) -> str:
+    """Formats a value as it is typed on the command line."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
+def table() -> str:
+    """Returns the table as Markdown, for `docs/resume.md`."""
+    lines = ["| change | kind | what happens |", "|---|---|---|"]
+    for group, row in GROUPS.items():
+        lines.append(f"| `{group}` | {row.kind} | {sentence(row)} |")
+        lines += [
+            f"| `{one}={to}` | {each.kind} | {sentence(each)} |" for (one, to), each in TO.items() if one == group
+        ]
+        left = [(option, each) for (one, option), each in FROM.items() if one == group]
+        lines += [f"| `{group}={option}` to another | {each.kind} | {sentence(each)} |" for option, each in left]
+        for (one, pair), each in BETWEEN.items():
+            if one == group:
+                both = " and ".join(f"`{option}`" for option in sorted(pair))
+                lines.append(f"| `{one}` between {both} | {each.kind} | {sentence(each)} |")
+    lines += [f"| `{key}` | {row.kind} | {sentence(row)} |" for key, row in KEYS.items()]
+    return "\n".join(lines)
+
+
+def sentence(row: Row) -> str:
+    """Returns the text of a row, and for a refusal the fix."""
+    return f"{row.text}; {row.fix}" if row.fix else row.text

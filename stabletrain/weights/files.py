@@ -1,0 +1,94 @@
+"""Reads the tensors of a folder of safetensors files, one file or several. Nothing is ever unpickled.
+
+The first of these that a folder has is read, as in transformers: `model.safetensors`; the files that an index names
+(`model.safetensors.index.json`, written for large models); every `.safetensors` file.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stabletrain.errors import ConfigError
+
+ONE_FILE, INDEX, SUFFIX = "model.safetensors", ".safetensors.index.json", ".safetensors"
+
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
+"""Endings of files that PyTorch writes with pickle, or that need a pickle to be read."""
+
+CHUNK = 1 << 20
+
+
+def files_of(folder: Path) -> list[str]:
+    """Returns the names of the files that hold a folder's tensors, sorted; empty if it holds no safetensors.
+
+    Raises:
+        ConfigError: the folder or its index cannot be read, or the index names a file that is missing.
+    """
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read ({error.strerror or error})") from error
+    if ONE_FILE in names:
+        return [ONE_FILE]
+    indices = [name for name in names if name.endswith(INDEX)]
+    if not indices:
+        return [name for name in names if name.endswith(SUFFIX)]
+    if len(indices) > 1:
+        raise ConfigError(f"{folder} holds {' and '.join(indices)}: leave one model in the folder")
+    try:
+        index = json.loads((folder / indices[0]).read_text(encoding="utf-8"))
+        listed = sorted({str(name) for name in index["weight_map"].values()})
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{folder / indices[0]} is no index of safetensors files ({error!r}): copy it again"
+        ) from error
+    if missing := [name for name in listed if name not in names]:  # also a path that leads out of the folder
+        raise ConfigError(f"{folder / indices[0]} names {missing[0]}, which is not in the folder: copy it again")
+    return listed
+
+
+def pickled_in(folder: Path) -> list[str]:
+    """Returns the names of the files in a folder that cannot be read without unpickling, sorted."""
+    return sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED)
+
+
+def read(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """Returns the tensors of the files, by name, on the CPU and in the dtypes in which they are stored.
+
+    Raises:
+        ConfigError: a file is damaged or gone, or two files hold a tensor of the same name.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{folder / name} cannot be read ({error}): copy it again") from error
+        if both := tensors.keys() & found.keys():
+            raise ConfigError(
+                f"{folder} holds '{min(both)}' in two files, {' and '.join(names[:2])}{' ...' * (len(names) > 2)}: "
+                "leave one model in the folder"
+            )
+        tensors |= found
+    return tensors
+
+
+def sha256(file: Path) -> str:
+    """Returns the SHA-256 of a file, in hexadecimal.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with open(file, "rb") as content:
+            while chunk := content.read(CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror or error})") from error
+    return digest.hexdigest()

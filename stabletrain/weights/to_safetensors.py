@@ -1,0 +1,91 @@
+"""Export as plain safetensors: the model's own tensors under their own names, and what rebuilds the model.
+
+`config.json` holds the config group `model` of the run, with the sizes that the data determined filled in.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.weights.trained import Trained, Written
+
+CONFIG, WEIGHTS, FORMAT = "config.json", "model.safetensors", "stabletrain"
+
+
+@dataclass(frozen=True)
+class Safetensors:
+    """`model.safetensors` and `config.json`, for any model."""
+
+    def refuse(self, trained: Trained) -> None:
+        """Raises ConfigError if the model's state holds anything but tensors."""
+        for name, value in trained.model.state_dict().items():
+            if not isinstance(value, Tensor):
+                raise ConfigError(
+                    f"{trained.name}: its state {name} is a {type(value).__name__}, and safetensors hold tensors only: "
+                    "use --to onnx, or stabletrain.load in Python"
+                )
+
+    def write(self, trained: Trained, folder: Path) -> Written:
+        """Writes both files; compares all bits with the model's."""
+        save(trained.model.state_dict(), folder / WEIGHTS, trained.origin)
+        record = {"format": FORMAT, **trained.origin, "model": trained.config}
+        (folder / CONFIG).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        found = load_file(folder / WEIGHTS)
+        for name, tensor in trained.model.state_dict().items():
+            if not same_bits(found[name], tensor):
+                raise StabletrainError(f"{name} differs after reading it back; nothing was written: is the disk sound?")
+        return Written(
+            f"all {len(found)} tensors have the same bits when they are read back",
+            [
+                "model = stabletrain.load('{folder}')",
+                "stabletrain train init_from={folder}   # a new run from these weights",
+            ],
+        )
+
+
+def save(tensors: Mapping[str, Tensor], file: Path, origin: Mapping[str, str]) -> None:
+    """Writes tensors, contiguous and without shared memory; `origin` goes into the header."""
+    plain = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    save_file(plain, file, metadata={"format": "pt", **origin})
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors have the same dtype, shape and bits."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)] if one.numel() else [one, other]
+    return torch.equal(*flat)
+
+
+def is_folder(folder: Path) -> bool:
+    """Returns whether this module has written the folder."""
+    return config_in(folder).get("format") == FORMAT
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    """Returns what `config.json` holds; empty if there is none that can be read."""
+    try:
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns the config group `model` and the tensors of an exported folder.
+
+    Raises:
+        ConfigError: the weights are missing or damaged.
+    """
+    try:
+        return config_in(folder)["model"], load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError, KeyError) as error:
+        raise ConfigError(f"{folder} is not a complete export ({error}): export the run again") from error

@@ -1,0 +1,108 @@
+"""A state that is made to fit another model or another optimizer: what is kept, made and dropped."""
+
+import torch
+from torch import nn
+
+from stabletrain.checkpoint.capture import capture, restore
+from stabletrain.checkpoint.refit import fresh_optimizer, missing, refit
+from stabletrain.records import TrainState
+from stabletrain.stability.optimizers import SGD, AdamW, StableAdamW
+
+
+def state(make, *, norm=False, steps=0, seed=0):
+    """A small model with an optimizer, after some steps."""
+    torch.manual_seed(seed)
+    parts = {"a": nn.Linear(3, 4), **({"n": nn.LayerNorm(4)} if norm else {}), "b": nn.Linear(4, 2)}
+    model = nn.Sequential()
+    for name, part in parts.items():
+        model.add_module(name, part)
+    made = TrainState(model, make(model))
+    for _ in range(steps):
+        made.optimizer.zero_grad()
+        model(torch.randn(5, 3)).square().mean().backward()
+        made.optimizer.step()
+        made.step += 1
+    return made
+
+
+def adamw(model):
+    return AdamW(0.01, [0.9, 0.95], 1e-8, 0.1)(model)
+
+
+def stable(model):
+    return StableAdamW(0.01, [0.9, 0.95], 1e-8, 0.1)(model)
+
+
+def sgd(model):
+    return SGD(0.1, 0.9, False, 1e-4)(model)
+
+
+def moved(old, new, weights=None):
+    """Restores the state of `old` into `new`; returns what was said about it."""
+    found = refit(capture(old, {}), new, weights or {}, fresh_optimizer(new))
+    restore(found.tree, new, {})
+    return found
+
+
+def test_the_same_model_and_optimizer_keep_every_bit():
+    old, new = state(adamw, steps=3), state(adamw, seed=1)
+    found = moved(old, new)
+    assert (found.made, found.dropped, found.moments_anew) == ([], [], False)
+    assert str(capture(new, {})) == str(capture(old, {}))
+
+
+def test_a_new_part_takes_the_given_values_and_has_no_moments_yet():
+    old, new = state(adamw, steps=3), state(adamw, norm=True, seed=1)
+    given = {"n.weight": torch.full((4,), 2.0), "n.bias": torch.full((4,), 3.0)}
+    assert missing(capture(old, {}), new) == ["n.weight", "n.bias"]
+    found = moved(old, new, given)
+    assert found.made == ["n.weight", "n.bias"]
+    named = dict(new.model.named_parameters())
+    assert named["n.weight"].tolist() == [2.0] * 4
+    assert named["n.weight"] not in new.optimizer.state
+    assert torch.equal(
+        new.optimizer.state[named["a.weight"]]["exp_avg"], old.optimizer.state[old.model.a.weight]["exp_avg"]
+    )
+    moments = state(adamw, norm=True)
+    assert [len(group["params"]) for group in new.optimizer.param_groups] == [
+        len(group["params"]) for group in moments.optimizer.param_groups
+    ]
+
+
+def test_a_dropped_part_leaves_the_rest():
+    old, new = state(adamw, norm=True, steps=3), state(adamw, seed=1)
+    found = moved(old, new)
+    assert found.dropped == ["n.weight", "n.bias"]
+    assert torch.equal(new.model.b.weight, old.model.b.weight)
+    assert new.optimizer.state[new.model.b.bias]["step"].item() == 3
+
+
+def test_another_kind_of_optimizer_starts_anew_also_with_momentum():
+    old, new = state(adamw, steps=3), state(sgd, seed=1)
+    assert moved(old, new).moments_anew
+    assert not any(each["momentum_buffer"].any() for each in new.optimizer.state.values())
+    assert len(new.optimizer.state) == 4
+    back = state(adamw, seed=2)
+    assert moved(new, back).moments_anew
+    assert len(back.optimizer.state) == 0
+
+
+def test_adamw_and_its_stable_kind_share_their_state():
+    old, new = state(adamw, steps=3), state(stable, seed=1)
+    assert not moved(old, new).moments_anew
+    weight = new.model.a.weight
+    assert torch.equal(new.optimizer.state[weight]["exp_avg_sq"], old.optimizer.state[old.model.a.weight]["exp_avg_sq"])
+    assert new.optimizer.state[weight]["step"].item() == 3
+    weight.grad = torch.ones_like(weight)
+    new.optimizer.step()
+    assert new.optimizer.state[weight]["step"].item() == 4
+
+
+def test_fresh_zeros_take_no_memory_and_new_momentum_starts_at_them():
+    new = state(sgd, norm=True)
+    fresh = fresh_optimizer(new)
+    buffers = [values["momentum_buffer"] for values in fresh["state"].values()]
+    assert {buffer.untyped_storage().nbytes() for buffer in buffers} == {4}
+    moved(state(sgd, steps=2), new, {"n.weight": torch.ones(4), "n.bias": torch.zeros(4)})
+    assert not new.optimizer.state[new.model.n.weight]["momentum_buffer"].any()
+    assert new.optimizer.state[new.model.a.weight]["momentum_buffer"].any()
