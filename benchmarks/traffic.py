@@ -26,8 +26,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from stabletrain.parallel.distributed import HEAD
 from stabletrain.parallel.fsdp import blocks
+
+HEAD = 7
+"""Numbers in a row before those of the gradients: loss, its two terms, bad data, inputs, buffers, stop request."""
 
 FP32 = 4
 """Bytes per number."""

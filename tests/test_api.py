@@ -33,7 +33,7 @@ assert not heavy, heavy
 import stabletrain.errors
 from stabletrain import compare, load, train
 assert "torch" not in sys.modules
-assert {"Batch", "Guard", "compare", "load", "train"} == set(stabletrain.__all__) <= set(dir(stabletrain))
+assert {"Batch", "Guard", "LossTerms", "compare", "load", "train"} == set(stabletrain.__all__) <= set(dir(stabletrain))
 """
 
 

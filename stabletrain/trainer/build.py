@@ -31,7 +31,7 @@ from stabletrain.forensics.distributed_handler import for_all_ranks
 from stabletrain.machine import compiling, hardware
 from stabletrain.monitors.rolling import RollingStats
 from stabletrain.parallel.checkpoints import for_all_ranks as checkpoints_for_all_ranks
-from stabletrain.parallel.ranks import Ranks, current_ranks, run_on_main
+from stabletrain.parallel.ranks import Ranks, run_on_main
 from stabletrain.program import started
 from stabletrain.protocols import GuardPolicy, Tools
 from stabletrain.records import Batch, TrainState, reads_rows
@@ -99,9 +99,9 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         ConfigError: a value is out of bounds, a combination cannot work, the folder already holds a run, or a resume
             changes what it cannot.
     """
-    run_on_main(current_ranks(), lambda: check_resume(cfg, HydraConfig.get().runtime.choices, folder))
     # the process comes first: determinism must be set up before CUDA starts
     process = start_process(cfg)
+    run_on_main(process.ranks, lambda: check_resume(cfg, process.choices, folder))
     guard, clipping, monitors, faults = (make(cfg, group) for group in ("guard", "clipping", "monitors", "faults"))
     source = load_data(cfg, process, faults)
     weights = starting_weights(cfg, process.choices, source.data, process.ranks, folder)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from stabletrain.records import Reading
 from tests.guarded.worker import BAD, CASES, STEPS
 from tests.parallel.launches import alone, forked
 from tests.runs import ROOT
@@ -31,7 +32,7 @@ def ranks(place):
     return [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-APPLIED = 10
+APPLIED = Reading._fields.index("applied")
 """Place of `applied` in a reading."""
 
 WITHHELD = [name for name in CASES if name not in ("plain", "clipped")]

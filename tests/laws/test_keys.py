@@ -558,6 +558,7 @@ def test_every_group_can_be_switched_off_by_a_real_object():
         "optimizer",
         "experiment",
         "parallel",
-    }:  # `parallel` needs none: one process is the default
+        "objective",
+    }:  # `parallel` and `objective` need none: one process is the default, and a run has a loss
         options = {option for each, option in OPTIONS if each == group}
         assert options & off, f"{group} has no option that does nothing"

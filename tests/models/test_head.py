@@ -15,7 +15,7 @@ from stabletrain.stability.objective import CrossEntropy, ZLoss
 from stabletrain.stability.objective.chunked_loss import ChunkedLoss
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.bf16_weights import store_in_bf16
-from tests.stability.test_chunked_loss import VOCAB, Run, chunk_example, gpt, gradients
+from tests.stability.objective.test_chunked_loss import VOCAB, Run, chunk_example, gpt, gradients
 
 HALF = [torch.bfloat16, torch.float16]
 

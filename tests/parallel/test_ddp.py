@@ -14,6 +14,7 @@ from stabletrain.parallel import ddp as ddp_module
 from stabletrain.parallel.ddp import DDP, checksums, describe
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, OwnNumbers, RankPart, TrainState
+from stabletrain.stability.objective import CrossEntropy
 from stabletrain.tracking.metrics import read_jsonl
 from tests.parallel.launches import performed
 from tests.runs import TINY_GPT, TINY_RESNET
@@ -188,9 +189,9 @@ def test_a_rank_measures_its_own_gradients_before_they_are_averaged(group_of_one
     assert own == 4 * 2 * 5, "four ranks, two micro-batches, a gradient of [3, 4] each"
     assert ddp.own_grad_norm(norms) == 0, "a step without a backward pass has no gradient"
     batch = Batch(torch.zeros(4, 1), torch.tensor([1, 1, IGNORE_INDEX, 1]), counted=12)
-    part = ddp.rank_part(OwnNumbers(torch.tensor(0.5), own), batch, 8.0)
+    part = ddp.rank_part(OwnNumbers(torch.tensor(0.5), own), CrossEntropy().own_factor(batch), 8.0)
     assert part == RankPart(0, 2.0, 5.0), "40 / 4 ranks / a loss scale of 8, and 4 times fewer targets than the batch"
-    assert ddp.rank_part(None, batch, 8.0) is None
+    assert ddp.rank_part(None, CrossEntropy().own_factor(batch), 8.0) is None
 
 
 def reduced(bucket, value=None):

@@ -14,6 +14,7 @@ from stabletrain.parallel.fsdp import ABLE, FSDP, blocks
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import GatheredState
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, OwnNumbers, RankPart
+from stabletrain.stability.objective import CrossEntropy
 from tests.monitors.watched import tiny_gpt, tiny_resnet, tokens
 from tests.runs import CONF
 
@@ -116,5 +117,5 @@ def test_the_states_for_replays_are_gathered(only):
 
 def test_a_rank_knows_its_own_loss_and_of_the_gradient_only_its_shards(fsdp):
     batch = Batch(torch.zeros(4, 1), torch.tensor([1, 1, IGNORE_INDEX, 1]), counted=12)
-    part = fsdp.rank_part(OwnNumbers(torch.tensor(0.5), torch.tensor(3.0)), batch, 8.0)
+    part = fsdp.rank_part(OwnNumbers(torch.tensor(0.5), torch.tensor(3.0)), CrossEntropy().own_factor(batch), 8.0)
     assert part == RankPart(0, 2.0, None, 3.0), "12 targets in the batch, 3 of them here"
