@@ -146,6 +146,7 @@ def reference() -> dict[str, Any]:
     """Composes the chosen options without the user's values: the default of every key."""
     hydra = HydraConfig.get()
     chosen = [o for o in hydra.overrides.task if o.lstrip("+").partition("=")[0] in hydra.runtime.choices]
+    chosen += [o for o in hydra.overrides.hydra if o.startswith("hydra.searchpath=")]  # where own options lie
     name = hydra.job.config_name
     return dict(leaves(OmegaConf.to_container(compose(name, chosen), resolve=True)))
 

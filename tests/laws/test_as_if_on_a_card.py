@@ -16,7 +16,7 @@ from benchmarks.fake_card import HEALTHY, HOST, READERS, WAITERS, HostRead, as_i
 from stabletrain import buffers, step
 from stabletrain.config.checks import check
 from stabletrain.errors import ConfigError
-from stabletrain.records import Batch
+from stabletrain.records import Batch, LossTerms
 from stabletrain.stability.clipping import NormClip
 from stabletrain.stability.guard import SkipGuard
 from stabletrain.stability.objective import CrossEntropy
@@ -131,6 +131,41 @@ KEYS = {
 @pytest.mark.parametrize(("model", "typed"), [(model, typed) for model, each in KEYS.items() for typed in each])
 def test_other_keys_train(tmp_path, model, typed):
     assert trained(tmp_path, "h100", *MODELS[model], *typed.split()).foreign == []
+
+
+class Numbers:
+    """Float inputs and targets `[size, 10]` in [0, 1], made beforehand: reading them runs no operation on the host."""
+
+    def __init__(self, **unused: object) -> None:
+        self.made = Batch(torch.rand(32, 10), torch.rand(32, 10))
+
+    def batch(self, step, size, split):
+        return self.made
+
+
+def mean_and_term(outputs, batch, n_valid):
+    """A loss of the user's own, with a term that is logged."""
+    error = (outputs - batch.targets).abs().sum() / n_valid
+    return LossTerms(error, {"absolute": error})
+
+
+NUMBERS = [f"hydra.searchpath=[{ROOT / 'examples' / 'conf'}]", "experiment=regression"]
+NUMBERS += [f"data._target_={__name__}.Numbers", "model._target_=torch.nn.Linear", "~model.width", "~model.dropout"]
+NUMBERS += ["+model.in_features=10", "+model.out_features=10"]
+
+
+@pytest.mark.slow(unless=lambda typed: typed == "objective=mse grad_accum_steps=2")
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "objective=mse grad_accum_steps=2",
+        "objective=mse precision=fp16 monitors=full",
+        "objective=bce",
+        f"objective._target_={__name__}.mean_and_term grad_accum_steps=2 monitors=full",
+    ],
+)
+def test_every_objective_trains(tmp_path, typed):
+    assert trained(tmp_path, "h100", *NUMBERS, *typed.split(), *SHORT, "wandb=disabled").foreign == []
 
 
 @pytest.mark.slow(unless=lambda augment: augment == "crop_flip")

@@ -4,13 +4,15 @@ import pytest
 
 from tests.parallel.launches import on_demand
 from tests.parallel.worker import numbers, perform
-from tests.runs import TINY_GPT, TINY_RESNET
+from tests.runs import ROOT, TINY_GPT, TINY_RESNET
 
 pytestmark = pytest.mark.timeout(600)
 
 PLAIN = ["forensics=off", "checkpoint=off", "precision=fp32", "monitors=none", "log_every=1", "schedule=constant"]
 GPT = [*TINY_GPT, *PLAIN, "batch_size=8", "steps=8", "eval_every=4", "eval_batches=5", "zloss=palm"]
 RESNET = [*TINY_RESNET, *PLAIN, "model.depth=8", "steps=6", "eval_every=3", "eval_batches=3", "optimizer.lr=1e-3"]
+NUMBERS = [f"hydra.searchpath=[{ROOT / 'examples' / 'conf'}]", "experiment=regression", "device=cpu", "compile=false"]
+NUMBERS += [*PLAIN, "wandb=disabled", "report=false", "steps=6", "eval_every=3", "model.dropout=0.0"]
 UNEVEN = ["data._target_=tests.parallel.given.Uneven", "zloss=palm", "zloss.coefficient=0.1"]
 
 BOTH = {
@@ -23,10 +25,13 @@ BOTH = {
     "uneven_accumulated": [*GPT, *UNEVEN, "grad_accum_steps=2"],
     "sgd": [*GPT, "optimizer=sgd", "optimizer.lr=0.1"],
     "resnet": [*RESNET],
+    "numbers": NUMBERS,
+    "numbers_accumulated": [*NUMBERS, "grad_accum_steps=2"],
+    "own_loss": [*NUMBERS, "objective._target_=tests.parallel.given.absolute_error", "grad_accum_steps=2"],
 }
 """What ddp and fsdp can both do."""
 
-ESSENTIAL = ("gpt", "uneven_accumulated", "resnet")
+ESSENTIAL = ("gpt", "uneven_accumulated", "resnet", "numbers_accumulated")
 """Cases of the fast tier."""
 
 DDP_ONLY = {
@@ -115,7 +120,7 @@ def agree(seen, alone, rel=2e-5):
     """Losses, gradient norms and the norms left by clipping, step by step, and the validation loss."""
     assert seen["error"] is None, seen["message"]
     assert numbers(seen, "loss") == pytest.approx(numbers(alone, "loss"), rel=rel)
-    for field in ("ce", "zloss", "grad_norm", "clip_coef"):
+    for field in (*alone["readings"][0]["terms"], "grad_norm", "clip_coef"):
         assert numbers(seen, field) == pytest.approx(numbers(alone, field), rel=20 * rel, abs=1e-9), field
     assert seen["val"] == pytest.approx(alone["val"], rel=rel)
 
@@ -197,7 +202,7 @@ def test_every_rank_reads_the_same_numbers(two, name):
 @pytest.mark.slow(unless=lambda name: name.partition("/")[2] in ESSENTIAL)
 @pytest.mark.parametrize("name", KINDS)
 def test_two_ranks_read_the_batches_of_one(two, one, name):
-    alone = one(*RESNET if "resnet" in name else GPT)
+    alone = one(*(RESNET if "resnet" in name else NUMBERS if "numbers" in name else GPT))
     both = [[step, a + b] for (step, a), (_, b) in zip(*(seen[name]["ids"] for seen in two), strict=True)]
     if "uneven" not in name:
         assert all(ids for _, ids in both)
