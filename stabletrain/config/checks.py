@@ -231,7 +231,8 @@ def check_parts(cfg: DictConfig, choices: Mapping[str, str]) -> None:
     for group in CHOSEN_PARTS:
         if choices[group] != "none" and group not in cfg.model:
             by_preset = group not in typed and choices["stability"] != "none"
-            fix = without_preset(choices, [part for part in CHOSEN_PARTS if part not in cfg.model])
+            other_loss = ["zloss"] if cfg.objective.get("_target_") != CROSS_ENTROPY else []
+            fix = without_preset(choices, [*(part for part in CHOSEN_PARTS if part not in cfg.model), *other_loss])
             raise ConfigError(
                 f"{named(group)} does nothing with model={model}, because the model has no attention: "
                 f"use {fix if by_preset else f'{group}=none'}, or a model whose YAML has `{group}: ${{{group}}}`"
