@@ -372,3 +372,35 @@ def test_a_busy_cpu_is_noted_with_the_length_of_an_evaluation(monkeypatch):
     assert "eval_batches=20 instead of 100" in busy
     cfg.eval_batches = 30
     assert opening_notes(cfg, process(), source) == [split, ""]
+
+
+class Contrastive:
+    """A loss of the user's own in which each sample depends on the others."""
+
+    couples_samples = True
+
+    def __call__(self, outputs, batch, n_valid):
+        return outputs.var()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "typed", "fix"),
+    [
+        (1, ["grad_accum_steps=2"], "grad_accum_steps=2 would split the batch: use grad_accum_steps=1"),
+        (2, [], "2 ranks would split the batch: use one process"),
+        (1, [], None),
+    ],
+)
+def test_an_objective_that_couples_samples_is_refused_where_the_batch_is_split(world_size, typed, fix):
+    here = replace(process(0, world_size), choices={"objective": "mine"})
+    with composed(*TINY_GPT, f"objective._target_={__name__}.Contrastive", *typed) as cfg:
+
+        def make():
+            return make_tools(cfg, here, BYTES, nn.Linear(1, 1), NoClip(), NoGuard())
+
+        if fix is None:
+            assert make().objective.couples_samples
+            return
+        with pytest.raises(ConfigError) as refusal:
+            make()
+    assert str(refusal.value) == f"objective=mine couples the samples of a batch, and {fix}"
