@@ -19,6 +19,7 @@ from stabletrain.machine import hardware
 from stabletrain.machine.compiling import compile_, undo_compile_
 from stabletrain.models import head as padding
 from stabletrain.protocols import Tools
+from stabletrain.records import Batch
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.objective import CrossEntropy, ZLoss
 from stabletrain.stability.objective.chunked_loss import ChunkedLogits, ChunkedLoss, tokens_at_once
@@ -39,12 +40,14 @@ def multiple(rows: int):
 
 def kinds(model: nn.Module, tools: Tools, loss: ChunkedLoss, features: Tensor, targets: Tensor) -> dict[str, Callable]:
     """Returns what runs head and loss once, by name."""
-    count = torch.full((), targets.numel(), device=targets.device)
+    count, batch = torch.full((), targets.numel(), device=targets.device), Batch(features, targets)
 
     def run() -> None:
         model.zero_grad()
         x = features.detach().requires_grad_()
-        loss(ChunkedLogits(x, model, tools, torch.Size((*x.shape[:-1], loss.classes))), targets, count).total.backward()
+        loss(
+            ChunkedLogits(x, model, tools, torch.Size((*x.shape[:-1], loss.vocabulary))), batch, count
+        ).total.backward()
 
     def unpadded() -> None:
         with multiple(1):

@@ -77,7 +77,7 @@ class Counted(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
 
 
-def step(objective: Objective | ChunkedLoss, mode: str, device: torch.device, samples: int) -> dict[str, int]:
+def step(objective: CrossEntropy | ChunkedLoss, mode: str, device: torch.device, samples: int) -> dict[str, int]:
     """Returns the peak bytes held in one step's forward and backward passes; on fake tensors the counts as well."""
     card = device.type == "cuda"
     with contextlib.nullcontext() if card else FakeTensorMode(), device:

@@ -244,7 +244,8 @@ def main(words: Sequence[str]) -> None:
     """Runs `python words...` in this process."""
     if words[0] == "-m":
         sys.argv = [*words[1:]]
-        sys.modules.pop(words[1], None)  # it must run again, as the main module
+        package = hasattr(sys.modules.get(words[1]), "__path__")  # of a package, only `__main__` runs
+        sys.modules.pop(f"{words[1]}.__main__" if package else words[1], None)  # it must run again, as the main module
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif words[0] == "-c":
         sys.argv = ["-c", *words[2:]]

@@ -372,7 +372,7 @@ def test_raised_steps_continue_the_run_and_changes_are_recorded(tmp_path):
     ]
     fewer = command(*quick, "steps=5", "resume=auto", cwd=tmp_path)
     assert fewer.returncode == 2
-    assert "steps=5 is below the 20 steps already done" in fewer.stderr
+    assert "has finished its 20 steps, so a resume with another steps would train nothing" in fewer.stderr
 
 
 @pytest.mark.slow
@@ -384,9 +384,9 @@ def test_a_run_is_not_continued_with_other_data(tmp_path):
     for resume in ("run", "run/checkpoints/step-00000004"):
         other = command("data=text", "data.path=own.txt", "steps=8", f"resume={resume}", cwd=tmp_path)
         assert other.returncode == 2
-        assert "was trained on stdlib" in other.stderr
-        assert "start a new run with resume=none" in other.stderr
-        assert "to fine-tune on other data: init_from=" in other.stderr
+        assert "has data=stdlib, which a resume cannot change" in other.stderr
+        assert "takes its weights into a new run" in other.stderr
+        assert f"init_from={tmp_path / 'run'}" in other.stderr
     assert (tmp_path / "run" / "run.json").read_text() == before
 
 

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from stabletrain.machine.compiling import compile_
 from stabletrain.stability.objective.chunked_loss import ChunkedLoss
 from stabletrain.stability.objective import CrossEntropy, ZLoss
-from tests.stability.test_chunked_loss import TOKENS, VOCAB, Run, gpt, gradients
+from tests.stability.objective.test_chunked_loss import TOKENS, VOCAB, Run, gpt, gradients
 
 def step(model):
     terms, found = gradients(Run(model, lambda: torch.autocast("cpu", torch.bfloat16)), chunked)
