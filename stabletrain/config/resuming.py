@@ -123,6 +123,9 @@ WITHOUT_TRACE = ("resume", "device", "report")
 SIMPLY_WATCHES = ("forensics", "monitors", "checkpoint", "parallel", "wandb", "stability")
 """Groups that leave every step's result as it is, so that steps from before a change can be replayed after it."""
 
+FAULTS_OUTSIDE = ("none", "kill", "disk_full", "wandb")
+"""Faults of the process, the disk and the network: they change no step either."""
+
 WATCHING_KEYS = ("eval_every", "eval_batches", "log_every", *WITHOUT_TRACE)
 
 RENAMED_PARTS = ("model.qknorm.", "model.softcap.", "model.qkclip.")
@@ -191,8 +194,14 @@ def changed_keys(before: Settings, now: Settings) -> dict[str, list[Any]]:
 
 
 def acting(keys: Mapping[str, Any]) -> list[str]:
-    """Returns those of the changed keys that change what a step computes, so that older steps cannot be replayed."""
-    return [key for key in keys if key not in WATCHING_KEYS and key.partition(".")[0] not in SIMPLY_WATCHES]
+    """Returns those of the changed keys that change what a step computes, so that older steps cannot be replayed.
+
+    Args:
+        keys: the old and the new value of each changed key.
+    """
+    outside = "faults" in keys and set(keys["faults"]) <= {*FAULTS_OUTSIDE}
+    ignored = (*SIMPLY_WATCHES, "faults") if outside else SIMPLY_WATCHES
+    return [key for key in keys if key not in WATCHING_KEYS and key.partition(".")[0] not in ignored]
 
 
 def recorded_settings(folder: Path, step: float) -> Settings | None:

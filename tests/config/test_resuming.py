@@ -143,3 +143,18 @@ def test_settings_are_those_of_the_step(begun, tmp_path):
     early, late = (resuming.recorded_settings(tmp_path / "run", step) for step in (4, 7))
     assert early.values["optimizer"]["lr"] == 0.003, "a checkpoint at the step was written before the change"
     assert (late.values["optimizer"]["lr"], late.choices["clipping"]) == (0.1, "agc")
+
+
+@pytest.mark.parametrize(
+    ("changes", "acts"),
+    [
+        ({"eval_every": [1, 2], "checkpoint.keep": [1, 2], "forensics": ["off", "default"]}, False),
+        ({"optimizer.lr": [1, 2], "eval_every": [1, 2]}, True),
+        ({"faults": ["kill", "none"], "faults.after": [3, None]}, False),
+        ({"faults": ["none", "label"], "faults.steps": [None, 3]}, True),
+        ({"faults": ["kill", "label"]}, True),
+        ({"faults.steps": [3, 4]}, True),
+    ],
+)
+def test_only_what_changes_a_step_keeps_older_steps_from_being_replayed(changes, acts):
+    assert bool(resuming.acting(changes)) == acts
