@@ -39,6 +39,7 @@ def test_a_short_transcript_is_what_the_program_prints_today(tmp_path, found):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a page may train several runs
 @pytest.mark.parametrize("page", SLOW, ids=lambda page: page.stem)
 def test_the_transcripts_of_a_page_are_what_the_program_prints_today(tmp_path, page):
     """In order, in one folder: later ones use the runs of earlier ones."""

@@ -8,7 +8,7 @@ kept and which one a run continues from.
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -146,7 +146,7 @@ class Checkpoints(NoCheckpoints):
         info: Mapping[str, Any],
         healthy: bool,
         val_loss: float | None,
-        anchor: int | None = None,
+        anchors: Sequence[int] = (),
         here: bool = True,
         place: ShardTarget | None = None,
     ) -> None:
@@ -161,7 +161,7 @@ class Checkpoints(NoCheckpoints):
             info: plain JSON values to store in the checkpoint.
             healthy: the caller's judgement. A checkpoint with bad weights or moments (`writer.py`) is never healthy.
             val_loss: nats per target; None if not known.
-            anchor: the newest checkpoint of at most this step is kept, however old it is.
+            anchors: for each of these steps, the newest checkpoint of at most that step is kept, however old it is.
             here: whether the run is at that step now. If not (an older state is saved), no later checkpoint is deleted.
             place: where this rank writes its shards of a sharded state; None if this process writes the whole state.
 
@@ -171,7 +171,7 @@ class Checkpoints(NoCheckpoints):
         self.wait()
         flatten({"info": info, "tree": tree})  # raise here, where the stack shows the caller
         content = FullState(to_host(tree)) if place is None else RankShard(place, tree, self._background.ending)
-        work = partial(self._attempt, step, content, to_host(dict(info)), healthy, val_loss, anchor, here)
+        work = partial(self._attempt, step, content, to_host(dict(info)), healthy, val_loss, anchors, here)
         # Rank 0 alone publishes a sharded checkpoint, reports it, and deletes old ones.
         if isinstance(content, RankShard) and content.place.rank > 0:
             work = partial(write_shard, content, healthy)
@@ -269,7 +269,7 @@ class Checkpoints(NoCheckpoints):
         info: Mapping[str, Any],
         healthy: bool,
         val_loss: float | None,
-        anchor: int | None,
+        anchors: Sequence[int],
         here: bool,
     ) -> dict:
         start, folder = time.perf_counter(), self._open_folder()
@@ -283,7 +283,7 @@ class Checkpoints(NoCheckpoints):
         if here:
             self._forget(superseded(folder.known(), step, healthy))
         known = folder.known()
-        self._forget({checkpoint.path for checkpoint in known} - kept(known, self.keep, self.keep_best, anchor))
+        self._forget({checkpoint.path for checkpoint in known} - kept(known, self.keep, self.keep_best, anchors))
         fields = {"path": path.name, "healthy": healthy, "seconds": round(time.perf_counter() - start, 3)}
         return fields if bad is None else {**fields, "reason": bad}
 

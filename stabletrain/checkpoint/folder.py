@@ -6,7 +6,7 @@ A checkpoint that is damaged or belongs to another run is skipped, with one line
 |---|---|
 | the `keep` newest | the run continues from one of them |
 | the two newest healthy ones; only the newest if `keep` is 1 | a rollback and a resume fall back to them |
-| the newest at or before the anchor | a rollback can recompute the state it needs from it |
+| the newest at or before each retained state | a rollback can recompute that state from it |
 | the best, if `keep_best` is set | it is the result |
 
 The second healthy one is a reserve in case the first turns out to be damaged. Verifying the first at each save instead
@@ -47,18 +47,18 @@ def reason_of(error: OSError) -> str:
     return ": ".join(str(part) for part in (error.strerror or error, error.filename) if part)
 
 
-def kept(known: Sequence[Checkpoint], keep: int, keep_best: bool, anchor: int | None = None) -> set[Path]:
+def kept(known: Sequence[Checkpoint], keep: int, keep_best: bool, anchors: Sequence[int] = ()) -> set[Path]:
     """Returns the folders of the checkpoints to keep, by the table above.
 
     Args:
         known: the checkpoints that pass `reader.peek`, oldest first.
         keep: number of newest checkpoints to keep.
         keep_best: whether to keep the best one too.
-        anchor: a step; None for no anchor.
+        anchors: steps of the retained states.
     """
     healthy = [checkpoint for checkpoint in known if checkpoint.healthy]
     best = by_val_loss(known)[:1] if keep_best else []
-    early = [checkpoint for checkpoint in known if anchor is not None and checkpoint.step <= anchor][-1:]
+    early = [each for step in anchors for each in [each for each in known if each.step <= step][-1:]]
     return {checkpoint.path for checkpoint in (*known[-keep:], *healthy[-min(keep, 2) :], *early, *best)}
 
 

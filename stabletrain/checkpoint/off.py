@@ -1,6 +1,6 @@
 """Checkpoints switched off, for short runs and sweeps that are never resumed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class NoCheckpoints:
         info: Mapping[str, Any],
         healthy: bool,
         val_loss: float | None,
-        anchor: int | None = None,
+        anchors: Sequence[int] = (),
         here: bool = True,
         place: ShardTarget | None = None,
     ) -> None:

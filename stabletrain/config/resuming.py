@@ -224,6 +224,15 @@ def recorded_settings(folder: Path, step: float) -> Settings | None:
     return Settings(choices, {str(key): value for key, value in values.items() if key not in WITHOUT_TRACE})
 
 
+def steps_of_changes(folder: Path) -> list[int]:
+    """Returns after how many steps the run in `folder` was resumed with changed settings, by its record."""
+    try:
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        return [int(change["step"]) for change in record.get("changes", [])]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
 def insert(tree: dict[Any, Any], path: list[str], value: Any) -> None:
     """Sets the value at a path of a nested dict."""
     for name in path[:-1]:

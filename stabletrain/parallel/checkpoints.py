@@ -8,7 +8,7 @@ checkpoint (`checkpoint/sharded.py`). The ranks share the work of verifying a ch
 its shards, by itself, so the run folder must be visible to all machines.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class SharedCheckpoints(NoCheckpoints):
         info: Mapping[str, Any],
         healthy: bool,
         val_loss: float | None,
-        anchor: int | None = None,
+        anchors: Sequence[int] = (),
         here: bool = True,
         place: ShardTarget | None = None,
     ) -> None:
@@ -65,7 +65,13 @@ class SharedCheckpoints(NoCheckpoints):
         del place
         if not self.keeps:
             return
-        about: dict[str, Any] = {"info": info, "healthy": healthy, "val_loss": val_loss, "anchor": anchor, "here": here}
+        about: dict[str, Any] = {
+            "info": info,
+            "healthy": healthy,
+            "val_loss": val_loss,
+            "anchors": anchors,
+            "here": here,
+        }
         if not any(map(is_sharded, flatten(tree)[0].values())):
             if self._ranks.is_main:
                 self._own.save(step, tree, **about)

@@ -87,7 +87,10 @@ class NoRunFolder:
     def learn(self, hardware: Mapping[str, Any]) -> None:
         """Does nothing."""
 
-    def change(self, step: int, keys: Mapping[str, Any]) -> None:
+    def change(self, step: int, keys: Mapping[str, Any], *, on_top: bool = False) -> None:
+        """Does nothing."""
+
+    def went_back(self, step: int) -> None:
         """Does nothing."""
 
     def finish(self, status: str, reason: str | None, final: Mapping[str, Any]) -> None:
@@ -191,20 +194,31 @@ class RunFolder(NoRunFolder):
         """Adds to the record of the machine; `finish` writes it."""
         self._record["hardware"] |= hardware
 
-    def change(self, step: int, keys: Mapping[str, Any]) -> None:
+    def change(self, step: int, keys: Mapping[str, Any], *, on_top: bool = False) -> None:
         """Records the settings that a run has changed by resuming after `step` steps.
 
         Changes of later steps are dropped: they belong to steps that the run has gone back from.
 
         Args:
             keys: configuration keys, each as `[before, now]`; empty if nothing has changed.
+            on_top: whether the checkpoint of `step` has the changes that are recorded for `step` already. If not, these
+                are dropped as well: the run is resumed from `step` once more, and otherwise.
         """
         earlier = self._record.get("changes", [])
-        changes = [change for change in earlier if change["step"] < step]
+        changes = [change for change in earlier if change["step"] < step + on_top]
         changes += [{"step": step, "keys": dict(keys)}] if keys else []
         if changes != earlier:
             self._record["changes"] = changes
             self._write_or_warn()
+
+    def went_back(self, step: int) -> None:
+        """Dates changes of later steps to `step`: the steps after it are run again, with the present settings."""
+        earlier = self._record.get("changes", [])
+        keys: dict[str, list[Any]] = {}
+        for change in earlier:
+            for key, (before, after) in change["keys"].items() if change["step"] > step else ():
+                keys[key] = [keys.get(key, [before])[0], after]
+        self.change(step, {key: pair for key, pair in keys.items() if pair[0] != pair[1]}, on_top=True)
 
     def abandon(self, reason: str) -> None:
         """Ends a run that failed to start: restores the record of the run it was to continue, or records `failed`."""

@@ -26,6 +26,7 @@ from stabletrain.config.resuming import (
     recorded_settings,
     row_of,
     settings,
+    steps_of_changes,
 )
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks, run_on_main
@@ -120,10 +121,13 @@ class NoResumption:
         del checkpoint
         return tree
 
-    def replayable(self, checkpoint: Checkpoint) -> bool:
+    def replayable(self, checkpoint: Checkpoint, target: int) -> bool:
         """Returns True."""
-        del checkpoint
+        del checkpoint, target
         return True
+
+    def went_back(self, step: int) -> None:
+        """Does nothing."""
 
 
 class Resumption(NoResumption):
@@ -155,7 +159,8 @@ class Resumption(NoResumption):
         self._settings = settings(cfg, choices)
         # A rollback of a resumed run may have to fit an older state again, when the optimizer is no longer fresh.
         self._fresh = fresh_optimizer(state) if cfg.resume != "none" else None
-        self._resumed = False
+        self._resumed: Checkpoint | None = None
+        self._run_folder: roles.RunFolder | None = None
         self._pending: tuple[Checkpoint, Tree, Changed] | None = None
 
     def info(self) -> dict[str, Any]:
@@ -174,9 +179,21 @@ class Resumption(NoResumption):
         before = self.before(checkpoint)
         return {} if before is None else changed_keys(before, self._settings)
 
-    def replayable(self, checkpoint: Checkpoint) -> bool:
-        """Whether the steps after a checkpoint give the same bits now as when they first ran."""
-        return not acting(self.changes(checkpoint))
+    def replayable(self, checkpoint: Checkpoint, target: int) -> bool:
+        """Whether the steps from a checkpoint to `target` give the same bits now as when they first ran."""
+        return self._on_main(lambda: self._same_steps(checkpoint, target))
+
+    def _same_steps(self, checkpoint: Checkpoint, target: int) -> bool:
+        run = checkpoint.path.parent.parent
+        starts = {checkpoint.step, *(step for step in steps_of_changes(run) if checkpoint.step < step < target)}
+        # Those before step N + 1 have the change that was recorded after step N.
+        found = [recorded_settings(run, step + 1) or self.before(checkpoint) for step in starts]
+        return not any(acting(changed_keys(each, self._settings)) for each in found if each is not None)
+
+    def went_back(self, step: int) -> None:
+        """Records that the steps after `step` are run again with the present settings."""
+        if self._run_folder is not None:
+            self._run_folder.went_back(step)
 
     def fit(self, checkpoint: Checkpoint, tree: Tree) -> Tree:
         """Returns a checkpoint's state as these settings need it; unchanged if the settings are the same."""
@@ -211,7 +228,7 @@ class Resumption(NoResumption):
 
     def resume(self, checkpoint: Checkpoint, tree: Tree) -> Tree:
         """Does what `fit` does for the checkpoint that the run continues from; `announce` then says what changed."""
-        self._resumed = True
+        self._resumed = checkpoint
         if not self.changes(checkpoint):
             return tree
         fitted, changed = self._fit(checkpoint, tree)
@@ -224,15 +241,19 @@ class Resumption(NoResumption):
         Returns:
             what changed, the same on every rank; None if nothing did.
         """
+        self._run_folder = run_folder
+        if self._resumed is None:
+            return None
+        step = self._state.step
+        there, before = recorded_settings(self._folder, step + 1), self.before(self._resumed)
+        on_top = there is not None and before is not None and not changed_keys(there, before)
         if self._pending is None:
-            if self._resumed:
-                run_folder.change(self._state.step, {})
+            run_folder.change(step, {}, on_top=on_top)
             return None
         (checkpoint, tree, changed), self._pending = self._pending, None
         if self._is_measured(changed.keys):
             changed.loss, changed.about = self._on_main(lambda: self._measure(checkpoint, tree, changed.keys))
-        step = self._state.step
-        run_folder.change(step, changed.keys)
+        run_folder.change(step, changed.keys, on_top=on_top)
         loss = {} if changed.loss is None else dict(zip(("loss_before", "loss_after"), changed.loss, strict=True))
         tracker.event("changed", step, keys=changed.keys, new=changed.new, dropped=changed.dropped, **loss)
         for line in changed.lines():

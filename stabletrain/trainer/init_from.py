@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
 
 from stabletrain.checkpoint import reader
@@ -124,35 +124,21 @@ def starting_weights(
 
     Args:
         folder: the run folder; if `resume` finds a checkpoint in it, that has the weights.
-
-    Raises:
-        ConfigError: a resumed run names other weights than at its start.
     """
     if cfg.init_from == "none":
         return OwnInit()
-    run = run_on_main(ranks, lambda: resumed_run(cfg.resume, folder))
-    if run is None:
+    if not run_on_main(ranks, lambda: has_checkpoint(cfg.resume, folder)):
         return InitFrom(cfg, choices, data, ranks)
-    file = Path(run) / ".hydra" / "config.yaml"
-    before = OmegaConf.select(OmegaConf.load(file), "init_from", default="none") if file.is_file() else cfg.init_from
-    if before != cfg.init_from:
-        raise ConfigError(
-            f"init_from={cfg.init_from}: the resumed run {run} began with init_from={before}, and has its weights from "
-            "its checkpoint: leave init_from out, or begin a new run with resume=none"
-        )
     return OwnInit()
 
 
-def resumed_run(resume: str, folder: Path) -> str | None:
-    """Returns the run folder whose checkpoint `resume` will restore; None if the run starts from step 0."""
-    if resume == "none":
-        return None
+def has_checkpoint(resume: str, folder: Path) -> bool:
+    """Returns whether `resume` will restore a checkpoint; otherwise the run starts from step 0."""
     if resume != "auto":
-        return str(Path(resume).absolute().parent.parent)
+        return resume != "none"
     # A checkpoint counts only if it verifies: if none does, the run starts again, from the same weights.
     lines: list[str] = []
-    there = Folder(inside(folder), run=RunFolder(folder).read().get("id"), tell=lines.append)
-    return None if there.newest() is None else str(folder)
+    return Folder(inside(folder), run=RunFolder(folder).read().get("id"), tell=lines.append).newest() is not None
 
 
 def source_model(source: Source, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, str]]:

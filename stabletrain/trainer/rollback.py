@@ -147,14 +147,13 @@ class Rollback:
         self.tracker.mark(tree["step"], self.state.executed_steps)
 
     def _write(self, tree: Tree, *, healthy: bool, val_loss: float | None, here: bool = True) -> None:
-        anchor = min(self._retained.steps, default=None)
         self.checkpoints.save(
             tree["step"],
             tree,
             info={"run": self._run_id, **self._resumption.info()},
             healthy=healthy,
             val_loss=val_loss,
-            anchor=anchor,
+            anchors=self._retained.steps,
             here=here,
         )
 
@@ -199,12 +198,12 @@ class Rollback:
         """
         # On a machine that is not deterministic, trouble may come in the middle of a replay. End that replay first.
         self.finish_replay()
-        target, reason = self._retained.target, self._guard.reason
-        tree = None if target is None else self._find(target)
-        if target is None or tree is None:
+        wanted, reason = self._retained.target, self._guard.reason
+        found = None if wanted is None else self._find(wanted)
+        if found is None:
             self.tracker.event("halt", trouble, reason=f"{reason}; no healthy state is left to go back to")
             raise TrainingHalted(f"step {trouble}: {reason}; no healthy state is left to go back to")
-        target = max(target, tree["step"])
+        tree, target = found
         # Reading the same batches again would lead to the same weights again, bit for bit. So skip everything between
         # the restored state and the trouble, as PaLM did. `start` and `stop` are data positions, not step numbers.
         start, stop = position(target, self.state.skipped), position(trouble - 1, self.state.skipped) + 1
@@ -238,6 +237,7 @@ class Rollback:
         self.snapshots.retain(self._retained.steps)
         self.tracker.mark(self.state.step, done.executed_steps)
         self.checkpoints.rewind(self.state.step)
+        self._resumption.went_back(self.state.step)
         self.save(val_loss_of(asdict(self._history), self.state.step), healthy=True)
 
     def abort_replay(self) -> None:
@@ -277,21 +277,23 @@ class Rollback:
         parts = self.parts.items()
         return {name: part.cumulative_state() for name, part in parts if isinstance(part, HasCumulativeState)}
 
-    def _find(self, target: int) -> Any:
-        """Returns the newest state of at most `target` steps, from memory or disk; else the oldest healthy one."""
+    def _find(self, target: int) -> tuple[Tree, int] | None:
+        """Returns a state to restore, and the step up to which to replay from it.
+
+        The state is the newest one of at most `target` steps, from memory or disk; else the oldest healthy one.
+        """
         kept = self.snapshots.newest(target)
         if kept is not None and kept["step"] == target:
-            return kept
+            return kept, target
         saved = self.checkpoints.newest(at_most=target) or self.checkpoints.oldest()
-        # Steps from before a resume that changed settings cannot be replayed: they would not be the same steps again.
-        if saved is not None and saved.step < target and not self._resumption.replayable(saved):
-            later = self.checkpoints.newest(healthy_only=True)
-            saved = later if later is not None and self._resumption.replayable(later) else None
         if kept is not None and (saved is None or kept["step"] >= saved.step):
-            return kept
+            return kept, target
         if saved is None:
             return None
-        return self._resumption.fit(saved, saved.load(sharded_tensors(self.state)))
+        tree = self._resumption.fit(saved, saved.load(sharded_tensors(self.state)))
+        # Steps from before a resume that changed settings would not be the same steps again, so they are not replayed:
+        # the run goes on from the checkpoint itself. It is older than a healthy state, so it is healthy as well.
+        return tree, max(target, saved.step) if self._resumption.replayable(saved, target) else saved.step
 
 
 def val_loss_of(history: Mapping[str, Any], step: int) -> float | None:

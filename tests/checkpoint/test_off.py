@@ -13,7 +13,7 @@ def test_a_save_writes_nothing(tmp_path):
     off, events = NoCheckpoints(), []
     off.open(tmp_path / "checkpoints", lambda *event, **more: events.append(event))
     assert off.begin(10) is None
-    off.save(10, {"a": 1}, info={}, healthy=True, val_loss=1.0, anchor=5)
+    off.save(10, {"a": 1}, info={}, healthy=True, val_loss=1.0, anchors=[5])
     off.wait()
     off.finish_quietly()
     off.rewind(5)

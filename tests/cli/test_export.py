@@ -161,7 +161,8 @@ def command(*typed, cwd):
 
 
 @pytest.mark.slow
-def test_a_run_of_gpt2_goes_to_every_format_through_the_command(tmp_path):
+def test_a_run_of_gpt2_goes_to_every_format_through_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     run = train(tmp_path, *GPT2)
     model, tokens = stabletrain.load(run), torch.randint(256, (2, 16))
     hf = command(run, "--to", "hf", cwd=tmp_path)
@@ -194,7 +195,8 @@ def test_the_tokenizer_is_that_of_the_data(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_gpt_with_every_part_goes_to_onnx(tmp_path):
+def test_a_gpt_with_every_part_goes_to_onnx(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     parts = ["model=gpt_nano", "qknorm=layernorm", "softcap=gemma2", "model.norm=rmsnorm", "model.mlp=swiglu"]
     run = train(tmp_path, *GPT2, *parts)
     session, tokens = loaded(command(run, "--to", "onnx", cwd=tmp_path))["session"], torch.randint(256, (3, 9))
@@ -204,7 +206,8 @@ def test_a_gpt_with_every_part_goes_to_onnx(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_resnet18_goes_to_torchvision_and_onnx(tmp_path):
+def test_a_run_of_resnet18_goes_to_torchvision_and_onnx(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     pixels = np.random.default_rng(0)
     for split in ("train", "val"):
         for name in ("cat", "dog"):

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from benchmarks.reliability.ends import everything, metrics
 from stabletrain.checkpoint.folder import find
+from stabletrain.config.resuming import recorded_settings
 from stabletrain.errors import ConfigError
 from stabletrain.stability.qknorm import HeadLayerNorm, HeadRMSNorm
 from stabletrain.tracking.metrics import read_jsonl
@@ -261,21 +262,24 @@ def test_a_changed_run_that_is_killed_and_resumed_equals_one_that_was_not(run, t
     assert metrics(tmp_path / "whole") == metrics(run)
 
 
-ROLLBACK = ["guard.window=20", "guard.patience=2", "guard.snapshot_every=50", "guard.skip_batches=1"]
+ROLLBACK = ["guard.window=20", "guard.patience=2", "guard.healthy_after=2", "guard.skip_batches=1"]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("target", [8, 10])
 @pytest.mark.parametrize("kind", CHANGES)
-def test_a_rollback_goes_back_to_the_changed_state_and_so_it_does_after_a_kill(run, tmp_path, kind):
+def test_a_rollback_goes_back_to_a_changed_state_and_so_it_does_after_a_kill(run, tmp_path, kind, target):
     shutil.copytree(run, tmp_path / "whole")
-    changed = [*QUICK, *ROLLBACK, "steps=24", *CHANGES[kind], "resume=auto"]
+    changed = [*QUICK, *ROLLBACK, f"guard.snapshot_every={50 if target == 8 else 10}", "checkpoint.keep=1"]
+    changed += ["steps=24", *CHANGES[kind], "resume=auto"]
     begun(tmp_path / "whole", *changed, wreck_at=[14])
     back = event(tmp_path / "whole", "rollback")
-    assert (back["to"], back["loaded"]) == (8, 8)
-    # Killed before the trouble: the snapshot of step 8 is lost, and its checkpoint has the old layout.
+    assert (back["to"], back["loaded"]) == (target, target)
+    # Killed before the trouble: the snapshots are lost. The checkpoint of step 8 has the old layout.
     begun(run, *changed, crash_at=13)
     begun(run, *changed, wreck_at=[14])
-    assert event(run, "rollback")["to"] == 8
+    back = event(run, "rollback")
+    assert (back["to"], back["loaded"]) == (target, 8)
     ends = [everything(folder / "checkpoints/step-00000024") for folder in (tmp_path / "whole", run)]
     assert ends[0]["tensors"] == ends[1]["tensors"]
 
@@ -287,7 +291,18 @@ def test_steps_from_before_the_change_are_not_replayed_with_the_new_settings(run
     shutil.rmtree(run / "checkpoints/step-00000008")  # what the rollback needs
     begun(run, *changed, wreck_at=[14])
     back = event(run, "rollback")
-    assert back["loaded"] == back["to"] == 12, "the state of step 4 is there, but leads elsewhere now"
+    assert back["loaded"] == back["to"] < 8, "the steps up to 8 would not be the same steps again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [[], ["optimizer.lr=0.002"]])
+def test_the_record_keeps_a_change_at_the_step_of_a_rollback(run, again):
+    changed = [*QUICK, *ROLLBACK, "steps=24", "optimizer.lr=0.001", "resume=auto"]
+    begun(run, *changed, wreck_at=[14], crash_at=11)  # killed after the rollback to step 8
+    begun(run, *changed, *again, crash_at=12)
+    last = recorded_settings(run, 100).flat()["optimizer.lr"]
+    assert last == (0.002 if again else 0.001)
+    assert recorded_settings(run, 8).flat()["optimizer.lr"] == 0.003
 
 
 # ---- refused

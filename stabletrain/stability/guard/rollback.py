@@ -132,10 +132,9 @@ class RollbackGuard(SkipGuard):
         return Verdict.HALT
 
     def begin_anew(self, loss: float | None) -> None:
-        """Adapts to other settings: also restores the budget of rollbacks, and forgets the states from before."""
+        """Adapts to other settings: also restores the budget of rollbacks. States from before remain a way back."""
         super().begin_anew(loss)
         self.in_vain, self.slow = 0, (0, 0, 1.0)
-        self.states.forget()
 
     def begin_rollback(self, step: int, target: int, same_data: bool = False) -> Detour:
         """Counts a rollback from `step` to `target`, and lowers the learning rate unless `same_data`.
