@@ -68,6 +68,7 @@ def test_the_public_names_are_there_and_no_others():
         stabletrain.gaurd  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_call_gives_the_weights_of_the_command_twice_in_one_process(place):
     handlers = [signal.getsignal(each) for each in STOPS]
     results = [stabletrain.train(RUN) for _ in range(2)]

@@ -78,6 +78,7 @@ def test_a_run_goes_on(place, monkeypatch, name):
     assert any(event["event"] == "resume" for event in read_jsonl(place / name / "events.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_goes_on_with_one(place, monkeypatch):
     assert train(monkeypatch, "resume=fsdp", "steps=20", "parallel=auto") == 0
     same_as_recorded(place / "fsdp", "fsdp_by_one")

@@ -287,6 +287,7 @@ def test_what_cannot_be_guarded_gets_one_clear_error(tmp_path, kind, match):
         trainer.train()
 
 
+@pytest.mark.slow
 def test_the_example(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "guard_transformers.py"), run_name="__main__")

@@ -495,6 +495,7 @@ def without_privileges() -> None:
                 raise OSError(ctypes.get_errno(), "prctl")
 
 
+@pytest.mark.slow
 def test_permissions_that_are_lost_cost_checkpoints_until_they_are_back(tmp_path):
     words = [sys.executable, "-W", "ignore", "-c", PERMISSIONS, str(tmp_path)]
     ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=without_privileges)

@@ -31,6 +31,7 @@ def test_help_and_a_refusal_load_nothing_heavy(tmp_path, argument):
     assert loaded & HEAVY == set()
 
 
+@pytest.mark.slow
 def test_seeding_and_passes_aside_do_not_load_the_compiler():
     done = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout == "[]\n", done.stderr

@@ -407,6 +407,7 @@ def ran(*arguments, cwd):
 REPLAY = ("-m", "stabletrain.cli.commands", "replay", "found/step-00000006")
 
 
+@pytest.mark.slow
 def test_a_step_whose_closure_can_be_imported_is_replayed_from_its_folder(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "script.py").write_text(SCRIPT.format(closure="loss", more=""))

@@ -51,7 +51,7 @@ NOT_HERE = {
 
 OPTIONS = [f"{group}={file.stem}" for group in ACTING for file in sorted((CONF / group).glob("*.yaml"))]
 CASES = [(model, option) for model in MODELS for option in OPTIONS if option not in NOT_HERE]
-FAST = ("optimizer=muon", "precision=auto", "monitors=full")
+FAST = ("precision=auto", "clipping=adagc")
 
 WITHOUT_ATTENTION = ("qknorm=", "softcap=", "qkclip=", "stability=", "optimizer=muon", "init=gpt2", "init=small")
 FOR_RESNETS = ("qknorm=none", "softcap=none", "qkclip=none", "stability=none", "stability=zloss")

@@ -330,7 +330,11 @@ def overrides_for(group, option):
     return [choice, *small, *wandb, *others]
 
 
-@pytest.mark.slow(unless=lambda option: option not in ("gpt2", "gpt_mini", "resnet18", "resnet50"))
+IN_THE_FAST_TIER = ("precision", "clipping", "optimizer", "guard", "stability", "objective", "parallel")
+"""Groups of which every option is tried in the fast tier; of the others, the slow tier does."""
+
+
+@pytest.mark.slow(unless=lambda group, option: group in IN_THE_FAST_TIER)
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda value: value)
 def test_every_option_trains_or_says_why_not(tmp_path, monkeypatch, places, group, option):
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -134,6 +134,7 @@ def test_compiled_max_pooling_adds_the_windows_of_a_pixel_in_eager_modes_order(d
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_a_late_run_of_a_process_is_compiled_as_the_first_was(compiled):
     """By default PyTorch silently runs eagerly after eight recompilations."""
     for number in range(12):

@@ -214,6 +214,7 @@ def lines(folder):
     return [{k: v for k, v in line.items() if k not in clock} for line in read_jsonl(folder / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_need_its_source(tmp_path, source, text):
     gone = shutil.copytree(source, tmp_path / "gone")
     tuned = [*SMALL, *text, f"init_from={gone}"]

@@ -130,6 +130,7 @@ def up(place):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_the_notice_is_passed_on_until_the_ranks_have_stopped(tmp_path):
     run = job(tmp_path, TOLD_TWICE, notice=10_000)
     up(tmp_path)
