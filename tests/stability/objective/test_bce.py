@@ -26,7 +26,7 @@ def test_several_labels_at_once_and_their_gradient():
 
 
 def test_whole_number_labels_are_counted_without_the_ignored_ones():
-    logits = torch.tensor([3.0, -2.0, 50.0])
+    logits = torch.tensor([3.0, -2.0, -50.0])
     ids = torch.tensor([1, 0, IGNORE_INDEX])
     expected = F.binary_cross_entropy_with_logits(logits[:2], ids[:2].float())
     torch.testing.assert_close(BCE()(logits, batch(ids), torch.tensor(2)).total, expected)
@@ -37,6 +37,9 @@ def test_whole_number_labels_are_counted_without_the_ignored_ones():
 def test_accuracy_is_the_share_on_the_right_side():
     logits, targets = torch.tensor([[1.0, -1.0], [1.0, -1.0]]), torch.tensor([[1.0, 1.0], [0.0, 0.0]])
     sums = {name: value.numpy() for name, value in BCE().sums(logits, batch(targets)).items()}
+    assert BCE().metrics(sums)["accuracy"] == 0.5
+    soft = torch.tensor([[0.75, 0.25], [0.25, 0.75]])
+    sums = {name: value.numpy() for name, value in BCE().sums(logits, batch(soft)).items()}
     assert BCE().metrics(sums)["accuracy"] == 0.5
 
 

@@ -92,6 +92,21 @@ def test_it_gets_half_precision_outputs_in_fp32_wherever_they_are():
     assert found["c"] is None
 
 
+def test_a_loss_of_half_precision_outputs_is_computed_in_fp32():
+    outputs = torch.tensor([[1.0], [0.0078125]], dtype=torch.bfloat16)  # in bf16, 1 + 2^-14 is 1
+    total = Custom(scalar)(outputs, batch(2), torch.tensor(2)).total
+    assert total.item() == (1 + 2**-14) / 2
+
+
+def test_an_evaluation_weights_scalars_by_samples_and_not_by_valid_targets():
+    ignored = torch.tensor([1, -100, -100, -100])
+    sums = [Custom(scalar).sums(each.inputs, each) for each in (batch(2, torch.ones(2).long()), batch(4, ignored))]
+    found = Custom(scalar)
+    found.sums(batch(2).inputs, batch(2))
+    mean = found.metrics({name: (sums[0][name] + sums[1][name]).numpy() for name in sums[0]})
+    assert mean["loss"] == pytest.approx((0 + 1 + 0 + 1 + 4 + 9) / 6)
+
+
 def test_an_evaluation_averages_losses_and_terms_and_its_own_metrics():
     class Loss:
         couples_samples = True

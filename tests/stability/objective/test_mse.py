@@ -59,6 +59,9 @@ def test_outputs_of_another_shape_are_refused(outputs):
 def test_class_ids_are_refused():
     with pytest.raises(ConfigError, match="targets are torch.int64, and objective=mse takes numbers"):
         MSE().check_targets(torch.zeros(2, dtype=torch.int64))
+    for use in (lambda ids: MSE()(torch.zeros(2), ids, torch.tensor(2)), lambda ids: MSE().sums(torch.zeros(2), ids)):
+        with pytest.raises(ConfigError, match="targets are torch.int64"):
+            use(batch(torch.zeros(2, dtype=torch.int64)))
 
 
 def test_r2_is_the_explained_share_of_the_variance_over_all_batches():
