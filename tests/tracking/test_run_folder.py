@@ -191,3 +191,28 @@ def test_changed_keys_are_kept_by_every_later_resume(tmp_path):
     again.start(resuming=True, choices={}, hardware={}, data=TEXT)
     again.change(30, {"steps": [30, 40]})
     assert [each["keys"]["steps"] for each in record(tmp_path)["changes"]] == [[20, 30], [30, 40]]
+
+
+def test_changes_of_steps_that_a_rollback_undoes_hold_from_the_state_it_restores(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.start(resuming=False, choices={}, hardware={}, data=TEXT)
+    folder.change(5, {"seed": [0, 1]})
+    folder.change(20, {"steps": [20, 30], "optimizer.lr": [1, 2]})
+    folder.change(30, {"steps": [30, 40], "optimizer.lr": [2, 1]})
+    folder.went_back(30)
+    assert [change["step"] for change in record(tmp_path)["changes"]] == [5, 20, 30]
+    folder.went_back(10)
+    assert record(tmp_path)["changes"] == [
+        {"step": 5, "keys": {"seed": [0, 1]}},
+        {"step": 10, "keys": {"steps": [20, 40]}},
+    ]
+
+
+def test_a_change_on_top_of_another_keeps_it_and_one_in_its_place_does_not(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.start(resuming=False, choices={}, hardware={}, data=TEXT)
+    folder.change(8, {"steps": [20, 30]})
+    folder.change(8, {"seed": [0, 1]}, on_top=True)
+    assert [[*change["keys"]] for change in record(tmp_path)["changes"]] == [["steps"], ["seed"]]
+    folder.change(8, {"steps": [20, 40]})
+    assert record(tmp_path)["changes"] == [{"step": 8, "keys": {"steps": [20, 40]}}]

@@ -28,7 +28,7 @@ class Crash(Exception):
     """Simulates a killed process."""
 
 
-def begun(folder, *overrides, crash_at=None, wreck_at=()):
+def begun(folder, *overrides, crash_at=None, crash_at_tick=None, wreck_at=()):
     """Trains a run in `folder`, as Hydra's job does; `crash_at` kills it before that step."""
     with composed(*overrides) as cfg:
         if not (folder / "run.json").exists():
@@ -42,7 +42,7 @@ def begun(folder, *overrides, crash_at=None, wreck_at=()):
         get = job.data.batches.get
 
         def watched(step):
-            if step == crash_at:
+            if step == crash_at or job.state.executed_steps == crash_at_tick:
                 raise Crash
             if job.state.executed_steps in wreck_at:
                 with torch.no_grad():
@@ -50,7 +50,7 @@ def begun(folder, *overrides, crash_at=None, wreck_at=()):
             return get(step)
 
         job.data.batches.get = watched
-        if crash_at is None:
+        if crash_at is None and crash_at_tick is None:
             train(job)
         else:
             with pytest.raises(Crash):
@@ -292,14 +292,18 @@ def test_steps_from_before_the_change_are_not_replayed_with_the_new_settings(run
     begun(run, *changed, wreck_at=[14])
     back = event(run, "rollback")
     assert back["loaded"] == back["to"] < 8, "the steps up to 8 would not be the same steps again"
+    changes = json.loads((run / "run.json").read_text())["changes"]
+    assert [change["step"] for change in changes] == [back["to"]], "all steps after it have the new settings now"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [[], ["optimizer.lr=0.002"]])
 def test_the_record_keeps_a_change_at_the_step_of_a_rollback(run, again):
     changed = [*QUICK, *ROLLBACK, "steps=24", "optimizer.lr=0.001", "resume=auto"]
-    begun(run, *changed, wreck_at=[14], crash_at=11)  # killed after the rollback to step 8
-    begun(run, *changed, *again, crash_at=12)
+    begun(run, *changed, wreck_at=[10], crash_at_tick=14)
+    assert event(run, "rollback")["to"] == 8
+    begun(run, *changed, *again, crash_at=11)
+    assert event(run, "resume")["step"] == 8
     last = recorded_settings(run, 100).flat()["optimizer.lr"]
     assert last == (0.002 if again else 0.001)
     assert recorded_settings(run, 8).flat()["optimizer.lr"] == 0.003
