@@ -38,9 +38,9 @@ def test_accuracy_is_the_share_on_the_right_side():
     logits, targets = torch.tensor([[1.0, -1.0], [1.0, -1.0]]), torch.tensor([[1.0, 1.0], [0.0, 0.0]])
     sums = {name: value.numpy() for name, value in BCE().sums(logits, batch(targets)).items()}
     assert BCE().metrics(sums)["accuracy"] == 0.5
-    soft = torch.tensor([[0.75, 0.25], [0.25, 0.75]])
+    soft = torch.tensor([[0.75, 0.25], [0.75, 0.25]])
     sums = {name: value.numpy() for name, value in BCE().sums(logits, batch(soft)).items()}
-    assert BCE().metrics(sums)["accuracy"] == 0.5
+    assert BCE().metrics(sums)["accuracy"] == 1.0
 
 
 @pytest.mark.parametrize(
