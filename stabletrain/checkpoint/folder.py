@@ -58,8 +58,10 @@ def kept(known: Sequence[Checkpoint], keep: int, keep_best: bool, anchors: Seque
     """
     healthy = [checkpoint for checkpoint in known if checkpoint.healthy]
     best = by_val_loss(known)[:1] if keep_best else []
-    early = [each for step in anchors for each in [each for each in known if each.step <= step][-1:]]
-    return {checkpoint.path for checkpoint in (*known[-keep:], *healthy[-min(keep, 2) :], *early, *best)}
+    stays = [*known[-keep:], *healthy[-min(keep, 2) :], *best]
+    for step in anchors:
+        stays += [checkpoint for checkpoint in known if checkpoint.step <= step][-1:]
+    return {checkpoint.path for checkpoint in stays}
 
 
 def superseded(known: Sequence[Checkpoint], step: int, healthy: bool) -> set[Path]:

@@ -67,6 +67,13 @@ def test_whatever_is_healthy_or_not_the_newest_stay_and_the_last_healthy_ones(ke
         assert stays == sorted({*range(7 - keep, 7), *healthy[-min(keep, 2) :]})
 
 
+def test_of_each_retained_state_the_newest_checkpoint_before_it_stays():
+    """Not only of the oldest: steps from before a change of settings cannot be replayed to a state after it."""
+    found = [Checkpoint(Path(str(step)), step, True, None, {}) for step in (4, 8, 12, 16, 20)]
+    assert numbers(kept(found, 1, False, [5, 12])) == [4, 12, 20]
+    assert numbers(kept(found, 1, False, [3])) == [20], "none is as old"
+
+
 def test_the_last_healthy_ones_outlive_any_number_of_sick_ones(run):
     run.save(10)
     run.save(20)

@@ -101,7 +101,7 @@ def test_a_refusal_names_key_both_values_reason_and_fix(begun):
     "override", ["qknorm=layernorm", "seed=1", "optimizer=sgd", "batch_size=8", "data.val_fraction=0.04"]
 )
 def test_the_rest_is_not_refused_nor_are_equal_values(begun, override):
-    checked(begun, override)
+    assert checked(begun, override) is None
 
 
 def test_an_option_is_named_before_its_keys(begun):
