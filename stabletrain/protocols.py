@@ -1,6 +1,6 @@
 """The roles in a step, each played by the object that a config group chooses; the step does not know its kind."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -8,7 +8,18 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from stabletrain.buffers import SavedBuffers
-from stabletrain.records import Batch, Clipped, Detour, GradNorms, LossTerms, Number, Reading, StepChecks, Verdict
+from stabletrain.records import (
+    Batch,
+    Clipped,
+    Detour,
+    GradNorms,
+    LossTerms,
+    Number,
+    Reading,
+    StepChecks,
+    TrainState,
+    Verdict,
+)
 
 
 @runtime_checkable
@@ -79,6 +90,18 @@ class RetainedStates(Protocol):
 
 
 @runtime_checkable
+class StateCheck(Protocol):
+    """Checks that nothing changes weights, moments and buffers but the step; see `stability/guard/state_check.py`."""
+
+    def before_update(self, state: TrainState, buffers: SavedBuffers) -> Number: ...
+    def after_update(self, state: TrainState, buffers: SavedBuffers) -> None: ...
+    def holds(self, state: TrainState) -> bool: ...
+    def reference(self, state: TrainState) -> Any: ...
+    def restored(self, state: TrainState, reference: Any) -> bool: ...
+    def changes(self, model: nn.Module) -> Sequence[Any]: ...
+
+
+@runtime_checkable
 class GuardPolicy(Protocol):
     """Decides which updates reach the weights, and what happens after a skip; see `stability/guard/`."""
 
@@ -96,6 +119,8 @@ class GuardPolicy(Protocol):
     def healthy(self) -> bool: ...
     @property
     def states(self) -> RetainedStates: ...
+    @property
+    def state_check(self) -> StateCheck: ...
     def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Tensor: ...
     def judge(self, reading: Reading) -> Verdict: ...
     def at_end(self, verdict: Verdict) -> Verdict: ...

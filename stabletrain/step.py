@@ -11,7 +11,7 @@ have the values it started from, so it can be replayed. Nothing here waits for t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,17 @@ from torch.optim import Optimizer
 from stabletrain.buffers import Buffers, SavedBuffers, buffers_of
 from stabletrain.monitors.tensor_norms import gradients, measure_all
 from stabletrain.protocols import Tools
-from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Number, Reading, StepChecks, TrainState
+from stabletrain.records import (
+    IGNORE_INDEX,
+    Batch,
+    GradNorms,
+    LossTerms,
+    Number,
+    OwnNumbers,
+    Reading,
+    StepChecks,
+    TrainState,
+)
 
 
 @dataclass(frozen=True)
@@ -47,10 +57,19 @@ class Computed:
 
 
 class InFlight:
-    """A reading on its way from the device to the host."""
+    """A reading on its way from the device to the host.
+
+    Attributes:
+        own: this rank's own numbers of the step, on the device; None in a single process.
+    """
 
     def __init__(
-        self, step: int, lr: float, terms: Mapping[str, Number], numbers: Mapping[str, Tensor | float | None]
+        self,
+        step: int,
+        lr: float,
+        terms: Mapping[str, Number],
+        numbers: Mapping[str, Tensor | float | None],
+        own: OwnNumbers | None = None,
     ) -> None:
         """Starts copying `terms` and `numbers`, which become the fields of `Reading`, to the host.
 
@@ -58,6 +77,7 @@ class InFlight:
             step, lr, terms: see `Reading`.
             numbers: 0-d tensors, and numbers that the host knows already. `withheld` is 1 if the update was skipped.
         """
+        self.own = own
         self._known: dict[str, Any] = {"step": step, "lr": lr, **numbers}
         self._terms = {f"terms/{name}": name for name in terms}  # no field of `Reading` has a slash in its name
         self._known |= {key: terms[name] for key, name in self._terms.items()}
@@ -80,7 +100,7 @@ class InFlight:
         numbers["applied"] = not numbers.pop("withheld")
         if numbers["clip_active"] is None:  # the gradient was clipped as a whole
             numbers["clip_active"] = float(numbers["clip_coef"] < 1)
-        flags = {name: bool(numbers.get(name)) for name in ("bad_data", "overflow", "stop")}
+        flags = {name: bool(numbers.get(name)) for name in ("bad_data", "overflow", "state_changed", "stop")}
         numbers |= {**flags, "rank": int(numbers.get("rank", -1))}
         return Reading(**numbers)
 
@@ -88,7 +108,7 @@ class InFlight:
 def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Computed:
     """Runs forward and backward over the micro-batches of step `state.step`; leaves unscaled gradients in `.grad`.
 
-    On several ranks the returned numbers are those of the whole step, equal on every rank.
+    On several ranks the returned numbers are those of this rank's part of the step.
 
     Args:
         state: where the step starts; its weights are not changed.
@@ -136,8 +156,6 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     buffers = buffers_of(state.model)
     norms, buffer_norm = measure_all(found, buffers.floating)
     checks = StepChecks(maximum(bad), maximum(largest), buffer_norm)
-    # After this all-gather every rank has the numbers of the whole step, so all ranks reach the same verdict.
-    terms, norms, checks = tools.parallel.reduce_stats(terms, norms, checks)
     return Computed(terms, norms, checks, buffers, saved_buffers, forwards, classes)
 
 
@@ -178,11 +196,16 @@ def zero_gradients_(model: nn.Module) -> LossTerms:
 
 def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     """Judges the step, clips, applies the update or skips it, and counts the step."""
-    terms, norms = computed.terms, computed.norms
+    # Nothing may have changed since the last update but gradients and buffers: a difference is a memory fault.
+    unchanged = tools.guard.state_check
+    changed = unchanged.before_update(state, computed.saved_buffers)
+    # After this all-gather every rank has the numbers of the whole step, so all ranks reach the same verdict.
+    checks = replace(computed.checks, state_changed=changed)
+    terms, norms, checks = tools.parallel.reduce_stats(computed.terms, computed.norms, checks)
     # Judge. The gate is a bool on the device, so the host does not wait. It closes for bad data, for NaN or Inf, for a
     # spike, and for fp16's routine overflow.
     overflow = tools.precision.overflow(terms, norms)
-    gate = tools.precision.close(tools.guard.gate(terms, norms, computed.checks), overflow)
+    gate = tools.precision.close(tools.guard.gate(terms, norms, checks), overflow)
     # Clip. Adaptive clipping needs the gate: a skipped step must not enter its statistics.
     clipped = tools.clipping(state.model, norms, gate)
     loss_scale = tools.precision.loss_scale()
@@ -190,12 +213,12 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     # Apply the update if the gate is open. Otherwise weights and moments keep their bits, and buffers are restored.
     withheld = apply(state.optimizer, gate)
     tools.after_update(state.model, gate)
-    computed.buffers.restore_(computed.saved_buffers, gate)
+    buffers = computed.buffers.restore_(computed.saved_buffers, gate)
     tools.precision.update(overflow, gate)
     # Count the step, skipped or not: the next step reads the next batch.
     state.step += 1
     state.executed_steps += 1
-    checks = computed.checks
+    unchanged.after_update(state, buffers)
     numbers = {
         "loss": terms.total,
         "grad_norm": norms.total,
@@ -206,10 +229,11 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
         "loss_scale": loss_scale,
         "withheld": withheld,
         "bad_data": checks.bad_data,
+        "state_changed": checks.state_changed,
         "overflow": overflow,
     }
     of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
-    return InFlight(state.step, lr, terms.parts, numbers | of_ranks)
+    return InFlight(state.step, lr, terms.parts, numbers | of_ranks, checks.own)
 
 
 def train_step(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Reading:

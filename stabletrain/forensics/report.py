@@ -64,6 +64,8 @@ def report(record: Mapping[str, Any], found: Findings, folder: Path | None = Non
 
 def what_became(evidence: Evidence) -> str:
     """Says whether the step's update was applied."""
+    if evidence.kind == "state":
+        return "Its update was withheld. The numbers were computed from the changed state, and tell nothing of the run."
     if not evidence.reading.applied:
         return "Its update was skipped: the weights are unchanged, and nothing is lost."
     return (

@@ -53,6 +53,7 @@ class Repro:
         part: what this rank measured of its own part of the step, which its replays repeat; None in a single process.
         compiled: whether the user's own code compiled the model, so that a copy computes other bits.
         compiled_for: input shape that the model was compiled for (`machine/compiling.py`); None if it was not compiled.
+        changes: tensors of this rank's state that changed between two updates: what, name, and words.
         applied: whether the update was applied. The weights are then those after the step, and a replay does not repeat
             the step: it only uses the same batch.
         older: returns a captured state (`checkpoint/capture.py`) from before the step; None if none is left.
@@ -74,6 +75,7 @@ class Repro:
     part: RankPart | None = None
     compiled: bool = False
     compiled_for: tuple[int, ...] | None = None
+    changes: Sequence[tuple[str, str, str]] = ()
     applied: bool = False
     older: Callable[[], Tree | None] | None = None
     fresh: Callable[[], Batch] | None = None

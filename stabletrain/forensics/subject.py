@@ -36,6 +36,7 @@ class Subject(Protocol):
         step: number of the step, counted from 0.
         reading: the step's; None if unknown.
         part: what this rank measured of its own part of the step; None in a single process.
+        changes: see `Repro`.
         deadline: in `time.monotonic()` seconds; nothing new begins after it.
     """
 
@@ -49,6 +50,8 @@ class Subject(Protocol):
     def reading(self) -> Reading | None: ...
     @property
     def part(self) -> RankPart | None: ...
+    @property
+    def changes(self) -> Sequence[tuple[str, str, str]]: ...
     @property
     def deadline(self) -> float: ...
 
@@ -116,6 +119,7 @@ class StepSubject:
         self.repro = repro
         self.model, self.buffers, self.step = repro.model, repro.buffers, repro.step
         self.reading, self.part, self.deadline = repro.reading, repro.part, repro.deadline
+        self.changes = repro.changes
 
     def older(self) -> Tree | None:
         """See `Subject`."""

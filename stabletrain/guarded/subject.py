@@ -41,6 +41,7 @@ class LoopSubject:
     Attributes:
         rerun: runs the closures again.
         reading, part, step: see `Subject`.
+        changes: see `Subject`.
         usual: the micro-batches of the last step that was applied; empty before the first.
         older_state: returns an older state; None if there is none.
         sharded: whether the weights are sharded across ranks.
@@ -53,6 +54,7 @@ class LoopSubject:
     rerun: Rerun
     reading: Reading
     step: int
+    changes: Sequence[tuple[str, str, str]] = ()
     usual: Sequence[Part] = ()
     older_state: Callable[[], Tree | None] = lambda: None
     part: RankPart | None = None

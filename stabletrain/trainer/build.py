@@ -56,6 +56,8 @@ from stabletrain.trainer.stages import (
     Trained,
     batch_loader,
     build_model,
+    choose_checksums,
+    chooses_checksums,
     load_data,
     make_tools,
     opening_lines,
@@ -105,7 +107,8 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     guard, clipping, monitors, faults = (make(cfg, group) for group in ("guard", "clipping", "monitors", "faults"))
     source = load_data(cfg, process, faults)
     weights = starting_weights(cfg, process.choices, source.data, process.ranks, folder)
-    trained = build_model(cfg, process, source, faults, weights)
+    trained = build_model(cfg, process, source, faults, weights, chooses_checksums(guard))
+    choose_checksums(cfg, process, trained, guard)
     tools = make_tools(cfg, process, source, trained.state.model, clipping, guard)
     load = batch_loader(cfg, process, source, trained.state, tools.objective)
     opened = open_output(cfg, folder, process, source, trained, faults, shown)
@@ -121,7 +124,8 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     resumption = Resumption(
         cfg, process.choices, folder, trained.state, source.data, process.precision, tools.sanitizer, process.ranks
     )
-    rollback = saved_states(trained.state, tools, monitoring, history, data, opened, resumption)
+    any_rank = process.parallel.any_rank
+    rollback = saved_states(trained.state, tools, monitoring, history, data, opened, resumption, any_rank)
     # From here on the run folder belongs to this run, so an error must be recorded in its run.json.
     try:
         start_wandb(cfg, process, trained, opened)
@@ -272,6 +276,7 @@ def saved_states(
     data: TrainingData,
     opened: Opened,
     resumption: roles.Resumption | None = None,
+    any_rank: Callable[[bool], bool] = bool,
 ) -> Rollback:
     """Creates the run's `Rollback`, which has no saved state yet."""
     parts = {  # everything stateful besides model and optimizer, by its name in checkpoints
@@ -292,6 +297,7 @@ def saved_states(
         tracker=opened.tracker,
         run_id=opened.run_folder.id,
         resumption=resumption,
+        any_rank=any_rank,
     )
 
 

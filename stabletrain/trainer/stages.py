@@ -22,6 +22,7 @@ from stabletrain.machine.hardware import Usage, forget_peak, peak_flops
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.protocols import Objective, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
+from stabletrain.stability.guard.state_check import default_every
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.trainer.banner import busy_note, opening, split_note
 from stabletrain.trainer.contract import checked, cost, make_model, output_note, units, val_batches, vocabulary
@@ -73,6 +74,7 @@ class Trained:
     Attributes:
         fp32_modules: names of the modules kept in fp32.
         parameters: number of parameters of the whole model.
+        sample_flops: FLOPs of training on one sample; None if they cannot be counted.
         loaded: the weights that `init_from` names.
         notes: what the user should know about model and optimizer, one line each; some may be empty.
     """
@@ -81,6 +83,7 @@ class Trained:
     usage: Usage
     fp32_modules: list[str]
     parameters: int
+    sample_flops: float | None = None
     loaded: Loaded = field(default_factory=Loaded)
     notes: Sequence[str] = ()
 
@@ -130,22 +133,29 @@ def load_data(cfg: DictConfig, process: Process, faults: Any) -> Source:
 
 
 def build_model(
-    cfg: DictConfig, process: Process, source: Source, faults: Any, weights: StartingWeights = OWN_INIT
+    cfg: DictConfig,
+    process: Process,
+    source: Source,
+    faults: Any,
+    weights: StartingWeights = OWN_INIT,
+    count_flops: bool = False,
 ) -> Trained:
     """Builds the model and the optimizer on their device, sharded or replicated over the ranks.
 
     Args:
+        count_flops: whether to count the FLOPs of a sample even if the device's peak is unknown.
         weights: puts other weights into the model than its `init`.
     """
     device, precision, parallel = process.device, process.precision, process.parallel
     process.determinism.seed_run(cfg.seed)
     model = make_model(cfg, source.data)
     parameters = sum(p.numel() for p in model.parameters())
-    # counting FLOPs reads a sample of the data: only do it if the device's peak is known
-    peak = peak_flops(hardware.name(device), precision.name)
-    usage = Usage(device)
+    # counting FLOPs reads a sample of the data: only do it if something depends on it
+    peak, usage, measured = peak_flops(hardware.name(device), precision.name), Usage(device), None
+    if peak is not None or count_flops:
+        measured = cost(model, source.data)
     if peak is not None:
-        usage = Usage(device, cost(model, source.data), peak * process.ranks.world_size)
+        usage = Usage(device, measured and measured[0] / measured[1], peak * process.ranks.world_size)
     forget_peak(device)
     make(cfg, "init")(model)  # on the CPU, so every device starts from the same weights
     loaded = weights.load_(model)
@@ -158,7 +168,8 @@ def build_model(
     precision.attach(model, state.optimizer)
     faults.state(state, precision)
     parallel.wrap(model)  # last, because it broadcasts the main process's weights to all ranks
-    return Trained(state, usage, fp32_modules, parameters, loaded, [output_note(model), note, *loaded.notes])
+    flops = None if measured is None else measured[0]
+    return Trained(state, usage, fp32_modules, parameters, flops, loaded, [output_note(model), note, *loaded.notes])
 
 
 def make_optimizer(cfg: DictConfig, model: nn.Module, overrides: Mapping[str, Any]) -> tuple[Optimizer, str]:
@@ -264,6 +275,21 @@ def batch_loader(
 
 
 # ---- tools
+
+
+def chooses_checksums(guard: Any) -> bool:
+    """Returns whether the guard leaves it open how often it checks the state."""
+    return getattr(guard, "checksum_every", 0) is None
+
+
+def choose_checksums(cfg: DictConfig, process: Process, trained: Trained, guard: Any) -> None:
+    """Sets how often the guard checks the state if `guard.checksum_every` is null: as often as it costs little."""
+    if not chooses_checksums(guard):
+        return
+    weights = sum(p.numel() * p.element_size() for p in trained.state.model.parameters())
+    shards = process.ranks.world_size if process.parallel.name == "fsdp" else 1
+    flops = trained.sample_flops and trained.sample_flops * cfg.batch_size / process.ranks.world_size
+    guard.check_state_every(default_every(3 * weights / shards, flops, process.device.type))  # weights and two moments
 
 
 def make_tools(cfg: DictConfig, process: Process, source: Source, model: nn.Module, clipping: Any, guard: Any) -> Tools:

@@ -122,13 +122,16 @@ def test_only_a_busy_cpu_is_noted_with_what_would_help(load, cores, threads, bat
 @pytest.mark.parametrize(
     ("guard", "text"),
     [
-        (SkipGuard(), "guard skip (its window judges spikes after 64 updates)"),
-        (SkipGuard(window=30), "guard skip (its window judges spikes after 20 updates)"),
-        (SkipGuard(sigma=math.inf), "guard skip (no spike detection)"),
+        (SkipGuard(), "guard skip (its window judges spikes after 64 updates; checksums every 10 updates)"),
+        (
+            SkipGuard(window=30, checksum_every=1),
+            "guard skip (its window judges spikes after 20 updates; checksums every update)",
+        ),
+        (SkipGuard(sigma=math.inf, checksum_every=0), "guard skip (no spike detection; no checksums)"),
         (NoGuard(), "guard skip"),
     ],
 )
-def test_the_opening_says_from_when_on_the_window_judges_spikes(guard, text):
+def test_the_opening_says_from_when_on_the_window_judges_spikes_and_how_often_the_state_is_checked(guard, text):
     choices = dict.fromkeys(SHOWN, "none") | {"model": "mine", "data": "text", "guard": "skip"}
     config = {group: {} for group in (*SHOWN, "precision")}
     tools = build_tools(FP32, guard=guard, learning_rate=LearningRate(LinearWarmup(None), Constant(), 2000))

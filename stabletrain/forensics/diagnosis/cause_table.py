@@ -33,7 +33,7 @@ CAUSES = {
     ),
     "corrupt_state": Cause(
         "weights or optimizer moments were corrupt before the step",
-        "weights, buffers or moments not finite before the step, or a few of their elements huge",
+        "weights, buffers or moments changed between two updates, are not finite, or a few of their elements are huge",
         accident=True,
     ),
     "hardware_fault": Cause(

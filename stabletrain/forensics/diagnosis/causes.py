@@ -93,6 +93,8 @@ def bad_label(e: Evidence) -> Diagnosis | None:
 
 def corrupt_state(e: Evidence) -> Diagnosis | None:
     """Weights, buffers or moments were corrupt before the step."""
+    if e.kind == "state":
+        return changed_state(e)
     bad = [d for d in e.damage if not d.large or not rushed(e)]
     if not bad:
         return None
@@ -100,6 +102,19 @@ def corrupt_state(e: Evidence) -> Diagnosis | None:
     verdict = f"{first.what} {first.name} was corrupt before the step: {first.words}"
     fix = ["resume=<run folder> (the last healthy checkpoint)", "if it happens again, test the machine's memory"]
     return Diagnosis("corrupt_state", 0.95, verdict, fix, [f"{d.what} {d.name}: {d.words}" for d in bad[:8]])
+
+
+def changed_state(e: Evidence) -> Diagnosis:
+    """Weights, buffers or moments are not what the last update left."""
+    whose = "" if e.reading.rank < 0 else f" of rank {e.reading.rank}"
+    names = [f"{d.what} {d.name}" for d in e.damage]
+    what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "weights or moments"
+    fix = [
+        "test the machine's memory, if no code of yours writes weights, buffers or moments outside of the step",
+        "resume=<run folder> on another device",
+    ]
+    lines = [f"{d.what} {d.name}: changed {d.words}" for d in e.damage[:8]]
+    return Diagnosis("corrupt_state", 0.99, f"{what}{whose} changed between two updates", fix, lines)
 
 
 def hardware_fault(e: Evidence) -> Diagnosis | None:

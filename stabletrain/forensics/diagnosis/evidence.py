@@ -95,7 +95,8 @@ class Evidence:
     """Everything that was found out about one incident.
 
     Attributes:
-        kind: `nonfinite`, `spike`, `loss_scale`, or `bad_data` for a finite step whose batch is bad.
+        kind: `nonfinite`, `spike`, `loss_scale`, `bad_data` for a finite step whose batch is bad, or
+            `state` for weights, buffers or moments that changed between two updates.
         reading: the step's.
         part: what the investigating rank measured of its own part of the step; None in a single process.
         parts_normal: on several ranks, whether the own part of every rank was normal, in the step and in a replay.

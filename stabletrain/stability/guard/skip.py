@@ -15,6 +15,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.records import Detour, GradNorms, LossTerms, Reading, StepChecks, Verdict
 from stabletrain.stability.guard.limits import LARGEST, Limits
 from stabletrain.stability.guard.retained import NoRetainedStates
+from stabletrain.stability.guard.state_check import UNKNOWN, NoStateCheck, StateCheck
 
 
 def overflow_reason(reading: Reading) -> str:
@@ -40,6 +41,7 @@ class NoGuard:
     rollbacks: int = 0
     consecutive: int = 0
     states = NoRetainedStates()
+    state_check = NoStateCheck()
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -105,7 +107,9 @@ class NoGuard:
         self.skips = self.skips | state["skips"]
 
 
-KINDS = ("bad_data", "nonfinite", "spike", "overflow")
+KINDS = ("bad_data", "nonfinite", "spike", "overflow", "state")
+
+CHANGED = "weights, moments or buffers are not what the last update left"
 
 
 @dataclass
@@ -116,19 +120,24 @@ class SkipGuard(NoGuard):
         sigma: standard deviations above the recent mean at which a spike begins (`limits.py`).
         window: number of applied steps from which mean and standard deviation are computed.
         max_consecutive: number of consecutive skipped steps that halts the run; fp16's overflows do not count.
+        checksum_every: updates between two comparisons of the state with what the last update left (`state_check.py`);
+            0 for none, None for as often as costs little.
         skips: number of skipped steps by kind.
         consecutive: consecutive skipped steps up to now.
         trouble: steps skipped as spike or non-finite, minus the steps applied after them, at least 0. The state is
             healthy at 0.
+        state_check: compares the state with what the last update left.
     """
 
     sigma: float = 6.0
     window: int = 128
     max_consecutive: int = 100
+    checksum_every: int | None = None
     skips: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     consecutive: int = 0
     trouble: int = 0
     limits: Limits = field(init=False, repr=False)
+    state_check: NoStateCheck = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.max_consecutive < 1:
@@ -137,6 +146,14 @@ class SkipGuard(NoGuard):
                 "use guard=off to apply every update"
             )
         self.limits = Limits(self.sigma, self.window)
+        every = self.checksum_every
+        if every is not None and every < 0:
+            raise ConfigError(f"guard.checksum_every={every} is below 0: 1 checks before every update, 0 never")
+        self.check_state_every(UNKNOWN if every is None else every)
+
+    def check_state_every(self, updates: int) -> None:
+        """Sets how often the state is compared with what the last update left; 0 for never."""
+        self.state_check = StateCheck(updates) if updates else NoStateCheck()
 
     def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
         """Returns whether every measurement is within its limit, and therefore finite; 0-d, on the device."""
@@ -148,6 +165,7 @@ class SkipGuard(NoGuard):
             (checks.inputs, limits.inputs.value),
             (checks.buffers, LARGEST),
             (checks.bad_data, 0.0),
+            (checks.state_changed, 0.0),
         )
         values, bounds = zip(*(each for each in measured if isinstance(each[0], Tensor)), strict=True)
         # One kernel for all differences. The sign of a difference is exact, and NaN <= 0 is False: NaN closes the gate.
@@ -162,6 +180,8 @@ class SkipGuard(NoGuard):
             return Verdict.APPLY
         self.kind, self.reason = self.why(reading)
         self.skips[self.kind] += 1
+        if self.kind == "state":
+            return self.distrust(self.reason)
         if self.kind == "overflow":  # routine calibration: neither trouble nor a consecutive skip
             return Verdict.SKIP
         self.consecutive += 1
@@ -203,9 +223,10 @@ class SkipGuard(NoGuard):
     @property
     def note(self) -> str:
         """Text after the guard's name in the first lines of the run: when spike detection by the window begins."""
-        if math.isinf(self.sigma):
-            return " (no spike detection)"
-        return f" (its window judges spikes after {self.limits.cold_steps} updates)"
+        spikes = f"its window judges spikes after {self.limits.cold_steps} updates"
+        every = self.state_check.every
+        state = {0: "no checksums", 1: "checksums every update"}.get(every, f"checksums every {every} updates")
+        return f" ({'no spike detection' if math.isinf(self.sigma) else spikes}; {state})"
 
     @property
     def healthy(self) -> bool:
@@ -221,6 +242,8 @@ class SkipGuard(NoGuard):
 
     def why(self, reading: Reading) -> tuple[str, str]:
         """Returns kind and reason of a skipped step."""
+        if reading.state_changed:  # first: whatever else is wrong may follow from it
+            return "state", CHANGED
         if reading.bad_data:
             return "bad_data", "the batch holds data that cannot be trained on"
         if reading.overflow:
