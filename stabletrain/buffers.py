@@ -94,13 +94,13 @@ class SavedBuffers:
         """Returns the saved values with the buffers' shapes and dtypes, in the order of `model.buffers()`."""
         return self.buffers.like(self.memory, self.others)
 
-    def differ(self, other: "SavedBuffers") -> Bool[Tensor, ""] | bool:
-        """Returns whether any bit differs from another copy; True if it is a copy of buffers of other sizes."""
+    def equal(self, other: "SavedBuffers") -> Bool[Tensor, ""] | bool:
+        """Returns whether all bits equal another copy's; False if it is a copy of buffers of other sizes."""
         mine, theirs = self._flat(), other._flat()
         if len(mine) != len(theirs) or any(a.shape != b.shape for a, b in zip(mine, theirs, strict=True)):
-            return True
-        found = [torch.ne(a, b).any() for a, b in zip(mine, theirs, strict=True)]
-        return torch.stack(found).any() if len(found) > 1 else found[0] if found else False
+            return False
+        found = [torch.eq(a, b).all() for a, b in zip(mine, theirs, strict=True)]
+        return torch.stack(found).all() if len(found) > 1 else found[0] if found else True
 
     def changed(self, other: "SavedBuffers") -> list[int]:
         """Returns which tensors differ from another copy, as positions in `tensors()`; waits for the device."""

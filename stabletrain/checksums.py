@@ -9,10 +9,10 @@ them costs few kernels. Nothing here waits for the device.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int64, UInt8
+from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 WIDTH = 512
@@ -146,9 +146,3 @@ def memory(tensor: Tensor) -> UInt8[Tensor, " bytes"] | None:
 def flat(tensor: Tensor) -> UInt8[Tensor, " bytes"]:
     """Returns a copy of the bytes of a tensor whose memory has gaps."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def differ(before: Mapping[Any, Tensor], after: Mapping[Any, Tensor]) -> Bool[Tensor, ""]:
-    """Returns whether sums differ anywhere, 0-d on the device of the first; the sums are those of each device."""
-    found = [torch.ne(each, before[key]).any() for key, each in after.items()]
-    return found[0] if len(found) == 1 else torch.stack([each.to(found[0].device) for each in found]).any()

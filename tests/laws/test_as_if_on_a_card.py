@@ -199,6 +199,12 @@ def test_images_from_files_go_to_the_card_as_bytes_and_are_completed_there(tmp_p
         assert after.inputs.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.slow(unless=lambda model: model == "gpt")
+@pytest.mark.parametrize("model", MODELS)
+def test_the_state_is_checked_on_the_device(tmp_path, model):
+    assert trained(tmp_path, "h100", *MODELS[model], "guard.checksum_every=1").foreign == []
+
+
 def bad_at(*steps: int):
     """Returns what steps measure: NaN the first time that each of `steps` runs, and nothing unusual otherwise."""
     bad, left = HEALTHY._replace(loss=math.nan, grad_norm=math.nan, applied=False), {*steps}

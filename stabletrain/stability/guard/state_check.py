@@ -27,7 +27,7 @@ UNKNOWN = 10
 SHARE = 0.005
 """Largest share of a step's time that the check takes by default."""
 
-FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 240.0}
+FLOPS_PER_BYTE = {"cpu": 16.0, "cuda": 240.0}
 """FLOPs of training in the time in which one byte of the state is summed: on two CPU cores, measured by
 benchmarks/checksums.py; on an H100, 400 TFLOP/s over half of 3.35 TB/s, because each byte is read twice.
 """
@@ -97,16 +97,16 @@ class Sums:
     by_device: Mapping[torch.device, Tensor]
     parts: Mapping[torch.device, Checksums]
 
-    def differ(self, other: "Sums") -> Tensor:
-        """Returns whether any sum differs; 0-d bool on the first device."""
+    def equal(self, other: "Sums") -> Tensor:
+        """Returns whether all sums are equal; 0-d bool on the first device."""
         found = []
         for device, mine in self.by_device.items():
             theirs = other.by_device.get(device)
             if theirs is None or theirs.shape != mine.shape:  # tensors were added, removed or resized
-                found.append(torch.ones((), dtype=torch.bool, device=device))
+                found.append(torch.zeros((), dtype=torch.bool, device=device))
             else:
-                found.append(torch.ne(mine, theirs).any())
-        return found[0] if len(found) == 1 else torch.stack([each.to(found[0].device) for each in found]).any()
+                found.append(torch.eq(mine, theirs).all())
+        return found[0] if len(found) == 1 else torch.stack([each.to(found[0].device) for each in found]).all()
 
 
 class StateCheck(NoStateCheck):
@@ -149,12 +149,11 @@ class StateCheck(NoStateCheck):
         if kept is None or kept.at != at(state):  # the first step, or an older state was restored
             return 0.0
         now = self._sums(state)
-        self._seen, differs = (kept, now), kept.differ(now)
+        self._seen, same = (kept, now), kept.equal(now)
         if self._buffers is not None:
             self._forward = (self._buffers, buffers)
-            moved = self._buffers.differ(buffers)
-            differs = differs | moved if isinstance(moved, Tensor) else torch.ones_like(differs) if moved else differs
-        return differs.float()
+            same = same & self._buffers.equal(buffers)
+        return torch.logical_not(same).float()
 
     def holds(self, state: TrainState) -> bool:
         """Returns whether the state is still what the last update left; waits for the device."""
@@ -162,11 +161,11 @@ class StateCheck(NoStateCheck):
         if kept is None or kept.at != at(state):
             return True
         self._seen = (kept, self._sums(state))
-        differs = kept.differ(self._seen[1])
+        same = kept.equal(self._seen[1])
         if self._buffers is not None:
             self._forward = (self._buffers, buffers_of(state.model).save())
-            return not bool(differs) and not bool(self._buffers.differ(self._forward[1]))
-        return not bool(differs)
+            same = same & self._buffers.equal(self._forward[1])
+        return bool(same)
 
     def reference(self, state: TrainState) -> Sums:
         """Returns the checksums that a copy of this state must have: those from after the last update, if known."""
@@ -180,7 +179,7 @@ class StateCheck(NoStateCheck):
             reference: from when the state was saved; None if it is unknown.
         """
         self._kept = self._buffers = None
-        return reference is None or not bool(reference.differ(self._sums(state)))
+        return reference is None or bool(reference.equal(self._sums(state)))
 
     def changes(self, model: nn.Module) -> list[Change]:
         """Returns the tensors that changed before the newest comparison; waits for the device."""
