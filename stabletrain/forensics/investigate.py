@@ -71,6 +71,9 @@ def investigate(
     assert subject.reading is not None
     attempt = Attempts(subject.deadline)
     found = Evidence(kind, subject.reading, part=subject.part, setting=setting)
+    if kind == "recheck":  # two computations were compared, and a third: a replay would tell nothing more
+        found = replace(found, recheck=subject.recheck)
+        return Findings(found, diagnose(found), time.monotonic() - began, attempt.failures)
     # Cheapest first: bad samples explain the incident without any replay.
     samples = attempt("samples", lambda: subject.bad_samples(classes), [])
     found = replace(found, samples=samples)

@@ -106,6 +106,7 @@ class Distributed(SingleProcess):
             bad_data=bad.amax(),
             inputs=inputs.amax(),
             buffers=buffers.amax(),
+            recheck=checks.recheck,  # it is the same on every rank already
             stop=(wish > 0).any(),
             rank=first,
             own=OwnNumbers(terms.total, self.own_grad_norm(norms)),

@@ -71,8 +71,10 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
     )
     if guard.kind == "overflow":  # routine in fp16: an overflow only lowers the loss scale
         return
+    if guard.kind == "recheck" and guard.recheck.found is None:  # the model never repeats: no fault
+        return
     handler = run.forensics.handler
-    if guard.consecutive == 1 or (verdict is Verdict.HALT and guard.kind != handler.newest):
+    if guard.consecutive == 1 or guard.kind == "recheck" or (verdict is Verdict.HALT and guard.kind != handler.newest):
         finite = all(map(math.isfinite, (reading.loss, reading.grad_norm, reading.buffers)))
         # bad inputs may make the step non-finite; a bad label does not
         kind = "nonfinite" if guard.kind == "bad_data" and not finite else guard.kind
@@ -153,6 +155,7 @@ def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> Re
         part=run.parallel.rank_part(executed.own, run.tools.objective.own_factor(executed.batch), reading.loss_scale),
         compiled_for=compiled_shape(model),
         applied=reading.applied,
+        recheck=run.tools.guard.recheck.found,
         fresh=lambda: completed(run, run.data.load(FAR * (reading.step + 1))),
         metadata=run.forensics.metadata,
     )

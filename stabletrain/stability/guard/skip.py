@@ -14,6 +14,7 @@ from torch import Tensor
 from stabletrain.errors import ConfigError
 from stabletrain.records import Detour, GradNorms, LossTerms, Reading, StepChecks, Verdict
 from stabletrain.stability.guard.limits import LARGEST, Limits
+from stabletrain.stability.guard.recheck import NoRecheck, recheck_every
 from stabletrain.stability.guard.retained import NoRetainedStates
 
 
@@ -40,6 +41,7 @@ class NoGuard:
     rollbacks: int = 0
     consecutive: int = 0
     states = NoRetainedStates()
+    recheck = NoRecheck()
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -105,7 +107,11 @@ class NoGuard:
         self.skips = self.skips | state["skips"]
 
 
-KINDS = ("bad_data", "nonfinite", "spike", "overflow")
+KINDS = ("bad_data", "nonfinite", "spike", "overflow", "recheck")
+
+
+GRADIENT_DIFFERS = "the gradient came out differently when it was computed a second time"
+UPDATE_DIFFERS = "the optimizer's update came out differently when it was computed a second time"
 
 
 @dataclass
@@ -116,6 +122,7 @@ class SkipGuard(NoGuard):
         sigma: standard deviations above the recent mean at which a spike begins (`limits.py`).
         window: number of applied steps from which mean and standard deviation are computed.
         max_consecutive: number of consecutive skipped steps that halts the run; fp16's overflows do not count.
+        recheck_every: steps between two repetitions of a gradient and an update (`recheck.py`); 0 for none.
         skips: number of skipped steps by kind.
         consecutive: consecutive skipped steps up to now.
         trouble: steps skipped as spike or non-finite, minus the steps applied after them, at least 0. The state is
@@ -125,10 +132,12 @@ class SkipGuard(NoGuard):
     sigma: float = 6.0
     window: int = 128
     max_consecutive: int = 100
+    recheck_every: int = 250
     skips: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     consecutive: int = 0
     trouble: int = 0
     limits: Limits = field(init=False, repr=False)
+    recheck: NoRecheck = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.max_consecutive < 1:
@@ -137,6 +146,7 @@ class SkipGuard(NoGuard):
                 "use guard=off to apply every update"
             )
         self.limits = Limits(self.sigma, self.window)
+        self.recheck = recheck_every(self.recheck_every)
 
     def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
         """Returns whether every measurement is within its limit, and therefore finite; 0-d, on the device."""
@@ -148,6 +158,7 @@ class SkipGuard(NoGuard):
             (checks.inputs, limits.inputs.value),
             (checks.buffers, LARGEST),
             (checks.bad_data, 0.0),
+            (checks.recheck, self.recheck.limit("gradient")),
         )
         values, bounds = zip(*(each for each in measured if isinstance(each[0], Tensor)), strict=True)
         # One kernel for all differences. The sign of a difference is exact, and NaN <= 0 is False: NaN closes the gate.
@@ -159,13 +170,17 @@ class SkipGuard(NoGuard):
             self.consecutive = 0
             self.trouble = max(self.trouble - 1, 0)
             self.limits.add(reading)
+            self.recheck.learn(reading)
+            if self.recheck.wrong(reading):  # the update was applied, so the weights are wrong
+                self.kind = "recheck"
+                return self.distrust(UPDATE_DIFFERS)
             return Verdict.APPLY
         self.kind, self.reason = self.why(reading)
         self.skips[self.kind] += 1
         if self.kind == "overflow":  # routine calibration: neither trouble nor a consecutive skip
             return Verdict.SKIP
         self.consecutive += 1
-        if self.kind != "bad_data":  # bad data says nothing about the weights
+        if self.kind not in ("bad_data", "recheck"):  # these say nothing about the weights
             self.trouble += 1
         if self.consecutive < self.max_consecutive:
             return Verdict.SKIP
@@ -233,12 +248,15 @@ class SkipGuard(NoGuard):
         for what, value in measured:
             if not math.isfinite(value):
                 return "nonfinite", f"{what} is {value}"
+        if self.recheck.wrong(reading):
+            return "recheck", GRADIENT_DIFFERS
         return "spike", self.limits.passed(reading)
 
     def state_dict(self) -> dict:
         """Counts and windows, for the checkpoint."""
         counts = {"consecutive": self.consecutive, "trouble": self.trouble}
-        return {"skips": dict(self.skips), **counts, "limits": self.limits.state_dict()}
+        limits = {"limits": self.limits.state_dict(), "recheck": self.recheck.state_dict()}
+        return {"skips": dict(self.skips), **counts, **limits}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores the counts and windows that the checkpoint has; another kind of guard stores fewer."""
@@ -247,3 +265,4 @@ class SkipGuard(NoGuard):
         self.trouble = state.get("trouble", 0)
         if "limits" in state:
             self.limits.load_state_dict(state["limits"])
+        self.recheck.load_state_dict(state.get("recheck", {}))
