@@ -90,6 +90,7 @@ class RetainedStates(Protocol):
     def forget(self) -> None: ...
 
 
+@runtime_checkable
 class Repeat(Protocol):
     """Computes one step's gradient or update a second time, or does nothing; see `stability/guard/recheck.py`."""
 
@@ -99,6 +100,7 @@ class Repeat(Protocol):
     def update(self, apply: Callable[[Optimizer], Any]) -> Number: ...
 
 
+@runtime_checkable
 class Recheck(Protocol):
     """Decides which steps are computed twice, and what difference is a fault; see `stability/guard/recheck.py`."""
 
