@@ -112,6 +112,7 @@ def test_without_a_fault_nothing_is_said_and_no_bit_changes():
     assert [bound.agreed for bound in run.tools.guard.recheck.bounds.values()] == [20, 20]
 
 
+@pytest.mark.slow(unless=lambda call: call == 1)
 @pytest.mark.parametrize(("call", "third"), [(1, "second"), (2, "first")])
 def test_a_gradient_that_is_wrong_once_is_named_and_its_batch_is_read_again(tmp_path, call, third):
     run = a_run(tmp_path)
@@ -129,6 +130,7 @@ def test_a_gradient_that_is_wrong_once_is_named_and_its_batch_is_read_again(tmp_
     assert f"a third computation equals the {third}" in " ".join(found["evidence"])
 
 
+@pytest.mark.slow(unless=lambda adam: adam)
 @pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adamw"])
 def test_an_update_that_is_wrong_once_is_named_and_undone(tmp_path, adam):
     run = a_run(tmp_path, adam=adam)
@@ -143,6 +145,7 @@ def test_an_update_that_is_wrong_once_is_named_and_undone(tmp_path, adam):
     assert "a third computation equals the second" in " ".join(found["evidence"])
 
 
+@pytest.mark.slow
 def test_each_tensor_has_its_turn():
     run = a_run()
     spoil_update(run, name="bias")  # step 10 repeats the weight's update
@@ -154,6 +157,7 @@ def test_each_tensor_has_its_turn():
     assert len(events(run, "rollback")) == 1
 
 
+@pytest.mark.slow
 def test_without_rollbacks_the_wrong_gradient_is_skipped_and_a_wrong_update_halts():
     run = a_run(guard=SkipGuard(recheck_every=5))
     spoil_gradient(run)
@@ -167,6 +171,7 @@ def test_without_rollbacks_the_wrong_gradient_is_skipped_and_a_wrong_update_halt
         train(run)
 
 
+@pytest.mark.slow
 def test_a_fault_that_returns_halts_the_run():
     run = a_run()
     spoil_gradient(run, calls=(1, 3, 5, 7, 9, 11))
@@ -192,18 +197,19 @@ def test_a_model_that_never_repeats_is_no_fault_and_is_told_once(tmp_path):
     assert len(run.output.tracker.notes) == 1
 
 
-def test_a_fault_in_a_third_computation_does_not_end_the_run():
-    run = a_run()
+@pytest.mark.slow
+def test_a_third_computation_that_fails_does_not_end_the_run(tmp_path):
+    run, failed = a_run(tmp_path), []
     spoil_gradient(run)
     spoil = run.state.model.spoil
 
     def fails(output):
-        if run.state.step == DUE:  # counted already: this is the third
+        if run.state.step == DUE and not failed:  # the step is counted already: this is the third
+            failed.append(True)
             raise RuntimeError("out of memory")
         return spoil(output)
 
     run.state.model.spoil = fails
-    run.tools.guard.recheck.bounds["gradient"].agreed = 1
-    with pytest.raises(RuntimeError, match="out of memory"):  # the step after it, not the investigation
-        train(run)
-    assert len(events(run, "skip")) == 1
+    train(run)
+    assert_same(run, clean())
+    assert "there was no third computation" in incident(tmp_path)["evidence"]
