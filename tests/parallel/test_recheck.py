@@ -1,4 +1,4 @@
-"""Two ranks compute one of their steps twice: each its own gradient, before it is averaged; the rank at fault is named."""
+"""Two ranks compute steps twice: each its own gradient, before it is averaged; the rank at fault is named."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A gradient or an update that is computed wrongly once is seen, named and undone; a model that never repeats is told."""
+"""A gradient or update that is computed wrongly once is seen, named and undone; a model that never repeats is told."""
 
 import json
 
