@@ -10,9 +10,10 @@ Between the two halves the loop reads the numbers of the *previous* step. If tha
 have the values it started from, so it can be replayed. Nothing here waits for the device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -120,29 +121,23 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     state.optimizer.zero_grad(set_to_none=True)
     # The forward pass overwrites BatchNorm's statistics. If the step is skipped, these copies are restored.
     saved_buffers = buffers_of(state.model).save()
+    # Every `guard.recheck_every` steps, the first micro-batch runs a second time: its gradient must be the same.
+    recheck = tools.guard.recheck.of_step(state, saved_buffers, tools)
     # Divide each micro-batch's loss by the number of targets of the whole step: the losses then add up to the exact
     # mean, even if micro-batches or ranks have different numbers of valid targets.
     n_valid, empty = count_targets(batches)
     losses, bad, largest, classes = [], [empty], [], None
-    model = tools.wrap(state.model)
+    model, alone = tools.wrap(state.model), tools.wrap_alone(state.model)
     for number, batch in enumerate(batches, 1):
         if batch.targets.numel() == 0:  # an empty micro-batch; `numel` is known on the host, so there is no wait
             continue
-        # A token id out of range would crash a CUDA kernel and the process. Replace it, and mark the step as bad.
-        inputs, magnitude, bad_inputs = tools.sanitizer.inputs(batch.inputs)
         with tools.parallel.gradient_sync(state.model, number == len(batches)):
-            # Forward, under autocast. (With `loss_chunk` the head runs together with the loss.)
-            with tools.precision.autocast():
-                outputs = model(inputs)
-            classes = tools.objective.classes(outputs)
-            targets, bad_targets = tools.sanitizer.targets(batch.targets, classes)
-            # Loss in fp32: bf16 has 8 bits of precision, too few for a logsumexp over a vocabulary.
-            loss = tools.objective(outputs, batch.having(inputs, targets), n_valid)
-            # Backward, times the loss scale, so that small fp16 gradients do not underflow.
-            tools.scale(loss.total).backward()
-        losses.append(loss.detach())
-        bad.append(bad_inputs | bad_targets)
-        largest.append(magnitude)
+            done = forward_backward(model, batch, n_valid, tools)
+        recheck.gradient(partial(forward_backward, alone, batch, n_valid, tools))
+        losses.append(done.loss)
+        bad.append(done.bad_data)
+        largest.append(done.largest)
+        classes = done.classes
     forwards = len(losses)
     if not losses:
         losses = [zero_gradients_(state.model)]
@@ -155,8 +150,40 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     # Measure before clipping: norm clipping would turn every gradient into NaN if one of them is.
     buffers = buffers_of(state.model)
     norms, buffer_norm = measure_all(found, buffers.floating)
-    checks = StepChecks(maximum(bad), maximum(largest), buffer_norm)
+    checks = StepChecks(maximum(bad), maximum(largest), buffer_norm, recheck=recheck.difference)
     return Computed(terms, norms, checks, buffers, saved_buffers, forwards, classes)
+
+
+class Pass(NamedTuple):
+    """What forward and backward of a micro-batch give, besides gradients; tensors are on the device.
+
+    Attributes:
+        loss: the micro-batch's share of the step's loss.
+        bad_data: whether the micro-batch holds values that no model can learn from.
+        largest: largest magnitude of its inputs.
+        classes: see `Computed`.
+    """
+
+    loss: LossTerms
+    bad_data: Tensor
+    largest: Number
+    classes: int | None
+
+
+def forward_backward(model: Callable[[Tensor], Any], batch: Batch, n_valid: Tensor, tools: Tools) -> Pass:
+    """Runs forward and backward of a micro-batch; adds scaled gradients to `.grad`."""
+    # A token id out of range would crash a CUDA kernel and the process. Replace it, and mark the step as bad.
+    inputs, magnitude, bad_inputs = tools.sanitizer.inputs(batch.inputs)
+    # Forward, under autocast. (With `loss_chunk` the head runs together with the loss.)
+    with tools.precision.autocast():
+        outputs = model(inputs)
+    classes = tools.objective.classes(outputs)
+    targets, bad_targets = tools.sanitizer.targets(batch.targets, classes)
+    # Loss in fp32: bf16 has 8 bits of precision, too few for a logsumexp over a vocabulary.
+    loss = tools.objective(outputs, batch.having(inputs, targets), n_valid)
+    # Backward, times the loss scale, so that small fp16 gradients do not underflow.
+    tools.scale(loss.total).backward()
+    return Pass(loss.detach(), bad_inputs | bad_targets, magnitude, classes)
 
 
 def count_targets(batches: Sequence[Batch]) -> tuple[Tensor, Tensor | bool]:
@@ -211,7 +238,9 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     loss_scale = tools.precision.loss_scale()
     lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.lr_multiplier(state.step))
     # Apply the update if the gate is open. Otherwise weights and moments keep their bits, and buffers are restored.
+    recheck = tools.guard.recheck.of_update(state, tools)
     withheld = apply(state.optimizer, gate)
+    recheck_update = recheck.update(partial(apply, gate=gate))
     tools.after_update(state.model, gate)
     buffers = computed.buffers.restore_(computed.saved_buffers, gate)
     tools.precision.update(overflow, gate)
@@ -231,6 +260,8 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
         "bad_data": checks.bad_data,
         "state_changed": checks.state_changed,
         "overflow": overflow,
+        "recheck": checks.recheck,
+        "recheck_update": recheck_update,
     }
     of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
     return InFlight(state.step, lr, terms.parts, numbers | of_ranks, checks.own)

@@ -7,7 +7,7 @@ is:
 
 | level | this rank's part |
 |---|---|
-| 3 | has bad samples, or its state was corrupt before the step |
+| 3 | has bad samples, its state was corrupt before the step, or its recheck differs |
 | 2 | fails again in a replay; if it is a spike, the larger one counts |
 | 1 | was bad in the step, but is normal in the replay: a fault that happened once |
 | 0 | was normal in both |
@@ -140,7 +140,7 @@ def account_of(found: Findings | None) -> Account:
         return Account(-1, 0.0, True, True)
     evidence, level, size = found.evidence, 0, 0.0
     fine = evidence.normal("same") if evidence.kind == "spike" else evidence.finite("same")
-    if evidence.samples or evidence.damage:
+    if evidence.samples or evidence.damage or (evidence.recheck is not None and evidence.recheck.differs):
         level = 3
     elif fine is False or too_bright(evidence):
         level, size = 2, excess(evidence)

@@ -75,6 +75,9 @@ def investigate(
         damage = [Damage(what, name, words) for what, name, words in subject.changes]
         found = replace(found, damage=damage)
         return Findings(found, diagnose(found), time.monotonic() - began, attempt.failures)
+    if kind == "recheck":  # two computations were compared, and a third: a replay would tell nothing more
+        found = replace(found, recheck=subject.recheck)
+        return Findings(found, diagnose(found), time.monotonic() - began, attempt.failures)
     # Cheapest first: bad samples explain the incident without any replay.
     samples = attempt("samples", lambda: subject.bad_samples(classes), [])
     found = replace(found, samples=samples)

@@ -24,6 +24,7 @@ from stabletrain.forensics.repro import Repro, save_repro
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.monitors.probe import Probe
 from stabletrain.records import RankPart, Reading
+from stabletrain.stability.guard.recheck import Finding
 
 
 @runtime_checkable
@@ -37,6 +38,7 @@ class Subject(Protocol):
         reading: the step's; None if unknown.
         part: what this rank measured of its own part of the step; None in a single process.
         changes: see `Repro`.
+        recheck: see `Repro`.
         deadline: in `time.monotonic()` seconds; nothing new begins after it.
     """
 
@@ -52,6 +54,8 @@ class Subject(Protocol):
     def part(self) -> RankPart | None: ...
     @property
     def changes(self) -> Sequence[tuple[str, str, str]]: ...
+    @property
+    def recheck(self) -> Finding | None: ...
     @property
     def deadline(self) -> float: ...
 
@@ -120,6 +124,7 @@ class StepSubject:
         self.model, self.buffers, self.step = repro.model, repro.buffers, repro.step
         self.reading, self.part, self.deadline = repro.reading, repro.part, repro.deadline
         self.changes = repro.changes
+        self.recheck = repro.recheck
 
     def older(self) -> Tree | None:
         """See `Subject`."""

@@ -107,6 +107,7 @@ class Distributed(SingleProcess):
             inputs=inputs.amax(),
             buffers=buffers.amax(),
             state_changed=changed.amax(),
+            recheck=checks.recheck,  # it is the same on every rank already
             stop=(wish > 0).any(),
             rank=first,
             own=OwnNumbers(terms.total, self.own_grad_norm(norms)),

@@ -71,8 +71,11 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
     )
     if guard.kind == "overflow":  # routine in fp16: an overflow only lowers the loss scale
         return
+    if guard.kind == "recheck" and guard.recheck.found is None:  # the model never repeats: no fault
+        return
     handler = run.forensics.handler
-    if guard.kind == "state" or guard.consecutive == 1 or (verdict is Verdict.HALT and guard.kind != handler.newest):
+    new = guard.consecutive == 1 or guard.kind in ("state", "recheck")
+    if new or (verdict is Verdict.HALT and guard.kind != handler.newest):
         finite = all(map(math.isfinite, (reading.loss, reading.grad_norm, reading.buffers)))
         # bad inputs may make the step non-finite; a bad label does not
         kind = "nonfinite" if guard.kind == "bad_data" and not finite else guard.kind
@@ -164,6 +167,7 @@ def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> Re
         compiled_for=compiled_shape(model),
         changes=run.tools.guard.state_check.changes(model) if reading.state_changed else (),
         applied=reading.applied,
+        recheck=run.tools.guard.recheck.found,
         fresh=lambda: completed(run, run.data.load(FAR * (reading.step + 1))),
         metadata=run.forensics.metadata,
     )

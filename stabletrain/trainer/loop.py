@@ -26,6 +26,7 @@ from stabletrain.trainer.incidents import (
     investigate_alarm,
     investigate_skip,
 )
+from stabletrain.trainer.recheck import confirm
 from stabletrain.trainer.run import TrainingRun
 from stabletrain.trainer.step_log import NOTHING, log_alarms, log_step
 
@@ -154,6 +155,7 @@ def due_after_step(run: TrainingRun, watching: bool, signal: str, first: int) ->
     save = last or bool(stop) or rollback.checkpoints.due(step)
     snapshot = rollback.snapshot_due(step)
     reading = watching or evaluate_now or save or snapshot or bool(rollback.replaying) or step == first
+    reading = reading or run.tools.guard.recheck.due(step - 1)
     return Due(evaluate_now, save, snapshot, stop, reading)
 
 
@@ -179,6 +181,8 @@ def settle(
     """
     reading, guard = executed.reading(), run.tools.guard
     verdict = guard.judge(reading)
+    if guard.recheck.wrong(reading):  # a computation came out differently the second time: a third one tells more
+        verdict = confirm(run, executed, reading, verdict)
     skipped_spike = not reading.applied and guard.kind == "spike"
     log_alarms(run, reading.step, run.monitoring.rolling.add(reading, skipped_spike))
     if not reading.applied:  # the weights still have their values from before the step: replay it now
@@ -189,8 +193,8 @@ def settle(
         verdict = guard.at_end(verdict)
     if verdict is Verdict.APPLY:
         run.history.updates += 1
-    # If memory was at fault, and not the data, the same batches are read again.
-    return follow(run, verdict, throughput, same_data=reading.state_changed)
+    # If memory or arithmetic was at fault, and not the data, the same batches are read again.
+    return follow(run, verdict, throughput, same_data=guard.kind in ("state", "recheck"))
 
 
 def follow(run: TrainingRun, verdict: Verdict, throughput: Throughput, *, same_data: bool = False) -> bool:

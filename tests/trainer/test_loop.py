@@ -337,6 +337,7 @@ def test_the_final_numbers_are_those_of_history_and_guard():
         "guard/skipped_nonfinite": 0,
         "guard/skipped_bad_data": 0,
         "guard/skipped_state": 0,
+        "guard/skipped_recheck": 0,
         "spike/score": 0.0,
     }
     assert {name: numbers[name] for name in expected} == expected

@@ -38,7 +38,7 @@ CAUSES = {
     ),
     "hardware_fault": Cause(
         "a replay of the step gives a different result",
-        "the replay is finite, or differs although it must be bitwise equal",
+        "a second computation, or a replay of the step, differs although it must be equal; or the replay is finite",
         accident=True,
     ),
     "loss_scale_collapse": Cause(
