@@ -122,6 +122,7 @@ KEYS = {
         "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0.9",
         "data.length_warmup=2 data.length_start=8 steps=4",
         "monitors=default monitors.every=1 eval_every=1 steps=3",
+        "guard.recheck_every=1 precision=fp16 optimizer=stable_adamw grad_accum_steps=2",
     ],
     "resnet": [
         "grad_accum_steps=2 precision=fp16",
@@ -130,6 +131,7 @@ KEYS = {
         "model=resnet50 model.depth=50",
         "data.augment=none label_smoothing=0.1",
         "monitors=full monitors.every=1 eval_every=1 steps=3",
+        "guard.recheck_every=1",
     ],
 }
 """Overrides beyond single options that change which operations a step runs."""

@@ -62,7 +62,7 @@ def ratio(a: Tensor | None, b: Tensor | None) -> Tensor:
     a, b = (each if each.dtype == torch.float64 else each.float() for each in (a, b))
     gap = torch.where(equal, 0.0, (a - b).abs().clamp(min=TINY)).amax()
     size = a.abs().amax()
-    size = torch.where(torch.isfinite(size), size, 1.0).clamp(min=TINY)
+    size = torch.where(torch.isfinite(size) & (size > 0), size, 1.0)
     # Neither an underflow nor NaN may hide a difference.
     found = torch.where(gap > 0, (gap / size).clamp(min=TINY), gap)
     return torch.nan_to_num(found, nan=math.inf, posinf=math.inf).float()
