@@ -37,9 +37,18 @@ from omegaconf import DictConfig
 from stabletrain.cli.sweep import lines
 from stabletrain.cli.sweep.member import Member, stopping_all
 from stabletrain.cli.sweep.plan import Sweep, finished_run, start
-from stabletrain.config.arguments import Arguments, parse_arguments, resolve_resume, resume_command, with_overrides
+from stabletrain.config.arguments import (
+    Arguments,
+    check_folders,
+    job_overrides,
+    parse_arguments,
+    resolve_resume,
+    resume_command,
+    with_overrides,
+)
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain, unknown_option
+from stabletrain.config.interpolation import check_resolves
 from stabletrain.config.resuming import check_resume
 from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted, own_traceback
 from stabletrain.machine.signals import NoStopRequest
@@ -161,6 +170,7 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
 
 def resolve_arguments(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple[Sweep | None, Arguments]:
     """Resolves `resume`, and agrees on one run folder among the ranks; returns the sweep, if any, and the arguments."""
+    check_folders(typed)
     if not ranks.launched:
         return start(resolve_resume(typed), config_dir)
     join_process_group(ranks)
@@ -203,8 +213,9 @@ def run_job(cfg: DictConfig) -> float | None:
     job, ranks = HydraConfig.get(), current_ranks()
     if job.mode == RunMode.MULTIRUN:
         return run_of_sweep(cfg, ranks)
-    folder, overrides = Path(job.runtime.output_dir), list(job.overrides.task)
+    folder, overrides = Path(job.runtime.output_dir), job_overrides()
     try:
+        check_resolves(cfg)
         done = None
         if cfg.resume == "auto":
             done = run_on_main(ranks, lambda: finished_run(folder, overrides, cfg.steps, ("finished",)))
@@ -341,7 +352,7 @@ def record_failure(folder: Path, error: Exception) -> None:
         "status": "failed",
         "reason": str(error) or type(error).__name__,
         "choices": {group: option for group, option in job.runtime.choices.items() if "hydra" not in group},
-        "overrides": list(job.overrides.task),
+        "overrides": job_overrides(),
         "command": started().command,
         "final": {},
     }
