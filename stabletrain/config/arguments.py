@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks
+from stabletrain.printable import say
 from stabletrain.program import conf_folder, started
 
 WITH_VALUE = frozenset(
@@ -144,7 +145,7 @@ def resolve_resume(typed: Arguments) -> Arguments:
     if resume == "auto":
         folder = typed.value(key) or newest_of_same(typed)
         if folder is None:
-            print("resume=auto: no earlier run of this command found here; starting a new run", file=sys.stderr)
+            say("resume=auto: no earlier run of this command found here; starting a new run", file=sys.stderr)
             return with_overrides(typed, "resume=none")
         return in_folder(with_overrides(typed, "resume=auto"), key, Path(folder))
     path = Path(resume)  # a sweep's folder, a run's folder, its checkpoints/ folder, or one checkpoint

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from stabletrain.cli.sweep import lines, plan
 from stabletrain.config.arguments import job_overrides
 from stabletrain.machine.signals import handling
+from stabletrain.printable import say
 from stabletrain.tracking.progress import InSweep
 from stabletrain.tracking.run_folder import RunFolder
 
@@ -158,4 +159,4 @@ class Member:
         """
         seconds = None if before else time.monotonic() - self._started
         with suppress(OSError):  # the pipe's reader has exited
-            print(lines.ending(self.sweep, self.number, self.overrides, ended, seconds), flush=True)
+            say(lines.ending(self.sweep, self.number, self.overrides, ended, seconds), flush=True)
