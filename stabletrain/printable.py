@@ -6,7 +6,7 @@ colours and titles, or turn the direction of what follows. Every other character
 
 import re
 import sys
-from typing import TextIO
+from typing import Any
 
 CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and newline, delete, C1
@@ -31,7 +31,7 @@ def escaped(character: str) -> str:
     return f"\\x{ord(character):02x}" if ord(character) < 0x100 else f"\\u{ord(character):04x}"
 
 
-def say(text: object = "", *, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
+def say(text: object = "", *, file: Any = None, end: str = "\n", flush: bool = False) -> None:
     """Prints text with control characters escaped; `file` is standard output unless another stream is given.
 
     Characters that the stream's encoding lacks are escaped too.

@@ -264,7 +264,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--gib", type=float, default=4.0, help="memory that each process may allocate")
-    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of a line")
+    parser.add_argument("--seconds", type=float, default=300.0, help="time limit of a line")
     parser.add_argument("--only", type=int, help="run this line alone, as a command")
     chosen = parser.parse_args()
     if chosen.only is not None:
