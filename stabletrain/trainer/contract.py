@@ -46,6 +46,25 @@ def make_model(cfg: DictConfig, data: Any) -> nn.Module:
     Raises:
         ConfigError: a size is missing or does not fit the data, or the target is not a trainable `nn.Module`.
     """
+    given = sizes_from_data(cfg, data)
+    for group, role in PARTS.items():
+        if group in cfg.model and group in cfg:  # an object of the wrong kind would fail within the model's constructor
+            make(cfg, group, role)
+    model = make(cfg, "model", **given)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not an nn.Module")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(f"model: {cfg.model._target_} has no parameters to train")
+    accept_output_(model, data, objective_from_config(cfg))
+    return model
+
+
+def sizes_from_data(cfg: DictConfig, data: Any) -> dict[str, Any]:
+    """Returns the model's sizes that are null in the configuration, from the data.
+
+    Raises:
+        ConfigError: a size is missing or does not fit the data.
+    """
     given = {}
     for key in FROM_DATA:
         if key not in cfg.model:
@@ -57,16 +76,7 @@ def make_model(cfg: DictConfig, data: Any) -> nn.Module:
             given[key] = needed
         elif needed is not None and (wanted < needed or (key == "in_channels" and wanted != needed)):
             raise ConfigError(f"model.{key}={wanted} does not fit the data, which needs {needed}: leave it null")
-    for group, role in PARTS.items():
-        if group in cfg.model and group in cfg:  # an object of the wrong kind would fail within the model's constructor
-            make(cfg, group, role)
-    model = make(cfg, "model", **given)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not an nn.Module")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError(f"model: {cfg.model._target_} has no parameters to train")
-    accept_output_(model, data, objective_from_config(cfg))
-    return model
+    return given
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,18 @@ from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.trainer import option_roles
 from stabletrain.trainer.banner import busy_note, opening, split_note
-from stabletrain.trainer.contract import checked, cost, make_model, output_note, units, val_batches, vocabulary
+from stabletrain.trainer.contract import (
+    checked,
+    cost,
+    make_model,
+    output_note,
+    sizes_from_data,
+    units,
+    val_batches,
+    vocabulary,
+)
 from stabletrain.trainer.init_from import Loaded, OwnInit, StartingWeights
+from stabletrain.trainer.memory import check_memory
 from stabletrain.trainer.tools import tools_from_config
 
 RANK_SEEDS = 1 << 40
@@ -137,6 +147,7 @@ def build_model(
         weights: puts other weights into the model than its `init`.
     """
     device, precision, parallel = process.device, process.precision, process.parallel
+    check_memory(cfg, process, source.data, sizes_from_data(cfg, source.data))
     process.determinism.seed_run(cfg.seed)
     model = make_model(cfg, source.data)
     parameters = sum(p.numel() for p in model.parameters())

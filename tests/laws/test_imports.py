@@ -60,6 +60,7 @@ ONLY = {
         "trainer/changes",
         "trainer/contract",
         "trainer/init_from",
+        "trainer/memory",
         "trainer/saved",
         "trainer/stages",
         "trainer/tools",
