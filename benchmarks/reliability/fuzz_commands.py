@@ -3,8 +3,8 @@
     python -m benchmarks.reliability.fuzz_commands --lines 2000 --commands 200 --seed 0
 
 `--lines` go through composition, checks and build in a few long-lived processes; `--commands` are run as
-`python train.py ... steps=2`. Each has a time limit and a memory limit. `--only N` runs line N alone, as a command, and
-prints what it says.
+`python train.py ... steps=2`. Each has a time limit and a memory limit. With `--log FILE` a start goes on where an
+earlier one ended. `--only N` runs line N alone, as a command, and prints what it says.
 """
 
 import argparse
@@ -12,12 +12,14 @@ import collections
 import json
 import multiprocessing as mp
 import os
+import queue
 import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,20 +29,13 @@ from typing import Any
 
 from benchmarks.reliability.fuzz_lines import line
 from benchmarks.runs import CONF, ROOT
+from stabletrain.printable import CONTROL
 
-CODES = (0, 2, 3)
-"""Exit codes of a run that finished, was refused, or was halted by the guard."""
+ENDS = {0: "worked", 2: "refused", 3: "halted"}
+"""How a line may end, by exit code."""
 
 MOST_LINES = 12
 """Lines on standard error above which a message counts as a flood."""
-
-ODD = {
-    *map(chr, range(0x20)),
-    *map(chr, range(0x7F, 0xA0)),
-    *"\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069",
-}
-ODD -= {"\n", "\t"}
-"""Characters that control a terminal."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +59,13 @@ class Outcome:
             return "hang"
         if "Traceback (most recent call last)" in self.err:
             return "traceback"
-        if self.code not in CODES:
+        if self.code not in ENDS:
             return f"exit code {self.code}"
         if self.code and not self.err.strip():
             return "no message"
         if len(self.err.splitlines()) > MOST_LINES:
             return "flood"
-        if ODD & {*self.err} or ODD & {*self.out}:
-            return "control characters"
-        return ""
+        return "control characters" if CONTROL.search(self.out + self.err) else ""
 
 
 def limit_memory(gib: float) -> None:
@@ -84,7 +77,7 @@ def limit_memory(gib: float) -> None:
 
 
 def serve(connection: Any, folder: str, gib: float) -> None:
-    """Runs each command line that arrives up to the build; answers with exit code, standard output and standard error."""
+    """Runs each command line that arrives up to the build; answers with its exit code, output and errors."""
     os.chdir(folder)
     streams = [(Path(folder) / name).open("w+b", buffering=0) for name in ("out", "err")]
     for stream, descriptor in zip(streams, (1, 2), strict=True):
@@ -111,15 +104,12 @@ def serve(connection: Any, folder: str, gib: float) -> None:
         GlobalHydra.instance().clear()
         os.chdir(folder)
         sys.argv = [str(ROOT / "train.py"), *words]
+        main = hydra_main(version_base="1.3", config_path=str(CONF), config_name="config")(cli.run_job)
         try:
-            code = cli.launch(
-                hydra_main(version_base="1.3", config_path=str(CONF), config_name="config")(cli.run_job), CONF
-            )
+            code = cli.launch(main, CONF)
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1
         except BaseException:  # the loop must go on
-            import traceback
-
             traceback.print_exc()
             code = 1
         sys.stdout.flush()
@@ -171,19 +161,21 @@ class Server:
 
 def built(numbers: Sequence[int], seed: int, workers: int, gib: float, seconds: float) -> Iterator[Outcome]:
     """Yields the outcome of each line, built in `workers` long-lived processes."""
+    free: queue.Queue[Server] = queue.Queue()
+    for _ in range(workers):
+        free.put(Server(gib, seconds))
 
-    def share(first: int) -> list[Outcome]:
-        server = Server(gib, seconds)
-        outcomes = []
-        for number in numbers[first::workers]:
-            outcomes.append(server.run(number, line(seed, number)))
-            tell(outcomes[-1])
-        server.close()
-        return outcomes
+    def run(number: int) -> Outcome:
+        server = free.get()
+        try:
+            return server.run(number, line(seed, number))
+        finally:
+            free.put(server)
 
     with ThreadPoolExecutor(workers) as pool:
-        for outcomes in pool.map(share, range(workers)):
-            yield from outcomes
+        yield from pool.map(run, numbers)
+    while not free.empty():
+        free.get().close()
 
 
 # ---- as commands
@@ -213,14 +205,8 @@ def command(number: int, seed: int, gib: float, seconds: float) -> Outcome:
 
 def commands(numbers: Sequence[int], seed: int, workers: int, gib: float, seconds: float) -> Iterator[Outcome]:
     """Yields the outcome of each line as a command."""
-
-    def run(number: int) -> Outcome:
-        outcome = command(number, seed, gib, seconds)
-        tell(outcome)
-        return outcome
-
     with ThreadPoolExecutor(workers) as pool:
-        yield from pool.map(run, numbers)
+        yield from pool.map(partial(command, seed=seed, gib=gib, seconds=seconds), numbers)
 
 
 # ---- the report
@@ -229,13 +215,9 @@ def commands(numbers: Sequence[int], seed: int, workers: int, gib: float, second
 def tell(outcome: Outcome) -> None:
     """Prints a line that failed, with the end of what it said."""
     if fault := outcome.fault():
-        typed = " ".join(map(shown, outcome.words))
         said = [each for each in outcome.err.strip().splitlines() if each.strip()]
-        print(
-            f"{fault}  line {outcome.number}: {typed}\n    {shown(said[-1]) if said else ''}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"{fault}  line {outcome.number}: {' '.join(map(shown, outcome.words))}", file=sys.stderr)
+        print(f"    {shown(said[-1]) if said else ''}", file=sys.stderr, flush=True)
 
 
 def shown(word: str) -> str:
@@ -244,15 +226,19 @@ def shown(word: str) -> str:
     return text if len(text) < 200 else f"{text[:90]}...{text[-90:]}"
 
 
-def counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """Counts the ends by exit code, and what was wrong."""
-    ends = {0: "worked", 2: "refused", 3: "halted"}
-    found = collections.Counter(each.fault() or ends[each.code or 0] for each in outcomes)
-    return {
-        "lines": len(outcomes),
-        **dict.fromkeys(ends.values(), 0),
-        "failed": sum(bool(each.fault()) for each in outcomes),
-    } | found
+def counts(ends: Sequence[str]) -> dict[str, int]:
+    """Counts how lines ended: worked, refused, halted, failed, and each kind of failure."""
+    found = collections.Counter(ends)
+    failed = sum(count for end, count in found.items() if end not in ENDS.values())
+    return {"lines": len(ends), **dict.fromkeys(ENDS.values(), 0), "failed": failed} | found
+
+
+def known(log: Path | None, part: str) -> dict[int, str]:
+    """Returns how the lines ended that an earlier start has logged, by number."""
+    if log is None or not log.exists():
+        return {}
+    lines = [json.loads(each) for each in log.read_text().splitlines()]
+    return {each["line"]: each["end"] for each in lines if each["part"] == part}
 
 
 def main() -> int:
@@ -265,6 +251,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--gib", type=float, default=4.0, help="memory that each process may allocate")
     parser.add_argument("--seconds", type=float, default=300.0, help="time limit of a line")
+    parser.add_argument("--log", type=Path, help="append each line's end to this file, and leave out lines that it has")
     parser.add_argument("--only", type=int, help="run this line alone, as a command")
     chosen = parser.parse_args()
     if chosen.only is not None:
@@ -272,9 +259,17 @@ def main() -> int:
         print(" ".join(map(shown, outcome.words)), outcome.out, outcome.err, outcome.fault() or outcome.code, sep="\n")
         return bool(outcome.fault())
     began, limits = time.monotonic(), (chosen.seed, chosen.workers, chosen.gib, chosen.seconds)
-    report = {}
+    report: dict[str, dict[str, int]] = {}
     for name, run, count in (("built", built, chosen.lines), ("commands", commands, chosen.commands)):
-        report[name] = counts([*run(range(chosen.first, chosen.first + count), *limits)])
+        numbers = range(chosen.first, chosen.first + count)
+        ends = {number: end for number, end in known(chosen.log, name).items() if number in numbers}
+        for outcome in run([number for number in numbers if number not in ends], *limits):
+            tell(outcome)
+            ends[outcome.number] = outcome.fault() or ENDS[outcome.code or 0]
+            if chosen.log is not None:
+                with chosen.log.open("a") as file:
+                    file.write(json.dumps({"part": name, "line": outcome.number, "end": ends[outcome.number]}) + "\n")
+        report[name] = counts([*ends.values()])
     print(json.dumps({**report, "minutes": round((time.monotonic() - began) / 60, 1)}, indent=2))
     return int(any(part["failed"] for part in report.values()))
 
