@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from stabletrain.cli.sweep.plan import ANSWERS, finished_run, hydra
 from stabletrain.cli.train import build_and_train, record_failure
-from stabletrain.config.arguments import SWEEP, Arguments, parse_arguments, resolve_resume
+from stabletrain.config.arguments import SWEEP, Arguments, check_folders, job_overrides, parse_arguments, resolve_resume
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain, unknown_option
 from stabletrain.errors import ConfigError, TrainingHalted
@@ -76,6 +76,7 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
         raise ConfigError(
             f"{min(unfit)}: stabletrain.train trains one run: call it in a loop, or use stabletrain train"
         )
+    check_folders(arguments)
     resolved = resolve_resume(arguments)
     with called(typed, [*resolved.options, *resolved.overrides]):
         return job_of(resolved, conf)
@@ -122,7 +123,7 @@ def wait_for_folder(arguments: Arguments) -> None:
 
 def train_or_skip(cfg: DictConfig, folder: Path) -> None:
     """Trains the run, unless `resume=auto` has found it finished."""
-    overrides = list(HydraConfig.get().overrides.task)
+    overrides = job_overrides()
     try:
         check(cfg)
         done = finished_run(folder, overrides, cfg.steps, ("finished",)) if cfg.resume == "auto" else None

@@ -17,6 +17,7 @@ from stabletrain.data.files import read_meta
 from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.models.gpt import GPT
 from stabletrain.models.resnet import TorchvisionResNet
+from stabletrain.printable import say
 from stabletrain.trainer.contract import checked
 from stabletrain.trainer.saved import build_model, config_of
 from stabletrain.weights.folder import check_place, new_folder
@@ -50,7 +51,7 @@ def export(run: Path, to: str, out: Path | None, *, best: bool, overwrite: bool)
     form.refuse(trained)
     with new_folder(folder, overwrite=overwrite) as hidden:
         written = form.write(trained, hidden)
-    print(report(folder, checkpoint, written))
+    say(report(folder, checkpoint, written))
 
 
 def check_run(run: Path) -> None:

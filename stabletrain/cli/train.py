@@ -37,9 +37,18 @@ from omegaconf import DictConfig
 from stabletrain.cli.sweep import lines
 from stabletrain.cli.sweep.member import Member, stopping_all
 from stabletrain.cli.sweep.plan import Sweep, finished_run, start
-from stabletrain.config.arguments import Arguments, parse_arguments, resolve_resume, resume_command, with_overrides
+from stabletrain.config.arguments import (
+    Arguments,
+    check_folders,
+    job_overrides,
+    parse_arguments,
+    resolve_resume,
+    resume_command,
+    with_overrides,
+)
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain, unknown_option
+from stabletrain.config.interpolation import check_resolves
 from stabletrain.config.resuming import check_resume
 from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted, own_traceback
 from stabletrain.machine.signals import NoStopRequest
@@ -52,6 +61,7 @@ from stabletrain.parallel.ranks import (
     leave_process_group,
     run_on_main,
 )
+from stabletrain.printable import printable, say
 from stabletrain.program import SCRIPT, conf_folder, program_name, started, torchrun_target
 
 ALIKE = 5.0
@@ -96,7 +106,7 @@ def help_of_command() -> Generator[None]:
             yield
     finally:
         target = f" {torchrun_target()} "
-        print(text.getvalue().replace(SCRIPT, program_name()).replace(" train.py ", target), end="")
+        say(text.getvalue().replace(SCRIPT, program_name()).replace(" train.py ", target), end="")
 
 
 def absolute_config_path(word: str, before: str) -> str:
@@ -128,7 +138,7 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         sweep, arguments = resolve_arguments(typed, ranks, config_dir)
         sys.argv[1:] = [*chain(*arguments)]  # Hydra reads the resolved command line
         if sweep is not None and ranks.is_main:
-            print(lines.opening(sweep), flush=True)
+            say(lines.opening(sweep), flush=True)
         listening = nullcontext() if sweep is None or sweep.launcher == "basic" else stopping_all(sweep.folder)
         with listening, help_of_command() if HELP & set(arguments.options) else nullcontext():
             main()
@@ -143,17 +153,17 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
     except BrokenPipeError:  # the reader of Hydra's help or configuration has closed the pipe
         return 0
     except KeyboardInterrupt:
-        print("\nstabletrain: stopped immediately; the last checkpoint is kept", file=sys.stderr)
+        say("\nstabletrain: stopped immediately; the last checkpoint is kept", file=sys.stderr)
         return 130
     except Exception as error:
         message = explain(error, config_dir, typed)
         if message is None:  # not a mistake on the command line
-            traceback.print_exc()
+            say(traceback.format_exc(), file=sys.stderr, end="")
             return 1
         return refuse(message, ranks)
     finally:
         if sweep is not None and ranks.is_main and sweep.records():
-            print(lines.closing(sweep), flush=True)
+            say(lines.closing(sweep), flush=True)
     if ranks.launched:
         leave_process_group()
     return 0 if sweep is None else lines.code(sweep)
@@ -161,6 +171,7 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
 
 def resolve_arguments(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple[Sweep | None, Arguments]:
     """Resolves `resume`, and agrees on one run folder among the ranks; returns the sweep, if any, and the arguments."""
+    check_folders(typed)
     if not ranks.launched:
         return start(resolve_resume(typed), config_dir)
     join_process_group(ranks)
@@ -203,14 +214,15 @@ def run_job(cfg: DictConfig) -> float | None:
     job, ranks = HydraConfig.get(), current_ranks()
     if job.mode == RunMode.MULTIRUN:
         return run_of_sweep(cfg, ranks)
-    folder, overrides = Path(job.runtime.output_dir), list(job.overrides.task)
+    folder, overrides = Path(job.runtime.output_dir), job_overrides()
     try:
+        check_resolves(cfg)
         done = None
         if cfg.resume == "auto":
             done = run_on_main(ranks, lambda: finished_run(folder, overrides, cfg.steps, ("finished",)))
         if done and not done.get("reason"):  # a reason says what is missing, such as a final state that was not saved
             if ranks.is_main:
-                print(f"{folder} is finished already, {lines.result(done)}: nothing to do; raise steps to continue")
+                say(f"{folder} is finished already, {lines.result(done)}: nothing to do; raise steps to continue")
             return done["final"].get("val/loss")
         run_on_main(ranks, lambda: check_resume(cfg, job.runtime.choices, folder))
         check(cfg)
@@ -300,21 +312,21 @@ def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
         time.sleep(ALIKE)
     where = "" if not ranks.distributed else f"[rank {ranks.rank}] "
     if isinstance(error, RankLost):
-        print(f"{where}stabletrain: {error}", file=sys.stderr, flush=True)
+        say(f"{where}stabletrain: {error}", file=sys.stderr, flush=True)
         if ranks.is_main:
-            print(f"continue  {resume_command(ranks, folder)}", file=sys.stderr, flush=True)
+            say(f"continue  {resume_command(ranks, folder)}", file=sys.stderr, flush=True)
         time.sleep(LEFT)  # meanwhile torchrun ends this process, and names the rank that ended first
         return
     if isinstance(error, StabletrainError):
-        print(f"{where if not ranks.is_main else ''}stabletrain: {error}", file=sys.stderr)
+        say(f"{where if not ranks.is_main else ''}stabletrain: {error}", file=sys.stderr)
         if advice := getattr(error, "advice", ""):
-            print(advice, file=sys.stderr)
+            say(advice, file=sys.stderr)
     else:
         trace = traceback_text(error, folder / ("traceback.txt" if ranks.is_main else f"traceback-{ranks.rank}.txt"))
-        print("".join(f"{where}{line}" for line in trace.splitlines(keepends=True)), end="", file=sys.stderr)
+        say("".join(f"{where}{line}" for line in trace.splitlines(keepends=True)), end="", file=sys.stderr)
     publish_failure(ranks, error)
     if isinstance(error, Interrupted) and error.saved:
-        print(f"continue  {resume_command(ranks, folder)}", file=sys.stderr)
+        say(f"continue  {resume_command(ranks, folder)}", file=sys.stderr)
     if ranks.launched:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -327,7 +339,7 @@ def traceback_text(error: Exception, file: Path) -> str:
     if own is None:
         return whole
     try:
-        file.write_text(whole, encoding="utf-8")
+        file.write_text(printable(whole), encoding="utf-8")
     except OSError:
         return whole
     return own.replace("Traceback (most recent call last)", f"Traceback (your code; all of it in {file})")
@@ -341,7 +353,7 @@ def record_failure(folder: Path, error: Exception) -> None:
         "status": "failed",
         "reason": str(error) or type(error).__name__,
         "choices": {group: option for group, option in job.runtime.choices.items() if "hydra" not in group},
-        "overrides": list(job.overrides.task),
+        "overrides": job_overrides(),
         "command": started().command,
         "final": {},
     }
@@ -357,7 +369,7 @@ def record_failure(folder: Path, error: Exception) -> None:
 def refuse(message: str, ranks: Ranks) -> int:
     """Prints on rank 0 a configuration error that all ranks have met; returns its exit code."""
     if ranks.is_main:
-        print(f"stabletrain: {message}", file=sys.stderr)
+        say(f"stabletrain: {message}", file=sys.stderr)
     else:
         time.sleep(ALIKE)
     return ConfigError.exit_code

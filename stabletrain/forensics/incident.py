@@ -13,6 +13,7 @@ from stabletrain.forensics.replay import VARIANTS, Outcome
 from stabletrain.forensics.report import report
 from stabletrain.forensics.repro import BATCH, SCENE, STATE
 from stabletrain.forensics.subject import Subject
+from stabletrain.printable import printable
 from stabletrain.tracking.metrics import now, plain, replace
 
 UNNEEDED = Outcome(not_run="not needed: the cause was already known")
@@ -38,7 +39,7 @@ def write(path: Path, subject: Subject, found: Findings, *, rank: int | None, ke
     """
     path.mkdir(parents=True, exist_ok=True)
     record = as_json(subject, found, rank)
-    (path / "report.md").write_text(report(record, found, path), encoding="utf-8")
+    (path / "report.md").write_text(printable(report(record, found, path)), encoding="utf-8")
     replace(path / "diagnosis.json", json.dumps(plain(record), allow_nan=False, indent=2) + "\n")
     if keep_state:  # last, because it is the largest: on a nearly full disk the diagnosis still fits
         try:

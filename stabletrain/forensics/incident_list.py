@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError
+from stabletrain.printable import one_line
 
 WIDTH = 11
 """Width of the name column of a block."""
@@ -50,7 +51,7 @@ def block(path: Path, record: dict[str, Any]) -> str:
     fixes = record.get("fix") or ["none known"]
     sure = record.get("confidence") or 0
     lines = [
-        f"step {record.get('step')}: {record.get('cause')} ({sure:.0%} sure), {record.get('kind')}",
+        one_line(f"step {record.get('step')}: {record.get('cause')} ({sure:.0%} sure), {record.get('kind')}"),
         named("what", record.get("verdict")),
         named("fix", fixes[0]),
         *(named("or", fix) for fix in fixes[1:3]),
@@ -68,7 +69,7 @@ def block(path: Path, record: dict[str, Any]) -> str:
 
 def named(name: str, value: object) -> str:
     """One line of a block."""
-    return f"  {name:<{WIDTH}}{value}"
+    return f"  {name:<{WIDTH}}{one_line(str(value))}"
 
 
 def sample(one: dict[str, Any]) -> str:

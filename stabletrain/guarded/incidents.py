@@ -22,6 +22,7 @@ from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guarded.rerun import Rerun
 from stabletrain.guarded.subject import LoopSubject
 from stabletrain.parallel.ranks import Ranks, timeout
+from stabletrain.printable import printable
 
 LOG = logging.getLogger("stabletrain")
 """Incidents are logged here, as warnings, on the main process."""
@@ -220,7 +221,7 @@ class Incidents:
         """Logs lines on the main process."""
         if self._ranks.is_main:
             for line in lines:
-                LOG.warning("%s", line)
+                LOG.warning("%s", printable(line))
 
 
 def settings(name: str, group: dict, *, clips: bool, best_loss: float) -> RunSettings:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError
+from stabletrain.printable import say
 from stabletrain.tracking.metrics import plain, read_jsonl
 from stabletrain.tracking.wandb_setup import card_of, has_key, name_of, sweep_of, tags_of
 
@@ -226,7 +227,7 @@ class Wandb(NoWandb):
             if not self._warned:
                 self._warned = True
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                print(f"stabletrain: wandb: {reason}: {so}; metrics.jsonl has everything", file=sys.stderr)
+                say(f"stabletrain: wandb: {reason}: {so}; metrics.jsonl has everything", file=sys.stderr)
             return None
 
 

@@ -140,7 +140,7 @@ def closing(
         f"pace     {history.units / max(history.seconds, 1e-9):,.0f} {unit}/s",
     ]
     if sample and sample.strip():
-        first, *rest = sample.strip("\n").splitlines()
+        first, *rest = sample.strip("\n").split("\n")
         lines += [f"sample   {first}", *(f"         {line}" for line in rest)]
     return "\n".join([*lines, f"run      {relative_path(folder)}", f"next     {again}"])
 

@@ -21,7 +21,7 @@ from torch import nn
 from stabletrain.checkpoint.capture import Stateful
 from stabletrain.checkpoint.folder import run_of
 from stabletrain.comparison.pages.at_end import NoPage, PageAtEnd
-from stabletrain.config.arguments import SWEEP, key_of, parse_arguments
+from stabletrain.config.arguments import SWEEP, job_overrides, key_of, parse_arguments
 from stabletrain.config.make import leaves, make, plain
 from stabletrain.config.resuming import acting, check_resume
 from stabletrain.data.prefetch import Prefetch
@@ -40,7 +40,7 @@ from stabletrain.tracking.progress import Progress
 from stabletrain.tracking.run_folder import NoRunFolder, RunFolder, versions
 from stabletrain.tracking.tracker import NoTracker, Tracker
 from stabletrain.tracking.wandb import NoWandb
-from stabletrain.trainer import roles
+from stabletrain.trainer import option_roles, roles
 from stabletrain.trainer.after_halt import after_halt
 from stabletrain.trainer.banner import closing, sample_text, suggestion
 from stabletrain.trainer.changes import Resumption, check_data_of_checkpoint, option_fingerprint
@@ -104,7 +104,11 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     # the process comes first: determinism must be set up before CUDA starts
     process = start_process(cfg)
     run_on_main(process.ranks, lambda: check_resume(cfg, process.choices, folder))
-    guard, clipping, monitors, faults = (make(cfg, group) for group in ("guard", "clipping", "monitors", "faults"))
+    guard, clipping = make(cfg, "guard", option_roles.GuardOption), make(cfg, "clipping", option_roles.ClippingOption)
+    monitors, faults = (
+        make(cfg, "monitors", option_roles.MonitorsOption),
+        make(cfg, "faults", option_roles.FaultsOption),
+    )
     source = load_data(cfg, process, faults)
     weights = starting_weights(cfg, process.choices, source.data, process.ranks, folder)
     trained = build_model(cfg, process, source, faults, weights, chooses_checksums(guard))
@@ -159,8 +163,8 @@ def open_output(
 ) -> Opened:
     """Claims the run folder and opens everything that writes to it."""
     ranks = process.ranks
-    checkpoints = checkpoints_for_all_ranks(faults.checkpoints(make(cfg, "checkpoint")), ranks)
-    wandb = faults.wandb(make(cfg, "wandb")) if ranks.is_main else NoWandb()
+    checkpoints = checkpoints_for_all_ranks(faults.checkpoints(make(cfg, "checkpoint", roles.Checkpoints)), ranks)
+    wandb = faults.wandb(make(cfg, "wandb", option_roles.WandbOption)) if ranks.is_main else NoWandb()
     run_folder = start_run_folder(cfg, folder, process, source, trained)
     tracker = start_tracker(cfg, folder, ranks, wandb, run_folder, shown)
     return Opened(folder, run_folder, tracker, wandb, checkpoints)
@@ -189,7 +193,7 @@ def start_run_folder(
         init_from=trained.loaded.record,
         run_id=run_of(folder) if resuming else None,
         options=[option for option in typed.options if option not in SWEEP],
-        overrides=[each for each in HydraConfig.get().overrides.task if key_of(each) != "resume"],
+        overrides=[each for each in job_overrides() if key_of(each) != "resume"],
     )
     run_folder.id = run_on_main(process.ranks, start)
     return run_folder
@@ -225,7 +229,7 @@ def start_wandb(cfg: DictConfig, process: Process, trained: Trained, opened: Ope
         "versions": versions(),
     } | ({"init_from_source": dict(source)} if (source := opened.run_folder.init_from) else {})
     sweeping = hydra.mode == RunMode.MULTIRUN
-    opened.wandb.start(opened.folder, opened.run_folder.id, about, hydra.overrides.task, sweeping=sweeping)
+    opened.wandb.start(opened.folder, opened.run_folder.id, about, job_overrides(), sweeping=sweeping)
 
 
 # ---- restored state
@@ -344,7 +348,7 @@ def start_forensics(
         process.precision.wrap_fp32_modules(copy)
         return copy
 
-    handler = for_all_ranks(make(cfg, "forensics"), process.ranks)
+    handler = for_all_ranks(make(cfg, "forensics", option_roles.ForensicsOption), process.ranks)
     # plain PyTorch on a CPU is deterministic even without determinism=strict
     uncompiled_cpu = process.device.type == "cpu" and compiling.compiled_shape(model) is None
     settings = RunSettings(

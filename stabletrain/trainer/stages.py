@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
-from stabletrain.config.arguments import key_of
+from stabletrain.config.arguments import job_overrides, key_of
 from stabletrain.config.make import make, plain, target_of
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
@@ -24,9 +24,20 @@ from stabletrain.protocols import Objective, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
 from stabletrain.stability.guard.state_check import default_every
 from stabletrain.stability.optimizers.sgd import zero_momentum_
+from stabletrain.trainer import option_roles
 from stabletrain.trainer.banner import busy_note, opening, split_note
-from stabletrain.trainer.contract import checked, cost, make_model, output_note, units, val_batches, vocabulary
+from stabletrain.trainer.contract import (
+    checked,
+    cost,
+    make_model,
+    output_note,
+    sizes_from_data,
+    units,
+    val_batches,
+    vocabulary,
+)
 from stabletrain.trainer.init_from import Loaded, OwnInit, StartingWeights
+from stabletrain.trainer.memory import check_memory
 from stabletrain.trainer.tools import tools_from_config
 
 RANK_SEEDS = 1 << 40
@@ -96,14 +107,14 @@ def start_process(cfg: DictConfig) -> Process:
     ranks = current_ranks()
     if ranks.launched:
         join_process_group(ranks)
-    parallel = make(cfg, "parallel")
+    parallel = make(cfg, "parallel", option_roles.ParallelOption)
     choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra" not in group}
     parallel.check(choices)
     parallel.set_timeout(started=False)
-    determinism = make(cfg, "determinism")
+    determinism = make(cfg, "determinism", option_roles.DeterminismOption)
     switches = determinism.prepare()  # before `pick`, which starts CUDA
     device = hardware.pick(cfg.device, ranks.local_rank, ranks.local_world_size)
-    precision = make(cfg, "precision", device=device)
+    precision = make(cfg, "precision", option_roles.PrecisionOption, device=device)
     precision.prepare()
     return Process(ranks, choices, parallel, determinism, precision, switches, device)
 
@@ -123,9 +134,7 @@ def load_data(cfg: DictConfig, process: Process, faults: Any) -> Source:
     Raises:
         ConfigError: the data set has no method `batch`.
     """
-    data = make(cfg, "data")
-    if not callable(getattr(data, "batch", None)):
-        raise ConfigError(f"data: {cfg.data._target_} has no batch(step, size, split)")
+    data = make(cfg, "data", option_roles.DataOption)
     if callable(getattr(data, "to", None)):  # this data can build its batches on the training device
         data.to(process.device)
     data = faults.data(data)
@@ -147,6 +156,7 @@ def build_model(
         weights: puts other weights into the model than its `init`.
     """
     device, precision, parallel = process.device, process.precision, process.parallel
+    check_memory(cfg, process, source.data, sizes_from_data(cfg, source.data))
     process.determinism.seed_run(cfg.seed)
     model = make_model(cfg, source.data)
     parameters = sum(p.numel() for p in model.parameters())
@@ -157,7 +167,7 @@ def build_model(
     if peak is not None:
         usage = Usage(device, measured and measured[0] / measured[1], peak * process.ranks.world_size)
     forget_peak(device)
-    make(cfg, "init")(model)  # on the CPU, so every device starts from the same weights
+    make(cfg, "init", option_roles.InitOption)(model)  # on the CPU, so every device starts from the same weights
     loaded = weights.load_(model)
     model.to(device)
     fp32_modules = precision.wrap_fp32_modules(model)
@@ -191,7 +201,7 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, overrides: Mapping[str, An
         build = make(DictConfig({"optimizer": given}), "optimizer", _partial_=True)
         parameters: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     else:
-        build, parameters = make(cfg, "optimizer", **overrides), model
+        build, parameters = make(cfg, "optimizer", option_roles.OptimizerOption, **overrides), model
     try:
         optimizer = build(parameters)
     except (TypeError, ValueError) as error:
@@ -217,7 +227,7 @@ def optimizer_arguments(cfg: DictConfig, kind: type, overrides: Mapping[str, Any
     """
     given, known = plain(cfg.optimizer), signature(kind).parameters
     taken = {key: value for key, value in overrides.items() if key in known}
-    typed = [key_of(override) for override in HydraConfig.get().overrides.task]
+    typed = [key_of(override) for override in job_overrides()]
     if "optimizer._target_" not in typed:
         return given | taken, ""
     unknown = [key for key in given if not key.startswith("_") and key not in known]

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from stabletrain.comparison.pages.at_end import PageAtEnd
+from stabletrain.printable import printable
 from tests.comparison.made_pages import made
 from tests.runs import ROOT, TINY_GPT, command
 
@@ -21,7 +22,7 @@ def test_a_finished_run_has_its_page_with_what_it_wrote(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Finished after 6 steps, validation loss" in page(tmp_path)
     sample = (tmp_path / "run" / "sample.txt").read_text()
-    assert sample.strip("\n").splitlines()[0] in done.stdout
+    assert printable(sample.strip("\n").split("\n")[0]) in done.stdout
     assert "<h2>Sample</h2>" in page(tmp_path)
 
 
