@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -53,6 +53,10 @@ from stabletrain.parallel.ranks import (
     run_on_main,
 )
 from stabletrain.program import SCRIPT, conf_folder, program_name, started, torchrun_target
+from stabletrain.tracking.metrics import warn
+
+if TYPE_CHECKING:
+    from stabletrain.trainer.run import Output
 
 ALIKE = 5.0
 """Seconds that other ranks wait before they report an error that rank 0 may have met too."""
@@ -286,8 +290,17 @@ def build_and_train(
     except TrainingHalted as halt:
         halt.advice = run.output.halted()
         raise
-    run.output.tracker.note(run.output.closing())
+    say_closing_lines(run.output)
     return loss
+
+
+def say_closing_lines(output: "Output") -> None:
+    """Writes the page of a finished run, and prints its last lines. An error is one line: the run stays finished."""
+    try:
+        output.tracker.note(output.closing())
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        warn(f"the run is finished and saved, but its closing lines could not be made ({why})")
 
 
 def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:

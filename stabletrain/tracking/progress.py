@@ -119,8 +119,9 @@ class Progress:
             self._live = None
 
     def _print(self, text: str) -> None:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"  # such as ascii, which has no middle dot
         with suppress(OSError):  # a closed pipe (`| head`) must not stop training
-            print(text, file=self._stream, flush=True)
+            print(text.encode(encoding, "backslashreplace").decode(encoding), file=self._stream, flush=True)
 
     def _seconds_left(self) -> float | None:
         done = self._step - self._first

@@ -23,7 +23,7 @@ from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.protocols import Objective, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
 from stabletrain.stability.optimizers.sgd import zero_momentum_
-from stabletrain.trainer.banner import busy_note, opening, split_note
+from stabletrain.trainer.banner import busy_note, opening, split_note, text_note
 from stabletrain.trainer.contract import checked, cost, make_model, output_note, units, val_batches, vocabulary
 from stabletrain.trainer.init_from import Loaded, OwnInit, StartingWeights
 from stabletrain.trainer.tools import tools_from_config
@@ -309,6 +309,8 @@ def opening_lines(
 def opening_notes(cfg: DictConfig, process: Process, source: Source) -> list[str]:
     """Returns what else the user should know about this run, one line each; some may be empty."""
     notes = [split_note(source.data)]
+    if process.ranks.is_main:  # only it prints, and loads a tokenizer
+        notes.append(text_note(source.data))
     if process.device.type == "cpu":
         batches = val_batches(source.data, cfg.batch_size, cfg.eval_batches)
         notes.append(busy_note(*hardware.load_and_cores(), torch.get_num_threads(), batches))

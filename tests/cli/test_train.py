@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from stabletrain.cli.train import traceback_text
+from stabletrain.cli.train import say_closing_lines, traceback_text
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.tracking.tracker import NoTracker
 from tests.runs import ROOT, TINY_GPT, command, installed, python
 from tests.tracking.wandb_file import read
 
@@ -197,6 +199,16 @@ def test_a_run_says_what_it_did_where_it_is_and_what_is_next(tmp_path):
 
 
 @pytest.mark.slow
+def test_an_error_in_the_closing_lines_is_one_line(capsys):
+    def closing():
+        raise RuntimeError("no\nway")
+
+    say_closing_lines(SimpleNamespace(tracker=NoTracker(), closing=closing))
+    assert capsys.readouterr().err == (
+        "stabletrain: the run is finished and saved, but its closing lines could not be made (RuntimeError: no way)\n"
+    )
+
+
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
     assert command(*QUICK, cwd=tmp_path).returncode == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes(), (tmp_path / "run" / "run.json").read_bytes()
