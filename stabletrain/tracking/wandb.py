@@ -123,7 +123,11 @@ class Wandb(NoWandb):
         if self._run is None:
             return run_id or ""
         self._defined.clear()
-        self._incidents = [row(line) for line in read_jsonl(folder / "events.jsonl") if line.get("event") == "incident"]
+        # A killed run that meets the same step again records its incident again.
+        lines = [line for line in read_jsonl(folder / "events.jsonl") if line.get("event") == "incident"]
+        self._incidents = [
+            row(line) for line in {(line.get("step"), line.get("tick")): line for line in lines}.values()
+        ]
         self._shown = 0
         self.summary({"card": card, **self._of_incidents()})
         return self._run.id
@@ -139,8 +143,10 @@ class Wandb(NoWandb):
     def event(self, kind: str, step: int, /, **fields: Any) -> None:
         """Adds an incident to the table `incidents`. Other events are only in `events.jsonl`."""
         if self._run is not None and kind == "incident":
-            self._incidents.append(row({"step": step, **fields}))
-            self._show_incidents()
+            new = row({"step": step, **fields})
+            if fields.get("path") is None or new not in self._incidents:
+                self._incidents.append(new)
+                self._show_incidents()
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Sets summary values of the run. NaN and infinities become words, because W&B would store null."""
