@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from stabletrain.cli.sweep.plan import ANSWERS, finished_run, hydra
 from stabletrain.cli.train import build_and_train, record_failure
+from stabletrain.comparison.pages.at_end import write_if_missing
 from stabletrain.config.arguments import SWEEP, Arguments, parse_arguments, resolve_resume
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain, unknown_option
@@ -128,6 +129,8 @@ def train_or_skip(cfg: DictConfig, folder: Path) -> None:
         done = finished_run(folder, overrides, cfg.steps, ("finished",)) if cfg.resume == "auto" else None
         if done is None or done.get("reason"):
             build_and_train(cfg, folder, signals=NoStopRequest())
+        else:
+            write_if_missing(folder, cfg.report)
     except Exception as error:
         record_failure(folder, error)
         raise

@@ -37,13 +37,14 @@ from omegaconf import DictConfig
 from stabletrain.cli.sweep import lines
 from stabletrain.cli.sweep.member import Member, stopping_all
 from stabletrain.cli.sweep.plan import Sweep, finished_run, start
+from stabletrain.comparison.pages.at_end import write_if_missing
 from stabletrain.config.arguments import Arguments, parse_arguments, resolve_resume, resume_command, with_overrides
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain, unknown_option
 from stabletrain.config.resuming import check_resume
 from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted, own_traceback
 from stabletrain.machine.signals import NoStopRequest
-from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location
+from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location, says_how_to_continue
 from stabletrain.parallel.ranks import (
     Ranks,
     current_ranks,
@@ -214,7 +215,9 @@ def run_job(cfg: DictConfig) -> float | None:
             done = run_on_main(ranks, lambda: finished_run(folder, overrides, cfg.steps, ("finished",)))
         if done and not done.get("reason"):  # a reason says what is missing, such as a final state that was not saved
             if ranks.is_main:
-                print(f"{folder} is finished already, {lines.result(done)}: nothing to do; raise steps to continue")
+                written = write_if_missing(folder, cfg.report)
+                added = "its missing report.html is written" if written else "nothing to do"
+                print(f"{folder} is finished already, {lines.result(done)}: {added}; raise steps to continue")
             return done["final"].get("val/loss")
         run_on_main(ranks, lambda: check_resume(cfg, job.runtime.choices, folder))
         check(cfg)
@@ -264,6 +267,8 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
             raise RunFailed(getattr(error, "exit_code", 1)) from None
         return math.inf
     if ranks.is_main:
+        if done is not None:
+            write_if_missing(member.folder, cfg.report)
         member.say(done or member.record(), before=done is not None)
     if done is not None:
         return lines.loss_of(done)
@@ -314,7 +319,7 @@ def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
     where = "" if not ranks.distributed else f"[rank {ranks.rank}] "
     if isinstance(error, RankLost):
         print(f"{where}stabletrain: {error}", file=sys.stderr, flush=True)
-        if ranks.is_main:
+        if says_how_to_continue(ranks):
             print(f"continue  {resume_command(ranks, folder)}", file=sys.stderr, flush=True)
         time.sleep(LEFT)  # meanwhile torchrun ends this process, and names the rank that ended first
         return
