@@ -5,7 +5,6 @@ model = stabletrain.load(result.folder)                        # an nn.Module in
 stabletrain.compare(["outputs", "multirun"])                   # a pandas.DataFrame, one row per run
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +95,6 @@ def job_of(arguments: Arguments, conf: Path) -> Result:
 
     before = GlobalHydra.instance().hydra  # of a program that uses Hydra itself
     try:
-        wait_for_folder(arguments)
         with hydra(arguments, conf) as name:
             started = GlobalHydra.instance().hydra
             assert started is not None
@@ -113,12 +111,6 @@ def job_of(arguments: Arguments, conf: Path) -> Result:
         raise errors[0]
     record = RunFolder(folders[0]).read()
     return Result(record["status"], record["final"], folders[0], record["reason"])
-
-
-def wait_for_folder(arguments: Arguments) -> None:
-    """Waits until the default run folder, which is named by the second, is not one of an earlier call."""
-    while not arguments.value("hydra.run.dir") and Path(time.strftime("outputs/%Y-%m-%d/%H-%M-%S")).exists():
-        time.sleep(0.05)
 
 
 def train_or_skip(cfg: DictConfig, folder: Path) -> None:

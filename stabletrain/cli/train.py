@@ -165,14 +165,14 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
 
 
 def resolve_arguments(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple[Sweep | None, Arguments]:
-    """Resolves `resume`, and agrees on one run folder among the ranks; returns the sweep, if any, and the arguments."""
+    """Resolves `resume` to a folder, the same on all ranks; returns the sweep, if any, and the arguments."""
     if not ranks.launched:
         return start(resolve_resume(typed), config_dir)
     join_process_group(ranks)
     publish_location(ranks)
     if ranks.restarts:  # torchrun restarted all ranks because one failed: continue the run
         typed = restarted(typed)
-    sweep, found = run_on_main(ranks, lambda: start(with_folder(resolve_resume(typed)), config_dir))
+    sweep, found = run_on_main(ranks, lambda: start(resolve_resume(typed), config_dir))
     # only the main process writes `.hydra/`
     return sweep, found if ranks.is_main else with_overrides(found, "hydra.output_subdir=null")
 
@@ -185,17 +185,6 @@ def restarted(typed: Arguments) -> Arguments:
     if (Path(resume) / "manifest.json").exists():  # its run folder has recorded the merged arguments
         return with_overrides(resolve_resume(typed), "resume=auto")
     return typed  # a run folder, which is continued in place
-
-
-def with_folder(arguments: Arguments) -> Arguments:
-    """Returns the arguments with the run folder that Hydra would choose.
-
-    Hydra names it after the current time, so each rank would choose its own.
-    """
-    kind, root = ("sweep", "multirun") if arguments.sweeps else ("run", "outputs")
-    if arguments.value(f"hydra.{kind}.dir"):
-        return arguments
-    return with_overrides(arguments, f"hydra.{kind}.dir={time.strftime(f'{root}/%Y-%m-%d/%H-%M-%S')}")
 
 
 def run_job(cfg: DictConfig) -> float | None:

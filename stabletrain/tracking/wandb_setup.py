@@ -67,7 +67,7 @@ LONGEST_NAME = 128
 LONGEST_TAG = 64
 """Maximum number of characters in a W&B tag; W&B rejects a run with a longer one."""
 
-DATE, TIME = re.compile(r"\d{4}-\d\d-\d\d"), re.compile(r"\d\d-\d\d-\d\d")
+DATE, TIME = re.compile(r"\d{4}-\d\d-\d\d"), re.compile(r"\d\d-\d\d-\d\d(-\d+)?")
 
 
 def sweep_of(folder: Path, sweeping: bool) -> str | None:

@@ -198,7 +198,6 @@ def test_a_run_says_what_it_did_where_it_is_and_what_is_next(tmp_path):
     assert steps == {1, 6}, "the first and the last; monitors.every is 100"
 
 
-@pytest.mark.slow
 def test_an_error_in_the_closing_lines_is_one_line(capsys):
     def closing():
         raise RuntimeError("no\nway")
@@ -209,6 +208,7 @@ def test_an_error_in_the_closing_lines_is_one_line(capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
     assert command(*QUICK, cwd=tmp_path).returncode == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes(), (tmp_path / "run" / "run.json").read_bytes()
