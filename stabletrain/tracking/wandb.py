@@ -17,7 +17,7 @@ from typing import Any
 
 from stabletrain.errors import ConfigError
 from stabletrain.tracking.metrics import plain, read_jsonl
-from stabletrain.tracking.wandb_setup import card_of, has_key, name_of, sweep_of, tags_of
+from stabletrain.tracking.wandb_setup import cache_folder, card_of, has_key, name_of, sweep_of, tags_of
 
 FINISH_TIMEOUT = 120.0
 """Seconds that an online run waits for its upload to finish. `wandb sync` can upload the rest from disk."""
@@ -117,9 +117,10 @@ class Wandb(NoWandb):
             "job_type": None if os.environ.get("WANDB_JOB_TYPE") else card,
             "tags": tags_of(config.get("groups", {}), self.tags),
         }
-        self._run = self._try(lambda: self._begin(self.mode, folder, run_id, config, filed), so)
-        if self._run is None and self.mode == "online":
-            self._run = self._try(lambda: self._begin("offline", folder, run_id, config, filed))
+        with cache_folder(folder / "wandb" / "cache"):
+            self._run = self._try(lambda: self._begin(self.mode, folder, run_id, config, filed), so)
+            if self._run is None and self.mode == "online":
+                self._run = self._try(lambda: self._begin("offline", folder, run_id, config, filed))
         if self._run is None:
             return run_id or ""
         self._defined.clear()
