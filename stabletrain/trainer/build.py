@@ -172,7 +172,10 @@ def start_run_folder(
     """
     run_folder = RunFolder(folder) if process.ranks.is_main else NoRunFolder(folder)
     typed, data = parse_arguments(started().resolved), source.data
-    fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else option_fingerprint(cfg, process.choices)
+    fingerprint = source.fingerprint
+    if fingerprint is None:
+        own = hasattr(data, "fingerprint")
+        fingerprint = data.fingerprint() if own else option_fingerprint(cfg, process.choices)
     resuming = cfg.resume == "auto"
     check_data_of_checkpoint(cfg.resume, fingerprint)
     start = partial(

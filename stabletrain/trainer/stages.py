@@ -26,6 +26,7 @@ from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.trainer.banner import busy_note, opening, split_note, text_note
 from stabletrain.trainer.contract import checked, cost, make_model, output_note, units, val_batches, vocabulary
 from stabletrain.trainer.init_from import Loaded, OwnInit, StartingWeights
+from stabletrain.trainer.same_data import on_all_ranks
 from stabletrain.trainer.tools import tools_from_config
 
 RANK_SEEDS = 1 << 40
@@ -59,11 +60,13 @@ class Source:
     Attributes:
         unit: unit of throughput: `tok`, `img` or `sample`.
         per: unit of the loss, such as `byte`.
+        fingerprint: the data set's; None if it has none, or if it was not needed yet.
     """
 
     data: Any
     unit: str
     per: str
+    fingerprint: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -118,15 +121,20 @@ def load_data(cfg: DictConfig, process: Process, faults: Any) -> Source:
     """Builds the data set, with the faults that the `faults` group injects.
 
     Raises:
-        ConfigError: the data set has no method `batch`.
+        ConfigError: the data set has no method `batch`, or the ranks read different data.
     """
-    data = make(cfg, "data")
-    if not callable(getattr(data, "batch", None)):
-        raise ConfigError(f"data: {cfg.data._target_} has no batch(step, size, split)")
-    if callable(getattr(data, "to", None)):  # this data can build its batches on the training device
-        data.to(process.device)
+
+    def load() -> Any:
+        data = make(cfg, "data")
+        if not callable(getattr(data, "batch", None)):
+            raise ConfigError(f"data: {cfg.data._target_} has no batch(step, size, split)")
+        if callable(getattr(data, "to", None)):  # this data can build its batches on the training device
+            data.to(process.device)
+        return data
+
+    data, fingerprint = on_all_ranks(process.ranks, load, cfg.batch_size)
     data = faults.data(data)
-    return Source(data, *units(cfg, data))
+    return Source(data, *units(cfg, data), fingerprint)
 
 
 def build_model(
