@@ -180,7 +180,10 @@ def start_run_folder(
     """
     run_folder = RunFolder(folder) if process.ranks.is_main else NoRunFolder(folder)
     typed, data = parse_arguments(started().resolved), source.data
-    fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else option_fingerprint(cfg, process.choices)
+    fingerprint = source.fingerprint
+    if fingerprint is None:
+        own = hasattr(data, "fingerprint")
+        fingerprint = data.fingerprint() if own else option_fingerprint(cfg, process.choices)
     resuming = cfg.resume == "auto"
     check_data_of_checkpoint(cfg.resume, fingerprint)
     start = partial(
@@ -319,7 +322,9 @@ def assemble(
 ) -> TrainingRun:
     """Assembles the run from its parts."""
     page = PageAtEnd(opened.folder) if cfg.report and process.ranks.is_main else NoPage()
-    closing_text = partial(closing_lines, cfg, source, trained.state, history, tools, page, opened.folder)
+    closing_text = partial(
+        closing_lines, cfg, process.ranks, source, trained.state, history, tools, page, opened.folder
+    )
     halted_text = partial(halt_lines, cfg, process, tools.guard, opened)
     opened.tracker.start(cfg.steps, trained.state.step)
     return TrainingRun(
@@ -371,6 +376,7 @@ def halt_lines(cfg: DictConfig, process: Process, guard: GuardPolicy, opened: Op
 
 def closing_lines(
     cfg: DictConfig,
+    ranks: Ranks,
     source: Source,
     state: TrainState,
     history: History,
@@ -380,7 +386,7 @@ def closing_lines(
 ) -> str:
     """Writes the run's page, and returns the last lines on the terminal."""
     # all ranks must call this, because the model that generates the sample may be sharded
-    sample = sample_text(state.model, source.data, next(state.model.parameters()).device)
+    sample = sample_text(state.model, source.data, next(state.model.parameters()).device, ranks=ranks)
     page.write(sample)
     return closing(
         state=state,

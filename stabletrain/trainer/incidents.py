@@ -121,6 +121,7 @@ def handle_incident(run: TrainingRun, executed: ExecutedStep, reading: Reading, 
             classes=executed.classes,
             optimizer=run.state.optimizer if run.parallel.has_whole_moments else None,
             limits=run.tools.guard.bounds,
+            tick=run.state.executed_steps,
         )
     except NotInvestigated as error:
         tracker.event("not_investigated", reading.step, tick=run.state.executed_steps, kind=kind, reason=str(error))

@@ -25,7 +25,7 @@ from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
 from stabletrain.stability.guard.state_check import default_every
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.trainer import option_roles
-from stabletrain.trainer.banner import busy_note, opening, split_note
+from stabletrain.trainer.banner import busy_note, opening, split_note, text_note
 from stabletrain.trainer.contract import (
     checked,
     cost,
@@ -38,6 +38,7 @@ from stabletrain.trainer.contract import (
 )
 from stabletrain.trainer.init_from import Loaded, OwnInit, StartingWeights
 from stabletrain.trainer.memory import check_memory
+from stabletrain.trainer.same_data import on_all_ranks
 from stabletrain.trainer.tools import tools_from_config
 
 RANK_SEEDS = 1 << 40
@@ -71,11 +72,13 @@ class Source:
     Attributes:
         unit: unit of throughput: `tok`, `img` or `sample`.
         per: unit of the loss, such as `byte`.
+        fingerprint: the data set's; None if it has none, or if it was not needed yet.
     """
 
     data: Any
     unit: str
     per: str
+    fingerprint: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -132,13 +135,18 @@ def load_data(cfg: DictConfig, process: Process, faults: Any) -> Source:
     """Builds the data set, with the faults that the `faults` group injects.
 
     Raises:
-        ConfigError: the data set has no method `batch`.
+        ConfigError: the data set has no method `batch`, or the ranks read different data.
     """
-    data = make(cfg, "data", option_roles.DataOption)
-    if callable(getattr(data, "to", None)):  # this data can build its batches on the training device
-        data.to(process.device)
+
+    def load() -> Any:
+        data = make(cfg, "data", option_roles.DataOption)
+        if callable(getattr(data, "to", None)):  # this data can build its batches on the training device
+            data.to(process.device)
+        return data
+
+    data, fingerprint = on_all_ranks(process.ranks, load, cfg.batch_size)
     data = faults.data(data)
-    return Source(data, *units(cfg, data))
+    return Source(data, *units(cfg, data), fingerprint)
 
 
 def build_model(
@@ -345,6 +353,8 @@ def opening_lines(
 def opening_notes(cfg: DictConfig, process: Process, source: Source) -> list[str]:
     """Returns what else the user should know about this run, one line each; some may be empty."""
     notes = [split_note(source.data)]
+    if process.ranks.is_main:  # only it prints, and loads a tokenizer
+        notes.append(text_note(source.data))
     if process.device.type == "cpu":
         batches = val_batches(source.data, cfg.batch_size, cfg.eval_batches)
         notes.append(busy_note(*hardware.load_and_cores(), torch.get_num_threads(), batches))

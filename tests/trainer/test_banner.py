@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from stabletrain.config.arguments import LAUNCH, parse_arguments
+from stabletrain.errors import ConfigError
 from stabletrain.stability.guard import NoGuard, SkipGuard
 from stabletrain.stability.schedule import Constant, LearningRate, LinearWarmup
 from stabletrain.trainer.banner import (
@@ -257,6 +258,17 @@ def test_a_sample_continues_the_prompt_and_touches_neither_model_nor_randomness(
     assert sample_text(model, Letters(), CPU, 20) == text
     assert model.training
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+class Broken(Letters):
+    """Text whose tokenizer is lost."""
+
+    def encode(self, text):
+        raise ConfigError("no\ntokenizer")
+
+
+def test_a_sample_whose_tokenizer_is_lost_is_no_error():
+    assert sample_text(nn.Linear(2, 2), Broken(), CPU, 5) == "(none: no tokenizer)"
 
 
 def test_a_sample_that_fails_is_no_error_and_data_that_is_no_text_has_none():
