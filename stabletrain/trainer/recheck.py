@@ -1,7 +1,7 @@
 """A computation that came out differently the second time: a third one tells which was wrong, or that neither repeats.
 
-A third result that equals one of the two shows that the other was wrong: the hardware. If it does not equal the second,
-and no two results ever agreed in this run, the model is at fault: its forward pass depends on something besides weights,
+A third result that equals one of the two shows that the other was wrong: the hardware. If it does not equal the second
+and no two results ever agreed in this run, the model is at fault: its forward pass depends on more than weights,
 buffers, batch and PyTorch's random numbers, such as a file or a list that it appends to. This is said once, and the
 limit is learnt from then on.
 """
