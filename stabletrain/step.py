@@ -127,7 +127,8 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     # mean, even if micro-batches or ranks have different numbers of valid targets.
     n_valid, empty = count_targets(batches)
     losses, bad, largest, classes = [], [empty], [], None
-    model, alone = tools.wrap(state.model), tools.wrap_alone(state.model)
+    model = tools.wrap(state.model)
+    alone = tools.wrap_alone(state.model)
     for number, batch in enumerate(batches, 1):
         if batch.targets.numel() == 0:  # an empty micro-batch; `numel` is known on the host, so there is no wait
             continue

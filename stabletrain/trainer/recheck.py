@@ -1,9 +1,9 @@
 """A computation that came out differently the second time: a third one tells which was wrong, or that neither repeats.
 
-A third result that equals one of the two shows that the other was wrong: the hardware. If all three differ, and none
-ever agreed in this run, the model is at fault: its forward pass depends on something besides weights, buffers, batch
-and PyTorch's random numbers, such as a file or a list that it appends to. This is said once, and the limit is learnt
-from then on.
+A third result that equals one of the two shows that the other was wrong: the hardware. If it does not equal the second
+and no two results ever agreed in this run, the model is at fault: its forward pass depends on more than weights,
+buffers, batch and PyTorch's random numbers, such as a file or a list that it appends to. This is said once, and the
+limit is learnt from then on.
 """
 
 import platform
@@ -33,7 +33,9 @@ def confirm(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict:
     recheck, tracker = run.tools.guard.recheck, run.rollback.tracker
     part = recheck.wrong(reading)
     finding = find(run, executed, reading, part)
-    repeats = finding.third in ("first", "second") or finding.agreed > 0
+    # If the third equals the first and none ever agreed, something that cannot be put back changed the second one: the
+    # step itself was right.
+    repeats = finding.third == "second" or finding.agreed > 0
     if not run.parallel.any_rank(finding.differs and repeats):
         recheck.vary(part)
         tracker.event("recheck_varies", reading.step, part=part, tick=run.state.executed_steps)
