@@ -1,7 +1,7 @@
 """Tokenizers: bytes, which need no package, and byte-pair encodings, which need tiktoken. Does not import torch."""
 
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent import futures
 from threading import Thread
 from typing import Any, Protocol, runtime_checkable
 
@@ -109,7 +109,7 @@ class LazyTokenizer:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._loading: Future[Tokenizer] | None = None
+        self._loading: futures.Future[Tokenizer] | None = None
 
     def get(self, seconds: float = PATIENCE) -> Tokenizer:
         """Returns the tokenizer.
@@ -118,16 +118,16 @@ class LazyTokenizer:
             ConfigError: see `load_tokenizer`; or it is not loaded after `seconds`.
         """
         if self._loading is None:
-            self._loading = Future()
+            self._loading = futures.Future()
             Thread(target=self._load, args=[self._loading], daemon=True, name=f"tokenizer {self.name}").start()
         try:
             return self._loading.result(seconds)
-        except TimeoutError:
+        except futures.TimeoutError:  # another class than the built-in one in Python 3.10
             raise ConfigError(
                 f"tokenizer={self.name}: its vocabulary is not downloaded after {seconds:g} s: {OFFLINE}"
             ) from None
 
-    def _load(self, loading: "Future[Tokenizer]") -> None:
+    def _load(self, loading: "futures.Future[Tokenizer]") -> None:
         try:
             loading.set_result(load_tokenizer(self.name))
         except Exception as error:
