@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -37,6 +37,7 @@ from omegaconf import DictConfig
 from stabletrain.cli.sweep import lines
 from stabletrain.cli.sweep.member import Member, stopping_all
 from stabletrain.cli.sweep.plan import Sweep, finished_run, start
+from stabletrain.comparison.pages.at_end import write_if_missing
 from stabletrain.config.arguments import (
     Arguments,
     check_folders,
@@ -52,7 +53,7 @@ from stabletrain.config.interpolation import check_resolves
 from stabletrain.config.resuming import check_resume
 from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted, own_traceback
 from stabletrain.machine.signals import NoStopRequest
-from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location
+from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location, says_how_to_continue
 from stabletrain.parallel.ranks import (
     Ranks,
     current_ranks,
@@ -63,6 +64,10 @@ from stabletrain.parallel.ranks import (
 )
 from stabletrain.printable import printable, say
 from stabletrain.program import SCRIPT, conf_folder, program_name, started, torchrun_target
+from stabletrain.tracking.metrics import warn
+
+if TYPE_CHECKING:
+    from stabletrain.trainer.run import Output
 
 ALIKE = 5.0
 """Seconds that other ranks wait before they report an error that rank 0 may have met too."""
@@ -170,7 +175,7 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
 
 
 def resolve_arguments(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple[Sweep | None, Arguments]:
-    """Resolves `resume`, and agrees on one run folder among the ranks; returns the sweep, if any, and the arguments."""
+    """Resolves `resume` to a folder, the same on all ranks; returns the sweep, if any, and the arguments."""
     check_folders(typed)
     if not ranks.launched:
         return start(resolve_resume(typed), config_dir)
@@ -178,7 +183,7 @@ def resolve_arguments(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple
     publish_location(ranks)
     if ranks.restarts:  # torchrun restarted all ranks because one failed: continue the run
         typed = restarted(typed)
-    sweep, found = run_on_main(ranks, lambda: start(with_folder(resolve_resume(typed)), config_dir))
+    sweep, found = run_on_main(ranks, lambda: start(resolve_resume(typed), config_dir))
     # only the main process writes `.hydra/`
     return sweep, found if ranks.is_main else with_overrides(found, "hydra.output_subdir=null")
 
@@ -191,17 +196,6 @@ def restarted(typed: Arguments) -> Arguments:
     if (Path(resume) / "manifest.json").exists():  # its run folder has recorded the merged arguments
         return with_overrides(resolve_resume(typed), "resume=auto")
     return typed  # a run folder, which is continued in place
-
-
-def with_folder(arguments: Arguments) -> Arguments:
-    """Returns the arguments with the run folder that Hydra would choose.
-
-    Hydra names it after the current time, so each rank would choose its own.
-    """
-    kind, root = ("sweep", "multirun") if arguments.sweeps else ("run", "outputs")
-    if arguments.value(f"hydra.{kind}.dir"):
-        return arguments
-    return with_overrides(arguments, f"hydra.{kind}.dir={time.strftime(f'{root}/%Y-%m-%d/%H-%M-%S')}")
 
 
 def run_job(cfg: DictConfig) -> float | None:
@@ -222,7 +216,9 @@ def run_job(cfg: DictConfig) -> float | None:
             done = run_on_main(ranks, lambda: finished_run(folder, overrides, cfg.steps, ("finished",)))
         if done and not done.get("reason"):  # a reason says what is missing, such as a final state that was not saved
             if ranks.is_main:
-                say(f"{folder} is finished already, {lines.result(done)}: nothing to do; raise steps to continue")
+                written = write_if_missing(folder, cfg.report)
+                added = "its missing report.html is written" if written else "nothing to do"
+                say(f"{folder} is finished already, {lines.result(done)}: {added}; raise steps to continue")
             return done["final"].get("val/loss")
         run_on_main(ranks, lambda: check_resume(cfg, job.runtime.choices, folder))
         check(cfg)
@@ -272,6 +268,8 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
             raise RunFailed(getattr(error, "exit_code", 1)) from None
         return math.inf
     if ranks.is_main:
+        if done is not None:
+            write_if_missing(member.folder, cfg.report)
         member.say(done or member.record(), before=done is not None)
     if done is not None:
         return lines.loss_of(done)
@@ -298,8 +296,17 @@ def build_and_train(
     except TrainingHalted as halt:
         halt.advice = run.output.halted()
         raise
-    run.output.tracker.note(run.output.closing())
+    say_closing_lines(run.output)
     return loss
+
+
+def say_closing_lines(output: "Output") -> None:
+    """Writes the page of a finished run, and prints its last lines. An error is one line: the run stays finished."""
+    try:
+        output.tracker.note(output.closing())
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        warn(f"the run is finished and saved, but its closing lines could not be made ({why})")
 
 
 def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
@@ -313,7 +320,7 @@ def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
     where = "" if not ranks.distributed else f"[rank {ranks.rank}] "
     if isinstance(error, RankLost):
         say(f"{where}stabletrain: {error}", file=sys.stderr, flush=True)
-        if ranks.is_main:
+        if says_how_to_continue(ranks):
             say(f"continue  {resume_command(ranks, folder)}", file=sys.stderr, flush=True)
         time.sleep(LEFT)  # meanwhile torchrun ends this process, and names the rank that ended first
         return

@@ -1,11 +1,18 @@
 """Reads the incidents of a run back from its folder, without torch, and formats each for the terminal."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError
 from stabletrain.printable import one_line
+
+KINDS = {"step": int, "rank": int | None, "cause": str, "confidence": float | int, "verdict": str, "fix": list}
+"""Keys of a `diagnosis.json` and their types."""
+
+PLACE = {"module", "op", "direction", "source"}
+"""Keys of an incident's origin that name the operation."""
 
 WIDTH = 11
 """Width of the name column of a block."""
@@ -44,6 +51,24 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = " ".join(f"cannot be read ({error})".split())
     raise ConfigError(f"{path / 'diagnosis.json'} {reason}: it is damaged; move {path.name} away to see the others")
+
+
+def filed_incidents(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Returns the incidents in a folder of incidents with their content; leaves out what is damaged."""
+    found = []
+    for path in sorted(folder.glob("step-*")):
+        with suppress(ConfigError):
+            record = read(path)
+            if is_whole(record):
+                found.append((path, record))
+    return found
+
+
+def is_whole(record: dict[str, Any]) -> bool:
+    """Whether a `diagnosis.json` holds everything by which a resumed run recognizes an incident."""
+    known = all(isinstance(record.get(key), kind) for key, kind in KINDS.items())
+    origin = record.get("origin")
+    return known and (origin is None or (isinstance(origin, dict) and origin.keys() >= PLACE))
 
 
 def block(path: Path, record: dict[str, Any]) -> str:

@@ -81,6 +81,10 @@ class LoopHandler(IncidentHandler):
         super().__init__(max_incidents, max_seconds)
         self._of_process = filed
 
+    def open(self, folder: Path, setting: RunSettings) -> None:
+        """Sets the folder for incidents, which other processes may use too, and the settings."""
+        self._folder, self._setting = folder, setting
+
     def has_budget(self) -> bool:
         """Whether another incident may be investigated."""
         return self._investigations < ATTEMPTS * self.max_incidents and len(self._of_process) < self.max_incidents

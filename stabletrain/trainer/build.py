@@ -56,6 +56,8 @@ from stabletrain.trainer.stages import (
     Trained,
     batch_loader,
     build_model,
+    choose_checksums,
+    chooses_checksums,
     load_data,
     make_tools,
     opening_lines,
@@ -109,7 +111,8 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     )
     source = load_data(cfg, process, faults)
     weights = starting_weights(cfg, process.choices, source.data, process.ranks, folder)
-    trained = build_model(cfg, process, source, faults, weights)
+    trained = build_model(cfg, process, source, faults, weights, chooses_checksums(guard))
+    choose_checksums(cfg, process, trained, guard)
     tools = make_tools(cfg, process, source, trained.state.model, clipping, guard)
     load = batch_loader(cfg, process, source, trained.state, tools.objective)
     opened = open_output(cfg, folder, process, source, trained, faults, shown)
@@ -125,7 +128,8 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     resumption = Resumption(
         cfg, process.choices, folder, trained.state, source.data, process.precision, tools.sanitizer, process.ranks
     )
-    rollback = saved_states(trained.state, tools, monitoring, history, data, opened, resumption)
+    any_rank = process.parallel.any_rank
+    rollback = saved_states(trained.state, tools, monitoring, history, data, opened, resumption, any_rank)
     # From here on the run folder belongs to this run, so an error must be recorded in its run.json.
     try:
         start_wandb(cfg, process, trained, opened)
@@ -176,7 +180,10 @@ def start_run_folder(
     """
     run_folder = RunFolder(folder) if process.ranks.is_main else NoRunFolder(folder)
     typed, data = parse_arguments(started().resolved), source.data
-    fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else option_fingerprint(cfg, process.choices)
+    fingerprint = source.fingerprint
+    if fingerprint is None:
+        own = hasattr(data, "fingerprint")
+        fingerprint = data.fingerprint() if own else option_fingerprint(cfg, process.choices)
     resuming = cfg.resume == "auto"
     check_data_of_checkpoint(cfg.resume, fingerprint)
     start = partial(
@@ -276,6 +283,7 @@ def saved_states(
     data: TrainingData,
     opened: Opened,
     resumption: roles.Resumption | None = None,
+    any_rank: Callable[[bool], bool] = bool,
 ) -> Rollback:
     """Creates the run's `Rollback`, which has no saved state yet."""
     parts = {  # everything stateful besides model and optimizer, by its name in checkpoints
@@ -296,6 +304,7 @@ def saved_states(
         tracker=opened.tracker,
         run_id=opened.run_folder.id,
         resumption=resumption,
+        any_rank=any_rank,
     )
 
 
@@ -313,7 +322,9 @@ def assemble(
 ) -> TrainingRun:
     """Assembles the run from its parts."""
     page = PageAtEnd(opened.folder) if cfg.report and process.ranks.is_main else NoPage()
-    closing_text = partial(closing_lines, cfg, source, trained.state, history, tools, page, opened.folder)
+    closing_text = partial(
+        closing_lines, cfg, process.ranks, source, trained.state, history, tools, page, opened.folder
+    )
     halted_text = partial(halt_lines, cfg, process, tools.guard, opened)
     opened.tracker.start(cfg.steps, trained.state.step)
     return TrainingRun(
@@ -365,6 +376,7 @@ def halt_lines(cfg: DictConfig, process: Process, guard: GuardPolicy, opened: Op
 
 def closing_lines(
     cfg: DictConfig,
+    ranks: Ranks,
     source: Source,
     state: TrainState,
     history: History,
@@ -374,7 +386,7 @@ def closing_lines(
 ) -> str:
     """Writes the run's page, and returns the last lines on the terminal."""
     # all ranks must call this, because the model that generates the sample may be sharded
-    sample = sample_text(state.model, source.data, next(state.model.parameters()).device)
+    sample = sample_text(state.model, source.data, next(state.model.parameters()).device, ranks=ranks)
     page.write(sample)
     return closing(
         state=state,

@@ -173,14 +173,14 @@ def units(cfg: DictConfig, data: Any) -> tuple[str, str]:
     return "tok", "byte" if getattr(data, "vocab_size", None) == 256 else "token"  # 256 ids: text as raw bytes
 
 
-def cost(model: nn.Module, data: Any) -> float | None:
-    """Returns the training FLOPs per unit of throughput; None if they cannot be counted."""
+def cost(model: nn.Module, data: Any) -> tuple[float, int] | None:
+    """Returns the training FLOPs of a sample, and its units of throughput; None if they cannot be counted."""
     try:
         sample = checked(data.batch(0, 1, "val")).transformed()
     except Exception:  # an error in the data is reported when training reads it
         return None
     flops = flops_per_sample(model, sample.inputs)
-    return None if flops is None else flops / sample.units
+    return None if flops is None else (flops, sample.units)
 
 
 def checked(batch: Any) -> Batch:

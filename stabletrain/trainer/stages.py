@@ -22,9 +22,10 @@ from stabletrain.machine.hardware import Usage, forget_peak, peak_flops
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.protocols import Objective, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
+from stabletrain.stability.guard.state_check import default_every
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.trainer import option_roles
-from stabletrain.trainer.banner import busy_note, opening, split_note
+from stabletrain.trainer.banner import busy_note, opening, split_note, text_note
 from stabletrain.trainer.contract import (
     checked,
     cost,
@@ -37,6 +38,7 @@ from stabletrain.trainer.contract import (
 )
 from stabletrain.trainer.init_from import Loaded, OwnInit, StartingWeights
 from stabletrain.trainer.memory import check_memory
+from stabletrain.trainer.same_data import on_all_ranks
 from stabletrain.trainer.tools import tools_from_config
 
 RANK_SEEDS = 1 << 40
@@ -70,11 +72,13 @@ class Source:
     Attributes:
         unit: unit of throughput: `tok`, `img` or `sample`.
         per: unit of the loss, such as `byte`.
+        fingerprint: the data set's; None if it has none, or if it was not needed yet.
     """
 
     data: Any
     unit: str
     per: str
+    fingerprint: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class Trained:
     Attributes:
         fp32_modules: names of the modules kept in fp32.
         parameters: number of parameters of the whole model.
+        sample_flops: FLOPs of training on one sample; None if they cannot be counted.
         loaded: the weights that `init_from` names.
         notes: what the user should know about model and optimizer, one line each; some may be empty.
     """
@@ -92,6 +97,7 @@ class Trained:
     usage: Usage
     fp32_modules: list[str]
     parameters: int
+    sample_flops: float | None = None
     loaded: Loaded = field(default_factory=Loaded)
     notes: Sequence[str] = ()
 
@@ -129,21 +135,32 @@ def load_data(cfg: DictConfig, process: Process, faults: Any) -> Source:
     """Builds the data set, with the faults that the `faults` group injects.
 
     Raises:
-        ConfigError: the data set has no method `batch`.
+        ConfigError: the data set has no method `batch`, or the ranks read different data.
     """
-    data = make(cfg, "data", option_roles.DataOption)
-    if callable(getattr(data, "to", None)):  # this data can build its batches on the training device
-        data.to(process.device)
+
+    def load() -> Any:
+        data = make(cfg, "data", option_roles.DataOption)
+        if callable(getattr(data, "to", None)):  # this data can build its batches on the training device
+            data.to(process.device)
+        return data
+
+    data, fingerprint = on_all_ranks(process.ranks, load, cfg.batch_size)
     data = faults.data(data)
-    return Source(data, *units(cfg, data))
+    return Source(data, *units(cfg, data), fingerprint)
 
 
 def build_model(
-    cfg: DictConfig, process: Process, source: Source, faults: Any, weights: StartingWeights = OWN_INIT
+    cfg: DictConfig,
+    process: Process,
+    source: Source,
+    faults: Any,
+    weights: StartingWeights = OWN_INIT,
+    count_flops: bool = False,
 ) -> Trained:
     """Builds the model and the optimizer on their device, sharded or replicated over the ranks.
 
     Args:
+        count_flops: whether to count the FLOPs of a sample even if the device's peak is unknown.
         weights: puts other weights into the model than its `init`.
     """
     device, precision, parallel = process.device, process.precision, process.parallel
@@ -151,11 +168,12 @@ def build_model(
     process.determinism.seed_run(cfg.seed)
     model = make_model(cfg, source.data)
     parameters = sum(p.numel() for p in model.parameters())
-    # counting FLOPs reads a sample of the data: only do it if the device's peak is known
-    peak = peak_flops(hardware.name(device), precision.name)
-    usage = Usage(device)
+    # counting FLOPs reads a sample of the data: only do it if something depends on it
+    peak, usage, measured = peak_flops(hardware.name(device), precision.name), Usage(device), None
+    if peak is not None or count_flops:
+        measured = cost(model, source.data)
     if peak is not None:
-        usage = Usage(device, cost(model, source.data), peak * process.ranks.world_size)
+        usage = Usage(device, measured and measured[0] / measured[1], peak * process.ranks.world_size)
     forget_peak(device)
     make(cfg, "init", option_roles.InitOption)(model)  # on the CPU, so every device starts from the same weights
     loaded = weights.load_(model)
@@ -168,7 +186,8 @@ def build_model(
     precision.attach(model, state.optimizer)
     faults.state(state, precision)
     parallel.wrap(model)  # last, because it broadcasts the main process's weights to all ranks
-    return Trained(state, usage, fp32_modules, parameters, loaded, [output_note(model), note, *loaded.notes])
+    flops = None if measured is None else measured[0]
+    return Trained(state, usage, fp32_modules, parameters, flops, loaded, [output_note(model), note, *loaded.notes])
 
 
 def make_optimizer(cfg: DictConfig, model: nn.Module, overrides: Mapping[str, Any]) -> tuple[Optimizer, str]:
@@ -276,6 +295,21 @@ def batch_loader(
 # ---- tools
 
 
+def chooses_checksums(guard: Any) -> bool:
+    """Returns whether the guard leaves it open how often it checks the state."""
+    return getattr(guard, "checksum_every", 0) is None
+
+
+def choose_checksums(cfg: DictConfig, process: Process, trained: Trained, guard: Any) -> None:
+    """Sets how often the guard checks the state if `guard.checksum_every` is null: as often as it costs little."""
+    if not chooses_checksums(guard):
+        return
+    weights = sum(p.numel() * p.element_size() for p in trained.state.model.parameters())
+    shards = process.ranks.world_size if process.parallel.name == "fsdp" else 1
+    flops = trained.sample_flops and trained.sample_flops * cfg.batch_size / process.ranks.world_size
+    guard.check_state_every(default_every(3 * weights / shards, flops, process.device.type))  # weights and two moments
+
+
 def make_tools(cfg: DictConfig, process: Process, source: Source, model: nn.Module, clipping: Any, guard: Any) -> Tools:
     """Builds everything that acts in a step.
 
@@ -319,6 +353,8 @@ def opening_lines(
 def opening_notes(cfg: DictConfig, process: Process, source: Source) -> list[str]:
     """Returns what else the user should know about this run, one line each; some may be empty."""
     notes = [split_note(source.data)]
+    if process.ranks.is_main:  # only it prints, and loads a tokenizer
+        notes.append(text_note(source.data))
     if process.device.type == "cpu":
         batches = val_batches(source.data, cfg.batch_size, cfg.eval_batches)
         notes.append(busy_note(*hardware.load_and_cores(), torch.get_num_threads(), batches))

@@ -159,7 +159,9 @@ def test_strict_refuses_a_workspace_of_the_users_that_is_not_deterministic(four_
 
 
 def data_of(target, **keys):
-    cfg = OmegaConf.create({"data": {"_target_": f"{__name__}.{target}", "modality": "images", **keys}})
+    cfg = OmegaConf.create(
+        {"data": {"_target_": f"{__name__}.{target}", "modality": "images", **keys}, "batch_size": 2}
+    )
     return load_data(cfg, process(), NoFaults())
 
 
@@ -367,11 +369,12 @@ def test_a_busy_cpu_is_noted_with_the_length_of_an_evaluation(monkeypatch):
     monkeypatch.setattr(hardware, "load_and_cores", lambda: (9.0, 2))
     data = SimpleNamespace(split="the last tenth", batches=lambda size, split: 800 // size)
     source, cfg = Source(data, "tok", "byte"), OmegaConf.create({"batch_size": 8, "eval_batches": None})
-    split, busy = opening_notes(cfg, process(), source)
+    split, text, busy = opening_notes(cfg, process(), source)
+    assert text == ""
     assert split == "split: the last tenth"
     assert "eval_batches=20 instead of 100" in busy
     cfg.eval_batches = 30
-    assert opening_notes(cfg, process(), source) == [split, ""]
+    assert opening_notes(cfg, process(), source) == [split, "", ""]
 
 
 class Contrastive:

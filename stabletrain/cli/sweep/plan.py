@@ -22,6 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
+from stabletrain.cli.own_folder import created, named_by_time
 from stabletrain.config.arguments import Arguments, key_of, parse_arguments, recorded_arguments, with_overrides
 from stabletrain.config.error_texts import own_folders
 from stabletrain.config.resuming import check_resume
@@ -279,6 +280,8 @@ def start(typed: Arguments, config_dir: Path) -> tuple[Sweep | None, Arguments]:
         folder = Path(str(found.cfg.hydra.sweep.dir))
         check_jobs(found)
         check_changes(name, folder, found)
+    if named_by_time(found.cfg.hydra.sweep):
+        folder = created(folder)
     sweep = begin(folder, typed, found)
     return sweep, with_overrides(typed, f"hydra.sweep.dir='{folder}'", "hydra.output_subdir=null")
 
