@@ -61,7 +61,7 @@ MISTAKES = {
     "optimizer.lr=null": "optimizer.lr=null is not a number: the default is 0.003",
     "optimizer.betas=0.9": "optimizer.betas=0.9 is not a list of numbers: the default is [0.9, 0.95]",
     "+foo=1": "foo=1: there is no such key",
-    "~guard": "guard._target_ was removed: to turn a group off, use its option that does nothing, such as none or off",
+    "~guard": "guard was removed: to turn a group off, use its option that does nothing, such as none or off",
     "init=null": "init=null: to turn a group off, use its option that does nothing, such as none or off",
     "steps=[": "the command line cannot be read: no viable alternative at input '['\n"
     "quote values with special characters: \"data.path='a=b, c.txt'\"",

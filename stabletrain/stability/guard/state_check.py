@@ -229,8 +229,9 @@ def plain(tensor: Tensor) -> Iterator[Tensor]:
     """Yields the tensors that hold the values of a sharded or otherwise wrapped tensor; a plain tensor itself."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from plain(getattr(tensor, name))
+        for part in (getattr(tensor, name) for name in names):
+            if isinstance(part, Tensor):  # since PyTorch 2.15 a DTensor also names its mesh
+                yield from plain(part)
     elif tensor.layout == torch.strided and tensor.numel() and not tensor.is_quantized:
         yield tensor
 
