@@ -27,6 +27,8 @@ from stabletrain.config.error_texts import own_folders
 from stabletrain.config.resuming import check_resume
 from stabletrain.errors import ConfigError
 from stabletrain.program import started
+from stabletrain.stored.json_files import DamagedFile
+from stabletrain.stored.run_json import read_sweep_record
 from stabletrain.tracking.metrics import replace
 from stabletrain.tracking.run_folder import RunFolder
 
@@ -197,10 +199,10 @@ def belongs(sweep: Sweep, name: str, record: Mapping[str, Any]) -> None:
 def read(folder: Path) -> Sweep | None:
     """Returns the sweep recorded in a folder; None if there is no valid record."""
     try:
-        fields = json.loads((folder / NAME).read_text(encoding="utf-8"))
-        return Sweep(folder, *(fields[name] for name in Sweep._fields[1:]))
-    except (OSError, ValueError, KeyError, TypeError):
+        fields: Any = read_sweep_record(folder)
+    except DamagedFile:
         return None
+    return Sweep(folder, *(fields[name] for name in Sweep._fields[1:]))
 
 
 def status_of(folder: Path) -> str | None:
