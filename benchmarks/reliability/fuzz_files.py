@@ -57,6 +57,17 @@ LIMIT = 60.0
 """Seconds that a call may take, on a machine that is busy with other work."""
 
 
+@contextlib.contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """Context with another working folder."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 class TooLong(BaseException):
     """A call exceeded its time. Not an Exception, so that no handler takes it for one of its own."""
 
@@ -85,7 +96,7 @@ def make(base: Path) -> None:
     from stabletrain.cli.commands import main
 
     base.mkdir(parents=True)
-    with contextlib.chdir(base):
+    with inside(base):
         Path("text.txt").write_text((ROOT / "stabletrain" / "step.py").read_text() * 2)
         main(["prepare", "text.txt", "shards"])
         Path("text.txt").unlink()
@@ -286,7 +297,7 @@ def case(base: Path, place: Path, seed: int, number: int, weights: dict, limit: 
     """Runs one case in a folder that it makes and removes."""
     draw = random.Random(f"{seed}-{number}")
     folder = copied(base, place / f"case-{number}")
-    with contextlib.chdir(folder):
+    with inside(folder):
         outcome = Outcome(number, damage(folder, draw))
         for name, read in readers(draw, weights).items():
             answer, failure, printed = call(read, limit)

@@ -52,9 +52,9 @@ from stabletrain.parallel.ranks import (
     leave_process_group,
     run_on_main,
 )
+from stabletrain.program import SCRIPT, conf_folder, program_name, started, torchrun_target
 from stabletrain.stored.json_files import DamagedFile, MissingFile
 from stabletrain.stored.run_json import read_run_record
-from stabletrain.program import SCRIPT, conf_folder, program_name, started, torchrun_target
 
 ALIKE = 5.0
 """Seconds that other ranks wait before they report an error that rank 0 may have met too."""

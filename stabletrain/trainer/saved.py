@@ -14,8 +14,8 @@ from stabletrain.config.make import make, plain
 from stabletrain.config.recorded import read_config
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
-from stabletrain.trainer.contract import FROM_DATA
 from stabletrain.stored.json_files import MissingFile
+from stabletrain.trainer.contract import FROM_DATA
 from stabletrain.weights import to_safetensors
 
 ODD = 7919
