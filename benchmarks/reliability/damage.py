@@ -226,7 +226,7 @@ def seal_manifest(checkpoint: Path) -> bool:
 def damage(folder: Path, draw: random.Random) -> str:
     """Damages one file below a folder; returns what was done.
 
-    Values are damaged twice as often as bytes. Of a checkpoint, damaged values are sealed in two of three cases; the
+    Values are damaged twice as often as bytes. Of a checkpoint, damaged values are sealed in four of five cases; the
     bytes of tensors never are, because no program could tell them from others.
     """
     part = folder / draw.choices(["outputs", "multirun", "shards"], [8, 1, 1])[0]
@@ -239,7 +239,7 @@ def damage(folder: Path, draw: random.Random) -> str:
     if inside is None or draw.random() < 1 / 3:
         return f"{shown}: {draw.choice(ANY)(file, draw)}"
     what = f"{shown}: {inside(file, draw)}"
-    if file.parent.parent.name == "checkpoints" and draw.random() < 2 / 3:
+    if file.parent.parent.name == "checkpoints" and draw.random() < 4 / 5:
         again = seal_manifest if file.name == "manifest.json" else seal
         what += ", sealed" if again(file.parent) else ""
     return what

@@ -5,6 +5,7 @@ types of `state.json` are checked when a checkpoint is verified, and what only t
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, TypedDict
 
 import torch
@@ -121,8 +122,24 @@ def check_tensors(skeleton: Mapping[str, Any], dtypes: Mapping[str, str], shapes
             name, shown = tensor_name(value), f"optimizer/state/{parameter}/{kind}"
             if name is not None and kind != "step":
                 check_float(shown, dtypes[name])
-            if kind in SHAPED and (name is None or [*shapes[name]] != [*shapes[whole]]):
+            unset = value is None and kind == "momentum_buffer"  # as SGD leaves it before the first update
+            if kind in SHAPED and not unset and (name is None or [*shapes[name]] != [*shapes[whole]]):
                 raise ValueError(f"{shown} does not have its parameter's shape, {[*shapes[whole]]}")
+    for group in optimizer.get("param_groups", []):
+        check_group([(name, optimizer.get("state", {}).get(name, {})) for name in group["params"]])
+
+
+def check_group(states: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Checks that the parameters of a group have the same kinds of state, if they had an update.
+
+    Raises:
+        ValueError: a parameter has other state than the one before it; names it.
+    """
+    kinds = [(name, {key: tensor_name(value) is None for key, value in state.items()}) for name, state in states]
+    updated = [(name, kind) for name, kind in kinds if kind]
+    for (one, its), (other, theirs) in pairwise(updated):
+        if differ := dict(its.items() ^ theirs.items()):
+            raise ValueError(f"optimizer/state has another {min(differ)} for {one} than for {other}")
 
 
 def check_float(name: str, dtype: str) -> None:
