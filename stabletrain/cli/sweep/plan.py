@@ -133,9 +133,15 @@ class Sweep(NamedTuple):
         return [override for override in overrides if key_of(override) in self.varies]
 
     def records(self) -> list[tuple[str, dict[str, Any]]]:
-        """Returns the folder name and `run.json` of each run that has started, in the order of their numbers."""
+        """Returns the folder name and `run.json` of each run that has started, in the order of their numbers.
+
+        The status of a run whose `run.json` is damaged is `broken`.
+        """
         files = sorted(self.folder.rglob("run.json"), key=lambda file: (len(file.parent.name), str(file.parent)))
-        return [(str(file.parent.relative_to(self.folder)), RunFolder(file.parent).read()) for file in files]
+        return [
+            (str(file.parent.relative_to(self.folder)), {"status": "broken", **RunFolder(file.parent).read()})
+            for file in files
+        ]
 
 
 def shortened(override: str) -> str:
