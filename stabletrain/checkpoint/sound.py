@@ -126,17 +126,24 @@ def check_tensors(skeleton: Mapping[str, Any], dtypes: Mapping[str, str], shapes
             if kind in SHAPED and not unset and (name is None or [*shapes[name]] != [*shapes[whole]]):
                 raise ValueError(f"{shown} does not have its parameter's shape, {[*shapes[whole]]}")
     for group in optimizer.get("param_groups", []):
-        check_group([(name, optimizer.get("state", {}).get(name, {})) for name in group["params"]])
+        alike: dict[str, list[str]] = {}
+        for parameter in group["params"]:
+            alike.setdefault(dtypes[model[parameter]["$tensor"]], []).append(parameter)
+        for names in alike.values():
+            check_group({name: optimizer.get("state", {}).get(name, {}) for name in names}, dtypes)
 
 
-def check_group(states: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Checks that the parameters of a group have the same kinds of state, if they had an update.
+def check_group(states: Mapping[str, Mapping[str, Any]], dtypes: Mapping[str, str]) -> None:
+    """Checks that parameters of one group and dtype have the same kinds of state, if they had an update.
 
     Raises:
         ValueError: a parameter has other state than the one before it; names it.
     """
-    kinds = [(name, {key: tensor_name(value) is None for key, value in state.items()}) for name, state in states]
-    updated = [(name, kind) for name, kind in kinds if kind]
+    kinds = {
+        name: {key: dtypes.get(tensor_name(value) or "") for key, value in state.items()}
+        for name, state in states.items()
+    }
+    updated = [(name, kind) for name, kind in kinds.items() if kind]
     for (one, its), (other, theirs) in pairwise(updated):
         if differ := dict(its.items() ^ theirs.items()):
             raise ValueError(f"optimizer/state has another {min(differ)} for {one} than for {other}")

@@ -111,6 +111,13 @@ class Dotted:
         self.own[key.replace("~", ".")] = value
 
 
+@pytest.mark.parametrize(("key", "dtype"), [("step", "BOOL"), ("step", "I64"), ("exp_avg", "F64")])
+def test_moments_of_another_dtype_than_the_others_are_refused(key, dtype):
+    skeleton, dtypes, shapes = skeleton_of(state()[2])
+    with pytest.raises(ValueError, match=f"another {key}"):
+        check_tensors(skeleton, {**dtypes, f"optimizer/state/0.bias/{key}": dtype}, shapes)
+
+
 def test_moments_that_one_parameter_lacks_are_refused():
     skeleton, dtypes, shapes = skeleton_of(state()[2])
     del skeleton["training"]["optimizer"]["state"]["0.bias"]["exp_avg"]
