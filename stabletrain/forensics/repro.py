@@ -340,6 +340,8 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
         reading = None if reading is None else reading_of(reading)
         part = None if part is None else RankPart(**part)
         rest = [found[key] for key in ("scaled", "micro_batches", "compiled", "about")]
+        if not isinstance(loss_scale, int | float):
+            raise TypeError(f"loss_scale is {loss_scale!r}, not a number")
         if rest[1] < 1 or rest[1] > len(batch) or len(batch) % rest[1]:
             raise ValueError(f"{rest[1]} micro-batches of a batch of {len(batch)} samples")
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:

@@ -199,7 +199,7 @@ class Rollback:
         try:
             check_state(tree, self.state.model, self.parts)
         except ValueError as error:
-            raise UnusableCheckpoint(f"{found.path} is damaged: {error}") from error
+            raise UnusableCheckpoint(f"{found.path}: its state is damaged: {error}") from error
         return tree
 
     def _first_usable(
