@@ -45,6 +45,8 @@ READERS = {
     "records.py:count_targets": "counts targets that are still on the host",
     "monitors/probe.py": "a look returns its metrics as numbers, and the loop has just read the step's",
     "trainer/evaluate.py:evaluate": "reads the result of an evaluation once, at its end",
+    "stability/guard/state_check.py:holds": "checks the state once more before it is evaluated or saved",
+    "stability/guard/state_check.py:restored": "checks a state that was put back",
     "forensics/": "explains a step after it has failed",
 }
 """Functions, files and folders of the package that may read values on the host, and why."""

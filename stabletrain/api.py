@@ -5,7 +5,6 @@ model = stabletrain.load(result.folder)                        # an nn.Module in
 stabletrain.compare(["outputs", "multirun"])                   # a pandas.DataFrame, one row per run
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ from omegaconf import DictConfig
 
 from stabletrain.cli.sweep.plan import ANSWERS, finished_run, hydra
 from stabletrain.cli.train import build_and_train, record_failure
-from stabletrain.config.arguments import SWEEP, Arguments, parse_arguments, resolve_resume
+from stabletrain.comparison.pages.at_end import write_if_missing
+from stabletrain.config.arguments import SWEEP, Arguments, check_folders, job_overrides, parse_arguments, resolve_resume
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain, unknown_option
 from stabletrain.errors import ConfigError, TrainingHalted
@@ -76,6 +76,7 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
         raise ConfigError(
             f"{min(unfit)}: stabletrain.train trains one run: call it in a loop, or use stabletrain train"
         )
+    check_folders(arguments)
     resolved = resolve_resume(arguments)
     with called(typed, [*resolved.options, *resolved.overrides]):
         return job_of(resolved, conf)
@@ -95,7 +96,6 @@ def job_of(arguments: Arguments, conf: Path) -> Result:
 
     before = GlobalHydra.instance().hydra  # of a program that uses Hydra itself
     try:
-        wait_for_folder(arguments)
         with hydra(arguments, conf) as name:
             started = GlobalHydra.instance().hydra
             assert started is not None
@@ -114,20 +114,16 @@ def job_of(arguments: Arguments, conf: Path) -> Result:
     return Result(record["status"], record["final"], folders[0], record["reason"])
 
 
-def wait_for_folder(arguments: Arguments) -> None:
-    """Waits until the default run folder, which is named by the second, is not one of an earlier call."""
-    while not arguments.value("hydra.run.dir") and Path(time.strftime("outputs/%Y-%m-%d/%H-%M-%S")).exists():
-        time.sleep(0.05)
-
-
 def train_or_skip(cfg: DictConfig, folder: Path) -> None:
     """Trains the run, unless `resume=auto` has found it finished."""
-    overrides = list(HydraConfig.get().overrides.task)
+    overrides = job_overrides()
     try:
         check(cfg)
         done = finished_run(folder, overrides, cfg.steps, ("finished",)) if cfg.resume == "auto" else None
         if done is None or done.get("reason"):
             build_and_train(cfg, folder, signals=NoStopRequest())
+        else:
+            write_if_missing(folder, cfg.report)
     except Exception as error:
         record_failure(folder, error)
         raise

@@ -56,13 +56,16 @@ class Buffers:
             module._buffers.update(buffers)
 
     @torch.no_grad()
-    def restore_(self, saved: "SavedBuffers", gate: Bool[Tensor, ""]) -> None:
-        """Restores the buffers' values if `gate` is closed; otherwise changes no bit."""
+    def restore_(self, saved: "SavedBuffers", gate: Bool[Tensor, ""]) -> "SavedBuffers":
+        """Restores the buffers' values if `gate` is closed; otherwise changes no bit. Returns their values now."""
+        memory = None
         if saved.memory is not None:
-            kept = torch.where(gate, torch.cat(self._bytes), saved.memory)
-            torch._foreach_copy_(self._bytes, kept.split(self._sizes))
-        for tensor, before in zip(self._others, saved.others, strict=True):
-            tensor.copy_(torch.where(gate, tensor, before))
+            memory = torch.where(gate, torch.cat(self._bytes), saved.memory)
+            torch._foreach_copy_(self._bytes, memory.split(self._sizes))
+        others = [torch.where(gate, tensor, before) for tensor, before in zip(self._others, saved.others, strict=True)]
+        for tensor, kept in zip(self._others, others, strict=True):
+            tensor.copy_(kept)
+        return SavedBuffers(self, memory, others)
 
     def like(self, memory: UInt8[Tensor, " bytes"] | None, others: list[Tensor]) -> list[Tensor]:
         """Returns saved values with the shapes and dtypes of the buffers, in the order of `tensors`."""
@@ -90,6 +93,24 @@ class SavedBuffers:
     def tensors(self) -> list[Tensor]:
         """Returns the saved values with the buffers' shapes and dtypes, in the order of `model.buffers()`."""
         return self.buffers.like(self.memory, self.others)
+
+    def equal(self, other: "SavedBuffers") -> Bool[Tensor, ""] | bool:
+        """Returns whether all bits equal another copy's; False if it is a copy of buffers of other sizes."""
+        mine, theirs = self._flat(), other._flat()
+        if len(mine) != len(theirs) or any(a.shape != b.shape for a, b in zip(mine, theirs, strict=True)):
+            return False
+        found = [torch.eq(a, b).all() for a, b in zip(mine, theirs, strict=True)]
+        return torch.stack(found).all() if len(found) > 1 else found[0] if found else True
+
+    def changed(self, other: "SavedBuffers") -> list[int]:
+        """Returns which tensors differ from another copy, as positions in `tensors()`; waits for the device."""
+        pairs = zip(self.tensors(), other.tensors(), strict=False)
+        return [at for at, (a, b) in enumerate(pairs) if a is not b and not same_bits(a, b)]
+
+    def _flat(self) -> list[UInt8[Tensor, " bytes"]]:
+        """Returns the values as bytes."""
+        parts = [] if self.memory is None else [self.memory]
+        return parts + [as_bytes(each.contiguous()) for each in self.others]
 
 
 _KNOWN: "WeakKeyDictionary[nn.Module, Buffers]" = WeakKeyDictionary()
@@ -123,3 +144,8 @@ def can_be_written(tensor: Tensor) -> bool:
 def as_bytes(tensor: Tensor) -> UInt8[Tensor, " bytes"]:
     """Returns a contiguous tensor's memory; writing to it changes the tensor."""
     return tensor.detach().view(-1).view(torch.uint8)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two tensors have the same shape and bits; waits for the device."""
+    return a.shape == b.shape and torch.equal(as_bytes(a.contiguous()), as_bytes(b.contiguous()))

@@ -1,14 +1,26 @@
 """The roles in a step, each played by the object that a config group chooses; the step does not know its kind."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stabletrain.buffers import SavedBuffers
-from stabletrain.records import Batch, Clipped, Detour, GradNorms, LossTerms, Number, Reading, StepChecks, Verdict
+from stabletrain.records import (
+    Batch,
+    Clipped,
+    Detour,
+    GradNorms,
+    LossTerms,
+    Number,
+    Reading,
+    StepChecks,
+    TrainState,
+    Verdict,
+)
 
 
 @runtime_checkable
@@ -79,6 +91,45 @@ class RetainedStates(Protocol):
 
 
 @runtime_checkable
+class StateCheck(Protocol):
+    """Checks that nothing changes weights, moments and buffers but the step; see `stability/guard/state_check.py`."""
+
+    def before_update(self, state: TrainState, buffers: SavedBuffers) -> Number: ...
+    def after_update(self, state: TrainState, buffers: SavedBuffers) -> None: ...
+    def holds(self, state: TrainState) -> bool: ...
+    def reference(self, state: TrainState) -> Any: ...
+    def restored(self, state: TrainState, reference: Any) -> bool: ...
+    def changes(self, model: nn.Module) -> Sequence[Any]: ...
+
+
+@runtime_checkable
+class Repeat(Protocol):
+    """Computes one step's gradient or update a second time, or does nothing; see `stability/guard/recheck.py`."""
+
+    difference: Number
+
+    def gradient(self, again: Callable[[], Any]) -> None: ...
+    def update(self, apply: Callable[[Optimizer], Any]) -> Number: ...
+
+
+@runtime_checkable
+class Recheck(Protocol):
+    """Decides which steps are computed twice, and what difference is a fault; see `stability/guard/recheck.py`."""
+
+    found: Any
+
+    @property
+    def compared(self) -> Mapping[str, Any]: ...
+    def due(self, step: int) -> bool: ...
+    def of_step(self, state: TrainState, buffers: SavedBuffers, tools: "Tools") -> Repeat: ...
+    def of_update(self, state: TrainState, tools: "Tools") -> Repeat: ...
+    def limit(self, part: str) -> float: ...
+    def agreed(self, part: str) -> int: ...
+    def wrong(self, reading: Reading) -> str: ...
+    def vary(self, part: str) -> None: ...
+
+
+@runtime_checkable
 class GuardPolicy(Protocol):
     """Decides which updates reach the weights, and what happens after a skip; see `stability/guard/`."""
 
@@ -96,6 +147,10 @@ class GuardPolicy(Protocol):
     def healthy(self) -> bool: ...
     @property
     def states(self) -> RetainedStates: ...
+    @property
+    def state_check(self) -> StateCheck: ...
+    @property
+    def recheck(self) -> "Recheck": ...
     def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Tensor: ...
     def judge(self, reading: Reading) -> Verdict: ...
     def at_end(self, verdict: Verdict) -> Verdict: ...
@@ -126,6 +181,8 @@ class Parallel(Protocol):
     def scale_for_averaging(self, loss: Tensor) -> Tensor: ...
     def average_buffers_(self, model: nn.Module, held: SavedBuffers) -> None: ...
     def max_over_ranks_(self, values: list[Tensor]) -> None: ...
+    def keep_gradients(self) -> bool: ...
+    def own_gradients(self, parameters: list[Tensor]) -> list[Tensor | None]: ...
     def reduce_stats(
         self, terms: LossTerms, norms: GradNorms, checks: StepChecks
     ) -> tuple[LossTerms, GradNorms, StepChecks]: ...
@@ -167,6 +224,10 @@ class Tools:
         With DDP this is its wrapper, which averages the gradients. With `loss_chunk` the head is left to the loss.
         """
         return self.objective.wrap(self.parallel.wrapped(model), model, self)
+
+    def wrap_alone(self, model: nn.Module) -> Callable[[Tensor], Any]:
+        """Returns the model as `wrap` does, but without communication between ranks."""
+        return self.objective.wrap(model, model, self)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the loss to differentiate: times the loss scale, and times the world size, since DDP averages."""

@@ -224,7 +224,9 @@ class StepChecks:
         bad_data: 1 if the batch held values that no model can learn from, else 0; see `stability/sanitize.py`.
         inputs: largest magnitude of the inputs; 0 for integers.
         buffers: L2 norm of the model's floating-point buffers after the forward pass (BatchNorm's statistics).
+        recheck: how far the gradient differs from a second computation, relative; see `stability/guard/recheck.py`.
         stop: bool, whether any rank was asked to stop; None in a single process.
+        state_changed: 1 if weights, moments or buffers are not what the last update left, else 0.
         rank: first rank whose own shard of the step was bad, -1 for none; None in a single process.
         own: this rank's own numbers; None in a single process. They stay on this rank, for forensics.
     """
@@ -232,6 +234,8 @@ class StepChecks:
     bad_data: Number
     inputs: Number
     buffers: Number
+    state_changed: Number = 0.0
+    recheck: Number = 0.0
     stop: Tensor | None = None
     rank: Tensor | None = None
     own: OwnNumbers | None = None
@@ -251,6 +255,9 @@ class Reading(NamedTuple):
         applied: whether the update reached the weights.
         overflow: whether the update was skipped for fp16's routine overflow, which lowers the loss scale.
         lr: learning rate of the first parameter group.
+        state_changed: see `StepChecks`.
+        recheck: see `StepChecks`.
+        recheck_update: the same for the optimizer's update of one tensor.
         stop: whether any rank was asked to stop.
         rank: first rank whose own shard of the step was bad; -1 for none, and in a single process.
     """
@@ -268,6 +275,9 @@ class Reading(NamedTuple):
     bad_data: bool
     overflow: bool
     lr: float
+    state_changed: bool = False
+    recheck: float = 0.0
+    recheck_update: float = 0.0
     stop: bool = False
     rank: int = -1
 

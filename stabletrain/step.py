@@ -10,9 +10,10 @@ Between the two halves the loop reads the numbers of the *previous* step. If tha
 have the values it started from, so it can be replayed. Nothing here waits for the device.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,17 @@ from torch.optim import Optimizer
 from stabletrain.buffers import Buffers, SavedBuffers, buffers_of
 from stabletrain.monitors.tensor_norms import gradients, measure_all
 from stabletrain.protocols import Tools
-from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, Number, Reading, StepChecks, TrainState
+from stabletrain.records import (
+    IGNORE_INDEX,
+    Batch,
+    GradNorms,
+    LossTerms,
+    Number,
+    OwnNumbers,
+    Reading,
+    StepChecks,
+    TrainState,
+)
 
 
 @dataclass(frozen=True)
@@ -47,10 +58,19 @@ class Computed:
 
 
 class InFlight:
-    """A reading on its way from the device to the host."""
+    """A reading on its way from the device to the host.
+
+    Attributes:
+        own: this rank's own numbers of the step, on the device; None in a single process.
+    """
 
     def __init__(
-        self, step: int, lr: float, terms: Mapping[str, Number], numbers: Mapping[str, Tensor | float | None]
+        self,
+        step: int,
+        lr: float,
+        terms: Mapping[str, Number],
+        numbers: Mapping[str, Tensor | float | None],
+        own: OwnNumbers | None = None,
     ) -> None:
         """Starts copying `terms` and `numbers`, which become the fields of `Reading`, to the host.
 
@@ -58,6 +78,7 @@ class InFlight:
             step, lr, terms: see `Reading`.
             numbers: 0-d tensors, and numbers that the host knows already. `withheld` is 1 if the update was skipped.
         """
+        self.own = own
         self._known: dict[str, Any] = {"step": step, "lr": lr, **numbers}
         self._terms = {f"terms/{name}": name for name in terms}  # no field of `Reading` has a slash in its name
         self._known |= {key: terms[name] for key, name in self._terms.items()}
@@ -80,7 +101,7 @@ class InFlight:
         numbers["applied"] = not numbers.pop("withheld")
         if numbers["clip_active"] is None:  # the gradient was clipped as a whole
             numbers["clip_active"] = float(numbers["clip_coef"] < 1)
-        flags = {name: bool(numbers.get(name)) for name in ("bad_data", "overflow", "stop")}
+        flags = {name: bool(numbers.get(name)) for name in ("bad_data", "overflow", "state_changed", "stop")}
         numbers |= {**flags, "rank": int(numbers.get("rank", -1))}
         return Reading(**numbers)
 
@@ -88,7 +109,7 @@ class InFlight:
 def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Computed:
     """Runs forward and backward over the micro-batches of step `state.step`; leaves unscaled gradients in `.grad`.
 
-    On several ranks the returned numbers are those of the whole step, equal on every rank.
+    On several ranks the returned numbers are those of this rank's part of the step.
 
     Args:
         state: where the step starts; its weights are not changed.
@@ -100,29 +121,24 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     state.optimizer.zero_grad(set_to_none=True)
     # The forward pass overwrites BatchNorm's statistics. If the step is skipped, these copies are restored.
     saved_buffers = buffers_of(state.model).save()
+    # Every `guard.recheck_every` steps, the first micro-batch runs a second time: its gradient must be the same.
+    recheck = tools.guard.recheck.of_step(state, saved_buffers, tools)
     # Divide each micro-batch's loss by the number of targets of the whole step: the losses then add up to the exact
     # mean, even if micro-batches or ranks have different numbers of valid targets.
     n_valid, empty = count_targets(batches)
     losses, bad, largest, classes = [], [empty], [], None
     model = tools.wrap(state.model)
+    alone = tools.wrap_alone(state.model)
     for number, batch in enumerate(batches, 1):
         if batch.targets.numel() == 0:  # an empty micro-batch; `numel` is known on the host, so there is no wait
             continue
-        # A token id out of range would crash a CUDA kernel and the process. Replace it, and mark the step as bad.
-        inputs, magnitude, bad_inputs = tools.sanitizer.inputs(batch.inputs)
         with tools.parallel.gradient_sync(state.model, number == len(batches)):
-            # Forward, under autocast. (With `loss_chunk` the head runs together with the loss.)
-            with tools.precision.autocast():
-                outputs = model(inputs)
-            classes = tools.objective.classes(outputs)
-            targets, bad_targets = tools.sanitizer.targets(batch.targets, classes)
-            # Loss in fp32: bf16 has 8 bits of precision, too few for a logsumexp over a vocabulary.
-            loss = tools.objective(outputs, batch.having(inputs, targets), n_valid)
-            # Backward, times the loss scale, so that small fp16 gradients do not underflow.
-            tools.scale(loss.total).backward()
-        losses.append(loss.detach())
-        bad.append(bad_inputs | bad_targets)
-        largest.append(magnitude)
+            done = forward_backward(model, batch, n_valid, tools)
+        recheck.gradient(partial(forward_backward, alone, batch, n_valid, tools))
+        losses.append(done.loss)
+        bad.append(done.bad_data)
+        largest.append(done.largest)
+        classes = done.classes
     forwards = len(losses)
     if not losses:
         losses = [zero_gradients_(state.model)]
@@ -135,10 +151,40 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     # Measure before clipping: norm clipping would turn every gradient into NaN if one of them is.
     buffers = buffers_of(state.model)
     norms, buffer_norm = measure_all(found, buffers.floating)
-    checks = StepChecks(maximum(bad), maximum(largest), buffer_norm)
-    # After this all-gather every rank has the numbers of the whole step, so all ranks reach the same verdict.
-    terms, norms, checks = tools.parallel.reduce_stats(terms, norms, checks)
+    checks = StepChecks(maximum(bad), maximum(largest), buffer_norm, recheck=recheck.difference)
     return Computed(terms, norms, checks, buffers, saved_buffers, forwards, classes)
+
+
+class Pass(NamedTuple):
+    """What forward and backward of a micro-batch give, besides gradients; tensors are on the device.
+
+    Attributes:
+        loss: the micro-batch's share of the step's loss.
+        bad_data: whether the micro-batch holds values that no model can learn from.
+        largest: largest magnitude of its inputs.
+        classes: see `Computed`.
+    """
+
+    loss: LossTerms
+    bad_data: Tensor
+    largest: Number
+    classes: int | None
+
+
+def forward_backward(model: Callable[[Tensor], Any], batch: Batch, n_valid: Tensor, tools: Tools) -> Pass:
+    """Runs forward and backward of a micro-batch; adds scaled gradients to `.grad`."""
+    # A token id out of range would crash a CUDA kernel and the process. Replace it, and mark the step as bad.
+    inputs, magnitude, bad_inputs = tools.sanitizer.inputs(batch.inputs)
+    # Forward, under autocast. (With `loss_chunk` the head runs together with the loss.)
+    with tools.precision.autocast():
+        outputs = model(inputs)
+    classes = tools.objective.classes(outputs)
+    targets, bad_targets = tools.sanitizer.targets(batch.targets, classes)
+    # Loss in fp32: bf16 has 8 bits of precision, too few for a logsumexp over a vocabulary.
+    loss = tools.objective(outputs, batch.having(inputs, targets), n_valid)
+    # Backward, times the loss scale, so that small fp16 gradients do not underflow.
+    tools.scale(loss.total).backward()
+    return Pass(loss.detach(), bad_inputs | bad_targets, magnitude, classes)
 
 
 def count_targets(batches: Sequence[Batch]) -> tuple[Tensor, Tensor | bool]:
@@ -178,24 +224,31 @@ def zero_gradients_(model: nn.Module) -> LossTerms:
 
 def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     """Judges the step, clips, applies the update or skips it, and counts the step."""
-    terms, norms = computed.terms, computed.norms
+    # Nothing may have changed since the last update but gradients and buffers: a difference is a memory fault.
+    unchanged = tools.guard.state_check
+    changed = unchanged.before_update(state, computed.saved_buffers)
+    # After this all-gather every rank has the numbers of the whole step, so all ranks reach the same verdict.
+    checks = replace(computed.checks, state_changed=changed)
+    terms, norms, checks = tools.parallel.reduce_stats(computed.terms, computed.norms, checks)
     # Judge. The gate is a bool on the device, so the host does not wait. It closes for bad data, for NaN or Inf, for a
     # spike, and for fp16's routine overflow.
     overflow = tools.precision.overflow(terms, norms)
-    gate = tools.precision.close(tools.guard.gate(terms, norms, computed.checks), overflow)
+    gate = tools.precision.close(tools.guard.gate(terms, norms, checks), overflow)
     # Clip. Adaptive clipping needs the gate: a skipped step must not enter its statistics.
     clipped = tools.clipping(state.model, norms, gate)
     loss_scale = tools.precision.loss_scale()
     lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.lr_multiplier(state.step))
     # Apply the update if the gate is open. Otherwise weights and moments keep their bits, and buffers are restored.
+    recheck = tools.guard.recheck.of_update(state, tools)
     withheld = apply(state.optimizer, gate)
+    recheck_update = recheck.update(partial(apply, gate=gate))
     tools.after_update(state.model, gate)
-    computed.buffers.restore_(computed.saved_buffers, gate)
+    buffers = computed.buffers.restore_(computed.saved_buffers, gate)
     tools.precision.update(overflow, gate)
     # Count the step, skipped or not: the next step reads the next batch.
     state.step += 1
     state.executed_steps += 1
-    checks = computed.checks
+    unchanged.after_update(state, buffers)
     numbers = {
         "loss": terms.total,
         "grad_norm": norms.total,
@@ -206,10 +259,13 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
         "loss_scale": loss_scale,
         "withheld": withheld,
         "bad_data": checks.bad_data,
+        "state_changed": checks.state_changed,
         "overflow": overflow,
+        "recheck": checks.recheck,
+        "recheck_update": recheck_update,
     }
     of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
-    return InFlight(state.step, lr, terms.parts, numbers | of_ranks)
+    return InFlight(state.step, lr, terms.parts, numbers | of_ranks, checks.own)
 
 
 def train_step(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Reading:

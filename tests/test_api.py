@@ -14,9 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
 import stabletrain
-from stabletrain.api import wait_for_folder
 from stabletrain.checkpoint.folder import find
-from stabletrain.config.arguments import Arguments
 from stabletrain.errors import ConfigError
 from stabletrain.machine.signals import STOPS
 from stabletrain.trainer import loop
@@ -89,16 +87,6 @@ def test_the_record_of_a_run_names_the_command_that_repeats_it(place):
     record = json.loads((result.folder / "run.json").read_text())
     assert record["command"] == shlex.join(["stabletrain", "train", *RUN, "checkpoint=off"])
     assert (record["options"], record["overrides"]) == ([], [*RUN, "checkpoint=off"])
-
-
-def test_two_calls_within_a_second_get_folders_of_their_own(place, monkeypatch):
-    times = ["now", "now", "a second later"]
-    (place / "now").mkdir()
-    monkeypatch.setattr("stabletrain.api.time.strftime", lambda form: times.pop(0))
-    wait_for_folder(Arguments([], ["hydra.run.dir=now"]))
-    assert len(times) == 3, "a folder that the user names is none to wait for"
-    wait_for_folder(Arguments([], []))
-    assert times == []
 
 
 def test_signals_keep_their_handlers_during_a_run(place, monkeypatch):

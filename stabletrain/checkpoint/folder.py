@@ -23,6 +23,7 @@ from pathlib import Path
 
 from stabletrain.checkpoint.reader import MANIFEST, Checkpoint, UnusableCheckpoint, peek, verify
 from stabletrain.errors import ConfigError
+from stabletrain.printable import say
 
 OnEvent = Callable[[str, int, dict], None]
 """Receives an event's kind, its step and its fields. Also called from the writing thread."""
@@ -39,7 +40,7 @@ def silent(kind: str, step: int, fields: dict) -> None:
 def warn(message: str) -> None:
     """Prints one line to stderr; ignores a closed stderr."""
     with suppress(OSError):
-        print(f"stabletrain: {message}", file=sys.stderr)
+        say(f"stabletrain: {message}", file=sys.stderr)
 
 
 def reason_of(error: OSError) -> str:

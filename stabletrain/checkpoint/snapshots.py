@@ -163,6 +163,10 @@ class Snapshots:
         wanted = set(steps)
         self._trees = {step: tree for step, tree in self._trees.items() if step in wanted}
 
+    def drop(self, step: int) -> None:
+        """Drops the snapshot of a step."""
+        self._trees.pop(step, None)
+
     def newest(self, at_most: int) -> Tree | None:
         """Returns the newest snapshot with a step of at most `at_most`, with its shards in new memory on their device.
 

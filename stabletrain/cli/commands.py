@@ -21,6 +21,7 @@ from pathlib import Path
 import stabletrain
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean, own_traceback
 from stabletrain.parallel.ranks import drop_unread_output, exit_process
+from stabletrain.printable import printable, say
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,17 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not first.startswith("-") and first not in commands.choices:
         known = f"commands: {', '.join(commands.choices)}"
         wrong = f"{first}: there is no such command{did_you_mean(first, commands.choices)}"
-        parser.error(f"{wrong if first else 'a command is missing'}\n{known}")
+        parser.error(printable(f"{wrong if first else 'a command is missing'}\n{known}"))
     chosen = parser.parse_args(typed)
     try:
         chosen.do(chosen)
     except StabletrainError as error:
-        print(f"stabletrain: {error}", file=sys.stderr)
+        say(f"stabletrain: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # the reader of a pipe has closed it
         pass
     except OSError as error:
-        print(f"stabletrain: {error}", file=sys.stderr)
+        say(f"stabletrain: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -122,7 +123,7 @@ def sample(chosen: argparse.Namespace) -> None:
             raise
         hint = "" if length else "; if it reads at most N tokens, give it or the data an attribute block_size=N"
         raise StabletrainError(f"{chosen.run}: the model cannot generate text{hint}\n{own.strip()}") from error
-    print(data.decode(tokens[0].tolist()))
+    say(data.decode(tokens[0].tolist()))
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -204,11 +205,11 @@ def diagnose(chosen: argparse.Namespace) -> None:
 
     found = incidents(chosen.run)
     if chosen.json:
-        print(json.dumps([{**record, "folder": str(path)} for path, record in found], indent=2))
+        say(json.dumps([{**record, "folder": str(path)} for path, record in found], indent=2))
     elif not found:
-        print(f"no incidents in {chosen.run}")
+        say(f"no incidents in {chosen.run}")
     else:
-        print("\n\n".join(block(path, record) for path, record in found))
+        say("\n\n".join(block(path, record) for path, record in found))
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
@@ -224,7 +225,7 @@ def replay(chosen: argparse.Namespace) -> None:
     from stabletrain.cli.replay import replay_incident
 
     found = replay_incident(chosen.incident, chosen.overrides, chosen.config_dir)
-    print(json.dumps(found.as_json(), indent=2) if chosen.json else found)
+    say(json.dumps(found.as_json(), indent=2) if chosen.json else found)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from stabletrain.data.files import read_meta
 from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.models.gpt import GPT
 from stabletrain.models.resnet import TorchvisionResNet
+from stabletrain.printable import say
 from stabletrain.stored.json_files import DamagedFile
 from stabletrain.stored.run_json import read_run_record
 from stabletrain.trainer.contract import checked
@@ -51,7 +52,7 @@ def export(run: Path, to: str, out: Path | None, *, best: bool, overwrite: bool)
     form.refuse(trained)
     with new_folder(folder, overwrite=overwrite) as hidden:
         written = form.write(trained, hidden)
-    print(report(folder, checkpoint, written))
+    say(report(folder, checkpoint, written))
 
 
 def check_run(run: Path) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -37,13 +37,23 @@ from omegaconf import DictConfig
 from stabletrain.cli.sweep import lines
 from stabletrain.cli.sweep.member import Member, stopping_all
 from stabletrain.cli.sweep.plan import Sweep, finished_run, start
-from stabletrain.config.arguments import Arguments, parse_arguments, resolve_resume, resume_command, with_overrides
+from stabletrain.comparison.pages.at_end import write_if_missing
+from stabletrain.config.arguments import (
+    Arguments,
+    check_folders,
+    job_overrides,
+    parse_arguments,
+    resolve_resume,
+    resume_command,
+    with_overrides,
+)
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain, unknown_option
+from stabletrain.config.interpolation import check_resolves
 from stabletrain.config.resuming import check_resume
 from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted, own_traceback
 from stabletrain.machine.signals import NoStopRequest
-from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location
+from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location, says_how_to_continue
 from stabletrain.parallel.ranks import (
     Ranks,
     current_ranks,
@@ -52,9 +62,14 @@ from stabletrain.parallel.ranks import (
     leave_process_group,
     run_on_main,
 )
+from stabletrain.printable import printable, say
 from stabletrain.program import SCRIPT, conf_folder, program_name, started, torchrun_target
 from stabletrain.stored.json_files import DamagedFile, MissingFile
 from stabletrain.stored.run_json import read_run_record
+from stabletrain.tracking.metrics import warn
+
+if TYPE_CHECKING:
+    from stabletrain.trainer.run import Output
 
 ALIKE = 5.0
 """Seconds that other ranks wait before they report an error that rank 0 may have met too."""
@@ -98,7 +113,7 @@ def help_of_command() -> Generator[None]:
             yield
     finally:
         target = f" {torchrun_target()} "
-        print(text.getvalue().replace(SCRIPT, program_name()).replace(" train.py ", target), end="")
+        say(text.getvalue().replace(SCRIPT, program_name()).replace(" train.py ", target), end="")
 
 
 def absolute_config_path(word: str, before: str) -> str:
@@ -130,7 +145,7 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
         sweep, arguments = resolve_arguments(typed, ranks, config_dir)
         sys.argv[1:] = [*chain(*arguments)]  # Hydra reads the resolved command line
         if sweep is not None and ranks.is_main:
-            print(lines.opening(sweep), flush=True)
+            say(lines.opening(sweep), flush=True)
         listening = nullcontext() if sweep is None or sweep.launcher == "basic" else stopping_all(sweep.folder)
         with listening, help_of_command() if HELP & set(arguments.options) else nullcontext():
             main()
@@ -145,31 +160,32 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
     except BrokenPipeError:  # the reader of Hydra's help or configuration has closed the pipe
         return 0
     except KeyboardInterrupt:
-        print("\nstabletrain: stopped immediately; the last checkpoint is kept", file=sys.stderr)
+        say("\nstabletrain: stopped immediately; the last checkpoint is kept", file=sys.stderr)
         return 130
     except Exception as error:
         message = explain(error, config_dir, typed)
         if message is None:  # not a mistake on the command line
-            traceback.print_exc()
+            say(traceback.format_exc(), file=sys.stderr, end="")
             return 1
         return refuse(message, ranks)
     finally:
         if sweep is not None and ranks.is_main and sweep.records():
-            print(lines.closing(sweep), flush=True)
+            say(lines.closing(sweep), flush=True)
     if ranks.launched:
         leave_process_group()
     return 0 if sweep is None else lines.code(sweep)
 
 
 def resolve_arguments(typed: Arguments, ranks: Ranks, config_dir: Path) -> tuple[Sweep | None, Arguments]:
-    """Resolves `resume`, and agrees on one run folder among the ranks; returns the sweep, if any, and the arguments."""
+    """Resolves `resume` to a folder, the same on all ranks; returns the sweep, if any, and the arguments."""
+    check_folders(typed)
     if not ranks.launched:
         return start(resolve_resume(typed), config_dir)
     join_process_group(ranks)
     publish_location(ranks)
     if ranks.restarts:  # torchrun restarted all ranks because one failed: continue the run
         typed = restarted(typed)
-    sweep, found = run_on_main(ranks, lambda: start(with_folder(resolve_resume(typed)), config_dir))
+    sweep, found = run_on_main(ranks, lambda: start(resolve_resume(typed), config_dir))
     # only the main process writes `.hydra/`
     return sweep, found if ranks.is_main else with_overrides(found, "hydra.output_subdir=null")
 
@@ -184,17 +200,6 @@ def restarted(typed: Arguments) -> Arguments:
     return typed  # a run folder, which is continued in place
 
 
-def with_folder(arguments: Arguments) -> Arguments:
-    """Returns the arguments with the run folder that Hydra would choose.
-
-    Hydra names it after the current time, so each rank would choose its own.
-    """
-    kind, root = ("sweep", "multirun") if arguments.sweeps else ("run", "outputs")
-    if arguments.value(f"hydra.{kind}.dir"):
-        return arguments
-    return with_overrides(arguments, f"hydra.{kind}.dir={time.strftime(f'{root}/%Y-%m-%d/%H-%M-%S')}")
-
-
 def run_job(cfg: DictConfig) -> float | None:
     """Trains one run from a composed configuration; returns the last validation loss, in nats.
 
@@ -205,14 +210,17 @@ def run_job(cfg: DictConfig) -> float | None:
     job, ranks = HydraConfig.get(), current_ranks()
     if job.mode == RunMode.MULTIRUN:
         return run_of_sweep(cfg, ranks)
-    folder, overrides = Path(job.runtime.output_dir), list(job.overrides.task)
+    folder, overrides = Path(job.runtime.output_dir), job_overrides()
     try:
+        check_resolves(cfg)
         done = None
         if cfg.resume == "auto":
             done = run_on_main(ranks, lambda: finished_run(folder, overrides, cfg.steps, ("finished",)))
         if done and not done.get("reason"):  # a reason says what is missing, such as a final state that was not saved
             if ranks.is_main:
-                print(f"{folder} is finished already, {lines.result(done)}: nothing to do; raise steps to continue")
+                written = write_if_missing(folder, cfg.report)
+                added = "its missing report.html is written" if written else "nothing to do"
+                say(f"{folder} is finished already, {lines.result(done)}: {added}; raise steps to continue")
             return done["final"].get("val/loss")
         run_on_main(ranks, lambda: check_resume(cfg, job.runtime.choices, folder))
         check(cfg)
@@ -262,6 +270,8 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
             raise RunFailed(getattr(error, "exit_code", 1)) from None
         return math.inf
     if ranks.is_main:
+        if done is not None:
+            write_if_missing(member.folder, cfg.report)
         member.say(done or member.record(), before=done is not None)
     if done is not None:
         return lines.loss_of(done)
@@ -288,8 +298,17 @@ def build_and_train(
     except TrainingHalted as halt:
         halt.advice = run.output.halted()
         raise
-    run.output.tracker.note(run.output.closing())
+    say_closing_lines(run.output)
     return loss
+
+
+def say_closing_lines(output: "Output") -> None:
+    """Writes the page of a finished run, and prints its last lines. An error is one line: the run stays finished."""
+    try:
+        output.tracker.note(output.closing())
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        warn(f"the run is finished and saved, but its closing lines could not be made ({why})")
 
 
 def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
@@ -302,21 +321,21 @@ def report_error(error: Exception, ranks: Ranks, folder: Path) -> None:
         time.sleep(ALIKE)
     where = "" if not ranks.distributed else f"[rank {ranks.rank}] "
     if isinstance(error, RankLost):
-        print(f"{where}stabletrain: {error}", file=sys.stderr, flush=True)
-        if ranks.is_main:
-            print(f"continue  {resume_command(ranks, folder)}", file=sys.stderr, flush=True)
+        say(f"{where}stabletrain: {error}", file=sys.stderr, flush=True)
+        if says_how_to_continue(ranks):
+            say(f"continue  {resume_command(ranks, folder)}", file=sys.stderr, flush=True)
         time.sleep(LEFT)  # meanwhile torchrun ends this process, and names the rank that ended first
         return
     if isinstance(error, StabletrainError):
-        print(f"{where if not ranks.is_main else ''}stabletrain: {error}", file=sys.stderr)
+        say(f"{where if not ranks.is_main else ''}stabletrain: {error}", file=sys.stderr)
         if advice := getattr(error, "advice", ""):
-            print(advice, file=sys.stderr)
+            say(advice, file=sys.stderr)
     else:
         trace = traceback_text(error, folder / ("traceback.txt" if ranks.is_main else f"traceback-{ranks.rank}.txt"))
-        print("".join(f"{where}{line}" for line in trace.splitlines(keepends=True)), end="", file=sys.stderr)
+        say("".join(f"{where}{line}" for line in trace.splitlines(keepends=True)), end="", file=sys.stderr)
     publish_failure(ranks, error)
     if isinstance(error, Interrupted) and error.saved:
-        print(f"continue  {resume_command(ranks, folder)}", file=sys.stderr)
+        say(f"continue  {resume_command(ranks, folder)}", file=sys.stderr)
     if ranks.launched:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -329,7 +348,7 @@ def traceback_text(error: Exception, file: Path) -> str:
     if own is None:
         return whole
     try:
-        file.write_text(whole, encoding="utf-8")
+        file.write_text(printable(whole), encoding="utf-8")
     except OSError:
         return whole
     return own.replace("Traceback (most recent call last)", f"Traceback (your code; all of it in {file})")
@@ -343,7 +362,7 @@ def record_failure(folder: Path, error: Exception) -> None:
         "status": "failed",
         "reason": str(error) or type(error).__name__,
         "choices": {group: option for group, option in job.runtime.choices.items() if "hydra" not in group},
-        "overrides": list(job.overrides.task),
+        "overrides": job_overrides(),
         "command": started().command,
         "final": {},
     }
@@ -359,7 +378,7 @@ def record_failure(folder: Path, error: Exception) -> None:
 def refuse(message: str, ranks: Ranks) -> int:
     """Prints on rank 0 a configuration error that all ranks have met; returns its exit code."""
     if ranks.is_main:
-        print(f"stabletrain: {message}", file=sys.stderr)
+        say(f"stabletrain: {message}", file=sys.stderr)
     else:
         time.sleep(ALIKE)
     return ConfigError.exit_code

@@ -14,8 +14,9 @@ from stabletrain.comparison.pictures import check_name, draw, draw_losses
 from stabletrain.comparison.reading.run import Run
 from stabletrain.comparison.reading.runs import is_run, read_runs
 from stabletrain.comparison.sensitivity import Arm, arms, markdown
-from stabletrain.comparison.table import ENDLESS, ranked, show
+from stabletrain.comparison.table import ENDLESS, in_one_line, ranked, show
 from stabletrain.errors import ConfigError
+from stabletrain.printable import say
 
 MISSING_SHOWN = 5
 """Maximum number of lines about missing runs, and of lines about copies."""
@@ -57,22 +58,22 @@ def compare(
     if swept:
         print_sensitivity(swept)
     if csv is not None:
-        ranked(found, sort).to_csv(csv)
-        print(f"table    {csv}", file=sys.stderr)
+        in_one_line(ranked(found, sort)).to_csv(csv)
+        say(f"table    {csv}", file=sys.stderr)
     if picture is not None:
         if swept:
             draw(swept, picture)
         else:
             draw_losses(runs, picture)
-        print(f"picture  {picture}", file=sys.stderr)
+        say(f"picture  {picture}", file=sys.stderr)
     try:
         write_page(runs, found, page, folders)
     except ConfigError as error:
         if html is not None:
             raise
-        print(f"no page  {error}", file=sys.stderr)  # the folder may belong to another user
+        say(f"no page  {error}", file=sys.stderr)  # the folder may belong to another user
     else:
-        print(f"page     {page}{note}", file=sys.stderr)
+        say(f"page     {page}{note}", file=sys.stderr)
 
 
 def page_for(folders: Sequence[Path], html: Path | None) -> tuple[Path, str]:
@@ -111,19 +112,19 @@ def print_copies(runs: Sequence[Run]) -> None:
     """Prints which folders hold a copy of another run, with the same id."""
     found = [(folder, run) for run in runs for folder in run.copies]
     for folder, run in found[:MISSING_SHOWN]:
-        print(f"copy     {folder} holds the same run as {run.folder} (id {run.record['id']}): counted once")
+        say(f"copy     {folder} holds the same run as {run.folder} (id {run.record['id']}): counted once")
     if len(found) > MISSING_SHOWN:
-        print(f"copy     and {len(found) - MISSING_SHOWN} more")
+        say(f"copy     and {len(found) - MISSING_SHOWN} more")
 
 
 def print_sensitivity(swept: Sequence[Arm]) -> None:
     """Prints the table of learning-rate sensitivity, and the runs that are missing in it."""
-    print(f"\n{markdown(swept)}")
+    say(f"\n{markdown(swept)}")
     missing = [line for arm in swept for line in arm.missing]
     for line in missing[:MISSING_SHOWN]:
-        print(f"missing  {line}")
+        say(f"missing  {line}")
     if len(missing) > MISSING_SHOWN:
-        print(f"missing  and {len(missing) - MISSING_SHOWN} more")
+        say(f"missing  and {len(missing) - MISSING_SHOWN} more")
 
 
 def terminal(wide: bool) -> Console:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from stabletrain.comparison.reading.run import Run
 from stabletrain.comparison.reading.settings import enough, shown, telling, value_of
+from stabletrain.printable import one_line
 
 RATE, SEED = "optimizer.lr", "seed"
 LOGIT = "monitors/attn_logit_max"
@@ -148,7 +149,7 @@ def markdown(found: Sequence[Arm]) -> str:
         for arm in found:
             largest = [max((point.logit for point in arm.at(rate)), default=math.nan) for rate in rates]
             rows.append([arm.name, *(f"{logit:.3g}" if logit == logit else "-" for logit in largest), ""])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join("| " + " | ".join(map(one_line, row)) + " |" for row in rows)
 
 
 def cell(points: Sequence[Point]) -> str:

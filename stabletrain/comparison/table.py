@@ -16,6 +16,7 @@ from rich.text import Text
 
 from stabletrain.comparison.reading.settings import shown
 from stabletrain.errors import ConfigError
+from stabletrain.printable import one_line
 from stabletrain.tracking.columns import BY_IMPORTANCE, COLUMNS, IN_TABLE
 
 
@@ -38,7 +39,7 @@ def cell_text(rows: pd.DataFrame) -> dict[str, list[str]]:
     if "n" in rows and rows["n"].max() > 1:
         pairs = zip(rows["val_loss_min"], rows["val_loss_max"], rows["finished"], strict=True)
         found["range"] = ["" if n < 2 or missing(low) else f"{low:.4f}-{high:.4f}" for low, high, n in pairs]
-    return found
+    return {name: [one_line(word) for word in words] for name, words in found.items()}
 
 
 def values(column: pd.Series) -> list[Any]:
@@ -145,6 +146,14 @@ def show(rows: pd.DataFrame, console: Console, most: int = 0) -> None:
         console.print(Text(f"columns that do not fit: {', '.join(reversed(dropped))}; --wide shows them"))
 
 
+def in_one_line(rows: pd.DataFrame) -> pd.DataFrame:
+    """Returns a table with the control characters in its texts and headings escaped."""
+    shown = rows.map(lambda value: one_line(value) if isinstance(value, str) else value)
+    shown.columns = [one_line(str(name)) for name in rows.columns]
+    shown.index = rows.index.map(lambda value: one_line(str(value)))
+    return shown.rename_axis(rows.index.name)
+
+
 def first_to_drop(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> list[str]:
     """Returns the columns that may be left out, the least important first.
 
@@ -163,13 +172,14 @@ def first_to_drop(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> l
 def headings(rows: pd.DataFrame) -> dict[str, str]:
     """Returns the heading of each column."""
     units = set(rows["unit"].dropna())
-    return (
+    heads = (
         {name: COLUMNS[name].head for name in IN_TABLE}
         | {name: name.removeprefix("settings.") for name in rows.columns if name.startswith("settings.")}
         | {"seed": "seed", "run": "runs" if "n" in rows and rows["n"].max() > 1 else "run"}
         | ({"steps": "steps done"} if "settings.steps" in rows else {})
         | {"units_per_s": f"{units.pop() if len(units) == 1 else 'units'}/s"}
     )
+    return {name: one_line(head) for name, head in heads.items()}
 
 
 def build(
@@ -213,4 +223,4 @@ def sentence(rows: pd.DataFrame, same: Mapping[str, str], heads: Mapping[str, st
         parts.insert(1, same["status"])
     shared, typed = rows.attrs["shared"], rows.attrs["typed"]
     words = [f"{key}={shown(shared[key])}" for key in typed if key in shared]
-    return " · ".join([*parts, *([f"all with {' '.join(words)}"] if words else [])])
+    return one_line(" · ".join([*parts, *([f"all with {' '.join(words)}"] if words else [])]))

@@ -9,12 +9,14 @@ import shlex
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks
+from stabletrain.printable import say
 from stabletrain.program import conf_folder, started
 from stabletrain.stored.json_files import DamagedFile, MissingFile, check_type
 from stabletrain.stored.run_json import read_run_record, read_sweep_command
@@ -81,6 +83,15 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
+def job_overrides(kind: str = "task") -> list[str]:
+    """Returns the overrides of the current Hydra job as they were typed; `kind` is `task`, or `hydra` for Hydra's own.
+
+    Does not resolve `${...}` in them: in Hydra's configuration, where they are recorded, it means something else.
+    """
+    raw: Any = OmegaConf.to_container(getattr(HydraConfig.get().overrides, kind), resolve=False)
+    return [str(override) for override in raw]
+
+
 def parse_arguments(typed: list[str]) -> Arguments:
     """Splits a command line into options and overrides. Options may stand anywhere; Hydra expects them first."""
     options: list[str] = []
@@ -95,6 +106,20 @@ def parse_arguments(typed: list[str]) -> Arguments:
             overrides.pop(key_of(argument), None)
             overrides[key_of(argument)] = argument
     return Arguments(options, list(overrides.values()))
+
+
+def check_folders(typed: Arguments) -> None:
+    """Refuses an empty run folder, as from an unset variable: the run would write into the working folder.
+
+    Raises:
+        ConfigError: `hydra.run.dir` or `hydra.sweep.dir` is typed without a value.
+    """
+    for key, usual in (("hydra.run.dir", "outputs/<name>"), ("hydra.sweep.dir", "multirun/<name>")):
+        if (value := typed.value(key)) is not None and not value.strip():
+            raise ConfigError(
+                f"{key}= has no value: the run's files would go into the working folder; write {key}={usual}, or "
+                f"{key}=. if that is meant"
+            )
 
 
 def resolve_resume(typed: Arguments) -> Arguments:
@@ -121,7 +146,7 @@ def resolve_resume(typed: Arguments) -> Arguments:
     if resume == "auto":
         folder = typed.value(key) or newest_of_same(typed)
         if folder is None:
-            print("resume=auto: no earlier run of this command found here; starting a new run", file=sys.stderr)
+            say("resume=auto: no earlier run of this command found here; starting a new run", file=sys.stderr)
             return with_overrides(typed, "resume=none")
         return in_folder(with_overrides(typed, "resume=auto"), key, Path(folder))
     path = Path(resume)  # a sweep's folder, a run's folder, its checkpoints/ folder, or one checkpoint

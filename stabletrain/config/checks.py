@@ -9,17 +9,20 @@ the default nor the fix (`steps=1e3 is not a whole number: write steps=1000`), s
 here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from stabletrain.config.arguments import job_overrides, key_of
+from stabletrain.config.interpolation import check_resolves, removed
 from stabletrain.config.make import leaves, make
 from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.parallel.ranks import Ranks, current_ranks
-from stabletrain.stability.schedule import LearningRate
+from stabletrain.stability.schedule import LearningRate, ScheduleKind, WarmupKind
 from stabletrain.weights.place import there
 
 LOWEST = {
@@ -49,8 +52,15 @@ NULLS = {
     "faults.rank": 0,
     "faults.module": "",
     "faults.parameter": "",
+    "data.workers": 1,
+    "wandb.entity": "",
+    "wandb.group": "",
+    "wandb.name": "",
 }
 """Keys whose default is null, each with an example of the type it takes otherwise."""
+
+LISTS = {"wandb.tags": [""], "precision.fp32_modules": [""], "precision.bf16_modules": [""]}
+"""Keys whose default is an empty list, each with an example of what it takes otherwise."""
 
 MIXED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "compile": (lambda value: value == "auto" or isinstance(value, bool), "auto, true or false"),
@@ -60,6 +70,15 @@ MIXED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
 }
 """Keys that accept values of several types: a test of a value, and the allowed values in words."""
+
+FP32 = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
+"""The smallest and the largest normal number of fp32. Numbers nearer to 0 lose digits there, and most become 0."""
+
+LARGEST_INT = 2**63 - 1
+"""The largest whole number that PyTorch takes."""
+
+ANY_NUMBER = frozenset({"faults.value", "faults.faults"})
+"""Keys whose numbers are wrong on purpose."""
 
 CROSS_ENTROPY = "stabletrain.stability.objective.CrossEntropy"
 """The objective to which z-loss, label smoothing and chunks of logits belong."""
@@ -74,9 +93,13 @@ def check(cfg: DictConfig) -> None:
     Raises:
         ConfigError: names the key, its value, the bound and the fix.
     """
+    check_resolves(cfg)
     choices = HydraConfig.get().runtime.choices
     values = dict(leaves(OmegaConf.to_container(cfg, resolve=True)))
-    check_keys(values, reference())
+    defaults = reference()
+    check_keys(values, defaults)
+    check_groups(choices)
+    check_numbers(values, defaults)
     for key, lowest in LOWEST.items():
         if (value := values.get(key)) is not None and value < lowest:
             raise ConfigError(f"{key}={value} is below {lowest}")
@@ -98,7 +121,8 @@ def check(cfg: DictConfig) -> None:
     check_ranks(cfg, current_ranks())
     check_init_from(cfg)
     check_parts(cfg, choices)
-    LearningRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps)  # checks its own bounds, without torch
+    warmup, schedule = make(cfg, "warmup", WarmupKind), make(cfg, "schedule", ScheduleKind)
+    LearningRate(warmup, schedule, cfg.steps)  # checks its own bounds, without torch
 
 
 def check_init_from(cfg: DictConfig) -> None:
@@ -145,8 +169,8 @@ def multiples_near(size: int, parts: int) -> str:
 def reference() -> dict[str, Any]:
     """Composes the chosen options without the user's values: the default of every key."""
     hydra = HydraConfig.get()
-    chosen = [o for o in hydra.overrides.task if o.lstrip("+").partition("=")[0] in hydra.runtime.choices]
-    chosen += [o for o in hydra.overrides.hydra if o.startswith("hydra.searchpath=")]  # where own options lie
+    chosen = [o for o in job_overrides() if o.lstrip("+").partition("=")[0] in hydra.runtime.choices]
+    chosen += [o for o in job_overrides("hydra") if o.startswith("hydra.searchpath=")]  # where own options lie
     name = hydra.job.config_name
     return dict(leaves(OmegaConf.to_container(compose(name, chosen), resolve=True)))
 
@@ -169,19 +193,54 @@ def check_keys(values: dict[str, Any], defaults: dict[str, Any]) -> None:
             if not may_be(value):
                 raise ConfigError(f"{key}={show(value)} is not {words}: the default is {defaults[key]}")
             continue
-        default = defaults[key] if defaults[key] is not None else NULLS.get(key)
+        default = LISTS.get(key, defaults[key] if defaults[key] is not None else NULLS.get(key))
         if default is None or (value is None and defaults[key] is None) or fits(value, default):
             continue
         hint = f"the default is {show(defaults[key])}"
         if whole(value):
             hint = f"write {key}={int(value)}"
-        elif default == [] and not isinstance(value, list):
+        elif defaults[key] == [] and not isinstance(value, list):
             hint = f"write {key}=[{show(value)}]"
         raise ConfigError(f"{key}={show(value)} is not {kind_of(default)}: {hint}")
     if missing := sorted(key for key in set(defaults) - set(values) if not key.startswith(retargeted)):
-        raise ConfigError(
-            f"{missing[0]} was removed: to turn a group off, use its option that does nothing, such as none or off"
-        )
+        raise ConfigError(removed(missing[0]))
+
+
+def check_groups(groups: Iterable[str]) -> None:
+    """Refuses an empty mapping for a group (`model={}`), which changes nothing."""
+    for override in job_overrides():
+        if override.partition("=")[2].replace(" ", "") == "{}" and key_of(override) in groups:
+            raise ConfigError(
+                f"{override} changes nothing: name an option of {key_of(override)}, or set its keys one by one"
+            )
+
+
+def check_numbers(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuses numbers that no option can use: NaN, too near to 0 or too large for fp32, or too large for 64 bits.
+
+    An option of the user's own takes any number.
+    """
+    for key, value in values.items():
+        target = values.get(f"{key.partition('.')[0]}._target_")
+        own = "." in key and not str(target or "stabletrain.").startswith("stabletrain.")
+        if own or key in ANY_NUMBER:
+            continue
+        for number in value if isinstance(value, list) else [value]:
+            if wrong := wrong_number(number):
+                raise ConfigError(f"{key}={show(value)} {wrong}: the default is {show(defaults.get(key))}")
+
+
+def wrong_number(number: Any) -> str:
+    """Returns why no option can use a number; empty if one can, or if it is none."""
+    if isinstance(number, int) and abs(number) > LARGEST_INT:
+        return f"is outside of [-{LARGEST_INT}, {LARGEST_INT}], the whole numbers of 64 bits"
+    if not isinstance(number, float) or number == 0 or math.isinf(number):
+        return ""
+    if math.isnan(number):
+        return "is not a number"
+    if abs(number) < FP32[0]:
+        return f"is nearer to 0 than {FP32[0]:.3g}, the smallest normal number of fp32"
+    return f"is beyond {FP32[1]:.3g}, the largest number of fp32" if abs(number) > FP32[1] else ""
 
 
 def fits(value: Any, default: Any) -> bool:
@@ -221,7 +280,7 @@ def show(value: Any) -> str:
 def check_parts(cfg: DictConfig, choices: Mapping[str, str]) -> None:
     """Refuses options that have no effect with the chosen model, and data that it cannot read."""
     model, data = choices["model"], choices["data"]
-    typed = {override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task}
+    typed = {override.lstrip("+").partition("=")[0] for override in job_overrides()}
 
     def named(group: str) -> str:
         """Returns `qknorm=layernorm`, preceded by the preset that set it if the user did not type it."""
@@ -288,7 +347,7 @@ def without_preset(choices: Mapping[str, str], unfit: Sequence[str]) -> str:
         unfit: groups to leave out, because they do nothing with the chosen model.
     """
     hydra = HydraConfig.get()
-    typed = [o for o in hydra.overrides.task if o.lstrip("+").partition("=")[0] in {*choices} - {"stability"}]
+    typed = [o for o in job_overrides() if o.lstrip("+").partition("=")[0] in {*choices} - {"stability"}]
     cfg: Any = compose(hydra.job.config_name, [*typed, "stability=none"], return_hydra_config=True)
     plain = cfg.hydra.runtime.choices
     rest = [f"{group}={option}" for group, option in choices.items() if option != plain[group] and group not in unfit]

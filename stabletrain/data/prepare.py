@@ -17,6 +17,7 @@ from stabletrain.data.files import VERSION, find_text
 from stabletrain.data.order import place
 from stabletrain.data.tokenizers import Tokenizer, load_tokenizer
 from stabletrain.errors import ConfigError
+from stabletrain.printable import say
 from stabletrain.program import program_name
 
 FEW = 20
@@ -145,7 +146,7 @@ def write_tokens(
             splits[split].add([coder.separator])
         if (done := sum(writer.tokens for writer in splits.values())) >= said + EVERY:
             said = done
-            print(f"{done:,} tokens", flush=True)
+            say(f"{done:,} tokens", flush=True)
 
 
 def texts(source: str) -> tuple[bool, Iterator[tuple[str, str]]]:
@@ -238,5 +239,5 @@ def run(chosen: argparse.Namespace) -> None:
     names = ("tokenizer", "val_fraction", "shard_tokens", "hf", "hf_config", "hf_split", "column")
     meta = prepare(chosen.source, chosen.out, **{name: getattr(chosen, name) for name in names})
     sizes = {split: sum(shard["tokens"] for shard in shards) for split, shards in meta["splits"].items()}
-    print(f"{chosen.out}: {sizes['train']:,} tokens to train on, {sizes['val']:,} to validate on")
-    print(f"next     {program_name()} data=tokens data.path={chosen.out}")
+    say(f"{chosen.out}: {sizes['train']:,} tokens to train on, {sizes['val']:,} to validate on")
+    say(f"next     {program_name()} data=tokens data.path={chosen.out}")

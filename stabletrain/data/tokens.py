@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from stabletrain.data.files import existing, read_meta
-from stabletrain.data.tokenizers import load_tokenizer
+from stabletrain.data.tokenizers import NO_TOKENIZER, LazyTokenizer, check_name
 from stabletrain.data.windows import LengthWarmup, Windows
 from stabletrain.errors import ConfigError
 
@@ -69,7 +69,8 @@ class Tokens(Windows):
         prompt: default prompt for generated text.
 
     Raises:
-        ConfigError: the path is not set, it has no valid manifest, a shard is invalid, or there are too few tokens.
+        ConfigError: the path is not set, it has no valid manifest, its tokenizer is unknown, a shard is invalid, or
+            there are too few tokens.
     """
 
     prompt = "\n"
@@ -83,6 +84,7 @@ class Tokens(Windows):
             )
         folder = existing(path, "data.path")
         meta = read_meta(folder)
+        check_name(meta["tokenizer"], f"data.path: {folder / 'meta.json'}")
         dtype = np.dtype(meta["dtype"]).newbyteorder("<")
         train, val = (
             Shards(folder, [(shard["file"], shard["tokens"]) for shard in meta["splits"][split]], dtype)
@@ -98,24 +100,32 @@ class Tokens(Windows):
             length_warmup=LengthWarmup(length_warmup, length_start),
         )
         self.vocab_size: int = meta["vocab_size"]
-        self._tokenizer_name: str = meta["tokenizer"]
+        self._tokenizer = LazyTokenizer(meta["tokenizer"])
         self._folder, self._meta = folder, meta
 
     @property
     def summary(self) -> str:
         """Name, number of tokens and tokenizer."""
-        return f"{self._folder.name}, {len(self._train) + len(self._val):,} tokens of {self._tokenizer_name}"
+        return f"{self._folder.name}, {len(self._train) + len(self._val):,} tokens of {self._tokenizer.name}"
 
     def fingerprint(self) -> dict:
         """Identifies the data by the manifest's numbers and hash; does not read the tokens."""
         digest = hashlib.sha256((self._folder / "meta.json").read_bytes()).hexdigest()
         sizes = {"train_tokens": len(self._train), "val_tokens": len(self._val)}
-        return {"name": self._folder.name, "tokenizer": self._tokenizer_name, **sizes, "meta_sha256": digest}
+        return {"name": self._folder.name, "tokenizer": self._tokenizer.name, **sizes, "meta_sha256": digest}
+
+    def why_no_text(self, seconds: float) -> str:
+        """Returns why tokens cannot be shown as text; empty if they can. Loads the tokenizer, for at most `seconds`."""
+        try:
+            self._tokenizer.get(seconds)
+        except ConfigError as error:
+            return "" if self._tokenizer.name == NO_TOKENIZER else str(error)
+        return ""
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text."""
-        return load_tokenizer(self._tokenizer_name).encode(text)
+        """Returns the ids of a text; raises ConfigError if the tokenizer cannot be loaded."""
+        return self._tokenizer.get().encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """Returns the text of ids."""
-        return load_tokenizer(self._tokenizer_name).decode(ids)
+        """Returns the text of ids; raises ConfigError if the tokenizer cannot be loaded."""
+        return self._tokenizer.get().decode(ids)

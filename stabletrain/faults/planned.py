@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stabletrain import printable
 from stabletrain.checkpoint.tree import is_sharded
 from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
@@ -123,4 +124,4 @@ def writable(value: float, dtype: torch.dtype) -> float | int:
 
 def say(what: str) -> None:
     """Prints one line to stderr when a fault happens."""
-    print(f"stabletrain: fault injected: {what}", file=sys.stderr)
+    printable.say(f"stabletrain: fault injected: {what}", file=sys.stderr)

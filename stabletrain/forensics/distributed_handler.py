@@ -7,7 +7,7 @@ is:
 
 | level | this rank's part |
 |---|---|
-| 3 | has bad samples, or its state was corrupt before the step |
+| 3 | has bad samples, its state was corrupt before the step, or its recheck differs |
 | 2 | fails again in a replay; if it is a spike, the larger one counts |
 | 1 | was bad in the step, but is normal in the replay: a fault that happened once |
 | 0 | was normal in both |
@@ -72,12 +72,16 @@ class DistributedIncidentHandler(NoIncidentHandler):
         classes: int | None,
         optimizer: Optimizer | None,
         limits: tuple[float, float] = (math.inf, math.inf),
+        tick: int | None = None,
     ) -> IncidentSummary | None:
         """Like `IncidentHandler.handle`; returns the same summary, or None, or raises the same, on every rank."""
         own = self._own
         if not isinstance(own, IncidentHandler):
             return None
-        # The main process decides for all: it counts the folders.
+        # The main process decides for all: it reads and counts the folders.
+        filed = exchange(lambda: own.filed_at(tick) if self._ranks.is_main else None)[0]
+        if filed is not None:
+            return filed
         if not all(exchange(lambda: not self._ranks.is_main or own.has_budget())):
             return None
         own.count()
@@ -106,11 +110,16 @@ class DistributedIncidentHandler(NoIncidentHandler):
                 raise error
             return account_of(found)
 
-        return write_together(own, self._ranks.rank, StepSubject(repro), found, exchange(account))
+        return write_together(own, self._ranks.rank, StepSubject(repro), found, exchange(account), tick)
 
 
 def write_together(
-    own: IncidentHandler, rank: int, subject: Subject, found: Findings | None, told: list[Account]
+    own: IncidentHandler,
+    rank: int,
+    subject: Subject,
+    found: Findings | None,
+    told: list[Account],
+    tick: int | None = None,
 ) -> IncidentSummary | None:
     """Has one rank write the folder, and returns its summary on all ranks.
 
@@ -120,6 +129,7 @@ def write_together(
         subject: the step, as this rank sees it.
         found: this rank's findings; None if it has nothing to report.
         told: what each rank tells the others.
+        tick: see `IncidentHandler.handle`.
     """
     assert subject.reading is not None
     chosen, guilty = choose(told, subject.reading.rank)
@@ -129,7 +139,7 @@ def write_together(
             return None
         all_normal = all(account.level == 0 and account.normal for account in told)
         mine = unattributed(found) if all_normal and step_was_bad(found.evidence) else found
-        return own.write_incident(subject, mine, rank=guilty)
+        return own.write_incident(subject, mine, rank=guilty, tick=tick)
 
     return exchange(write)[chosen]
 
@@ -140,7 +150,7 @@ def account_of(found: Findings | None) -> Account:
         return Account(-1, 0.0, True, True)
     evidence, level, size = found.evidence, 0, 0.0
     fine = evidence.normal("same") if evidence.kind == "spike" else evidence.finite("same")
-    if evidence.samples or evidence.damage:
+    if evidence.samples or evidence.damage or (evidence.recheck is not None and evidence.recheck.differs):
         level = 3
     elif fine is False or too_bright(evidence):
         level, size = 2, excess(evidence)

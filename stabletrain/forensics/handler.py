@@ -4,12 +4,15 @@
 operation is written only once. `distributed_handler.py` does this on several ranks.
 """
 
+import hashlib
+import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -18,11 +21,13 @@ from stabletrain.errors import ConfigError
 from stabletrain.forensics.agreement import NotInvestigated, in_one_line
 from stabletrain.forensics.diagnosis.cause_table import CAUSES
 from stabletrain.forensics.diagnosis.evidence import RunSettings
-from stabletrain.forensics.incident import place_for, write
+from stabletrain.forensics.incident import Execution, file_incident, remove_unfinished
+from stabletrain.forensics.incident_list import filed_incidents
 from stabletrain.forensics.investigate import Findings, investigate
 from stabletrain.forensics.repro import Repro
 from stabletrain.forensics.subject import StepSubject, Subject
 from stabletrain.parallel.whole import WholeState
+from stabletrain.tracking.metrics import plain
 
 ATTEMPTS = 3
 """Maximum number of investigations, in multiples of `max_incidents`: finding a known mistake again costs time too."""
@@ -65,6 +70,7 @@ class NoIncidentHandler:
         classes: int | None,
         optimizer: Optimizer | None,
         limits: tuple[float, float] = (math.inf, math.inf),
+        tick: int | None = None,
     ) -> IncidentSummary | None:
         """Returns None."""
         return None
@@ -98,11 +104,17 @@ class IncidentHandler(NoIncidentHandler):
         self._filed: set[tuple[str, ...]] = set()
         self._investigations = 0
         self._folder: Path | None = None
-        self._setting = RunSettings()
+        self._setting, self._settings = RunSettings(), ""
 
     def open(self, folder: Path, setting: RunSettings) -> None:
-        """Sets the folder for incidents, and the run's settings, which decide which fixes apply."""
-        self._folder, self._setting = folder, setting
+        """Sets the folder for incidents, and the run's settings, which decide which fixes apply.
+
+        A resumed run goes on as if it had filed the incidents itself that were filed with the same settings.
+        """
+        self._folder, self._setting, self._settings = folder, setting, settings_hash(setting)
+        remove_unfinished(folder)
+        mistakes = {mistake_of(record) for _, record in self._earlier()}
+        self._filed |= {mistake for mistake in mistakes if not is_accident(mistake)}
 
     def handle(
         self,
@@ -113,10 +125,12 @@ class IncidentHandler(NoIncidentHandler):
         classes: int | None,
         optimizer: Optimizer | None,
         limits: tuple[float, float] = (math.inf, math.inf),
+        tick: int | None = None,
     ) -> IncidentSummary | None:
         """Explains a step and writes its folder.
 
-        Returns None if the budget is spent, if the mistake is known already, or if the alarm was false.
+        Returns None if the budget is spent, if the mistake is known already, or if the alarm was false. If the run was
+        killed and meets the very same step again, returns the incident that is filed already.
 
         Args:
             make: builds the repro, with the model in training.
@@ -126,11 +140,14 @@ class IncidentHandler(NoIncidentHandler):
             classes: last dimension of the logits; None if unknown.
             optimizer: the live optimizer; only read.
             limits: the guard's limits of loss and gradient norm.
+            tick: number of steps that the run has executed with this one; None if unknown.
 
         Raises:
             NotInvestigated: an error prevents it. Nothing else is raised: explaining a step must not end the run.
         """
         try:
+            if (filed := self.filed_at(tick)) is not None:
+                return filed
             if not self.has_budget():
                 return None
             self.count()
@@ -144,9 +161,21 @@ class IncidentHandler(NoIncidentHandler):
 
             repro = replace(repro, model=states.gather(), older=older, deadline=self.deadline())
             found = self.investigate(StepSubject(repro), kind, classes=classes, optimizer=optimizer, limits=limits)
-            return None if found is None else self.write_incident(StepSubject(repro), found)
+            return None if found is None else self.write_incident(StepSubject(repro), found, tick=tick)
         except Exception as error:
             raise NotInvestigated(in_one_line(error)) from error
+
+    def filed_at(self, tick: int | None) -> IncidentSummary | None:
+        """Returns the incident that was filed for the step executed at `tick`; None if there is none."""
+        for path, record in self._earlier() if tick is not None else ():
+            if record.get("tick") == tick:
+                return summary_of(path, record)
+        return None
+
+    def _earlier(self) -> list[tuple[Path, dict[str, Any]]]:
+        """Returns the incidents in the folder that were filed with the present settings."""
+        records = [] if self._folder is None else filed_incidents(self._folder)
+        return [(path, record) for path, record in records if record.get("settings") == self._settings]
 
     def has_budget(self) -> bool:
         """Whether another incident may be investigated."""
@@ -178,10 +207,15 @@ class IncidentHandler(NoIncidentHandler):
         small = found.evidence.underflow
         return None if kind == "loss_scale" and (small is None or not small.real) else found
 
-    def write_incident(self, subject: Subject, found: Findings, rank: int | None = None) -> IncidentSummary | None:
+    def write_incident(
+        self, subject: Subject, found: Findings, rank: int | None = None, tick: int | None = None
+    ) -> IncidentSummary | None:
         """Writes the folder and returns the summary; None if the mistake is known already.
 
-        `rank` is the rank at fault; None for one process, or if no rank is known to be.
+        Args:
+            subject, found: the step, and what was found.
+            rank: the rank at fault; None for one process, or if no rank is known to be.
+            tick: see `handle`.
         """
         mistake = mistake_key(found)
         if mistake in self._filed:
@@ -190,25 +224,58 @@ class IncidentHandler(NoIncidentHandler):
         assert self._folder is not None, "open(folder, setting) comes first"
         assert subject.reading is not None
         path: Path | None = None
+        execution = Execution(tick, self._settings)
         try:
-            path = place_for(self._folder, subject.reading.step)
-            write(path, subject, found, rank=rank, keep_state=self.keep_state)
+            path = file_incident(
+                self._folder, subject, found, rank=rank, keep_state=self.keep_state, execution=execution
+            )
         except OSError as error:  # a full disk must neither end the run nor hide the cause
-            path, where = None, f"its folder could not be written ({error.strerror or error})"
+            where = f"its folder could not be written ({error.strerror or error})"
         else:
             where = str(path)
-            self._filed |= set() if CAUSES[mistake[0]].accident else {mistake}
+            self._filed |= set() if is_accident(mistake) else {mistake}
         about = found.diagnosis
-        of_rank = "" if rank is None else f", rank {rank}"
-        lines = [
-            f"step {subject.reading.step}{of_rank}: {about.cause} ({about.confidence:.0%} sure): {about.verdict}",
-            f"fix: {about.fix[0] if about.fix else 'none known'}",
-            f"details: {where}",
-        ]
+        lines = lines_of(subject.reading.step, rank, about.cause, about.confidence, about.verdict, about.fix, where)
         return IncidentSummary(path, about.cause, about.verdict, about.fix, lines)
+
+
+def lines_of(
+    step: int, rank: int | None, cause: str, confidence: float, verdict: str, fix: Sequence[str], where: str
+) -> list[str]:
+    """Returns the lines of an incident: what happened, the best fix, and where the details are."""
+    of_rank = "" if rank is None else f", rank {rank}"
+    return [
+        f"step {step}{of_rank}: {cause} ({confidence:.0%} sure): {verdict}",
+        f"fix: {fix[0] if fix else 'none known'}",
+        f"details: {where}",
+    ]
+
+
+def summary_of(path: Path, record: Mapping[str, Any]) -> IncidentSummary:
+    """Returns the summary of an incident that is filed already, from its `diagnosis.json`."""
+    told = (record["cause"], record["confidence"], record["verdict"], record["fix"])
+    lines = lines_of(record["step"], record["rank"], *told, f"{path} (filed already)")
+    return IncidentSummary(path, record["cause"], record["verdict"], record["fix"], lines)
+
+
+def settings_hash(setting: RunSettings) -> str:
+    """Returns a hash of a run's settings, which is the same in the run that `resume` continues."""
+    values = {key: value for key, value in setting.values.items() if key != "resume"}
+    return hashlib.sha256(json.dumps(plain(values), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def mistake_key(found: Findings) -> tuple[str, ...]:
     """Identifies a mistake: the cause, and the operation if there is one."""
     o = found.evidence.origin
     return (found.diagnosis.cause, *(() if o is None else (o.module, o.op, o.direction, o.source)))
+
+
+def mistake_of(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the same as `mistake_key`, from a `diagnosis.json`."""
+    o = record.get("origin")
+    return (record["cause"], *(() if o is None else (o["module"], o["op"], o["direction"], o["source"])))
+
+
+def is_accident(mistake: tuple[str, ...]) -> bool:
+    """Whether a mistake may happen again on its own, such as bad data, so that each is filed."""
+    return mistake[0] not in CAUSES or CAUSES[mistake[0]].accident

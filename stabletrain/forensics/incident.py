@@ -1,22 +1,51 @@
 """Writes an incident's folder: `diagnosis.json`, `report.md`, and the repro to replay the step from.
 
+A folder appears complete, by a rename. What a killed process has left is hidden, and the next one removes it.
+
 incidents/step-00000123/    diagnosis.json  report.md  scene.json  batch.safetensors  state.safetensors
 """
 
+import errno
 import json
+import os
+import secrets
+import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.replay import VARIANTS, Outcome
 from stabletrain.forensics.report import report
 from stabletrain.forensics.repro import BATCH, SCENE, STATE
 from stabletrain.forensics.subject import Subject
+from stabletrain.printable import printable
 from stabletrain.tracking.metrics import now, plain, replace
+
+
+class Execution(NamedTuple):
+    """Which execution of a step an incident is about.
+
+    A run that was killed and resumed executes the same step again, at the same tick. After a rollback it is another
+    tick.
+
+    Attributes:
+        tick: number of steps that the run has executed with this one; None if unknown.
+        settings: hash of the settings that the step was executed with.
+    """
+
+    tick: int | None = None
+    settings: str = ""
+
+
+UNKNOWN = Execution()
 
 UNNEEDED = Outcome(not_run="not needed: the cause was already known")
 """Outcome of a replay that was not needed."""
+
+
+HIDDEN = ".step-*"
+"""Matches the folders of incidents that are being written, or whose writing was killed."""
 
 
 def place_for(folder: Path, step: int) -> Path:
@@ -27,18 +56,90 @@ def place_for(folder: Path, step: int) -> Path:
     return path
 
 
-def write(path: Path, subject: Subject, found: Findings, *, rank: int | None, keep_state: bool) -> None:
-    """Writes an incident into `path`, from `place_for`.
+def file_incident(
+    folder: Path, subject: Subject, found: Findings, *, rank: int | None, keep_state: bool, execution: Execution
+) -> Path:
+    """Writes an incident into a hidden folder and renames it, so that it is complete or absent; returns its folder.
 
-    `keep_state` also saves weights and batch, so that the step can be replayed from the folder. `rank` is the rank
-    at fault; None for one process.
+    Args:
+        folder: the folder of all incidents.
+        subject, found, rank, keep_state, execution: see `write`.
+
+    Raises:
+        OSError: the disk is full or gone. If the diagnosis could still be written, it is there.
+    """
+    assert subject.reading is not None
+    step = subject.reading.step
+    hidden = folder / f".step-{step:08d}.{secrets.token_hex(4)}"
+    try:
+        try:
+            place = place_for(folder, step)
+            write(hidden, subject, found, rank=rank, keep_state=keep_state, execution=execution, place=place)
+        except OSError:
+            if (hidden / "diagnosis.json").exists():
+                publish(hidden, folder, step)
+            raise
+        return publish(hidden, folder, step)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)  # gone already if it was renamed
+
+
+def publish(hidden: Path, folder: Path, step: int) -> Path:
+    """Makes everything in a hidden folder durable, and makes the incident appear with one rename; returns its folder.
+
+    Raises:
+        OSError: the disk is gone.
+    """
+    for path in (*hidden.iterdir(), hidden):
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+    while True:
+        place = place_for(folder, step)
+        try:
+            hidden.rename(place)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        else:  # another process has not taken this name in the meantime
+            return place
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes the hidden folders of incidents whose writing was killed. No other process may be writing incidents."""
+    for path in folder.glob(HIDDEN):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def write(
+    path: Path,
+    subject: Subject,
+    found: Findings,
+    *,
+    rank: int | None,
+    keep_state: bool,
+    execution: Execution = UNKNOWN,
+    place: Path | None = None,
+) -> None:
+    """Writes an incident into `path`.
+
+    Args:
+        path: is created if necessary.
+        subject: the step.
+        found: the findings.
+        rank: the rank at fault; None for one process.
+        keep_state: also saves weights and batch, so that the step can be replayed from the folder.
+        execution: which execution of the step this is.
+        place: the folder's name in the report, if `path` is to be renamed.
 
     Raises:
         OSError: the disk is full or gone.
     """
     path.mkdir(parents=True, exist_ok=True)
-    record = as_json(subject, found, rank)
-    (path / "report.md").write_text(report(record, found, path), encoding="utf-8")
+    record = as_json(subject, found, rank, execution)
+    (path / "report.md").write_text(printable(report(record, found, place or path)), encoding="utf-8")
     replace(path / "diagnosis.json", json.dumps(plain(record), allow_nan=False, indent=2) + "\n")
     if keep_state:  # last, because it is the largest: on a nearly full disk the diagnosis still fits
         try:
@@ -49,7 +150,7 @@ def write(path: Path, subject: Subject, found: Findings, *, rank: int | None, ke
             raise
 
 
-def as_json(subject: Subject, found: Findings, rank: int | None) -> dict[str, Any]:
+def as_json(subject: Subject, found: Findings, rank: int | None, execution: Execution = UNKNOWN) -> dict[str, Any]:
     """The content of `diagnosis.json`; the keys are a contract."""
     evidence, diagnosis = found.evidence, found.diagnosis
     culprits = evidence.culprits
@@ -81,4 +182,5 @@ def as_json(subject: Subject, found: Findings, rank: int | None) -> dict[str, An
         "seconds": round(found.seconds, 3),
         "not_looked_at": found.failures,
         "not_replayable": subject.why_not_replayable(),
+        **execution._asdict(),
     }

@@ -1,11 +1,19 @@
 """Reads the incidents of a run back from its folder, without torch, and formats each for the terminal."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError
+from stabletrain.printable import one_line
 from stabletrain.stored.diagnosis import read_diagnosis
 from stabletrain.stored.json_files import DamagedFile
+
+KINDS = {"step": int, "rank": int | None, "cause": str, "confidence": float | int, "verdict": str, "fix": list}
+"""Keys of a `diagnosis.json` and their types."""
+
+PLACE = {"module", "op", "direction", "source"}
+"""Keys of an incident's origin that name the operation."""
 
 WIDTH = 11
 """Width of the name column of a block."""
@@ -42,12 +50,30 @@ def read(path: Path) -> dict[str, Any]:
         raise DamagedFile(f"{error}; move {path.name} away to see the others") from error
 
 
+def filed_incidents(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Returns the incidents in a folder of incidents with their content; leaves out what is damaged."""
+    found = []
+    for path in sorted(folder.glob("step-*")):
+        with suppress(ConfigError):
+            record = read(path)
+            if is_whole(record):
+                found.append((path, record))
+    return found
+
+
+def is_whole(record: dict[str, Any]) -> bool:
+    """Whether a `diagnosis.json` holds everything by which a resumed run recognizes an incident."""
+    known = all(isinstance(record.get(key), kind) for key, kind in KINDS.items())
+    origin = record.get("origin")
+    return known and (origin is None or (isinstance(origin, dict) and origin.keys() >= PLACE))
+
+
 def block(path: Path, record: dict[str, Any]) -> str:
     """Formats one incident as several lines."""
     fixes = record.get("fix") or ["none known"]
     sure = record.get("confidence") or 0
     lines = [
-        f"step {record.get('step')}: {record.get('cause')} ({sure:.0%} sure), {record.get('kind')}",
+        one_line(f"step {record.get('step')}: {record.get('cause')} ({sure:.0%} sure), {record.get('kind')}"),
         named("what", record.get("verdict")),
         named("fix", fixes[0]),
         *(named("or", fix) for fix in fixes[1:3]),
@@ -65,7 +91,7 @@ def block(path: Path, record: dict[str, Any]) -> str:
 
 def named(name: str, value: object) -> str:
     """One line of a block."""
-    return f"  {name:<{WIDTH}}{value}"
+    return f"  {name:<{WIDTH}}{one_line(str(value))}"
 
 
 def sample(one: dict[str, Any]) -> str:

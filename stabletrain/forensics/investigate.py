@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from stabletrain.forensics.agreement import NotInvestigated, in_one_line
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.diagnose import diagnose
-from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
+from stabletrain.forensics.diagnosis.evidence import Damage, Evidence, RunSettings
 from stabletrain.forensics.probes.state import damaged, drift, overlong
 from stabletrain.forensics.replay import VARIANTS, Outcome, same_bits
 from stabletrain.forensics.subject import Subject
@@ -71,6 +71,13 @@ def investigate(
     assert subject.reading is not None
     attempt = Attempts(subject.deadline)
     found = Evidence(kind, subject.reading, part=subject.part, setting=setting)
+    if kind == "state":  # the checksums have named the tensors, and what the step computed from them tells nothing
+        damage = [Damage(what, name, words) for what, name, words in subject.changes]
+        found = replace(found, damage=damage)
+        return Findings(found, diagnose(found), time.monotonic() - began, attempt.failures)
+    if kind == "recheck":  # two computations were compared, and a third: a replay would tell nothing more
+        found = replace(found, recheck=subject.recheck)
+        return Findings(found, diagnose(found), time.monotonic() - began, attempt.failures)
     # Cheapest first: bad samples explain the incident without any replay.
     samples = attempt("samples", lambda: subject.bad_samples(classes), [])
     found = replace(found, samples=samples)

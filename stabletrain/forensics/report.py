@@ -64,6 +64,10 @@ def report(record: Mapping[str, Any], found: Findings, folder: Path | None = Non
 
 def what_became(evidence: Evidence) -> str:
     """Says whether the step's update was applied."""
+    if evidence.kind == "state":
+        return "Its update was withheld. The numbers were computed from the changed state, and tell nothing of the run."
+    if evidence.kind == "recheck" and evidence.reading.applied:
+        return "Its update was applied, so the run went on from a state before it, or halted."
     if not evidence.reading.applied:
         return "Its update was skipped: the weights are unchanged, and nothing is lost."
     return (

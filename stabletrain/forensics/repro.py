@@ -32,10 +32,10 @@ from stabletrain.machine.compiling import compiled_shape
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.protocols import Precision, Tools
 from stabletrain.records import Batch, RankPart, Reading, saved_reading
+from stabletrain.stability.guard import NoGuard
+from stabletrain.stability.guard.recheck import Finding
+from stabletrain.stability.guard.repeats import CONTAINERS
 from stabletrain.stored.json_files import Count, DamagedFile, read_record
-
-CONTAINERS = ("_modules", "_parameters", "_buffers")
-"""Attributes in which a module keeps its children and tensors."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class Repro:
         part: what this rank measured of its own part of the step, which its replays repeat; None in a single process.
         compiled: whether the user's own code compiled the model, so that a copy computes other bits.
         compiled_for: input shape that the model was compiled for (`machine/compiling.py`); None if it was not compiled.
+        changes: tensors of this rank's state that changed between two updates: what, name, and words.
+        recheck: what came out differently when it was computed a second time; None for any other kind of incident.
         applied: whether the update was applied. The weights are then those after the step, and a replay does not repeat
             the step: it only uses the same batch.
         older: returns a captured state (`checkpoint/capture.py`) from before the step; None if none is left.
@@ -76,6 +78,8 @@ class Repro:
     part: RankPart | None = None
     compiled: bool = False
     compiled_for: tuple[int, ...] | None = None
+    changes: Sequence[tuple[str, str, str]] = ()
+    recheck: Finding | None = None
     applied: bool = False
     older: Callable[[], Tree | None] | None = None
     fresh: Callable[[], Batch] | None = None
@@ -96,7 +100,8 @@ class Repro:
 
     def replay_tools(self) -> Tools:
         """The tools for one process, with a copy of the precision at the step's loss scale."""
-        return replace(self.tools, precision=at_scale(self.tools.precision, self.loss_scale), parallel=SingleProcess())
+        precision = at_scale(self.tools.precision, self.loss_scale)
+        return replace(self.tools, precision=precision, parallel=SingleProcess(), guard=NoGuard())
 
     def to_micro_batches(self, batch: Batch) -> list[Batch]:
         """Moves a host batch to the device and splits it into the step's number of micro-batches."""

@@ -24,6 +24,7 @@ from stabletrain.forensics.repro import Repro, save_repro
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.monitors.probe import Probe
 from stabletrain.records import RankPart, Reading
+from stabletrain.stability.guard.recheck import Finding
 
 
 @runtime_checkable
@@ -36,6 +37,8 @@ class Subject(Protocol):
         step: number of the step, counted from 0.
         reading: the step's; None if unknown.
         part: what this rank measured of its own part of the step; None in a single process.
+        changes: see `Repro`.
+        recheck: see `Repro`.
         deadline: in `time.monotonic()` seconds; nothing new begins after it.
     """
 
@@ -49,6 +52,10 @@ class Subject(Protocol):
     def reading(self) -> Reading | None: ...
     @property
     def part(self) -> RankPart | None: ...
+    @property
+    def changes(self) -> Sequence[tuple[str, str, str]]: ...
+    @property
+    def recheck(self) -> Finding | None: ...
     @property
     def deadline(self) -> float: ...
 
@@ -116,6 +123,8 @@ class StepSubject:
         self.repro = repro
         self.model, self.buffers, self.step = repro.model, repro.buffers, repro.step
         self.reading, self.part, self.deadline = repro.reading, repro.part, repro.deadline
+        self.changes = repro.changes
+        self.recheck = repro.recheck
 
     def older(self) -> Tree | None:
         """See `Subject`."""

@@ -26,7 +26,7 @@ class Alone:
     ranks = Ranks()
 
     def agree(
-        self, loss: Tensor, norms: GradNorms, buffers: Number, sharded: Sequence[bool]
+        self, loss: Tensor, norms: GradNorms, buffers: Number, changed: Number, sharded: Sequence[bool]
     ) -> tuple[LossTerms, GradNorms, StepChecks]:
         """Returns the numbers of the whole step, equal on every rank.
 
@@ -34,11 +34,12 @@ class Alone:
             loss: this rank's, 0-d.
             norms: of this rank's gradients.
             buffers: norm of this rank's buffers.
+            changed: 1 if this rank's state is not what the last update left, else 0.
             sharded: for each of `norms.each`, whether it is that of a shard.
         """
         del sharded
         loss = loss.float()
-        return LossTerms(loss), norms, StepChecks(0.0, 0.0, buffers)
+        return LossTerms(loss), norms, StepChecks(0.0, 0.0, buffers, changed)
 
 
 class Together(Alone):
@@ -48,15 +49,17 @@ class Together(Alone):
         self.ranks = Ranks(dist.get_rank(), dist.get_world_size(), launched=True)
 
     def agree(
-        self, loss: Tensor, norms: GradNorms, buffers: Number, sharded: Sequence[bool]
+        self, loss: Tensor, norms: GradNorms, buffers: Number, changed: Number, sharded: Sequence[bool]
     ) -> tuple[LossTerms, GradNorms, StepChecks]:
         """Returns the mean of the losses, the largest norm of the buffers, and the norm of the whole gradient."""
         shards = torch.tensor([*sharded] or [False], device=norms.each.device)
         squares = norms.each.square()
         own = torch.where(shards, squares, 0.0).sum()
         whole = norms.total if not any(sharded) else torch.where(shards, 0.0, squares).sum().sqrt()
-        held = buffers if isinstance(buffers, Tensor) else torch.full_like(norms.total, buffers)
-        row = torch.stack([loss.float(), held, own, whole])
+        held, moved = (
+            each if isinstance(each, Tensor) else torch.full_like(norms.total, each) for each in (buffers, changed)
+        )
+        row = torch.stack([loss.float(), held, own, whole, moved])
         rows = row.new_empty(self.ranks.world_size * row.numel())
         all_gather_tensor(rows, row)
         rows = rows.view(self.ranks.world_size, -1)
@@ -64,11 +67,12 @@ class Together(Alone):
         total = torch.amax(rows[:, 3])
         if any(sharded):
             total = (rows[:, 2].sum() + total.square()).sqrt()
-        bad = ~torch.isfinite(rows[:, 0])
+        bad = ~torch.isfinite(rows[:, 0]) | (rows[:, 4] > 0)
         first = torch.where(bad.any(), bad.float().argmax(), -1)
         mean = rows[:, 0].mean()
         stop = torch.zeros_like(first, dtype=torch.bool)
-        return LossTerms(mean), GradNorms(total, norms.each), StepChecks(0.0, 0.0, rows[:, 1].amax(), stop, first)
+        checks = StepChecks(0.0, 0.0, rows[:, 1].amax(), rows[:, 4].amax(), stop, first)
+        return LossTerms(mean), GradNorms(total, norms.each), checks
 
 
 def together() -> Alone:

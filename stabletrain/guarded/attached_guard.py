@@ -92,7 +92,8 @@ class AttachedGuard(Guard):
             return True
         if loss is None or (recorded and begun.losses):
             loss = sum(begun.losses[1:], begun.losses[0]) if begun.losses else torch.zeros((), device=self._device)
-        reading = self._judge(self._step + 1, loss.detach(), self._parameters, attached.norms_before_clipping)
+        unclipped, changed = attached.norms_before_clipping, self._changed(begun)
+        reading = self._judge(self._step + 1, loss.detach(), self._parameters, unclipped, changed)
         spread = not recorded and not math.isfinite(reading.grad_norm) and not self.skipped
         if spread and all(not bool(each.isfinite().all()) for each in found):
             self._incidents.note(CLIPPED)
@@ -109,6 +110,7 @@ class AttachedGuard(Guard):
         """A context in which the loop applies its update."""
         with self._lowered_rate():
             yield
+        self._remember_state()
         self._states.after_update(self._step)
 
     def _gap(self, begun: Begun) -> str:

@@ -34,7 +34,7 @@ from stabletrain.guarded.scaling import Scaling, scaling
 from stabletrain.guarded.spikes import bounds
 from stabletrain.guarded.states import Loader, states
 from stabletrain.guarded.subject import LoopSubject, compiled_frames
-from stabletrain.records import RankPart, Reading, Verdict
+from stabletrain.records import Number, RankPart, Reading, TrainState, Verdict
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class Guard:
         scaler: the loop's own `torch.amp.GradScaler`. The guard scales the loss with it, steps and updates it.
         loader: an object with `state_dict` and `load_state_dict`, which a rollback puts back.
         policy: a `SkipGuard` or `RollbackGuard` with limits of your own, in place of `rollback`.
+        checksum_every: updates between two checks that nothing but the step changed weights, moments and buffers; 1
+            checks between all updates. 0, for none, if the loop itself changes them, as by clamping weights.
         max_incidents: how many incidents are investigated; 0 for none.
         max_seconds: approximate time limit for each.
         keep_state: whether weights are saved with an incident that can be replayed from its folder.
@@ -86,6 +88,7 @@ class Guard:
         scaler: GradScaler | None = None,
         loader: Any = None,
         policy: SkipGuard | None = None,
+        checksum_every: int = 0,
         max_incidents: int = 10,
         max_seconds: float = 120.0,
         keep_state: bool = True,
@@ -109,6 +112,12 @@ class Guard:
                 "use torchdata's StatefulDataLoader"
             )
         self._policy = policy or (RollbackGuard() if rollback else SkipGuard())
+        if checksum_every < 0:
+            raise ConfigError(
+                f"Guard(checksum_every={checksum_every}) is below 0: 1 checks between all updates, 0 never"
+            )
+        self._policy.check_state_every(checksum_every)
+        self._state = TrainState(self._model, optimizer)
         self._states = states(self._model, optimizer, self._policy, chosen, loader)
         self._judge = Judge(
             self._model,
@@ -224,7 +233,7 @@ class Guard:
         if all(parameter.grad is None for parameter in self._parameters):
             raise ConfigError("no parameter of the optimizer got a gradient: does the loss come from this model?")
         loss = sum(begun.losses[1:], begun.losses[0])
-        self._settle(begun, self._judge(self._step + 1, loss, self._parameters))
+        self._settle(begun, self._judge(self._step + 1, loss, self._parameters, changed=self._changed(begun)))
         return loss
 
     def _settle(self, begun: Begun, reading: Reading) -> None:
@@ -237,12 +246,25 @@ class Guard:
             self._usual = begun.parts
         else:
             self._withhold(begun, reading, verdict)
+        if self.updates or not reading.applied:
+            self._remember_state()
         if verdict is Verdict.ROLLBACK:
-            self._roll_back()
+            self._roll_back(same_data=reading.state_changed)
         elif verdict is Verdict.HALT:
             raise TrainingHalted(f"step {reading.step}: {self._policy.reason}")
         elif self.updates or not reading.applied:
             self._states.after_update(reading.step)
+
+    def _changed(self, begun: Begun) -> Number:
+        """Returns 1 if weights, moments or buffers are not what the last update left, else 0."""
+        return self._policy.state_check.before_update(self._state, begun.buffers)
+
+    def _remember_state(self) -> None:
+        """Takes the checksums of the state after a step, if they are wanted."""
+        if not self._policy.state_check.every:
+            return
+        self._state.step = self._state.executed_steps = self._step
+        self._policy.state_check.after_update(self._state, buffers_of(self._model).save())
 
     @property
     def _scaling(self) -> Scaling:
@@ -289,7 +311,8 @@ class Guard:
         policy = self._policy
         if reading.overflow:  # routine in fp16: an overflow only lowers the loss scale
             return
-        if policy.consecutive == 1 or (verdict is Verdict.HALT and policy.kind != self._newest_kind):
+        new = policy.consecutive == 1 or (verdict is Verdict.HALT and policy.kind != self._newest_kind)
+        if new or policy.kind == "state":
             subject = self._subject(begun, reading)
             known = settings(
                 self._scaling.name,
@@ -322,6 +345,7 @@ class Guard:
             keep_state=self._keep_state,
             frames=self._frames,
             gap=self._gap(begun),
+            changes=self._policy.state_check.changes(self._model) if reading.state_changed else (),
         )
 
     def _gap(self, begun: Begun) -> str:
@@ -334,10 +358,10 @@ class Guard:
         buffers = buffers_of(self._model)
         return Rerun(self._model, self._outer, self._parameters, buffers, self._scaling, begun, loss_scale)
 
-    def _roll_back(self) -> None:
+    def _roll_back(self, same_data: bool = False) -> None:
         """Restores the newest healthy state."""
         reason = self._policy.reason
-        self.rolled_back = self._states.roll_back(self._step)
+        self.rolled_back = self._states.roll_back(self._step, same_data)
         self._incidents.note(
             f"step {self._step}: {reason}: rollback {self._policy.rollbacks}; pass over the batches of "
             f"{self.rolled_back} steps (guard.rolled_back)"
@@ -352,7 +376,7 @@ class Guard:
 
     @property
     def skips(self) -> dict[str, int]:
-        """Number of steps that were withheld, by kind: `nonfinite`, `spike`, `overflow`."""
+        """Number of steps that were withheld, by kind: `nonfinite`, `spike`, `overflow`, `state`."""
         return {kind: count for kind, count in self._policy.skips.items() if kind != "bad_data"}
 
     @property

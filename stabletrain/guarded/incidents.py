@@ -22,6 +22,7 @@ from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guarded.rerun import Rerun
 from stabletrain.guarded.subject import LoopSubject
 from stabletrain.parallel.ranks import Ranks, timeout
+from stabletrain.printable import printable
 
 LOG = logging.getLogger("stabletrain")
 """Incidents are logged here, as warnings, on the main process."""
@@ -79,6 +80,10 @@ class LoopHandler(IncidentHandler):
     def __init__(self, max_incidents: int, max_seconds: float, filed: Sequence[IncidentSummary]) -> None:
         super().__init__(max_incidents, max_seconds)
         self._of_process = filed
+
+    def open(self, folder: Path, setting: RunSettings) -> None:
+        """Sets the folder for incidents, which other processes may use too, and the settings."""
+        self._folder, self._setting = folder, setting
 
     def has_budget(self) -> bool:
         """Whether another incident may be investigated."""
@@ -220,7 +225,7 @@ class Incidents:
         """Logs lines on the main process."""
         if self._ranks.is_main:
             for line in lines:
-                LOG.warning("%s", line)
+                LOG.warning("%s", printable(line))
 
 
 def settings(name: str, group: dict, *, clips: bool, best_loss: float) -> RunSettings:

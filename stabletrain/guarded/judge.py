@@ -11,7 +11,7 @@ from stabletrain.guarded.agreement import Alone
 from stabletrain.guarded.gradients import gradients, measure, multiply_
 from stabletrain.guarded.scaling import Scaling
 from stabletrain.guarded.spikes import gate
-from stabletrain.records import Clipped, GradNorms, Reading
+from stabletrain.records import Clipped, GradNorms, Number, Reading
 from stabletrain.stability.clipping.fixed import NormClip
 from stabletrain.stability.guard import SkipGuard
 from stabletrain.step import InFlight
@@ -66,6 +66,7 @@ class Judge:
         loss: Tensor,
         parameters: list[Tensor],
         unclipped: Callable[[GradNorms], GradNorms] | None = None,
+        changed: Number = 0.0,
     ) -> Reading:
         """Unscales, measures, judges and clips the gradients; returns the step's numbers.
 
@@ -73,6 +74,7 @@ class Judge:
             step: number of the step, counted from 1.
             loss: of the step, 0-d, detached.
             parameters: those that the optimizer updates; at least one has a gradient.
+            changed: 1 if the state is not what the last update left, else 0.
             unclipped: returns the norms from before the loop itself clipped; None if it does not.
         """
         scaling, found = self.scaling, gradients(parameters)
@@ -83,7 +85,7 @@ class Judge:
         norms, buffer_norm = measure(found, self._judged_buffers())
         norms = norms if unclipped is None else unclipped(norms)
         sharded = [hasattr(parameter.grad, "to_local") for parameter in parameters if parameter.grad is not None]
-        terms, norms, checks = self._agreement.agree(loss, norms, buffer_norm, sharded)
+        terms, norms, checks = self._agreement.agree(loss, norms, buffer_norm, changed, sharded)
         overflow = scaling.overflow(terms, norms)
         opened = scaling.close(gate(self._policy, terms, norms, checks), overflow)
         clipped = Clipped(1.0)
@@ -101,6 +103,7 @@ class Judge:
             "withheld": ~opened,
             "bad_data": False,
             "overflow": overflow,
+            "state_changed": checks.state_changed,
         }
         of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
         first = self._optimizer.param_groups[0]

@@ -6,50 +6,24 @@ rerun. Ranks of DDP rerun without averaging gradients; the shards of FSDP2 are g
 """
 
 import contextlib
-import random
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from stabletrain.buffers import Buffers, SavedBuffers
 from stabletrain.checkpoint.tree import Piece
-from stabletrain.forensics.repro import CONTAINERS
 from stabletrain.guarded.agreement import wrappers
 from stabletrain.guarded.gradients import gradients, measure
 from stabletrain.guarded.part import Part, loss_of
 from stabletrain.guarded.scaling import Scaling
 from stabletrain.machine.compiling import uncompiled
+from stabletrain.machine.determinism import Generators
+from stabletrain.stability.guard.repeats import attributes_of, put_back_all
 from stabletrain.stability.precision.kernels import ieee_kernels
-
-
-@dataclass(frozen=True)
-class Generators:
-    """The states of all random generators: PyTorch's on the CPU and on a card, NumPy's and Python's."""
-
-    cpu: Tensor
-    card: Tensor | None
-    numpy: Any
-    python: Any
-    device: torch.device
-
-    @classmethod
-    def now(cls, device: torch.device) -> "Generators":
-        """Records them; does not wait for the device."""
-        card = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), card, np.random.get_state(), random.getstate(), device)
-
-    def set(self) -> None:
-        """Sets every generator to the recorded state."""
-        torch.set_rng_state(self.cpu)
-        if self.card is not None:
-            torch.cuda.set_rng_state(self.card, self.device)
-        np.random.set_state(self.numpy)
-        random.setstate(self.python)
 
 
 @dataclass
@@ -163,7 +137,7 @@ class Rerun:
         """Sets buffers and generators to the beginning of the step; restores everything on exit."""
         now, begun = Generators.now(self.begun.generators.device), self.begun
         saved, kept = self.buffers.save(), [parameter.grad for parameter in self.model.parameters()]
-        attributes = [(module, {**vars(module)}) for module in self.model.modules()]
+        attributes = attributes_of(self.model)
         held = [(module, {**module._buffers}) for module in self.model.modules() if module._buffers]
         closed = torch.zeros((), dtype=torch.bool, device=begun.generators.device)
         try:
@@ -176,23 +150,13 @@ class Rerun:
                 yield
         finally:
             torch.clear_autocast_cache()
-            for module, before in attributes:
-                put_back_attributes(module, before)
+            put_back_all(attributes)
             for module, tensors in held:  # a forward pass may replace them
                 module._buffers.update(tensors)
             for parameter, gradient in zip(self.model.parameters(), kept, strict=True):
                 parameter.grad = gradient
             self.buffers.restore_(saved, closed)
             now.set()
-
-
-def put_back_attributes(module: nn.Module, before: Mapping[str, Any]) -> None:
-    """Restores a module's attributes, except the containers of its children and tensors."""
-    live = vars(module)
-    for name in [*live]:
-        if name not in before:
-            del live[name]
-    live.update({name: value for name, value in before.items() if name not in CONTAINERS})
 
 
 @contextlib.contextmanager

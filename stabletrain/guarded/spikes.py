@@ -28,12 +28,14 @@ def bounds(policy: SkipGuard) -> tuple[float, float]:
 
 
 def gate(policy: SkipGuard, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
-    """Returns whether the step is finite and no spike; 0-d, on the device."""
+    """Returns whether the step is finite, no spike, and the state what the last update left; 0-d, on the device."""
     loss_limit, norm_limit = bounds(policy)
     values = [terms.total.abs(), norms.total, terms.total, norms.total]
     limits = [LARGEST, norm_limit, loss_limit, WITH_LOSS * norm_limit]
     if isinstance(checks.buffers, Tensor):
         values, limits = [*values, checks.buffers], [*limits, LARGEST]
+    if isinstance(checks.state_changed, Tensor):
+        values, limits = [*values, checks.state_changed], [*limits, 0.0]
     # The sign of a difference is exact, and NaN <= 0 is False: NaN closes the gate.
     within = torch.stack(torch._foreach_sub(values, limits)) <= 0
     return within[:2].all() & (within[2] | within[3]) & within[4:].all()

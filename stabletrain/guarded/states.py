@@ -37,8 +37,9 @@ class NoStates:
         """Returns None: there is no older state."""
         del step
 
-    def roll_back(self, step: int) -> int:
+    def roll_back(self, step: int, same_data: bool = False) -> int:
         """Never called: the guard does not ask for it."""
+        del same_data
         raise TrainingHalted(f"step {step}: there is no state to go back to")
 
 
@@ -58,6 +59,7 @@ class States(NoStates):
         self._state, self._policy, self._loader = TrainState(model, optimizer), policy, loader
         self._parts: dict[str, Stateful] = {"guard": policy, "scaling": scaling}
         self._snapshots = Snapshots()
+        self._references: dict[int, Any] = {}  # by snapshot: the checksums that it must have when it is put back
         self._positions: dict[int, Any] = {}
         self._read: dict[int, int] = {}  # by snapshot: steps' batches that the loop had read or passed over
         self._passed, self._first, self._groups = 0, -1, len(optimizer.param_groups)
@@ -87,6 +89,8 @@ class States(NoStates):
         self._state.step = step
         self._snapshots.take(step, capture(self._state, self._parts), self._state)
         self._snapshots.retain(retained.steps)
+        self._references = {taken: each for taken, each in self._references.items() if taken in retained.steps}
+        self._references[step] = self._policy.state_check.reference(self._state)
         self._read[step] = step + self._passed + (step == self._first)
         if self._loader is not None:
             self._positions[step] = copy.deepcopy(self._loader.state_dict())
@@ -97,11 +101,12 @@ class States(NoStates):
         """Returns the newest snapshot of at most `step` steps, as it lies on the host; None if there is none."""
         return self._snapshots.newest_on_host(step)
 
-    def roll_back(self, step: int) -> int:
+    def roll_back(self, step: int, same_data: bool = False) -> int:
         """Restores the newest healthy state.
 
         Args:
             step: the step at which the guard gave up on the present state.
+            same_data: whether the batches since then, if a loader can give them, are to be read again.
 
         Returns:
             the number of steps whose batches are to be passed over: with a loader, which was put back, those that were
@@ -112,23 +117,32 @@ class States(NoStates):
         """
         policy = self._policy
         target = policy.states.target
-        tree = None if target is None else self._snapshots.newest(target)
+        tree = None if target is None else self._newest_intact(target)
         if target is None or tree is None:
             raise TrainingHalted(f"step {step}: {policy.reason}; no healthy state is left to go back to")
         reason = policy.reason
         # The learning rate stays lowered for `lr_steps` steps counted from now: the loop's steps only count up.
-        detour = policy.begin_rollback(step, step)
+        detour = policy.begin_rollback(step, step, same_data)
         kept = policy.cumulative_state()
         restore(tree, self._state, self._parts)
         policy.load_cumulative_state(kept)
         policy.reason = reason
         self._snapshots.retain(policy.states.steps)
-        read = step + self._passed - self._read[tree["step"]]
+        read = 0 if same_data else step + self._passed - self._read[tree["step"]]
         self._passed += detour.skip_batches
         if self._loader is None:
             return detour.skip_batches
         self._loader.load_state_dict(copy.deepcopy(self._positions[tree["step"]]))
         return read + detour.skip_batches
+
+    def _newest_intact(self, target: int) -> Tree | None:
+        """Returns the newest snapshot of at most `target` steps that has the checksums it was taken with."""
+        while (tree := self._snapshots.newest(target)) is not None:
+            restore(tree, self._state, {})  # over a state that is given up in any case
+            if self._policy.state_check.restored(self._state, self._references.get(tree["step"])):
+                return tree
+            self._snapshots.drop(tree["step"])
+        return None
 
 
 def states(

@@ -30,6 +30,7 @@ from stabletrain.guarded.samples import BatchTrials, bad_samples, largest_input,
 from stabletrain.guarded.saved_step import save_step, why_not_replayable
 from stabletrain.machine.compiling import uncompiled
 from stabletrain.records import RankPart, Reading
+from stabletrain.stability.guard.recheck import Finding
 
 NO_BATCH = "the closure takes no batch: pass it as guard.step(closure, batch=...)"
 
@@ -40,7 +41,7 @@ class LoopSubject:
 
     Attributes:
         rerun: runs the closures again.
-        reading, part, step: see `Subject`.
+        reading, part, step, changes, recheck: see `Subject`.
         usual: the micro-batches of the last step that was applied; empty before the first.
         older_state: returns an older state; None if there is none.
         sharded: whether the weights are sharded across ranks.
@@ -53,9 +54,11 @@ class LoopSubject:
     rerun: Rerun
     reading: Reading
     step: int
+    changes: Sequence[tuple[str, str, str]] = ()
     usual: Sequence[Part] = ()
     older_state: Callable[[], Tree | None] = lambda: None
     part: RankPart | None = None
+    recheck: Finding | None = None
     sharded: bool = False
     deadline: float = math.inf
     keep_state: bool = True

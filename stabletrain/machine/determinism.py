@@ -15,10 +15,12 @@ import os
 import random
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stabletrain.errors import ConfigError
 
@@ -51,6 +53,32 @@ def rng_restored(model: nn.Module) -> Generator[None, None, None]:
         finally:
             random.setstate(drawn)
             np.random.set_state(numpy_drawn)
+
+
+@dataclass(frozen=True)
+class Generators:
+    """The states of all random generators: PyTorch's on the CPU and on a card, NumPy's and Python's."""
+
+    cpu: Tensor
+    card: Tensor | None
+    numpy: Any
+    python: Any
+    device: torch.device
+
+    @classmethod
+    def now(cls, device: torch.device) -> "Generators":
+        """Records them; does not wait for the device."""
+        started = device.type == "cuda" and torch.cuda.is_initialized()
+        card = torch.cuda.get_rng_state(device) if started else None
+        return cls(torch.get_rng_state(), card, np.random.get_state(), random.getstate(), device)
+
+    def set(self) -> None:
+        """Sets every generator to the recorded state."""
+        torch.set_rng_state(self.cpu)
+        if self.card is not None:
+            torch.cuda.set_rng_state(self.card, self.device)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
 
 
 def may_measure() -> bool:

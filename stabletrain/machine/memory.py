@@ -1,6 +1,7 @@
-"""Free memory of the host, as the kernel and this process's control groups report it."""
+"""Memory of the host, free and in all, as the kernel and this process's control groups report it."""
 
 import math
+import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,11 +25,26 @@ def free_host_memory(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> flo
     return min(available(proc), *(left_in(folder, version) for folder, version in groups(proc, cgroups)), math.inf)
 
 
+def host_memory(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> float:
+    """Returns how many bytes of host memory this process could use if no other process used any; inf if unknown.
+
+    This is the least of the machine's memory, the limits of its control groups, and its own (`ulimit -v`, `ulimit -d`).
+    """
+    own = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    limits = [float(limit) for limit in own if limit != resource.RLIM_INFINITY]
+    return min(machine(proc, "MemTotal"), *limits, *(limit_of(*group) for group in groups(proc, cgroups)), math.inf)
+
+
 def available(proc: Path) -> float:
     """Returns the bytes that the machine has available without swapping; inf if unknown."""
+    return machine(proc, "MemAvailable")
+
+
+def machine(proc: Path, name: str) -> float:
+    """Returns an entry of `/proc/meminfo` in bytes; inf if unknown."""
     with suppress(OSError, StopIteration, ValueError):
         lines = (proc / "meminfo").read_text().splitlines()
-        return 1024.0 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+        return 1024.0 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
     return math.inf
 
 
@@ -42,6 +58,13 @@ def groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, int]]:
             root, version = (cgroups / "memory", 1) if controllers else (cgroups, 2)
             folder = root / path.lstrip("/")
             yield from ((each, version) for each in (folder, *folder.parents) if each.is_relative_to(root))
+
+
+def limit_of(folder: Path, version: int) -> float:
+    """Returns a control group's limit in bytes; inf if it has none."""
+    with suppress(OSError, ValueError):  # the root group has no limit, and "max" is no number
+        return float(int((folder / FILES[version][0]).read_text()))
+    return math.inf
 
 
 def left_in(folder: Path, version: int) -> float:

@@ -113,6 +113,8 @@ class GPT(nn.Module):
             raise ConfigError(f"model.dropout={dropout} is outside [0, 1): use 0 for none")
         if not norm_eps > 0:
             raise ConfigError(f"model.norm_eps={norm_eps} is not above 0: equal values would be divided by 0; use 1e-6")
+        if norm_eps > 1:
+            raise ConfigError(f"model.norm_eps={norm_eps} is above 1: it would hide the size of the values; use 1e-6")
         if not 0 < embedding_gradient <= 1:
             raise ConfigError(f"model.embedding_gradient={embedding_gradient} is outside (0, 1]: 0.1 is GLM-130B's")
         make_norm, make_mlp = choice("norm", norm, NORMS), choice("mlp", mlp, MLPS)

@@ -62,6 +62,7 @@ class DDP(Distributed):
         self.head_apart = not find_unused_parameters  # DDP would count the head as unused
         self._wrapped: DistributedDataParallel | None = None
         self._own: list[Tensor] = []
+        self._kept: dict[Tensor, Tensor] | None = None
 
     def check(self, choices: Mapping[str, str]) -> None:
         """Rejects options that replace the parameters, since DDP holds on to the original tensors.
@@ -115,8 +116,21 @@ class DDP(Distributed):
 
         The gradients are views of the buckets, so after this their own values are gone.
         """
+        if self._kept is not None:
+            found = zip(bucket.parameters(), bucket.gradients(), strict=True)
+            self._kept.update({parameter: gradient.clone() for parameter, gradient in found})
         self._own.append(torch.linalg.vector_norm(bucket.buffer(), dtype=torch.float32))
         return allreduce_hook(group.WORLD, bucket)  # ty: ignore[invalid-argument-type]
+
+    def keep_gradients(self) -> bool:
+        """Keeps copies of the gradients in the next reduction."""
+        self._kept = {}
+        return True
+
+    def own_gradients(self, parameters: list[Tensor]) -> list[Tensor | None]:
+        """Returns the gradients from before the reduction; without one, those of `.grad`."""
+        kept, self._kept = self._kept or {}, None
+        return [kept.get(parameter, parameter.grad) for parameter in parameters]
 
     def own_grad_norm(self, norms: GradNorms) -> Tensor:
         """Returns the norm of this rank's gradients before they were averaged; 0 if the step had no backward pass."""

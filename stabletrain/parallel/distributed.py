@@ -86,7 +86,7 @@ class Distributed(SingleProcess):
     ) -> tuple[LossTerms, GradNorms, StepChecks]:
         """Combines the numbers of all ranks; see the module."""
         # One row per rank: the numbers of its own slice, then its buffers and stop request, then its gradient norms.
-        mine = (terms.total, *terms.parts.values(), checks.bad_data, checks.inputs)
+        mine = (terms.total, *terms.parts.values(), checks.bad_data, checks.state_changed, checks.inputs)
         head = [
             number if isinstance(number, Tensor) else torch.full_like(terms.total, number)
             for number in (*mine, checks.buffers, bool(self._wish))
@@ -98,14 +98,16 @@ class Distributed(SingleProcess):
         # Every rank computes the same from the same rows, so all verdicts agree bit for bit.
         losses = 1 + len(terms.parts)
         total, *parts = rows[:, :losses].sum(dim=0).unbind()
-        bad, inputs, buffers, wish = rows[:, losses : len(head)].unbind(dim=1)
-        # The culprit is the first rank with bad data or a non-finite number of its own; -1 if there is none.
-        culprits = (bad > 0) | ~torch.isfinite(rows[:, : len(mine)]).all(dim=1)
+        bad, changed, inputs, buffers, wish = rows[:, losses : len(head)].unbind(dim=1)
+        # The culprit is the first rank with bad data, a changed state or a non-finite number of its own; -1 for none.
+        culprits = (bad > 0) | (changed > 0) | ~torch.isfinite(rows[:, : len(mine)]).all(dim=1)
         first = torch.where(culprits.any(), culprits.float().argmax(), -1)
         met = StepChecks(
             bad_data=bad.amax(),
             inputs=inputs.amax(),
             buffers=buffers.amax(),
+            state_changed=changed.amax(),
+            recheck=checks.recheck,  # it is the same on every rank already
             stop=(wish > 0).any(),
             rank=first,
             own=OwnNumbers(terms.total, self.own_grad_norm(norms)),

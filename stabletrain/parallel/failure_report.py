@@ -53,6 +53,18 @@ def as_rank_lost(error: BaseException, ranks: Ranks) -> RankLost | None:
     return RankLost(lost + waited)
 
 
+def says_how_to_continue(ranks: Ranks) -> bool:
+    """Whether this rank, which has lost another, is the one that prints how to continue.
+
+    If rank 0 was killed, it is the first rank that asks.
+    """
+    if not ranks.is_main and get(ranks, "last", 0):
+        return False  # rank 0 says why it ends
+    with suppress(Exception):  # the store counts the ranks that have asked
+        return register().add(f"stabletrain/{ranks.restarts}/continue", 1) == 1
+    return ranks.local_rank == 0  # the store is gone, with the machine that ran it: once on each other machine
+
+
 def describe_lost_rank(ranks: Ranks) -> str:
     """Describes which other rank has ended and why. Waits up to `PATIENCE` seconds for its report."""
     others, here = [rank for rank in range(ranks.world_size) if rank != ranks.rank], platform.node()

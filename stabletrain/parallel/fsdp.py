@@ -82,6 +82,10 @@ class FSDP(Distributed):
         model.set_requires_gradient_sync(last)
         yield
 
+    def keep_gradients(self) -> bool:
+        """Returns False: a rank sees only sums over all ranks, so no rank could be named."""
+        return False
+
     def whole_state(
         self, model: nn.Module, older: Callable[[], Tree | None], model_factory: Callable[[], nn.Module]
     ) -> WholeState:

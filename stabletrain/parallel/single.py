@@ -76,6 +76,14 @@ class SingleProcess:
     def max_over_ranks_(self, values: list[Tensor]) -> None:
         """Replaces each maximum over this rank's slice by the maximum over the whole batch."""
 
+    def keep_gradients(self) -> bool:
+        """Keeps this rank's gradients of the next backward pass for `own_gradients`; returns whether it can."""
+        return True
+
+    def own_gradients(self, parameters: list[Tensor]) -> list[Tensor | None]:
+        """Returns the gradients of the last backward pass as this rank computed them, before they were averaged."""
+        return [parameter.grad for parameter in parameters]
+
     def reduce_stats(
         self, terms: LossTerms, norms: GradNorms, checks: StepChecks
     ) -> tuple[LossTerms, GradNorms, StepChecks]:

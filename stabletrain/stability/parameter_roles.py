@@ -88,8 +88,8 @@ def check_moments(betas: Sequence[float], eps: float) -> None:
     """Raises ConfigError if Adam's betas or eps are out of bounds."""
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"optimizer.betas={list(betas)} are not two numbers in [0, 1): [0.9, 0.95] is customary")
-    if not SMALLEST_EPS <= eps < float("inf"):
+    if not SMALLEST_EPS <= eps <= 1:
         raise ConfigError(
-            f"optimizer.eps={eps} is outside [{SMALLEST_EPS:.3g}, inf): below fp32's smallest normal number the update "
-            "could divide by 0; 1e-8 is customary"
+            f"optimizer.eps={eps} is outside [{SMALLEST_EPS:.3g}, 1]: below fp32's smallest normal number the update "
+            "could divide by 0, above 1 it would ignore the second moment; 1e-8 is customary"
         )

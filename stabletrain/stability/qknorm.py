@@ -123,6 +123,8 @@ def widened(x: Tensor) -> Tensor:
 
 
 def check_eps(eps: float) -> None:
-    """Raises ConfigError unless `eps` is above 0."""
+    """Raises ConfigError unless `eps` is above 0 and at most 1."""
     if not eps > 0:
         raise ConfigError(f"qknorm.eps={eps} is not above 0: a constant head would be divided by 0; 1e-6 is customary")
+    if eps > 1:
+        raise ConfigError(f"qknorm.eps={eps} is above 1: it would hide the size of the heads; 1e-6 is customary")

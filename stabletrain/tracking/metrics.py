@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError
+from stabletrain.printable import say
 from stabletrain.stored.json_files import parse
 from stabletrain.stored.lines import is_line
 
@@ -224,7 +225,7 @@ def replace(path: Path, text: str) -> None:
 def warn(message: str) -> None:
     """Prints a warning to standard error. Ignores a closed stream."""
     with suppress(OSError):
-        print(f"stabletrain: {message}", file=sys.stderr)
+        say(f"stabletrain: {message}", file=sys.stderr)
 
 
 def now() -> str:

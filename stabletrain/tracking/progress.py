@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from stabletrain.printable import printable, say
 from stabletrain.tracking.columns import thousands
 
 LEAST_BAR, MOST_BAR = 8, 40
@@ -110,7 +111,7 @@ class Progress:
         if self._live is None:
             self._print(text)
         else:
-            self._live.console.print(text, markup=False, soft_wrap=True)
+            self._live.console.print(printable(text), markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Ends the live line; may be called twice."""
@@ -120,7 +121,7 @@ class Progress:
 
     def _print(self, text: str) -> None:
         with suppress(OSError):  # a closed pipe (`| head`) must not stop training
-            print(text, file=self._stream, flush=True)
+            say(text, file=self._stream, flush=True)
 
     def _seconds_left(self) -> float | None:
         done = self._step - self._first

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError
+from stabletrain.printable import say
 from stabletrain.tracking.metrics import plain, read_jsonl
-from stabletrain.tracking.wandb_setup import card_of, has_key, name_of, sweep_of, tags_of
+from stabletrain.tracking.wandb_setup import cache_folder, card_of, has_key, name_of, sweep_of, tags_of
 
 FINISH_TIMEOUT = 120.0
 """Seconds that an online run waits for its upload to finish. `wandb sync` can upload the rest from disk."""
@@ -117,13 +118,18 @@ class Wandb(NoWandb):
             "job_type": None if os.environ.get("WANDB_JOB_TYPE") else card,
             "tags": tags_of(config.get("groups", {}), self.tags),
         }
-        self._run = self._try(lambda: self._begin(self.mode, folder, run_id, config, filed), so)
-        if self._run is None and self.mode == "online":
-            self._run = self._try(lambda: self._begin("offline", folder, run_id, config, filed))
+        with cache_folder(folder / "wandb" / "cache"):
+            self._run = self._try(lambda: self._begin(self.mode, folder, run_id, config, filed), so)
+            if self._run is None and self.mode == "online":
+                self._run = self._try(lambda: self._begin("offline", folder, run_id, config, filed))
         if self._run is None:
             return run_id or ""
         self._defined.clear()
-        self._incidents = [row(line) for line in read_jsonl(folder / "events.jsonl") if line.get("event") == "incident"]
+        # A killed run that meets the same step again records its incident again.
+        lines = [line for line in read_jsonl(folder / "events.jsonl") if line.get("event") == "incident"]
+        self._incidents = [
+            row(line) for line in {(line.get("step"), line.get("tick")): line for line in lines}.values()
+        ]
         self._shown = 0
         self.summary({"card": card, **self._of_incidents()})
         return self._run.id
@@ -139,8 +145,10 @@ class Wandb(NoWandb):
     def event(self, kind: str, step: int, /, **fields: Any) -> None:
         """Adds an incident to the table `incidents`. Other events are only in `events.jsonl`."""
         if self._run is not None and kind == "incident":
-            self._incidents.append(row({"step": step, **fields}))
-            self._show_incidents()
+            new = row({"step": step, **fields})
+            if fields.get("path") is None or new not in self._incidents:
+                self._incidents.append(new)
+                self._show_incidents()
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Sets summary values of the run. NaN and infinities become words, because W&B would store null."""
@@ -226,7 +234,7 @@ class Wandb(NoWandb):
             if not self._warned:
                 self._warned = True
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                print(f"stabletrain: wandb: {reason}: {so}; metrics.jsonl has everything", file=sys.stderr)
+                say(f"stabletrain: wandb: {reason}: {so}; metrics.jsonl has everything", file=sys.stderr)
             return None
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stabletrain.errors import ConfigError, StabletrainError, closest
+from stabletrain.printable import say
 from stabletrain.program import conf_folder
 from stabletrain.tracking.columns import COLUMNS, IN_WANDB
 from stabletrain.tracking.wandb_setup import check_reach
@@ -223,9 +224,9 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{arguments.project!r} is not entity/project: name both, such as my-team/stabletrain")
     report = specification(entity, project, arguments.sweep, arguments.by, arguments.title)
     if arguments.json:
-        print(json.dumps(spec(report), indent=2))
+        say(json.dumps(spec(report), indent=2))
     else:
-        print(f"report   {save(report, entity, project, arguments.draft)}")
+        say(f"report   {save(report, entity, project, arguments.draft)}")
 
 
 def spec(report: Any) -> dict[str, Any]:

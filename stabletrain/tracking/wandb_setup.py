@@ -9,8 +9,8 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,37 @@ def check_reach() -> None:
         ) from error
 
 
+@contextmanager
+def cache_folder(instead: Path) -> Generator[None]:
+    """A context in which W&B has a cache folder that it can write.
+
+    Without one, as where HOME is not set, W&B's background process would print its log on the terminal.
+
+    Args:
+        instead: the folder to use if the user's cannot be written.
+    """
+    before = os.environ.get("XDG_CACHE_HOME")
+    users = Path(before or os.path.join(os.environ.get("HOME") or os.devnull, ".cache"))
+    if not writable(users):
+        os.environ["XDG_CACHE_HOME"] = str(instead.absolute())
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("XDG_CACHE_HOME", None)
+        else:
+            os.environ["XDG_CACHE_HOME"] = before
+
+
+def writable(folder: Path) -> bool:
+    """Creates a folder as W&B would; returns whether it can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
 def has_key(wandb: Any) -> bool:
     """Returns whether W&B will find credentials without a prompt: in the environment, its settings, or ~/.netrc."""
     settings = wandb.setup(settings=wandb.Settings(silent=True)).settings
@@ -67,7 +98,7 @@ LONGEST_NAME = 128
 LONGEST_TAG = 64
 """Maximum number of characters in a W&B tag; W&B rejects a run with a longer one."""
 
-DATE, TIME = re.compile(r"\d{4}-\d\d-\d\d"), re.compile(r"\d\d-\d\d-\d\d")
+DATE, TIME = re.compile(r"\d{4}-\d\d-\d\d"), re.compile(r"\d\d-\d\d-\d\d(-\d+)?")
 
 
 def sweep_of(folder: Path, sweeping: bool) -> str | None:

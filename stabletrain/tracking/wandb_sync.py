@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.printable import say
 from stabletrain.stored.json_files import DamagedFile
 from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.wandb_setup import check_reach
@@ -135,19 +136,19 @@ def run(arguments: argparse.Namespace) -> None:
     new = [piece for piece in found if not piece.uploaded]
     chosen = [piece for piece in new if arguments.all or not piece.growing]
     if arguments.dry_run:
-        print("".join(f"would upload  {piece.folder}\n" for piece in chosen), end="")
+        say("".join(f"would upload  {piece.folder}\n" for piece in chosen), end="")
     elif chosen:
         check_reach()
         for bundle in batches(chosen):
             upload(bundle, arguments.entity, arguments.project)
     failed = [] if arguments.dry_run else [piece for piece in chosen if not piece.uploaded]
     for piece in failed:
-        print(f"not uploaded  {piece.folder}")
+        say(f"not uploaded  {piece.folder}")
     for piece in new:
         if piece not in chosen:
-            print(f"still running {piece.folder} (--all uploads it anyway)")
+            say(f"still running {piece.folder} (--all uploads it anyway)")
     done = f"{len(chosen)} to upload" if arguments.dry_run else f"{len(chosen) - len(failed)} uploaded"
-    print(f"{done}, {len(new) - len(chosen)} still running, {len(found) - len(new)} uploaded before")
+    say(f"{done}, {len(new) - len(chosen)} still running, {len(found) - len(new)} uploaded before")
     if failed:
         raise StabletrainError(
             f"{len(failed)} of {len(chosen)} were not uploaded; wandb prints the reasons above: fix them, and run the "

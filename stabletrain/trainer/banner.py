@@ -11,7 +11,7 @@ from torch import nn
 
 from stabletrain.config.arguments import SWEEP, Arguments, key_of, program
 from stabletrain.models.sampling import generate
-from stabletrain.parallel.ranks import current_ranks
+from stabletrain.parallel.ranks import Ranks, current_ranks, run_on_main
 from stabletrain.trainer.contract import context_length
 
 
@@ -61,6 +61,18 @@ def split_note(data: Any) -> str:
     """Returns a line on how the data was split into training and validation; empty if the data set does not say."""
     about = getattr(data, "split", "")
     return f"split: {about}" if isinstance(about, str) and about else ""
+
+
+ALONE = Ranks()
+
+AT_START = 5.0
+"""Seconds that a run waits for its tokenizer before the first step; only the sample at the end needs it."""
+
+
+def text_note(data: Any) -> str:
+    """Returns a line that says that no text can be shown at the end, and why; empty if it can, or if it is unknown."""
+    why = data.why_no_text(AT_START) if callable(getattr(data, "why_no_text", None)) else ""
+    return f"no text sample at the end: {why}" if why else ""
 
 
 def busy_note(load: float, cores: int, threads: int, val_batches: int) -> str:
@@ -140,7 +152,7 @@ def closing(
         f"pace     {history.units / max(history.seconds, 1e-9):,.0f} {unit}/s",
     ]
     if sample and sample.strip():
-        first, *rest = sample.strip("\n").splitlines()
+        first, *rest = sample.strip("\n").split("\n")
         lines += [f"sample   {first}", *(f"         {line}" for line in rest)]
     return "\n".join([*lines, f"run      {relative_path(folder)}", f"next     {again}"])
 
@@ -190,14 +202,36 @@ def suggestion(typed: Arguments, has_attention: bool, per: str) -> str:
     return shlex.join([*program(current_ranks()), "-m", *options, *kept, *sweep])
 
 
-def sample_text(model: nn.Module, data: Any, device: torch.device, tokens: int = 200) -> str | None:
-    """Generates text from the data's prompt; None if the data is not text. Leaves the model and the RNG unchanged."""
+def sample_text(
+    model: nn.Module, data: Any, device: torch.device, tokens: int = 200, ranks: Ranks = ALONE
+) -> str | None:
+    """Generates text from the data's prompt, on the main process; None on the others, and if the data is not text.
+
+    All ranks must call it, because the model may be sharded. Leaves the model and the random generators unchanged. If
+    an error prevents it, returns a line that says so: the run is finished and saved.
+    """
     if not all(hasattr(data, name) for name in ("encode", "decode", "prompt")):
         return None
-    prompt = torch.tensor([data.encode(data.prompt)], device=device)
-    generator = torch.Generator(device).manual_seed(0)
+    prompt, failed = run_on_main(ranks, lambda: encoded(data))  # the other ranks need no tokenizer
+    if failed:
+        return failed
     try:
+        generator = torch.Generator(device).manual_seed(0)
         length = context_length(model, data)
-        return data.decode(generate(model, prompt, tokens, 0.8, 50, generator, length)[0].tolist())
-    except Exception as error:  # the run is finished and saved: a failed sample must not fail it
-        return f"(none: {error})"
+        ids = generate(model, torch.tensor([prompt], device=device), tokens, 0.8, 50, generator, length)
+        return data.decode(ids[0].tolist()) if ranks.is_main else None
+    except Exception as error:
+        return no_sample(error)
+
+
+def encoded(data: Any) -> tuple[list[int], str]:
+    """Returns the ids of the data's prompt, and an empty string; or no ids, and the line that stands for the sample."""
+    try:
+        return data.encode(data.prompt), ""
+    except Exception as error:
+        return [], no_sample(error)
+
+
+def no_sample(error: Exception) -> str:
+    """Returns the line that stands for a sample that could not be generated."""
+    return f"(none: {' '.join((str(error) or type(error).__name__).split())})"

@@ -21,7 +21,7 @@ from torch import nn
 from stabletrain.checkpoint.capture import Stateful
 from stabletrain.checkpoint.folder import run_of
 from stabletrain.comparison.pages.at_end import NoPage, PageAtEnd
-from stabletrain.config.arguments import SWEEP, key_of, parse_arguments
+from stabletrain.config.arguments import SWEEP, job_overrides, key_of, parse_arguments
 from stabletrain.config.make import leaves, make, plain
 from stabletrain.config.resuming import acting, check_resume
 from stabletrain.data.prefetch import Prefetch
@@ -40,7 +40,7 @@ from stabletrain.tracking.progress import Progress
 from stabletrain.tracking.run_folder import NoRunFolder, RunFolder, versions
 from stabletrain.tracking.tracker import NoTracker, Tracker
 from stabletrain.tracking.wandb import NoWandb
-from stabletrain.trainer import roles
+from stabletrain.trainer import option_roles, roles
 from stabletrain.trainer.after_halt import after_halt
 from stabletrain.trainer.banner import closing, sample_text, suggestion
 from stabletrain.trainer.changes import Resumption, check_data_of_checkpoint, option_fingerprint
@@ -56,6 +56,8 @@ from stabletrain.trainer.stages import (
     Trained,
     batch_loader,
     build_model,
+    choose_checksums,
+    chooses_checksums,
     load_data,
     make_tools,
     opening_lines,
@@ -102,10 +104,15 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     # the process comes first: determinism must be set up before CUDA starts
     process = start_process(cfg)
     run_on_main(process.ranks, lambda: check_resume(cfg, process.choices, folder))
-    guard, clipping, monitors, faults = (make(cfg, group) for group in ("guard", "clipping", "monitors", "faults"))
+    guard, clipping = make(cfg, "guard", option_roles.GuardOption), make(cfg, "clipping", option_roles.ClippingOption)
+    monitors, faults = (
+        make(cfg, "monitors", option_roles.MonitorsOption),
+        make(cfg, "faults", option_roles.FaultsOption),
+    )
     source = load_data(cfg, process, faults)
     weights = starting_weights(cfg, process.choices, source.data, process.ranks, folder)
-    trained = build_model(cfg, process, source, faults, weights)
+    trained = build_model(cfg, process, source, faults, weights, chooses_checksums(guard))
+    choose_checksums(cfg, process, trained, guard)
     tools = make_tools(cfg, process, source, trained.state.model, clipping, guard)
     load = batch_loader(cfg, process, source, trained.state, tools.objective)
     opened = open_output(cfg, folder, process, source, trained, faults, shown)
@@ -121,7 +128,8 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
     resumption = Resumption(
         cfg, process.choices, folder, trained.state, source.data, process.precision, tools.sanitizer, process.ranks
     )
-    rollback = saved_states(trained.state, tools, monitoring, history, data, opened, resumption)
+    any_rank = process.parallel.any_rank
+    rollback = saved_states(trained.state, tools, monitoring, history, data, opened, resumption, any_rank)
     # From here on the run folder belongs to this run, so an error must be recorded in its run.json.
     try:
         start_wandb(cfg, process, trained, opened)
@@ -155,8 +163,8 @@ def open_output(
 ) -> Opened:
     """Claims the run folder and opens everything that writes to it."""
     ranks = process.ranks
-    checkpoints = checkpoints_for_all_ranks(faults.checkpoints(make(cfg, "checkpoint")), ranks)
-    wandb = faults.wandb(make(cfg, "wandb")) if ranks.is_main else NoWandb()
+    checkpoints = checkpoints_for_all_ranks(faults.checkpoints(make(cfg, "checkpoint", roles.Checkpoints)), ranks)
+    wandb = faults.wandb(make(cfg, "wandb", option_roles.WandbOption)) if ranks.is_main else NoWandb()
     run_folder = start_run_folder(cfg, folder, process, source, trained)
     tracker = start_tracker(cfg, folder, ranks, wandb, run_folder, shown)
     return Opened(folder, run_folder, tracker, wandb, checkpoints)
@@ -172,7 +180,10 @@ def start_run_folder(
     """
     run_folder = RunFolder(folder) if process.ranks.is_main else NoRunFolder(folder)
     typed, data = parse_arguments(started().resolved), source.data
-    fingerprint = data.fingerprint() if hasattr(data, "fingerprint") else option_fingerprint(cfg, process.choices)
+    fingerprint = source.fingerprint
+    if fingerprint is None:
+        own = hasattr(data, "fingerprint")
+        fingerprint = data.fingerprint() if own else option_fingerprint(cfg, process.choices)
     resuming = cfg.resume == "auto"
     check_data_of_checkpoint(cfg.resume, fingerprint)
     start = partial(
@@ -185,7 +196,7 @@ def start_run_folder(
         init_from=trained.loaded.record,
         run_id=run_of(folder) if resuming else None,
         options=[option for option in typed.options if option not in SWEEP],
-        overrides=[each for each in HydraConfig.get().overrides.task if key_of(each) != "resume"],
+        overrides=[each for each in job_overrides() if key_of(each) != "resume"],
     )
     run_folder.id = run_on_main(process.ranks, start)
     return run_folder
@@ -221,7 +232,7 @@ def start_wandb(cfg: DictConfig, process: Process, trained: Trained, opened: Ope
         "versions": versions(),
     } | ({"init_from_source": dict(source)} if (source := opened.run_folder.init_from) else {})
     sweeping = hydra.mode == RunMode.MULTIRUN
-    opened.wandb.start(opened.folder, opened.run_folder.id, about, hydra.overrides.task, sweeping=sweeping)
+    opened.wandb.start(opened.folder, opened.run_folder.id, about, job_overrides(), sweeping=sweeping)
 
 
 # ---- restored state
@@ -272,6 +283,7 @@ def saved_states(
     data: TrainingData,
     opened: Opened,
     resumption: roles.Resumption | None = None,
+    any_rank: Callable[[bool], bool] = bool,
 ) -> Rollback:
     """Creates the run's `Rollback`, which has no saved state yet."""
     parts = {  # everything stateful besides model and optimizer, by its name in checkpoints
@@ -292,6 +304,7 @@ def saved_states(
         tracker=opened.tracker,
         run_id=opened.run_folder.id,
         resumption=resumption,
+        any_rank=any_rank,
     )
 
 
@@ -309,7 +322,9 @@ def assemble(
 ) -> TrainingRun:
     """Assembles the run from its parts."""
     page = PageAtEnd(opened.folder) if cfg.report and process.ranks.is_main else NoPage()
-    closing_text = partial(closing_lines, cfg, source, trained.state, history, tools, page, opened.folder)
+    closing_text = partial(
+        closing_lines, cfg, process.ranks, source, trained.state, history, tools, page, opened.folder
+    )
     halted_text = partial(halt_lines, cfg, process, tools.guard, opened)
     opened.tracker.start(cfg.steps, trained.state.step)
     return TrainingRun(
@@ -338,7 +353,7 @@ def start_forensics(
         process.precision.wrap_fp32_modules(copy)
         return copy
 
-    handler = for_all_ranks(make(cfg, "forensics"), process.ranks)
+    handler = for_all_ranks(make(cfg, "forensics", option_roles.ForensicsOption), process.ranks)
     # plain PyTorch on a CPU is deterministic even without determinism=strict
     uncompiled_cpu = process.device.type == "cpu" and compiling.compiled_shape(model) is None
     settings = RunSettings(
@@ -361,6 +376,7 @@ def halt_lines(cfg: DictConfig, process: Process, guard: GuardPolicy, opened: Op
 
 def closing_lines(
     cfg: DictConfig,
+    ranks: Ranks,
     source: Source,
     state: TrainState,
     history: History,
@@ -370,7 +386,7 @@ def closing_lines(
 ) -> str:
     """Writes the run's page, and returns the last lines on the terminal."""
     # all ranks must call this, because the model that generates the sample may be sharded
-    sample = sample_text(state.model, source.data, next(state.model.parameters()).device)
+    sample = sample_text(state.model, source.data, next(state.model.parameters()).device, ranks=ranks)
     page.write(sample)
     return closing(
         state=state,

@@ -23,13 +23,18 @@ from stabletrain.config.make import make
 from stabletrain.errors import ConfigError
 from stabletrain.machine.determinism import rng_restored
 from stabletrain.machine.hardware import flops_per_sample, meta_copy
+from stabletrain.models.layers import QKNorm, Softcap
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.records import Batch, reads_rows
 from stabletrain.stability.objective import CrossEntropy, Objective
+from stabletrain.trainer.option_roles import QKClipOption
 from stabletrain.trainer.tools import objective_from_config
 
 FROM_DATA = ("vocab_size", "block_size", "num_classes", "in_channels")
 """Model sizes that are taken from the data if they are null in the configuration."""
+
+PARTS = {"qknorm": QKNorm, "softcap": Softcap, "qkclip": QKClipOption}
+"""Groups whose objects the model gets, and what it takes them for."""
 
 DEFAULT_VAL_BATCHES = 20
 """Batches in an evaluation if the data has no method `batches(size, split)`."""
@@ -40,6 +45,25 @@ def make_model(cfg: DictConfig, data: Any) -> nn.Module:
 
     Raises:
         ConfigError: a size is missing or does not fit the data, or the target is not a trainable `nn.Module`.
+    """
+    given = sizes_from_data(cfg, data)
+    for group, role in PARTS.items():
+        if group in cfg.model and group in cfg:  # an object of the wrong kind would fail within the model's constructor
+            make(cfg, group, role)
+    model = make(cfg, "model", **given)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not an nn.Module")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(f"model: {cfg.model._target_} has no parameters to train")
+    accept_output_(model, data, objective_from_config(cfg))
+    return model
+
+
+def sizes_from_data(cfg: DictConfig, data: Any) -> dict[str, Any]:
+    """Returns the model's sizes that are null in the configuration, from the data.
+
+    Raises:
+        ConfigError: a size is missing or does not fit the data.
     """
     given = {}
     for key in FROM_DATA:
@@ -52,13 +76,7 @@ def make_model(cfg: DictConfig, data: Any) -> nn.Module:
             given[key] = needed
         elif needed is not None and (wanted < needed or (key == "in_channels" and wanted != needed)):
             raise ConfigError(f"model.{key}={wanted} does not fit the data, which needs {needed}: leave it null")
-    model = make(cfg, "model", **given)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model: {cfg.model._target_} gives a {type(model).__name__}, not an nn.Module")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError(f"model: {cfg.model._target_} has no parameters to train")
-    accept_output_(model, data, objective_from_config(cfg))
-    return model
+    return given
 
 
 @dataclass(frozen=True)
@@ -155,14 +173,14 @@ def units(cfg: DictConfig, data: Any) -> tuple[str, str]:
     return "tok", "byte" if getattr(data, "vocab_size", None) == 256 else "token"  # 256 ids: text as raw bytes
 
 
-def cost(model: nn.Module, data: Any) -> float | None:
-    """Returns the training FLOPs per unit of throughput; None if they cannot be counted."""
+def cost(model: nn.Module, data: Any) -> tuple[float, int] | None:
+    """Returns the training FLOPs of a sample, and its units of throughput; None if they cannot be counted."""
     try:
         sample = checked(data.batch(0, 1, "val")).transformed()
     except Exception:  # an error in the data is reported when training reads it
         return None
     flops = flops_per_sample(model, sample.inputs)
-    return None if flops is None else flops / sample.units
+    return None if flops is None else (flops, sample.units)
 
 
 def checked(batch: Any) -> Batch:

@@ -14,7 +14,7 @@ from stabletrain.forensics.probes.underflow import can_underflow
 from stabletrain.forensics.repro import Repro
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.monitors.rolling import Alarm
-from stabletrain.records import Batch, OwnNumbers, Reading, Verdict
+from stabletrain.records import Batch, Reading, Verdict
 from stabletrain.step import InFlight
 from stabletrain.trainer.run import TrainingRun
 
@@ -30,14 +30,12 @@ class ExecutedStep(NamedTuple):
         batch: the step's batch, on the host.
         classes: number of classes of the targets; None if unknown, or if targets are no class ids.
         saved_buffers: copies of the model's buffers before the step; the next forward pass overwrites the live ones.
-        own: this rank's own numbers of the step, on the device; None in a single process.
     """
 
     in_flight: InFlight
     batch: Batch
     classes: int | None
     saved_buffers: SavedBuffers
-    own: OwnNumbers | None = None
 
     def reading(self) -> Reading:
         """Waits for the step's reading and returns it."""
@@ -58,6 +56,8 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
             mine = bad_samples(completed(run, executed.batch), run.tools.sanitizer.vocab_size, executed.classes)
         bad = run.parallel.gather_samples(mine, len(executed.batch))[:MOST]
         reason, samples = describe(bad), {"samples": bad}
+    if guard.kind == "state":
+        samples = {"tensors": changed_tensors(run)}
     tracker.event(
         "skip",
         reading.step,
@@ -71,8 +71,11 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
     )
     if guard.kind == "overflow":  # routine in fp16: an overflow only lowers the loss scale
         return
+    if guard.kind == "recheck" and guard.recheck.found is None:  # the model never repeats: no fault
+        return
     handler = run.forensics.handler
-    if guard.consecutive == 1 or (verdict is Verdict.HALT and guard.kind != handler.newest):
+    new = guard.consecutive == 1 or guard.kind in ("state", "recheck")
+    if new or (verdict is Verdict.HALT and guard.kind != handler.newest):
         finite = all(map(math.isfinite, (reading.loss, reading.grad_norm, reading.buffers)))
         # bad inputs may make the step non-finite; a bad label does not
         kind = "nonfinite" if guard.kind == "bad_data" and not finite else guard.kind
@@ -83,6 +86,14 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
     # a rollback or a halt prints its own message, so only plain skips are logged here
     if verdict is Verdict.SKIP and is_round(number):
         tracker.note(f"step {reading.step}: {reason}; update skipped ({guard.kind}, number {number})")
+
+
+def changed_tensors(run: TrainingRun) -> list[str]:
+    """Returns which tensors changed between two updates, on any rank; all ranks must call it."""
+    ranks = run.parallel.ranks
+    whose = f"rank {ranks.rank}: " if ranks.distributed else ""
+    mine = [{"index": None, "what": f"{whose}{each}"} for each in run.tools.guard.state_check.changes(run.state.model)]
+    return [each["what"] for each in run.parallel.gather_samples(mine, 1)]
 
 
 def investigate_alarm(run: TrainingRun, executed: ExecutedStep, reading: Reading, alarms: Sequence[Alarm]) -> None:
@@ -110,6 +121,7 @@ def handle_incident(run: TrainingRun, executed: ExecutedStep, reading: Reading, 
             classes=executed.classes,
             optimizer=run.state.optimizer if run.parallel.has_whole_moments else None,
             limits=run.tools.guard.bounds,
+            tick=run.state.executed_steps,
         )
     except NotInvestigated as error:
         tracker.event("not_investigated", reading.step, tick=run.state.executed_steps, kind=kind, reason=str(error))
@@ -150,9 +162,13 @@ def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> Re
         loss_scale=reading.loss_scale,
         device=run.device,
         reading=reading,
-        part=run.parallel.rank_part(executed.own, run.tools.objective.own_factor(executed.batch), reading.loss_scale),
+        part=run.parallel.rank_part(
+            executed.in_flight.own, run.tools.objective.own_factor(executed.batch), reading.loss_scale
+        ),
         compiled_for=compiled_shape(model),
+        changes=run.tools.guard.state_check.changes(model) if reading.state_changed else (),
         applied=reading.applied,
+        recheck=run.tools.guard.recheck.found,
         fresh=lambda: completed(run, run.data.load(FAR * (reading.step + 1))),
         metadata=run.forensics.metadata,
     )

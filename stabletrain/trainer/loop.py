@@ -15,10 +15,18 @@ from stabletrain.errors import Interrupted, TrainingHalted
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.records import Verdict
+from stabletrain.stability.guard.skip import CHANGED
 from stabletrain.step import commit, compute
 from stabletrain.trainer.evaluate import evaluate
 from stabletrain.trainer.history import UNITS, History, Throughput
-from stabletrain.trainer.incidents import ExecutedStep, investigate_alarm, investigate_skip
+from stabletrain.trainer.incidents import (
+    ExecutedStep,
+    changed_tensors,
+    handle_incident,
+    investigate_alarm,
+    investigate_skip,
+)
+from stabletrain.trainer.recheck import confirm
 from stabletrain.trainer.run import TrainingRun
 from stabletrain.trainer.step_log import NOTHING, log_alarms, log_step
 
@@ -92,7 +100,7 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
                 )
             # Clip and update, or skip. The numbers are copied to the host in the background.
             in_flight = commit(state, computed, run.tools)
-            executed = ExecutedStep(in_flight, batch, computed.classes, computed.saved_buffers, computed.checks.own)
+            executed = ExecutedStep(in_flight, batch, computed.classes, computed.saved_buffers)
             throughput.count(batch)
             due = due_after_step(run, watching, signals.name, first)
             if not due.reading:  # judge this step in the next iteration, while the device is busy
@@ -101,10 +109,13 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
                 executed.reading()  # every rank has contributed to it, so all of them have done their first step
                 run.parallel.set_timeout(started=True)
             seen = watch(run, executed) if watching else NOTHING
-            settled, executed = settle(run, executed, throughput, seen), None
-            # Evaluate or save a state only after its step was judged, and only if all ranks have the same replica.
-            if settled and (not due.state_is_used or replicas_agree(run, throughput)):
-                use_state(run, due, throughput)
+            judged, executed = executed, None
+            # Evaluate or save a state only after its step was judged, and only if it is what the step has left, on all
+            # ranks.
+            if not settle(run, judged, throughput, seen) or not due.state_is_used:
+                continue
+            if unchanged(run, judged, throughput) and replicas_agree(run, throughput):
+                use_state(run, due, judged, throughput)
 
 
 @dataclass(frozen=True)
@@ -144,6 +155,7 @@ def due_after_step(run: TrainingRun, watching: bool, signal: str, first: int) ->
     save = last or bool(stop) or rollback.checkpoints.due(step)
     snapshot = rollback.snapshot_due(step)
     reading = watching or evaluate_now or save or snapshot or bool(rollback.replaying) or step == first
+    reading = reading or run.tools.guard.recheck.due(step - 1)
     return Due(evaluate_now, save, snapshot, stop, reading)
 
 
@@ -169,6 +181,8 @@ def settle(
     """
     reading, guard = executed.reading(), run.tools.guard
     verdict = guard.judge(reading)
+    if guard.recheck.wrong(reading):  # a computation came out differently the second time: a third one tells more
+        verdict = confirm(run, executed, reading, verdict)
     skipped_spike = not reading.applied and guard.kind == "spike"
     log_alarms(run, reading.step, run.monitoring.rolling.add(reading, skipped_spike))
     if not reading.applied:  # the weights still have their values from before the step: replay it now
@@ -179,7 +193,8 @@ def settle(
         verdict = guard.at_end(verdict)
     if verdict is Verdict.APPLY:
         run.history.updates += 1
-    return follow(run, verdict, throughput)
+    # If memory or arithmetic was at fault, and not the data, the same batches are read again.
+    return follow(run, verdict, throughput, same_data=guard.kind in ("state", "recheck"))
 
 
 def follow(run: TrainingRun, verdict: Verdict, throughput: Throughput, *, same_data: bool = False) -> bool:
@@ -201,6 +216,25 @@ def follow(run: TrainingRun, verdict: Verdict, throughput: Throughput, *, same_d
     return verdict is not Verdict.ROLLBACK
 
 
+def unchanged(run: TrainingRun, executed: ExecutedStep, throughput: Throughput) -> bool:
+    """Returns whether the state is what the last update left. If not, an older state was restored.
+
+    Args:
+        executed: the step of that update.
+
+    Raises:
+        TrainingHalted: it is not, and no state is left to roll back to.
+    """
+    guard, tracker, step = run.tools.guard, run.rollback.tracker, run.state.step
+    if not run.parallel.any_rank(not guard.state_check.holds(run.state)):
+        return True
+    tensors = changed_tensors(run)
+    verdict = guard.distrust(CHANGED)
+    tracker.event("state_changed", step, reason=CHANGED, tensors=tensors, tick=run.state.executed_steps)
+    handle_incident(run, executed, executed.reading()._replace(state_changed=True), "state")
+    return follow(run, verdict, throughput, same_data=True)
+
+
 def replicas_agree(run: TrainingRun, throughput: Throughput) -> bool:
     """Compares the ranks' replicas; returns whether they agree. If not, an older state was restored.
 
@@ -218,7 +252,7 @@ def replicas_agree(run: TrainingRun, throughput: Throughput) -> bool:
     return follow(run, verdict, throughput, same_data=True)
 
 
-def use_state(run: TrainingRun, due: Due, throughput: Throughput) -> None:
+def use_state(run: TrainingRun, due: Due, judged: ExecutedStep, throughput: Throughput) -> None:
     """Evaluates and saves the state if either is due; stops the run after a signal.
 
     Call this only after the guard has judged the step that led to this state.
@@ -236,6 +270,8 @@ def use_state(run: TrainingRun, due: Due, throughput: Throughput) -> None:
             rollback.checkpoints.wait()
         best, val_loss = run.history.best_loss, validate(run)
         improved = val_loss < best
+        if not unchanged(run, judged, throughput):  # it changed during the evaluation
+            return
     if due.snapshot:  # after the evaluation, because its result is part of the state
         rollback.take_snapshot()
     if replaying and state.step == replaying.step:

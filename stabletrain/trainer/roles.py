@@ -111,6 +111,7 @@ class IncidentHandler(Protocol):
         classes: int | None,
         optimizer: Optimizer | None,
         limits: tuple[float, float] = (math.inf, math.inf),
+        tick: int | None = None,
     ) -> IncidentSummary | None: ...
 
 

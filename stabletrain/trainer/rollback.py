@@ -68,6 +68,7 @@ class Rollback:
         tracker: receives events and messages.
         run_id: stored in each checkpoint.
         resumption: fits checkpoints to changed settings; None restores them as they are.
+        any_rank: returns whether its argument is true on any rank.
     """
 
     def __init__(
@@ -82,15 +83,18 @@ class Rollback:
         tracker: Tracker,
         run_id: str,
         resumption: Resumption | None = None,
+        any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         self.state, self.parts, self.checkpoints = state, parts, checkpoints
         self.snapshots = Snapshots()
+        self._references: dict[int, Any] = {}  # by snapshot: the checksums that it must have when it is put back
         self.replaying: PendingReplay | None = None
         self._history, self._guard, self._batches = history, guard, batches
         self._retained = guard.states
         self._tracker, self._run_id = tracker, run_id
         self._silent = NoTracker()
         self._resumption: Resumption = resumption or NoResumption()
+        self._any_rank = any_rank
 
     @property
     def tracker(self) -> Tracker:
@@ -108,6 +112,9 @@ class Rollback:
         self._retained.retain(self.state.step, self._guard.healthy)
         self.snapshots.retain(self._retained.steps)  # first, so that the new snapshot takes the memory of a dropped one
         self.snapshots.take(self.state.step, capture(self.state, self.parts), self.state)
+        steps = self._retained.steps
+        self._references = {step: each for step, each in self._references.items() if step in steps}
+        self._references[self.state.step] = self._guard.state_check.reference(self.state)
         self.snapshots.retain(self._retained.steps)
 
     def save(self, val_loss: float | None, *, healthy: bool | None = None) -> None:
@@ -327,7 +334,7 @@ class Rollback:
 
         The state is the newest one of at most `target` steps, from memory or disk; else the oldest healthy one.
         """
-        kept = self.snapshots.newest(target)
+        kept = self._newest_intact(target)
         if kept is not None and kept["step"] == target:
             return kept, target
         trees: list[Tree] = []
@@ -347,6 +354,20 @@ class Rollback:
         # Steps from before a resume that changed settings would not be the same steps again, so they are not replayed:
         # the run goes on from the checkpoint itself. It is older than a healthy state, so it is healthy as well.
         return tree, max(target, saved.step) if self._resumption.replayable(saved, target) else saved.step
+
+    def _newest_intact(self, target: int) -> Tree | None:
+        """Returns the newest snapshot of at most `target` steps that has the checksums it was taken with."""
+        while (kept := self.snapshots.newest(target)) is not None:
+            step, skipped, executed = self.state.step, self.state.skipped, self.state.executed_steps
+            restore(kept, self.state, {})  # over a state that is given up in any case
+            intact = self._guard.state_check.restored(self.state, self._references.get(kept["step"]))
+            self.state.step, self.state.skipped, self.state.executed_steps = step, skipped, executed
+            if not self._any_rank(not intact):
+                return kept
+            self.snapshots.drop(kept["step"])
+            self.tracker.event("corrupt_snapshot", step, snapshot=kept["step"])
+            self.tracker.note(f"step {step}: the snapshot after step {kept['step']} has changed in memory: not used")
+        return None
 
 
 def val_loss_of(history: Mapping[str, Any], step: int) -> float | None:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
-from stabletrain.config.arguments import key_of
+from stabletrain.config.arguments import job_overrides, key_of
 from stabletrain.config.make import make, plain, target_of
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
@@ -22,10 +22,23 @@ from stabletrain.machine.hardware import Usage, forget_peak, peak_flops
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
 from stabletrain.protocols import Objective, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
+from stabletrain.stability.guard.state_check import default_every
 from stabletrain.stability.optimizers.sgd import zero_momentum_
-from stabletrain.trainer.banner import busy_note, opening, split_note
-from stabletrain.trainer.contract import checked, cost, make_model, output_note, units, val_batches, vocabulary
+from stabletrain.trainer import option_roles
+from stabletrain.trainer.banner import busy_note, opening, split_note, text_note
+from stabletrain.trainer.contract import (
+    checked,
+    cost,
+    make_model,
+    output_note,
+    sizes_from_data,
+    units,
+    val_batches,
+    vocabulary,
+)
 from stabletrain.trainer.init_from import Loaded, OwnInit, StartingWeights
+from stabletrain.trainer.memory import check_memory
+from stabletrain.trainer.same_data import on_all_ranks
 from stabletrain.trainer.tools import tools_from_config
 
 RANK_SEEDS = 1 << 40
@@ -59,11 +72,13 @@ class Source:
     Attributes:
         unit: unit of throughput: `tok`, `img` or `sample`.
         per: unit of the loss, such as `byte`.
+        fingerprint: the data set's; None if it has none, or if it was not needed yet.
     """
 
     data: Any
     unit: str
     per: str
+    fingerprint: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +88,7 @@ class Trained:
     Attributes:
         fp32_modules: names of the modules kept in fp32.
         parameters: number of parameters of the whole model.
+        sample_flops: FLOPs of training on one sample; None if they cannot be counted.
         loaded: the weights that `init_from` names.
         notes: what the user should know about model and optimizer, one line each; some may be empty.
     """
@@ -81,6 +97,7 @@ class Trained:
     usage: Usage
     fp32_modules: list[str]
     parameters: int
+    sample_flops: float | None = None
     loaded: Loaded = field(default_factory=Loaded)
     notes: Sequence[str] = ()
 
@@ -93,14 +110,14 @@ def start_process(cfg: DictConfig) -> Process:
     ranks = current_ranks()
     if ranks.launched:
         join_process_group(ranks)
-    parallel = make(cfg, "parallel")
+    parallel = make(cfg, "parallel", option_roles.ParallelOption)
     choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra" not in group}
     parallel.check(choices)
     parallel.set_timeout(started=False)
-    determinism = make(cfg, "determinism")
+    determinism = make(cfg, "determinism", option_roles.DeterminismOption)
     switches = determinism.prepare()  # before `pick`, which starts CUDA
     device = hardware.pick(cfg.device, ranks.local_rank, ranks.local_world_size)
-    precision = make(cfg, "precision", device=device)
+    precision = make(cfg, "precision", option_roles.PrecisionOption, device=device)
     precision.prepare()
     return Process(ranks, choices, parallel, determinism, precision, switches, device)
 
@@ -118,36 +135,47 @@ def load_data(cfg: DictConfig, process: Process, faults: Any) -> Source:
     """Builds the data set, with the faults that the `faults` group injects.
 
     Raises:
-        ConfigError: the data set has no method `batch`.
+        ConfigError: the data set has no method `batch`, or the ranks read different data.
     """
-    data = make(cfg, "data")
-    if not callable(getattr(data, "batch", None)):
-        raise ConfigError(f"data: {cfg.data._target_} has no batch(step, size, split)")
-    if callable(getattr(data, "to", None)):  # this data can build its batches on the training device
-        data.to(process.device)
+
+    def load() -> Any:
+        data = make(cfg, "data", option_roles.DataOption)
+        if callable(getattr(data, "to", None)):  # this data can build its batches on the training device
+            data.to(process.device)
+        return data
+
+    data, fingerprint = on_all_ranks(process.ranks, load, cfg.batch_size)
     data = faults.data(data)
-    return Source(data, *units(cfg, data))
+    return Source(data, *units(cfg, data), fingerprint)
 
 
 def build_model(
-    cfg: DictConfig, process: Process, source: Source, faults: Any, weights: StartingWeights = OWN_INIT
+    cfg: DictConfig,
+    process: Process,
+    source: Source,
+    faults: Any,
+    weights: StartingWeights = OWN_INIT,
+    count_flops: bool = False,
 ) -> Trained:
     """Builds the model and the optimizer on their device, sharded or replicated over the ranks.
 
     Args:
+        count_flops: whether to count the FLOPs of a sample even if the device's peak is unknown.
         weights: puts other weights into the model than its `init`.
     """
     device, precision, parallel = process.device, process.precision, process.parallel
+    check_memory(cfg, process, source.data, sizes_from_data(cfg, source.data))
     process.determinism.seed_run(cfg.seed)
     model = make_model(cfg, source.data)
     parameters = sum(p.numel() for p in model.parameters())
-    # counting FLOPs reads a sample of the data: only do it if the device's peak is known
-    peak = peak_flops(hardware.name(device), precision.name)
-    usage = Usage(device)
+    # counting FLOPs reads a sample of the data: only do it if something depends on it
+    peak, usage, measured = peak_flops(hardware.name(device), precision.name), Usage(device), None
+    if peak is not None or count_flops:
+        measured = cost(model, source.data)
     if peak is not None:
-        usage = Usage(device, cost(model, source.data), peak * process.ranks.world_size)
+        usage = Usage(device, measured and measured[0] / measured[1], peak * process.ranks.world_size)
     forget_peak(device)
-    make(cfg, "init")(model)  # on the CPU, so every device starts from the same weights
+    make(cfg, "init", option_roles.InitOption)(model)  # on the CPU, so every device starts from the same weights
     loaded = weights.load_(model)
     model.to(device)
     fp32_modules = precision.wrap_fp32_modules(model)
@@ -158,7 +186,8 @@ def build_model(
     precision.attach(model, state.optimizer)
     faults.state(state, precision)
     parallel.wrap(model)  # last, because it broadcasts the main process's weights to all ranks
-    return Trained(state, usage, fp32_modules, parameters, loaded, [output_note(model), note, *loaded.notes])
+    flops = None if measured is None else measured[0]
+    return Trained(state, usage, fp32_modules, parameters, flops, loaded, [output_note(model), note, *loaded.notes])
 
 
 def make_optimizer(cfg: DictConfig, model: nn.Module, overrides: Mapping[str, Any]) -> tuple[Optimizer, str]:
@@ -180,7 +209,7 @@ def make_optimizer(cfg: DictConfig, model: nn.Module, overrides: Mapping[str, An
         build = make(DictConfig({"optimizer": given}), "optimizer", _partial_=True)
         parameters: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     else:
-        build, parameters = make(cfg, "optimizer", **overrides), model
+        build, parameters = make(cfg, "optimizer", option_roles.OptimizerOption, **overrides), model
     try:
         optimizer = build(parameters)
     except (TypeError, ValueError) as error:
@@ -206,7 +235,7 @@ def optimizer_arguments(cfg: DictConfig, kind: type, overrides: Mapping[str, Any
     """
     given, known = plain(cfg.optimizer), signature(kind).parameters
     taken = {key: value for key, value in overrides.items() if key in known}
-    typed = [key_of(override) for override in HydraConfig.get().overrides.task]
+    typed = [key_of(override) for override in job_overrides()]
     if "optimizer._target_" not in typed:
         return given | taken, ""
     unknown = [key for key in given if not key.startswith("_") and key not in known]
@@ -266,6 +295,21 @@ def batch_loader(
 # ---- tools
 
 
+def chooses_checksums(guard: Any) -> bool:
+    """Returns whether the guard leaves it open how often it checks the state."""
+    return getattr(guard, "checksum_every", 0) is None
+
+
+def choose_checksums(cfg: DictConfig, process: Process, trained: Trained, guard: Any) -> None:
+    """Sets how often the guard checks the state if `guard.checksum_every` is null: as often as it costs little."""
+    if not chooses_checksums(guard):
+        return
+    weights = sum(p.numel() * p.element_size() for p in trained.state.model.parameters())
+    shards = process.ranks.world_size if process.parallel.name == "fsdp" else 1
+    flops = trained.sample_flops and trained.sample_flops * cfg.batch_size / process.ranks.world_size
+    guard.check_state_every(default_every(3 * weights / shards, flops, process.device.type))  # weights and two moments
+
+
 def make_tools(cfg: DictConfig, process: Process, source: Source, model: nn.Module, clipping: Any, guard: Any) -> Tools:
     """Builds everything that acts in a step.
 
@@ -309,6 +353,8 @@ def opening_lines(
 def opening_notes(cfg: DictConfig, process: Process, source: Source) -> list[str]:
     """Returns what else the user should know about this run, one line each; some may be empty."""
     notes = [split_note(source.data)]
+    if process.ranks.is_main:  # only it prints, and loads a tokenizer
+        notes.append(text_note(source.data))
     if process.device.type == "cpu":
         batches = val_batches(source.data, cfg.batch_size, cfg.eval_batches)
         notes.append(busy_note(*hardware.load_and_cores(), torch.get_num_threads(), batches))

@@ -17,9 +17,11 @@ from stabletrain.stability.clipping import NormClip
 from stabletrain.stability.guard import SkipGuard
 from stabletrain.stability.objective import CrossEntropy, Custom, NoZLoss, Objective
 from stabletrain.stability.objective.chunked_loss import with_loss_chunk
+from stabletrain.stability.objective.cross_entropy import ZLossKind
 from stabletrain.stability.qkclip import NoQKClip
-from stabletrain.stability.schedule import Constant, NoWarmup
+from stabletrain.stability.schedule import Constant, NoWarmup, ScheduleKind, WarmupKind
 from stabletrain.stability.schedule import LearningRate as ScheduledRate
+from stabletrain.trainer.option_roles import QKClipOption
 
 
 def build_tools(
@@ -61,14 +63,16 @@ def objective_from_config(cfg: DictConfig) -> Objective:
         ConfigError: the target cannot be built or called.
     """
     if "objective" not in cfg:  # the configuration of an older run or incident
-        return CrossEntropy(make(cfg, "zloss") if "zloss" in cfg else NoZLoss(), cfg.get("label_smoothing", 0.0))
+        return CrossEntropy(
+            make(cfg, "zloss", ZLossKind) if "zloss" in cfg else NoZLoss(), cfg.get("label_smoothing", 0.0)
+        )
     target = target_of(cfg, "objective")
     a_function = target is not None and not isinstance(target, type)  # it is the loss itself, not what builds it
     objective = make(cfg, "objective", **({"_partial_": True} if a_function else {}))
     if a_function:  # Hydra's partial would check its target again in every step
         objective = partial(objective.func, **objective.keywords)
     if isinstance(objective, CrossEntropy):
-        return replace(objective, zloss=make(cfg, "zloss"), label_smoothing=cfg.label_smoothing)
+        return replace(objective, zloss=make(cfg, "zloss", ZLossKind), label_smoothing=cfg.label_smoothing)
     if isinstance(objective, Objective):
         return objective
     if not callable(objective):
@@ -103,14 +107,14 @@ def tools_from_config(
     Raises:
         ConfigError: a value is out of bounds.
     """
-    learning_rate = ScheduledRate(make(cfg, "warmup"), make(cfg, "schedule"), cfg.steps)
+    learning_rate = ScheduledRate(make(cfg, "warmup", WarmupKind), make(cfg, "schedule", ScheduleKind), cfg.steps)
     objective = objective_from_config(cfg)
     return build_tools(
         precision,
         sanitizer=sanitize.Sanitizer(vocab_size),
         objective=with_loss_chunk(objective, cfg.get("loss_chunk", "none"), model, head_apart),
         clipping=clipping,
-        after_update=make(cfg, "qkclip"),
+        after_update=make(cfg, "qkclip", QKClipOption),
         guard=guard,
         learning_rate=learning_rate,
         determinism=determinism,

@@ -209,6 +209,10 @@ def test_a_finished_run_is_not_run_again_by_itself_either(tmp_path):
     assert again.returncode == 0, again.stderr
     assert "is finished already, val loss " in again.stdout
     assert before == contents(tmp_path / "run")
+    (tmp_path / "run" / "report.html").unlink()  # as if it had been killed before it wrote the page
+    again = command(*QUICK, "hydra.run.dir=run", "resume=auto", cwd=tmp_path)
+    assert "its missing report.html is written" in again.stdout
+    assert before.keys() == contents(tmp_path / "run").keys()
     more = command(*QUICK, "steps=8", "resume=run", cwd=tmp_path)
     assert "val loss" in more.stdout
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 8

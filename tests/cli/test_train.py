@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from stabletrain.cli.train import traceback_text
+from stabletrain.cli.train import say_closing_lines, traceback_text
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.tracking.tracker import NoTracker
 from tests.runs import ROOT, TINY_GPT, command, installed, python
 from tests.tracking.wandb_file import read
 
@@ -194,6 +196,16 @@ def test_a_run_says_what_it_did_where_it_is_and_what_is_next(tmp_path):
     assert looks[0] >= {"monitors/attn_logit_max", "monitors/update_ratio/blocks.0", "monitors/log_z_mean"}
     steps = {line["step"] for line, look in zip(lines, looks, strict=True) if look}
     assert steps == {1, 6}, "the first and the last; monitors.every is 100"
+
+
+def test_an_error_in_the_closing_lines_is_one_line(capsys):
+    def closing():
+        raise RuntimeError("no\nway")
+
+    say_closing_lines(SimpleNamespace(tracker=NoTracker(), closing=closing))
+    assert capsys.readouterr().err == (
+        "stabletrain: the run is finished and saved, but its closing lines could not be made (RuntimeError: no way)\n"
+    )
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from stabletrain.comparison.command import MISSING_SHOWN, compare, page_for, pri
 from stabletrain.comparison.sensitivity import Arm
 from stabletrain.comparison.table import ENDLESS
 from stabletrain.errors import ConfigError
+from stabletrain.printable import CONTROL
 from tests.comparison.written import six_runs, write
 
 
@@ -199,3 +200,18 @@ def test_a_pipe_has_no_width_limit_unless_columns_sets_one(monkeypatch):
     monkeypatch.delenv("COLUMNS")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert terminal(wide=False).width < ENDLESS
+
+
+def test_control_characters_and_newlines_in_names_and_values_break_no_table(tmp_path, capsys):
+    names = ["a\x1b[31m\nb", "c\rd\u202e"]
+    for number, name in enumerate(names):
+        run = tmp_path / "runs" / name
+        write(run, [f"optimizer.lr={10.0**-number}", f"data.path='x\x07\ny{number}'"], loss=2.0)
+    compare([tmp_path / "runs"], each=True, csv=tmp_path / "runs.csv")
+    seen = capsys.readouterr()
+    assert not CONTROL.search(seen.out + seen.err)
+    assert r"a\x1b[31m\nb" in seen.out
+    with open(tmp_path / "runs.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert len((tmp_path / "runs.csv").read_text().splitlines()) == 3
+    assert {row["run"] for row in table} == {r"a\x1b[31m\nb", r"c\x0dd\u202e"}

@@ -9,6 +9,8 @@ import pytest
 from stabletrain.config.arguments import (
     LAUNCH,
     Arguments,
+    check_folders,
+    job_overrides,
     parse_arguments,
     program,
     recorded_arguments,
@@ -18,6 +20,7 @@ from stabletrain.config.arguments import (
 )
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks
+from tests.runs import composed
 
 
 @pytest.fixture
@@ -251,3 +254,16 @@ def test_a_slurm_job_is_continued_by_its_launcher(typed):
 def test_a_damaged_record_of_a_sweep_counts_as_none(tmp_path):
     (tmp_path / "multirun.yaml").write_text("hydra: [unclosed")
     assert sweep_arguments(tmp_path) is None
+
+
+@pytest.mark.parametrize("typed", ["hydra.run.dir=", "hydra.run.dir=''", "hydra.sweep.dir=' '"])
+def test_an_empty_run_folder_is_refused(typed):
+    with pytest.raises(ConfigError, match=r"^hydra\.(run|sweep)\.dir= has no value: .*write hydra\."):
+        check_folders(parse_arguments([typed]))
+    check_folders(parse_arguments(["hydra.run.dir=.", "seed="]))
+
+
+def test_the_overrides_of_a_job_are_those_that_were_typed():
+    with composed("seed='${steps}'"):
+        assert job_overrides() == ["seed='${steps}'"]
+        assert job_overrides("hydra") == []

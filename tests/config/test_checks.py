@@ -1,12 +1,25 @@
 """Checks of a configuration: types, bounds and combinations, each refused with its value and a fix."""
 
+import math
+
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
-from stabletrain.config.checks import check, check_keys, check_ranks, fits, kind_of, show
+from stabletrain.config.checks import (
+    NULLS,
+    check,
+    check_keys,
+    check_numbers,
+    check_ranks,
+    fits,
+    kind_of,
+    show,
+    wrong_number,
+)
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks
-from tests.runs import composed
+from tests.runs import CONF, composed
 
 DEFAULTS = {
     "steps": 1000,
@@ -201,3 +214,39 @@ def test_what_needs_logits_is_refused_with_another_objective(typed, message):
     assert "objective=cross_entropy" in str(refusal.value)
     with composed("objective=mse") as cfg:
         check(cfg)
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("optimizer.lr=1e-320", "optimizer.lr=1e-320 is nearer to 0 than 1.18e-38"),
+        ("guard.sigma=1e-320", "guard.sigma=1e-320 is nearer to 0 than 1.18e-38"),
+        ("optimizer.weight_decay=1e39", "optimizer.weight_decay=1e+39 is beyond 3.4e+38"),
+        ("optimizer.betas=[0.9,1e-320]", "optimizer.betas=[0.9, 1e-320] is nearer to 0"),
+        ("precision.init_scale=nan", "precision.init_scale=nan is not a number: the default is 65536.0"),
+        ("eval_every=9223372036854775808", "eval_every=9223372036854775808 is outside of [-9223372036854775807,"),
+        ("wandb.entity={}", "wandb.entity={} is not a string"),
+        ("wandb.name=[[0]]", "wandb.name=[[0]] is not a string"),
+        ("wandb.group=false", "wandb.group=false is not a string"),
+        ("wandb.tags=[[0]]", "wandb.tags=[[0]] is not a list of strings"),
+        ("precision.fp32_modules=[1]", "precision.fp32_modules=[1] is not a list of strings"),
+        ("model={}", "model={} changes nothing: name an option of model"),
+    ],
+)
+def test_nonsense_is_refused_by_name(typed, message):
+    with composed(typed) as cfg, pytest.raises(ConfigError) as refusal:
+        check(cfg)
+    assert str(refusal.value).startswith(message)
+
+
+def test_numbers_that_can_be_used_are_accepted():
+    for number in (0, -1, 2**63 - 1, 0.0, -3.5, 2.0**-126, 3.4e38, math.inf, -math.inf, "nan", None, True):
+        assert wrong_number(number) == ""
+    own = {"mine._target_": "my.Thing", "mine.x": math.nan, "faults.value": math.nan}
+    check_numbers(own, {})
+
+
+def test_every_key_that_may_be_null_has_an_example_of_its_type():
+    for file in CONF.glob("*/*.yaml"):
+        for key, value in (yaml.safe_load(file.read_text()) or {}).items():
+            assert value is not None or f"{file.parent.name}.{key}" in NULLS, f"{file}: {key}"

@@ -1,13 +1,18 @@
 """Building the objects of config groups: plain values in, and the option's own error message out."""
 
+from types import SimpleNamespace
+from typing import Protocol
+
 import pytest
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
 from stabletrain.config import moved
-from stabletrain.config.make import innermost, leaves, make, plain, target_of
+from stabletrain.config.make import innermost, leaves, make, missing_parts, plain, target_of
 from stabletrain.errors import ConfigError, TrainingHalted
-from tests.runs import composed
+from stabletrain.stability.schedule import ScheduleKind, WarmupKind
+from stabletrain.trainer import option_roles
+from tests.runs import CONF, composed
 
 HERE = "tests.config.test_make"
 
@@ -122,3 +127,41 @@ def test_the_target_of_a_group_is_found_at_its_path_of_today_or_not_at_all(monke
     monkeypatch.setitem(moved.MOVED, "somewhere.Else", f"{HERE}.Option")
     for path, found in {"somewhere.Else": Option, "builtins.Nothing": None, "tests.nowhere": None}.items():
         assert target_of(OmegaConf.create({"mine": {"_target_": path}}), "mine") is found
+
+
+class Role(Protocol):
+    """What the group `mine` needs."""
+
+    size: int
+
+    def run(self) -> None: ...
+    def __call__(self) -> None: ...
+
+
+class Fits:
+    """Fits the role, although its size is not known yet."""
+
+    run, __call__ = print, print
+
+    @property
+    def size(self):
+        raise RuntimeError("not known yet")
+
+
+def test_an_object_of_the_wrong_kind_is_told_what_it_lacks():
+    made = {"mine": {"_target_": "builtins.dict"}}
+    with pytest.raises(ConfigError, match=r"^mine=mine: builtins.dict gives a dict, which has no size, run\(\), "):
+        make(OmegaConf.create(made), "mine", Role)
+    assert missing_parts({}, Role) == ["size", "run()", "__call__()"]
+    assert missing_parts(SimpleNamespace(size=1, run=2), Role) == ["run()", "__call__()"]
+    assert missing_parts(Fits(), Role) == []
+
+
+@pytest.mark.parametrize("group", ["warmup", "schedule", "guard", "clipping", "monitors", "faults"])
+def test_each_option_fits_the_role_of_its_group(group):
+    roles = {"warmup": WarmupKind, "schedule": ScheduleKind, "guard": option_roles.GuardOption}
+    roles |= {"clipping": option_roles.ClippingOption, "monitors": option_roles.MonitorsOption}
+    roles |= {"faults": option_roles.FaultsOption}
+    for file in (CONF / group).glob("*.yaml"):
+        cfg = OmegaConf.create({group: {k: v for k, v in OmegaConf.load(file).items() if k != "defaults"}})
+        make(cfg, group, roles[group])

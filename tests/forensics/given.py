@@ -10,10 +10,13 @@ import torch
 from stabletrain.buffers import buffers_of
 from stabletrain.checkpoint.capture import capture, restore
 from stabletrain.checkpoint.tree import flatten, to_host
+from stabletrain.forensics.diagnosis.diagnose import diagnose
+from stabletrain.forensics.investigate import Findings
 from stabletrain.forensics.replay import replay
 from stabletrain.forensics.repro import Repro, load_repro, save_repro
 from stabletrain.step import commit, compute
 from stabletrain.trainer.build import build
+from tests.forensics.diagnosis.given import FINE, NAN, SPIKE, origin
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 GPT = [*TINY_GPT, "model.dropout=0.1"]
@@ -22,6 +25,15 @@ MODELS = {"gpt": GPT, "resnet": RESNET}
 QUIET = ["checkpoint=off", "monitors=none", "steps=40", "warmup=none", "schedule=constant"]
 FAST_FP16 = ["precision.init_scale=1e6", "precision.growth_interval=2"]
 """Makes the loss scale fall and rise again within a few steps."""
+
+EVIDENCE = replace(SPIKE, outcomes={"same": NAN, "fp32": FINE}, origin=origin(in_fp32=7e4))
+
+
+def findings(evidence=EVIDENCE, **more):
+    """What an investigation found."""
+    return Findings(
+        evidence, diagnose(evidence), **{"seconds": 1.23456, "failures": ["largest input: no time"], **more}
+    )
 
 
 def made(folder, *overrides):

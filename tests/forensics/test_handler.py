@@ -11,15 +11,18 @@ import torch
 
 from stabletrain.checkpoint.capture import capture
 from stabletrain.checkpoint.tree import flatten, to_host
+from stabletrain.comparison.reading.runs import read_events
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics import handler, incident
 from stabletrain.forensics import repro as repro_files
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.handler import IncidentHandler, NoIncidentHandler
 from stabletrain.forensics.replay import VARIANTS
+from stabletrain.forensics.subject import StepSubject
 from stabletrain.parallel.whole import WholeState
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
+from tests.forensics.given import findings
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 QUIET = ["checkpoint=off", "monitors=none", "steps=14"]
@@ -44,6 +47,13 @@ def bits(job):
 def events(folder, kind):
     lines = (folder / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def opened(folder, **values):
+    """A handler of a run with these settings."""
+    own = IncidentHandler()
+    own.open(folder, RunSettings(values=values))
+    return own
 
 
 FAULTS = {
@@ -141,7 +151,7 @@ def test_a_full_disk_costs_the_folder_and_neither_the_cause_nor_the_run(tmp_path
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     owner, name = {
-        "mkdir": (handler, "write"),
+        "mkdir": (handler, "file_incident"),
         "state": (repro_files, "write"),
         "diagnosis": (incident, "replace"),
     }[place]
@@ -157,7 +167,7 @@ def test_a_full_disk_costs_the_folder_and_neither_the_cause_nor_the_run(tmp_path
     assert left.count("diagnosis.json") == (2 if place == "state" else 0)
 
 
-@pytest.mark.parametrize("part", ["investigate", "write"])
+@pytest.mark.parametrize("part", ["investigate", "file_incident"])
 def test_an_error_while_explaining_is_one_line_and_the_run_goes_on(tmp_path, monkeypatch, capsys, part):
     monkeypatch.setattr(handler, part, lambda *_, **__: 1 / 0)
     on = trained(tmp_path / "on", *MODELS["gpt"], *FAULTS["label"])
@@ -173,6 +183,52 @@ def test_without_state_the_folder_is_small_and_still_names_the_cause(tmp_path):
     folder = tmp_path / "incidents" / "step-00000006"
     assert json.loads((folder / "diagnosis.json").read_text())["cause"] == "bad_label"
     assert not (folder / "state.safetensors").exists()
+
+
+def test_a_resumed_run_knows_what_was_filed_under_its_settings(tmp_path, repro):
+    """A killed run meets the same step again, at the same tick."""
+    (tmp_path / ".step-00000050.dead").mkdir()  # a killed process was writing it
+    before, found = opened(tmp_path, lr=0.1, resume="none"), findings()
+    assert not list(tmp_path.iterdir())
+    told = before.write_incident(StepSubject(repro), found, tick=60)
+    after = opened(tmp_path, lr=0.1, resume="auto")
+    again = after.filed_at(60)
+    assert (again.path, again.cause, again.fix) == (told.path, told.cause, told.fix)
+    assert again.lines == [*told.lines[:2], f"{told.lines[2]} (filed already)"]
+    assert after.filed_at(61) is None
+    assert after.write_incident(StepSubject(repro), found, tick=70) is None, "the mistake is known"
+    other = opened(tmp_path, lr=0.2, resume="auto")
+    assert other.filed_at(60) is None
+    assert other.write_incident(StepSubject(repro), found, tick=60).path.name == "step-00000050-2"
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "half", '{"cause": 5}'])
+def test_a_damaged_diagnosis_does_not_stop_a_resumed_run(tmp_path, text):
+    (tmp_path / "step-00000050").mkdir()
+    (tmp_path / "step-00000050" / "diagnosis.json").write_text(text)
+    assert opened(tmp_path).filed_at(60) is None
+
+
+@pytest.mark.slow
+def test_an_incident_met_again_after_a_kill_is_filed_once_and_nothing_of_a_half_one_is_left(tmp_path):
+    chosen = [*QUIET[1:], *MODELS["gpt"], "faults=label", "faults.at=[5]", "checkpoint.every=4"]
+    with composed(*chosen) as cfg:
+        job = build(cfg, tmp_path)
+        event = job.rollback.tracker.event
+
+        def dies(what, *step, **fields):
+            if what == "incident":  # filed, and not recorded yet
+                raise KeyboardInterrupt
+            event(what, *step, **fields)
+
+        job.rollback.tracker.event = dies
+        with pytest.raises(KeyboardInterrupt):
+            train(job)
+    (tmp_path / "incidents" / ".step-00000006.half").mkdir()
+    with composed(*chosen, "resume=auto") as cfg:
+        train(build(cfg, tmp_path))
+    assert [path.name for path in (tmp_path / "incidents").iterdir()] == ["step-00000006"]
+    assert [found["path"] for found in read_events(tmp_path).incidents] == ["incidents/step-00000006"]
 
 
 @pytest.mark.slow

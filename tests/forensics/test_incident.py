@@ -13,16 +13,14 @@ from torch import nn
 from stabletrain.forensics import repro as repro_files
 from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Damage
-from stabletrain.forensics.incident import UNNEEDED, as_json, place_for, write
-from stabletrain.forensics.investigate import Findings
+from stabletrain.forensics.incident import UNNEEDED, Execution, as_json, file_incident, place_for, write
 from stabletrain.forensics.probes.samples import Culprits
 from stabletrain.forensics.replay import VARIANTS
-from stabletrain.forensics.repro import Repro, load_repro
+from stabletrain.forensics.repro import load_repro
 from stabletrain.forensics.subject import StepSubject
-from stabletrain.records import Batch
-from tests.forensics.diagnosis.given import FINE, NAN, READING, SPIKE, origin
+from tests.forensics.diagnosis.given import FINE, NAN, READING, origin
+from tests.forensics.given import EVIDENCE, findings
 
-EVIDENCE = replace(SPIKE, outcomes={"same": NAN, "fp32": FINE}, origin=origin(in_fp32=7e4))
 CONTRACT = {
     *(
         "step",
@@ -39,22 +37,9 @@ CONTRACT = {
         "replays",
         "reading",
     ),
-    *("limits", "damage", "evidence", "time", "seconds", "not_looked_at", "not_replayable"),
+    *("limits", "damage", "evidence", "time", "seconds", "not_looked_at", "not_replayable", "tick", "settings"),
 }
 FILES = {"diagnosis.json", "report.md", "scene.json", "batch.safetensors", "state.safetensors"}
-
-
-@pytest.fixture
-def repro(tools):
-    """A step of a small model on four samples with ids and sources."""
-    batch = Batch(torch.randn(4, 3), torch.zeros(4, dtype=torch.int64), torch.arange(40, 44), list("abcd"))
-    return Repro(nn.Linear(3, 2), [], 49, batch, 2, tools, 1.0, torch.device("cpu"), READING)
-
-
-def findings(evidence=EVIDENCE, **more):
-    return Findings(
-        evidence, diagnose(evidence), **{"seconds": 1.23456, "failures": ["largest input: no time"], **more}
-    )
 
 
 def test_a_second_incident_of_a_step_gets_its_own_folder(tmp_path):
@@ -115,6 +100,36 @@ def test_on_a_full_disk_the_diagnosis_is_written_and_no_partial_state_remains(tm
         write(tmp_path, StepSubject(repro), findings(), rank=None, keep_state=True)
     assert {file.name for file in tmp_path.iterdir()} == {"diagnosis.json", "report.md"}
     assert json.loads((tmp_path / "diagnosis.json").read_text())["cause"] == diagnose(EVIDENCE).cause
+
+
+def test_an_incident_appears_only_when_it_is_complete(tmp_path, repro, monkeypatch):
+    written = repro_files.write
+
+    def watched(path, tensors):
+        assert not list(tmp_path.glob("step-*"))
+        return written(path, tensors)
+
+    monkeypatch.setattr(repro_files, "write", watched)
+    known = {"rank": None, "keep_state": True, "execution": Execution(60, "a")}
+    path = file_incident(tmp_path, StepSubject(repro), findings(), **known)
+    assert [path] == list(tmp_path.iterdir()) == [tmp_path / "step-00000050"]
+    assert {file.name for file in path.iterdir()} == FILES
+    record = json.loads((path / "diagnosis.json").read_text())
+    assert (record["tick"], record["settings"]) == (60, "a")
+    assert f"stabletrain replay {path}\n" in (path / "report.md").read_text()
+
+
+def test_a_full_disk_leaves_the_diagnosis_and_an_error_nothing(tmp_path, repro, monkeypatch):
+    def fails(path, tensors):
+        raise error
+
+    monkeypatch.setattr(repro_files, "write", fails)
+    known = {"rank": None, "keep_state": True, "execution": Execution()}
+    for error, left in ((OSError("full"), ["step-00000050"]), (ValueError("odd"), [])):
+        folder = tmp_path / type(error).__name__
+        with pytest.raises(type(error)):
+            file_incident(folder, StepSubject(repro), findings(), **known)
+        assert [path.name for path in folder.iterdir()] == left
 
 
 def test_culprit_samples_found_by_bisection_are_named_by_index_id_and_source(repro):

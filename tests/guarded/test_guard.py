@@ -127,7 +127,12 @@ def test_a_withheld_step_changes_no_bit(tmp_path, name, fault):
     loop.guard.step(closure, batch=spoil(data[12]))
     assert not loop.guard.last.applied
     assert same(before, loop.bits())
-    assert loop.guard.skips == {"nonfinite": int(fault != "spike"), "spike": int(fault == "spike"), "overflow": 0}
+    assert loop.guard.skips == {
+        "nonfinite": int(fault != "spike"),
+        "spike": int(fault == "spike"),
+        "overflow": 0,
+        "state": 0,
+    }
     loop.run(data[13:])
     assert loop.guard.last.applied
     assert not same(before, loop.bits())

@@ -122,6 +122,7 @@ KEYS = {
         "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0.9",
         "data.length_warmup=2 data.length_start=8 steps=4",
         "monitors=default monitors.every=1 eval_every=1 steps=3",
+        "guard.recheck_every=1 precision=fp16 optimizer=stable_adamw grad_accum_steps=2",
     ],
     "resnet": [
         "grad_accum_steps=2 precision=fp16",
@@ -130,6 +131,7 @@ KEYS = {
         "model=resnet50 model.depth=50",
         "data.augment=none label_smoothing=0.1",
         "monitors=full monitors.every=1 eval_every=1 steps=3",
+        "guard.recheck_every=1",
     ],
 }
 """Overrides beyond single options that change which operations a step runs."""
@@ -197,6 +199,12 @@ def test_images_from_files_go_to_the_card_as_bytes_and_are_completed_there(tmp_p
         assert (before.inputs.dtype, before.inputs.device.type) == (torch.uint8, "cpu")
         assert (after.inputs.dtype, after.transform) == (torch.float32, None)
         assert after.inputs.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.slow(unless=lambda model: model == "gpt")
+@pytest.mark.parametrize("model", MODELS)
+def test_the_state_is_checked_on_the_device(tmp_path, model):
+    assert trained(tmp_path, "h100", *MODELS[model], "guard.checksum_every=1").foreign == []
 
 
 def bad_at(*steps: int):

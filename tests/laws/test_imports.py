@@ -11,13 +11,15 @@ import stabletrain
 PACKAGE = Path(stabletrain.__file__).parent
 ROOT = PACKAGE.parent
 
-NOUNS = {"records", "errors", "buffers", "program", "stored"}
+NOUNS = {"records", "errors", "buffers", "printable", "program", "stored"}
 MAY_SEE = {
     "records": set(),
     "errors": set(),
+    "printable": set(),
     "stored": {"errors"},
     "program": set(),
     "buffers": set(),
+    "checksums": set(),
     "protocols": NOUNS,
     "machine": NOUNS,
     "data": NOUNS,
@@ -26,7 +28,7 @@ MAY_SEE = {
     "tracking": NOUNS,
     "weights": NOUNS | {"checkpoint", "models"},
     "monitors": NOUNS | {"machine"},
-    "stability": NOUNS | {"monitors", "machine", "protocols"},
+    "stability": NOUNS | {"checksums", "monitors", "machine", "protocols"},
     "parallel": NOUNS | {"checkpoint", "machine"},
     "comparison": NOUNS | {"tracking"},
     "faults": NOUNS | {"checkpoint"},
@@ -60,6 +62,7 @@ ONLY = {
         "trainer/changes",
         "trainer/contract",
         "trainer/init_from",
+        "trainer/memory",
         "trainer/saved",
         "trainer/stages",
         "trainer/tools",
@@ -81,9 +84,10 @@ ONLY = {
 }
 """Library -> rooms or files that may import it."""
 
-TORCH_FREE = ["__init__", "errors", "program", "parallel/ranks", "parallel/failure_report", "machine/torch_builds"]
-TORCH_FREE += ["cli/train", "cli/commands", "weights/place"]
-TORCH_FREE += [f"config/{name}" for name in ("arguments", "checks", "error_texts", "make", "moved", "resuming")]
+TORCH_FREE = ["__init__", "errors", "printable", "program", "parallel/ranks", "parallel/failure_report"]
+TORCH_FREE += ["machine/torch_builds", "cli/train", "cli/commands", "weights/place"]
+TORCH_FREE += [f"config/{name}" for name in ("arguments", "checks", "error_texts", "interpolation", "make", "moved")]
+TORCH_FREE += ["config/resuming"]
 TORCH_FREE += [f"cli/sweep/{name}" for name in ("lines", "member", "plan")]
 
 

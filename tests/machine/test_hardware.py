@@ -239,7 +239,7 @@ def test_a_gpts_flops_a_token_are_palms_formula(more):
     matrices = sum(
         p.numel() for name, p in model.named_parameters() if p.ndim == 2 and not name.startswith("embedding")
     )
-    assert cost(model, data) == 6 * matrices + 12 * 3 * 32 * 24
+    assert cost(model, data) == ((6 * matrices + 12 * 3 * 32 * 24) * 24, 24)
 
 
 def test_an_images_flops_are_three_times_those_of_its_convolutions():

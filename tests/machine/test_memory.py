@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from stabletrain.machine.memory import free_host_memory
+from stabletrain.machine.memory import free_host_memory, host_memory
 
 KIB = 1024
 
@@ -51,6 +51,14 @@ def test_the_older_kind_of_control_group_is_read_as_well(machine):
 
 def test_more_than_the_limit_leaves_nothing(machine):
     assert free_host_memory(*machine("0::/job\n", job=(500, 600, 0))) == 0
+
+
+def test_the_memory_in_all_is_the_machines_or_the_least_limit(machine, monkeypatch):
+    folders = machine("0::/job/step\n", job=(500, 450, 0), job_step=("max", 10, 0))
+    assert host_memory(*folders) == 500
+    assert host_memory(folders[0], folders[1] / "none") == 4000 * KIB
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (300, -1))
+    assert host_memory(*folders) == 300
 
 
 def test_without_any_of_these_files_nothing_is_known(tmp_path):

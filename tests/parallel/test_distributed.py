@@ -89,6 +89,10 @@ CASES = {name: {"overrides": chosen} for name, chosen in (KINDS | UNUSED_CASES).
 }
 CASES["fsdp/chunks"] = {"overrides": [*GPT, "parallel=fsdp", "loss_chunk=7"]}
 CASES["ddp/bf16_params"] = {"overrides": [*GPT, "parallel=ddp", "precision=bf16_params"]}
+CASES |= {
+    f"{kind}/other_data": {"overrides": [*GPT, f"parallel={kind}", "data.seed='${oc.decode:${oc.env:RANK}}'"]}
+    for kind in ("ddp", "fsdp")
+}
 FOUR = {f"{kind}/gpt": {"overrides": [*GPT, f"parallel={kind}"]} for kind in ("ddp", "fsdp")}
 
 
@@ -163,6 +167,14 @@ def test_chunks_of_a_loss_are_refused_with_fsdp(two):
     for seen in two:
         assert seen["fsdp/chunks"]["error"] == "ConfigError"
         assert "use loss_chunk=auto or none, or parallel=ddp" in seen["fsdp/chunks"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_that_read_different_data_are_refused_on_every_rank(two, kind):
+    for seen in two:
+        assert seen[f"{kind}/other_data"]["error"] == "ConfigError"
+        message = seen[f"{kind}/other_data"]["message"]
+        assert message.startswith("data: rank 1 reads other data than rank 0: inputs of batch 0 differ (sha256 ")
 
 
 def test_weights_that_are_replaced_for_the_update_are_refused_with_ddp(two):

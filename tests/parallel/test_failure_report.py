@@ -17,6 +17,7 @@ from stabletrain.parallel.failure_report import (
     publish_failure,
     publish_location,
     put,
+    says_how_to_continue,
 )
 from stabletrain.parallel.ranks import Ranks
 
@@ -35,6 +36,10 @@ class Store(dict):
         return all(key in self for key in keys)
 
     def get(self, key):
+        return self[key]
+
+    def add(self, key, amount):
+        self[key] = self.setdefault(key, 0) + amount
         return self[key]
 
 
@@ -151,6 +156,22 @@ def test_a_store_that_is_gone_does_no_harm(monkeypatch):
     publish_location(rank(0))
     publish_failure(rank(0), ValueError("unheard"))
     assert get(rank(0), "at", 1) == ""
+
+
+@pytest.mark.parametrize("alive", [(0, 1, 2), (1, 2), (2,)])
+def test_one_of_the_ranks_that_are_left_says_how_to_continue(store, alive):
+    assert [says_how_to_continue(rank(number, 3)) for number in alive] == [True, *[False] * (len(alive) - 1)]
+    assert says_how_to_continue(rank(1, 3, restarts=1)), "after a restart it is said again"
+
+
+def test_what_rank_0_failed_with_is_not_continued_by_the_others(store):
+    publish_failure(rank(0), ValueError("a mistake"))
+    assert not says_how_to_continue(rank(1))
+
+
+def test_without_a_store_each_machine_says_how_to_continue(monkeypatch):
+    monkeypatch.setattr(failure_report, "register", dict)
+    assert [says_how_to_continue(Ranks(number, 4, number % 2, launched=True)) for number in (2, 3)] == [True, False]
 
 
 def test_a_zombie_counts_as_ended():

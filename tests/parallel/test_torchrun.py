@@ -115,6 +115,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_is_continued(tmp_path, whole
     assert FORCED not in done.stderr, "the other rank has ended by itself"
     assert f"[rank {1 - killed}] stabletrain: rank {killed} of 2 (process {process_killed} on " in done.stderr
     assert f"[rank {1 - killed}] Traceback" not in done.stderr
+    assert done.stderr.count("continue  torchrun ") == 1
     if killed:  # else no process is left to write
         found = record(tmp_path / "run")
         assert found["status"] == "failed"

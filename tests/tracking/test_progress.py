@@ -122,6 +122,12 @@ class Gone(io.StringIO):
         raise BrokenPipeError
 
 
+def test_what_the_terminal_cannot_encode_is_escaped():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Progress(10, stream).note("a · b")
+    assert stream.buffer.getvalue() == b"a \\xb7 b\n"
+
+
 def test_a_closed_pipe_does_not_stop_training():
     stream = Gone()
     progress = Progress(1, stream)

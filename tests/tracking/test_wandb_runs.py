@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -22,10 +23,11 @@ NAN = ["faults=gradient", "faults.at=[12]"]
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """Two runs of a small GPT, each with a NaN in its thirteenth step."""
+    """Two runs of a small GPT, each with a NaN in its thirteenth step, where there is no home folder."""
     cwd = tmp_path_factory.mktemp("sweep")
-    done = command("-m", *TINY_GPT, *QUIET, *NAN, "qknorm=none,layernorm", cwd=cwd)
+    done = command("-m", *TINY_GPT, *QUIET, *NAN, "qknorm=none,layernorm", cwd=cwd, HOME="", XDG_CACHE_HOME="")
     assert done.returncode == 0, done.stderr
+    assert not {" ERROR ", " INFO "} & set(re.findall(" [A-Z]+ ", done.stdout + done.stderr)), "W&B's own log"
     return sorted(cwd.glob("multirun/*/*/[01]"))
 
 

@@ -15,6 +15,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.tracking.wandb_setup import (
     LONGEST_NAME,
     LONGEST_TAG,
+    cache_folder,
     card_of,
     check_reach,
     has_key,
@@ -143,3 +144,26 @@ def test_without_the_library_it_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="wandb cannot be imported .*pip install 'wandb>="):
         check_reach()
+
+
+@pytest.mark.parametrize(
+    ("home", "cache", "used"),
+    [
+        (None, None, "run"),
+        ("", None, "run"),
+        ("home", None, None),
+        ("file", None, "run"),
+        (None, "own", "own"),
+        ("home", "file", "run"),
+    ],
+)
+def test_wandb_gets_a_cache_folder_that_it_can_write(tmp_path, monkeypatch, home, cache, used):
+    (tmp_path / "file").write_text("")
+    for name, value in (("HOME", home), ("XDG_CACHE_HOME", cache)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, str(tmp_path / value) if value else "")
+    before = os.environ.get("XDG_CACHE_HOME")
+    with cache_folder(tmp_path / "run"):
+        assert os.environ.get("XDG_CACHE_HOME") == (None if used is None else str(tmp_path / used))
+    assert os.environ.get("XDG_CACHE_HOME") == before

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from stabletrain.config.arguments import LAUNCH, parse_arguments
+from stabletrain.errors import ConfigError
 from stabletrain.stability.guard import NoGuard, SkipGuard
 from stabletrain.stability.schedule import Constant, LearningRate, LinearWarmup
 from stabletrain.trainer.banner import (
@@ -122,13 +123,16 @@ def test_only_a_busy_cpu_is_noted_with_what_would_help(load, cores, threads, bat
 @pytest.mark.parametrize(
     ("guard", "text"),
     [
-        (SkipGuard(), "guard skip (its window judges spikes after 64 updates)"),
-        (SkipGuard(window=30), "guard skip (its window judges spikes after 20 updates)"),
-        (SkipGuard(sigma=math.inf), "guard skip (no spike detection)"),
+        (SkipGuard(), "guard skip (its window judges spikes after 64 updates; checksums every 10 updates)"),
+        (
+            SkipGuard(window=30, checksum_every=1),
+            "guard skip (its window judges spikes after 20 updates; checksums every update)",
+        ),
+        (SkipGuard(sigma=math.inf, checksum_every=0), "guard skip (no spike detection; no checksums)"),
         (NoGuard(), "guard skip"),
     ],
 )
-def test_the_opening_says_from_when_on_the_window_judges_spikes(guard, text):
+def test_the_opening_says_from_when_on_the_window_judges_spikes_and_how_often_the_state_is_checked(guard, text):
     choices = dict.fromkeys(SHOWN, "none") | {"model": "mine", "data": "text", "guard": "skip"}
     config = {group: {} for group in (*SHOWN, "precision")}
     tools = build_tools(FP32, guard=guard, learning_rate=LearningRate(LinearWarmup(None), Constant(), 2000))
@@ -254,6 +258,17 @@ def test_a_sample_continues_the_prompt_and_touches_neither_model_nor_randomness(
     assert sample_text(model, Letters(), CPU, 20) == text
     assert model.training
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+class Broken(Letters):
+    """Text whose tokenizer is lost."""
+
+    def encode(self, text):
+        raise ConfigError("no\ntokenizer")
+
+
+def test_a_sample_whose_tokenizer_is_lost_is_no_error():
+    assert sample_text(nn.Linear(2, 2), Broken(), CPU, 5) == "(none: no tokenizer)"
 
 
 def test_a_sample_that_fails_is_no_error_and_data_that_is_no_text_has_none():

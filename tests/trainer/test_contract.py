@@ -258,10 +258,10 @@ def test_what_the_pace_counts_and_a_loss_is_per(modality, data, expected):
     assert units(cfg, data) == expected
 
 
-def test_the_cost_is_per_target_and_none_if_unknown():
+def test_the_cost_is_of_a_sample_and_none_if_unknown():
     linear = nn.Linear(2, 5)
-    assert cost(linear, Endless()) == 3 * 2 * 2 * 5
-    assert cost(nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 5)), Counted()) == 3 * 2 * 4 * 5  # of two tokens
+    assert cost(linear, Endless()) == (3 * 2 * 2 * 5, 1)
+    assert cost(nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 5)), Counted()) == (2 * 3 * 2 * 4 * 5, 2)
     assert cost(linear, SimpleNamespace()) is None
 
 

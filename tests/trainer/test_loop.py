@@ -233,7 +233,7 @@ def test_a_signal_ends_the_run_and_says_whether_its_state_is_saved(checkpoints, 
     run.state.step = 7
     due = Due(evaluate=False, save=True, snapshot=False, stop="SIGTERM", reading=True)
     with pytest.raises(Interrupted, match="SIGTERM: stopped after step 7 of 100") as raised:
-        use_state(run, due, Throughput(run.history))
+        use_state(run, due, executed(reading()), Throughput(run.history))
     assert raised.value.saved == saved
     assert ("checkpoint=off" in str(raised.value)) == (not saved)
     assert run.output.tracker.events == [("preempt", 7, {"signal": "SIGTERM"})]
@@ -243,7 +243,12 @@ def test_a_signal_ends_the_run_and_says_whether_its_state_is_saved(checkpoints, 
 def test_a_signal_after_the_last_step_interrupts_nothing():
     run = make_run(checkpoints=Saves())
     run.state.step = 100
-    use_state(run, Due(evaluate=True, save=True, snapshot=False, stop="SIGTERM", reading=True), Throughput(run.history))
+    use_state(
+        run,
+        Due(evaluate=True, save=True, snapshot=False, stop="SIGTERM", reading=True),
+        executed(reading()),
+        Throughput(run.history),
+    )
     assert run.rollback.checkpoints.saves == [100, 100]  # before the evaluation too, which may take too long
     assert run.history.val_step == 100
 
@@ -252,9 +257,9 @@ def test_a_state_is_saved_when_it_is_the_best_so_far_and_then_not_when_it_is_not
     run = make_run(checkpoints=Saves())
     due = Due(evaluate=True, save=False, snapshot=False, stop="", reading=True)
     run.state.step = 20
-    use_state(run, due, Throughput(run.history))
+    use_state(run, due, executed(reading()), Throughput(run.history))
     run.state.step = 40
-    use_state(run, due, Throughput(run.history))  # the same weights, so the same loss
+    use_state(run, due, executed(reading()), Throughput(run.history))  # the same weights, so the same loss
     assert run.rollback.checkpoints.saves == [20]
     assert run.history.best_step == 20
 
@@ -331,6 +336,8 @@ def test_the_final_numbers_are_those_of_history_and_guard():
         "guard/skipped_overflow": 2,
         "guard/skipped_nonfinite": 0,
         "guard/skipped_bad_data": 0,
+        "guard/skipped_state": 0,
+        "guard/skipped_recheck": 0,
         "spike/score": 0.0,
     }
     assert {name: numbers[name] for name in expected} == expected

@@ -159,7 +159,9 @@ def test_strict_refuses_a_workspace_of_the_users_that_is_not_deterministic(four_
 
 
 def data_of(target, **keys):
-    cfg = OmegaConf.create({"data": {"_target_": f"{__name__}.{target}", "modality": "images", **keys}})
+    cfg = OmegaConf.create(
+        {"data": {"_target_": f"{__name__}.{target}", "modality": "images", **keys}, "batch_size": 2}
+    )
     return load_data(cfg, process(), NoFaults())
 
 
@@ -172,7 +174,7 @@ def test_data_is_loaded_with_its_units_and_told_of_the_device():
 
 
 def test_data_without_a_batch_method_is_refused():
-    with pytest.raises(ConfigError, match="NoData has no batch\\(step, size, split\\)"):
+    with pytest.raises(ConfigError, match="NoData gives a NoData, which has no batch\\(\\)"):
         data_of("NoData")
 
 
@@ -329,7 +331,7 @@ def test_an_optimizer_class_in_the_users_own_yaml_is_built(tmp_path, partial):
         ([ADAM, "optimizer.decay=independent"], "optimizer.decay=independent: torch.optim.Adam has no such argument"),
         ([ADAM, "optimizer.lr=-1.0"], "optimizer: torch.optim.Adam cannot be built: Invalid learning rate: -1.0"),
         (["optimizer._target_=torch.optim.LBFGS"], "optimizer: torch.optim.LBFGS calls the loss several times in a"),
-        (["optimizer._target_=types.SimpleNamespace"], "optimizer: types.SimpleNamespace cannot be built: "),
+        (["optimizer._target_=types.SimpleNamespace"], "optimizer=adamw: types.SimpleNamespace gives a "),
         (
             [f"optimizer._target_={__name__}.NoOptimizer"],
             f"optimizer: {__name__}.NoOptimizer gives a dict, not a",
@@ -367,11 +369,12 @@ def test_a_busy_cpu_is_noted_with_the_length_of_an_evaluation(monkeypatch):
     monkeypatch.setattr(hardware, "load_and_cores", lambda: (9.0, 2))
     data = SimpleNamespace(split="the last tenth", batches=lambda size, split: 800 // size)
     source, cfg = Source(data, "tok", "byte"), OmegaConf.create({"batch_size": 8, "eval_batches": None})
-    split, busy = opening_notes(cfg, process(), source)
+    split, text, busy = opening_notes(cfg, process(), source)
+    assert text == ""
     assert split == "split: the last tenth"
     assert "eval_batches=20 instead of 100" in busy
     cfg.eval_batches = 30
-    assert opening_notes(cfg, process(), source) == [split, ""]
+    assert opening_notes(cfg, process(), source) == [split, "", ""]
 
 
 class Contrastive:

@@ -15,6 +15,7 @@ from stabletrain.cli.slurm.script import Job, script
 from stabletrain.cli.sweep.plan import FINISHED, status_of
 from stabletrain.config.arguments import Arguments, merged, newest_of_same, recorded_arguments, sweep_arguments
 from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.printable import say
 from stabletrain.program import in_checkout
 
 
@@ -32,20 +33,20 @@ def main() -> int:
         jobs, runs = plan_jobs(request, cards)
         scripts = [script(job, request) for job in jobs]
         for note in [*environment_notes(cards), *runs.notes]:
-            print(note, file=sys.stderr)
+            say(note, file=sys.stderr)
         if request.dry_run:
-            print("\n".join(scripts), end="")
+            say("\n".join(scripts), end="")
             return 0
         if shutil.which("sbatch") is None:
             raise ConfigError("there is no sbatch here: run this on a login node of the cluster, or add --dry-run")
         for number, (job, text) in enumerate(zip(jobs, scripts, strict=True)):
             submit(job, text, runs.record, submitted=number)
     except StabletrainError as error:
-        print(f"slurm/launch.sh: {error}", file=sys.stderr)
+        say(f"slurm/launch.sh: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"runs     {runs.folder}")
+    say(f"runs     {runs.folder}")
     if len(runs.overrides) * len(cards) > 1:
-        print(f"then     stabletrain compare {shlex.quote(str(runs.folder))}")
+        say(f"then     stabletrain compare {shlex.quote(str(runs.folder))}")
     return 0
 
 
@@ -99,7 +100,7 @@ def resumed_arguments(request: Request) -> tuple[Arguments, Path | None]:
         named = typed.value(key) or newest_of_same(typed, part)
         found = Path(named) if named else None
         if found is None:
-            print("resume=auto: no earlier run of this command found here; starting a new run", file=sys.stderr)
+            say("resume=auto: no earlier run of this command found here; starting a new run", file=sys.stderr)
         return typed, found
     folder, mark = Path(resume), "multirun.yaml" if typed.sweeps else "run.json"
     places = [folder / card for card in request.cards] if len(request.cards) > 1 else [folder]
@@ -131,7 +132,7 @@ def submit(job: Job, text: str, record: DictConfig | None, *, submitted: int) ->
     number = done.stdout.strip().partition(";")[0]
     tasks = f", {len(job.tasks)} tasks" if job.tasks else ""
     log = job.folder / "<n>" / "slurm.log" if job.tasks else job.folder / "slurm.log"
-    print(f"job      {number} on {job.card.name}{tasks}, log {log}")
+    say(f"job      {number} on {job.card.name}{tasks}, log {log}")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def result(record: Mapping[str, Any]) -> str:
     words = [f"val loss {loss:.3f}" if isinstance(loss, float) else "val loss -"]
     if "val/accuracy" in final:
         words.append(f"accuracy {100 * final['val/accuracy']:.2f} %")
-    skipped = sum(final.get(f"guard/skipped_{kind}", 0) for kind in ("bad_data", "nonfinite", "spike"))
+    skipped = sum(final.get(f"guard/skipped_{kind}", 0) for kind in ("bad_data", "nonfinite", "spike", "recheck"))
     words += [f"{skipped} skipped"] if skipped else []
     words += [f"{back} rollback{'s' if back > 1 else ''}"] if (back := final.get("guard/rollbacks", 0)) else []
     return ", ".join(words)

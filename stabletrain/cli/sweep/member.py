@@ -20,7 +20,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.cli.sweep import lines, plan
+from stabletrain.config.arguments import job_overrides
 from stabletrain.machine.signals import handling
+from stabletrain.printable import say
 from stabletrain.tracking.progress import InSweep
 from stabletrain.tracking.run_folder import RunFolder
 
@@ -97,7 +99,7 @@ class Member:
         hydra = HydraConfig.get()
         self.folder, self._above = Path(hydra.runtime.output_dir), Path(hydra.sweep.dir)
         self.number = int(hydra.job.num)
-        self.overrides = [str(override) for override in hydra.overrides.task]
+        self.overrides = job_overrides()
         self.alone = hydra.runtime.choices.get("hydra/launcher") == "basic"
         self.searching = hydra.runtime.choices.get("hydra/sweeper") != "basic"
         self.sweep = plan.read(self._above)
@@ -157,4 +159,4 @@ class Member:
         """
         seconds = None if before else time.monotonic() - self._started
         with suppress(OSError):  # the pipe's reader has exited
-            print(lines.ending(self.sweep, self.number, self.overrides, ended, seconds), flush=True)
+            say(lines.ending(self.sweep, self.number, self.overrides, ended, seconds), flush=True)

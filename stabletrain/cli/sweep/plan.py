@@ -20,8 +20,9 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
+from stabletrain.cli.own_folder import created, named_by_time
 from stabletrain.config.arguments import Arguments, key_of, parse_arguments, recorded_arguments, with_overrides
 from stabletrain.config.error_texts import own_folders
 from stabletrain.config.resuming import check_resume
@@ -80,8 +81,9 @@ def grid(name: str, overrides: Sequence[str]) -> Grid:
     assert started is not None
     cfg: Any = started.compose_config(name, ["hydra.mode=MULTIRUN", *overrides], run_mode=RunMode.MULTIRUN)
     params = [f"{key}={value}" for key, value in (cfg.hydra.sweeper.get("params") or {}).items()]
+    typed: Any = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
     parser = OverridesParser.create(config_loader=started.config_loader)
-    parsed = parser.parse_overrides([*params, *cfg.hydra.overrides.task])
+    parsed = parser.parse_overrides([*params, *typed])
     # If a key is given several times, Hydra takes the last one.
     last = {override.get_key_element(): override for override in parsed}
     varies = [key.lstrip("+~") for key, override in last.items() if override.is_sweep_override()]
@@ -286,6 +288,8 @@ def start(typed: Arguments, config_dir: Path) -> tuple[Sweep | None, Arguments]:
         folder = Path(str(found.cfg.hydra.sweep.dir))
         check_jobs(found)
         check_changes(name, folder, found)
+    if named_by_time(found.cfg.hydra.sweep):
+        folder = created(folder)
     sweep = begin(folder, typed, found)
     return sweep, with_overrides(typed, f"hydra.sweep.dir='{folder}'", "hydra.output_subdir=null")
 

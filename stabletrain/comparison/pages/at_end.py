@@ -31,3 +31,21 @@ class PageAtEnd(NoPage):
         except Exception as error:  # the run's record is complete without the page
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             warn(f"{self.folder / 'report.html'} could not be written ({reason}): the run is not affected")
+
+
+def write_if_missing(folder: Path, wanted: bool) -> bool:
+    """Writes the page of a run that is over if it was killed before it had written it; returns whether it did.
+
+    Args:
+        folder: the run folder.
+        wanted: false for `report=false`, which writes nothing.
+    """
+    page, record = folder / "report.html", folder / "run.json"
+    try:  # a page from before the run was continued is older than its record
+        missing = not page.exists() or page.stat().st_mtime_ns < record.stat().st_mtime_ns
+    except OSError:
+        return False
+    if not wanted or not missing:
+        return False
+    PageAtEnd(folder).write()
+    return page.exists()

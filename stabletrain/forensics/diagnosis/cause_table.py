@@ -33,12 +33,12 @@ CAUSES = {
     ),
     "corrupt_state": Cause(
         "weights or optimizer moments were corrupt before the step",
-        "weights, buffers or moments not finite before the step, or a few of their elements huge",
+        "weights, buffers or moments changed between two updates, are not finite, or a few of their elements are huge",
         accident=True,
     ),
     "hardware_fault": Cause(
         "a replay of the step gives a different result",
-        "the replay is finite, or differs although it must be bitwise equal",
+        "a second computation, or a replay of the step, differs although it must be equal; or the replay is finite",
         accident=True,
     ),
     "loss_scale_collapse": Cause(

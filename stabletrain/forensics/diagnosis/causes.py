@@ -51,6 +51,7 @@ from stabletrain.forensics.diagnosis.sentences import (
     place,
 )
 from stabletrain.forensics.probes.samples import describe
+from stabletrain.stability.guard.recheck import Finding
 
 SATURATED = 1e2
 ATTENTION = 1e3
@@ -93,6 +94,8 @@ def bad_label(e: Evidence) -> Diagnosis | None:
 
 def corrupt_state(e: Evidence) -> Diagnosis | None:
     """Weights, buffers or moments were corrupt before the step."""
+    if e.kind == "state":
+        return changed_state(e)
     bad = [d for d in e.damage if not d.large or not rushed(e)]
     if not bad:
         return None
@@ -102,8 +105,23 @@ def corrupt_state(e: Evidence) -> Diagnosis | None:
     return Diagnosis("corrupt_state", 0.95, verdict, fix, [f"{d.what} {d.name}: {d.words}" for d in bad[:8]])
 
 
+def changed_state(e: Evidence) -> Diagnosis:
+    """Weights, buffers or moments are not what the last update left."""
+    whose = "" if e.reading.rank < 0 else f" of rank {e.reading.rank}"
+    names = [f"{d.what} {d.name}" for d in e.damage]
+    what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "weights or moments"
+    fix = [
+        "test the machine's memory, if no code of yours writes weights, buffers or moments outside of the step",
+        "resume=<run folder> on another device",
+    ]
+    lines = [f"{d.what} {d.name}: changed {d.words}" for d in e.damage[:8]]
+    return Diagnosis("corrupt_state", 0.99, f"{what}{whose} changed between two updates", fix, lines)
+
+
 def hardware_fault(e: Evidence) -> Diagnosis | None:
     """The replay differs from the step, while two replays are bitwise equal; or only the sum over the ranks was bad."""
+    if e.recheck is not None:
+        return computed_twice(e.recheck)
     again = e.outcomes.get("same")
     if again is None or again.finite is None:
         return None
@@ -119,6 +137,34 @@ def hardware_fault(e: Evidence) -> Diagnosis | None:
     if e.parts_normal:
         fix = "resume on other devices, and test these and the network between them"
     return Diagnosis("hardware_fault", confidence, difference(e, again), [fix], [])
+
+
+def computed_twice(found: Finding) -> Diagnosis | None:
+    """A gradient or an update came out differently when it was computed a second time."""
+    if not found.differs:
+        return None
+    what = {"gradient": "the gradient of a micro-batch", "update": "the optimizer's update of a tensor"}[found.part]
+    rest = "" if len(found.tensors) == 1 else f" and in {len(found.tensors) - 1} more"
+    name, largest = found.tensors[0]
+    verdict = (
+        f"{what} was computed twice and came out differently, in {name}{rest} by up to {largest:.3g} times the largest "
+        f"value: {found.place}"
+    )
+    third = {
+        "first": "a third computation equals the first: the second was wrong",
+        "second": "a third computation equals the second: the first was wrong",
+        "neither": "a third computation equals neither",
+        "": "there was no third computation",
+    }[found.third]
+    allowed = "equal bits are expected" if found.limit == 0 else f"up to {found.limit:.3g} is usual on this machine"
+    lines = [
+        found.place,
+        third,
+        f"{allowed}; {found.agreed} earlier repetitions had the same bits",
+        *(f"{each}: differs by {size:.3g} times its largest value" for each, size in found.tensors[:8]),
+    ]
+    sure = {"first": 0.95, "second": 0.95}.get(found.third, 0.8 if found.limit == 0 else 0.6)
+    return Diagnosis("hardware_fault", sure, verdict, ["resume on another device, and test this one"], lines)
 
 
 def bad_inputs(e: Evidence) -> Diagnosis | None:

@@ -12,6 +12,7 @@ from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.replay import Outcome
 from stabletrain.forensics.trace.origin import Origin
 from stabletrain.records import RankPart, Reading
+from stabletrain.stability.guard.recheck import Finding
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class Evidence:
     """Everything that was found out about one incident.
 
     Attributes:
-        kind: `nonfinite`, `spike`, `loss_scale`, or `bad_data` for a finite step whose batch is bad.
+        kind: `nonfinite`, `spike`, `loss_scale`, `bad_data` for a finite step whose batch is bad, `state` for weights,
+            buffers or moments that changed between two updates, or `recheck` for a computation that came out otherwise.
         reading: the step's.
         part: what the investigating rank measured of its own part of the step; None in a single process.
         parts_normal: on several ranks, whether the own part of every rank was normal, in the step and in a replay.
@@ -116,6 +118,7 @@ class Evidence:
         staleness: largest RMS(g / sqrt(v)) over the parameters; NaN without a second moment.
         underflow: gradients lost in fp16 or fp8; None if not measured.
         fp8: what casts to fp8 lost; None if there are none.
+        recheck: what came out differently when it was computed a second time; None for other kinds.
         setting: the run's settings.
     """
 
@@ -138,6 +141,7 @@ class Evidence:
     staleness: float = math.nan
     underflow: Underflow | None = None
     fp8: Fp8Casts | None = None
+    recheck: Finding | None = None
     setting: RunSettings = field(default_factory=RunSettings)
 
     def normal(self, variant: str) -> bool | None:

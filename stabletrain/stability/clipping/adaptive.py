@@ -82,6 +82,8 @@ class AGC(Stateless):
                     f"clipping.{name}={value} is not above 0: no gradient would be left; {usual} is customary, "
                     "clipping=none switches clipping off"
                 )
+        if self.eps > 1:
+            raise ConfigError(f"clipping.eps={self.eps} is above 1: no weight would be as large; 0.001 is customary")
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, norms: GradNorms, gate: Bool[Tensor, ""]) -> Clipped:

@@ -12,6 +12,7 @@ step, on its reading, and updates the guard's statistics. A step is skipped for 
 - `bad_data`: the batch cannot be trained on (`stability/sanitize.py`).
 - `nonfinite`: the loss, the gradient norm or the norm of the buffers is NaN or Inf.
 - `spike`: the loss, the gradient norm or the inputs are far above their recent values (`limits.py`).
+- `recheck`: the gradient differs from that of a second computation (`recheck.py`).
 - `overflow`: fp16's routine loss-scale calibration (the loss is finite, the scaled gradients are not, and the loss
   scale can still fall). It is counted separately and is not a fault.
 """

@@ -160,6 +160,10 @@ def early_limit(values: Sequence[float], cold: float, prior: float, sigma: float
     return math.exp(min(exponent, math.log(LARGEST)))
 
 
+LEAST_SIGMA = 1
+"""Smallest `guard.sigma`: of normally distributed losses, one in six is higher above the mean than this."""
+
+
 class Limits:
     """The limits of loss, gradient norm and magnitude of the inputs.
 
@@ -171,8 +175,11 @@ class Limits:
     """
 
     def __init__(self, sigma: float, window: int) -> None:
-        if not sigma > 0:
-            raise ConfigError(f"guard.sigma={sigma} is not above 0: 6 is customary; inf disables spike detection")
+        if not sigma >= LEAST_SIGMA:
+            raise ConfigError(
+                f"guard.sigma={sigma} is below {LEAST_SIGMA}: ordinary steps would be skipped as spikes; 6 is "
+                "customary; inf disables spike detection"
+            )
         if window < MINIMUM:
             raise ConfigError(
                 f"guard.window={window} is below {MINIMUM}: too few steps for a mean and a standard deviation"

@@ -99,6 +99,8 @@ class RollbackGuard(SkipGuard):
             promoted = self.states.promote(reading.step)
             if any(step > self.beyond for step in promoted):  # the run got past the trouble: restore the budget
                 self.in_vain = 0
+        if verdict is Verdict.SKIP and self.kind == "recheck":  # not the data's fault: the same batches are read again
+            return self.distrust(self.reason)
         # Bad data and fp16's overflows do not mean that the weights are bad: no rollback for them.
         if verdict is not Verdict.SKIP or self.kind not in ("spike", "nonfinite"):
             return verdict

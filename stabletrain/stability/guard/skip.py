@@ -14,7 +14,9 @@ from torch import Tensor
 from stabletrain.errors import ConfigError
 from stabletrain.records import Detour, GradNorms, LossTerms, Reading, StepChecks, Verdict
 from stabletrain.stability.guard.limits import LARGEST, Limits
+from stabletrain.stability.guard.recheck import NoRecheck, recheck_every
 from stabletrain.stability.guard.retained import NoRetainedStates
+from stabletrain.stability.guard.state_check import UNKNOWN, NoStateCheck, StateCheck
 
 
 def overflow_reason(reading: Reading) -> str:
@@ -40,6 +42,8 @@ class NoGuard:
     rollbacks: int = 0
     consecutive: int = 0
     states = NoRetainedStates()
+    state_check = NoStateCheck()
+    recheck = NoRecheck()
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -105,7 +109,11 @@ class NoGuard:
         self.skips = self.skips | state["skips"]
 
 
-KINDS = ("bad_data", "nonfinite", "spike", "overflow")
+KINDS = ("bad_data", "nonfinite", "spike", "overflow", "state", "recheck")
+
+CHANGED = "weights, moments or buffers are not what the last update left"
+GRADIENT_DIFFERS = "the gradient came out differently when it was computed a second time"
+UPDATE_DIFFERS = "the optimizer's update came out differently when it was computed a second time"
 
 
 @dataclass
@@ -116,19 +124,27 @@ class SkipGuard(NoGuard):
         sigma: standard deviations above the recent mean at which a spike begins (`limits.py`).
         window: number of applied steps from which mean and standard deviation are computed.
         max_consecutive: number of consecutive skipped steps that halts the run; fp16's overflows do not count.
+        checksum_every: updates between two comparisons of the state with what the last update left (`state_check.py`);
+            0 for none, None for as often as costs little.
+        recheck_every: steps between two repetitions of a gradient and an update (`recheck.py`); 0 for none.
         skips: number of skipped steps by kind.
         consecutive: consecutive skipped steps up to now.
         trouble: steps skipped as spike or non-finite, minus the steps applied after them, at least 0. The state is
             healthy at 0.
+        state_check: compares the state with what the last update left.
     """
 
     sigma: float = 6.0
     window: int = 128
     max_consecutive: int = 100
+    checksum_every: int | None = None
+    recheck_every: int = 250
     skips: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     consecutive: int = 0
     trouble: int = 0
     limits: Limits = field(init=False, repr=False)
+    state_check: NoStateCheck = field(init=False, repr=False)
+    recheck: NoRecheck = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.max_consecutive < 1:
@@ -137,6 +153,15 @@ class SkipGuard(NoGuard):
                 "use guard=off to apply every update"
             )
         self.limits = Limits(self.sigma, self.window)
+        every = self.checksum_every
+        if every is not None and every < 0:
+            raise ConfigError(f"guard.checksum_every={every} is below 0: 1 checks before every update, 0 never")
+        self.check_state_every(UNKNOWN if every is None else every)
+        self.recheck = recheck_every(self.recheck_every)
+
+    def check_state_every(self, updates: int) -> None:
+        """Sets how often the state is compared with what the last update left; 0 for never."""
+        self.state_check = StateCheck(updates) if updates else NoStateCheck()
 
     def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
         """Returns whether every measurement is within its limit, and therefore finite; 0-d, on the device."""
@@ -148,6 +173,8 @@ class SkipGuard(NoGuard):
             (checks.inputs, limits.inputs.value),
             (checks.buffers, LARGEST),
             (checks.bad_data, 0.0),
+            (checks.state_changed, 0.0),
+            (checks.recheck, self.recheck.limit("gradient")),
         )
         values, bounds = zip(*(each for each in measured if isinstance(each[0], Tensor)), strict=True)
         # One kernel for all differences. The sign of a difference is exact, and NaN <= 0 is False: NaN closes the gate.
@@ -159,13 +186,19 @@ class SkipGuard(NoGuard):
             self.consecutive = 0
             self.trouble = max(self.trouble - 1, 0)
             self.limits.add(reading)
+            self.recheck.learn(reading)
+            if self.recheck.wrong(reading):  # the update was applied, so the weights are wrong
+                self.kind = "recheck"
+                return self.distrust(UPDATE_DIFFERS)
             return Verdict.APPLY
         self.kind, self.reason = self.why(reading)
         self.skips[self.kind] += 1
+        if self.kind == "state":
+            return self.distrust(self.reason)
         if self.kind == "overflow":  # routine calibration: neither trouble nor a consecutive skip
             return Verdict.SKIP
         self.consecutive += 1
-        if self.kind != "bad_data":  # bad data says nothing about the weights
+        if self.kind not in ("bad_data", "recheck"):  # these say nothing about the weights
             self.trouble += 1
         if self.consecutive < self.max_consecutive:
             return Verdict.SKIP
@@ -203,9 +236,10 @@ class SkipGuard(NoGuard):
     @property
     def note(self) -> str:
         """Text after the guard's name in the first lines of the run: when spike detection by the window begins."""
-        if math.isinf(self.sigma):
-            return " (no spike detection)"
-        return f" (its window judges spikes after {self.limits.cold_steps} updates)"
+        spikes = f"its window judges spikes after {self.limits.cold_steps} updates"
+        every = self.state_check.every
+        state = {0: "no checksums", 1: "checksums every update"}.get(every, f"checksums every {every} updates")
+        return f" ({'no spike detection' if math.isinf(self.sigma) else spikes}; {state})"
 
     @property
     def healthy(self) -> bool:
@@ -221,6 +255,8 @@ class SkipGuard(NoGuard):
 
     def why(self, reading: Reading) -> tuple[str, str]:
         """Returns kind and reason of a skipped step."""
+        if reading.state_changed:  # first: whatever else is wrong may follow from it
+            return "state", CHANGED
         if reading.bad_data:
             return "bad_data", "the batch holds data that cannot be trained on"
         if reading.overflow:
@@ -233,12 +269,15 @@ class SkipGuard(NoGuard):
         for what, value in measured:
             if not math.isfinite(value):
                 return "nonfinite", f"{what} is {value}"
+        if self.recheck.wrong(reading):
+            return "recheck", GRADIENT_DIFFERS
         return "spike", self.limits.passed(reading)
 
     def state_dict(self) -> dict:
         """Counts and windows, for the checkpoint."""
         counts = {"consecutive": self.consecutive, "trouble": self.trouble}
-        return {"skips": dict(self.skips), **counts, "limits": self.limits.state_dict()}
+        limits = {"limits": self.limits.state_dict(), "recheck": self.recheck.state_dict()}
+        return {"skips": dict(self.skips), **counts, **limits}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores the counts and windows that the checkpoint has; another kind of guard stores fewer."""
@@ -247,3 +286,4 @@ class SkipGuard(NoGuard):
         self.trouble = state.get("trouble", 0)
         if "limits" in state:
             self.limits.load_state_dict(state["limits"])
+        self.recheck.load_state_dict(state.get("recheck", {}))

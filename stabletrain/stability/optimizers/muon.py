@@ -118,27 +118,30 @@ class MuonAndAdamW(Optimizer):
         # Both optimizers work on this optimizer's group dicts and state, so changes to either are seen by all.
         hidden = [group for group in self.param_groups if "ns_steps" in group]
         rest = [group for group in self.param_groups if "ns_steps" not in group]
-        self._muon = torch.optim.Muon(hidden)
+        self._muon = torch.optim.Muon(hidden) if hidden else None
         self._adamw = torch.optim.AdamW(rest) if rest else None
-        self._muon.state = self.state
+        if self._muon is not None:
+            self._muon.state = self.state
         if self._adamw is not None:
             self._adamw.state = self.state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # ty: ignore[incompatible-method-override]
         """Updates every parameter that has a gradient; changes nothing if `found_inf` is 1."""
-        weights = [p for group in self._muon.param_groups for p in group["params"] if p.grad is not None]
-        if weights:
-            self._orthogonal_step(weights)
+        if self._muon is not None:
+            self._orthogonal_step(self._muon)
         if self._adamw is not None:
             self._adamw.found_inf = getattr(self, "found_inf", None)  # ty: ignore[missing-attribute]
             self._adamw.step()
 
-    def _orthogonal_step(self, weights: list[nn.Parameter]) -> None:
+    def _orthogonal_step(self, muon: torch.optim.Muon) -> None:
+        weights = [p for group in muon.param_groups for p in group["params"] if p.grad is not None]
+        if not weights:
+            return
         for weight in weights:
             self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
         # PyTorch's Muon takes no gate, so keep a copy and restore it if the update is to be skipped.
         changed: list[Tensor] = [*weights, *(self.state[weight]["momentum_buffer"] for weight in weights)]
         before = copies(changed)
-        self._muon.step()
+        muon.step()
         write_(changed, before, ~gate(self, weights[0].device))

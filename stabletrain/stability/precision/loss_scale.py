@@ -21,6 +21,17 @@ LARGEST_SCALE = 2.0**100
 """Upper bound of the loss scale: an infinite scale could never be halved again."""
 
 
+def check_scale(init_scale: float, growth_interval: int, min_scale: float) -> None:
+    """Raises ConfigError if a key of the loss scale is out of bounds."""
+    if not 0 < min_scale <= init_scale <= LARGEST_SCALE:
+        raise ConfigError(
+            f"precision.init_scale={init_scale:g} and precision.min_scale={min_scale:g} do not satisfy "
+            f"0 < min_scale <= init_scale <= {LARGEST_SCALE:.3g}: 65536 and 1 are customary"
+        )
+    if growth_interval < 1:
+        raise ConfigError(f"precision.growth_interval={growth_interval} is below 1: 2000 is customary")
+
+
 @dataclass
 class LossScaled(Unscaled):
     """fp16: autocast to float16 and a dynamic loss scale.
@@ -39,13 +50,7 @@ class LossScaled(Unscaled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.min_scale <= self.init_scale:
-            raise ConfigError(
-                f"precision.init_scale={self.init_scale:g} and precision.min_scale={self.min_scale:g} do not satisfy "
-                "0 < min_scale <= init_scale: 65536 and 1 are customary"
-            )
-        if self.growth_interval < 1:
-            raise ConfigError(f"precision.growth_interval={self.growth_interval} is below 1: 2000 is customary")
+        check_scale(self.init_scale, self.growth_interval, self.min_scale)
         self._scale = torch.tensor(float(self.init_scale), device=self.device)
         self._clean = torch.zeros((), dtype=torch.int64, device=self.device)
 

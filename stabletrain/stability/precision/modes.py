@@ -12,7 +12,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
 from stabletrain.stability.precision.autocast import Unscaled
 from stabletrain.stability.precision.bf16_weights import Bf16Parameters
-from stabletrain.stability.precision.loss_scale import LossScaled
+from stabletrain.stability.precision.loss_scale import LossScaled, check_scale
 
 
 def fp32(device: torch.device, fp32_modules: Sequence[str] = ()) -> Unscaled:
@@ -95,7 +95,11 @@ def auto(
     """The fastest safe mode for the device: bf16 if the hardware has it, fp16 on older cards, else fp32.
 
     `init_scale`, `growth_interval` and `min_scale` are used if it chooses fp16.
+
+    Raises:
+        ConfigError: one of them is out of bounds, whatever it chooses: the same command must work on another card.
     """
+    check_scale(init_scale, growth_interval, min_scale)
     if hardware.has_bf16(device):
         chosen = bf16(device, fp32_modules)
     elif device.type == "cuda":

@@ -1,11 +1,13 @@
 """A run leaves its own page however it ends, and never ends otherwise because of it."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-from stabletrain.comparison.pages.at_end import PageAtEnd
+from stabletrain.comparison.pages.at_end import PageAtEnd, write_if_missing
+from stabletrain.printable import printable
 from tests.comparison.made_pages import made
 from tests.runs import ROOT, TINY_GPT, command
 
@@ -21,7 +23,7 @@ def test_a_finished_run_has_its_page_with_what_it_wrote(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Finished after 6 steps, validation loss" in page(tmp_path)
     sample = (tmp_path / "run" / "sample.txt").read_text()
-    assert sample.strip("\n").splitlines()[0] in done.stdout
+    assert printable(sample.strip("\n").split("\n")[0]) in done.stdout
     assert "<h2>Sample</h2>" in page(tmp_path)
 
 
@@ -66,3 +68,19 @@ def test_a_folder_that_takes_nothing_is_one_warning(tmp_path, capsys):
     (tmp_path / "run").write_text("a file where the folder should be")
     PageAtEnd(tmp_path / "run").write("text")
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_page_that_a_kill_prevented_is_written_later_and_no_other(tmp_path):
+    folder = tmp_path / "run"
+    made(folder)
+    report = folder / "report.html"
+    assert not write_if_missing(folder, wanted=False)
+    assert not report.exists()
+    assert write_if_missing(folder, wanted=True)
+    assert "</html>" in page(tmp_path)
+    report.write_text("complete")
+    assert not write_if_missing(folder, wanted=True)
+    os.utime(report, (1, 1))  # that of the run before it was continued
+    assert write_if_missing(folder, wanted=True)
+    assert "</html>" in page(tmp_path)
+    assert not write_if_missing(tmp_path / "nothing", wanted=True)

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from stabletrain.errors import ConfigError
 from stabletrain.stability.guard.limits import INPUTS, LARGEST, LOSS, NORM, RECENT, Limit, Limits, Terms
 from tests.stability.guard.given import reading
 
@@ -150,3 +151,9 @@ def test_a_loss_that_is_below_0_has_the_limit_of_its_window():
     values = np.random.default_rng(0).normal(-2.0, 0.1, 100)
     expected = values[-20:].mean() + 4.0 * values[-20:].std()
     assert limit_after(values, sigma=4.0, terms=Terms(ratio=1.05, share=0.0, cold=3.0)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("sigma", [1e-320, 0.5, 0.0, -1.0, math.nan])
+def test_a_sigma_below_one_is_refused(sigma):
+    with pytest.raises(ConfigError, match=r"^guard.sigma=.* is below 1: .*6 is customary"):
+        Limits(sigma, 128)

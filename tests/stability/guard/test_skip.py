@@ -25,7 +25,7 @@ def test_skips_are_counted_by_kind_and_an_overflow_does_not_end_consecutive_skip
     assert guard.judge(reading(loss=NAN, applied=False)) is Verdict.SKIP
     assert guard.judge(reading(norm=INF, applied=False, overflow=True, scale=1024.0)) is Verdict.SKIP
     assert guard.judge(reading(norm=INF, applied=False)) is Verdict.SKIP
-    assert guard.skips == {"bad_data": 0, "nonfinite": 2, "spike": 0, "overflow": 1}
+    assert guard.skips == {"bad_data": 0, "nonfinite": 2, "spike": 0, "overflow": 1, "state": 0, "recheck": 0}
     assert guard.consecutive == 2
 
 
@@ -128,7 +128,7 @@ def test_windows_go_through_a_checkpoint():
 def test_a_checkpoint_of_another_guard_is_loaded_as_far_as_possible():
     guard = SkipGuard()
     guard.load_state_dict({"skips": {"overflow": 4}})
-    assert guard.skips == {"bad_data": 0, "nonfinite": 0, "spike": 0, "overflow": 4}
+    assert guard.skips == {"bad_data": 0, "nonfinite": 0, "spike": 0, "overflow": 4, "state": 0, "recheck": 0}
     assert guard.healthy
 
 

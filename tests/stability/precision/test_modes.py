@@ -1,5 +1,7 @@
 """The modes: the dtype of each, the hardware on which each is refused, and the choices of `auto`."""
 
+import math
+
 import pytest
 import torch
 
@@ -70,3 +72,12 @@ def test_bf16_on_a_v100_is_refused_with_the_card_and_the_fix(card):
 
 def test_fp16_on_a_cpu_notes_that_it_is_slow():
     assert "slower" in precision.fp16(CPU, **FP16).why
+
+
+@pytest.mark.parametrize(
+    "keys", [(math.nan, 2000, 1.0), (65536.0, 2000, -5.0), (65536.0, 0, 1.0), (math.inf, 2000, 1.0), (1.0, 2000, 2.0)]
+)
+def test_auto_refuses_a_loss_scale_that_fp16_would_refuse(keys):
+    for option in (precision.auto, precision.fp16):
+        with pytest.raises(ConfigError, match=r"^precision\.(init_scale|growth_interval)="):
+            option(CPU, *keys)

@@ -1,0 +1,83 @@
+"""Refuses values that cannot be resolved: `${...}` with an unknown key or resolver, in a circle, or without a value."""
+
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException, UnsupportedInterpolationType
+
+from stabletrain.config.arguments import job_overrides, key_of
+from stabletrain.config.make import leaves
+from stabletrain.errors import ConfigError, did_you_mean
+
+
+def check_resolves(cfg: DictConfig) -> None:
+    """Checks that every value of a configuration can be resolved.
+
+    Also that no key of the top level was removed (`~steps`), which the code reads first.
+
+    Raises:
+        ConfigError: names the key whose value cannot be, and why; a typed key before the keys that refer to it.
+    """
+    overrides = job_overrides() if HydraConfig.initialized() else []
+    typed = [key_of(override) for override in overrides]
+    for override in overrides:
+        if override.startswith("~") and "." not in (key := key_of(override)) and key not in cfg:
+            raise ConfigError(removed(key))
+    try:
+        OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        return
+    except (OmegaConfBaseException, RecursionError):
+        pass  # the loop below finds the key
+    raw = dict(leaves(OmegaConf.to_container(cfg, resolve=False)))
+    for key in sorted(raw, key=lambda key: not key.startswith(tuple(typed))):
+        if (why := reason(cfg, key, raw)) is not None:
+            raise ConfigError(f"{key}={raw[key]}: {why}")
+    raise ConfigError("a value of the configuration cannot be resolved: write the values themselves, without ${...}")
+
+
+def reason(cfg: DictConfig, key: str, raw: dict[str, Any]) -> str | None:
+    """Returns why the value of a key cannot be resolved, and what to write; None if it can.
+
+    Args:
+        raw: the values of all keys as they are written.
+    """
+    try:
+        value = OmegaConf.select(cfg, key, throw_on_missing=True)
+        if OmegaConf.is_config(value):
+            OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        return None
+    except RecursionError:
+        return circular()
+    except OmegaConfBaseException as error:
+        return explained(error, raw)
+
+
+def explained(error: OmegaConfBaseException, raw: dict[str, Any]) -> str:
+    """Returns OmegaConf's error in our words."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if "ecursion" in text:
+        return circular()
+    if "Missing mandatory value" in text:
+        return "it has no value: ??? stands for a value that must be given"
+    if isinstance(error, UnsupportedInterpolationType):
+        name = text.rsplit(" ", 1)[-1]
+        return f"there is no resolver {name}: use ${{key}}, ${{oc.env:NAME}} or ${{hydra:key}}, or the value itself"
+    if isinstance(error, GrammarParseError):
+        return f"this is no interpolation ({text}): write ${{key}}, or the value itself"
+    name = text.split("'")[1] if text.startswith("Interpolation key '") else ""
+    if name.startswith("hydra."):
+        return f"Hydra's own keys are not part of the configuration: write ${{hydra:{name.removeprefix('hydra.')}}}"
+    if name:
+        return f"there is no key {name}{did_you_mean(name, raw, cutoff=0.75)}"
+    return f"it cannot be resolved ({text}): write the value itself"
+
+
+def removed(key: str) -> str:
+    """Returns the message for a key that the command line removes (`~guard`)."""
+    return f"{key} was removed: to turn a group off, use its option that does nothing, such as none or off"
+
+
+def circular() -> str:
+    """Returns the reason for a value that refers to itself."""
+    return "it refers to itself, directly or through other keys: write the value itself"

@@ -1,0 +1,168 @@
+"""Refuses a run that cannot fit into memory, before anything large is allocated.
+
+    lower bound = weights + gradients + moments of the optimizer + this rank's batch
+
+Activations come on top, so a run above this bound cannot train. The weights are counted on the meta device, which
+allocates nothing. A deep model of this package is built there with a few layers, and the others are extrapolated. Any
+other model is built there whole; one that cannot be is not checked.
+"""
+
+import contextlib
+import io
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from stabletrain.config.make import make, target_of
+from stabletrain.errors import ConfigError
+from stabletrain.machine.determinism import rng_restored
+from stabletrain.machine.hardware import device_memory
+from stabletrain.machine.memory import host_memory
+from stabletrain.models.gpt import GPT
+from stabletrain.models.nf_resnet import NFResNet
+from stabletrain.models.resnet import CifarResNet
+from stabletrain.records import reads_rows
+
+DEPTH = {GPT: ("n_layer", 1, 1), CifarResNet: ("depth", 6, 8), NFResNet: ("depth", 6, 8)}
+"""The key of the number of layers, by class; by how much it grows, and the least. The weights grow evenly with it."""
+
+DEEP = 64
+"""Layers above which a model is not built whole."""
+
+MOMENTS = {"AdamW": 2, "StableAdamW": 2, "SPAM": 2, "Muon": 1}
+"""How many numbers, at least, these optimizers keep for each weight; others may keep none."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Sizes of a model's parameters in bytes; `inf` if they are beyond any memory.
+
+    Attributes:
+        all: all parameters.
+        trained: those that get gradients.
+    """
+
+    all: float
+    trained: float
+
+    def extrapolated(self, more: "Weights", times: int) -> "Weights":
+        """Returns the sizes after growing `times` more by the difference to `more`."""
+        return Weights(self.all + times * (more.all - self.all), self.trained + times * (more.trained - self.trained))
+
+
+def check_memory(cfg: DictConfig, process: Any, data: Any, sizes: Mapping[str, Any]) -> None:
+    """Checks that weights, gradients, moments and one batch fit into the memory of the device and of the host.
+
+    Args:
+        cfg: the whole configuration.
+        process: of `stages.py`.
+        data: the data set.
+        sizes: the model's sizes that are taken from the data.
+
+    Raises:
+        ConfigError: names what is too large, what it needs at least, and what there is.
+    """
+    weights = weights_of(cfg, sizes)
+    if weights is None:
+        return
+    ranks, device = process.ranks, process.device
+    shards = ranks.world_size if process.choices.get("parallel") == "fsdp" else 1
+    half = 0.5 if process.choices.get("precision") == "bf16_params" else 1
+    batch = batch_bytes(cfg, process, data)
+    training = half * (weights.all + (1 + moments(cfg)) * weights.trained) / shards
+    if device.type == "cuda":
+        refuse_above(device_memory(device), training, batch, f"{device} has", cfg, process.choices)
+        training = 0  # the host only builds the weights, and loads the batch
+    each = max(weights.all, training)  # each rank builds the whole model
+    here = ranks.local_world_size
+    refuse_above(host_memory(), here * each, here * batch, "this process may use", cfg, process.choices)
+
+
+def refuse_above(
+    limit: float, model: float, batch: float, has: str, cfg: DictConfig, choices: Mapping[str, str]
+) -> None:
+    """Raises ConfigError if model and batch together need more than `limit` bytes."""
+    if model + batch <= limit:
+        return
+    what, fix = f"model={choices['model']}", "choose a smaller model"
+    if name := depth_key(cfg):
+        what, fix = f"{what} with model.{name}={cfg.model[name]}", "choose a smaller model, or fewer layers"
+    if batch > model:
+        what, fix = f"batch_size={cfg.batch_size}", "lower batch_size"
+    raise ConfigError(
+        f"{what} cannot be trained: weights, gradients and moments need {gigabytes(model)} or more and one batch "
+        f"{gigabytes(batch)}, but {has} {gigabytes(limit)} of memory: {fix}"
+    )
+
+
+def gigabytes(size: float) -> str:
+    """Formats a number of bytes: `315 GB`, `less than 0.01 GB`; without digits beyond 2^63 bytes."""
+    if size < 1e7:
+        return "less than 0.01 GB"
+    return f"{float(f'{size / 1e9:.3g}'):,g} GB" if size < 2.0**63 else "more than 9 billion GB"
+
+
+def moments(cfg: DictConfig) -> int:
+    """Returns how many numbers the optimizer keeps for each weight, at least."""
+    module, _, name = str(cfg.optimizer.get("_target_")).rpartition(".")
+    if not module.startswith("stabletrain."):
+        return 0
+    return int(bool(cfg.optimizer.get("momentum"))) if name == "SGD" else MOMENTS.get(name, 0)
+
+
+def batch_bytes(cfg: DictConfig, process: Any, data: Any) -> float:
+    """Returns the bytes of this rank's batch; 0 if the data does not return as many samples as it is asked for."""
+    try:
+        sample = data.batch(0, 2, "val")
+        tensors: list[Tensor] = [sample.inputs, sample.targets]
+        if len(sample) != 2:
+            return 0
+        storages = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in tensors}  # views share memory
+    except Exception:  # an error in the data is reported when training reads it
+        return 0
+    rows = process.parallel.rows(cfg.batch_size) if reads_rows(data) else slice(0, cfg.batch_size)
+    return sum(storages.values()) / 2 * (rows.stop - rows.start)
+
+
+def depth_key(cfg: DictConfig) -> str:
+    """Returns the key of the model's number of layers; empty for a model that is not of this package."""
+    return DEPTH.get(target_of(cfg, "model"), ("",))[0]
+
+
+def weights_of(cfg: DictConfig, sizes: Mapping[str, Any]) -> Weights | None:
+    """Returns the sizes of the model's parameters; None if it cannot be built on the meta device."""
+    if not (name := depth_key(cfg)):
+        return on_meta(cfg, sizes)
+    _, grows, least = DEPTH[target_of(cfg, "model")]
+    depth = cfg.model[name]
+    if depth < least or depth % grows != least % grows or depth <= DEEP * grows:
+        return on_meta(cfg, sizes)
+    small, larger = (on_meta(cfg, {**sizes, name: least + more}) for more in (0, grows))
+    return small if small is None or larger is None else small.extrapolated(larger, (depth - least) // grows)
+
+
+def on_meta(cfg: DictConfig, sizes: Mapping[str, Any]) -> Weights | None:
+    """Builds the model on the meta device and returns the sizes of its parameters; None if that fails."""
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(rng_restored(nn.Module()))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # a constructor may print
+            stack.enter_context(torch.device("meta"))
+            model = make(cfg, "model", **sizes)
+        parameters = list(model.parameters())
+    except Exception as error:  # whatever is wrong with the model, building it says
+        own = str(target_of(cfg, "model").__module__).startswith("stabletrain.")
+        too_large = "Storage size calculation overflowed" in str(error)
+        return Weights(math.inf, math.inf) if own and too_large else None
+    return Weights(
+        sum(parameter.nbytes for parameter in parameters),
+        sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+    )

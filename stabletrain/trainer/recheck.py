@@ -1,0 +1,102 @@
+"""A computation that came out differently the second time: a third one tells which was wrong, or that neither repeats.
+
+A third result that equals one of the two shows that the other was wrong: the hardware. If it does not equal the second
+and no two results ever agreed in this run, the model is at fault: its forward pass depends on more than weights,
+buffers, batch and PyTorch's random numbers, such as a file or a list that it appends to. This is said once, and the
+limit is learnt from then on.
+"""
+
+import platform
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from stabletrain.forensics.repro import at_scale, copy_of_model
+from stabletrain.machine import hardware
+from stabletrain.machine.compiling import compiled_shape, uncompiled
+from stabletrain.machine.determinism import rng_restored
+from stabletrain.records import Reading, Verdict
+from stabletrain.stability.guard.comparing import Compared, sums
+from stabletrain.stability.guard.recheck import Finding
+from stabletrain.step import count_targets, forward_backward
+from stabletrain.trainer.incidents import ExecutedStep, handle_incident
+from stabletrain.trainer.run import TrainingRun
+
+
+def confirm(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict: Verdict) -> Verdict:
+    """Returns the verdict on a step whose repetition differs: the guard's, or that of a step without a fault.
+
+    Sets `found` of the guard's recheck if it is a fault, and files the incident of an update that was applied. All
+    ranks must call it before the next step begins.
+    """
+    recheck, tracker = run.tools.guard.recheck, run.rollback.tracker
+    part = recheck.wrong(reading)
+    finding = find(run, executed, reading, part)
+    # If the third equals the first and none ever agreed, something that cannot be put back changed the second one: the
+    # step itself was right.
+    repeats = finding.third == "second" or finding.agreed > 0
+    if not run.parallel.any_rank(finding.differs and repeats):
+        recheck.vary(part)
+        tracker.event("recheck_varies", reading.step, part=part, tick=run.state.executed_steps)
+        tracker.note(
+            f"step {reading.step}: a second computation of the {part} never gives the same bits with this model: its "
+            "code may depend on more than weights, buffers, batch and random numbers; guard.recheck_every now compares "
+            "with a limit that is learnt"
+        )
+        return Verdict.APPLY if reading.applied else Verdict.SKIP
+    recheck.found = finding
+    if reading.applied:
+        fields = {"kind": "recheck", "part": part, "reason": run.tools.guard.reason}
+        tracker.event("distrust", reading.step, tick=run.state.executed_steps, **fields)
+        handle_incident(run, executed, reading, "recheck")
+    return verdict
+
+
+def find(run: TrainingRun, executed: ExecutedStep, reading: Reading, part: str) -> Finding:
+    """Collects what is known of the newest repetition of a part; waits for the device."""
+    recheck = run.tools.guard.recheck
+    compared, limit = recheck.compared.get(part), recheck.limit(part)
+    ranks = run.parallel.ranks
+    place = f"device {run.device} ({hardware.name(run.device)}), host {platform.node()}, rank {ranks.rank}"
+    agreed = recheck.agreed(part)
+    if compared is None:
+        return Finding(part, False, [], "", agreed, limit, place)
+    ratios = compared.ratios.tolist()
+    worst = sorted(zip(compared.names, ratios, strict=True), key=lambda each: -each[1])
+    tensors = [each for each in worst if each[1] > limit]
+    third = which(run, executed, reading, compared) if tensors and limit == 0 else ""
+    return Finding(part, bool(tensors), tensors, third, agreed, limit, place)
+
+
+def which(run: TrainingRun, executed: ExecutedStep, reading: Reading, compared: Compared) -> str:
+    """Computes a third time; returns which result that equals, as in `Finding`."""
+    if compared.again is None and compiled_shape(run.state.model) is not None:
+        return ""  # a copy is not compiled, so it computes other bits
+    try:
+        third = again(run, executed, reading, compared) if compared.again is None else compared.again()
+    except Exception:  # a user's model may raise anything, and the two results are known
+        return ""
+    if torch.equal(third, compared.first):
+        return "first"
+    return "second" if torch.equal(third, compared.second) else "neither"
+
+
+def again(run: TrainingRun, executed: ExecutedStep, reading: Reading, compared: Compared) -> Tensor:
+    """Computes the gradients of the step's first micro-batch on a copy of the model; returns the sums of their bits."""
+    assert compared.generators is not None
+    model = copy_of_model(run.state.model)
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), executed.saved_buffers.tensors(), strict=True):
+            buffer.copy_(before)
+    tools, device = run.tools, run.device
+    precision = at_scale(tools.precision, reading.loss_scale)
+    batches = executed.batch.to(device).split(run.plan.grad_accum_steps)
+    n_valid, _ = count_targets(batches)
+    first = next(batch for batch in batches if batch.targets.numel())
+    with rng_restored(model), uncompiled(), torch.enable_grad():
+        compared.generators.set()
+        tools = replace(tools, precision=precision)
+        forward_backward(tools.wrap_alone(model), first, n_valid, tools)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return sums([gradients[name] for name in compared.names], device)
