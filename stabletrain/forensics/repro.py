@@ -347,7 +347,7 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
         rest = [found[key] for key in ("scaled", "micro_batches", "compiled", "about")]
         if not isinstance(loss_scale, int | float):
             raise TypeError(f"loss_scale is {loss_scale!r}, not a number")
-        if rest[1] < 1 or rest[1] > len(batch) or len(batch) % rest[1]:
+        if not 1 <= rest[1] <= max(len(batch), 1) or len(batch) % rest[1]:
             raise ValueError(f"{rest[1]} micro-batches of a batch of {len(batch)} samples")
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise DamagedFile(f"{folder / SCENE} is damaged ({type(error).__name__}: {error})") from error
