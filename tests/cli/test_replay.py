@@ -253,4 +253,4 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert "is not a run folder" in refused(capsys, "diagnose", tmp_path)
     filed(tmp_path, "step-00000007", step=7)
     (tmp_path / "incidents" / "step-00000007" / "diagnosis.json").write_text("{")
-    assert "it is damaged; move step-00000007 away" in refused(capsys, "diagnose", tmp_path)
+    assert "it is not valid JSON; move step-00000007 away" in refused(capsys, "diagnose", tmp_path)
