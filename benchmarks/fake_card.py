@@ -316,10 +316,10 @@ def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
 def made(make: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `make(cfg, group)` that builds data and initial weights with real values, on the host."""
 
-    def build(cfg: Any, group: str, **arguments: Any) -> Any:
+    def build(cfg: Any, group: str, *role: Any, **arguments: Any) -> Any:
         if group not in ("data", "init"):
-            return make(cfg, group, **arguments)
-        built = with_values(make)(cfg, group, **arguments)
+            return make(cfg, group, *role, **arguments)
+        built = with_values(make)(cfg, group, *role, **arguments)
         if group == "init":
             return with_values(built)
         if hasattr(built, "fingerprint"):

@@ -10,6 +10,7 @@ earlier one ended. `--only N` runs line N alone, as a command, and prints what i
 import argparse
 import collections
 import json
+import logging
 import multiprocessing as mp
 import os
 import queue
@@ -102,6 +103,8 @@ def serve(connection: Any, folder: str, gib: float) -> None:
             stream.seek(0)
         torch.use_deterministic_algorithms(False)
         GlobalHydra.instance().clear()
+        logging.root.handlers.clear()  # after `--info` or `hydra.verbose=true`, Hydra would log every later line too
+        logging.root.setLevel(logging.WARNING)
         os.chdir(folder)
         sys.argv = [str(ROOT / "train.py"), *words]
         main = hydra_main(version_base="1.3", config_path=str(CONF), config_name="config")(cli.run_job)

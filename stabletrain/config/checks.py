@@ -53,6 +53,7 @@ NULLS = {
     "faults.module": "",
     "faults.parameter": "",
     "data.workers": 1,
+    "guard.checksum_every": 1,
     "wandb.entity": "",
     "wandb.group": "",
     "wandb.name": "",

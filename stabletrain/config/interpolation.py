@@ -22,7 +22,7 @@ def check_resolves(cfg: DictConfig) -> None:
     overrides = job_overrides() if HydraConfig.initialized() else []
     typed = [key_of(override) for override in overrides]
     for override in overrides:
-        if override.startswith("~") and "." not in (key := key_of(override)) and key not in cfg:
+        if override.startswith("~") and "." not in (key := key_of(override)):
             raise ConfigError(removed(key))
     try:
         OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)

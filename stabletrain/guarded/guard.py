@@ -377,7 +377,7 @@ class Guard:
     @property
     def skips(self) -> dict[str, int]:
         """Number of steps that were withheld, by kind: `nonfinite`, `spike`, `overflow`, `state`."""
-        return {kind: count for kind, count in self._policy.skips.items() if kind != "bad_data"}
+        return {kind: count for kind, count in self._policy.skips.items() if kind not in ("bad_data", "recheck")}
 
     @property
     def incidents(self) -> list[IncidentSummary]:

@@ -49,6 +49,7 @@ def test_values_that_resolve_are_accepted():
         ("seed='${hydra:runtime.choices.model}'", "seed=gpt_nano is not a whole number"),
         ("~qkclip", "qkclip was removed"),
         ("~resume", "resume was removed"),
+        ("~stability", "stability was removed"),
         ("optimizer.lr='${model.norm}'", "optimizer.lr=layernorm is not a number"),
     ],
 )

@@ -170,6 +170,8 @@ CHANGED: dict[str, object] = {
     "guard.max_consecutive": 0,
     "guard.sigma": "inf",
     "guard.window": 19,
+    "guard.checksum_every": -1,
+    "guard.recheck_every": -1,
     "guard.healthy_after": 5,
     "guard.patience": 3,
     "guard.snapshots": 0,
