@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from stabletrain.checkpoint.reader import UnusableCheckpoint
 from stabletrain.checkpoint.tree import Tree, is_sharded, map_tensors
 from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
@@ -73,14 +74,14 @@ def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> Non
     device = next(state.model.parameters()).device
     for name, part in parts.items():
         if name not in tree["parts"]:
-            raise ConfigError(
+            raise UnusableCheckpoint(
                 f"the checkpoint has no state of '{name}': another version of stabletrain wrote it; resume with that "
                 "version, or start a new run in another folder"
             )
         try:
             part.load_state_dict(map_tensors(lambda tensor: tensor.to(device, copy=True), tree["parts"][name]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"the checkpoint's state of '{name}' does not fit ({error!r}): {FIX}") from error
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise UnusableCheckpoint(f"the checkpoint's state of '{name}' does not fit ({error!r}): {FIX}") from error
     live = state.model.state_dict()
     whole = {name: _like(live[name], v) if isinstance(v, Tensor) else v for name, v in tree["model"].items()}
     state.model.load_state_dict(whole)

@@ -226,6 +226,16 @@ class Checkpoints(NoCheckpoints):
         """Returns a checkpoint of any run; see `folder.find`."""
         return find(path, verify=self.verify)
 
+    def accept(self, found: Checkpoint, fault: str) -> bool:
+        """Returns whether a checkpoint's state could be used; if not, `newest` and `preferred` skip it from now on.
+
+        Args:
+            fault: why this process cannot use it; empty if it can.
+        """
+        if fault:
+            self._open_folder().reject(found.path, fault)
+        return not fault
+
     def rewind(self, step: int) -> None:
         """Deletes the checkpoints after `step`, which a rollback made obsolete.
 

@@ -119,12 +119,19 @@ class Folder:
         self.path, self.run = path, run
         self.damaged: dict[Path, str] = {}
         self._good: dict[Path, Marks] = {}
+        self._rejected: dict[Path, str] = {}
         self._report, self._tell, self._verify = report, tell, verify
 
     def mark_verified(self, path: Path) -> None:
         """Records that a checkpoint this process has just written is intact."""
+        self._rejected.pop(path, None)
         if (marks := marks_of(path)) is not None:
             self._good[path] = marks
+
+    def reject(self, path: Path, reason: str) -> None:
+        """Skips a checkpoint from now on: it verifies, but its state cannot be that of the run."""
+        self._rejected[path] = reason
+        self._pass_over(path, number(path), reason)
 
     def newest(
         self, *, healthy_only: bool = False, at_most: int | None = None, again: bool = True
@@ -187,6 +194,8 @@ class Folder:
 
     def _verified(self, path: Path, healthy_only: bool, again: bool = True) -> Checkpoint | None:
         try:
+            if path in self._rejected:
+                raise UnusableCheckpoint(self._rejected[path])
             found = self._own(peek(path))
             if healthy_only and not found.healthy:
                 return None

@@ -88,5 +88,10 @@ class NoCheckpoints:
         """Returns a checkpoint of any run; see `folder.find`."""
         return find(path, verify=self.verify)
 
+    def accept(self, found: Checkpoint, fault: str) -> bool:
+        """Returns whether a checkpoint's state could be used."""
+        del found
+        return not fault
+
     def rewind(self, step: int) -> None:
         """Does nothing."""

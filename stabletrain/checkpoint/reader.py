@@ -21,8 +21,10 @@ import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from stabletrain.checkpoint.sound import Manifest, check_skeleton, check_tensors
 from stabletrain.checkpoint.tree import Tree, unflatten
 from stabletrain.errors import ConfigError
+from stabletrain.stored.json_files import check_plain, check_type, is_int, parse
 
 CHUNK = 1 << 20
 
@@ -195,16 +197,16 @@ class Checkpoint:
         Raises:
             UnusableCheckpoint: a file is missing or differs from what was written.
         """
-        files = _manifest(self.path)["files"]
-        skeleton = _skeleton(self.path, files)
+        manifest = _manifest(self.path)
+        files, skeleton = manifest["files"], _skeleton(self.path, manifest)
         near = places_of_moments(self.path, skeleton["training"], places) if places else None
         training = tensors_in(self.path, "training", files, skeleton, near)
         return {"model": tensors_in(self.path, "model", files, skeleton, places or None), **training}
 
     def load_model(self) -> dict[str, Any]:
         """Returns the model's `state_dict` alone, on the CPU; raises as `load` does."""
-        files = _manifest(self.path)["files"]
-        return tensors_in(self.path, "model", files, _skeleton(self.path, files), None)
+        manifest = _manifest(self.path)
+        return tensors_in(self.path, "model", manifest["files"], _skeleton(self.path, manifest), None)
 
     def model_files(self) -> dict[str, str]:
         """Returns the SHA-256 of each file that holds the model, by name, as the manifest has it; raises as `load`."""
@@ -242,12 +244,29 @@ def verify(path: Path, rank: int = 0, count: int = 1) -> Checkpoint:
     for name in [name for name in files if name != SKELETON][rank::count]:
         check(path, name, files)
     if rank == 0:
-        skeleton = _skeleton(path, files)
+        skeleton = _skeleton(path, manifest)
         for part in WHOLE:
             names = parts_of(part, files)
             with naming(path, label(part, names)):
                 unflatten(skeleton[part], dict.fromkeys(names_in(path, part, names, skeleton)))
+        if MODEL in files:
+            _check_headers(path, skeleton)
     return _checkpoint(path, manifest)
+
+
+def _check_headers(path: Path, skeleton: Mapping[str, Tree]) -> None:
+    """Checks dtypes and shapes of the tensors of a checkpoint that one process wrote, by the files' headers."""
+    dtypes, shapes = {}, {}
+    for name in WHOLE.values():
+        with naming(path, name), safe_open(path / name, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(key)
+                dtypes[key], shapes[key] = part.get_dtype(), part.get_shape()
+    with naming(path, SKELETON):
+        try:
+            check_tensors(skeleton, dtypes, shapes)
+        except ValueError as error:
+            raise UnusableCheckpoint(f"{path}: {error}") from error
 
 
 def render(manifest: Mapping[str, Any]) -> bytes:
@@ -277,18 +296,23 @@ def _manifest(path: Path) -> dict[str, Any]:
         given = unflatten({"val_loss": manifest["val_loss"], "info": manifest["info"]}, {})
         manifest |= given
         # A right checksum does not make the types right: another program may have written the manifest.
-        kinds = {"step": int, "healthy": bool, "val_loss": int | float | None, "info": dict}
-        sound = all(isinstance(manifest[key], kind) for key, kind in kinds.items())
-        if not sound or not all(isinstance(entry["bytes"], int) for entry in manifest["files"].values()):
+        check_plain(manifest["info"])
+        check_type(manifest, Manifest)
+        if not all(is_int(entry["bytes"]) for entry in manifest["files"].values()):
             raise TypeError
         return manifest
 
 
-def _skeleton(path: Path, files: Mapping[str, Any]) -> dict[str, Tree]:
+def _skeleton(path: Path, manifest: Mapping[str, Any]) -> dict[str, Tree]:
     """Returns the verified `state.json`: the skeletons of both parts, and the tensors' shapes if ranks wrote shards."""
+    files = manifest["files"]
     content = checked(path, SKELETON, files)
     with naming(path, SKELETON):
-        skeleton = json.loads(content)
+        try:
+            skeleton = parse(content)
+            check_skeleton(skeleton, manifest["step"], parted=MODEL not in files)
+        except ValueError as error:
+            raise UnusableCheckpoint(f"{path}: {SKELETON} is damaged: {error}") from error
         return {part: dict(skeleton[part]) for part in (*WHOLE, *(() if MODEL in files else ("shapes",)))}
 
 

@@ -1,6 +1,5 @@
 """`stabletrain export`: writes a run's model for other programs."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from stabletrain.errors import ConfigError, did_you_mean
 from stabletrain.models.gpt import GPT
 from stabletrain.models.resnet import TorchvisionResNet
 from stabletrain.printable import say
+from stabletrain.stored.json_files import DamagedFile
+from stabletrain.stored.run_json import read_run_record
 from stabletrain.trainer.contract import checked
 from stabletrain.trainer.saved import build_model, config_of
 from stabletrain.weights.folder import check_place, new_folder
@@ -113,9 +114,10 @@ def trained_of(checkpoint: Checkpoint) -> Trained:
 def choices_in(folder: Path) -> Mapping[str, str]:
     """Returns the option of each config group that a run folder records; empty if it does not."""
     try:
-        return json.loads((folder / "run.json").read_text(encoding="utf-8"))["choices"]
-    except (OSError, ValueError, LookupError, TypeError):
+        choices = read_run_record(folder).get("choices", {})
+    except DamagedFile:
         return {}
+    return {group: option for group, option in choices.items() if option is not None}
 
 
 def tokenizer_of(cfg: DictConfig) -> str | None:

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -26,6 +26,7 @@ from stabletrain.config.checks import CHOSEN_PARTS, check_keys
 from stabletrain.config.error_texts import explain
 from stabletrain.config.make import leaves, make, plain
 from stabletrain.config.moved import updated
+from stabletrain.config.recorded import Group
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean
 from stabletrain.forensics import repro as repro_files
 from stabletrain.forensics.incident_list import read
@@ -38,6 +39,7 @@ from stabletrain.program import conf_folder
 from stabletrain.protocols import Tools
 from stabletrain.records import TrainState
 from stabletrain.stability.guard import NoGuard
+from stabletrain.stored.json_files import Count, DamagedFile, check_type
 from stabletrain.trainer.contract import TakeLogits, vocabulary
 from stabletrain.trainer.saved import open_sizes, sizes_in
 from stabletrain.trainer.tools import objective_from_config, tools_from_config
@@ -155,7 +157,7 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
         )
     # The order of sums, and so the bits, depends on the number of threads.
     torch.set_num_threads(repro_files.read(folder).get("threads") or torch.get_num_threads())
-    recorded = DictConfig(updated(about["config"]))
+    recorded = recorded_config(folder, about["config"])
     cfg = overridden_config(recorded, about["choices"], overrides, config_dir) if overrides else recorded
     cfg.model = fill_sizes(cfg, folder)
     model, tools = model_and_tools(cfg)
@@ -175,6 +177,49 @@ def replay_incident(folder: Path, overrides: Sequence[str] = (), config_dir: Pat
     return ReplayReport(
         repro.reading, outcome, tuple(overrides), fresh, repro.applied, diagnosis, changed, unsure, repro.part
     )
+
+
+class Recorded(TypedDict):
+    """What a replay needs of an incident's configuration."""
+
+    steps: Count
+    seed: int
+    device: str
+    grad_accum_steps: Count
+    model: Group
+    precision: Group
+    determinism: Group
+    clipping: Group
+    warmup: Group
+    schedule: Group
+    qkclip: Group
+
+
+class RecordedConfig(Recorded, total=False):
+    """What an incident of an older version lacks."""
+
+    objective: Group
+    zloss: Group
+    qknorm: Group
+    softcap: Group
+    label_smoothing: float
+    loss_chunk: int | str
+
+
+def recorded_config(folder: Path, found: dict[str, Any]) -> DictConfig:
+    """Returns an incident's configuration, with today's paths.
+
+    Raises:
+        DamagedFile: it is not the configuration of a run.
+    """
+    try:
+        check_type(found, RecordedConfig)
+        cfg = DictConfig(updated(found))
+        plain(cfg)
+    except (ValueError, OmegaConfBaseException) as error:
+        reason = str(error).partition("\n")[0]
+        raise DamagedFile(f"{folder / repro_files.SCENE} is damaged: its configuration: {reason}") from error
+    return cfg
 
 
 def replay_of_loop(folder: Path, overrides: Sequence[str]) -> ReplayReport:

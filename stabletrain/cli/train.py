@@ -64,6 +64,8 @@ from stabletrain.parallel.ranks import (
 )
 from stabletrain.printable import printable, say
 from stabletrain.program import SCRIPT, conf_folder, program_name, started, torchrun_target
+from stabletrain.stored.json_files import DamagedFile, MissingFile
+from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import warn
 
 if TYPE_CHECKING:
@@ -365,10 +367,10 @@ def record_failure(folder: Path, error: Exception) -> None:
         "final": {},
     }
     file = folder / "run.json"
-    with suppress(OSError, ValueError):  # the message on the terminal matters more
-        if file.exists():
-            record = json.loads(file.read_text(encoding="utf-8"))
-        if record["status"] == "failed":
+    with suppress(OSError, DamagedFile):  # the message on the terminal matters more; a damaged record stays as it is
+        with suppress(MissingFile):
+            record = {**read_run_record(folder)}
+        if record.get("status") == "failed":
             record["exit_code"] = getattr(error, "exit_code", 1)
             file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 

@@ -4,13 +4,12 @@ A run's `run.json` records the arguments of its first start. This record, not Hy
 folder belongs to.
 """
 
-import json
 import os
 import shlex
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
@@ -19,6 +18,8 @@ from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.printable import say
 from stabletrain.program import conf_folder, started
+from stabletrain.stored.json_files import DamagedFile, MissingFile, check_type
+from stabletrain.stored.run_json import read_run_record, read_sweep_command
 
 WITH_VALUE = frozenset(
     [
@@ -207,18 +208,33 @@ def in_folder(arguments: Arguments, key: str, folder: Path) -> Arguments:
 
 def recorded_arguments(folder: Path) -> Arguments:
     """Reads the arguments that the run in `folder` was first started with; empty if they are not recorded."""
+    return arguments_of(folder) or Arguments([], [])
+
+
+def arguments_of(folder: Path) -> Arguments | None:
+    """Reads the arguments of a run from its `run.json`, or from Hydra's record if that is damaged; None if both are."""
     try:
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        record = read_run_record(folder)
+        if "overrides" not in record:
+            raise DamagedFile(f"{folder / 'run.json'} is damaged: it has no overrides")
         return parse_arguments([*record.get("options", []), *record.get("overrides", [])]).without("resume")
-    except (OSError, ValueError, AttributeError, TypeError):
-        return Arguments([], [])
+    except MissingFile:
+        return None
+    except DamagedFile:
+        pass
+    try:
+        overrides = OmegaConf.to_container(OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
+        check_type(overrides, list[str])
+    except Exception:  # YAML parsers raise many types
+        return None
+    return parse_arguments([str(each) for each in cast("list", overrides)]).without("resume")
 
 
 def sweep_arguments(folder: Path) -> Arguments | None:
     """Reads the arguments that the sweep in `folder` was started with; None if it is no sweep."""
     try:
         if (folder / "sweep.json").exists():
-            record = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+            record = read_sweep_command(folder)
             options = [option for option in record["options"] if option not in SWEEP]
             return parse_arguments([*options, *record["overrides"]])
         if (folder / "multirun.yaml").exists():  # written by a Slurm job array
@@ -241,9 +257,9 @@ def newest_of_same(typed: Arguments, part: str = ".") -> str | None:
                 return str(folder)
         return None
     found = [
-        (recorded_arguments(file.parent), str(file.parent))
+        (recorded, str(file.parent))
         for file in sorted(Path("outputs").glob("*/*/run.json"), reverse=True)
-        if (file.parent / "checkpoints").is_dir()
+        if (file.parent / "checkpoints").is_dir() and (recorded := arguments_of(file.parent)) is not None
     ]
     # The very same command first. Otherwise a run that differs in `steps` only: its user has raised them to continue.
     same = [folder for recorded, folder in found if recorded.identity() == typed.identity()]

@@ -11,7 +11,6 @@ A group's row judges another option of the group. A key inside a group that keep
 its group is, and otherwise recorded. `docs/resume.md` shows the table. Imports no torch.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.config.make import leaves, plain
 from stabletrain.errors import ConfigError
+from stabletrain.stored.json_files import DamagedFile
+from stabletrain.stored.run_json import read_run_record
 
 FREE, RECORDED, NEW_STATE, REFUSED = "free", "recorded", "new state", "refused"
 
@@ -210,7 +211,7 @@ def recorded_settings(folder: Path, step: float) -> Settings | None:
         file = folder / ".hydra" / "config.yaml"
         first = OmegaConf.load(file.with_name("hydra.yaml")).hydra.runtime.choices
         values = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        record = read_run_record(folder)
         choices = {str(group): str(option) for group, option in first.items() if "hydra" not in str(group)}
         assert isinstance(values, dict)
         for change in record.get("changes", []):
@@ -227,9 +228,8 @@ def recorded_settings(folder: Path, step: float) -> Settings | None:
 def steps_of_changes(folder: Path) -> list[int]:
     """Returns after how many steps the run in `folder` was resumed with changed settings, by its record."""
     try:
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        return [int(change["step"]) for change in record.get("changes", [])]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [change["step"] for change in read_run_record(folder).get("changes", [])]
+    except DamagedFile:
         return []
 
 
@@ -288,10 +288,11 @@ def check_unfinished(folder: Path, steps: int, changes: Mapping[str, Any]) -> No
         ConfigError: the run has finished its steps.
     """
     try:
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        done = int(record["final"]["steps"]) if record["status"] == "finished" and not record["reason"] else -1
-    except (OSError, ValueError, KeyError, TypeError):
+        record = read_run_record(folder)
+    except DamagedFile:
         return
+    finished = record.get("status") == "finished" and not record.get("reason")
+    done: Any = record.get("final", {}).get("steps", -1) if finished else -1
     if done >= steps:
         raise ConfigError(
             f"steps={steps}: the run in {folder} has finished its {done} steps, so a resume with another "

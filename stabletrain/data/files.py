@@ -7,11 +7,12 @@ meta.json     {"version", "tokenizer", "vocab_size", "dtype", "splits": {"train"
 """
 
 import glob
-import json
 import os
 from pathlib import Path
+from typing import Any, TypedDict
 
 from stabletrain.errors import ConfigError, closest
+from stabletrain.stored.json_files import Count, DamagedFile, MissingFile, read_record
 
 MAGIC = frozenset("*?[")
 SNIFF = 8000  # bytes that git reads to tell text from binary
@@ -101,7 +102,29 @@ VERSION = 1
 DTYPES = ("uint8", "uint16", "uint32")
 
 
-def read_meta(folder: Path) -> dict:
+class Shard(TypedDict):
+    """A file of token ids."""
+
+    file: str
+    tokens: Count
+
+
+class Splits(TypedDict):
+    """The shards of each split, in order."""
+
+    train: list[Shard]
+    val: list[Shard]
+
+
+class Meta(TypedDict):
+    """The content of `meta.json`, and `version` and `dtype`, which say whether this program can read the shards."""
+
+    tokenizer: str
+    vocab_size: Count
+    splits: Splits
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
     """Reads the manifest of a folder of shards.
 
     Raises:
@@ -109,22 +132,19 @@ def read_meta(folder: Path) -> dict:
     """
     file = folder / "meta.json"
     try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
-        shards = [shard for split in ("train", "val") for shard in meta["splits"][split]]
-        whole = all(isinstance(s["file"], str) and isinstance(s["tokens"], int) for s in shards)
-        whole = whole and isinstance(meta["vocab_size"], int) and isinstance(meta["tokenizer"], str)
-    except (FileNotFoundError, NotADirectoryError):
+        meta = read_record(file, Meta)
+    except MissingFile:
         raise ConfigError(
             f"data.path={folder} has no meta.json: write the folder with `stabletrain prepare <text> {folder}`, "
             "or use data=text for plain text"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except DamagedFile as error:
         raise ConfigError(
-            f"data.path: {file} is not a manifest of token shards ({error!r}): prepare the data again"
+            f"data.path: {file} is not a manifest of token shards ({error}): prepare the data again"
         ) from None
-    if not whole or meta.get("version") != VERSION or meta.get("dtype") not in DTYPES:
+    if meta.get("version") != VERSION or meta.get("dtype") not in DTYPES:
         raise ConfigError(
             f"data.path: {file} has version {meta.get('version')} and dtype {meta.get('dtype')}, "
             f"but this program reads version {VERSION} with dtype {', '.join(DTYPES)}: prepare the data again"
         )
-    return meta
+    return dict(meta)

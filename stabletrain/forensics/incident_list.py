@@ -1,12 +1,13 @@
 """Reads the incidents of a run back from its folder, without torch, and formats each for the terminal."""
 
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from stabletrain.errors import ConfigError
 from stabletrain.printable import one_line
+from stabletrain.stored.diagnosis import read_diagnosis
+from stabletrain.stored.json_files import DamagedFile
 
 KINDS = {"step": int, "rank": int | None, "cause": str, "confidence": float | int, "verdict": str, "fix": list}
 """Keys of a `diagnosis.json` and their types."""
@@ -44,13 +45,9 @@ def read(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read.
     """
     try:
-        found = json.loads((path / "diagnosis.json").read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-        reason = f"holds a {type(found).__name__}"
-    except (OSError, ValueError) as error:
-        reason = " ".join(f"cannot be read ({error})".split())
-    raise ConfigError(f"{path / 'diagnosis.json'} {reason}: it is damaged; move {path.name} away to see the others")
+        return read_diagnosis(path)
+    except DamagedFile as error:
+        raise DamagedFile(f"{error}; move {path.name} away to see the others") from error
 
 
 def filed_incidents(folder: Path) -> list[tuple[Path, dict[str, Any]]]:

@@ -16,10 +16,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from stabletrain.checkpoint.capture import Stateful
@@ -34,6 +35,7 @@ from stabletrain.records import Batch, RankPart, Reading, saved_reading
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.guard.recheck import Finding
 from stabletrain.stability.guard.repeats import CONTAINERS
+from stabletrain.stored.json_files import Count, DamagedFile, read_record
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,63 @@ def is_scaled(precision: Precision) -> bool:
     return isinstance(precision, Stateful) and "scale" in precision.state_dict()
 
 
+class Begun(TypedDict):
+    """What every `scene.json` has."""
+
+    format: int
+    step: Count
+
+
+class Closure(TypedDict):
+    """How another process imports a closure of a user's loop, and finds its model."""
+
+    module: str
+    name: str
+    model: str
+    path: str
+    file: str
+    sha256: str | None
+
+
+class Code(TypedDict):
+    """A source file of the user's, as the run imported it."""
+
+    file: str
+    sha256: str | None
+
+
+class Metadata(TypedDict, total=False):
+    """The run's configuration, and the option of each config group."""
+
+    config: dict[str, Any]
+    choices: dict[str, str | None]
+
+
+class Scene(Begun, total=False):
+    """The content of `scene.json`: a step of a run, or one of a user's loop, which has `closures`.
+
+    Beside these keys it has, for each file of tensors, their tree under the file's name and its SHA-256.
+    """
+
+    micro_batches: Count
+    loss_scale: float | dict[str, str]
+    scaled: bool
+    reading: dict[str, Any] | None
+    part: dict[str, Any] | None
+    compiled: bool
+    compiled_for: list[Count] | None
+    applied: bool
+    code: dict[str, Code] | None
+    threads: Count | None
+    order: dict[str, list[Count]]
+    sources: list[str] | None
+    about: Metadata
+    closures: list[Closure]
+    precision: str
+    comparable: bool
+    device: str
+
+
 FORMAT = 1
 SCENE, BATCH, STATE = "scene.json", "batch.safetensors", "state.safetensors"
 
@@ -245,14 +304,14 @@ def read(folder: Path) -> Tree:
     Raises:
         ConfigError: the file is missing, unreadable or of another format version.
     """
+    which = "replay an incident that this version of stabletrain recorded"
     try:
-        found = json.loads((folder / SCENE).read_text())
-        if found["format"] == FORMAT:
-            return found
-        reason = f"is of format {found['format']}; this version reads {FORMAT}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"cannot be read ({type(error).__name__})"
-    raise ConfigError(f"{folder / SCENE} {reason}: replay an incident that this version of stabletrain recorded")
+        found = read_record(folder / SCENE, Scene)
+    except DamagedFile as error:
+        raise ConfigError(f"{error}: {which}") from error
+    if found["format"] != FORMAT:
+        raise ConfigError(f"{folder / SCENE} is of format {found['format']}; this version reads {FORMAT}: {which}")
+    return found
 
 
 def about(folder: Path) -> dict[str, Any]:
@@ -279,9 +338,19 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
     put_(dict(model.named_parameters()), state["parameters"], folder, strict)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     put_(buffers, state["buffers"], folder, strict)
-    laid_out = {name: kept[name].permute(inverse(order)) for name, order in found["order"].items()}
-    batch = Batch(laid_out["inputs"], laid_out["targets"], laid_out.get("ids"), found["sources"])
-    reading, part, loss_scale = unflatten([found["reading"], found.get("part"), found["loss_scale"]], {})
+    try:
+        laid_out = {name: kept[name].permute(inverse(order)) for name, order in found["order"].items()}
+        batch = Batch(laid_out["inputs"], laid_out["targets"], laid_out.get("ids"), found["sources"])
+        reading, part, loss_scale = unflatten([found["reading"], found.get("part"), found["loss_scale"]], {})
+        reading = None if reading is None else reading_of(reading)
+        part = None if part is None else RankPart(**part)
+        rest = [found[key] for key in ("scaled", "micro_batches", "compiled", "about")]
+        if not isinstance(loss_scale, int | float):
+            raise TypeError(f"loss_scale is {loss_scale!r}, not a number")
+        if not 1 <= rest[1] <= max(len(batch), 1) or len(batch) % rest[1]:
+            raise ValueError(f"{rest[1]} micro-batches of a batch of {len(batch)} samples")
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise DamagedFile(f"{folder / SCENE} is damaged ({type(error).__name__}: {error})") from error
     if not (found["scaled"] and is_scaled(tools.precision)):  # a fix changes the precision
         loss_scale = float(tools.precision.loss_scale())
     return Repro(
@@ -293,13 +362,26 @@ def load_repro(folder: Path, model: nn.Module, tools: Tools, *, strict: bool = T
         tools=tools,
         loss_scale=loss_scale,
         device=next(model.parameters()).device,
-        reading=None if reading is None else saved_reading(reading),
-        part=None if part is None else RankPart(**part),
+        reading=reading,
+        part=part,
         compiled=found["compiled"],
         compiled_for=None if (shape := found.get("compiled_for")) is None else tuple(shape),
         applied=found.get("applied", False),
         metadata=unflatten(found["about"], {}),
     )
+
+
+def reading_of(saved: Mapping[str, Any]) -> Reading:
+    """Returns the reading that an incident holds.
+
+    Raises:
+        TypeError, AttributeError: it has other keys, or a value that is no number.
+    """
+    reading = saved_reading(saved)
+    for name, value in {**reading._asdict(), **reading.terms}.items():
+        if name != "terms" and not isinstance(value, int | float):
+            raise TypeError(f"reading/{name} is {value!r}, not a number")
+    return reading
 
 
 def tensors_of(folder: Path, file: str, found: Tree) -> Tree:
@@ -312,9 +394,17 @@ def tensors_of(folder: Path, file: str, found: Tree) -> Tree:
         content = (folder / file).read_bytes()
     except OSError as error:
         raise ConfigError(f"{folder / file} cannot be read ({error.strerror}): a replay needs it") from error
-    if hashlib.sha256(content).hexdigest() != found[f"{file} sha256"]:
+    if hashlib.sha256(content).hexdigest() != found.get(f"{file} sha256"):
         raise ConfigError(f"{folder / file} does not match its checksum: it is damaged, so the replay would be wrong")
-    return unflatten(found[file], safetensors.torch.load(content))
+    try:
+        tree = unflatten(found[file], safetensors.torch.load(content))
+        parts = [tree[name] for name in ("parameters", "buffers")] if file == STATE else []
+        if all(isinstance(value, Tensor) for part in parts for value in part.values()):
+            return tree
+        reason = "a value that is no tensor"
+    except (LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    raise DamagedFile(f"{folder / SCENE} is damaged: it does not fit {file} ({reason})")
 
 
 @torch.no_grad()

@@ -30,7 +30,8 @@ from stabletrain.guarded.agreement import innermost
 from stabletrain.guarded.part import Part, named_tensors
 from stabletrain.guarded.rerun import Begun, Generators, Rerun
 from stabletrain.guarded.scaling import scaling
-from stabletrain.records import Reading, saved_reading
+from stabletrain.records import Reading
+from stabletrain.stored.json_files import DamagedFile
 
 
 def why_not_replayable(rerun: Rerun, *, sharded: bool, keep_state: bool) -> str:
@@ -158,8 +159,16 @@ def replay_step(folder: Path) -> Replayed:
         ConfigError: a file is missing or damaged, or a closure or its model is not there any more.
     """
     scene = files.read(folder)
-    torch.set_num_threads(scene["threads"])
     kept = files.tensors_of(folder, files.BATCH, scene)
+    try:
+        reading = files.reading_of(unflatten(scene["reading"], {}))
+        batches, _ = kept["batches"], generators_of(kept["generators"], torch.device(scene["device"]))
+        if not len(scene["closures"]) == len(batches) > 0:
+            raise ValueError(f"{len(batches)} batches of {len(scene['closures'])} closures")
+        _ = [scene[key] for key in ("loss_scale", "precision", "comparable")]
+        torch.set_num_threads(scene["threads"])
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise DamagedFile(f"{folder / files.SCENE} is damaged ({type(error).__name__}: {error})") from error
     closures = [imported(record, folder) for record in scene["closures"]]
     outer = closures[0][1]
     model, device = innermost(outer), torch.device(scene["device"])
@@ -170,7 +179,6 @@ def replay_step(folder: Path) -> Replayed:
     parts = [Part(closure, batch) for (closure, _), batch in zip(closures, batches, strict=True)]
     buffers = buffers_of(model)
     begun = Begun(generators_of(kept["generators"], device), buffers.save(), parts)
-    reading = saved_reading(unflatten(scene["reading"], {}))
     parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     chosen = scaling(scene["precision"] or None, None, device)
     began = time.monotonic()

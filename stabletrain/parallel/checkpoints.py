@@ -135,6 +135,11 @@ class SharedCheckpoints(NoCheckpoints):
         assert found is not None, "find raises if there is none"
         return found
 
+    def accept(self, found: Checkpoint, fault: str) -> bool:
+        """Returns whether every rank could use a checkpoint's state."""
+        first = next(filter(None, all_gather_object(fault)), "")
+        return self._ask(lambda: self._own.accept(found, first))
+
     def rewind(self, step: int) -> None:
         """Deletes obsolete checkpoints, on rank 0."""
         self._ask(lambda: self._own.rewind(step))

@@ -19,6 +19,8 @@ from typing import Any
 
 from stabletrain.errors import ConfigError
 from stabletrain.printable import say
+from stabletrain.stored.json_files import parse
+from stabletrain.stored.lines import is_line
 
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """The words for floats that JSON cannot represent, and their values."""
@@ -174,15 +176,12 @@ class Lines:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Reads metrics or events, with NaN and infinities as floats. Ignores lines that are not JSON objects."""
+    """Reads metrics or events, with NaN and infinities as floats. Ignores lines that are damaged."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            lines.append(numbers(line))
+        with suppress(ValueError):
+            if is_line(line := parse(text)):
+                lines.append(numbers(line))
     return lines
 
 

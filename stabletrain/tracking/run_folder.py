@@ -16,6 +16,8 @@ from typing import Any
 
 from stabletrain.errors import ConfigError
 from stabletrain.program import started
+from stabletrain.stored.json_files import DamagedFile, MissingFile
+from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import now, numbers, plain, replace, warn
 
 STATUSES = ("running", "finished", "halted", "preempted", "failed")
@@ -178,7 +180,7 @@ class RunFolder(NoRunFolder):
         """Creates and locks the folder; returns its existing `run.json`."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            earlier, metrics = self.read(), self.path / "metrics.jsonl"
+            earlier, metrics = self._earlier_record(), self.path / "metrics.jsonl"
             self._claim(earlier)
         except OSError as error:
             raise self._unwritable(error) from error
@@ -189,6 +191,16 @@ class RunFolder(NoRunFolder):
                 "it with resume=auto, or choose another hydra.run.dir"
             )
         return earlier
+
+    def _earlier_record(self) -> dict[str, Any]:
+        """Returns the existing `run.json`; empty if there is none. Says what is wrong with a damaged one."""
+        try:
+            return numbers(dict(read_run_record(self.path)))
+        except MissingFile:
+            return {}
+        except DamagedFile as error:
+            warn(f"{error}: what is damaged is written anew")
+            return numbers(error.usable)
 
     def learn(self, hardware: Mapping[str, Any]) -> None:
         """Adds to the record of the machine; `finish` writes it."""
@@ -278,12 +290,11 @@ class RunFolder(NoRunFolder):
         self._release()
 
     def read(self) -> dict[str, Any]:
-        """Returns the content of `run.json`; empty if it cannot be read."""
+        """Returns what can be used of `run.json`; empty if it cannot be read."""
         try:
-            record = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return numbers(record) if isinstance(record, dict) else {}
+            return numbers(dict(read_run_record(self.path)))
+        except DamagedFile as error:
+            return numbers(error.usable)
 
     def _write(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)

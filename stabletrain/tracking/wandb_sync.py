@@ -6,7 +6,6 @@ oldest first, as one run.
 
 import argparse
 import fcntl
-import json
 import os
 import platform
 import subprocess
@@ -18,6 +17,8 @@ from typing import NamedTuple
 
 from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.printable import say
+from stabletrain.stored.json_files import DamagedFile
+from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.wandb_setup import check_reach
 
 TOGETHER = 50
@@ -77,14 +78,14 @@ def is_running(run: Path) -> bool:
     For a run on another machine, the record decides.
     """
     try:
-        record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        record = read_run_record(run)
         if record.get("status") != "running":
             return False
         with open(run / ".lock") as lock:  # a running process holds it exclusively
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except (OSError, ValueError, AttributeError):
+    except (OSError, DamagedFile):
         return False
     return record.get("host") not in (None, platform.node())
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from stabletrain.checkpoint.capture import Stateful, capture, restore, sharded_tensors
+from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint
 from stabletrain.checkpoint.snapshots import Snapshots
+from stabletrain.checkpoint.sound import check_state
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.data.order import position
-from stabletrain.errors import TrainingHalted
+from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.protocols import GuardPolicy
 from stabletrain.records import Detour, TrainState
 from stabletrain.tracking.tracker import NoTracker
@@ -179,11 +181,13 @@ class Rollback:
         """
         if resume == "none":
             return
-        found = self.checkpoints.preferred() if resume == "auto" else self.checkpoints.find(Path(resume))
         tracker = self.tracker
+        if resume == "auto":
+            found = self._first_usable(self.checkpoints.preferred, self._resume_from)
+        else:
+            found = self.checkpoints.find(Path(resume))
+            self._resume_from(found)
         if found is not None:
-            tree = found.load(sharded_tensors(self.state))
-            restore(self._resumption.resume(found, tree), self.state, self.parts)
             tracker.event("resume", self.state.step, checkpoint=found.path.name, healthy=found.healthy)
             tracker.note(f"resumed after step {self.state.step}, from {found.path}")
             # If the folder was searched, the search has reported this already.
@@ -192,6 +196,47 @@ class Rollback:
         elif tracker.started():
             tracker.event("restart", 0, reason="no usable checkpoint")
             tracker.note("resume: no usable checkpoint is left here; the run starts again from step 0")
+
+    def _resume_from(self, found: Checkpoint) -> None:
+        restore(self._resumption.resume(found, self._load(found)), self.state, self.parts)
+
+    def _load(self, found: Checkpoint) -> Tree:
+        """Returns a checkpoint's state; raises UnusableCheckpoint if it cannot be that of the run."""
+        tree = found.load(sharded_tensors(self.state))
+        try:
+            check_state(tree, self.state.model, self.parts)
+        except ValueError as error:
+            raise UnusableCheckpoint(f"{found.path}: its state is damaged: {error}") from error
+        return tree
+
+    def _first_usable(
+        self, look: Callable[[], Checkpoint | None], use: Callable[[Checkpoint], None]
+    ) -> Checkpoint | None:
+        """Uses the first checkpoint that can be used; returns it, or None if there is none.
+
+        Args:
+            look: returns the next checkpoint that was not rejected.
+            use: raises UnusableCheckpoint if the checkpoint cannot be used.
+
+        Raises:
+            ConfigError: there are checkpoints that verify, and none of them can be used. The run does not begin anew.
+        """
+        faults = []
+        while (found := look()) is not None:
+            fault = ""
+            try:
+                use(found)
+            except UnusableCheckpoint as error:
+                fault = str(error)
+            if self.checkpoints.accept(found, fault):
+                return found
+            faults.append(fault)
+        if faults:
+            raise ConfigError(
+                f"no checkpoint of this run can be restored ({faults[0]}): resume with the version of stabletrain that "
+                "wrote them, or start a new run in another folder"
+            )
+        return None
 
     def roll_back(self, trouble: int, same_data: bool = False) -> None:
         """Restores the newest healthy state, and skips the data that was read since.
@@ -292,12 +337,20 @@ class Rollback:
         kept = self._newest_intact(target)
         if kept is not None and kept["step"] == target:
             return kept, target
-        saved = self.checkpoints.newest(at_most=target) or self.checkpoints.oldest()
-        if kept is not None and (saved is None or kept["step"] >= saved.step):
-            return kept, target
+        trees: list[Tree] = []
+        while (saved := self.checkpoints.newest(at_most=target) or self.checkpoints.oldest()) is not None:
+            if kept is not None and kept["step"] >= saved.step:
+                return kept, target
+            fault = ""
+            try:
+                trees = [self._load(saved)]
+            except UnusableCheckpoint as error:
+                fault = str(error)
+            if self.checkpoints.accept(saved, fault):
+                break
         if saved is None:
-            return None
-        tree = self._resumption.fit(saved, saved.load(sharded_tensors(self.state)))
+            return None if kept is None else (kept, target)
+        tree = self._resumption.fit(saved, trees[0])
         # Steps from before a resume that changed settings would not be the same steps again, so they are not replayed:
         # the run goes on from the checkpoint itself. It is older than a healthy state, so it is healthy as well.
         return tree, max(target, saved.step) if self._resumption.replayable(saved, target) else saved.step

@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from stabletrain.checkpoint.folder import find
 from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.config.make import make, plain
+from stabletrain.config.recorded import read_config
 from stabletrain.errors import ConfigError
 from stabletrain.machine import hardware
+from stabletrain.stored.json_files import MissingFile
 from stabletrain.trainer.contract import FROM_DATA
 from stabletrain.weights import to_safetensors
 
@@ -64,14 +66,15 @@ def config_of(checkpoint: Checkpoint) -> DictConfig:
     """Returns the configuration of a checkpoint's run.
 
     Raises:
-        ConfigError: the run folder around the checkpoint holds none.
+        ConfigError: the run folder around the checkpoint holds none, or it is damaged.
     """
     file = checkpoint.path.parent.parent / ".hydra" / "config.yaml"
-    if not file.exists():
+    try:
+        return read_config(file)
+    except MissingFile as error:
         raise ConfigError(
             f"{checkpoint.path}: the run's configuration, {file}, is missing: name a run folder, or a checkpoint in one"
-        )
-    return cast("DictConfig", OmegaConf.load(file))
+        ) from error
 
 
 def sizes_of(cfg: DictConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:

@@ -5,7 +5,6 @@ The first of these that a folder has is read, as in transformers: `model.safeten
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stabletrain.errors import ConfigError
+from stabletrain.stored.json_files import parse
 
 ONE_FILE, INDEX, SUFFIX = "model.safetensors", ".safetensors.index.json", ".safetensors"
 
@@ -40,7 +40,7 @@ def files_of(folder: Path) -> list[str]:
     if len(indices) > 1:
         raise ConfigError(f"{folder} holds {' and '.join(indices)}: leave one model in the folder")
     try:
-        index = json.loads((folder / indices[0]).read_text(encoding="utf-8"))
+        index = parse((folder / indices[0]).read_bytes())
         listed = sorted({str(name) for name in index["weight_map"].values()})
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise ConfigError(

@@ -17,7 +17,6 @@ folder, names may begin with `transformer.`, or not, as in OpenAI's own. Values 
 ways keep every bit.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from stabletrain.errors import ConfigError
+from stabletrain.stored.json_files import parse
 from stabletrain.weights import files
 
 CONFIG, ONE_FILE = "config.json", files.ONE_FILE
@@ -67,7 +67,7 @@ Sizes = dict[str, int | float | str]
 def is_folder(folder: Path) -> bool:
     """Returns whether `folder` holds a GPT-2 of transformers: a `config.json` with `model_type` gpt2."""
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = parse((folder / CONFIG).read_bytes())
     except (OSError, ValueError):
         return False
     return isinstance(config, dict) and config.get("model_type") == "gpt2"
@@ -89,7 +89,7 @@ def read(folder: Path) -> tuple[Sizes, dict[str, Tensor]]:
             architecture that this GPT does not have.
     """
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = parse((folder / CONFIG).read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / CONFIG} cannot be read ({error}): name a folder of transformers") from error
     sizes = sizes_of(config, str(folder / CONFIG))

@@ -5,7 +5,6 @@ because in a run of several ranks one rank decides, and all of them read: a run 
 checkpoint between two looks at its folder.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from stabletrain.checkpoint import folder, reader
 from stabletrain.errors import ConfigError
+from stabletrain.stored.json_files import parse
 from stabletrain.weights import files, gpt2
 from stabletrain.weights.place import there
 
@@ -123,7 +123,7 @@ def sort(path: Path, as_gpt2: bool) -> Source:
 def config_in(path: Path) -> dict[str, Any]:
     """Returns the `config.json` of a folder; empty if there is none that can be read."""
     try:
-        config = json.loads((path / gpt2.CONFIG).read_text(encoding="utf-8"))
+        config = parse((path / gpt2.CONFIG).read_bytes())
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from safetensors import SafetensorError
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.stored.json_files import check_type, parse
 from stabletrain.weights.trained import Trained, Written
 
 CONFIG, WEIGHTS, FORMAT = "config.json", "model.safetensors", "stabletrain"
@@ -73,10 +74,16 @@ def is_folder(folder: Path) -> bool:
 def config_in(folder: Path) -> dict[str, Any]:
     """Returns what `config.json` holds; empty if there is none that can be read."""
     try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        found = parse((folder / CONFIG).read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+class Target(TypedDict):
+    """The config group `model`."""
+
+    _target_: str
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -86,6 +93,8 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ConfigError: the weights are missing or damaged.
     """
     try:
-        return config_in(folder)["model"], load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError, KeyError) as error:
+        model = config_in(folder)["model"]
+        check_type(model, Target)
+        return model, load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ConfigError(f"{folder} is not a complete export ({error}): export the run again") from error

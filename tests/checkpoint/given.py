@@ -17,9 +17,13 @@ FILES = ["model.safetensors", "training.safetensors", "state.json", "manifest.js
 """In the order in which they are written."""
 
 
-def tree(step: int) -> dict:
-    """A state that differs from that of any other step."""
-    return {"model": {"w": torch.full((64, 8), float(step))}, "optimizer": {"state": {}}, "step": step}
+def tree(step: int, weight: float | None = None) -> dict:
+    """A state that differs from that of any other step; or one with other weights."""
+    return {
+        "model": {"w": torch.full((64, 8), float(step if weight is None else weight))},
+        "optimizer": {"state": {}},
+        "step": step,
+    }
 
 
 class Run:

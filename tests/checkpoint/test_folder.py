@@ -292,10 +292,10 @@ def test_a_run_that_went_back_is_not_continued_from_what_it_left_behind(tmp_path
 
 def test_a_step_reached_again_is_replaced(run):
     run.save(10, val_loss=1.0)
-    run.save(10, val_loss=2.0, tree=tree(11))
+    run.save(10, val_loss=2.0, tree=tree(10, 11))
     assert run.steps() == [10]
     assert run.newest().val_loss == 2.0
-    assert run.newest().load()["step"] == 11
+    assert run.newest().load()["model"]["w"][0, 0] == 11
 
 
 # ---------------------------------------------------------------------------------------- as a user sees it

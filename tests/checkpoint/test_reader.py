@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
+from benchmarks.reliability.damage import seal
 from stabletrain.checkpoint import reader
 from stabletrain.checkpoint.folder import find, run_of
 from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint
@@ -86,10 +88,10 @@ DAMAGE |= {
         lambda c: forge(c, {"state.json": b'{"model": {"w": {"$tensor": "absent"}}, "training": {}}'}),
         "model.safetensors has unexpected content",
     ),
-    "forged-skeleton-list": (lambda c: forge(c, {"state.json": b"[]"}), "state.json has unexpected content"),
+    "forged-skeleton-list": (lambda c: forge(c, {"state.json": b"[]"}), "state.json is damaged: its content is"),
     "forged-deep-skeleton": (
         lambda c: forge(c, {"state.json": b"[" * 100_000}),
-        "state.json has unexpected content",
+        "state.json is damaged: it is nested too deeply",
     ),
 }
 DAMAGE |= {
@@ -282,16 +284,16 @@ def test_one_set_aside_to_be_replaced_comes_back_and_other_leftovers_go(tmp_path
 
 @pytest.mark.parametrize("there", ["whole", "damaged", "empty", "a file"])
 def test_one_set_aside_gives_way_to_a_whole_one_only(tmp_path, run, there):
-    run.save(10, tree=tree(11))
+    run.save(10, tree=tree(10, 11))
     shutil.copytree(run.path(10), run.folder / ".step-00000010.old-1")
-    run.save(10, tree=tree(12))
+    run.save(10, tree=tree(10, 12))
     if there == "damaged":
         cut(run.path(10) / "model.safetensors", 1)
     elif there != "whole":
         shutil.rmtree(run.path(10))
         run.path(10).mkdir() if there == "empty" else run.path(10).touch()
     again = Run(tmp_path)
-    assert again.newest().load()["step"] == (12 if there == "whole" else 11)
+    assert again.newest().load()["model"]["w"][0, 0] == (12 if there == "whole" else 11)
     assert again.steps() == [10]
 
 
@@ -321,14 +323,14 @@ for at in itertools.count(1):
     if child == 0:
         calls = []
         os.fsync, Path.rename, Path.mkdir = (killing(f, at, calls) for f in (os.fsync, Path.rename, Path.mkdir))
-        run.save(20, tree=tree(21))  # replaces one that is there
+        run.save(20, tree=tree(20, 21))  # replaces one that is there
         os._exit(0)
     status = os.waitpid(child, 0)[1]
     assert status in (0, signal.SIGKILL), status
     left = [name for name in os.listdir(run.folder) if name.startswith(".")]
     again = Run(folder)
     assert again.steps() == [10, 20], again.steps()
-    print(again.newest().load()["step"], *sorted(left))
+    print(int(again.newest().load()["model"]["w"][0, 0]), *sorted(left))
     if status == 0:
         break
 """
@@ -429,7 +431,32 @@ SEEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "bit": (lambda c: flip(c / "training.safetensors"), f"training.safetensors {CHECKSUM}"),
     "half-renamed": (lambda c: c.rename(c.with_name(".step-00000006.tmp-1")), ""),
     "pickle": (lambda c: (c / "state.json").write_bytes(pickle.dumps([1] * 999)), "state.json has"),
+    "sealed-step": (lambda c: restate(c, ["step"], "x"), 'state.json is damaged: training/step is "x"'),
+    "sealed-guard": (
+        lambda c: restate(c, ["parts", "guard", "limits", "loss", "window", "values"], ["x"]),
+        "its state is damaged: parts/guard/limits/loss/window/values/0 is",
+    ),
+    "sealed-integers": (lambda c: with_integers(c), "model/head.weight holds I64, not floats"),
 }
+
+
+def restate(checkpoint: Path, path: list[str], value: Any) -> None:
+    """Puts a value into the training state, and seals the checkpoint again."""
+    skeleton = json.loads((checkpoint / "state.json").read_text())
+    above = skeleton["training"]
+    for key in path[:-1]:
+        above = above[key]
+    above[path[-1]] = value
+    (checkpoint / "state.json").write_text(json.dumps(skeleton))
+    assert seal(checkpoint)
+
+
+def with_integers(checkpoint: Path) -> None:
+    """Gives a weight integers, and seals the checkpoint again."""
+    tensors = safetensors.torch.load_file(checkpoint / "model.safetensors")
+    tensors["head.weight"] = tensors["head.weight"].long()
+    safetensors.torch.save_file(tensors, checkpoint / "model.safetensors")
+    assert seal(checkpoint)
 
 
 @pytest.mark.slow
@@ -468,6 +495,19 @@ def test_another_models_checkpoint_in_the_folder_is_passed_over(tmp_path, traine
     assert done.returncode == 0, done.stderr
     assert f"checkpoint skipped: {newest}: it belongs to run theirs00, but this is run " in done.stderr
     assert "resumed after step 3, from" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_none_of_whose_states_can_be_restored_does_not_begin_anew(tmp_path, trained):
+    shutil.copytree(trained, tmp_path / "run")
+    for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
+        restate(checkpoint, ["parts", "guard", "consecutive"], None)
+    done = command(*TINY_GPT, *CHOSEN, "resume=auto", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "stabletrain: no checkpoint of this run can be restored (" in done.stderr
+    assert "Traceback" not in done.stderr
+    before = [line["step"] for line in read_jsonl(trained / "metrics.jsonl")]
+    assert [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == before
 
 
 def test_a_damaged_checkpoint_that_was_asked_for_is_refused_in_one_line(tmp_path, trained):

@@ -7,6 +7,8 @@ import textwrap
 import pytest
 
 from stabletrain.cli.commands import main
+from stabletrain.cli.replay import recorded_config
+from stabletrain.stored.json_files import DamagedFile
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 from tests.runs import ROOT, TINY_GPT, TINY_RESNET, command, composed, python
@@ -33,6 +35,27 @@ def incident(request, tmp_path_factory):
     shutil.move(incident_of(made, *RUNS[request.param], "faults=label", "faults.at=[6]"), alone)
     shutil.rmtree(made)
     return request.param, alone
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("precision", None),
+        ("model", {}),
+        ("model", {"_target_": 5}),
+        ("seed", "x"),
+        ("device", 5),
+        ("clipping", "${x}"),
+    ],
+)
+def test_a_damaged_configuration_is_refused_in_one_line(tmp_path, key, value):
+    whole = json.loads(next((ROOT / "tests" / "fixtures" / "incident").rglob("scene.json")).read_text())["about"][
+        "config"
+    ]
+    recorded_config(tmp_path, whole)
+    for damaged in ({**whole, key: value}, {name: each for name, each in whole.items() if name != key}):
+        with pytest.raises(DamagedFile, match="scene.json is damaged: its configuration: "):
+            recorded_config(tmp_path, damaged)
 
 
 def replayed(capsys, *arguments):
@@ -230,4 +253,4 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert "is not a run folder" in refused(capsys, "diagnose", tmp_path)
     filed(tmp_path, "step-00000007", step=7)
     (tmp_path / "incidents" / "step-00000007" / "diagnosis.json").write_text("{")
-    assert "it is damaged; move step-00000007 away" in refused(capsys, "diagnose", tmp_path)
+    assert "it is not valid JSON; move step-00000007 away" in refused(capsys, "diagnose", tmp_path)

@@ -66,7 +66,9 @@ def test_what_is_no_run_is_refused(tmp_path):
         incidents(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(("text", "reason"), [("{", "cannot be read"), ("[]", "holds a list")])
+@pytest.mark.parametrize(
+    ("text", "reason"), [("{", "not valid JSON"), ("[]", "not an object"), ('{"fix": [5]}', "fix/0 is 5, not a text")]
+)
 def test_a_damaged_diagnosis_is_named(tmp_path, text, reason):
     folder = filed(tmp_path, "step-00000007")
     (folder / "diagnosis.json").write_text(text)

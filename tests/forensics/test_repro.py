@@ -226,6 +226,38 @@ def test_a_damaged_repro_is_refused_by_name(tmp_path, file, how):
         load_repro(tmp_path / "scene", job.state.model, job.tools)
 
 
+ABSURD = {
+    "reading": [5, {"loss": "x"}, {}],
+    "step": ["x", None, -5, 65.5],
+    "micro_batches": ["x", 0, 3, -1, 2**40],
+    "order": [None, {"inputs": [7, 8]}, {"inputs": ["x"]}, {}],
+    "loss_scale": [{}, "x", None],
+    "threads": ["x", -1],
+    "about": [5, {"config": 5}, {"config": {}, "choices": {"model": 5}}],
+    "part": [5, {"rank": 0}],
+    "sources": ["x", [5]],
+    "compiled_for": [["x"]],
+    "state.safetensors": [None, {}, {"parameters": 5}, {"parameters": {"a": {"$tensor": "gone"}}, "buffers": {}}],
+    "state.safetensors sha256": [5, None],
+    "batch.safetensors": [[], {"inputs": 5}],
+}
+
+
+def test_a_scene_with_absurd_values_is_refused_in_one_line(tmp_path):
+    job = made(tmp_path / "run", *GPT)
+    save_repro(tmp_path / "scene", scene_of(job, job.data.batches.get(0)))
+    file = tmp_path / "scene" / "scene.json"
+    whole = json.loads(file.read_text())
+    damaged = [json.dumps({**whole, key: value}) for key, values in ABSURD.items() for value in values]
+    damaged += [json.dumps({name: value for name, value in whole.items() if name != key}) for key in ("step", "order")]
+    for text in [*damaged, "[" * 100_000, '{"format": "1"}', "null"]:
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"scene.json|safetensors"):
+            load_repro(tmp_path / "scene", job.state.model, job.tools)
+    file.write_text(json.dumps(whole))
+    load_repro(tmp_path / "scene", job.state.model, job.tools)
+
+
 def test_a_repro_of_another_model_is_refused_unless_it_only_lacks_a_part(tmp_path):
     job = made(tmp_path / "run", *GPT)
     save_repro(tmp_path / "scene", scene_of(job, job.data.batches.get(0)))

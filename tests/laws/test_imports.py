@@ -11,11 +11,12 @@ import stabletrain
 PACKAGE = Path(stabletrain.__file__).parent
 ROOT = PACKAGE.parent
 
-NOUNS = {"records", "errors", "buffers", "printable", "program"}
+NOUNS = {"records", "errors", "buffers", "printable", "program", "stored"}
 MAY_SEE = {
     "records": set(),
     "errors": set(),
     "printable": set(),
+    "stored": {"errors"},
     "program": set(),
     "buffers": set(),
     "checksums": set(),
@@ -70,7 +71,7 @@ ONLY = {
     "wandb_workspaces": {"tracking/wandb_report"},
     "rich": {"tracking/progress", "comparison/table", "comparison/command"},
     "pandas": {"api", "comparison/frames", "comparison/table", "comparison/pages/comparison"},
-    "orjson": {"comparison/reading/columns", "comparison/reading/runs"},
+    "orjson": {"comparison/reading/columns"},
     "joblib": {"comparison/reading/runs"},
     "yaml": {"comparison/reading/settings"},
     "matplotlib": {"comparison/pictures"},

@@ -169,6 +169,6 @@ def test_a_full_disk_costs_lines_and_one_warning_and_tears_nothing(tmp_path):
 
 def test_the_reader_leaves_out_what_is_no_object(tmp_path):
     file = tmp_path / "x.jsonl"
-    file.write_text('{"a": 1}\n\nnot json\n[1]\n"NaN"\n{"a": 2}\n{"a": ')
-    assert read_jsonl(file) == [{"a": 1}, {"a": 2}]
+    file.write_text('{"step": 1}\n\nnot json\n[1]\n"NaN"\n{"step": 2}\n{"a": ')
+    assert read_jsonl(file) == [{"step": 1}, {"step": 2}]
     assert read_jsonl(tmp_path / "absent.jsonl") == []

@@ -98,7 +98,7 @@ def closing(sweep: Sweep) -> str:
     lines[0] += f", in {sweep.folder}"
     best = min(records, key=lambda named: loss_of(named[1]), default=("", {}))
     if len(records) > 1 and math.isfinite(loss_of(best[1])):
-        varied = sweep.varied(best[1]["overrides"])
+        varied = sweep.varied(best[1].get("overrides", []))
         lines.append(f"best     val loss {loss_of(best[1]):.3f}  {varied}  {sweep.folder / best[0]}")
     for name, record in records:
         if record.get("status") not in ("finished", "running"):
@@ -106,7 +106,7 @@ def closing(sweep: Sweep) -> str:
             varied = sweep.varied(record.get("overrides", []))
             lines.append(f"{record.get('status'):<8} {varied}  {sweep.folder / name}  {reason}")
     folder = shlex.quote(str(sweep.folder))
-    if missing > 0 or ends["failed"] or ends["preempted"] or ends["running"]:
+    if missing > 0 or any(ends[status] for status in ("failed", "preempted", "running", "broken")):
         lines.append(f"then     {program_name()} resume={folder} runs what is missing or failed")
     if len(records) > 1:
         lines.append(f"next     stabletrain compare {folder}")
@@ -121,7 +121,7 @@ def loss_of(record: Mapping[str, Any]) -> float:
 
 def code(sweep: Sweep) -> int:
     """Returns the sweep's exit code: that of the first run that did not finish."""
-    codes = {"halted": TrainingHalted.exit_code, "failed": 1, "preempted": STOPPED}
+    codes = {"halted": TrainingHalted.exit_code, "failed": 1, "broken": 1, "preempted": STOPPED}
     for _, record in sweep.records():
         if (status := record.get("status")) in codes:
             return int(record.get("exit_code", codes[status]))

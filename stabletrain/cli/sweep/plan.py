@@ -28,6 +28,8 @@ from stabletrain.config.error_texts import own_folders
 from stabletrain.config.resuming import check_resume
 from stabletrain.errors import ConfigError
 from stabletrain.program import started
+from stabletrain.stored.json_files import DamagedFile
+from stabletrain.stored.run_json import read_sweep_record
 from stabletrain.tracking.metrics import replace
 from stabletrain.tracking.run_folder import RunFolder
 
@@ -133,9 +135,15 @@ class Sweep(NamedTuple):
         return [override for override in overrides if key_of(override) in self.varies]
 
     def records(self) -> list[tuple[str, dict[str, Any]]]:
-        """Returns the folder name and `run.json` of each run that has started, in the order of their numbers."""
+        """Returns the folder name and `run.json` of each run that has started, in the order of their numbers.
+
+        The status of a run whose `run.json` is damaged is `broken`.
+        """
         files = sorted(self.folder.rglob("run.json"), key=lambda file: (len(file.parent.name), str(file.parent)))
-        return [(str(file.parent.relative_to(self.folder)), RunFolder(file.parent).read()) for file in files]
+        return [
+            (str(file.parent.relative_to(self.folder)), {"status": "broken", **RunFolder(file.parent).read()})
+            for file in files
+        ]
 
 
 def shortened(override: str) -> str:
@@ -199,10 +207,10 @@ def belongs(sweep: Sweep, name: str, record: Mapping[str, Any]) -> None:
 def read(folder: Path) -> Sweep | None:
     """Returns the sweep recorded in a folder; None if there is no valid record."""
     try:
-        fields = json.loads((folder / NAME).read_text(encoding="utf-8"))
-        return Sweep(folder, *(fields[name] for name in Sweep._fields[1:]))
-    except (OSError, ValueError, KeyError, TypeError):
+        fields: Any = read_sweep_record(folder)
+    except DamagedFile:
         return None
+    return Sweep(folder, *(fields[name] for name in Sweep._fields[1:]))
 
 
 def status_of(folder: Path) -> str | None:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from stabletrain.stored.lines import is_line
+
 BLOCK = 1 << 22
 """Bytes parsed at once, which bounds the memory that a long file needs."""
 
@@ -102,7 +104,7 @@ def read_columns(file: Path) -> Columns:
     found = Columns()
     parts: dict[tuple[str, ...], list[tuple[np.ndarray, np.ndarray]]] = {}
     for values, unreadable in blocks(file):
-        lines = [line for line in values if isinstance(line, dict) and isinstance(line.get("step"), int)]
+        lines = [line for line in values if is_line(line)]
         found.unreadable += unreadable + len(values) - len(lines)
         alike: dict[tuple[str, ...], list[int]] = {}  # rows by their metric names
         for row, names in enumerate(map(tuple, lines)):
@@ -153,8 +155,10 @@ def parse(text: bytes) -> tuple[list[Any], int]:
         if not line.strip():
             continue
         try:
-            values.append(json.loads(line))  # also accepts a bare NaN and integers above 64 bits
-        except ValueError:
+            value = json.loads(line)  # also accepts a bare NaN and integers above 64 bits
+            json.dumps(value, ensure_ascii=False).encode()  # raises if a text is no valid Unicode
+            values.append(value)
+        except (ValueError, RecursionError):
             unreadable += 1
     return values, unreadable
 

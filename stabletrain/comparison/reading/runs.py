@@ -5,7 +5,6 @@ checkpoint executes some steps again and logs their events again. Events of the 
 of executed steps) are the same event, and the last one counts. `benchmarks/reading.py` measures the speed.
 """
 
-import json
 import math
 import os
 import time
@@ -16,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from stabletrain.comparison.reading.columns import Columns, as_float, blocks, joined, read_columns
 from stabletrain.comparison.reading.run import ENDED, Ranges, Run
 from stabletrain.comparison.reading.settings import changed, read_settings
 from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.stored.diagnosis import read_diagnosis
+from stabletrain.stored.json_files import DamagedFile
+from stabletrain.stored.lines import is_event
+from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import numbers
 
 SIGNS = ("run.json", "metrics.jsonl", ".hydra")
@@ -89,22 +91,27 @@ class Happened:
             nothing could be written), in order.
         skips: the skipped steps in order, without fp16's routine overflows.
         skip_losses: their losses; NaN for a loss that is not a number or was not recorded.
+        unreadable: number of damaged lines, not counting an unfinished last line.
     """
 
     incidents: list[dict[str, Any]] = field(default_factory=list)
     skips: list[int] = field(default_factory=list)
     skip_losses: list[float] = field(default_factory=list)
     rollbacks: int = 0
+    unreadable: int = 0
 
 
 def read_events(folder: Path) -> Happened:
     """Reads the events of the run in `folder`; raises OSError if `events.jsonl` exists but cannot be read."""
     told: dict[tuple[str, Any], dict[str, Any]] = {}
-    for lines, _ in blocks(folder / "events.jsonl"):
-        for line in lines:
-            if isinstance(line, dict) and isinstance(line.get("step"), int) and line.get("event") in KINDS:
-                told[line["event"], line.get("tick", line["step"])] = line
     found = Happened()
+    for lines, invalid in blocks(folder / "events.jsonl"):
+        found.unreadable += invalid
+        for line in lines:
+            if not is_event(line):
+                found.unreadable += 1
+            elif line["event"] in KINDS:
+                told[line["event"], line.get("tick", line["step"])] = line
     for (event, _), line in told.items():
         if event == "incident":
             found.incidents.append(incident(folder, line))
@@ -122,24 +129,23 @@ KINDS = ("incident", "skip", "rollback")
 
 def incident(folder: Path, line: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of an incident; its kind is read from its `diagnosis.json`."""
-    path = line.get("path") if isinstance(line.get("path"), str) else None
+    path = line.get("path")
     return {
         "step": line["step"],
-        "kind": None if path is None else kind_of(folder / path / "diagnosis.json"),
+        "kind": None if path is None else kind_of(folder / path),
         "cause": line.get("cause"),
         "verdict": line.get("verdict"),
-        "fix": line.get("fix") if isinstance(line.get("fix"), list) else [],
+        "fix": line.get("fix") or [],
         "path": path,
     }
 
 
-def kind_of(file: Path) -> str | None:
-    """Returns the kind in a `diagnosis.json` (nonfinite, spike, loss_scale ...), or None if it cannot be read."""
+def kind_of(incident: Path) -> str | None:
+    """Returns the kind of an incident (nonfinite, spike, loss_scale ...), or None if its diagnosis cannot be read."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_diagnosis(incident).get("kind")
+    except (DamagedFile, ValueError):  # a path with a NUL is a ValueError
         return None
-    return found.get("kind") if isinstance(found, dict) else None
 
 
 CHUNK = 32
@@ -227,7 +233,7 @@ def read_run(folder: Path) -> Run:
     except OSError as error:
         return Run(folder, "broken", f"its files cannot be read: {error.strerror or error}", **run)
     step, seconds = (joined(columns.kept, name)[1] for name in ("step", "time"))
-    status, problem = condition(folder, record, damage, columns)
+    status, problem = condition(folder, record, damage, columns, happened)
     losses = columns.curve("val/loss")
     last = record["final"].get("steps")  # a run that was halted early may have logged no step but the first
     lowest = int(np.nanargmin(losses[1])) if not np.isnan(losses[1]).all() else None
@@ -248,19 +254,13 @@ def read_run(folder: Path) -> Run:
 
 
 def read_record(file: Path) -> tuple[dict[str, Any], str | None]:
-    """Returns the content of a `run.json`, and what is wrong with it. Missing nested mappings become empty."""
-    record, damage = {}, None
+    """Returns what can be used of a `run.json`, and what is wrong with it. Missing nested mappings become empty."""
+    record: dict[str, Any] = {}
+    damage = None
     try:
-        record = orjson.loads(file.read_bytes())
-    except FileNotFoundError:
-        damage = "run.json is missing"
-    except OSError as error:
-        damage = f"run.json cannot be read: {error.strerror}"
-    except ValueError:
-        damage = "run.json is not valid JSON"
-    if not isinstance(record, dict):
-        record, damage = {}, "run.json is not a JSON object"
-    record = numbers(record)
+        record = numbers(dict(read_run_record(file.parent)))
+    except DamagedFile as error:
+        record, damage = numbers(error.usable), str(error).removeprefix(f"{file.parent}/")
     for name in ("choices", "hardware", "model", "final", "data", "versions"):
         if not isinstance(record.get(name), dict):
             record[name] = {}
@@ -274,19 +274,22 @@ def typed(record: dict[str, Any]) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def condition(folder: Path, record: dict[str, Any], damage: str | None, columns: Columns) -> tuple[str, str | None]:
+def condition(
+    folder: Path, record: dict[str, Any], damage: str | None, columns: Columns, happened: Happened
+) -> tuple[str, str | None]:
     """Returns a run's status, and one sentence about what is unusual in the run, or None."""
     status = record.get("status")
     if damage and not (columns.lines or columns.unreadable) and not (folder / "run.json").exists():
         return "empty", "the run never started: run.json is missing"
-    if damage:
+    if damage and "status" not in record:
         return "broken", damage
     if status not in (*ENDED, "running"):
         return "broken", f"run.json has an unknown status: {status!r}"
     if columns.unreadable and not columns.lines:
         return "broken", "no line of metrics.jsonl can be read"
-    count = columns.unreadable
-    lost = f"{count} line{'s' if count > 1 else ''} of metrics.jsonl cannot be read" if count else None
+    counts = {"metrics.jsonl": columns.unreadable, "events.jsonl": happened.unreadable}
+    lines = [f"{n} line{'s' if n > 1 else ''} of {name} cannot be read" for name, n in counts.items() if n]
+    lost = "; ".join([*([damage] if damage else []), *lines]) or None
     if status == "running":
         return status, silence(folder) or lost
     reason = record.get("reason")

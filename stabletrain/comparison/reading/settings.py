@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import yaml
 
+from stabletrain.stored.json_files import check_plain
+
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """LibYAML's loader if PyYAML was built with it, because it is much faster."""
 
@@ -50,7 +52,7 @@ def read_settings(
     try:
         for block in split((folder / ".hydra" / "config.yaml").read_text(encoding="utf-8")):
             settings.update(parse(block))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         settings = {key: scalar(value) for key, value in overrides.items()}
         composed = False
     settings.update((group, option) for group, option in choices.items() if isinstance(option, str))
@@ -92,6 +94,7 @@ def parse(block: str) -> dict[str, Value]:
     tree = yaml.load(block, LOADER)
     if not isinstance(tree, dict):
         raise ValueError(f"a configuration is a mapping, not {block[:40]!r}")
+    check_plain(tree)
     return dict(leaves(tree))
 
 

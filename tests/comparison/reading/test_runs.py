@@ -126,9 +126,9 @@ def damaged(folder, state):
     [
         ("never began", "empty", "the run never started: run.json is missing"),
         ("record gone", "broken", "run.json is missing"),
-        ("record torn", "broken", "run.json is not valid JSON"),
-        ("record a list", "broken", "run.json is not a JSON object"),
-        ("record of odd parts", "finished", None),
+        ("record torn", "broken", "run.json is damaged: it is not valid JSON"),
+        ("record a list", "broken", "run.json is damaged: its content is [], not an object"),
+        ("record of odd parts", "finished", "run.json is damaged: choices is [], not an object"),
         ("unknown status", "broken", "run.json has an unknown status: 'winning'"),
         ("metrics binary", "broken", "no line of metrics.jsonl can be read"),
         ("metrics empty", "empty", "no step was logged"),
