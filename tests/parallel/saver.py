@@ -114,17 +114,17 @@ def ill(place: Path) -> dict[str, Any]:
     tree = capture(job.state, job.rollback.parts)  # what only one rank has is unsound
     if current_ranks().rank == 1:
         next(t for t in tree["model"].values() if is_sharded(t)).to_local()[0] = torch.nan
-    checkpoints.save(9, tree, **save)
+    checkpoints.save(9, tree | {"step": 9}, **save)
     found = checkpoints.newest()
     assert found is not None
     seen |= {"unsound": [found.step, found.healthy]}
 
-    checkpoints.save(10, capture(job.state, job.rollback.parts), **save)
+    checkpoints.save(10, capture(job.state, job.rollback.parts) | {"step": 10}, **save)
     leave_part, limit = sharded.RankShard.write, timeout()
     set_timeout(4.5)  # rank 0 gives up before rank 1, which waits for rank 0, does
     if current_ranks().rank == 1:  # it never comes
         sharded.RankShard.write = lambda *_: None
-    checkpoints.save(11, tree, **save)
+    checkpoints.save(11, tree | {"step": 11}, **save)
     checkpoints.wait()
     sharded.RankShard.write = leave_part
     set_timeout(limit.total_seconds())
