@@ -253,6 +253,7 @@ class Reading(NamedTuple):
         lr: learning rate of the first parameter group.
         stop: whether any rank was asked to stop.
         rank: first rank whose own shard of the step was bad; -1 for none, and in a single process.
+        update, weights: see `monitors/update_length.py`; 0 if they are not measured.
     """
 
     step: int
@@ -270,6 +271,8 @@ class Reading(NamedTuple):
     lr: float
     stop: bool = False
     rank: int = -1
+    update: float = 0.0
+    weights: float = 0.0
 
 
 def saved_reading(saved: Mapping[str, Any]) -> Reading:

@@ -170,7 +170,7 @@ def settle(
     reading, guard = executed.reading(), run.tools.guard
     verdict = guard.judge(reading)
     skipped_spike = not reading.applied and guard.kind == "spike"
-    log_alarms(run, reading.step, run.monitoring.rolling.add(reading, skipped_spike))
+    log_alarms(run, reading.step, [*run.monitoring.rolling.add(reading, skipped_spike), *guard.new_alarms()])
     if not reading.applied:  # the weights still have their values from before the step: replay it now
         investigate_skip(run, executed, reading, verdict)
     log_step(run, reading, throughput, seen)
@@ -236,6 +236,10 @@ def use_state(run: TrainingRun, due: Due, throughput: Throughput) -> None:
             rollback.checkpoints.wait()
         best, val_loss = run.history.best_loss, validate(run)
         improved = val_loss < best
+        verdict = run.tools.guard.judge_validation(state.step, val_loss)
+        log_alarms(run, state.step, run.tools.guard.new_alarms())
+        if not follow(run, verdict, throughput):
+            return
     if due.snapshot:  # after the evaluation, because its result is part of the state
         rollback.take_snapshot()
     if replaying and state.step == replaying.step:

@@ -6,15 +6,19 @@ unsafe updates and continues with the next batch.
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from stabletrain.errors import ConfigError
+from stabletrain.monitors.rolling import Alarm
+from stabletrain.monitors.update_length import NoLengths
 from stabletrain.records import Detour, GradNorms, LossTerms, Reading, StepChecks, Verdict
 from stabletrain.stability.guard.limits import LARGEST, Limits
 from stabletrain.stability.guard.retained import NoRetainedStates
+from stabletrain.stability.guard.slow import NoSlowSpikes, slow_spikes
 
 
 def overflow_reason(reading: Reading) -> str:
@@ -40,6 +44,16 @@ class NoGuard:
     rollbacks: int = 0
     consecutive: int = 0
     states = NoRetainedStates()
+
+    @property
+    def lengths(self) -> NoLengths:
+        """Measures each update: nothing, since this guard looks for no slow spikes."""
+        return NoLengths()
+
+    @property
+    def rollback_before(self) -> int | None:
+        """Step that a rollback has to go back before; None: to the newest healthy state."""
+        return None
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -68,6 +82,15 @@ class NoGuard:
         self.skips["overflow"] += 1
         self.kind, self.reason = "overflow", overflow_reason(reading)
         return Verdict.SKIP
+
+    def judge_validation(self, step: int, loss: float) -> Verdict:
+        """Returns APPLY: this guard does not judge validation losses."""
+        del step, loss
+        return Verdict.APPLY
+
+    def new_alarms(self) -> list[Alarm]:
+        """Returns the slow spikes found since the last call: none."""
+        return []
 
     def at_end(self, verdict: Verdict) -> Verdict:
         """Returns the verdict on the last step unchanged."""
@@ -116,6 +139,8 @@ class SkipGuard(NoGuard):
         sigma: standard deviations above the recent mean at which a spike begins (`limits.py`).
         window: number of applied steps from which mean and standard deviation are computed.
         max_consecutive: number of consecutive skipped steps that halts the run; fp16's overflows do not count.
+        slow: what happens after a slow spike (`slow.py`): `off`, `alarm`, or with a `RollbackGuard` `rollback`.
+        slow_rate: false alarms of slow spikes in 100,000 clean steps for which their threshold is chosen.
         skips: number of skipped steps by kind.
         consecutive: consecutive skipped steps up to now.
         trouble: steps skipped as spike or non-finite, minus the steps applied after them, at least 0. The state is
@@ -125,10 +150,16 @@ class SkipGuard(NoGuard):
     sigma: float = 6.0
     window: int = 128
     max_consecutive: int = 100
+    slow: str = "alarm"
+    slow_rate: float = 0.1
     skips: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     consecutive: int = 0
     trouble: int = 0
     limits: Limits = field(init=False, repr=False)
+    slow_spikes: NoSlowSpikes = field(init=False, repr=False)
+    _alarms: list[Alarm] = field(init=False, repr=False, default_factory=list)
+
+    slow_modes: ClassVar[tuple[str, ...]] = ("off", "alarm")
 
     def __post_init__(self) -> None:
         if self.max_consecutive < 1:
@@ -137,6 +168,12 @@ class SkipGuard(NoGuard):
                 "use guard=off to apply every update"
             )
         self.limits = Limits(self.sigma, self.window)
+        self.slow_spikes = slow_spikes(self.slow, self.slow_rate, self.slow_modes)
+
+    @property
+    def lengths(self) -> NoLengths:
+        """Measures each update, for the search for slow spikes."""
+        return self.slow_spikes.lengths
 
     def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
         """Returns whether every measurement is within its limit, and therefore finite; 0-d, on the device."""
@@ -159,6 +196,7 @@ class SkipGuard(NoGuard):
             self.consecutive = 0
             self.trouble = max(self.trouble - 1, 0)
             self.limits.add(reading)
+            self._alarms += self.slow_spikes.add(reading)
             return Verdict.APPLY
         self.kind, self.reason = self.why(reading)
         self.skips[self.kind] += 1
@@ -179,6 +217,21 @@ class SkipGuard(NoGuard):
         self.reason = f"{self.reason}, and {row}: {fix}"
         return Verdict.HALT
 
+    def judge_validation(self, step: int, loss: float) -> Verdict:
+        """Returns APPLY; raises an alarm if validation losses have risen.
+
+        Args:
+            step: number of steps of the evaluated state.
+            loss: nats per target, or whatever the objective measures.
+        """
+        self._alarms += self.slow_spikes.add_validation(step, loss)
+        return Verdict.APPLY
+
+    def new_alarms(self) -> list[Alarm]:
+        """Returns the slow spikes found since the last call."""
+        found, self._alarms = self._alarms, []
+        return found
+
     def begin_anew(self, loss: float | None) -> None:
         """Adapts to other settings, with which the run is resumed: they get the whole patience.
 
@@ -187,6 +240,7 @@ class SkipGuard(NoGuard):
                 because they would stop a run whose loss has only been defined otherwise.
         """
         self.consecutive = self.trouble = 0
+        self.slow_spikes = slow_spikes(self.slow, self.slow_rate, self.slow_modes)
         if loss is not None and loss > self.limits.loss.value:
             self.limits = Limits(self.sigma, self.window)
 
@@ -238,7 +292,8 @@ class SkipGuard(NoGuard):
     def state_dict(self) -> dict:
         """Counts and windows, for the checkpoint."""
         counts = {"consecutive": self.consecutive, "trouble": self.trouble}
-        return {"skips": dict(self.skips), **counts, "limits": self.limits.state_dict()}
+        series = {"limits": self.limits.state_dict(), "slow_spikes": self.slow_spikes.state_dict()}
+        return {"skips": dict(self.skips), **counts, **series}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores the counts and windows that the checkpoint has; another kind of guard stores fewer."""
@@ -247,3 +302,4 @@ class SkipGuard(NoGuard):
         self.trouble = state.get("trouble", 0)
         if "limits" in state:
             self.limits.load_state_dict(state["limits"])
+        self.slow_spikes.load_state_dict(state.get("slow_spikes", {}))
