@@ -31,7 +31,7 @@ ALLOWANCE, LARGEST = 1.0, 4.0
 NORMAL = 1.4826
 """Standard deviation of normally distributed values, divided by their median absolute deviation."""
 
-AT_ONE, PER_TENFOLD = 10.0, 3.0
+AT_ONE, PER_TENFOLD = 13.0, 2.7
 """Threshold at one false alarm in 100,000 values, and by how much it rises for ten times fewer."""
 
 

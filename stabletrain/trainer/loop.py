@@ -16,6 +16,7 @@ from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.records import Verdict
 from stabletrain.step import commit, compute
+from stabletrain.trainer.ending import check_updated, remarks
 from stabletrain.trainer.evaluate import evaluate
 from stabletrain.trainer.history import UNITS, History, Throughput
 from stabletrain.trainer.incidents import ExecutedStep, investigate_alarm, investigate_skip
@@ -32,13 +33,14 @@ def train(run: TrainingRun, signals: StopRequest | NoStopRequest | None = None) 
 
     Raises:
         Interrupted: a signal arrived; the state is saved.
-        TrainingHalted: the guard gave up; the newest healthy state is saved.
+        TrainingHalted: the guard gave up; the newest healthy state is saved. Or no update was applied.
         RankLost: another rank died.
     """
     tracker, checkpoints = run.output.tracker, run.rollback.checkpoints
     try:
         training_loop(run, signals or StopRequest())
         checkpoints.wait()
+        check_updated(run.state.step, run.history, run.tools.guard)
     except BaseException as raised:
         # A rank that dies closes its sockets, so the others fail with an error about sockets: find the real one.
         error = as_rank_lost(raised, run.parallel.ranks) or raised
@@ -57,9 +59,11 @@ def train(run: TrainingRun, signals: StopRequest | NoStopRequest | None = None) 
     tracker.summary(numbers | {"status": "finished"})
     tracker.close(0)
     reasons = [reason for reason in (run.tools.guard.trouble_at_end(), checkpoints.unsaved()) if reason]
-    run.output.folder.finish("finished", "; ".join(reasons) or None, numbers)
-    for reason in reasons:
-        tracker.note(f"note     {reason}")
+    best = checkpoints.best()
+    said = remarks(run.history, None if best is None else best.path)
+    run.output.folder.finish("finished", "; ".join(reasons) or None, numbers, said)
+    for line in (*reasons, *said):
+        tracker.note(f"note     {line}")
     return run.history
 
 
@@ -178,7 +182,7 @@ def settle(
     if run.state.step == run.plan.steps:  # no later step will show whether the trouble ends
         verdict = guard.at_end(verdict)
     if verdict is Verdict.APPLY:
-        run.history.updates += 1
+        run.history.count_update(reading.loss)
     return follow(run, verdict, throughput)
 
 
@@ -272,6 +276,7 @@ def validate(run: TrainingRun) -> float:
             tracker.note(f"step {state.step}: {text}")
         tracker.event("bad_validation", state.step, batches=spoilt)
     history.val, history.val_step = metrics, state.step
+    history.val_losses = [*history.val_losses, metrics["val/loss"]]
     if metrics["val/loss"] < history.best_loss:
         history.best_loss, history.best_step = metrics["val/loss"], state.step
         tracker.summary({"best/val_loss": metrics["val/loss"], "best/step": state.step})
