@@ -77,6 +77,8 @@ class Lengths(NoLengths):
 def sample(parameter: Any, stride: int) -> Tensor:
     """Returns a 1-d view of every `stride`-th element, in the order of the memory; of a sharded one, of its shard."""
     own = (parameter.to_local() if hasattr(parameter, "to_local") else parameter).detach()
+    if own.is_complex():
+        own = torch.view_as_real(own)
     span = 1 + sum((size - 1) * step for size, step in zip(own.shape, own.stride(), strict=True))
     if own.numel() and span != own.numel():  # a view with gaps, or an expanded one: one line of it is sample enough
         return own[(0,) * (own.dim() - 1)][::stride]
