@@ -22,7 +22,7 @@ from collections import deque
 PAST, GAP, ERRORS = 32, 16, 64
 """Values in the reference, newest values left out of it, and errors from which their spread is computed."""
 
-FIRST, MINIMUM = 48, 16
+FIRST, MINIMUM = 64, 16
 """Number of values before the first is judged, and of errors before their spread is used."""
 
 ALLOWANCE, LARGEST = 1.0, 4.0
@@ -85,6 +85,12 @@ class ChangePoint:
         """Median of the recent values; None before the first."""
         return median(self._values) if self._values else None
 
+    @property
+    def falling(self) -> bool:
+        """Whether the newest values lie below the others, and no rise is suspected."""
+        newest = list(self._values)[-GAP // 2 :]
+        return bool(newest) and self.statistic < 0.5 and median(newest) < median(self._values)
+
     def add(self, step: int, value: float, floor: float = 0.0) -> float:
         """Adds the finite value of a step; returns `statistic`.
 
@@ -108,7 +114,7 @@ class ChangePoint:
         if held is None:
             self._values.append(value)
             self._errors.append(error)
-        elif self._held >= ERRORS and self.statistic <= 1:
+        elif self._held >= ERRORS:
             self._sums, self._excess = [0.0] * len(self._signs), []
         return self.statistic
 

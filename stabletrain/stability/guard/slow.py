@@ -44,6 +44,9 @@ THRESHOLDS = {"slow_loss": 1.0, "slow_gradient": 2.0, "update_length": 2.0, "wei
 LARGEST_GROWTH = 3.0
 """Bound of the weights' growth over the update's length: with tiny updates rounding errors would count."""
 
+JUMP = 1.5
+"""Factor between two steps' learning rates from which on lengths of updates begin a new series."""
+
 TINY = 1e-30
 
 RECENT = 48
@@ -117,6 +120,10 @@ class SlowSpikes(NoSlowSpikes):
 
         A reading without `update` and `weights` (0) feeds only the tests of loss and gradient norm.
         """
+        if self._rates and not 1 / JUMP < reading.lr / max(self._rates[-1], TINY) < JUMP:
+            # The schedule's own step: in bf16 an update does not shrink as the learning rate does.
+            for kind in ("update_length", "weight_growth"):
+                self._tests[kind].reset()
         level = self._level()
         values = self._values(reading)
         self._rates.append(reading.lr)
@@ -223,7 +230,7 @@ class SlowSpikes(NoSlowSpikes):
         self._risen = state["risen"]
 
 
-CONFIRMED, PAST = 2, 3
+CONFIRMED, PAST = 2, 5
 """Evaluations that must be above the bound, and evaluations before them that are needed to know it."""
 
 NOISE, LEAST_SHARE, LEAST = 4.0, 0.05, 0.02

@@ -67,6 +67,16 @@ def test_each_kind_of_change_is_seen_dated_and_explained(change, kind, cause):
     assert cause in first.text.partition("likely cause: ")[2]
 
 
+def test_gradients_that_grow_while_the_loss_falls_are_no_change():
+    fast = lambda given: {"loss": 3 - 0.05 * (given.step - 200), "grad_norm": 4 * given.grad_norm}  # noqa: E731
+    assert alarms(fast, steps=230) == []
+
+
+def test_lengths_begin_a_new_series_when_the_learning_rate_jumps():
+    at_decay = lambda given: {"lr": given.lr / 10}  # noqa: E731  of rounding to bf16, the update keeps its length
+    assert alarms(at_decay) == []
+
+
 def test_steps_that_are_not_measured_still_show_their_loss():
     found = alarms(lambda given: {"loss": given.loss + 0.4, "update": 0.0, "weights": 0.0})
     assert [each.kind for each in found][:1] == ["slow_loss"]
@@ -144,8 +154,8 @@ def test_without_progress_only_the_alarm_is_left():
 
 def test_validation_losses_roll_back_too():
     guard = RollbackGuard(slow="rollback")
-    verdicts = [guard.judge_validation(step, loss) for step, loss in enumerate([3.0, 2.0, 1.5, 2.5, 2.5])]
-    assert verdicts == [Verdict.APPLY] * 4 + [Verdict.ROLLBACK]
+    verdicts = [guard.judge_validation(step, loss) for step, loss in enumerate([3.0, 2.5, 2.0, 1.8, 1.5, 2.5, 2.5])]
+    assert verdicts == [Verdict.APPLY] * 6 + [Verdict.ROLLBACK]
 
 
 def test_off_measures_nothing_and_sees_nothing():
