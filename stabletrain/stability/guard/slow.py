@@ -134,6 +134,8 @@ class SlowSpikes(NoSlowSpikes):
         passed = [
             kind for kind, value in values.items() if self._tests[kind].add(reading.step, value, floors[kind]) > 1
         ]
+        if passed == ["slow_gradient"] and self._tests["slow_loss"].falling:
+            passed = []  # gradients grow while training goes well, as residual branches that start at 0 wake up
         if not passed:
             return []
         alarm = self._alarm(passed[0], reading)

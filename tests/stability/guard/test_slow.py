@@ -20,7 +20,7 @@ def clean_run(steps=301):
     weights, readings = 20.0, []
     for step in range(steps):
         drawn = random.Random(step)
-        lr = 1e-3 * min((step + 1) / 20, 1) * (1 if step < 150 else 0.5)
+        lr = 1e-3 * min((step + 1) / 20, 1) * (1 if step < 120 else 0.5)
         update = 80 * lr * (1 + 0.05 * drawn.gauss(0, 1))
         weights += 0.25 * update
         loss, norm = 2 + 3 * (1 + step / 30) ** -0.5 + 0.1 * drawn.gauss(0, 1), 1 + 0.2 * drawn.random()
