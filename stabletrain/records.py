@@ -260,6 +260,7 @@ class Reading(NamedTuple):
         recheck_update: the same for the optimizer's update of one tensor.
         stop: whether any rank was asked to stop.
         rank: first rank whose own shard of the step was bad; -1 for none, and in a single process.
+        update, weights: see `monitors/update_length.py`; 0 if they are not measured.
     """
 
     step: int
@@ -280,6 +281,8 @@ class Reading(NamedTuple):
     recheck_update: float = 0.0
     stop: bool = False
     rank: int = -1
+    update: float = 0.0
+    weights: float = 0.0
 
 
 def saved_reading(saved: Mapping[str, Any]) -> Reading:

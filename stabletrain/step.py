@@ -240,9 +240,12 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.lr_multiplier(state.step))
     # Apply the update if the gate is open. Otherwise weights and moments keep their bits, and buffers are restored.
     recheck = tools.guard.recheck.of_update(state, tools)
+    lengths = tools.guard.lengths  # of the update and of the weights, over a sample of them
+    before = lengths.before(state.model)
     withheld = apply(state.optimizer, gate)
     recheck_update = recheck.update(partial(apply, gate=gate))
     tools.after_update(state.model, gate)
+    measured = lengths.after(before, tools.parallel.all_reduce_sum)
     buffers = computed.buffers.restore_(computed.saved_buffers, gate)
     tools.precision.update(overflow, gate)
     # Count the step, skipped or not: the next step reads the next batch.
@@ -263,6 +266,7 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
         "overflow": overflow,
         "recheck": checks.recheck,
         "recheck_update": recheck_update,
+        **measured,
     }
     of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
     return InFlight(state.step, lr, terms.parts, numbers | of_ranks, checks.own)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -34,6 +35,8 @@ from stabletrain.guarded.scaling import Scaling, scaling
 from stabletrain.guarded.spikes import bounds
 from stabletrain.guarded.states import Loader, states
 from stabletrain.guarded.subject import LoopSubject, compiled_frames
+from stabletrain.monitors.rolling import Alarm
+from stabletrain.monitors.update_length import NoLengths
 from stabletrain.records import Number, RankPart, Reading, TrainState, Verdict
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
 
@@ -51,6 +54,7 @@ class Guard:
         last: the reading of the last step (`records.py`); None before the first. `last.applied` says whether the
             update was applied: call `lr_scheduler.step()` only then.
         updates: whether the guard runs the optimizer's step; an attached loop does so itself.
+        alarms: the slow spikes found so far; each is also printed.
         rolled_back: number of steps whose batches the loop is to pass over, because the last step rolled back; else 0.
 
     Args:
@@ -63,9 +67,10 @@ class Guard:
         precision: `bf16` or `fp16` runs closures under autocast, fp16 with a loss scale; `fp32` and None do not.
         scaler: the loop's own `torch.amp.GradScaler`. The guard scales the loss with it, steps and updates it.
         loader: an object with `state_dict` and `load_state_dict`, which a rollback puts back.
-        policy: a `SkipGuard` or `RollbackGuard` with limits of your own, in place of `rollback`.
         checksum_every: updates between two checks that nothing but the step changed weights, moments and buffers; 1
             checks between all updates. 0, for none, if the loop itself changes them, as by clamping weights.
+        slow: what a slow spike does (`stability/guard/slow.py`): `off`, `alarm`, or with `rollback=True` `rollback`.
+        policy: a `SkipGuard` or `RollbackGuard` with limits of your own, in place of `rollback` and `slow`.
         max_incidents: how many incidents are investigated; 0 for none.
         max_seconds: approximate time limit for each.
         keep_state: whether weights are saved with an incident that can be replayed from its folder.
@@ -83,6 +88,7 @@ class Guard:
         *,
         folder: str | Path = "incidents",
         rollback: bool = False,
+        slow: str = "alarm",
         max_norm: float | None = None,
         precision: str | None = None,
         scaler: GradScaler | None = None,
@@ -111,7 +117,7 @@ class Guard:
                 f"Guard(loader={type(loader).__name__}(...)) has no state_dict and load_state_dict: leave it out, or "
                 "use torchdata's StatefulDataLoader"
             )
-        self._policy = policy or (RollbackGuard() if rollback else SkipGuard())
+        self._policy = policy or (RollbackGuard(slow=slow) if rollback else SkipGuard(slow=slow))
         if checksum_every < 0:
             raise ConfigError(
                 f"Guard(checksum_every={checksum_every}) is below 0: 1 checks between all updates, 0 never"
@@ -131,6 +137,8 @@ class Guard:
         self._keep_state, self._frames = keep_state, compiled_frames()
         self._step, self._begun, self._usual, self._newest_kind = 0, None, [], ""
         self._best, self._updating = math.inf, False
+        self._lengths: list[Tensor] = []
+        self.alarms: list[Alarm] = []
         self.last: Reading | None = None
         self.rolled_back = 0
         _NEWEST[optimizer] = ref(self)
@@ -238,8 +246,12 @@ class Guard:
 
     def _settle(self, begun: Begun, reading: Reading) -> None:
         """Follows the verdict on a step."""
+        if self._lengths:  # of the last update: they are on the host when this step's reading is
+            update, weights = torch.stack(self._lengths).tolist()
+            reading = reading._replace(update=update, weights=weights)
         verdict = self._policy.judge(reading)
         self._step, self.last, self.rolled_back = reading.step, reading, 0
+        self._show(self._policy.new_alarms())
         if reading.applied:
             self._best = min(self._best, reading.loss)
             self._apply()
@@ -266,6 +278,12 @@ class Guard:
         self._state.step = self._state.executed_steps = self._step
         self._policy.state_check.after_update(self._state, buffers_of(self._model).save())
 
+    def _show(self, alarms: list[Alarm]) -> None:
+        """Prints alarms, and keeps them."""
+        self.alarms += alarms
+        for alarm in alarms:
+            self._incidents.note(f"step {self._step}: {alarm.text}")
+
     @property
     def _scaling(self) -> Scaling:
         return self._judge.scaling
@@ -281,12 +299,15 @@ class Guard:
 
     def _apply(self) -> None:
         """Applies the update."""
+        lengths = self._policy.lengths if self.updates else NoLengths()
+        before = lengths.before(self._model)
         self._updating = True
         try:
             with self._lowered_rate():
                 self._scaling.update(self._optimizer, True, False)
         finally:
             self._updating = False
+        self._lengths = [*lengths.after(before, summed).values()]
 
     @contextlib.contextmanager
     def _lowered_rate(self) -> Generator[None]:
@@ -360,7 +381,7 @@ class Guard:
 
     def _roll_back(self, same_data: bool = False) -> None:
         """Restores the newest healthy state."""
-        reason = self._policy.reason
+        reason, self._lengths = self._policy.reason, []
         self.rolled_back = self._states.roll_back(self._step, same_data)
         self._incidents.note(
             f"step {self._step}: {reason}: rollback {self._policy.rollbacks}; pass over the batches of "
@@ -394,6 +415,13 @@ class Guard:
         self._policy.load_state_dict(state["policy"])
         self._policy.states.forget()
         self._scaling.load_state_dict(state["scaling"])
+        self._lengths = []
+
+
+def summed(values: Tensor) -> Tensor:
+    """Returns the elementwise sum over the ranks, of sharded parameters."""
+    dist.all_reduce(values)
+    return values
 
 
 def check_caller(optimizer: Optimizer, *arguments: Any) -> None:

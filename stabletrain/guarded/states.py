@@ -116,7 +116,10 @@ class States(NoStates):
             TrainingHalted: no healthy state is left.
         """
         policy = self._policy
-        target = policy.states.target
+        before, target = policy.rollback_before, policy.states.target
+        if before is not None:  # to before a slow spike, or as far back as there are states
+            steps = policy.states.steps
+            target = max((step for step in steps if step <= before), default=min(steps, default=None))
         tree = None if target is None else self._newest_intact(target)
         if target is None or tree is None:
             raise TrainingHalted(f"step {step}: {policy.reason}; no healthy state is left to go back to")

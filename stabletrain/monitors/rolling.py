@@ -174,12 +174,15 @@ class Alarm:
     """A warning that is shown once in a run.
 
     Attributes:
-        kind: `clipping`, `skips`, `explosion`, `vanishing`, `attention` or `monitors`.
+        kind: `clipping`, `skips`, `explosion`, `vanishing`, `attention` or `monitors`; or a kind of slow spike
+            (`stability/guard/slow.py`), which is shown once for each change.
         text: one line: what happened, where, and what to try.
+        since: step at which it began, as far as it is known; None if that means nothing.
     """
 
     kind: str
     text: str
+    since: int | None = None
 
 
 class RollingStats:

@@ -95,7 +95,7 @@ class NoRunFolder:
     def went_back(self, step: int) -> None:
         """Does nothing."""
 
-    def finish(self, status: str, reason: str | None, final: Mapping[str, Any]) -> None:
+    def finish(self, status: str, reason: str | None, final: Mapping[str, Any], remarks: Sequence[str] = ()) -> None:
         """Does nothing."""
 
 
@@ -240,16 +240,19 @@ class RunFolder(NoRunFolder):
         else:
             self.finish("failed", reason, {})
 
-    def finish(self, status: str, reason: str | None, final: Mapping[str, Any]) -> None:
+    def finish(self, status: str, reason: str | None, final: Mapping[str, Any], remarks: Sequence[str] = ()) -> None:
         """Writes how the run ended.
 
         Args:
             status: finished, halted, preempted or failed.
             reason: one line for the user, or None.
             final: the last metrics; NaN and infinities as in `metrics.jsonl`.
+            remarks: what else a person should know of a finished run, a line each. Unlike `reason` they do not mean
+                that something is left to do.
         """
         assert status in STATUSES[1:], status
         self._record |= {"status": status, "reason": reason, "ended": now(), "final": dict(final)}
+        self._record["remarks"] = [*remarks]
         self._write_at_last()
 
     def _write_at_last(self) -> None:

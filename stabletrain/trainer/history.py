@@ -9,6 +9,9 @@ from stabletrain.records import Batch
 UNITS = {"tok": "tokens", "img": "images", "sample": "samples"}
 """Units of throughput: on the terminal, and in metric names."""
 
+ENDS = 16
+"""Number of training losses that are kept from the start of the run, and from its end."""
+
 
 @dataclass
 class History:
@@ -21,6 +24,8 @@ class History:
         seconds: training time, without evaluations and checkpoints.
         units: tokens, images or samples consumed.
         lost_steps, lost_seconds: steps and training time that were rolled back.
+        val_losses: the losses of all evaluations, oldest first.
+        first_losses, last_losses: training losses of the first and the last `ENDS` updates.
     """
 
     best_loss: float = math.inf
@@ -32,6 +37,17 @@ class History:
     units: int = 0
     lost_steps: int = 0
     lost_seconds: float = 0.0
+    val_losses: list[float] = field(default_factory=list)
+    first_losses: list[float] = field(default_factory=list)
+    last_losses: list[float] = field(default_factory=list)
+
+    def count_update(self, loss: float) -> None:
+        """Counts an update, with the loss of its step."""
+        # New lists, because a saved state may hold the old ones.
+        self.updates += 1
+        if len(self.first_losses) < ENDS:
+            self.first_losses = [*self.first_losses, loss]
+        self.last_losses = [*self.last_losses, loss][-ENDS:]
 
     def cumulative_state(self) -> dict:
         """Returns what a rollback does not undo: time and data spent."""

@@ -17,6 +17,7 @@ from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.records import Verdict
 from stabletrain.stability.guard.skip import CHANGED
 from stabletrain.step import commit, compute
+from stabletrain.trainer.ending import check_updated, remarks
 from stabletrain.trainer.evaluate import evaluate
 from stabletrain.trainer.history import UNITS, History, Throughput
 from stabletrain.trainer.incidents import (
@@ -40,13 +41,14 @@ def train(run: TrainingRun, signals: StopRequest | NoStopRequest | None = None) 
 
     Raises:
         Interrupted: a signal arrived; the state is saved.
-        TrainingHalted: the guard gave up; the newest healthy state is saved.
+        TrainingHalted: the guard gave up; the newest healthy state is saved. Or no update was applied.
         RankLost: another rank died.
     """
     tracker, checkpoints = run.output.tracker, run.rollback.checkpoints
     try:
         training_loop(run, signals or StopRequest())
         checkpoints.wait()
+        check_updated(run.state.step, run.history, run.tools.guard)
     except BaseException as raised:
         # A rank that dies closes its sockets, so the others fail with an error about sockets: find the real one.
         error = as_rank_lost(raised, run.parallel.ranks) or raised
@@ -65,9 +67,11 @@ def train(run: TrainingRun, signals: StopRequest | NoStopRequest | None = None) 
     tracker.summary(numbers | {"status": "finished"})
     tracker.close(0)
     reasons = [reason for reason in (run.tools.guard.trouble_at_end(), checkpoints.unsaved()) if reason]
-    run.output.folder.finish("finished", "; ".join(reasons) or None, numbers)
-    for reason in reasons:
-        tracker.note(f"note     {reason}")
+    best = checkpoints.best()
+    said = remarks(run.history, None if best is None else best.path)
+    run.output.folder.finish("finished", "; ".join(reasons) or None, numbers, said)
+    for line in (*reasons, *said):
+        tracker.note(f"note     {line}")
     return run.history
 
 
@@ -184,7 +188,7 @@ def settle(
     if guard.recheck.wrong(reading):  # a computation came out differently the second time: a third one tells more
         verdict = confirm(run, executed, reading, verdict)
     skipped_spike = not reading.applied and guard.kind == "spike"
-    log_alarms(run, reading.step, run.monitoring.rolling.add(reading, skipped_spike))
+    log_alarms(run, reading.step, [*run.monitoring.rolling.add(reading, skipped_spike), *guard.new_alarms()])
     if not reading.applied:  # the weights still have their values from before the step: replay it now
         investigate_skip(run, executed, reading, verdict)
     log_step(run, reading, throughput, seen)
@@ -192,7 +196,7 @@ def settle(
     if run.state.step == run.plan.steps:  # no later step will show whether the trouble ends
         verdict = guard.at_end(verdict)
     if verdict is Verdict.APPLY:
-        run.history.updates += 1
+        run.history.count_update(reading.loss)
     # If memory or arithmetic was at fault, and not the data, the same batches are read again.
     return follow(run, verdict, throughput, same_data=guard.kind in ("state", "recheck"))
 
@@ -272,6 +276,10 @@ def use_state(run: TrainingRun, due: Due, judged: ExecutedStep, throughput: Thro
         improved = val_loss < best
         if not unchanged(run, judged, throughput):  # it changed during the evaluation
             return
+        verdict = run.tools.guard.judge_validation(state.step, val_loss)
+        log_alarms(run, state.step, run.tools.guard.new_alarms())
+        if not follow(run, verdict, throughput):
+            return
     if due.snapshot:  # after the evaluation, because its result is part of the state
         rollback.take_snapshot()
     if replaying and state.step == replaying.step:
@@ -304,6 +312,7 @@ def validate(run: TrainingRun) -> float:
             tracker.note(f"step {state.step}: {text}")
         tracker.event("bad_validation", state.step, batches=spoilt)
     history.val, history.val_step = metrics, state.step
+    history.val_losses = [*history.val_losses, metrics["val/loss"]]
     if metrics["val/loss"] < history.best_loss:
         history.best_loss, history.best_step = metrics["val/loss"], state.step
         tracker.summary({"best/val_loss": metrics["val/loss"], "best/step": state.step})

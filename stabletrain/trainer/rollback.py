@@ -239,7 +239,7 @@ class Rollback:
         return None
 
     def roll_back(self, trouble: int, same_data: bool = False) -> None:
-        """Restores the newest healthy state, and skips the data that was read since.
+        """Restores the newest healthy state that the guard wants, and skips the data that was read since.
 
         Args:
             trouble: the step after which the guard gave up on the present state.
@@ -250,7 +250,7 @@ class Rollback:
         """
         # On a machine that is not deterministic, trouble may come in the middle of a replay. End that replay first.
         self.finish_replay()
-        wanted, reason = self._retained.target, self._guard.reason
+        wanted, reason = self._wanted(), self._guard.reason
         found = None if wanted is None else self._find(wanted)
         if found is None:
             self.tracker.event("halt", trouble, reason=f"{reason}; no healthy state is left to go back to")
@@ -328,6 +328,16 @@ class Rollback:
     def _cumulative_states(self) -> dict[str, dict[str, Any]]:
         parts = self.parts.items()
         return {name: part.cumulative_state() for name, part in parts if isinstance(part, HasCumulativeState)}
+
+    def _wanted(self) -> int | None:
+        """Returns the step of the state to restore: the newest healthy one, or one from before a slow spike."""
+        before = self._guard.rollback_before
+        if before is None:
+            return self._retained.target
+        if kept := [step for step in self._retained.steps if step <= before]:
+            return max(kept)
+        saved = self.checkpoints.newest(healthy_only=True, at_most=before)
+        return min(self._retained.steps, default=None) if saved is None else saved.step
 
     def _find(self, target: int) -> tuple[Tree, int] | None:
         """Returns a state to restore, and the step up to which to replay from it.

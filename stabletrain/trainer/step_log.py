@@ -32,7 +32,8 @@ def log_alarms(run: TrainingRun, step: int, alarms: Sequence[Alarm]) -> None:
     """Records each alarm as an event, prints it, and sends it as a W&B alert."""
     tracker = run.rollback.tracker
     for alarm in alarms:
-        tracker.event("alarm", step, kind=alarm.kind, text=alarm.text)
+        since = {} if alarm.since is None else {"since": alarm.since}
+        tracker.event("alarm", step, kind=alarm.kind, text=alarm.text, **since)
         tracker.note(f"step {step}: {alarm.text}")
         tracker.alert(alarm.kind, f"step {step}: {alarm.text}")
 

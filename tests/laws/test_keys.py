@@ -169,6 +169,8 @@ CHANGED: dict[str, object] = {
     "init.std": 0.1,
     "guard.max_consecutive": 0,
     "guard.sigma": "inf",
+    "guard.slow": "loud",
+    "guard.slow_rate": 0,
     "guard.window": 19,
     "guard.checksum_every": -1,
     "guard.recheck_every": -1,

@@ -106,7 +106,7 @@ class Folder(NoRunFolder):
         super().__init__(Path())
         self.ended: list[tuple[str, str | None]] = []
 
-    def finish(self, status: str, reason: str | None, final: Mapping[str, Any]) -> None:
+    def finish(self, status: str, reason: str | None, final: Mapping[str, Any], remarks: Any = ()) -> None:
         self.ended.append((status, reason))
 
 

@@ -66,7 +66,9 @@ def outcome(run: Run) -> list[str]:
     elif loss is not None:
         first += ", but the validation loss is not finite: the run diverged"
     reason = run.problem or run.record.get("reason")
-    found = [f"{first}.", str(reason) if reason else "", guard(final), causes(run)]
+    remarks = run.record.get("remarks")
+    said = [f"Note: {remark}." for remark in remarks] if isinstance(remarks, list) else []
+    found = [f"{first}.", str(reason) if reason else "", *said, guard(final), causes(run)]
     return [sentence for sentence in found if sentence]
 
 

@@ -15,7 +15,7 @@ which works because a step is a pure function.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import Detour, Reading, Verdict
@@ -36,7 +36,7 @@ WHOLE = {
 LAST_PATIENCE = 2
 """Value of `trouble` that triggers a rollback at the last step. A single skip leaves the weights as they were."""
 
-CUMULATIVE = ("skips", "rollbacks", "in_vain", "beyond", "slow")
+CUMULATIVE = ("skips", "rollbacks", "in_vain", "beyond", "lowered")
 """Attributes that a rollback does not restore."""
 
 
@@ -59,7 +59,8 @@ class RollbackGuard(SkipGuard):
         rollbacks: rollbacks in the whole run.
         in_vain: rollbacks since the last progress.
         beyond: a healthy state taken after this step is progress.
-        slow: start step, stop step (exclusive) and factor of the lowered learning rate.
+        lowered: start step, stop step (exclusive) and factor of the lowered learning rate.
+        rollback_before: step that the next rollback has to go back before; None: to the newest healthy state.
     """
 
     patience: int = 10
@@ -73,8 +74,11 @@ class RollbackGuard(SkipGuard):
     rollbacks: int = 0
     in_vain: int = 0
     beyond: int = 0
-    slow: tuple[int, int, float] = (0, 0, 1.0)
+    lowered: tuple[int, int, float] = (0, 0, 1.0)
     states: RetainedStates = field(init=False, repr=False)
+    rollback_before: int | None = field(init=False, repr=False, default=None)
+
+    slow_modes: ClassVar[tuple[str, ...]] = ("off", "alarm", "rollback")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,7 +99,10 @@ class RollbackGuard(SkipGuard):
     def judge(self, reading: Reading) -> Verdict:
         """Returns the verdict on a step and updates counts, limits and retained states."""
         verdict = super().judge(reading)
-        if verdict is Verdict.APPLY and self.healthy:
+        if verdict is Verdict.APPLY and self._goes_back():
+            return Verdict.ROLLBACK
+        # While a change is suspected, newer states must not push out those from before it.
+        if verdict is Verdict.APPLY and self.healthy and not self.slow_spikes.suspects:
             promoted = self.states.promote(reading.step)
             if any(step > self.beyond for step in promoted):  # the run got past the trouble: restore the budget
                 self.in_vain = 0
@@ -107,6 +114,25 @@ class RollbackGuard(SkipGuard):
         if self.trouble < self.patience:
             return Verdict.SKIP
         return self._give_up(f"skipping has not ended it (guard.patience={self.patience})")
+
+    def judge_validation(self, step: int, loss: float) -> Verdict:
+        """Returns the verdict on a state by its validation loss: ROLLBACK with `slow=rollback` if it has risen."""
+        verdict = super().judge_validation(step, loss)
+        return Verdict.ROLLBACK if self._goes_back() else verdict
+
+    def _goes_back(self) -> bool:
+        """Returns whether a slow spike was found after which the guard rolls back, and to before which step.
+
+        If `max_rollbacks` rollbacks did not help, the alarm is all there is: the loss is finite, and the run goes on.
+        """
+        if self.slow != "rollback" or not self._alarms or self.in_vain >= self.max_rollbacks:
+            return False
+        found = self._alarms[-1]
+        since = found.since or 0
+        self.kind = "slow"
+        # The start of a change is an estimate: a state is safe if it would have become healthy before it.
+        self.reason, self.rollback_before = found.text.partition(". fix: ")[0], max(since - 1 - self.healthy_after, 0)
+        return True
 
     def at_end(self, verdict: Verdict) -> Verdict:
         """Returns the verdict on the last step: ROLLBACK or HALT if `trouble` is at least `LAST_PATIENCE`."""
@@ -136,7 +162,7 @@ class RollbackGuard(SkipGuard):
     def begin_anew(self, loss: float | None) -> None:
         """Adapts to other settings: also restores the budget of rollbacks. States from before remain a way back."""
         super().begin_anew(loss)
-        self.in_vain, self.slow = 0, (0, 0, 1.0)
+        self.in_vain, self.lowered = 0, (0, 0, 1.0)
 
     def begin_rollback(self, step: int, target: int, same_data: bool = False) -> Detour:
         """Counts a rollback from `step` to `target`, and lowers the learning rate unless `same_data`.
@@ -149,24 +175,26 @@ class RollbackGuard(SkipGuard):
         self.rollbacks += 1
         self.in_vain += 1
         self.beyond = max(self.beyond, step)
+        self.rollback_before = None
         if same_data:
             return Detour(self.rollbacks, 0, 1.0, target)
-        self.slow = (target, target + self.lr_steps, self.lr_factor**self.in_vain)
-        return Detour(self.rollbacks, self.skip_batches, self.slow[2], self.slow[1])
+        self.lowered = (target, target + self.lr_steps, self.lr_factor**self.in_vain)
+        return Detour(self.rollbacks, self.skip_batches, self.lowered[2], self.lowered[1])
 
     def lr_multiplier(self, step: int) -> float:
         """Factor of the learning rate at step number `step`: below 1 for `lr_steps` steps after a rollback."""
-        start, stop, factor = self.slow
+        start, stop, factor = self.lowered
         return factor if start <= step < stop else 1.0
 
     def cumulative_state(self) -> dict[str, Any]:
         """Counts and budgets that a rollback does not restore."""
-        return {name: getattr(self, name) for name in CUMULATIVE} | {"skips": dict(self.skips), "slow": list(self.slow)}
+        own = {name: getattr(self, name) for name in CUMULATIVE}
+        return own | {"skips": dict(self.skips), "lowered": list(self.lowered)}
 
     def load_cumulative_state(self, state: dict[str, Any]) -> None:
         """Overwrites the restored counts and budgets with those from before the rollback."""
         for name, value in state.items():
-            setattr(self, name, tuple(value) if name == "slow" else value)
+            setattr(self, name, tuple(value) if name == "lowered" else value)
 
     def state_dict(self) -> dict:
         """Counts, windows, budgets and steps of the retained states, for the checkpoint."""
@@ -176,4 +204,6 @@ class RollbackGuard(SkipGuard):
         """Restores the values that the checkpoint has; another kind of guard stores fewer."""
         super().load_state_dict(state)
         self.states.load_state_dict(state)
+        if "slow" in state:  # its name in checkpoints of version 1
+            state = {"lowered": state["slow"], **state}
         self.load_cumulative_state({name: state[name] for name in CUMULATIVE[1:] if name in state})

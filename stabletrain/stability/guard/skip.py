@@ -6,16 +6,20 @@ unsafe updates and continues with the next batch.
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from stabletrain.errors import ConfigError
+from stabletrain.monitors.rolling import Alarm
+from stabletrain.monitors.update_length import NoLengths
 from stabletrain.records import Detour, GradNorms, LossTerms, Reading, StepChecks, Verdict
 from stabletrain.stability.guard.limits import LARGEST, Limits
 from stabletrain.stability.guard.recheck import NoRecheck, recheck_every
 from stabletrain.stability.guard.retained import NoRetainedStates
+from stabletrain.stability.guard.slow import NoSlowSpikes, slow_spikes
 from stabletrain.stability.guard.state_check import UNKNOWN, NoStateCheck, StateCheck
 
 
@@ -31,7 +35,7 @@ class NoGuard:
     Attributes:
         skips: number of skipped steps by kind; here only `overflow`, by fp16's loss scaling.
         reason: why the newest skipped step was skipped, in one line.
-        kind: kind of the newest skipped step.
+        kind: kind of the newest skipped step, or `slow` after a slow spike that is rolled back.
         rollbacks: always 0.
         consecutive: always 0.
     """
@@ -44,6 +48,16 @@ class NoGuard:
     states = NoRetainedStates()
     state_check = NoStateCheck()
     recheck = NoRecheck()
+
+    @property
+    def lengths(self) -> NoLengths:
+        """Measures each update: nothing, since this guard looks for no slow spikes."""
+        return NoLengths()
+
+    @property
+    def rollback_before(self) -> int | None:
+        """Step that a rollback has to go back before; None: to the newest healthy state."""
+        return None
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -72,6 +86,15 @@ class NoGuard:
         self.skips["overflow"] += 1
         self.kind, self.reason = "overflow", overflow_reason(reading)
         return Verdict.SKIP
+
+    def judge_validation(self, step: int, loss: float) -> Verdict:
+        """Returns APPLY: this guard does not judge validation losses."""
+        del step, loss
+        return Verdict.APPLY
+
+    def new_alarms(self) -> list[Alarm]:
+        """Returns the slow spikes found since the last call: none."""
+        return []
 
     def at_end(self, verdict: Verdict) -> Verdict:
         """Returns the verdict on the last step unchanged."""
@@ -127,6 +150,8 @@ class SkipGuard(NoGuard):
         checksum_every: updates between two comparisons of the state with what the last update left (`state_check.py`);
             0 for none, None for as often as costs little.
         recheck_every: steps between two repetitions of a gradient and an update (`recheck.py`); 0 for none.
+        slow: what happens after a slow spike (`slow.py`): `off`, `alarm`, or with a `RollbackGuard` `rollback`.
+        slow_rate: false alarms of slow spikes in 100,000 clean steps for which their threshold is chosen.
         skips: number of skipped steps by kind.
         consecutive: consecutive skipped steps up to now.
         trouble: steps skipped as spike or non-finite, minus the steps applied after them, at least 0. The state is
@@ -139,12 +164,18 @@ class SkipGuard(NoGuard):
     max_consecutive: int = 100
     checksum_every: int | None = None
     recheck_every: int = 250
+    slow: str = "alarm"
+    slow_rate: float = 0.1
     skips: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     consecutive: int = 0
     trouble: int = 0
     limits: Limits = field(init=False, repr=False)
     state_check: NoStateCheck = field(init=False, repr=False)
     recheck: NoRecheck = field(init=False, repr=False)
+    slow_spikes: NoSlowSpikes = field(init=False, repr=False)
+    _alarms: list[Alarm] = field(init=False, repr=False, default_factory=list)
+
+    slow_modes: ClassVar[tuple[str, ...]] = ("off", "alarm")
 
     def __post_init__(self) -> None:
         if self.max_consecutive < 1:
@@ -158,10 +189,16 @@ class SkipGuard(NoGuard):
             raise ConfigError(f"guard.checksum_every={every} is below 0: 1 checks before every update, 0 never")
         self.check_state_every(UNKNOWN if every is None else every)
         self.recheck = recheck_every(self.recheck_every)
+        self.slow_spikes = slow_spikes(self.slow, self.slow_rate, self.slow_modes)
 
     def check_state_every(self, updates: int) -> None:
         """Sets how often the state is compared with what the last update left; 0 for never."""
         self.state_check = StateCheck(updates) if updates else NoStateCheck()
+
+    @property
+    def lengths(self) -> NoLengths:
+        """Measures each update, for the search for slow spikes."""
+        return self.slow_spikes.lengths
 
     def gate(self, terms: LossTerms, norms: GradNorms, checks: StepChecks) -> Bool[Tensor, ""]:
         """Returns whether every measurement is within its limit, and therefore finite; 0-d, on the device."""
@@ -190,6 +227,7 @@ class SkipGuard(NoGuard):
             if self.recheck.wrong(reading):  # the update was applied, so the weights are wrong
                 self.kind = "recheck"
                 return self.distrust(UPDATE_DIFFERS)
+            self._alarms += self.slow_spikes.add(reading)
             return Verdict.APPLY
         self.kind, self.reason = self.why(reading)
         self.skips[self.kind] += 1
@@ -212,6 +250,21 @@ class SkipGuard(NoGuard):
         self.reason = f"{self.reason}, and {row}: {fix}"
         return Verdict.HALT
 
+    def judge_validation(self, step: int, loss: float) -> Verdict:
+        """Returns APPLY; raises an alarm if validation losses have risen.
+
+        Args:
+            step: number of steps of the evaluated state.
+            loss: nats per target, or whatever the objective measures.
+        """
+        self._alarms += self.slow_spikes.add_validation(step, loss)
+        return Verdict.APPLY
+
+    def new_alarms(self) -> list[Alarm]:
+        """Returns the slow spikes found since the last call."""
+        found, self._alarms = self._alarms, []
+        return found
+
     def begin_anew(self, loss: float | None) -> None:
         """Adapts to other settings, with which the run is resumed: they get the whole patience.
 
@@ -220,6 +273,7 @@ class SkipGuard(NoGuard):
                 because they would stop a run whose loss has only been defined otherwise.
         """
         self.consecutive = self.trouble = 0
+        self.slow_spikes = slow_spikes(self.slow, self.slow_rate, self.slow_modes)
         if loss is not None and loss > self.limits.loss.value:
             self.limits = Limits(self.sigma, self.window)
 
@@ -276,8 +330,12 @@ class SkipGuard(NoGuard):
     def state_dict(self) -> dict:
         """Counts and windows, for the checkpoint."""
         counts = {"consecutive": self.consecutive, "trouble": self.trouble}
-        limits = {"limits": self.limits.state_dict(), "recheck": self.recheck.state_dict()}
-        return {"skips": dict(self.skips), **counts, **limits}
+        series = {
+            "limits": self.limits.state_dict(),
+            "recheck": self.recheck.state_dict(),
+            "slow_spikes": self.slow_spikes.state_dict(),
+        }
+        return {"skips": dict(self.skips), **counts, **series}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores the counts and windows that the checkpoint has; another kind of guard stores fewer."""
@@ -287,3 +345,4 @@ class SkipGuard(NoGuard):
         if "limits" in state:
             self.limits.load_state_dict(state["limits"])
         self.recheck.load_state_dict(state.get("recheck", {}))
+        self.slow_spikes.load_state_dict(state.get("slow_spikes", {}))

@@ -1,0 +1,170 @@
+"""A change-point test: whether a measured series has left its own recent trend, and since when.
+
+    reference  m = median of the last `PAST` values, without the newest `GAP`
+    error      e = x - m
+    z            = (e - max(median(e), 0)) / max(1.4826 MAD(e), floor)        over the last `ERRORS` errors
+    CUSUM      S = max(0, S + min(max(z, -LARGEST), LARGEST) - ALLOWANCE)     a change: S > threshold
+
+The test is Page's (1954, Biometrika 41), for a rise of the level; the same with -e finds a fall. It accumulates small
+shifts that single-step limits (`stability/guard/limits.py`) tolerate. All estimates are medians, so that single
+outliers do not move them, and an outlier adds at most `LARGEST - ALLOWANCE` to S.
+
+A trend that is present in the past errors is subtracted only if it makes the test less sensitive. A falling loss
+therefore never alarms when its fall slows down. While S is above half its threshold, the reference and the errors stay
+as they are: a change must not become its own reference. If that lasts for `ERRORS` values, S begins again at 0.
+
+`threshold(rate)` was fitted to simulated series with heavy tails and autocorrelation (`benchmarks/slow_spikes.py`).
+"""
+
+import math
+from collections import deque
+
+PAST, GAP, ERRORS = 32, 16, 64
+"""Values in the reference, newest values left out of it, and errors from which their spread is computed."""
+
+FIRST, MINIMUM = 64, 16
+"""Number of values before the first is judged, and of errors before their spread is used."""
+
+ALLOWANCE, LARGEST = 1.0, 4.0
+"""Shift in standard deviations that is tolerated for ever, and bound of a single value's z."""
+
+NORMAL = 1.4826
+"""Standard deviation of normally distributed values, divided by their median absolute deviation."""
+
+AT_ONE, PER_TENFOLD = 13.0, 2.7
+"""Threshold at one false alarm in 100,000 values, and by how much it rises for ten times fewer."""
+
+
+def threshold(rate: float) -> float:
+    """Returns the threshold of S at which clean series give `rate` false alarms in 100,000 values; at least 4."""
+    return max(AT_ONE - PER_TENFOLD * math.log10(rate), LARGEST)
+
+
+class ChangePoint:
+    """The test of one series.
+
+    Args:
+        limit: threshold of S; see `threshold`.
+        up, down: whether a rise and a fall of the level are changes.
+
+    Attributes:
+        since: step of the first value of the change, as far as it is known; 0 before the first value.
+        shift: how far the newest value of `recent` lies from the reference; see there.
+    """
+
+    def __init__(self, limit: float, *, up: bool = True, down: bool = True) -> None:
+        self._limit, self._signs = limit, [sign for sign, wanted in ((1, up), (-1, down)) if wanted]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all values: the level has changed for good."""
+        self._values: deque[float] = deque(maxlen=PAST + GAP)
+        self._errors: deque[float] = deque(maxlen=ERRORS)
+        self._sums, self._onsets = [0.0] * len(self._signs), [0] * len(self._signs)
+        self._known: list[float] = []  # reference, median error and its deviation, while a change is suspected
+        self._count = self._held = 0
+        self._excess: list[float] = []
+
+    @property
+    def statistic(self) -> float:
+        """S divided by its threshold, the larger of both directions: a change above 1, suspicion above one half."""
+        return max(self._sums) / self._limit
+
+    @property
+    def since(self) -> int:
+        """Step of the value at which the larger S last left 0: the estimated start of the change."""
+        return self._onsets[self._sums.index(max(self._sums))]
+
+    @property
+    def shift(self) -> float:
+        """Median distance of the values since then from the reference; 0 if S is 0."""
+        return median(self._excess) if self._excess else 0.0
+
+    @property
+    def level(self) -> float | None:
+        """Median of the recent values; None before the first."""
+        return median(self._values) if self._values else None
+
+    @property
+    def falling(self) -> bool:
+        """Whether the newest values lie below the others, and no rise is suspected."""
+        newest = list(self._values)[-GAP // 2 :]
+        return bool(newest) and self.statistic < 0.5 and median(newest) < median(self._values)
+
+    def add(self, step: int, value: float, floor: float = 0.0) -> float:
+        """Adds the finite value of a step; returns `statistic`.
+
+        Args:
+            floor: least standard deviation that the test assumes: shifts below it never alarm.
+        """
+        self._count += 1
+        if len(self._values) < PAST // 2 + GAP // 2:
+            self._values.append(value)
+            return 0.0
+        held = self._known if self._known and self.statistic > 0.5 else None
+        if held is None:
+            reference, known = self._reference(), self._spread()
+        else:
+            reference, known = held[0], (held[1], held[2])
+        error = value - reference
+        if known is not None and self._count > FIRST:
+            self._accumulate(step, error, known[0], max(known[1], floor))
+            self._known = [reference, *known]
+        self._held = 0 if held is None else self._held + 1
+        if held is None:
+            self._values.append(value)
+            self._errors.append(error)
+        elif self._held >= ERRORS:
+            self._sums, self._excess = [0.0] * len(self._signs), []
+        return self.statistic
+
+    def _reference(self) -> float:
+        values = list(self._values)
+        return median(values[: max(len(values) - GAP, GAP // 2)])
+
+    def _spread(self) -> tuple[float, float] | None:
+        """Returns median and robust standard deviation of the errors; None while there are too few."""
+        if len(self._errors) < MINIMUM:
+            return None
+        middle = median(self._errors)
+        return middle, NORMAL * median([abs(error - middle) for error in self._errors])
+
+    def _accumulate(self, step: int, error: float, middle: float, deviation: float) -> None:
+        before = max(self._sums)
+        for i, sign in enumerate(self._signs):
+            distance = sign * error - max(sign * middle, 0.0)
+            z = distance / deviation if deviation > 0 else math.copysign(LARGEST, distance) if distance else 0.0
+            if self._sums[i] == 0.0:
+                self._onsets[i] = step
+            self._sums[i] = max(0.0, self._sums[i] + min(max(z, -LARGEST), LARGEST) - ALLOWANCE)
+        if max(self._sums) == 0.0:
+            self._excess = []
+        elif before == 0.0 or len(self._excess) < ERRORS:
+            self._excess.append(error)
+
+    def state_dict(self) -> dict:
+        """Values, errors and sums, for the checkpoint."""
+        return {
+            "values": list(self._values),
+            "errors": list(self._errors),
+            "sums": list(self._sums),
+            "onsets": list(self._onsets),
+            "known": list(self._known),
+            "count": self._count,
+            "held": self._held,
+            "excess": list(self._excess),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores them."""
+        self._values = deque(state["values"], maxlen=self._values.maxlen)
+        self._errors = deque(state["errors"], maxlen=self._errors.maxlen)
+        self._sums, self._onsets = list(state["sums"]), list(state["onsets"])
+        self._known, self._excess = list(state["known"]), list(state["excess"])
+        self._count, self._held = state["count"], state["held"]
+
+
+def median(values: "deque[float] | list[float]") -> float:
+    """Returns the median of at least one number."""
+    ordered, half = sorted(values), len(values) // 2
+    return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2

@@ -1,0 +1,85 @@
+"""Length of each update and of the weights after it, measured over a fixed sample of every trained parameter.
+
+    update  = sqrt(stride) · |w_after - w_before|       L2 norms over every `stride`-th element
+    weights = sqrt(stride) · |w_after|
+
+Measuring costs two copies of the sample and one pass over both: the same few kernels whatever the model's size. The
+sample has at least one element of each parameter. It is the same in every step, so that the numbers of two steps can be
+compared. Nothing here waits for the device.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from stabletrain.monitors.tensor_norms import lengths
+
+SAMPLED = 2**16
+"""Approximate number of sampled elements; a smaller model is measured whole."""
+
+
+class NoLengths:
+    """Measures nothing, without a kernel."""
+
+    def before(self, model: nn.Module) -> Tensor | None:
+        """Returns None."""
+        del model
+        return None
+
+    def after(self, before: Tensor | None, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Returns no numbers."""
+        del before, sum_over_ranks
+        return {}
+
+
+class Lengths(NoLengths):
+    """Measures updates and weights of a model's trained parameters; of sharded ones, the shards of all ranks."""
+
+    def __init__(self) -> None:
+        self._model: ref[nn.Module] | None = None
+        self._views: list[Tensor] = []
+        self._factor, self._sharded = 1.0, False
+
+    def before(self, model: nn.Module) -> Tensor:
+        """Returns a copy of the sample; call it before the optimizer's step."""
+        if self._model is None or self._model() is not model:
+            self._choose(model)
+        return torch.cat(self._views)
+
+    def after(self, before: Tensor | None, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Returns `update` and `weights`, fp32, 0-d on the device.
+
+        Args:
+            before: what `before` returned in this step.
+            sum_over_ranks: adds up the ranks' tensors; only called for sharded parameters.
+        """
+        assert before is not None
+        now = torch.cat(self._views)
+        numbers = torch.stack(lengths([now - before, now]))
+        if self._sharded:
+            numbers = sum_over_ranks(numbers.square()).sqrt()
+        update, weights = (numbers * self._factor).unbind()
+        return {"update": update, "weights": weights}
+
+    def _choose(self, model: nn.Module) -> None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._sharded = any(hasattr(parameter, "to_local") for parameter in trained)
+        # An odd stride, because matrices have even widths: the sample must not lie in a few columns.
+        stride = (sum(parameter.numel() for parameter in trained) // SAMPLED) | 1
+        self._views = [sample(parameter, stride) for parameter in trained]
+        self._factor = stride**0.5
+        self._model = ref(model)
+
+
+def sample(parameter: Any, stride: int) -> Tensor:
+    """Returns a 1-d view of every `stride`-th element, in the order of the memory; of a sharded one, of its shard."""
+    own = (parameter.to_local() if hasattr(parameter, "to_local") else parameter).detach()
+    if own.is_complex():
+        own = torch.view_as_real(own)
+    span = 1 + sum((size - 1) * step for size, step in zip(own.shape, own.stride(), strict=True))
+    if own.numel() and span != own.numel():  # a view with gaps, or an expanded one: one line of it is sample enough
+        return own[(0,) * (own.dim() - 1)][::stride]
+    return own.as_strided((own.numel(),), (1,))[::stride]

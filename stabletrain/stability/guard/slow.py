@@ -1,0 +1,273 @@
+"""Slow spikes: faults that no single step shows, found in the series of steps.
+
+| kind | series | a change is |
+|---|---|---|
+| `slow_loss` | the loss | a rise |
+| `slow_gradient` | log of the gradient norm | a rise |
+| `update_length` | log of the update's length over the learning rate | a rise or a fall |
+| `weight_growth` | growth of the weights' length over the update's length | a rise or a fall |
+| `slow_validation` | the validation loss | above the best one by more than its noise (`validation_bound`) |
+
+The first four are change-point tests (`monitors/change_point.py`), fed with applied steps only. With Adam the update's
+length over the learning rate hardly varies from step to step, so a fault of the learning rate, the moments or the
+gradients shows there first. The weights cannot grow by more than the update's length, whatever the update: growth
+beyond that comes from outside the step.
+
+An alarm is raised once for each change, by the test that sees it first. All tests then begin anew, so that the new
+level becomes normal.
+"""
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from stabletrain.errors import ConfigError
+from stabletrain.monitors.change_point import ChangePoint, median, threshold
+from stabletrain.monitors.rolling import Alarm
+from stabletrain.monitors.update_length import Lengths, NoLengths
+from stabletrain.records import Reading
+
+FIRST = 8
+"""Number of losses whose median is the first level, from which the fall of the loss is measured."""
+
+SHARE = 0.02
+"""Least standard deviation of the loss that is assumed, as a share of its fall so far."""
+
+FLOORS = {"slow_gradient": 0.25, "update_length": 0.4, "weight_growth": 0.15}
+"""Least standard deviations of the other series: natural drifts are smaller."""
+
+THRESHOLDS = {"slow_loss": 1.0, "slow_gradient": 2.0, "update_length": 2.0, "weight_growth": 1.0}
+"""Multiples of `threshold(rate)`: these series drift more than the loss does."""
+
+LARGEST_GROWTH = 3.0
+"""Bound of the weights' growth over the update's length: with tiny updates rounding errors would count."""
+
+JUMP = 1.5
+"""Factor between two steps' learning rates from which on lengths of updates begin a new series."""
+
+TINY = 1e-30
+
+RECENT = 48
+"""Number of learning rates that are kept, to tell whether it rose before a change."""
+
+
+class NoSlowSpikes:
+    """Looks for no slow spikes.
+
+    Attributes:
+        lengths: measures updates and weights within a step.
+        suspects: whether a change is suspected: newer states must not count as healthy.
+    """
+
+    lengths = NoLengths()
+    suspects = False
+
+    def add(self, reading: Reading) -> list[Alarm]:
+        """Returns no alarm."""
+        del reading
+        return []
+
+    def add_validation(self, step: int, loss: float) -> list[Alarm]:
+        """Returns no alarm."""
+        del step, loss
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores nothing."""
+
+
+class SlowSpikes(NoSlowSpikes):
+    """Looks for slow spikes.
+
+    Args:
+        rate: false alarms in 100,000 clean steps for which the tests' threshold is chosen.
+
+    Raises:
+        ConfigError: `rate` is out of bounds.
+    """
+
+    def __init__(self, rate: float) -> None:
+        if not 0 < rate <= 100:
+            raise ConfigError(
+                f"guard.slow_rate={rate} is outside (0, 100]: it is the number of false alarms in 100,000 clean steps; "
+                "0.1 is the default"
+            )
+        limit = threshold(rate)
+        self.lengths = Lengths()
+        self._tests = {
+            kind: ChangePoint(factor * limit, down=kind in ("update_length", "weight_growth"))
+            for kind, factor in THRESHOLDS.items()
+        }
+        self._first: list[float] = []
+        self._weights: float | None = None
+        self._rates: deque[float] = deque(maxlen=RECENT)
+        self._validation: list[tuple[int, float]] = []
+        self._risen = False
+
+    @property
+    def suspects(self) -> bool:
+        """Whether a statistic is above half its threshold."""
+        return any(test.statistic > 0.5 for test in self._tests.values())
+
+    def add(self, reading: Reading) -> list[Alarm]:
+        """Adds an applied step; returns the alarm of a change that it reveals.
+
+        A reading without `update` and `weights` (0) feeds only the tests of loss and gradient norm.
+        """
+        if self._rates and not 1 / JUMP < reading.lr / max(self._rates[-1], TINY) < JUMP:
+            # The schedule's own step: in bf16 an update does not shrink as the learning rate does.
+            for kind in ("update_length", "weight_growth"):
+                self._tests[kind].reset()
+        level = self._level()
+        values = self._values(reading)
+        self._rates.append(reading.lr)
+        if len(self._first) < FIRST:
+            self._first.append(reading.loss)
+        fall = max(median(self._first) - level, 0.0) if level is not None else 0.0
+        floors = {"slow_loss": SHARE * fall, **FLOORS}
+        passed = [
+            kind for kind, value in values.items() if self._tests[kind].add(reading.step, value, floors[kind]) > 1
+        ]
+        if passed == ["slow_gradient"] and self._tests["slow_loss"].falling:
+            passed = []  # gradients grow while training goes well, as residual branches that start at 0 wake up
+        if not passed:
+            return []
+        alarm = self._alarm(passed[0], reading)
+        for test in self._tests.values():
+            test.reset()
+        return [alarm]
+
+    def _level(self) -> float | None:
+        return self._tests["slow_loss"].level
+
+    def _values(self, reading: Reading) -> dict[str, float]:
+        """Returns the value of each series in this step."""
+        before, self._weights = self._weights, reading.weights or self._weights
+        values = {"slow_loss": reading.loss, "slow_gradient": math.log(max(reading.grad_norm, TINY))}
+        if reading.update > 0 and reading.lr > 0:
+            values["update_length"] = math.log(reading.update / reading.lr)
+            if before:
+                growth = (reading.weights - before) / reading.update
+                values["weight_growth"] = min(max(growth, -LARGEST_GROWTH), LARGEST_GROWTH)
+        return values
+
+    def _alarm(self, kind: str, reading: Reading) -> Alarm:
+        since = min(test.since for test in self._tests.values() if test.statistic > 0.5)
+        shift = self._tests[kind].shift
+        ways = {
+            "slow_loss": f"the loss has been about {shift:.3g} above its trend",
+            "slow_gradient": f"the gradient norm has been {math.exp(shift):.3g} times its trend",
+            "update_length": f"updates have been {math.exp(shift):.3g} times as long as the learning rate implies",
+            "weight_growth": f"the weights have {'grown' if shift > 0 else 'shrunk'} more than their updates imply, by "
+            f"{abs(shift):.2g} of an update's length in each step",
+        }
+        text = (
+            f"slow spike: {ways[kind]} since about step {since}; likely cause: {self._cause(kind, since, reading)}. "
+            f"fix: look at what changed at step {since}, or let guard.slow=rollback go back to before it"
+        )
+        return Alarm(kind, text, since)
+
+    def _cause(self, kind: str, since: int, reading: Reading) -> str:
+        """Names the likely cause: weights, learning rate or data."""
+        usual = median(self._rates)
+        if kind == "weight_growth" or self._tests["weight_growth"].statistic > 0.5:
+            return "the weights, which something other than the optimizer's step changes, or weight decay"
+        if reading.lr > 1.3 * usual > 0:
+            return f"the learning rate, which rose from {usual:.3g} to {reading.lr:.3g}"
+        length = self._tests["update_length"]
+        if kind == "update_length" or (length.statistic > 0.5 and length.shift > 0):
+            return "the learning rate that the optimizer uses, or its moments"
+        return f"the data since step {since}, or gradients that are computed wrongly"
+
+    def add_validation(self, step: int, loss: float) -> list[Alarm]:
+        """Adds a validation loss; returns an alarm if it and the one before are above the best by more than the noise.
+
+        BatchNorm's statistics can spoil a single evaluation, so one alone raises no alarm.
+        """
+        if not math.isfinite(loss):
+            return []
+        self._validation = [*(each for each in self._validation if each[0] < step), (step, loss)]
+        past = self._validation[:-CONFIRMED]
+        if len(past) < PAST:
+            return []
+        best_step, best = min(past, key=lambda each: each[1])
+        bound = validation_bound([value for _, value in past])
+        was, self._risen = self._risen, all(value > best + bound for _, value in self._validation[-CONFIRMED:])
+        if was or not self._risen:
+            return []
+        text = (
+            f"slow spike: the validation loss is {loss:.4g}, for {CONFIRMED} evaluations above its best, {best:.4g} at "
+            f"step {best_step}, by more than its noise ({bound:.2g}); likely cause: data that repeats or changed since "
+            f"step {best_step}, or overfitting. fix: take the checkpoint of the best loss, or let guard.slow=rollback "
+            "go back to before it rose"
+        )
+        return [Alarm("slow_validation", text, best_step + 1)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All series and statistics, for the checkpoint."""
+        return {
+            "tests": {kind: test.state_dict() for kind, test in self._tests.items()},
+            "first": list(self._first),
+            "weights": self._weights,
+            "rates": list(self._rates),
+            "validation": [list(each) for each in self._validation],
+            "risen": self._risen,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores them; a checkpoint of a run without these tests has none."""
+        if not state:
+            return
+        for kind, test in self._tests.items():
+            test.load_state_dict(state["tests"][kind])
+        self._first, self._weights = list(state["first"]), state["weights"]
+        self._rates = deque(state["rates"], maxlen=RECENT)
+        self._validation = [(int(step), float(loss)) for step, loss in state["validation"]]
+        self._risen = state["risen"]
+
+
+CONFIRMED, PAST = 2, 5
+"""Evaluations that must be above the bound, and evaluations before them that are needed to know it."""
+
+NOISE, LEAST_SHARE, LEAST = 4.0, 0.05, 0.02
+"""A loss may be above the best one by this multiple of the usual rise, or share of the fall so far, or of the best."""
+
+
+def validation_bound(losses: Sequence[float]) -> float:
+    """Returns by how much a validation loss may be above the best of `losses` without meaning anything.
+
+    The noise is the median of the rises between successive evaluations.
+
+    Args:
+        losses: earlier validation losses, oldest first, at least one.
+    """
+    best = min(losses)
+    rises = [later - earlier for earlier, later in itertools.pairwise(losses) if later > earlier]
+    noise = median(rises) if rises else 0.0
+    return max(NOISE * noise, LEAST_SHARE * (losses[0] - best), LEAST * abs(best))
+
+
+def slow_spikes(mode: str | bool, rate: float, modes: Sequence[str]) -> NoSlowSpikes:
+    """Returns what looks for slow spikes.
+
+    Args:
+        mode: the key `guard.slow`.
+        rate: the key `guard.slow_rate`.
+        modes: those that the guard has.
+
+    Raises:
+        ConfigError: the guard has no such mode, or the rate is out of bounds.
+    """
+    if mode is False:  # YAML reads `off` as false
+        mode = "off"
+    if mode == "rollback" and mode not in modes:
+        raise ConfigError("guard.slow=rollback: this guard retains no state to go back to; use guard=rollback with it")
+    if mode not in modes:
+        raise ConfigError(f"guard.slow={mode} is not one of {', '.join(modes)}")
+    return NoSlowSpikes() if mode == "off" else SlowSpikes(rate)
