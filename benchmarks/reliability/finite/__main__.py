@@ -7,6 +7,7 @@ from pathlib import Path
 from benchmarks.reliability.finite import score, store
 from benchmarks.reliability.finite.runs import PARTS, WORK, record_parts
 
+
 def main() -> int:
     """Records, packs or scores."""
     parser = argparse.ArgumentParser(description="The campaign of finite faults.")

@@ -100,13 +100,12 @@ def partners() -> list[Case]:
 
 
 ANY = {
-    "optimizer": ["sgd", "stable_adamw", "spam", "muon"],
+    "optimizer": ["stable_adamw", "spam"],
     "clipping": ["none", "value", "per_module", "agc", "zclip", "adagc"],
     "schedule": ["constant", "wsd", "step"],
     "warmup": ["none", "cosine"],
-    "init": ["normal", "fan_in", "small", "torch", "zero_residual"],
+    "init": ["normal", "fan_in", "torch", "zero_residual"],
     "zloss": ["palm", "olmo"],
-    "objective": ["mse", "bce"],
     "label_smoothing": ["0.1"],
     "grad_accum_steps": ["2"],
     "optimizer.fused": ["false"],
@@ -114,6 +113,8 @@ ANY = {
 """Options of groups that clean runs try, one at a time, and then two at once."""
 
 GPT_ONLY = {
+    "optimizer": ["sgd", "muon"],
+    "init": ["small"],
     "stability": ["zloss", "qknorm", "zloss_qknorm", "full"],
     "qknorm": ["rmsnorm"],
     "softcap": ["gemma2"],
@@ -124,6 +125,7 @@ GPT_ONLY = {
     "optimizer.lr": ["1e-3", "1e-2"],
 }
 RESNET_ONLY = {
+    "objective": ["mse", "bce"],
     "model": ["nf_resnet20"],
     "optimizer": ["adamw"],
     "batch_size": ["16", "64"],
@@ -151,7 +153,7 @@ def clean() -> list[Case]:
     while len(chosen) < CLEAN:
         model = draw.choice(list(MODELS))
         one, two = draw.sample(options(model), 2)
-        if compatible(model, one, two):
+        if compatible(one, two):
             chosen.append((model, (one, two)))
     for number, (model, extra) in enumerate(chosen[:CLEAN]):
         precision = "fp16" if number % 20 == 19 else PRECISIONS[number % 3]
@@ -159,13 +161,31 @@ def clean() -> list[Case]:
     return found
 
 
-def compatible(model: str, one: str, two: str) -> bool:
-    """Whether two options can be chosen together and neither overrides the other."""
-    first, second = one.partition("=")[0], two.partition("=")[0]
-    preset = {first, second} & {"stability"} and {first, second} & {"zloss", "qknorm", "optimizer", "clipping"}
-    return first != second and not preset
+APART = (
+    {"stability", "zloss"},
+    {"stability", "qknorm"},
+    {"stability", "optimizer"},
+    {"stability", "clipping"},
+    {"optimizer", "optimizer.fused"},
+    {"optimizer", "optimizer.lr"},
+    {"stability", "optimizer.fused"},
+    {"qkclip", "qknorm"},
+    {"qkclip", "stability"},
+    {"softcap", "qkclip"},
+    {"objective", "label_smoothing"},
+    {"objective", "zloss"},
+    {"model", "init"},
+)
+"""Keys of which one overrides or refuses the other."""
+
+
+def compatible(one: str, two: str) -> bool:
+    """Whether two options can be chosen together."""
+    keys = {one.partition("=")[0], two.partition("=")[0]}
+    return len(keys) == 2 and keys not in APART
 
 
 def fitting(model: str, extra: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the options with what they need beside them, such as a learning rate that suits the optimizer."""
-    return extra
+    """Returns the options with what they need beside them."""
+    floats = "data._target_=benchmarks.reliability.finite.onehot.OneHotDigits"
+    return (*extra, floats) if any(option.startswith("objective=") for option in extra) else extra

@@ -1,6 +1,6 @@
 """Puts a finite fault into a run, as an option of the group `faults`.
 
-    faults._target_=benchmarks.reliability.finite.inject.Finite +faults.kind=rows_permuted +faults.at=90 +faults.seed=0
+faults._target_=benchmarks.reliability.finite.inject.Finite +faults.kind=rows_permuted +faults.at=90 +faults.seed=0
 """
 
 import contextlib

@@ -110,5 +110,6 @@ def digest(state: TrainState) -> str:
     found = hashlib.sha256()
     for name, tensor in state.model.state_dict().items():
         found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if tensor.ndim else b"")
+        flat = tensor.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
+        found.update(flat.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
