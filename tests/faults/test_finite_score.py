@@ -48,9 +48,15 @@ def test_a_run_that_ends_with_nan_is_costly():
 
 
 def test_events_that_the_partner_has_too_are_not_seen():
-    known = [[150, "alarm", "clipping"]]
+    known = [[150, "alarm", "vanishing"]]
     (run,) = scored([made(SHUFFLED.partner, events=known), made(SHUFFLED, 2.6, known)])
     assert not run.seen
+
+
+def test_advice_on_a_setting_sees_no_fault():
+    (run,) = scored([made(SHUFFLED.partner), made(SHUFFLED, 2.6, [[150, "alarm", "clipping"]])])
+    assert not run.seen
+    assert run.back == run.cost
 
 
 def test_the_report_has_each_run():

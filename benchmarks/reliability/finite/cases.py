@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.reliability.finite.kinds import KINDS
 
@@ -58,6 +59,13 @@ class Case:
         """Identifies the run in the recordings."""
         fields = (self.part, self.model, self.precision, str(self.seed), self.kind or "none", self.mode)
         return "/".join([*fields, *self.extra])
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a recording says of the case."""
+        own = {name: getattr(self, name) for name in ("name", "part", "model", "precision", "seed", "kind", "mode")}
+        of_fault = {"at": self.at, "group": KINDS[self.kind].group} if self.kind else {}
+        return {**own, "extra": list(self.extra), **of_fault}
 
     @property
     def partner(self) -> "Case":

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reliability.finite.cases import Case
-from benchmarks.reliability.finite.kinds import KINDS
 from benchmarks.reliability.finite.watch import Alarmed, Lengths, Watched, digest
 from benchmarks.runs import composed
 from stabletrain.config.checks import check
@@ -61,17 +60,8 @@ def record(case: Case) -> dict[str, Any]:
     # What the watched guard only would have done stands in `watched.events`.
     said = sorted([*watched.events, *said], key=lambda event: event[0])
     val = [[line["tick"], float(line["val/loss"])] for line in metrics]
-    of_fault = {"at": case.at, "group": KINDS[case.kind].group} if case.kind else {}
     return {
-        "name": case.name,
-        "part": case.part,
-        "model": case.model,
-        "precision": case.precision,
-        "seed": case.seed,
-        "kind": case.kind,
-        "mode": case.mode,
-        "extra": list(case.extra),
-        **of_fault,
+        **case.fields,
         "status": status,
         "reason": reason,
         "final": final(val),
@@ -96,3 +86,10 @@ def final(val: list[list[float]]) -> float:
     """Returns the mean of the last evaluations."""
     last = [loss for _, loss in val[-LAST:]]
     return round(sum(last) / len(last), 6) if last else float("nan")
+
+
+def crashed(case: Case, error: Exception) -> dict[str, Any]:
+    """Returns the recording of a case that raised an error."""
+    reason = f"{type(error).__name__}: {error}"
+    empty = {"val": [], "events": [], "digest": "", "seconds": 0.0, "series": {}}
+    return {**case.fields, "status": "crashed", "reason": reason, "final": float("nan"), **empty}

@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.reliability.finite import cases, store
 from benchmarks.reliability.finite.cases import Case
-from benchmarks.reliability.finite.record import record
+from benchmarks.reliability.finite.record import crashed, record
+from benchmarks.reliability.finite.score import told
 
 WORK = Path("outputs/finite")
 PARTS = ("partner", "faulty", "clean", "act")
@@ -25,7 +26,7 @@ def planned(part: str, found: Sequence[dict]) -> list[Case]:
         return cases.faulty()
     if part == "clean":
         return cases.clean()
-    seen = {one["name"].replace("/alarm", "/act") for one in found if one["part"] == "faulty" and one["events"]}
+    seen = {one["name"].replace("/alarm", "/act") for one in found if one["part"] == "faulty" and told(one)}
     return [case for case in cases.faulty("act") if case.name in seen]
 
 
@@ -35,29 +36,12 @@ def run_one(case: Case) -> dict:
     try:
         return record(case)
     except Exception as error:
-        return {
-            "name": case.name,
-            "part": case.part,
-            "model": case.model,
-            "precision": case.precision,
-            "seed": case.seed,
-            "kind": case.kind,
-            "mode": case.mode,
-            "extra": list(case.extra),
-            "status": "crashed",
-            "reason": f"{type(error).__name__}: {error}",
-            "final": float("nan"),
-            "val": [],
-            "events": [],
-            "digest": "",
-            "seconds": 0.0,
-            "series": {},
-        }
+        return crashed(case, error)
 
 
 def record_parts(parts: Sequence[str], into: Path, processes: int, limit: int | None, only: str) -> int:
     """Records what has no recording in `into` yet; returns the number of runs that crashed."""
-    crashed = 0
+    failed = 0
     for part in parts:
         found = [*store.read(into)] if into.exists() else []
         done = {one["name"] for one in found}
@@ -66,13 +50,12 @@ def record_parts(parts: Sequence[str], into: Path, processes: int, limit: int | 
         with recordings(todo, processes) as made:
             for number, one in enumerate(made, 1):
                 store.append(into, one)
-                crashed += one["status"] == "crashed"
+                failed += one["status"] == "crashed"
                 left = (time.monotonic() - began) / number * (len(todo) - number)
                 said = ", ".join(sorted({f"{event[1]} {event[2]}" for event in one["events"]})) or "silent"
-                final = f"{one['final']:.4f} {one['seconds']:.1f}s"
-                text = f"{part} {number}/{len(todo)} {one['name']} {one['status']} {final} {said}; {left / 60:.0f} min left"
-                print(text, one["reason"] or "", file=sys.stderr, flush=True)
-    return crashed
+                text = f"{number}/{len(todo)} {one['name']} {one['status']} {one['final']:.4f} {said}"
+                print(f"{text}; {left / 60:.0f} min left", one["reason"] or "", file=sys.stderr, flush=True)
+    return failed
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ equals its clean partner until the fault, and LZMA stores that part once.
 import json
 import lzma
 import math
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,12 @@ def rounded(value: float, digits: int) -> float | int | str:
 
 
 def read(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yields the recordings of a folder, compressed or not; a half line at the end is left out."""
+    """Yields the recordings of a folder, compressed or not; a half line, from a kill, is left out."""
     for file in sorted(folder.glob("*.jsonl*")):
-        opened = lzma.open(file, "rt") if file.suffix == ".xz" else file.open()
-        with opened as lines:
-            for line in lines:
-                if line.endswith("\n"):
-                    yield restored(json.loads(line))
+        content = file.read_bytes()
+        for line in (lzma.decompress(content) if file.suffix == ".xz" else content).split(b"\n"):
+            if line.endswith(b"}"):
+                yield restored(json.loads(line))
 
 
 def restored(recording: dict[str, Any]) -> dict[str, Any]:
@@ -53,11 +53,13 @@ def restored(recording: dict[str, Any]) -> dict[str, Any]:
 def append(folder: Path, recording: dict[str, Any]) -> None:
     """Appends one recording to the file of its part."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{recording['part']}_{recording['mode']}.jsonl"
-    if file.exists() and not file.read_bytes()[-1:] == b"\n":  # a run was killed while it wrote
-        file.write_bytes(file.read_bytes().rpartition(b"\n")[0] + b"\n")
-    with file.open("a") as lines:
-        lines.write(json.dumps(reduced(recording), separators=(",", ":")) + "\n")
+    line = json.dumps(reduced(recording), separators=(",", ":"))
+    with (folder / f"{recording['part']}_{recording['mode']}.jsonl").open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # a run was killed while it wrote this line
+                line = "\n" + line
+        file.write(line.encode() + b"\n")
 
 
 def pack(found: Iterable[dict[str, Any]], folder: Path) -> list[Path]:
