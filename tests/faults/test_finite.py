@@ -10,7 +10,7 @@ from benchmarks.reliability.finite.cases import Case, clean, faulty
 from benchmarks.reliability.finite.inject import Finite
 from benchmarks.reliability.finite.memory import Flip, Permuted
 from benchmarks.reliability.finite.record import record
-from benchmarks.reliability.finite.subject import Subject
+from benchmarks.reliability.finite.subject import Bits, Subject
 from stabletrain.records import Batch, TrainState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -227,3 +227,12 @@ def test_a_faulty_run_equals_its_partner_until_the_fault():
     assert damaged["series"]["loss"][case.at + 1 :] != right["series"]["loss"][case.at + 1 :]
     assert damaged["digest"] != right["digest"]
     assert len(damaged["series"]["update"]) == 240
+
+
+@torch.no_grad()
+def test_flips_reach_tensors_of_any_strides():
+    tensor = torch.ones(4, 3, 2).transpose(0, 2)  # as gradients of convolutions can be
+    before = tensor.clone()
+    Bits(tensor).flip_(7, 31)
+    assert (tensor != before).sum() == 1
+    assert tensor.flatten()[7] == -1

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from benchmarks.reliability.finite.fault import Fault
-from benchmarks.reliability.finite.subject import Subject, bits
+from benchmarks.reliability.finite.subject import Bits, Subject
 
 
 def chosen(subject: Subject, layer: bool) -> list[nn.Parameter]:
@@ -69,8 +69,7 @@ class GradientFlip(Fault):
     def gradients(self, subject: Subject, n: int) -> None:
         gradient = subject.matrix().grad
         place = next(subject.places(gradient, 1))
-        whole, mask = bits(gradient, self.bit)
-        whole[place] ^= mask
+        Bits(gradient).flip_(place, self.bit)
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,7 @@ class Output(Fault):
 
 def flip_element_(output: Tensor, subject: Subject, n: int) -> None:
     """Flips exponent bit 26, a factor of 256, up or down; in another element in each step."""
-    whole, mask = bits(output, 26)
-    whole[subject.draw(whole.numel(), 50 + n)] ^= mask
+    Bits(output).flip_(subject.draw(output.numel(), 50 + n), 26)
 
 
 def clear_tile_(output: Tensor, subject: Subject, n: int) -> None:

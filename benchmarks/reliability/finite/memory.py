@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.reliability.finite.fault import Fault
-from benchmarks.reliability.finite.subject import Subject, bits
+from benchmarks.reliability.finite.subject import Bits, Subject
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,7 @@ class Flip(Fault):
         tensor = tensors[subject.draw(len(tensors), 5)]
         for place in [*subject.places(tensor, self.elements)]:
             for bit in self.flipped:
-                whole, mask = bits(tensor, bit)
-                whole[place] ^= mask
+                Bits(tensor).flip_(place, bit)
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class Stuck(Fault):
         tensor = subject.tensors(self.where)[0]
         place = subject.kept.setdefault("place", next(subject.places(tensor, 1)))
         for bit in range(23, 30):
-            whole, mask = bits(tensor, bit)
-            whole[place] |= mask
+            Bits(tensor).set_(place, bit)
 
 
 @dataclass(frozen=True)

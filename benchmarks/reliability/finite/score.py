@@ -17,7 +17,7 @@ BOUND = 0.05
 """Nats above the clean partner from which a fault is costly."""
 
 ADVICE = ("clipping",)
-"""Alarms about a setting, such as a bound that clips nearly every step: clean runs have them too, so they see no fault."""
+"""Alarms about a setting, such as a bound that clips nearly every step: clean runs have them, so they see no fault."""
 
 GROUPS = ("memory", "arithmetic", "training")
 

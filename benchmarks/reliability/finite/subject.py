@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -86,14 +87,29 @@ class Subject:
             yield int(present[chosen]) if len(present) else chosen
 
 
-def bits(tensor: Tensor, bit: int) -> tuple[Tensor, int]:
-    """Returns the tensor as integers, flat, and the mask of a bit.
+class Bits:
+    """A tensor as integers, of any strides; changes are written through.
 
     Args:
-        tensor: contiguous; a view of it is returned.
-        bit: counted as in fp32; bf16 is fp32's upper half, so its lowest bit is 16.
+        tensor: of 1, 2, 4 or 8 bytes an element.
     """
-    width = 8 * tensor.element_size()
-    own = max(bit - 16, 0) if tensor.dtype == torch.bfloat16 else bit
-    mask = 1 << own if own < width - 1 else -(1 << own)
-    return tensor.view(WHOLE[tensor.element_size()]).view(-1), mask
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._whole = tensor.view(WHOLE[tensor.element_size()])
+        self._bf16 = tensor.dtype == torch.bfloat16
+
+    def mask(self, bit: int) -> int:
+        """Returns the mask of a bit, counted as in fp32; bf16 is fp32's upper half, so its lowest bit is 16."""
+        own, width = max(bit - 16, 0) if self._bf16 else bit, 8 * self._whole.element_size()
+        return 1 << own if own < width - 1 else -(1 << own)
+
+    def flip_(self, place: int, bit: int) -> None:
+        """Flips one bit of the element with this flat index."""
+        self._whole[self._index(place)] ^= self.mask(bit)
+
+    def set_(self, place: int, bit: int) -> None:
+        """Sets one bit of the element with this flat index to 1."""
+        self._whole[self._index(place)] |= self.mask(bit)
+
+    def _index(self, place: int) -> tuple[int, ...]:
+        return tuple(int(each) for each in np.unravel_index(place, tuple(self._whole.shape)))
