@@ -44,7 +44,7 @@ def record_parts(parts: Sequence[str], into: Path, processes: int, limit: int | 
     failed = 0
     for part in parts:
         found = [*store.read(into)] if into.exists() else []
-        done = {one["name"] for one in found}
+        done = {one["name"] for one in found if one["status"] != "crashed"}
         todo = [case for case in planned(part, found) if case.name not in done and only in case.name][:limit]
         began = time.monotonic()
         with recordings(todo, processes) as made:

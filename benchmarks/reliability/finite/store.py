@@ -66,7 +66,7 @@ def pack(found: Iterable[dict[str, Any]], folder: Path) -> list[Path]:
     """Writes recordings compressed, a file for each part, sorted so that similar ones are neighbours."""
     folder.mkdir(parents=True, exist_ok=True)
     groups: dict[str, list[dict[str, Any]]] = {}
-    for recording in found:
+    for recording in {one["name"]: one for one in found}.values():  # a crashed run may have been made again
         groups.setdefault(f"{recording['part']}_{recording['mode']}", []).append(reduced(recording))
     files = []
     for name, group in sorted(groups.items()):
