@@ -119,10 +119,11 @@ class Overwritten(Fault):
         target = subject.matrix()
         others = [each for each in subject.matrices() if each is not target]
         source = others[subject.draw(len(others), 3)].data.reshape(-1)
-        flat = target.data.view(-1)
+        flat = target.data.flatten()
         count = min(self.elements, len(flat), len(source))
         begin = subject.draw(len(flat) - count + 1, 4)
         flat[begin : begin + count] = source[:count].to(flat.dtype)
+        target.data.copy_(flat.view(target.shape))  # of any strides
 
 
 @dataclass(frozen=True)
