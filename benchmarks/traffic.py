@@ -6,10 +6,9 @@
     fsdp   weights: one all-gather per block for each forward and each backward pass; gradients: one reduce-scatter per
            block, once per step
     both   one small all-gather of a row of numbers (`stabletrain/parallel/distributed.py`), and one all-reduce of
-           BatchNorm's statistics
+           BatchNorm's statistics; with fsdp one all-reduce of the lengths of update and weights
 
-Everything is fp32, as the weights are, except with `precision=bf16_params`. Collectives use a ring, as NCCL's and
-gloo's
+Everything is fp32, as the weights are, except with `precision=bf16_params`. Collectives use a ring, as NCCL's and gloo's
 do: of B bytes over W ranks, each rank sends B (W-1)/W to all-gather or reduce-scatter, in W-1 messages, and twice that
 to all-reduce, in 2 (W-1). NCCL may use a tree for few bytes or many ranks: fewer messages, about the same bytes.
 
@@ -28,8 +27,11 @@ from torch import nn
 
 from stabletrain.parallel.fsdp import blocks
 
-HEAD = 7
-"""Numbers in a row before those of the gradients: loss, its two terms, bad data, inputs, buffers, stop request."""
+HEAD = 8
+"""Numbers in a row before those of the gradients: loss, its two terms, bad data, changed state, inputs, buffers, stop."""
+
+LENGTHS = 2
+"""Lengths of the update and of the weights, which fsdp adds up over the ranks for the search for slow spikes."""
 
 FP32 = 4
 """Bytes per number."""
@@ -128,7 +130,8 @@ def fsdp(sizes: Sizes, ranks: int, micro_batches: int = 1, reshard_after_forward
     passes = micro_batches * (2 if reshard_after_forward else 1)
     gathers = [Collective("all_gather", whole) for whole in parts] * passes
     scatters = [Collective("reduce_scatter", whole) for whole in parts]
-    return [*gathers, *scatters, *statistics(sizes), row(len(sizes.shapes), ranks)]
+    lengths = Collective("all_reduce", FP32 * LENGTHS)
+    return [*gathers, *scatters, *statistics(sizes), row(len(sizes.shapes), ranks), lengths]
 
 
 def bucketed(shapes: Sequence[Shape]) -> list[int]:

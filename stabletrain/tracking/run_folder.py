@@ -1,5 +1,6 @@
 """The run folder and its `run.json`: what the run is, which machine it uses, and how it ended."""
 
+import errno
 import fcntl
 import json
 import os
@@ -17,7 +18,7 @@ from typing import Any
 from stabletrain.errors import ConfigError
 from stabletrain.program import started
 from stabletrain.stored.json_files import DamagedFile, MissingFile
-from stabletrain.stored.run_json import read_run_record
+from stabletrain.stored.run_json import RUN, read_run_record
 from stabletrain.tracking.metrics import now, numbers, plain, replace, warn
 
 STATUSES = ("running", "finished", "halted", "preempted", "failed")
@@ -194,6 +195,8 @@ class RunFolder(NoRunFolder):
 
     def _earlier_record(self) -> dict[str, Any]:
         """Returns the existing `run.json`; empty if there is none. Says what is wrong with a damaged one."""
+        if (self.path / RUN).is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self.path / RUN))
         try:
             return numbers(dict(read_run_record(self.path)))
         except MissingFile:

@@ -56,8 +56,8 @@ BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
     "investigate": (f"{FORENSICS}.handler.investigate", raises(RuntimeError("no findings"))),
     "killed": (f"{FORENSICS}.handler.investigate", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)),
     "diagnose": (f"{FORENSICS}.investigate.diagnose", raises(RuntimeError("no diagnosis"))),
-    "write": (f"{FORENSICS}.handler.write", raises(TypeError("no JSON"))),
-    "disk": (f"{FORENSICS}.handler.write", raises(OSError(errno.ENOSPC, "No space left on device"))),
+    "write": (f"{FORENSICS}.handler.file_incident", raises(TypeError("no JSON"))),
+    "disk": (f"{FORENSICS}.handler.file_incident", raises(OSError(errno.ENOSPC, "No space left on device"))),
 }
 """What is replaced, and by what, for each part."""
 
