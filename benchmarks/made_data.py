@@ -25,7 +25,7 @@ def token_shards(folder: Path, vocab_size: int, tokens: int) -> Path:
     for split, count in (("train", tokens), ("val", max(tokens // 10, 20_000))):
         drawn.integers(vocab_size, size=count).astype(dtype).tofile(folder / f"{split}.bin")
         splits[split] = [{"file": f"{split}.bin", "tokens": count}]
-    meta = {"version": VERSION, "tokenizer": "random", "vocab_size": vocab_size, "dtype": dtype.name, "splits": splits}
+    meta = {"version": VERSION, "tokenizer": "none", "vocab_size": vocab_size, "dtype": dtype.name, "splits": splits}
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder
 

@@ -8,9 +8,10 @@
     both   one small all-gather of a row of numbers (`stabletrain/parallel/distributed.py`), and one all-reduce of
            BatchNorm's statistics; with fsdp one all-reduce of the lengths of update and weights
 
-Everything is fp32, as the weights are, except with `precision=bf16_params`. Collectives use a ring, as NCCL's and gloo's
-do: of B bytes over W ranks, each rank sends B (W-1)/W to all-gather or reduce-scatter, in W-1 messages, and twice that
-to all-reduce, in 2 (W-1). NCCL may use a tree for few bytes or many ranks: fewer messages, about the same bytes.
+Everything is fp32, as the weights are, except with `precision=bf16_params`. Collectives use a ring, as NCCL's and
+gloo's do: of B bytes over W ranks, each rank sends B (W-1)/W to all-gather or reduce-scatter, in W-1 messages, and
+twice that to all-reduce, in 2 (W-1). NCCL may use a tree for few bytes or many ranks: fewer messages, about the same
+bytes.
 
 `tests/parallel/test_traffic.py` compares the collectives, their sizes and the memory with two ranks that train. The
 command prints the table of docs/scaling.md.
@@ -28,7 +29,8 @@ from torch import nn
 from stabletrain.parallel.fsdp import blocks
 
 HEAD = 8
-"""Numbers in a row before those of the gradients: loss, its two terms, bad data, changed state, inputs, buffers, stop."""
+"""Numbers in a row before those of the gradients: loss, its two terms, bad data, changed state, inputs, buffers,
+stop request."""
 
 LENGTHS = 2
 """Lengths of the update and of the weights, which fsdp adds up over the ranks for the search for slow spikes."""

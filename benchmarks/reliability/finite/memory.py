@@ -72,6 +72,8 @@ class Permuted(Fault):
 
     def state(self, subject: Subject, n: int) -> None:
         tensor = subject.matrix().data
+        if tensor.shape[self.dim] == 1:  # nothing to permute, as in the first convolution of gray images
+            tensor = max((each.data for each in subject.matrices()), key=lambda each: each.shape[self.dim])
         order = torch.randperm(tensor.shape[self.dim], generator=subject.random(1))
         tensor.copy_(tensor.index_select(self.dim, order))
 
@@ -119,7 +121,7 @@ class Overwritten(Fault):
         target = subject.matrix()
         others = [each for each in subject.matrices() if each is not target]
         source = others[subject.draw(len(others), 3)].data.reshape(-1)
-        flat = target.data.flatten()
+        flat = target.data.flatten().clone()
         count = min(self.elements, len(flat), len(source))
         begin = subject.draw(len(flat) - count + 1, 4)
         flat[begin : begin + count] = source[:count].to(flat.dtype)

@@ -277,7 +277,7 @@ def test_runs_that_are_empty_broken_or_going_on_are_shown_as_such(chromium, tmp_
         states = dict(zip(column(page, "run"), column(page, "status"), strict=True))
         assert states == {"whole": "finished", "going": "running", "none": "empty", "torn": "broken"}
         page.locator("button.name", has_text="torn").click()
-        assert "run.json is not valid JSON" in page.locator("dialog").inner_text()
+        assert "run.json is damaged: it is not valid JSON" in page.locator("dialog").inner_text()
     for name in ("going", "none", "torn"):
         write_run_page(tmp_path / "runs" / name)
         with opened(chromium, tmp_path / "runs" / name / "report.html") as page:
