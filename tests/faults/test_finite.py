@@ -213,7 +213,7 @@ def test_the_campaign_is_as_large_as_it_says():
         (model, precision, seed)
         for model in ("gpt", "resnet")
         for precision in ("fp32", "bf16", "bf16_params")
-        for seed in (0, 1, 2)
+        for seed in (3, 4, 5)
     }
     assert len({case.name for case in [*runs, *clean()]}) == len(runs) + 200
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.reliability.finite import score, store
+from benchmarks.reliability.finite.replay import replayed
 from benchmarks.reliability.finite.runs import PARTS, WORK, record_parts
 
 
@@ -31,7 +32,7 @@ def main() -> int:
         for file in store.pack(store.read(chosen.source), chosen.into):
             print(f"{file} {file.stat().st_size / 1e6:.2f} MB")
         return 0
-    print(score.report([*store.read(chosen.source)]))
+    print(score.report([*replayed(store.read(chosen.source))]))
     return 0
 
 

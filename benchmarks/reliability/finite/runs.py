@@ -12,21 +12,33 @@ import torch
 from benchmarks.reliability.finite import cases, store
 from benchmarks.reliability.finite.cases import Case
 from benchmarks.reliability.finite.record import crashed, record
-from benchmarks.reliability.finite.score import told
+from benchmarks.reliability.finite.replay import replayed
+from benchmarks.reliability.finite.score import scored, setting, told
 
 WORK = Path("outputs/finite")
 PARTS = ("partner", "faulty", "clean", "act")
 
 
 def planned(part: str, found: Sequence[dict]) -> list[Case]:
-    """Returns the runs of a part; ways back are run only where something was seen, since all else stays the same."""
+    """Returns the runs of a part; ways back are run only where something was seen, since all else stays the same.
+
+    Of faults of memory that cost nothing, the first seed's are enough: all are put back bit for bit, or not.
+    """
     if part == "partner":
         return cases.partners()
     if part == "faulty":
         return cases.faulty()
     if part == "clean":
         return cases.clean()
-    seen = {one["name"].replace("/alarm", "/act") for one in found if one["part"] == "faulty" and told(one)}
+    found = [*replayed(found)]
+    costly = {(run.kind, run.setting) for run in scored(found) if run.costly}
+    seen = {
+        one["name"].replace("/alarm", "/act")
+        for one in found
+        if one["part"] == "faulty"
+        and told(one)
+        and (one["group"] != "memory" or one["seed"] == cases.SEEDS[0] or (one["kind"], setting(one)) in costly)
+    }
     return [case for case in cases.faulty("act") if case.name in seen]
 
 

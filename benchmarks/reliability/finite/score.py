@@ -58,6 +58,11 @@ def partner_name(one: Mapping[str, Any]) -> str:
     return Case("faulty", one["model"], one["precision"], one["seed"], one["kind"]).partner.name
 
 
+def setting(one: Mapping[str, Any]) -> str:
+    """Names model, precision and seed of a run."""
+    return f"{one['model']} {one['precision']} {one['seed']}"
+
+
 def difference(final: float, clean: float) -> float:
     """Returns the cost; inf if the run ended with NaN or Inf."""
     return final - clean if math.isfinite(final) else math.inf
@@ -81,8 +86,7 @@ def scored(found: Iterable[Mapping[str, Any]]) -> list[Scored]:
             if tick > one["at"] and (tick, event, kind) not in known:
                 seen.setdefault(kind or event, tick - one["at"])
         false = sum(tick <= one["at"] for tick, _, _ in told(one))
-        setting = f"{one['model']} {one['precision']} {one['seed']}"
-        results.append(Scored(one["kind"], one["group"], setting, cost, back, seen, false, one["status"]))
+        results.append(Scored(one["kind"], one["group"], setting(one), cost, back, seen, false, one["status"]))
     return results
 
 

@@ -4,7 +4,7 @@
 |---|---|---|
 | `slow_loss` | the loss | a rise |
 | `slow_gradient` | log of the gradient norm | a rise |
-| `update_length` | log of the update's length over the learning rate | a rise or a fall |
+| `update_length` | log of the update's length over the learning rate | a rise |
 | `weight_growth` | growth of the weights' length over the update's length | a rise or a fall |
 | `slow_validation` | the validation loss | above the best one by more than its noise (`validation_bound`) |
 
@@ -38,7 +38,7 @@ SHARE = 0.02
 FLOORS = {"slow_gradient": 0.25, "update_length": 0.4, "weight_growth": 0.15}
 """Least standard deviations of the other series: natural drifts are smaller."""
 
-THRESHOLDS = {"slow_loss": 1.0, "slow_gradient": 2.0, "update_length": 2.0, "weight_growth": 1.0}
+THRESHOLDS = {"slow_loss": 1.0, "slow_gradient": 2.5, "update_length": 2.0, "weight_growth": 1.0}
 """Multiples of `threshold(rate)`: these series drift more than the loss does."""
 
 LARGEST_GROWTH = 3.0
@@ -101,8 +101,7 @@ class SlowSpikes(NoSlowSpikes):
         limit = threshold(rate)
         self.lengths = Lengths()
         self._tests = {
-            kind: ChangePoint(factor * limit, down=kind in ("update_length", "weight_growth"))
-            for kind, factor in THRESHOLDS.items()
+            kind: ChangePoint(factor * limit, down=kind == "weight_growth") for kind, factor in THRESHOLDS.items()
         }
         self._first: list[float] = []
         self._weights: float | None = None
@@ -186,9 +185,9 @@ class SlowSpikes(NoSlowSpikes):
         return f"the data since step {since}, or gradients that are computed wrongly"
 
     def add_validation(self, step: int, loss: float) -> list[Alarm]:
-        """Adds a validation loss; returns an alarm if it and the one before are above the best by more than the noise.
+        """Adds a validation loss; returns an alarm if the last `CONFIRMED` are above the best by more than the noise.
 
-        BatchNorm's statistics can spoil a single evaluation, so one alone raises no alarm.
+        Fewer mean nothing: a network with BatchNorm, at a high learning rate, can evaluate badly twice in a row.
         """
         if not math.isfinite(loss):
             return []
@@ -232,7 +231,7 @@ class SlowSpikes(NoSlowSpikes):
         self._risen = state["risen"]
 
 
-CONFIRMED, PAST = 2, 5
+CONFIRMED, PAST = 3, 5
 """Evaluations that must be above the bound, and evaluations before them that are needed to know it."""
 
 NOISE, LEAST_SHARE, LEAST = 4.0, 0.05, 0.02
