@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.reliability.finite import store
 from benchmarks.reliability.finite.cases import Case
+from benchmarks.reliability.finite.replay import replayed
 from benchmarks.reliability.finite.score import report, scored
 
 
@@ -81,3 +82,25 @@ def test_recordings_come_back_reduced(tmp_path):
     loss, weights = found[SHUFFLED.name]["series"].values()
     assert (loss[0], loss[2], weights[:2]) == (2.1235, 3.0, [12.34568, math.inf])
     assert math.isnan(loss[1])
+
+
+def recorded(loss):
+    """The recording of a run whose loss is `loss(tick)`, with an alarm that the code of that time raised."""
+    series = {"loss": [loss(tick) for tick in range(1, 181)]}
+    series |= {name: [1.0] * 180 for name in ("grad_norm", "lr", "update", "weights")}
+    events = [[101, "skip", "spike"], [130, "alarm", "slow_gradient"]]
+    return made(SHUFFLED, events=events, series=series, val=[])
+
+
+def test_recordings_are_judged_again_by_the_present_search_for_slow_spikes():
+    def noisy(tick):
+        return 3 - tick / 200 + 0.05 * (-1) ** tick
+
+    (clean,), (risen,) = replayed([recorded(noisy)]), replayed([recorded(lambda tick: noisy(tick) + (tick > 120))])
+    assert clean["events"] == [[101, "skip", "spike"]]
+    assert risen["events"][0] == [101, "skip", "spike"]
+    ((tick, event, kind),) = risen["events"][1:]
+    assert (event, kind) == ("alarm", "slow_loss")
+    assert 120 < tick < 140
+    acted = recorded(noisy) | {"mode": "act"}
+    assert [*replayed([acted])] == [acted]

@@ -154,8 +154,9 @@ def test_without_progress_only_the_alarm_is_left():
 
 def test_validation_losses_roll_back_too():
     guard = RollbackGuard(slow="rollback")
-    verdicts = [guard.judge_validation(step, loss) for step, loss in enumerate([3.0, 2.5, 2.0, 1.8, 1.5, 2.5, 2.5])]
-    assert verdicts == [Verdict.APPLY] * 6 + [Verdict.ROLLBACK]
+    losses = [3.0, 2.5, 2.0, 1.8, 1.5, 2.5, 2.5, 2.5]
+    verdicts = [guard.judge_validation(step, loss) for step, loss in enumerate(losses)]
+    assert verdicts == [Verdict.APPLY] * 7 + [Verdict.ROLLBACK]
 
 
 def test_off_measures_nothing_and_sees_nothing():
