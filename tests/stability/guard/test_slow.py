@@ -146,6 +146,15 @@ def test_a_rollback_wants_a_state_from_before_the_change_and_one_is_left():
     assert guard.rollback_before is None
 
 
+def test_while_a_change_is_suspected_no_newer_state_pushes_out_the_older_ones():
+    guard = RollbackGuard(**QUICK | {"snapshot_every": 6}, slow="rollback")
+    found = run_guard(guard, lambda given: {"loss": given.loss + 0.3})
+    assert found is not None
+    assert found[0] >= 204 + 6 + 4, "without suspicion two states from after the change would be healthy by now"
+    assert guard.rollback_before is not None
+    assert [each for each in guard.states.steps if each <= guard.rollback_before]
+
+
 def test_without_progress_only_the_alarm_is_left():
     guard = RollbackGuard(**QUICK, slow="rollback", max_rollbacks=0)
     assert run_guard(guard) is None
