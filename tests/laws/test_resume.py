@@ -120,7 +120,7 @@ def test_crash_and_resume_equals_never_having_stopped(tmp_path, tiny, precision,
 
 def test_the_example_would_notice_a_lost_scale_guard_or_moment(tmp_path):
     """The states compared above include the loss scale, the guard and the optimizer's moments."""
-    chosen = [*TINY_GPT, "precision=fp16", "precision.init_scale=1e9", "steps=5", "checkpoint.every=5"]
+    chosen = [*TINY_GPT, "precision=fp16", "precision.init_scale=1e7", "steps=9", "checkpoint.every=9"]
     trained(tmp_path, *chosen)
     kept = newest(tmp_path)
     assert kept["state"]["training"]["parts"]["guard"]["skips"]["overflow"] > 0

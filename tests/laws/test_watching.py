@@ -26,9 +26,10 @@ def trained(folder, *overrides):
         job = build(cfg, folder)
         torch.manual_seed(8)
         train(job)
-    return flatten(
-        capture(job.state, {"precision": job.rollback.parts["precision"], "guard": job.rollback.parts["guard"]})
-    )
+    state = capture(job.state, {name: job.rollback.parts[name] for name in ("precision", "guard")})
+    slow = state["parts"]["guard"]["slow_spikes"]
+    del slow["validation"], slow["risen"]  # the evaluations themselves: they act only with guard.slow=rollback
+    return flatten(state)
 
 
 @pytest.mark.slow(unless=lambda tiny, determinism: tiny is TINY_GPT_WITH_DROPOUT and determinism == "seeded")
