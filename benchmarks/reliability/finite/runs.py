@@ -22,7 +22,7 @@ PARTS = ("partner", "faulty", "clean", "act")
 def planned(part: str, found: Sequence[dict]) -> list[Case]:
     """Returns the runs of a part; ways back are run only where something was seen, since all else stays the same.
 
-    Of faults of memory that cost nothing, the first seed's are enough: all are put back bit for bit, or not.
+    Of faults that cost nothing, the first seed's are enough.
     """
     if part == "partner":
         return cases.partners()
@@ -37,7 +37,7 @@ def planned(part: str, found: Sequence[dict]) -> list[Case]:
         for one in found
         if one["part"] == "faulty"
         and told(one)
-        and (one["group"] != "memory" or one["seed"] == cases.SEEDS[0] or (one["kind"], setting(one)) in costly)
+        and (one["seed"] == cases.SEEDS[0] or (one["kind"], setting(one)) in costly)
     }
     return [case for case in cases.faulty("act") if case.name in seen]
 
