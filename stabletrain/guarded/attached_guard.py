@@ -36,6 +36,10 @@ class AttachedGuard(Guard):
         for name in ("precision", "max_norm"):
             if options.pop(name, None) is not None:
                 raise ConfigError(f"Guard.attach({name}=...): the loop itself does that; leave it out")
+        if options.get("recheck_every"):
+            raise ConfigError(
+                "Guard.attach(recheck_every=...): only a closure can be run again; use Guard and guard.step"
+            )
         super().__init__(model, optimizer, **options)
         optimizer = self._optimizer
         self._judge.scaling = InStep(self._scaling.precision, "fp16" if scaler is not None else "", optimizer, scaler)

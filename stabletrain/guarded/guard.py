@@ -30,6 +30,7 @@ from stabletrain.guarded.gradients import BareTensors, trained_parameters, unwra
 from stabletrain.guarded.incidents import Incidents, settings
 from stabletrain.guarded.judge import Judge
 from stabletrain.guarded.part import Part, in_new_containers, loss_of, versions
+from stabletrain.guarded.repeat import confirm, repeat
 from stabletrain.guarded.rerun import Begun, Generators, Rerun
 from stabletrain.guarded.scaling import Scaling, scaling
 from stabletrain.guarded.spikes import bounds
@@ -39,6 +40,8 @@ from stabletrain.monitors.rolling import Alarm
 from stabletrain.monitors.update_length import NoLengths
 from stabletrain.records import Number, RankPart, Reading, TrainState, Verdict
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
+from stabletrain.stability.guard.recheck import NoRecheck
+from stabletrain.stability.guard.recheck import recheck_every as recheck_of
 
 if TYPE_CHECKING:
     from stabletrain.guarded.attached_guard import AttachedGuard
@@ -69,6 +72,8 @@ class Guard:
         loader: an object with `state_dict` and `load_state_dict`, which a rollback puts back.
         checksum_every: updates between two checks that nothing but the step changed weights, moments and buffers; 1
             checks between all updates. 0, for none, if the loop itself changes them, as by clamping weights.
+        recheck_every: steps between two repetitions of a step's gradients, which must have the same bits
+            (`guarded/repeat.py`); 0 for none. The closure must take the batch, and runs a second time.
         slow: what a slow spike does (`stability/guard/slow.py`): `off`, `alarm`, or with `rollback=True` `rollback`.
         policy: a `SkipGuard` or `RollbackGuard` with limits of your own, in place of `rollback` and `slow`.
         max_incidents: how many incidents are investigated; 0 for none.
@@ -95,6 +100,7 @@ class Guard:
         loader: Any = None,
         policy: SkipGuard | None = None,
         checksum_every: int = 0,
+        recheck_every: int = 0,
         max_incidents: int = 10,
         max_seconds: float = 120.0,
         keep_state: bool = True,
@@ -123,6 +129,9 @@ class Guard:
                 f"Guard(checksum_every={checksum_every}) is below 0: 1 checks between all updates, 0 never"
             )
         self._policy.check_state_every(checksum_every)
+        if recheck_every < 0:
+            raise ConfigError(f"Guard(recheck_every={recheck_every}) is below 0: 250 is usual, 0 repeats nothing")
+        self._policy.recheck = recheck_of(recheck_every)
         self._state = TrainState(self._model, optimizer)
         self._states = states(self._model, optimizer, self._policy, chosen, loader)
         self._judge = Judge(
@@ -241,8 +250,15 @@ class Guard:
         if all(parameter.grad is None for parameter in self._parameters):
             raise ConfigError("no parameter of the optimizer got a gradient: does the loss come from this model?")
         loss = sum(begun.losses[1:], begun.losses[0])
-        self._settle(begun, self._judge(self._step + 1, loss, self._parameters, changed=self._changed(begun)))
+        changed, recheck = self._changed(begun), self._repeat(begun)
+        self._settle(begun, self._judge(self._step + 1, loss, self._parameters, changed=changed, recheck=recheck))
         return loss
+
+    def _repeat(self, begun: Begun) -> Number:
+        """Returns how far this step's gradients differ from a second computation, if that is due; else 0."""
+        if not self._policy.recheck.due(self._step) or self._agreement.ranks.distributed:
+            return 0.0
+        return repeat(self._policy.recheck, self._rerun(begun, float(self._scaling.loss_scale())), self._step)
 
     def _settle(self, begun: Begun, reading: Reading) -> None:
         """Follows the verdict on a step."""
@@ -250,6 +266,8 @@ class Guard:
             update, weights = torch.stack(self._lengths).tolist()
             reading = reading._replace(update=update, weights=weights)
         verdict = self._policy.judge(reading)
+        if self._policy.recheck.wrong(reading):
+            verdict = self._confirm(begun, reading, verdict)
         self._step, self.last, self.rolled_back = reading.step, reading, 0
         self._show(self._policy.new_alarms())
         if reading.applied:
@@ -261,11 +279,25 @@ class Guard:
         if self.updates or not reading.applied:
             self._remember_state()
         if verdict is Verdict.ROLLBACK:
-            self._roll_back(same_data=reading.state_changed)
+            self._roll_back(same_data=reading.state_changed or self._policy.kind == "recheck")
         elif verdict is Verdict.HALT:
             raise TrainingHalted(f"step {reading.step}: {self._policy.reason}")
         elif self.updates or not reading.applied:
             self._states.after_update(reading.step)
+
+    def _confirm(self, begun: Begun, reading: Reading, verdict: Verdict) -> Verdict:
+        """Returns the verdict on a step whose gradients came out differently: a third computation tells more."""
+        recheck = self._policy.recheck
+        found = confirm(recheck, self._rerun(begun, 1.0))
+        if found.third == "second" or found.agreed:
+            recheck.found = found
+            return verdict
+        self._policy.recheck = NoRecheck()
+        self._incidents.note(
+            f"step {reading.step}: the closure never gives the same gradients again, so it depends on more than "
+            "weights, buffers, batch and PyTorch's random numbers: no step is repeated any more"
+        )
+        return Verdict.SKIP
 
     def _changed(self, begun: Begun) -> Number:
         """Returns 1 if weights, moments or buffers are not what the last update left, else 0."""
@@ -332,8 +364,10 @@ class Guard:
         policy = self._policy
         if reading.overflow:  # routine in fp16: an overflow only lowers the loss scale
             return
+        if policy.kind == "recheck" and policy.recheck.found is None:  # the closure never repeats: no fault
+            return
         new = policy.consecutive == 1 or (verdict is Verdict.HALT and policy.kind != self._newest_kind)
-        if new or policy.kind == "state":
+        if new or policy.kind in ("state", "recheck"):
             subject = self._subject(begun, reading)
             known = settings(
                 self._scaling.name,
@@ -367,6 +401,7 @@ class Guard:
             frames=self._frames,
             gap=self._gap(begun),
             changes=self._policy.state_check.changes(self._model) if reading.state_changed else (),
+            recheck=self._policy.recheck.found,
         )
 
     def _gap(self, begun: Begun) -> str:
@@ -397,8 +432,8 @@ class Guard:
 
     @property
     def skips(self) -> dict[str, int]:
-        """Number of steps that were withheld, by kind: `nonfinite`, `spike`, `overflow`, `state`."""
-        return {kind: count for kind, count in self._policy.skips.items() if kind not in ("bad_data", "recheck")}
+        """Number of steps that were withheld, by kind: `nonfinite`, `spike`, `overflow`, `state`, `recheck`."""
+        return {kind: count for kind, count in self._policy.skips.items() if kind != "bad_data"}
 
     @property
     def incidents(self) -> list[IncidentSummary]:

@@ -1,6 +1,7 @@
 """Measures a step, judges it by the guard's rules, and clips: all numbers of a step, with one host read."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,7 @@ class Judge:
         parameters: list[Tensor],
         unclipped: Callable[[GradNorms], GradNorms] | None = None,
         changed: Number = 0.0,
+        recheck: Number = 0.0,
     ) -> Reading:
         """Unscales, measures, judges and clips the gradients; returns the step's numbers.
 
@@ -75,6 +77,7 @@ class Judge:
             loss: of the step, 0-d, detached.
             parameters: those that the optimizer updates; at least one has a gradient.
             changed: 1 if the state is not what the last update left, else 0.
+            recheck: how far the gradients differ from a second computation.
             unclipped: returns the norms from before the loop itself clipped; None if it does not.
         """
         scaling, found = self.scaling, gradients(parameters)
@@ -86,6 +89,7 @@ class Judge:
         norms = norms if unclipped is None else unclipped(norms)
         sharded = [hasattr(parameter.grad, "to_local") for parameter in parameters if parameter.grad is not None]
         terms, norms, checks = self._agreement.agree(loss, norms, buffer_norm, changed, sharded)
+        checks = replace(checks, recheck=recheck)
         overflow = scaling.overflow(terms, norms)
         opened = scaling.close(gate(self._policy, terms, norms, checks), overflow)
         clipped = Clipped(1.0)
@@ -104,6 +108,7 @@ class Judge:
             "bad_data": False,
             "overflow": overflow,
             "state_changed": checks.state_changed,
+            "recheck": checks.recheck,
         }
         of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
         first = self._optimizer.param_groups[0]

@@ -36,6 +36,8 @@ def gate(policy: SkipGuard, terms: LossTerms, norms: GradNorms, checks: StepChec
         values, limits = [*values, checks.buffers], [*limits, LARGEST]
     if isinstance(checks.state_changed, Tensor):
         values, limits = [*values, checks.state_changed], [*limits, 0.0]
+    if isinstance(checks.recheck, Tensor):
+        values, limits = [*values, checks.recheck], [*limits, policy.recheck.limit("gradient")]
     # The sign of a difference is exact, and NaN <= 0 is False: NaN closes the gate.
     within = torch.stack(torch._foreach_sub(values, limits)) <= 0
     return within[:2].all() & (within[2] | within[3]) & within[4:].all()

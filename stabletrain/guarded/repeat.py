@@ -1,0 +1,73 @@
+"""The gradients of a step of a user's loop, computed a second time; they must have the same bits.
+
+`stability/guard/recheck.py` says when, and what a difference means. Here the closures run again with their batches. A
+step is left out if its bits cannot be expected again: closures without a batch, or that changed it; compiled models;
+kernels that add in any order; a loss scale; several ranks.
+"""
+
+import platform
+
+import torch
+from torch import Tensor
+
+from stabletrain.guarded.rerun import Rerun
+from stabletrain.machine import hardware
+from stabletrain.records import Number
+from stabletrain.stability.guard.comparing import compare, sums
+from stabletrain.stability.guard.recheck import Finding, NoRecheck, repeats_exactly
+
+
+def repeatable(rerun: Rerun) -> bool:
+    """Returns whether the closures of a step must give the same bits again."""
+    begun = rerun.begun
+    changed = any(tensor._version != version for tensor, version in begun.versions)
+    with_batch = all(part.takes_batch for part in begun.parts)
+    exact = repeats_exactly(rerun.model, begun.generators.device) and rerun.outer is rerun.model
+    return exact and with_batch and not changed and rerun.loss_scale == 1.0
+
+
+def repeat(recheck: NoRecheck, rerun: Rerun, step: int) -> Number:
+    """Computes the gradients of a step again, if that is due; returns how far they differ, 0-d fp32, or 0.
+
+    Args:
+        recheck: receives the comparison.
+        step: number of the step, counted from 0; its gradients are those of the parameters, neither scaled nor clipped.
+    """
+    recheck.compared, recheck.found = {}, None
+    if not recheck.due(step) or not repeatable(rerun):
+        return 0.0
+    first = [parameter.grad for parameter in rerun.parameters]
+    second = rerun.run().gradients
+    pairs = [
+        (name, a, b) for name, a, b in zip(names(rerun), first, second, strict=True) if a is not None or b is not None
+    ]
+    recheck.compared["gradient"] = compare(pairs)
+    return recheck.compared["gradient"].ratios.amax()
+
+
+def confirm(recheck: NoRecheck, rerun: Rerun) -> Finding:
+    """Computes the gradients of a step that differ a third time; returns what is known then. Waits for the device."""
+    compared = recheck.compared["gradient"]
+    ratios = compared.ratios.tolist()
+    tensors = sorted(zip(compared.names, ratios, strict=True), key=lambda each: -each[1])
+    kept = set(compared.names)
+    again = [each for name, each in zip(names(rerun), rerun.run().gradients, strict=True) if name in kept]
+    third = which(sums(again, compared.first.device), compared.first, compared.second)
+    device = rerun.begun.generators.device
+    place = f"device {device} ({hardware.name(device)}), host {platform.node()}, rank 0"
+    return Finding(
+        "gradient", True, [each for each in tensors if each[1] > 0], third, recheck.agreed("gradient"), 0.0, place
+    )
+
+
+def which(third: Tensor, first: Tensor, second: Tensor) -> str:
+    """Returns which of two results a third one equals: `first`, `second` or `neither`."""
+    if torch.equal(third, first):
+        return "first"
+    return "second" if torch.equal(third, second) else "neither"
+
+
+def names(rerun: Rerun) -> list[str]:
+    """Returns the names of the parameters, in order."""
+    known = {id(parameter): name for name, parameter in rerun.model.named_parameters()}
+    return [known.get(id(parameter), "a weight") for parameter in rerun.parameters]
