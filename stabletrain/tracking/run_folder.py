@@ -250,7 +250,7 @@ class RunFolder(NoRunFolder):
             status: finished, halted, preempted or failed.
             reason: one line for the user, or None.
             final: the last metrics; NaN and infinities as in `metrics.jsonl`.
-            remarks: what else a person should know of a finished run, a line each. Unlike `reason` they do not mean
+            remarks: what else to know of a finished run, a line each. Unlike `reason` they do not mean
                 that something is left to do.
         """
         assert status in STATUSES[1:], status
