@@ -16,6 +16,9 @@ from benchmarks.reliability.finite.cases import Case
 BOUND = 0.05
 """Nats above the clean partner from which a fault is costly."""
 
+EXACT = 0.001
+"""Nats within which a state that was put back bit for bit must end."""
+
 ADVICE = ("clipping",)
 """Alarms about a setting, such as a bound that clips nearly every step: clean runs have them, so they see no fault."""
 
@@ -28,7 +31,9 @@ class Scored:
 
     Attributes:
         cost: nats, with every detector as an alarm only.
-        back: nats, with the guard's ways back; equal to `cost` if nothing was seen; None if not recorded.
+        back: nats, with the guard's ways back; equal to `cost` if nothing was seen; None if not recorded, or halted.
+        halted: whether the run with ways back halted: a fault that comes again and again. Its last healthy state is
+            there, but its loss is that of an earlier step.
         seen: the kind of each detector that saw the fault, with the steps until then.
         false: events before the fault.
     """
@@ -40,7 +45,7 @@ class Scored:
     back: float | None
     seen: dict[str, int] = field(default_factory=dict)
     false: int = 0
-    status: str = ""
+    halted: bool = False
 
     @property
     def costly(self) -> bool:
@@ -77,16 +82,18 @@ def scored(found: Iterable[Mapping[str, Any]]) -> list[Scored]:
         if clean is None or one["status"] == "crashed":
             continue
         cost = back = difference(one["final"], clean["final"])
+        halted = False
         if told(one):
             act = by_name.get(one["name"].replace("/alarm", "/act"))
-            back = None if act is None else difference(act["final"], clean["final"])
+            halted = act is not None and act["status"] == "halted"
+            back = None if act is None or halted else difference(act["final"], clean["final"])
         known = set(told(clean))
         seen: dict[str, int] = {}
         for tick, event, kind in told(one):
             if tick > one["at"] and (tick, event, kind) not in known:
                 seen.setdefault(kind or event, tick - one["at"])
         false = sum(tick <= one["at"] for tick, _, _ in told(one))
-        results.append(Scored(one["kind"], one["group"], setting(one), cost, back, seen, false, one["status"]))
+        results.append(Scored(one["kind"], one["group"], setting(one), cost, back, seen, false, halted))
     return results
 
 
@@ -114,6 +121,7 @@ HEAD = [
     "costly",
     "of these seen",
     "largest with a way back",
+    "halted",
 ]
 
 
@@ -133,6 +141,7 @@ def summary(runs: Sequence[Scored]) -> list[str]:
         str(len(costly)),
         str(sum(bool(run.seen) for run in costly)) if costly else "",
         shown(max(backs)) if backs else "",
+        str(sum(run.halted for run in runs) or ""),
     ]
 
 
@@ -160,13 +169,18 @@ def aims(runs: Sequence[Scored]) -> list[str]:
     """Returns a line for each aim, with what was reached."""
     memory = [run for run in runs if run.group == "memory"]
     others = [run for run in runs if run.group != "memory" and run.costly]
-    near = [run for run in others if run.back is not None and run.back <= BOUND]
-    known = [run for run in others if run.back is not None]
+    seen = [run for run in others if run.seen]
+    known = [run for run in seen if run.back is not None]
+    near = [run for run in known if run.back is not None and run.back <= BOUND]
+    put_back = [run for run in memory if run.seen and run.back is not None]
     return [
         f"memory faults seen: {share(sum(bool(run.seen) for run in memory), len(memory))}; aim: all",
-        f"other faults that cost more than {BOUND} seen: "
-        f"{share(sum(bool(run.seen) for run in others), len(others))}; aim: 90 %",
-        f"of these within {BOUND} of the clean run with the ways back: {share(len(near), len(known))}; aim: all",
+        f"of these run again with the ways back, that did not halt, within 0.001 of the clean run: "
+        f"{share(sum(run.back <= EXACT for run in put_back if run.back is not None), len(put_back))}; halted: "
+        f"{sum(run.halted for run in memory)}",
+        f"other faults that cost more than {BOUND} seen: {share(len(seen), len(others))}; aim: 90 %",
+        f"of these, with the ways back, within {BOUND} of the clean run: {share(len(near), len(known))}; aim: all; "
+        f"halted: {sum(run.halted for run in seen)}",
     ]
 
 
