@@ -417,7 +417,10 @@ class Guard:
     def _roll_back(self, same_data: bool = False) -> None:
         """Restores the newest healthy state."""
         reason, self._lengths = self._policy.reason, []
+        if same_data:  # the saved state lacks buffers that the model does not save
+            self._policy.state_check.put_back_buffers()
         self.rolled_back = self._states.roll_back(self._step, same_data)
+        self._remember_state()
         self._incidents.note(
             f"step {self._step}: {reason}: rollback {self._policy.rollbacks}; pass over the batches of "
             f"{self.rolled_back} steps (guard.rolled_back)"

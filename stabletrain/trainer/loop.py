@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stabletrain.buffers import buffers_of
 from stabletrain.errors import Interrupted, TrainingHalted
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.failure_report import as_rank_lost
@@ -210,7 +211,11 @@ def follow(run: TrainingRun, verdict: Verdict, throughput: Throughput, *, same_d
     step = run.state.step
     if verdict is Verdict.ROLLBACK:
         throughput.measure()
+        check = run.tools.guard.state_check
+        if same_data:  # the saved state lacks buffers that the model does not save
+            check.put_back_buffers()
         run.rollback.roll_back(step, same_data)
+        check.after_update(run.state, buffers_of(run.state.model).save())
         throughput.resume()
     if verdict is Verdict.HALT:  # the present weights may be bad, so leave the last healthy ones on disk
         run.rollback.save_last_healthy()

@@ -52,6 +52,12 @@ def buffer(job):
     return some([each for each in job.state.model.buffers() if each.is_floating_point()])
 
 
+def unsaved_buffer(job):
+    """Returns a buffer that no checkpoint and no snapshot has."""
+    saved = job.state.model.state_dict()
+    return some([each for name, each in job.state.model.named_buffers() if name not in saved])
+
+
 def trained(folder, *overrides, at=(), change=flip_lowest_bit, where=weight):
     """Trains a run in which a tensor changes after the last update, before the steps of these ticks."""
     with composed(*RUN, *overrides) as cfg:
@@ -71,7 +77,8 @@ def trained(folder, *overrides, at=(), change=flip_lowest_bit, where=weight):
 
 
 def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+    ours, theirs = ([*each.state_dict().values(), *each.buffers()] for each in (a, b))
+    return all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
 def events(folder, kind):
@@ -92,6 +99,7 @@ CASES = [
     ("gpt", weight, flip_lowest_bit, "precision=bf16_params"),
     ("resnet", weight, flip_lowest_bit, ""),
     ("resnet", buffer, flip_lowest_bit, ""),
+    ("gpt", unsaved_buffer, flip_lowest_bit, ""),
     ("resnet", moment, permute_rows, "optimizer=sgd"),
 ]
 
@@ -119,6 +127,31 @@ def test_a_change_between_two_updates_is_undone(tmp_path, case):
     assert record["damage"]
     assert all(each["name"] in names for each in record["damage"])
     assert bool(events(tmp_path / "run", "corrupt_snapshot")) == (change is and_a_snapshot)
+
+
+def test_a_change_between_a_rollback_and_the_next_update_is_seen_too(tmp_path):
+    clean = trained(tmp_path / "clean", *SNAPSHOTS, *TINY_GPT)
+    with composed(*RUN, *SNAPSHOTS, *TINY_GPT) as cfg:
+        job = build(cfg, tmp_path / "run")
+    get, rolled_back = job.data.batches.get, job.rollback.roll_back
+    ticks, fresh = [10], []
+
+    def changing(step):
+        if job.state.executed_steps in ticks or fresh:
+            ticks.clear()
+            fresh.clear()
+            flip_lowest_bit(job, weight(job))
+        return get(step)
+
+    def rolling_back(*arguments):
+        rolled_back(*arguments)
+        if job.tools.guard.rollbacks == 1:
+            fresh.append(1)
+
+    job.data.batches.get, job.rollback.roll_back = changing, rolling_back
+    train(job)
+    assert same(job.state.model, clean.state.model)
+    assert job.tools.guard.skips["state"] == job.tools.guard.rollbacks == 2
 
 
 @pytest.mark.parametrize("tick", [6, 12], ids=["before an evaluation", "at the end"])

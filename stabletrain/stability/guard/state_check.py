@@ -77,6 +77,9 @@ class NoStateCheck:
         del state, reference
         return True
 
+    def put_back_buffers(self) -> None:
+        """Does nothing."""
+
     def changes(self, model: nn.Module) -> list[Change]:
         """Returns no changes."""
         del model
@@ -180,6 +183,17 @@ class StateCheck(NoStateCheck):
         """
         self._kept = self._buffers = None
         return reference is None or bool(reference.equal(self._sums(state)))
+
+    def put_back_buffers(self) -> None:
+        """Gives the buffers that the newest comparison saw the values that the last update left.
+
+        A saved state lacks buffers that the model does not save, so it could not put these back.
+        """
+        if self._forward is not None and self._forward[0].buffers.tensors:
+            good, changed = self._forward
+            changed.buffers.put_back()
+            closed = torch.zeros((), dtype=torch.bool, device=good.buffers.tensors[0].device)
+            changed.buffers.restore_(good, closed)
 
     def changes(self, model: nn.Module) -> list[Change]:
         """Returns the tensors that changed before the newest comparison; waits for the device."""
