@@ -4,12 +4,12 @@ Torch is imported only when there are several processes, so that a mistyped comm
 """
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, cast
@@ -89,7 +89,23 @@ def join_process_group(ranks: Ranks) -> None:
         return
     # With device=cpu, NCCL is never used: it connects the ranks only in the first collective between GPUs.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=TIMEOUT)
+    # A rank whose configuration is refused leaves at once. Without a barrier it could close its sockets while another
+    # one still connects, which would then fail with an error about sockets.
+    with variable("TORCH_DIST_INIT_BARRIER", "1"):
+        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=TIMEOUT)
+
+
+@contextlib.contextmanager
+def variable(name: str, value: str) -> Generator[None]:
+    """A context in which an environment variable has a value, unless the user has set it."""
+    added = name not in os.environ
+    if added:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        if added:
+            del os.environ[name]
 
 
 def leave_process_group() -> None:
@@ -108,7 +124,7 @@ def exit_process(code: int) -> NoReturn:
     if current_ranks().launched:
         threading._shutdown()  # ty: ignore[missing-attribute]  no stub knows it
         atexit._run_exitfuncs()
-        with suppress(OSError):  # the reader of the output is gone
+        with contextlib.suppress(OSError):  # the reader of the output is gone
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
@@ -128,7 +144,7 @@ def exit_together(ranks: Ranks) -> None:
     """Waits until all ranks are about to exit, then ignores SIGTERM, so that each exits with its own code."""
     if not ranks.distributed:
         return
-    with suppress(RuntimeError):  # another rank is gone already
+    with contextlib.suppress(RuntimeError):  # another rank is gone already
         all_gather_object(None)
     # torchrun ends all ranks when one exits, but rank 0 may still be writing the run's record.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

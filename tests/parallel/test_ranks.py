@@ -1,5 +1,6 @@
 """Which rank this is, what ranks tell each other, how long they wait for that, and how one ends: with its own code."""
 
+import os
 from datetime import timedelta
 
 import pytest
@@ -43,6 +44,22 @@ def test_joining_connects_cards_too_but_does_not_start_cuda(monkeypatch, cards, 
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: joined.append(backend))
     join_process_group(Ranks(5, 16, 5, launched=True, local_world_size=8))
     assert joined == [backend]
+
+
+def test_no_rank_goes_on_before_all_have_connected(monkeypatch):
+    """A rank that refuses the configuration leaves at once, and must not cut the connections of the others."""
+    seen = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda *_, **__: seen.append(os.environ["TORCH_DIST_INIT_BARRIER"])
+    )
+    monkeypatch.delenv("TORCH_DIST_INIT_BARRIER", raising=False)
+    join_process_group(Ranks(0, 2, launched=True))
+    assert seen == ["1"]
+    assert "TORCH_DIST_INIT_BARRIER" not in os.environ
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "0")
+    join_process_group(Ranks(0, 2, launched=True))
+    assert seen == ["1", "0"]
 
 
 def test_the_first_rank_speaks_and_several_are_distributed():
