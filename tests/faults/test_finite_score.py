@@ -7,7 +7,8 @@ import pytest
 from benchmarks.reliability.finite import store
 from benchmarks.reliability.finite.cases import Case
 from benchmarks.reliability.finite.replay import replayed
-from benchmarks.reliability.finite.score import report, scored
+from benchmarks.reliability.finite.score import aims, by_kind, report, scored
+from tests.runs import ROOT
 
 
 def made(case, final=2.0, events=(), **more):
@@ -104,3 +105,13 @@ def test_recordings_are_judged_again_by_the_present_search_for_slow_spikes():
     assert 120 < tick < 140
     acted = recorded(noisy) | {"mode": "act"}
     assert [*replayed([acted])] == [acted]
+
+
+@pytest.mark.slow
+def test_the_page_says_what_the_committed_recordings_score():
+    found = [*replayed(store.read(store.COMMITTED))]
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    lines = [*aims(scored(found)), *("| " + " | ".join(row) + " |" for row in by_kind(scored(found)))]
+    assert len(lines) > 70
+    for line in lines:
+        assert line in page

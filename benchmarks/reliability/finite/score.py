@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.reliability.finite.cases import Case
+from benchmarks.reliability.finite.kinds import KINDS
 
 BOUND = 0.05
 """Nats above the clean partner from which a fault is costly."""
@@ -102,7 +103,8 @@ def by_kind(runs: Sequence[Scored]) -> list[list[str]]:
     rows = []
     for group in GROUPS:
         of_group = [run for run in runs if run.group == group]
-        for kind in dict.fromkeys(run.kind for run in of_group):
+        present = {run.kind for run in of_group}
+        for kind in (name for name in KINDS if name in present):
             rows.append([group, kind, *summary([run for run in of_group if run.kind == kind])])
         if of_group:
             rows.append([group, "**all**", *summary(of_group)])
@@ -129,12 +131,12 @@ def summary(runs: Sequence[Scored]) -> list[str]:
     """Returns the cells of some runs: how many, seen, by what, when, and what they cost."""
     seen = [run for run in runs if run.seen]
     costly = [run for run in runs if run.costly]
-    by = Counter(min(run.seen, key=run.seen.__getitem__) for run in seen)
+    by = Counter(min(run.seen, key=lambda kind, run=run: (run.seen[kind], kind)) for run in seen)
     backs = [run.back for run in runs if run.back is not None]
     return [
         str(len(runs)),
         str(len(seen)),
-        ", ".join(f"{kind} {count}" for kind, count in by.most_common(3)),
+        ", ".join(f"{kind} {count}" for kind, count in sorted(by.items(), key=lambda each: (-each[1], each[0]))[:3]),
         f"{median(min(run.seen.values()) for run in seen):g}" if seen else "",
         shown(median(run.cost for run in runs)),
         shown(max(run.cost for run in runs)),
