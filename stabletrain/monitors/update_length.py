@@ -3,19 +3,18 @@
     update  = sqrt(stride) · |w_after - w_before|       L2 norms over every `stride`-th element
     weights = sqrt(stride) · |w_after|
 
-Measuring costs two copies of the sample and one pass over both: the same few kernels whatever the model's size. The
-sample has at least one element of each parameter. It is the same in every step, so that the numbers of two steps can be
-compared. Nothing here waits for the device.
+Measuring costs two copies of the sample and one pass over both: five kernels whatever the model's size. The sample has
+at least one element of each parameter. It is the same in every step, so that the numbers of two steps can be compared.
+Nothing here waits for the device.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-
-from stabletrain.monitors.tensor_norms import lengths
 
 SAMPLED = 2**16
 """Approximate number of sampled elements; a smaller model is measured whole."""
@@ -41,13 +40,16 @@ class Lengths(NoLengths):
     def __init__(self) -> None:
         self._model: ref[nn.Module] | None = None
         self._views: list[Tensor] = []
+        self._elements, self._dtype = 0, torch.float32
         self._factor, self._sharded = 1.0, False
 
     def before(self, model: nn.Module) -> Tensor:
-        """Returns a copy of the sample; call it before the optimizer's step."""
+        """Returns a copy of the sample, with room for a second one; call it before the optimizer's step."""
         if self._model is None or self._model() is not model:
             self._choose(model)
-        return torch.cat(self._views)
+        copies = self._views[0].new_empty((2, self._elements), dtype=self._dtype)
+        torch.cat(self._views, out=copies[0])
+        return copies
 
     def after(self, before: Tensor | None, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Returns `update` and `weights`, fp32, 0-d on the device.
@@ -57,8 +59,10 @@ class Lengths(NoLengths):
             sum_over_ranks: adds up the ranks' tensors; only called for sharded parameters.
         """
         assert before is not None
-        now = torch.cat(self._views)
-        numbers = torch.stack(lengths([now - before, now]))
+        earlier, now = before.unbind()
+        torch.cat(self._views, out=now)
+        earlier.sub_(now)
+        numbers = torch.linalg.vector_norm(before, dim=1).float()
         if self._sharded:
             numbers = sum_over_ranks(numbers.square()).sqrt()
         update, weights = (numbers * self._factor).unbind()
@@ -70,6 +74,9 @@ class Lengths(NoLengths):
         # An odd stride, because matrices have even widths: the sample must not lie in a few columns.
         stride = (sum(parameter.numel() for parameter in trained) // SAMPLED) | 1
         self._views = [sample(parameter, stride) for parameter in trained]
+        self._elements = sum(view.numel() for view in self._views)
+        dtypes = (view.dtype for view in self._views)
+        self._dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         self._factor = stride**0.5
         self._model = ref(model)
 

@@ -143,7 +143,7 @@ CHANGED: dict[str, object] = {
     "precision.fp32_modules": ["head"],
     "precision.bf16_modules": ["blocks.0.mlp.up"],
     "precision.recipe": "rowwise",
-    "precision.init_scale": 2.0**40,
+    "precision.init_scale": 2.0**17,
     "precision.growth_interval": 1,
     "precision.min_scale": 2.0**41,
     "clipping.max_norm": 0.01,

@@ -1,5 +1,7 @@
 """The same run on one, two and four ranks: the same global batches, and losses that agree within fp32 rounding."""
 
+import itertools
+
 import pytest
 
 from tests.parallel.launches import on_demand
@@ -53,14 +55,17 @@ NARROW = {
     "fp8": [*GPT, "precision=fp8"],
     "fp8_rowwise": [*GPT, "precision=fp8", "precision.recipe=rowwise", "grad_accum_steps=2"],
     "fp16": [*GPT, "precision=fp16", "precision.init_scale=1024"],
-    "fp16_calibrating": [*GPT, "precision=fp16", "precision.init_scale=1e9", "precision.growth_interval=3"],
 }
+
+CALIBRATING = [*GPT, "precision=fp16", "precision.init_scale=3e5", "precision.growth_interval=2"]
+"""The scale falls and rises. The gradients of a rank's part of the batch overflow at a lower scale."""
 
 KINDS = {
     **{f"{kind}/{name}": [*chosen, f"parallel={kind}"] for name, chosen in BOTH.items() for kind in ("ddp", "fsdp")},
     **{f"{kind}/{name}": [*chosen, f"parallel={kind}"] for name, chosen in NARROW.items() for kind in ("ddp", "fsdp")},
     **{f"ddp/{name}": [*chosen, "parallel=ddp"] for name, chosen in DDP_ONLY.items()},
     "ddp/dropout": [*GPT, "parallel=ddp", "model.dropout=0.5"],
+    **{f"{kind}/fp16_calibrating": [*CALIBRATING, f"parallel={kind}"] for kind in ("ddp", "fsdp")},
     "fsdp/kept": [*GPT, "parallel=fsdp", "parallel.reshard_after_forward=false"],
     "auto/gpt": GPT,
 }
@@ -210,6 +215,15 @@ def test_every_rank_reads_the_same_numbers(two, name):
     assert first["error"] is None, first["message"]
     for field in ("readings", "verdicts", "weights", "parts", "val"):
         assert first[field] == second[field], field
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_lower_and_raise_the_loss_scale_together(two, kind):
+    """The readings are compared bitwise above."""
+    scales, applied = (numbers(two[0][f"{kind}/fp16_calibrating"], field) for field in ("loss_scale", "applied"))
+    assert {a < b for a, b in itertools.pairwise(scales) if a != b} == {False, True}
+    assert 0 < sum(applied) < len(applied)
 
 
 @pytest.mark.slow(unless=lambda name: name.partition("/")[2] in ESSENTIAL)
