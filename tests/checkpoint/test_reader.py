@@ -485,6 +485,7 @@ def test_resume_goes_on_from_the_one_before_and_says_so(tmp_path, trained, damag
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_another_models_checkpoint_in_the_folder_is_passed_over(tmp_path, trained):
     shutil.copytree(trained, tmp_path / "run")
     other, newest = Run(tmp_path / "other", run="theirs00"), tmp_path / "run" / "checkpoints" / "step-00000006"

@@ -42,7 +42,7 @@ def test_a_run_whose_faults_are_still_to_come_is_the_run_without_any(tmp_path, m
     assert [line.get("train/loss") for line in lines[0]] == [line.get("train/loss") for line in lines[1]]
 
 
-@pytest.mark.slow(unless=lambda model, precision, fused: (model, precision, fused) == ("resnet", "fp32", "true"))
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", ["true", "false"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("model", SMALL)

@@ -420,6 +420,7 @@ def test_a_step_whose_closure_can_be_imported_is_replayed_from_its_folder(tmp_pa
     assert "fixed by the change in" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("closure", "more", "why"),
     [

@@ -178,7 +178,7 @@ def test_every_objective_trains(tmp_path, typed):
     assert trained(tmp_path, "h100", *NUMBERS, *typed.split(), *SHORT, "wandb=disabled").foreign == []
 
 
-@pytest.mark.slow(unless=lambda augment: augment == "crop_flip")
+@pytest.mark.slow
 @pytest.mark.parametrize("augment", ["crop_flip", "resized_crop"])
 def test_images_from_files_go_to_the_card_as_bytes_and_are_completed_there(tmp_path, monkeypatch, augment):
     for number in range(12):

@@ -183,6 +183,7 @@ def test_without_snapshots_the_run_halts_and_says_what_changed(tmp_path):
         trained(tmp_path, *TINY_GPT, "guard=skip", at=[5])
 
 
+@pytest.mark.slow
 def test_without_the_check_nobody_notices(tmp_path):
     clean = trained(tmp_path / "clean", *TINY_GPT, "guard.checksum_every=0")
     job = trained(tmp_path / "run", *TINY_GPT, "guard.checksum_every=0", at=[10])

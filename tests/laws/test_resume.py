@@ -84,7 +84,7 @@ STATEFUL = {
 }
 
 
-@pytest.mark.slow(unless=lambda crash_at, kind: (crash_at, kind) == (7, "adagc"))
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("crash_at", [7, 11])
 def test_every_kind_of_memory_survives_a_crash(tmp_path, kind, crash_at):

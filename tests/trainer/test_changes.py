@@ -248,7 +248,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.slow(unless=lambda kind: kind == "new state")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_changed_run_that_is_killed_and_resumed_equals_one_that_was_not(run, tmp_path, kind):
     shutil.copytree(run, tmp_path / "whole")

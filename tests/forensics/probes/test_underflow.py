@@ -99,6 +99,7 @@ def test_with_the_named_fix_there_is_no_incident(tmp_path, model):
     assert all("Adam's eps" in alarm["text"] for alarm in events(tmp_path, "alarm")), "so small they are in fp32 too"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_clean_run_is_not_looked_into_at_all(tmp_path, monkeypatch, model):
     def never(*_, **__):
