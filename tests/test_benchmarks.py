@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from stabletrain import models
 from stabletrain.machine.signals import StopRequest
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
 from stabletrain.tracking.metrics import read_jsonl
@@ -113,6 +114,18 @@ def test_own_time_is_what_lies_outside_of_the_model_and_the_optimizer(benchmark,
     assert all(0.5 < seconds < 0.6 for seconds in ours), "in every round a step is judged"
     assert all(0 < seconds < 0.1 for seconds in bare)
     assert all(whole > rest for whole, rest in zip(found["seconds"]["bare"], bare, strict=True))
+
+
+def test_a_step_that_is_computed_twice_is_counted_as_such(benchmark, tmp_path, monkeypatch):
+    recheck, jobs, measuring = (benchmark(name) for name in ("recheck", "jobs", "measuring"))
+    clock = ToldClock()
+    monkeypatch.setattr(models.GPT, "forward", clock.slow(models.GPT.forward, 0.5))
+    with measuring.silence():
+        taken = recheck.measured(tmp_path, TINY(jobs), 3, clock)
+    assert taken.keys() == {"plain", "twice"}
+    assert all(0.5 < seconds < 0.6 for seconds in taken["plain"])
+    assert all(1 < seconds < 1.1 for seconds in taken["twice"])
+    assert len(taken["plain"]) == len(taken["twice"]) == 3
 
 
 def test_a_guarded_loop_of_ones_own_takes_the_plain_loops_steps_and_a_slow_guard_shows(
