@@ -11,11 +11,13 @@ A run whose updates were all withheld has not trained: it has halted.
 import math
 from pathlib import Path
 
+from stabletrain.checkpoint.reader import UnusableCheckpoint
 from stabletrain.errors import TrainingHalted
 from stabletrain.monitors.change_point import median
 from stabletrain.protocols import GuardPolicy
 from stabletrain.stability.guard.slow import validation_bound
 from stabletrain.trainer.history import ENDS, History
+from stabletrain.trainer.roles import Checkpoints
 
 
 def remarks(history: History, best: Path | None) -> list[str]:
@@ -41,6 +43,18 @@ def remarks(history: History, best: Path | None) -> list[str]:
                 f"{history.best_step}, by more than its noise ({bound:.2g}){where}"
             )
     return found
+
+
+def best_path(checkpoints: Checkpoints) -> Path | None:
+    """Returns the checkpoint with the lowest validation loss; None without one, or if it cannot be read any more.
+
+    A run that has finished stays finished: it may be deleted or damaged while this rank looks at it.
+    """
+    try:
+        best = checkpoints.best()
+    except (UnusableCheckpoint, OSError):
+        return None
+    return None if best is None else best.path
 
 
 def check_updated(step: int, history: History, guard: GuardPolicy) -> None:

@@ -18,7 +18,7 @@ from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.records import Verdict
 from stabletrain.stability.guard.skip import CHANGED
 from stabletrain.step import commit, compute
-from stabletrain.trainer.ending import check_updated, remarks
+from stabletrain.trainer.ending import best_path, check_updated, remarks
 from stabletrain.trainer.evaluate import evaluate
 from stabletrain.trainer.history import UNITS, History, Throughput
 from stabletrain.trainer.incidents import (
@@ -68,8 +68,7 @@ def train(run: TrainingRun, signals: StopRequest | NoStopRequest | None = None) 
     tracker.summary(numbers | {"status": "finished"})
     tracker.close(0)
     reasons = [reason for reason in (run.tools.guard.trouble_at_end(), checkpoints.unsaved()) if reason]
-    best = checkpoints.best()
-    said = remarks(run.history, None if best is None else best.path)
+    said = remarks(run.history, best_path(checkpoints))
     run.output.folder.finish("finished", "; ".join(reasons) or None, numbers, said)
     for line in (*reasons, *said):
         tracker.note(f"note     {line}")

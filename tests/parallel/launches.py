@@ -141,6 +141,7 @@ def forked(count: int, *argv: str, cwd: Path, logs: Path) -> None:
         return forkserver.start(argv, cwd, {**variables, **more}, logs / f"{name}.out", logs / f"{name}.err")
 
     port = logs / "port"
+    port.unlink(missing_ok=True)  # of an earlier launch, which failed
     store = start("store", ["-m", "tests.parallel.store", str(port)], {})
     ranks: dict[int, forkserver.Forked] = {}
     try:

@@ -151,6 +151,7 @@ def left(folder: Path) -> list[str]:
 def damaged(place: Path) -> dict[str, Any]:
     """Resumes a run after one bit has flipped in rank 1's files of the newest checkpoint."""
     trained(place, "bad")
+    all_gather_object(None)  # the other rank may still be reading the file
     if current_ranks().rank == 0:
         file = (
             place

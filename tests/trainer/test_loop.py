@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from stabletrain.checkpoint.reader import UnusableCheckpoint
 from stabletrain.errors import ConfigError, Interrupted, RankLost, TrainingHalted
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch, Verdict
@@ -121,6 +122,16 @@ def test_a_run_trains_every_step_and_says_that_it_finished():
     assert tracker.summed["status"] == "finished"
     assert run.history.units == 12 * 4
     assert run.data.batches.closed
+
+
+def test_a_best_checkpoint_that_cannot_be_read_at_the_end_undoes_no_success():
+    class Damaged(Saves):
+        def best(self):
+            raise UnusableCheckpoint("step-00000010: 0 bytes")
+
+    run = make_run(steps=12, eval_every=5, checkpoints=Damaged(every=6))
+    assert train(run) is run.history
+    assert run.output.folder.ended == [("finished", None)]
 
 
 def test_a_run_that_halts_says_so_and_keeps_its_numbers():
