@@ -210,9 +210,9 @@ def stabletrain(*words: str) -> None:
 
 def page() -> None:
     """Writes the run's page."""
-    from stabletrain.comparison.pages.one_run import write_run_page
+    from stabletrain.comparison.pages.at_end import PageAtEnd
 
-    write_run_page(Path(FOLDER))
+    PageAtEnd(Path(FOLDER)).write()
 
 
 def sweep() -> None:
@@ -288,8 +288,12 @@ def call(read: Callable[[], None], limit: float) -> tuple[str, str, str]:
     printed = output.getvalue()
     if not failure and "Traceback (most recent call last)" in printed:
         failure = f"printed a traceback: {printed.strip().splitlines()[-1][:200]}"
-    if not failure and "The run is not affected" in printed:
-        failure = f"no page: {printed.strip().splitlines()[-1][:200]}"
+    no_page = next((line for line in printed.splitlines() if line.endswith("the run is not affected")), "")
+    if not failure and no_page:
+        if "report.html.tmp' -> " in no_page and "IsADirectoryError" in no_page:  # a folder has taken its place
+            answer = f"refused: {no_page}"
+        else:
+            failure = f"no page: {no_page[:200]}"
     return answer, failure, printed
 
 
