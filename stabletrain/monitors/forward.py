@@ -20,6 +20,12 @@ Output logits: log Z, an offset that does not change the softmax and that z-loss
 section 5). Late in training it may drift (arXiv 2309.14322, section 3.2).
 
     log Z_i = logsumexp(logits_i)
+
+Normalisation layers: the smallest variance of an input (LayerNorm: over the width; BatchNorm: of a channel over the
+batch; RMSNorm: the mean square), over eps. Near 1 the layer no longer normalises, and below it gradients grow by up to
+1 / sqrt(eps).
+
+    norm_variance = min_i Var(x_i) / eps
 """
 
 import contextlib
@@ -116,6 +122,50 @@ def headroom(absmax: float) -> float:
     if absmax == 0.0:
         return math.inf
     return math.log2(FP16_MAX / absmax) if absmax != math.inf else -math.inf
+
+
+@contextmanager
+def recording_norms(blocks: dict[str, nn.Module]) -> Generator[dict[str, Tensor], None, None]:
+    """Records the smallest variance over eps of each block's normalisation layers; removes its hooks on exit.
+
+    A normalisation layer is any module with an attribute `eps` whose class name contains `Norm`.
+
+    Yields:
+        0-d fp32 tensors by block, filled during the pass.
+    """
+    heard: dict[str, Tensor] = {}
+    handles = []
+
+    def record(name: str, module: nn.Module, inputs: tuple) -> None:
+        values = first_tensor(inputs)
+        if values is None:
+            return
+        least = smallest_variance(module, values) / module.eps
+        heard[name] = torch.minimum(heard[name], least) if name in heard else least
+
+    try:
+        for name, block in blocks.items():
+            for module in block.modules():
+                if "Norm" in type(module).__name__ and getattr(module, "eps", 0):
+                    handles.append(module.register_forward_pre_hook(partial(record, name)))
+        yield heard
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def smallest_variance(norm: nn.Module, values: Tensor) -> Float[Tensor, ""]:
+    """Returns the smallest variance, or mean square, by which the layer divides, in fp32."""
+    values, kind = values.float(), type(norm).__name__
+    if "BatchNorm" in kind:
+        values = values.transpose(0, 1).flatten(1)
+    elif "GroupNorm" in kind:
+        values = values.unflatten(1, (norm.num_groups, -1)).flatten(2)
+    elif "InstanceNorm" in kind:
+        values = values.flatten(2)
+    if "RMS" in kind:
+        return values.square().mean(dim=-1).amin()
+    return values.var(dim=-1, correction=0).amin()
 
 
 SCORES = 2**24

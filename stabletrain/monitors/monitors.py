@@ -3,7 +3,7 @@
 | option | inspects |
 |---|---|
 | none | nothing |
-| default | activations, attention, log Z, gradients, updates: per block or top-level module |
+| default | activations, norms, attention, log Z, gradients, weights, updates: per block or top-level module |
 | full | the same, plus norms of every parameter and the top Hessian eigenvalue |
 
 An inspection has two halves, one before and one after the update. Activations are measured in a separate forward pass
@@ -59,9 +59,13 @@ class Monitors(NoMonitors):
 
     Attributes:
         every: steps between inspections; the first and the last step are always inspected.
+        margin_every: inspections between two searches along the update, which cost five forward passes; 0: none.
     """
 
     every: int
+    margin_every: int = field(default=0, kw_only=True)
+    _inspections: int = field(init=False, repr=False, default=0)
+    _searched: tuple[Batch, Loss] | None = field(init=False, repr=False, default=None)
     _raised: list[str] = field(init=False, repr=False, default_factory=list)
     _starving: int = field(init=False, repr=False, default=0)
     _probe: Probe = field(init=False, repr=False, default_factory=Probe)
@@ -69,6 +73,8 @@ class Monitors(NoMonitors):
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ConfigError(f"monitors.every={self.every} is below 1: use monitors=none for no monitors")
+        if self.margin_every < 0:
+            raise ConfigError(f"monitors.margin_every={self.margin_every} is below 0: use 0 for no search")
 
     def due(self, step: int, total: int) -> bool:
         """Whether to inspect step number `step`, counted from 1: the first, the last, and every `every` steps."""
@@ -88,6 +94,9 @@ class Monitors(NoMonitors):
         self._probe = probe = Probe()
         probe.attempt("the activations", lambda: probe.forward(model, batch, precision, objective))
         probe.attempt("the gradients", lambda: probe.gradients(model))
+        searches = self.margin_every > 0 and self._inspections % self.margin_every == 0
+        self._searched = (batch, objective) if searches else None
+        self._inspections += 1
 
     def after(self, model: nn.Module, optimizer: Optimizer, applied: bool) -> tuple[Metrics, list[Alarm]]:
         """Runs the second half of an inspection; call it after the update.
@@ -103,6 +112,10 @@ class Monitors(NoMonitors):
         probe, self._probe = self._probe, Probe()  # frees the copy of the weights
         if applied:
             probe.attempt("the updates", lambda: probe.updates(model, optimizer))
+            if self._searched is not None:
+                batch, objective = self._searched
+                probe.attempt("the margin of the update", lambda: probe.update_margin(model, batch, objective))
+        self._searched = None
         signs = probe.signs(applied)
         starving = signs.pop("starving", None)
         if applied:
@@ -114,12 +127,13 @@ class Monitors(NoMonitors):
         return probe.metrics, alarms
 
     def state_dict(self) -> dict:
-        """Raised alarms, and the number of consecutive inspections that found gradients too small."""
-        return {"raised": list(self._raised), "starving": self._starving}
+        """Raised alarms, the number of inspections, and of the last ones in a row that found gradients too small."""
+        return {"raised": list(self._raised), "starving": self._starving, "inspections": self._inspections}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores them. A checkpoint of a run without monitors has none."""
         self._raised, self._starving = list(state.get("raised", [])), state.get("starving", 0)
+        self._inspections = state.get("inspections", 0)
 
 
 @dataclass

@@ -22,7 +22,9 @@ from stabletrain.monitors.forward import (
     log_z,
     recording_activations,
     recording_attention,
+    recording_norms,
 )
+from stabletrain.monitors.line_search import along_update, margin
 from stabletrain.monitors.module_groups import blocks, by_place, trained
 from stabletrain.monitors.tensor_norms import Adaptive, norms, zero_shares
 from stabletrain.records import Batch
@@ -84,7 +86,12 @@ class Probe:
     def forward(self, model: nn.Module, batch: Batch, precision: Forward, objective: Loss) -> Metrics:
         """Measures activations, attention and, for logits, log Z of one micro-batch in an isolated forward pass."""
         watched, device = blocks(model), batch.targets.device.type
-        with isolated(model), recording_activations(watched) as heard, recording_attention(model) as heads:
+        with (
+            isolated(model),
+            recording_activations(watched) as heard,
+            recording_norms(watched) as norm_variances,
+            recording_attention(model) as heads,
+        ):
             with precision.autocast():
                 self._fp16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
                 self._fp8 = getattr(precision, "name", "") == "fp8"
@@ -93,6 +100,7 @@ class Probe:
         name_of = block_names(heads, watched)
         values = {("activation_rms", name): value for name, value in heard.rms.items()}
         values |= {("activation_absmax", name): value for name, value in heard.absmax.items()}
+        values |= {("norm_variance", name): value for name, value in norm_variances.items()}
         for name, head in heads.items():
             values[("attn_logit_bound", name_of[name])] = head.bound.amax()
             values[("attn_logit_max", name_of[name])] = head.largest.amax()
@@ -110,6 +118,7 @@ class Probe:
             **spread(found),
             **over_all("activation_rms_max", np.max, found.get("activation_rms", {})),
             **over_all("headroom_min", np.min, found["headroom"]),
+            **over_all("norm_variance_min", np.min, found.get("norm_variance", {})),
             **over_all("attn_logit_bound", np.max, found.get("attn_logit_bound", {})),
             **over_all("attn_logit_max", np.max, found.get("attn_logit_max", {})),
             **dict(zip(("monitors/log_z_mean", "monitors/log_z_max"), z, strict=False)),
@@ -127,13 +136,15 @@ class Probe:
         self._weight_norms = dict(zip(parameters, read[2 * count :], strict=True))
         zeros = dict(zip(parameters, read[count : 2 * count], strict=True))
         self._held = [p.clone() for p in values]  # the update is the difference to these
-        found: Sizes = {"grad_norm": {}, "zero_grads": {}}
+        found: Sizes = {"grad_norm": {}, "zero_grads": {}, "weight_rms": {}}
         grad_rms = self._sizes["grad_rms"] = {}
         for where, names in by_place(parameters, watched).items():
             sizes = {name: parameters[name].numel() for name in names}
             found["grad_norm"][where] = whole = root_sum(self._gradient_norms[name] for name in names)
             found["zero_grads"][where] = sum(zeros[n] * size for n, size in sizes.items()) / sum(sizes.values())
             grad_rms[where] = whole / sum(sizes.values()) ** 0.5
+            weights = root_sum(self._weight_norms[name] for name in names)
+            found["weight_rms"][where] = weights / sum(sizes.values()) ** 0.5
         self._sizes |= found
         everywhere = sum(zeros[name] * p.numel() for name, p in parameters.items()) / sum(p.numel() for p in values)
         return spread(found) | {"monitors/zero_grads": everywhere}
@@ -176,6 +187,17 @@ class Probe:
             **over_all("g_over_sqrt_v_max", np.max, stale),
             **over_all("grad_over_eps_min", np.min, {n: clipped[n] / eps[n] / numel[n] ** 0.5 for n in clipped}),
         }
+
+    def update_margin(self, model: nn.Module, batch: Batch, objective: Loss) -> Metrics:
+        """Searches along the update for the length at which the loss rises; see `line_search.py`.
+
+        Call `gradients` before the update. No metric with sharded parameters.
+        """
+        before = dict(zip(trained(model), self._held, strict=True))
+        if any(hasattr(p, "to_local") for p in before.values()):
+            return {}
+        with isolated(model):
+            return {"monitors/update_margin": margin(along_update(model, before, batch, objective.plain))}
 
     def layers(self) -> Metrics:
         """Returns gradient norm and weight norm of every parameter. Call `gradients` first."""

@@ -199,6 +199,7 @@ CHANGED: dict[str, object] = {
     "parallel.start_timeout": 60,
     "parallel.timeout": 60,
     "monitors.every": 2,
+    "monitors.margin_every": 0,
     "monitors.hessian_iterations": 0,
     "monitors.hessian_samples": 1,
     "checkpoint.every": 1,
