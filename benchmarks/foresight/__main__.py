@@ -5,14 +5,11 @@ pack                      compresses the recordings, to be committed
 """
 
 import argparse
-import multiprocessing
-import os
 import sys
-import time
 from pathlib import Path
 
-from benchmarks.foresight.cases import Case, all_cases
-from benchmarks.foresight.store import COMMITTED, file_of, pack, read, write
+from benchmarks.foresight.runs import record_all
+from benchmarks.foresight.store import COMMITTED, pack, read
 
 FOLDER = Path("outputs") / "foresight"
 
@@ -32,35 +29,6 @@ def main(arguments: list[str] | None = None) -> int:
     for file in pack(read(given.folder), COMMITTED):
         print(f"{file.name}: {file.stat().st_size / 2**20:.2f} MiB")
     return 0
-
-
-def record_all(folder: Path, processes: int, only: tuple[str, ...]) -> int:
-    """Trains the missing cases."""
-    missing = [case for case in all_cases() if case.name.startswith(only) and not file_of(folder, case.name).exists()]
-    began, failed = time.time(), []
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        done = pool.imap_unordered(record_one, [(case, folder) for case in missing])
-        for number, (name, error) in enumerate(done, 1):
-            left = (time.time() - began) / number * (len(missing) - number)
-            print(f"{number}/{len(missing)} {name} {error or ''} ({left / 60:.0f} minutes left)", flush=True)
-            failed += [name] if error else []
-    return 1 if failed else 0
-
-
-def record_one(task: tuple[Case, Path]) -> tuple[str, str | None]:
-    """Trains one case and writes its recording; returns its name, and the error if there was one."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-
-    from benchmarks.foresight.record import record
-
-    torch.set_num_threads(1)
-    case, folder = task
-    try:
-        write(folder, record(case))
-    except Exception as error:  # one case must not end the campaign
-        return case.name, f"{type(error).__name__}: {error}"[:300]
-    return case.name, None
 
 
 if __name__ == "__main__":
