@@ -1,0 +1,38 @@
+"""Records cases in several processes; a case that has a recording is not run again."""
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+from benchmarks.foresight.cases import Case, all_cases
+from benchmarks.foresight.store import file_of, write
+
+
+def record_all(folder: Path, processes: int, only: tuple[str, ...]) -> int:
+    """Trains the missing cases."""
+    missing = [case for case in all_cases() if case.name.startswith(only) and not file_of(folder, case.name).exists()]
+    began, failed = time.time(), []
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        done = pool.imap_unordered(record_one, [(case, folder) for case in missing])
+        for number, (name, error) in enumerate(done, 1):
+            left = (time.time() - began) / number * (len(missing) - number)
+            print(f"{number}/{len(missing)} {name} {error or ''} ({left / 60:.0f} minutes left)", flush=True)
+            failed += [name] if error else []
+    return 1 if failed else 0
+
+
+def record_one(task: tuple[Case, Path]) -> tuple[str, str | None]:
+    """Trains one case and writes its recording; returns its name, and the error if there was one."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    from benchmarks.foresight.record import record
+
+    torch.set_num_threads(1)
+    case, folder = task
+    try:
+        write(folder, record(case))
+    except Exception as error:  # one case must not end the campaign
+        return case.name, f"{type(error).__name__}: {error}"[:300]
+    return case.name, None
