@@ -60,6 +60,7 @@ GROUPS: dict[str, Row] = {
     "forensics": Row(FREE, "explains later incidents"),
     "faults": Row(RECORDED, "injects its faults into later steps"),
     "monitors": Row(FREE, "only watches"),
+    "forecast": Row(FREE, "only watches"),
     "checkpoint": Row(FREE, "writes later checkpoints"),
     "parallel": Row(FREE, "the same step on other ranks; sums may round differently"),
     "wandb": Row(FREE, "only logs"),
@@ -121,7 +122,7 @@ KEYS: dict[str, Row] = {
 WITHOUT_TRACE = ("resume", "device", "report")
 """Keys that a resume does not even record as changed."""
 
-SIMPLY_WATCHES = ("forensics", "monitors", "checkpoint", "parallel", "wandb", "stability")
+SIMPLY_WATCHES = ("forensics", "monitors", "forecast", "checkpoint", "parallel", "wandb", "stability")
 """Groups that leave every step's result as it is, so that steps from before a change can be replayed after it."""
 
 FAULTS_OUTSIDE = ("none", "kill", "disk_full", "wandb")

@@ -136,25 +136,26 @@ def recording_norms(blocks: dict[str, nn.Module]) -> Generator[dict[str, Tensor]
     heard: dict[str, Tensor] = {}
     handles = []
 
-    def record(name: str, module: nn.Module, inputs: tuple) -> None:
+    def record(name: str, eps: float, module: nn.Module, inputs: tuple) -> None:
         values = first_tensor(inputs)
         if values is None:
             return
-        least = smallest_variance(module, values) / module.eps
+        least = smallest_variance(module, values) / eps
         heard[name] = torch.minimum(heard[name], least) if name in heard else least
 
     try:
         for name, block in blocks.items():
             for module in block.modules():
-                if "Norm" in type(module).__name__ and getattr(module, "eps", 0):
-                    handles.append(module.register_forward_pre_hook(partial(record, name)))
+                eps = getattr(module, "eps", None)
+                if "Norm" in type(module).__name__ and isinstance(eps, float) and eps > 0:
+                    handles.append(module.register_forward_pre_hook(partial(record, name, eps)))
         yield heard
     finally:
         for handle in handles:
             handle.remove()
 
 
-def smallest_variance(norm: nn.Module, values: Tensor) -> Float[Tensor, ""]:
+def smallest_variance(norm: Any, values: Tensor) -> Float[Tensor, ""]:
     """Returns the smallest variance, or mean square, by which the layer divides, in fp32."""
     values, kind = values.float(), type(norm).__name__
     if "BatchNorm" in kind:

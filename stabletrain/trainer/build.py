@@ -109,6 +109,8 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         make(cfg, "monitors", option_roles.MonitorsOption),
         make(cfg, "faults", option_roles.FaultsOption),
     )
+    forecast = make(cfg, "forecast", option_roles.ForecastOption)
+    forecast.set_run(process.choices, cfg.optimizer.get("lr"))
     source = load_data(cfg, process, faults)
     weights = starting_weights(cfg, process.choices, source.data, process.ranks, folder)
     trained = build_model(cfg, process, source, faults, weights, chooses_checksums(guard))
@@ -124,7 +126,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         load=load,
         unit=source.unit,
     )
-    monitoring, history = Monitoring(monitors, RollingStats(), trained.usage), History()
+    monitoring, history = Monitoring(monitors, RollingStats(), trained.usage, forecast), History()
     resumption = Resumption(
         cfg, process.choices, folder, trained.state, source.data, process.precision, tools.sanitizer, process.ranks
     )
@@ -293,6 +295,7 @@ def saved_states(
         "history": history,
         "recent": monitoring.rolling,
         "monitors": monitoring.monitors,
+        "forecast": monitoring.forecast,
     }
     return Rollback(
         state,

@@ -8,14 +8,14 @@ step of a process.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stabletrain.buffers import buffers_of
 from stabletrain.errors import Interrupted, TrainingHalted
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.failure_report import as_rank_lost
-from stabletrain.records import Verdict
+from stabletrain.records import Reading, Verdict
 from stabletrain.stability.guard.skip import CHANGED
 from stabletrain.step import commit, compute
 from stabletrain.trainer.ending import best_path, check_updated, remarks
@@ -30,7 +30,7 @@ from stabletrain.trainer.incidents import (
 )
 from stabletrain.trainer.recheck import confirm
 from stabletrain.trainer.run import TrainingRun
-from stabletrain.trainer.step_log import NOTHING, log_alarms, log_step
+from stabletrain.trainer.step_log import NOTHING, log_alarms, log_step, reading_metrics
 
 
 def train(run: TrainingRun, signals: StopRequest | NoStopRequest | None = None) -> History:
@@ -116,7 +116,11 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
             judged, executed = executed, None
             # Evaluate or save a state only after its step was judged, and only if it is what the step has left, on all
             # ranks.
-            if not settle(run, judged, throughput, seen) or not due.state_is_used:
+            if not settle(run, judged, throughput, seen):
+                continue
+            if watching:
+                due = foretell(run, judged.reading(), seen, due)
+            if not due.state_is_used:
                 continue
             if unchanged(run, judged, throughput) and replicas_agree(run, throughput):
                 use_state(run, due, judged, throughput)
@@ -172,6 +176,20 @@ def watch(run: TrainingRun, executed: ExecutedStep) -> dict[str, float]:
     return metrics
 
 
+def foretell(run: TrainingRun, reading: Reading, seen: Mapping[str, float], due: Due) -> Due:
+    """Logs what the monitors' look foretells; returns what is due, with a checkpoint if the state is to be kept."""
+    forecast, tracker, step = run.monitoring.forecast, run.rollback.tracker, reading.step
+    found = forecast.look(step, {**reading_metrics(reading, 0), **seen})
+    for each in found:
+        tracker.event("forecast", step, **each.fields())
+        tracker.note(f"step {step:,}: {each.text}")
+        tracker.alert("forecast", f"step {step:,}: {each.text}")
+    if not forecast.keeps or not run.parallel.any_rank(bool(found)):
+        return due
+    forecast.keep(step)
+    return replace(due, save=True)
+
+
 def settle(
     run: TrainingRun, executed: ExecutedStep, throughput: Throughput, seen: Mapping[str, float] = NOTHING
 ) -> bool:
@@ -197,6 +215,7 @@ def settle(
         verdict = guard.at_end(verdict)
     if verdict is Verdict.APPLY:
         run.history.count_update(reading.loss)
+        run.monitoring.forecast.add_loss(reading.loss)
     # If memory or arithmetic was at fault, and not the data, the same batches are read again.
     return follow(run, verdict, throughput, same_data=guard.kind in ("state", "recheck"))
 

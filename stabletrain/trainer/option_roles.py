@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from stabletrain.checkpoint.capture import Stateful
 from stabletrain.protocols import Clipping, GuardPolicy, Precision, Seeding
 from stabletrain.records import Batch, TrainState
-from stabletrain.trainer.roles import IncidentHandler, Monitors, Parallelism, WandbRun
+from stabletrain.trainer.roles import Forecast, IncidentHandler, Monitors, Parallelism, WandbRun
 
 
 class GuardOption(GuardPolicy, Stateful, Protocol):
@@ -57,6 +57,10 @@ class ParallelOption(Parallelism, Protocol):
 
 class MonitorsOption(Monitors, Stateful, Protocol):
     """An option of `monitors`; see `monitors/`."""
+
+
+class ForecastOption(Forecast, Stateful, Protocol):
+    """An option of `forecast`; see `forecast/forecast.py`."""
 
 
 class FaultsOption(Protocol):

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from stabletrain.checkpoint.folder import OnEvent
 from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.checkpoint.tree import Tree
+from stabletrain.forecast.forecast import Prediction
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.repro import Repro
@@ -95,6 +96,20 @@ class Monitors(Protocol):
         self, model: nn.Module, optimizer: Optimizer, batch: Batch, precision: Forward, objective: Loss
     ) -> None: ...
     def after(self, model: nn.Module, optimizer: Optimizer, applied: bool) -> tuple[Metrics, list[Alarm]]: ...
+
+
+@runtime_checkable
+class Forecast(Protocol):
+    """Foretells trouble from the monitors' metrics, read-only; see `forecast/forecast.py`."""
+
+    @property
+    def keeps(self) -> bool: ...
+    @property
+    def kept(self) -> Sequence[int]: ...
+    def set_run(self, choices: Mapping[str, str], rate: float | None) -> None: ...
+    def add_loss(self, loss: float) -> None: ...
+    def look(self, step: int, metrics: Metrics) -> list[Prediction]: ...
+    def keep(self, step: int) -> None: ...
 
 
 @runtime_checkable

@@ -162,7 +162,7 @@ class Rollback:
             info={"run": self._run_id, **self._resumption.info()},
             healthy=healthy,
             val_loss=val_loss,
-            anchors=self._retained.steps,
+            anchors=[*self._retained.steps, *getattr(self.parts.get("forecast"), "kept", ())],
             here=here,
         )
 

@@ -12,7 +12,16 @@ from stabletrain.monitors.rolling import RollingStats
 from stabletrain.protocols import Tools
 from stabletrain.records import Batch, TrainState
 from stabletrain.trainer.history import History
-from stabletrain.trainer.roles import Batches, IncidentHandler, Monitors, Page, Parallelism, RunFolder, Tracker
+from stabletrain.trainer.roles import (
+    Batches,
+    Forecast,
+    IncidentHandler,
+    Monitors,
+    Page,
+    Parallelism,
+    RunFolder,
+    Tracker,
+)
 from stabletrain.trainer.rollback import Rollback
 
 
@@ -51,11 +60,13 @@ class Monitoring:
         monitors: inspect a step every so often.
         rolling: statistics of the last steps.
         usage: model FLOPs utilisation and peak memory.
+        forecast: foretells trouble from what the monitors saw.
     """
 
     monitors: Monitors
     rolling: RollingStats
     usage: Usage
+    forecast: Forecast
 
 
 @dataclass

@@ -28,6 +28,7 @@ MAY_SEE = {
     "tracking": NOUNS,
     "weights": NOUNS | {"checkpoint", "models"},
     "monitors": NOUNS | {"machine"},
+    "forecast": NOUNS,
     "stability": NOUNS | {"checksums", "monitors", "machine", "protocols"},
     "parallel": NOUNS | {"checkpoint", "machine"},
     "comparison": NOUNS | {"tracking"},
@@ -39,11 +40,11 @@ MAY_SEE = {
     "adapters": NOUNS | {"guarded"},
     "config": NOUNS | {"parallel", "stability", "weights"},
     "trainer": NOUNS
-    | {"checkpoint", "comparison", "config", "data", "faults", "forensics", "machine", "models", "monitors", "parallel"}
-    | {"protocols", "stability", "step", "tracking", "weights"},
+    | {"checkpoint", "comparison", "config", "data", "faults", "forecast", "forensics", "machine", "models", "monitors"}
+    | {"parallel", "protocols", "stability", "step", "tracking", "weights"},
     "cli": NOUNS
-    | {"checkpoint", "comparison", "config", "data", "forensics", "guarded", "machine", "models", "parallel"}
-    | {"protocols", "stability", "tracking", "trainer", "weights"},
+    | {"checkpoint", "comparison", "config", "data", "forecast", "forensics", "guarded", "machine", "models"}
+    | {"parallel", "protocols", "stability", "tracking", "trainer", "weights"},
     "api": NOUNS | {"cli", "comparison", "config", "machine", "parallel", "tracking", "trainer"},
     "train": {"cli", "parallel"},
     "__main__": {"cli"},

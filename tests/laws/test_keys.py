@@ -200,6 +200,8 @@ CHANGED: dict[str, object] = {
     "parallel.timeout": 60,
     "monitors.every": 2,
     "monitors.margin_every": 0,
+    "forecast.horizon": 50,
+    "forecast.action": "checkpoint",
     "monitors.hessian_iterations": 0,
     "monitors.hessian_samples": 1,
     "checkpoint.every": 1,

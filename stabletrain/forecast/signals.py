@@ -1,0 +1,166 @@
+"""The signals of a forecast: what each measures, the value at which trouble begins, and the fix.
+
+A signal's height is `log(value)` or `value`, with the sign turned if trouble lies below. Its level says how far it has
+come from the values of healthy runs to its threshold:
+
+    level = (height - height of healthy) / (height of threshold - height of healthy)        0: healthy, 1: threshold
+
+The healthy value of each signal is measured: it is a quantile over runs without trouble (`model.json`).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+TINY = 1e-30
+"""Smallest number whose logarithm is taken."""
+
+LEAST = 0.5
+"""Smallest distance between a healthy height and a level of 1, if the threshold is nearer than that."""
+
+HIGHEST = 1.5
+"""Largest level; values that are not finite have this level."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """One signal.
+
+    Attributes:
+        name: its name in events.
+        text: what the messages call it, a plural.
+        metric: the metric's name; if it ends in `/`, one metric for each place in the model.
+        threshold: value at which trouble begins.
+        fix: overrides that remove the cause, best first; `{lr}` is replaced by a third of the peak learning rate.
+        source: of the threshold.
+        falls: whether trouble lies below the threshold.
+        log: whether the height is the logarithm of the value.
+    """
+
+    name: str
+    text: str
+    metric: str
+    threshold: float
+    fix: tuple[str, ...]
+    source: str
+    falls: bool = False
+    log: bool = True
+
+    def height(self, value: float) -> float:
+        """Returns the height of a value, which grows towards trouble; infinity if the value is not finite."""
+        if not math.isfinite(value):
+            return math.inf
+        height = math.log(max(abs(value), TINY)) if self.log else value
+        return -height if self.falls else height
+
+    def value(self, height: float) -> float:
+        """Returns the value of a height; the inverse of `height`, but for the value's sign."""
+        height = -height if self.falls else height
+        return math.exp(min(height, 700.0)) if self.log and math.isfinite(height) else height
+
+    def level(self, height: float, healthy: float) -> float:
+        """Returns the level of a height, in [0, 1.5]; `healthy` is the value of healthy runs."""
+        low, high = self.height(healthy), self.height(self.threshold)
+        if math.isnan(height):
+            return 0.0
+        return min(HIGHEST, max(0.0, (height - low) / max(high - low, LEAST)))
+
+    def values(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Returns the signal's values by place in a look's metrics; the place is "" if there is only one."""
+        if self.metric.endswith("/"):
+            return {name[len(self.metric) :]: v for name, v in metrics.items() if name.startswith(self.metric)}
+        return {"": metrics[self.metric]} if self.metric in metrics else {}
+
+
+LOWER_RATE = ("optimizer.lr={lr}",)
+OWN = "chosen here: see docs/foresight.md"
+
+SIGNALS = (
+    Signal(
+        "attention_logits",
+        "largest attention logits",
+        "monitors/attn_logit_max/",
+        1e4,
+        ("qknorm=layernorm", "qkclip=kimi", *LOWER_RATE),
+        "arXiv 2309.14322, section 3.1: every run above 1e4 diverged",
+    ),
+    Signal(
+        "attention_bound",
+        "bounds of attention logits",
+        "monitors/attn_logit_bound/",
+        3e4,
+        ("qknorm=layernorm", "qkclip=kimi", *LOWER_RATE),
+        "three times the threshold of the logits themselves",
+    ),
+    Signal(
+        "attention_entropy",
+        "smallest attention entropies",
+        "monitors/attn_entropy_min/",
+        0.01,
+        ("qknorm=layernorm", *LOWER_RATE),
+        "arXiv 2303.06296: entropy collapse; the value is chosen here",
+        falls=True,
+    ),
+    Signal("log_z", "log Z of the output logits", "monitors/log_z_max", 50.0, ("zloss=palm", *LOWER_RATE), OWN),
+    Signal(
+        "headroom",
+        "bits of headroom below fp16's maximum",
+        "monitors/headroom/",
+        0.0,
+        ("precision=bf16", *LOWER_RATE),
+        "IEEE 754-2019, binary16: 65504",
+        falls=True,
+        log=False,
+    ),
+    Signal(
+        "loss_scale",
+        "loss scales",
+        "precision/loss_scale",
+        1.0,
+        ("precision=bf16", *LOWER_RATE),
+        "at 1 scaling protects nothing any more (arXiv 1710.03740)",
+        falls=True,
+    ),
+    Signal("activations", "activations (RMS)", "monitors/activation_rms/", 1e3, (*LOWER_RATE, "init=gpt2"), OWN),
+    Signal("weights", "weights (RMS)", "monitors/weight_rms/", 30.0, LOWER_RATE, OWN),
+    Signal("update_ratio", "updates over weights", "monitors/update_ratio/", 1.0, LOWER_RATE, OWN),
+    Signal(
+        "g_over_sqrt_v",
+        "RMS(g / sqrt(v))",
+        "monitors/g_over_sqrt_v_max",
+        10.0,
+        ("optimizer.betas=[0.9,0.95]", "optimizer=stable_adamw", *LOWER_RATE),
+        "arXiv 2304.13013, section 3.4: above 2.3 comes a spike; single tensors of small models need more",
+    ),
+    Signal(
+        "norm_variance",
+        "smallest variances over eps in normalisation layers",
+        "monitors/norm_variance/",
+        1.0,
+        ("optimizer.weight_decay=0", *LOWER_RATE),
+        "at 1 half of the variance is eps",
+        falls=True,
+    ),
+    Signal("grad_norm", "gradient norms", "grad/norm", 100.0, ("clipping=norm", *LOWER_RATE), OWN),
+    Signal(
+        "update_margin",
+        "factors by which the update could be longer",
+        "monitors/update_margin",
+        1.0,
+        LOWER_RATE,
+        "arXiv 2601.16979: below 1 the update raises the loss of its own batch",
+        falls=True,
+    ),
+    Signal(
+        "loss",
+        "rises of the loss above its best, as a share of what was learnt",
+        "forecast/loss_rise",
+        0.5,
+        LOWER_RATE,
+        "the definition of a break in docs/foresight.md",
+        log=False,
+    ),
+)
+"""All signals."""
+
+BY_NAME: dict[str, Signal] = {signal.name: signal for signal in SIGNALS}
