@@ -1,13 +1,17 @@
-"""`python -m benchmarks.foresight record|pack`: see docs/foresight.md.
+"""`python -m benchmarks.foresight record|pack|fit|score`: see docs/foresight.md.
 
 record --processes 2      trains all cases that have no recording yet; may be stopped and started again
 pack                      compresses the recordings, to be committed
+fit                       fits the forecast's model on the committed recordings, and writes it into the package
+score                     prints the tables of docs/foresight.md
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+from benchmarks.foresight.cases import FITTED
+from benchmarks.foresight.record import Recording
 from benchmarks.foresight.runs import record_all
 from benchmarks.foresight.store import COMMITTED, pack, read
 
@@ -21,14 +25,49 @@ def main(arguments: list[str] | None = None) -> int:
     recording = commands.add_parser("record", help="train the cases that have no recording")
     recording.add_argument("--processes", type=int, default=1)
     recording.add_argument("--only", default="", help="beginnings of case names, separated by commas")
-    for command in (recording, commands.add_parser("pack", help="compress the recordings")):
-        command.add_argument("--folder", type=Path, default=FOLDER, help="of the recordings that are not packed")
+    for name, text, folder in (
+        ("pack", "compress the recordings", FOLDER),
+        ("fit", "fit the forecast's model", COMMITTED),
+        ("score", "print the tables", COMMITTED),
+    ):
+        commands.add_parser(name, help=text).add_argument("--folder", type=Path, default=folder)
+    recording.add_argument("--folder", type=Path, default=FOLDER, help="of the recordings that are not packed")
     given = parser.parse_args(arguments)
     if given.command == "record":
         return record_all(given.folder, given.processes, tuple(given.only.split(",")))
-    for file in pack(read(given.folder), COMMITTED):
-        print(f"{file.name}: {file.stat().st_size / 2**20:.2f} MiB")
+    if given.command == "pack":
+        for file in pack(read(given.folder), COMMITTED):
+            print(f"{file.name}: {file.stat().st_size / 2**20:.2f} MiB")
+    elif given.command == "fit":
+        fit_model(given.folder)
+    else:
+        score(given.folder)
     return 0
+
+
+def fit_model(folder: Path) -> None:
+    """Fits the forecast's model, and writes it into the package."""
+    from benchmarks.foresight.fit import as_json, fit
+    from benchmarks.foresight.looks import watch
+    from benchmarks.foresight.tables import fitting_runs
+    from stabletrain.forecast.model import FILE
+
+    model = fit(*fitting_runs(watch(recording for recording in read(folder) if for_fit(recording))))
+    FILE.write_text(as_json(model))
+    print(as_json(model))
+
+
+def score(folder: Path) -> None:
+    """Prints the tables."""
+    from benchmarks.foresight.looks import watch
+    from benchmarks.foresight.tables import everything
+
+    print(everything(watch(read(folder))))
+
+
+def for_fit(recording: Recording) -> bool:
+    """Whether a recording may be looked at while fitting."""
+    return recording["case"].partition("/")[0] in (*FITTED, "hot", "tame")
 
 
 if __name__ == "__main__":
