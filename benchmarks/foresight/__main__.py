@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.command == "record":
         return record_all(given.folder, given.processes, tuple(given.only.split(",")))
     if given.command == "pack":
-        for file in pack(read(given.folder), COMMITTED):
+        for file in pack([*read(COMMITTED), *read(given.folder)], COMMITTED):
             print(f"{file.name}: {file.stat().st_size / 2**20:.2f} MiB")
     elif given.command == "fit":
         fit_model(given.folder)

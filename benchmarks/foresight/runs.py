@@ -6,12 +6,17 @@ import time
 from pathlib import Path
 
 from benchmarks.foresight.cases import Case, all_cases
-from benchmarks.foresight.store import file_of, write
+from benchmarks.foresight.store import COMMITTED, file_of, read, write
 
 
 def record_all(folder: Path, processes: int, only: tuple[str, ...]) -> int:
     """Trains the missing cases."""
-    missing = [case for case in all_cases() if case.name.startswith(only) and not file_of(folder, case.name).exists()]
+    packed = {recording["case"] for recording in read(COMMITTED)}
+    missing = [
+        case
+        for case in all_cases()
+        if case.name.startswith(only) and case.name not in packed and not file_of(folder, case.name).exists()
+    ]
     began, failed = time.time(), []
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         done = pool.imap_unordered(record_one, [(case, folder) for case in missing])

@@ -68,10 +68,10 @@ def read(folder: Path) -> Iterator[Recording]:
 
 
 def pack(found: Iterable[Recording], folder: Path) -> list[Path]:
-    """Writes one compressed file for each family."""
+    """Writes one compressed file for each family; of two recordings of a case, the later one in `found`."""
     folder.mkdir(parents=True, exist_ok=True)
     families: dict[str, list[bytes]] = {}
-    for recording in sorted(found, key=lambda one: one["case"]):
+    for recording in sorted({one["case"]: one for one in found}.values(), key=lambda one: one["case"]):
         content = io.BytesIO()
         save(content, recording)
         whole = content.getvalue()

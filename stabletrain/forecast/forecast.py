@@ -297,10 +297,11 @@ class Forecast(NoForecast):
         """
         self._note_regime(step, metrics.get("lr", math.nan))
         seen = {**metrics, **self._loss_rise()}
+        scaled = self._scaled(metrics.get("precision/loss_scale", 1.0))
         now: dict[Key, float] = {}
         for signal in SIGNALS:
             for place, value in signal.values(seen).items():
-                if signal.name == "loss_scale" and not self._scaled(value):
+                if signal.name in ("loss_scale", "headroom") and not scaled:
                     continue
                 series = self._series.setdefault(f"{signal.name}|{place}", [])
                 series.append([step, signal.height(value)])
@@ -332,7 +333,7 @@ class Forecast(NoForecast):
         return {LOSS: (mean - best) / max(first - best, 1e-9) if first > best else 0.0}
 
     def _scaled(self, scale: float) -> bool:
-        """Whether the loss is scaled: only then the loss scale is a signal."""
+        """Whether the loss is scaled, as in fp16: only then loss scale and headroom are signals."""
         return scale != 1.0 or "loss_scale|" in self._series
 
     def _trends(self, now: Mapping[Key, float], step: int) -> tuple[dict[Key, float], ...]:

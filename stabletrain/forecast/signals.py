@@ -121,8 +121,8 @@ SIGNALS = (
         "at 1 scaling protects nothing any more (arXiv 1710.03740)",
         falls=True,
     ),
-    Signal("activations", "activations (RMS)", "monitors/activation_rms/", 1e3, (*LOWER_RATE, "init=gpt2"), OWN),
-    Signal("weights", "weights (RMS)", "monitors/weight_rms/", 30.0, LOWER_RATE, OWN),
+    Signal("activations", "activations (RMS)", "monitors/activation_rms/", 1e5, (*LOWER_RATE, "init=gpt2"), OWN),
+    Signal("weights", "weights (RMS)", "monitors/weight_rms/", 100.0, LOWER_RATE, OWN),
     Signal("update_ratio", "updates over weights", "monitors/update_ratio/", 1.0, LOWER_RATE, OWN),
     Signal(
         "g_over_sqrt_v",
