@@ -39,7 +39,7 @@ def threshold_at(rate: float, runs: Sequence[Watched], scores: Scores) -> float:
         middle = (low + high) // 2
         count = sum(false_alarms(each.steps, scores[each.run.name] >= found[middle]) for each in runs)
         low, high = (low, middle) if count / steps * 1000 <= rate else (middle + 1, high)
-    return float(found[low]) if low < len(found) else math.inf
+    return float(found[low]) if low < len(found) else math.nextafter(float(found[-1]), math.inf)
 
 
 @dataclass(frozen=True)
