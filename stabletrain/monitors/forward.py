@@ -4,7 +4,8 @@ Activations, for each block: RMS, largest absolute value and distance from fp16'
 
     headroom = log2(65504 / absmax)    bits; below 0 the value does not fit into fp16
 
-Attention, for each head: largest logit, its upper bound, and entropy of the attention weights.
+Attention, for each head: largest logit, its upper bound, and, for some heads and queries (see `attention_stats`),
+entropy of the attention weights.
 
     attn_logit_bound = max_i |q_i| * max_j |k_j| / sqrt(d)        attn_logit_max = max_ij q_i . k_j / sqrt(d)
     attn_entropy     = mean_i( -sum_j p_ij log p_ij ),  p = softmax of the logits, as the model computes it
@@ -31,13 +32,13 @@ batch; RMSNorm: the mean square), over eps. Near 1 the layer no longer normalise
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from stabletrain.machine.compiling import uncompiled
@@ -170,11 +171,20 @@ def smallest_variance(norm: Any, values: Tensor) -> Float[Tensor, ""]:
 
 
 SCORES = 2**24
-"""Maximum number of attention logits held at once, unless a single sample has more: 64 MiB in fp32."""
+"""Maximum number of attention logits held at once, unless a single query has more: 64 MiB in fp32."""
+
+SAMPLES, HEADS, QUERIES = 4, 4, 64
+"""Maximum number of samples, heads and queries from which the entropy is computed."""
 
 
 class AttentionStats(NamedTuple):
-    """Statistics of one attention, fp32 `[head]`. Entropy is in nats, averaged over samples and queries."""
+    """Statistics of one attention, in fp32.
+
+    Attributes:
+        bound: upper bound of every logit, `[head]`.
+        largest: largest logit, `[head]`.
+        entropy: in nats, averaged over the chosen samples and queries, `[chosen_head]`.
+    """
 
     bound: Tensor
     largest: Tensor
@@ -189,37 +199,80 @@ def attention_stats(
     causal: bool,
     cap: float | None = None,
 ) -> AttentionStats:
-    """Returns bound and largest logit (before the softcap) and entropy (after the softcap) of each head.
+    """Returns bound and largest logit (before the softcap) of each head, and entropy (after the softcap) of some.
 
-    `kv_head` may be a divisor of `head`, as in grouped-query attention.
+    Bound and largest logit are exact. The entropy is computed from the first 4 samples, 4 evenly spaced heads and 64
+    evenly spaced queries, the last one included, or from all of them where there are fewer. `kv_head` may be a divisor
+    of `head`, as in grouped-query attention.
     """
     with torch.autocast(q.device.type, enabled=False):
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).float()
         q = q.float() * q.shape[-1] ** -0.5
         bound = q.norm(dim=-1).amax(dim=(0, 2)) * k.norm(dim=-1).amax(dim=(0, 2))
         queries, keys = q.shape[-2], k.shape[-2]
-        hidden = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
-        largest, entropy = [], []
-        samples = max(1, SCORES // (q.shape[1] * queries * keys))
-        for some_q, some_k in zip(q.split(samples), k.split(samples), strict=True):
-            scores = some_q @ some_k.transpose(-2, -1)
-            if cap is not None:
-                uncapped = scores.masked_fill(hidden, -torch.inf) if causal else scores
-                largest.append(uncapped.amax(dim=(0, 2, 3)))
-                scores = cap * torch.tanh(scores / cap)
-            if causal:
-                scores.masked_fill_(hidden, -torch.inf)
-            top = scores.amax(dim=-1, keepdim=True)
-            if cap is None:
-                largest.append(top.amax(dim=(0, 2, 3)))
-            # H = log Z - sum p s. The scores are shifted so that the largest is 0: no cancellation of large numbers.
-            scores.sub_(top)
-            weights = scores.exp()
-            z = weights.sum(dim=-1)
-            if causal:
-                scores.masked_fill_(hidden, 0.0)
-            entropy.append((z.log() - weights.mul_(scores).sum(dim=-1) / z).mean(dim=-1).sum(dim=0))
-        return AttentionStats(bound, torch.stack(largest).amax(dim=0), torch.stack(entropy).sum(dim=0) / len(q))
+        last = torch.arange(keys - queries, keys, device=q.device)  # the last key that each query sees
+        if not causal:
+            last = last.new_full((queries,), keys - 1)
+        largest = in_parts(largest_logit, q, k, last).amax(dim=(0, 2))
+        heads, rows = evenly_spaced(q.shape[1], HEADS, q.device), evenly_spaced(queries, QUERIES, q.device)
+        some_q, some_k = q[:SAMPLES, heads][:, :, rows], k[:SAMPLES, heads]
+        entropy = in_parts(partial(row_entropy, cap=cap), some_q, some_k, last[rows])
+        return AttentionStats(bound, largest, entropy.mean(dim=(0, 2)))
+
+
+def evenly_spaced(count: int, most: int, device: torch.device) -> Int[Tensor, " chosen"]:
+    """Returns at most `most` evenly spaced indices below `count`, the last one included."""
+    chosen = min(count, most)
+    return torch.arange(1, chosen + 1, device=device) * count // chosen - 1
+
+
+def in_parts(
+    measure: Callable[[Tensor, Tensor], Tensor],
+    q: Float[Tensor, "batch head query dim"],
+    k: Float[Tensor, "batch head key dim"],
+    last: Int[Tensor, " query"],
+) -> Float[Tensor, "batch head query"]:
+    """Returns `measure(logits, hidden)` of each query, with at most `SCORES` logits at a time.
+
+    Args:
+        measure: reduces logits `[n, row, key]` to `[n, row]`, where `hidden` is `[row, key]`; may overwrite the logits.
+        q, k: their product is the logits.
+        last: index of the last key that each query sees.
+    """
+    keys = torch.arange(k.shape[-2], device=k.device)
+    rows = max(1, min(len(last), SCORES // len(keys)))
+    together = max(1, SCORES // (rows * len(keys)))  # heads of samples
+    measured = [
+        torch.cat(
+            [
+                measure(part_q @ part_k.transpose(-2, -1), keys > seen[:, None])
+                for part_q, seen in zip(some_q.split(rows, dim=1), last.split(rows), strict=True)
+            ],
+            dim=1,
+        )
+        for some_q, part_k in zip(q.flatten(0, 1).split(together), k.flatten(0, 1).split(together), strict=True)
+    ]
+    return torch.cat(measured).unflatten(0, q.shape[:2])
+
+
+def largest_logit(logits: Float[Tensor, "n row key"], hidden: Bool[Tensor, "row key"]) -> Float[Tensor, "n row"]:
+    """Returns the largest logit of each row that is not hidden; overwrites the logits."""
+    return logits.masked_fill_(hidden, -torch.inf).amax(dim=-1)
+
+
+def row_entropy(
+    logits: Float[Tensor, "n row key"], hidden: Bool[Tensor, "row key"], *, cap: float | None
+) -> Float[Tensor, "n row"]:
+    """Returns the entropy of each row's softmax after the softcap, in nats; overwrites the logits."""
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    logits.masked_fill_(hidden, -torch.inf)
+    # H = log Z - sum p s. The logits are shifted so that the largest is 0: no cancellation of large numbers.
+    logits.sub_(logits.amax(dim=-1, keepdim=True))
+    weights = logits.exp()
+    z = weights.sum(dim=-1)
+    logits.masked_fill_(hidden, 0.0)
+    return z.log() - weights.mul_(logits).sum(dim=-1) / z
 
 
 @contextmanager

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from stabletrain.monitors import forward
 from stabletrain.monitors.forward import attention_stats, headroom, log_z, recording_activations
@@ -95,14 +97,14 @@ def test_headroom():
     assert math.isnan(headroom(math.nan))
 
 
-def random_qk(scale=1.0, heads=3, queries=7, keys=7, seed=0):
+def random_qk(scale=1.0, samples=4, heads=3, queries=7, keys=7, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    q = scale * torch.randn(5, heads, queries, 8, generator=generator)
-    return q, scale * torch.randn(5, heads, keys, 8, generator=generator)
+    q = scale * torch.randn(samples, heads, queries, 8, generator=generator)
+    return q, scale * torch.randn(samples, heads, keys, 8, generator=generator)
 
 
-def reference(q, k, causal, cap=None):
-    """The three by their definitions, in float64, with the whole matrix."""
+def reference(q, k, causal, cap=None, heads=slice(None), rows=slice(None)):
+    """The three by their definitions, in float64, with the whole matrix; entropy of the given heads and rows."""
     q, k = q.double(), k.double()
     raw = q @ k.mT / math.sqrt(q.shape[-1])
     scores = raw if cap is None else cap * torch.tanh(raw / cap)
@@ -110,20 +112,51 @@ def reference(q, k, causal, cap=None):
         hidden = torch.ones(raw.shape[-2:], dtype=torch.bool).triu(1 + raw.shape[-1] - raw.shape[-2])
         raw, scores = raw.masked_fill(hidden, -torch.inf), scores.masked_fill(hidden, -torch.inf)
     p = scores.softmax(-1)
-    entropy = torch.special.entr(p).sum(-1).mean((0, 2))
+    entropy = torch.special.entr(p).sum(-1)[:4, heads][:, :, rows].mean((0, 2))
     bound = q.norm(dim=-1).amax((0, 2)) * k.norm(dim=-1).amax((0, 2)) / math.sqrt(q.shape[-1])
     return bound, raw.amax((0, 2, 3)), entropy
 
 
-@pytest.mark.parametrize("samples_at_once", [1, 2, 5])
+@pytest.mark.parametrize("at_once", [1, 2 * 7, 5 * 49, 2**24])
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("queries", "keys"), [(7, 7), (3, 7)])
-def test_against_float64(monkeypatch, queries, keys, causal, cap, samples_at_once):
-    monkeypatch.setattr(forward, "SCORES", samples_at_once * 3 * queries * keys)
+def test_against_float64(monkeypatch, queries, keys, causal, cap, at_once):
+    monkeypatch.setattr(forward, "SCORES", at_once)
     q, k = random_qk(scale=2.0, queries=queries, keys=keys)
     for ours, exact in zip(attention_stats(q, k, causal=causal, cap=cap), reference(q, k, causal, cap), strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_entropy_of_large_attention_is_that_of_some_heads_and_queries(monkeypatch, causal):
+    monkeypatch.setattr(forward, "SCORES", 1000)
+    q, k = random_qk(scale=2.0, samples=6, heads=10, queries=128, keys=130)
+    q[5, 8, 0], k[5, 8, 1] = 100.0, 100.0  # a sample, a head and a row that the entropy leaves out
+    found = attention_stats(q, k, causal=causal)
+    assert found.largest[8].item() == pytest.approx(8e4 / math.sqrt(8))
+    exact = reference(q, k, causal, heads=[1, 4, 6, 9], rows=slice(1, None, 2))
+    for ours, value in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), value, rtol=1e-5, atol=1e-6)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest number of elements that an operation returned."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.size = max([self.size, *(each.numel() for each in tree_leaves(out) if isinstance(each, torch.Tensor))])
+        return out
+
+
+def test_no_tensor_holds_the_logits_of_a_whole_sample(monkeypatch):
+    monkeypatch.setattr(forward, "SCORES", 2000)
+    q, k = torch.ones(2, 4, 128, 1), torch.ones(2, 2, 128, 1)
+    with LargestTensor() as seen:
+        attention_stats(q, k, causal=True, cap=2.0)
+    assert q.numel() < seen.size <= 2000 < 128 * 128
 
 
 def test_entropy_of_uniform_attention():
