@@ -165,6 +165,8 @@ def smallest_variance(norm: Any, values: Tensor) -> Float[Tensor, ""]:
         values = values.unflatten(1, (norm.num_groups, -1)).flatten(2)
     elif "InstanceNorm" in kind:
         values = values.flatten(2)
+    else:
+        values = values.flatten(-len(getattr(norm, "normalized_shape", (1,))))
     if "RMS" in kind:
         return values.square().mean(dim=-1).amin()
     return values.var(dim=-1, correction=0).amin()

@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from stabletrain.models.layers import RMSNorm
 from stabletrain.monitors import forward
-from stabletrain.monitors.forward import attention_stats, headroom, log_z, recording_activations
+from stabletrain.monitors.forward import attention_stats, headroom, log_z, recording_activations, recording_norms
 from stabletrain.records import IGNORE_INDEX
 from stabletrain.stability.softcap import Gemma2Softcap, NoSoftcap
 from tests.monitors.watched import tiny_gpt, tokens
@@ -218,6 +219,37 @@ def test_the_attention_of_a_model_is_recorded(softcap):
     }
     both = ["a.0.self_dot_product", "a.0.cross_dot_product"]
     assert forward.block_names(both, {"a.0": nn.Identity()}) == {name: name for name in both}
+
+
+def mean_square(x):
+    return x.square().mean(-1).amin()
+
+
+def variance(x):
+    return x.var(-1, correction=0).amin()
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape", "expected"),
+    [
+        (nn.LayerNorm(6, eps=1e-3), (4, 5, 6), variance),
+        (nn.LayerNorm((5, 6), eps=1e-3), (4, 5, 6), lambda x: variance(x.reshape(4, 30))),
+        (RMSNorm(6, 1e-3, bias=False), (4, 5, 6), mean_square),
+        (nn.BatchNorm2d(3, eps=1e-3), (4, 3, 5, 5), lambda x: variance(x.permute(1, 0, 2, 3).reshape(3, 100))),
+        (nn.GroupNorm(2, 6, eps=1e-3), (4, 6, 5, 5), lambda x: variance(x.reshape(4, 2, 75))),
+        (nn.InstanceNorm2d(3, eps=1e-3), (4, 3, 5, 5), lambda x: variance(x.reshape(4, 3, 25))),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_the_variance_by_which_a_norm_divides(norm, shape, expected):
+    generator = torch.Generator().manual_seed(0)
+    x = 2 + torch.randn(shape, generator=generator) * torch.rand(shape[-1:], generator=generator)
+    block = nn.Sequential(nn.Identity(), norm)
+    with recording_norms({"0": block}) as heard:
+        block(x)
+        block(x * 10)  # the smallest of several calls counts
+    assert heard["0"].item() == pytest.approx(expected(x.double()).item() / 1e-3, rel=1e-4)
+    assert hooks(block) == 0
 
 
 @pytest.mark.parametrize("values", [1, 10, 2**24])
