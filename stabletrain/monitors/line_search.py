@@ -19,17 +19,18 @@ from stabletrain.monitors.forward import isolated_forward
 from stabletrain.records import IGNORE_INDEX, Batch
 
 LOWEST, HIGHEST = -4, 7
-"""Powers of two between which the search looks: 1/16 and 128 times the update."""
+"""Powers of two between which the search looks, neither included: 1/16 and 128 times the update."""
 
 
 def margin(rise: Callable[[float], float]) -> float:
-    """Returns the smallest factor at which the loss rises, by bisection over powers of two: four calls of `rise`.
+    """Returns the smallest factor at which the loss rises, by bisection over powers of two: at most four calls.
 
     Args:
         rise: `L(w + c * update) - L(w)` of a factor c; NaN counts as a rise.
 
     Returns:
-        a factor in [1/16, 128]. Between the last two powers of two, where the straight line between both rises is 0.
+        a factor: between the last two powers of two, where the straight line between both rises is 0. The ends of the
+        range are not tried: 1/16 if the loss rises at 1/8, 128 if it does not rise at 64.
     """
     low, high = LOWEST, HIGHEST
     rises: dict[int, float] = {}
@@ -37,7 +38,7 @@ def margin(rise: Callable[[float], float]) -> float:
         middle = (low + high) // 2
         rises[middle] = rise(2.0**middle)
         low, high = (middle, high) if rises[middle] <= 0 else (low, middle)
-    if high not in rises:  # no rise within the range
+    if high not in rises:  # no rise at 64
         return 2.0**high
     if low not in rises or not math.isfinite(rises[high]):
         return 2.0**low

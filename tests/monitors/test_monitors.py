@@ -66,7 +66,7 @@ def test_an_inspection_changes_no_bit(name, precision, poisoned):
     if poisoned:
         poison(batch, model)
     backward(model, batch, mode)
-    monitors = FullMonitors(1, 3, 4)
+    monitors = FullMonitors(1, 3, 4, margin_every=1)
     before = everything(model, optimizer)
     monitors.before(model, optimizer, batch, mode, CrossEntropy())
     assert_same(everything(model, optimizer), before)
@@ -93,7 +93,7 @@ def test_a_run_watched_at_every_step_has_the_bits_of_one_that_is_not(name, preci
             look_at(monitors, model, optimizer, data(step), mode)
         return everything(model, optimizer)[0]
 
-    watched, alone = trained(FullMonitors(1, 2, 4)), trained(NoMonitors())
+    watched, alone = trained(FullMonitors(1, 2, 4, margin_every=2)), trained(NoMonitors())
     for key, value in alone.items():
         assert torch.equal(watched[key], value), key
 
@@ -134,7 +134,7 @@ def test_every_generator_and_buffer_is_restored(fails):
 
 
 def test_a_failing_model_raises_one_alarm_and_leaves_no_trace():
-    model, monitors = Draws(), FullMonitors(1, 2, 4)
+    model, monitors = Draws(), FullMonitors(1, 2, 4, margin_every=1)
     optimizer, batch, mode = adamw(model), features(), PRECISIONS["fp32"]()
     backward(model, batch, mode)
     model.fails = True
@@ -147,7 +147,7 @@ def test_a_failing_model_raises_one_alarm_and_leaves_no_trace():
     assert alarm.kind == "monitors"
     assert "the activations (LookupError: no such thing)" in alarm.text
     assert "\n" not in alarm.text
-    assert not any("activation" in name or "hessian" in name for name in metrics)
+    assert not any(missing in name for name in metrics for missing in ("activation", "hessian", "margin"))
     assert {"monitors/grad_norm/layer", "monitors/update_ratio/layer", "monitors/layer_grad_norm/layer.bias"} < {
         *metrics
     }
@@ -186,21 +186,52 @@ def test_raised_alarms_go_through_a_checkpoint():
     assert look_at(first, *exploding())[1]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert look_at(second, *exploding())[1] == []
-    assert second.state_dict() == first.state_dict() == {"raised": ["explosion"], "starving": 0}
+    assert first.state_dict() == {"raised": ["explosion"], "starving": 0, "inspections": 1}
+    assert second.state_dict() == first.state_dict() | {"inspections": 2}
     second.load_state_dict(NoMonitors().state_dict())
     assert second.state_dict() == Monitors(1).state_dict()
 
 
+@pytest.mark.parametrize(("every", "searched"), [(0, []), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4])])
+def test_the_margin_is_searched_at_every_so_many_inspections_across_a_checkpoint(every, searched):
+    model, found = Draws(), []
+    optimizer, mode = adamw(model), PRECISIONS["fp32"]()
+    monitors = Monitors(1, margin_every=every)
+    for number in range(5):
+        metrics, _ = look_at(monitors, model, optimizer, features(number), mode)
+        found += [number] if "monitors/update_margin" in metrics else []
+        state, monitors = json.loads(json.dumps(monitors.state_dict())), Monitors(1, margin_every=every)
+        monitors.load_state_dict(state)
+    assert found == searched
+
+
+def test_a_skipped_step_has_no_margin():
+    model, monitors = Draws(), Monitors(1, margin_every=1)
+    metrics, alarms = look_at(monitors, model, adamw(model), features(), PRECISIONS["fp32"](), applied=False)
+    assert "monitors/update_margin" not in metrics
+    assert alarms == []
+
+
 def test_no_metric_is_missing_and_aggregates_agree():
     model = tiny_gpt()
-    metrics, _ = look_at(Monitors(1), model, adamw(model), tokens(), PRECISIONS["bf16"]())
+    metrics, _ = look_at(Monitors(1, margin_every=1), model, adamw(model), tokens(), PRECISIONS["bf16"]())
     for what in ("activation_rms", "activation_absmax", "headroom", "attn_logit_bound", "attn_logit_max"):
         assert {f"monitors/{what}/blocks.0", f"monitors/{what}/blocks.1"} <= {*metrics}
     assert metrics["monitors/attn_logit_max"] == max(metrics[f"monitors/attn_logit_max/blocks.{i}"] for i in (0, 1))
     assert metrics["monitors/headroom_min"] == min(metrics[f"monitors/headroom/blocks.{i}"] for i in (0, 1))
+    for what in ("norm_variance", "weight_rms"):
+        assert {f"monitors/{what}/blocks.0", f"monitors/{what}/blocks.1"} <= {*metrics}
+    variances = [metrics[f"monitors/norm_variance/blocks.{i}"] for i in (0, 1)]
+    assert metrics["monitors/norm_variance_min"] == min(variances)
+    assert 1 / 16 <= metrics["monitors/update_margin"] <= 128
     assert metrics["monitors/attn_entropy_min/blocks.0"] <= metrics["monitors/attn_entropy/blocks.0"]
     assert metrics["monitors/log_z_mean"] <= metrics["monitors/log_z_max"]
     assert metrics["monitors/headroom/blocks.0"] == math.log2(65504 / metrics["monitors/activation_absmax/blocks.0"])
+
+
+def test_a_negative_number_of_inspections_between_searches_is_refused():
+    with pytest.raises(ConfigError, match="monitors.margin_every=-1 is below 0"):
+        Monitors(1, margin_every=-1)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_attention_is_measured_per_block_and_as_the_largest_over_all_blocks():
     assert found["monitors/attn_entropy/blocks.1"] < found["monitors/attn_entropy/blocks.0"]
 
 
-def test_gradient_norms_and_shares_of_zeros_are_measured_per_module_group():
+def test_gradient_norms_weights_and_shares_of_zeros_are_measured_per_module_group():
     model, probe = Two(), Probe()
     backward(model, features(), FP32)
     model.head.weight.grad[:2] = 0.0
@@ -67,6 +67,8 @@ def test_gradient_norms_and_shares_of_zeros_are_measured_per_module_group():
     body, head = ([p.grad for p in part.parameters()] for part in (model.body, model.head))
     assert found["monitors/grad_norm/body"] == pytest.approx(rms(*body) * 72**0.5, rel=1e-5)
     assert found["monitors/grad_norm/head"] == pytest.approx(rms(*head) * 36**0.5, rel=1e-5)
+    assert found["monitors/weight_rms/body"] == pytest.approx(rms(*model.body.parameters()), rel=1e-5)
+    assert found["monitors/weight_rms/head"] == pytest.approx(rms(*model.head.parameters()), rel=1e-5)
     assert found["monitors/zero_grads/head"] == pytest.approx(16 / 36)
     assert found["monitors/zero_grads"] == pytest.approx(16 / 108)
     layers = probe.layers()
