@@ -44,6 +44,7 @@ PACKAGE = f"{Path(stabletrain.__file__).parent}/"
 READERS = {
     "records.py:count_targets": "counts targets that are still on the host",
     "monitors/probe.py": "a look returns its metrics as numbers, and the loop has just read the step's",
+    "monitors/line_search.py:loss_at": "each loss of the search decides which one is computed next",
     "trainer/evaluate.py:evaluate": "reads the result of an evaluation once, at its end",
     "stability/guard/state_check.py:holds": "checks the state once more before it is evaluated or saved",
     "stability/guard/state_check.py:restored": "checks a state that was put back",
