@@ -23,10 +23,12 @@ CURVES = {
     "clip/fraction": "Fraction of recent updates that were clipped",
     "monitors/attn_logit_max": "Largest attention logit",
     "monitors/headroom_min": "Headroom below the largest fp16 number, in powers of two",
+    "monitors/update_margin": "How many times as long the update could be before the loss rises",
+    "monitors/norm_variance_min": "Smallest variance in a normalisation layer, over its eps",
 }
 """Metrics that are drawn over the steps for each card, and the titles of their plots."""
 
-LOGARITHMIC = {"grad/norm", "monitors/attn_logit_max"}
+LOGARITHMIC = {"grad/norm", "monitors/attn_logit_max", "monitors/update_margin", "monitors/norm_variance_min"}
 """Metrics in `CURVES` that need a logarithmic axis."""
 
 PACE = {
