@@ -55,7 +55,7 @@ def quiet(case: str, steps: int = 1000) -> Recording:
 
 
 def without_heights(run: Run) -> Watched:
-    """Returns a run whose signals nobody needs."""
+    """Returns a run without heights."""
     return Watched(run, tuple(int(step) for step in run.recording["looks"]), (), {})
 
 

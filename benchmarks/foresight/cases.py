@@ -7,7 +7,7 @@
 | hot | high learning rates, noisy data, spikes that heal | false alarms, where no event occurs |
 | tame | ordinary runs | fitted on, and the threshold of the alarm is chosen on them |
 | clean | ordinary runs | false alarms; nothing is fitted on them |
-| sudden | poison, labels, bit flips | nobody can foresee these: silence is right |
+| sudden | poison, labels, bit flips | nothing foretells these: silence is right |
 
 Settings are drawn from wide ranges by a generator seeded with the case's name, so that they do not depend on the order
 or number of cases. Every run of a family has a partner `.../fixed`: the same run with the fix from the start.

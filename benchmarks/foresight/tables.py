@@ -29,7 +29,7 @@ class Sets:
         test: the other runs of the fitted families.
         held_out: runs of the held-out families.
         clean: clean and hot runs that nothing was fitted on.
-        sudden: what nobody can foresee.
+        sudden: what nothing foretells.
     """
 
     fitting: list[Watched]

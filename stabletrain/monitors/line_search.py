@@ -22,6 +22,10 @@ LOWEST, HIGHEST = -4, 7
 """Powers of two between which the search looks, neither included: 1/16 and 128 times the update."""
 
 
+SAMPLES = 32
+"""Samples of the micro-batch on which the loss is computed, at most."""
+
+
 def margin(rise: Callable[[float], float]) -> float:
     """Returns the smallest factor at which the loss rises, by bisection over powers of two: at most four calls.
 
@@ -55,13 +59,14 @@ def along_update(
     Args:
         model: after the update.
         before: the trained parameters before it, by name; not sharded.
-        batch: one micro-batch.
+        batch: one micro-batch; its first samples are used.
         loss: without label smoothing and the like; see `stability/objective/`.
     """
     device = batch.targets.device
     start = {name: p.float() for name, p in before.items()}
     update = {name: p.detach().float() - start[name] for name, p in model.named_parameters() if name in start}
-    part, targets = batch.of_step(1.0), batch.targets
+    part = batch.rows(slice(0, SAMPLES)).of_step(1.0)
+    targets = part.targets
     n_valid = torch.full((), max(targets.numel(), 1), device=device)
     if not targets.is_floating_point():  # floats all count
         n_valid = (targets != IGNORE_INDEX).sum().clamp(min=1)
