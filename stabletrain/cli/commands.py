@@ -7,6 +7,7 @@ stabletrain export <run> --to hf                write a model for transformers, 
 stabletrain compare <runs or sweeps>            compare runs in a table and on an HTML page
 stabletrain losses <runs> <file>                plot the runs' training losses, rollbacks included
 stabletrain diagnose <run>                      list a run's incidents: where, why, and how to fix them
+stabletrain forecast <run>                      foretell from a run's monitors what breaks, when, and the fix
 stabletrain replay <incident> [key=value ...]   replay an incident's step, unchanged or with a fix
 stabletrain sync [<runs>]                       upload offline runs to Weights & Biases
 stabletrain wandb-report <entity/project>       write a W&B report that compares a project's runs
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("compare", "compare runs in a table and on an HTML page", add_compare_arguments, compare),
         ("losses", "plot the training losses of runs", add_losses_arguments, losses),
         ("diagnose", "list a run's incidents: where, why, and how to fix them", add_diagnose_arguments, diagnose),
+        ("forecast", "foretell from a run's monitors what breaks, when, and the fix", add_forecast_arguments, forecast),
         ("replay", "replay an incident's step, unchanged or with a fix", add_replay_arguments, replay),
         ("sync", "upload offline runs to Weights & Biases", wandb_sync.add_arguments, wandb_sync.run),
         (
@@ -210,6 +212,20 @@ def diagnose(chosen: argparse.Namespace) -> None:
         say(f"no incidents in {chosen.run}")
     else:
         say("\n\n".join(block(path, record) for path, record in found))
+
+
+def add_forecast_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `forecast`."""
+    parser.add_argument("run", type=Path, help="a run folder; the run may still be training")
+    parser.add_argument("--json", action="store_true", help="print the forecasts and the signals as JSON")
+
+
+def forecast(chosen: argparse.Namespace) -> None:
+    """Prints what the forecast says of a run, and the signals at its last look."""
+    from stabletrain.cli.forecast import replay_forecast
+
+    found = replay_forecast(chosen.run)
+    say(json.dumps(found.as_json(), indent=2) if chosen.json else found)
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:

@@ -122,6 +122,7 @@ def check(cfg: DictConfig) -> None:
     check_ranks(cfg, current_ranks())
     check_init_from(cfg)
     check_parts(cfg, choices)
+    check_forecast(cfg, choices)
     warmup, schedule = make(cfg, "warmup", WarmupKind), make(cfg, "schedule", ScheduleKind)
     LearningRate(warmup, schedule, cfg.steps)  # checks its own bounds, without torch
 
@@ -319,6 +320,23 @@ def check_parts(cfg: DictConfig, choices: Mapping[str, str]) -> None:
                 f"{group}={chosen} is for {gives}, model={model} reads {reads}: use {fix}, "
                 f"or a model for {gives} such as model={'gpt_nano' if gives == 'tokens' else 'resnet20'}"
             )
+
+
+def check_forecast(cfg: DictConfig, choices: Mapping[str, str]) -> None:
+    """Refuses a forecast that has nothing to read, if the user typed one, and one that keeps states without a disk."""
+    if choices["forecast"] == "off":
+        return
+    typed = next((o for o in job_overrides() if key_of(o).partition(".")[0] == "forecast"), None)
+    if typed and choices["monitors"] == "none":
+        raise ConfigError(
+            f"{typed} does nothing with monitors=none, because a forecast reads what the monitors measure; fix: "
+            "monitors=default, or leave it out"
+        )
+    if cfg.forecast.get("action") == "checkpoint" and choices["checkpoint"] == "off":
+        raise ConfigError(
+            "forecast.action=checkpoint keeps no state with checkpoint=off; fix: checkpoint=default, or "
+            "forecast.action=alarm"
+        )
 
 
 def check_no_logits(cfg: DictConfig, zloss: str, objective: str) -> None:

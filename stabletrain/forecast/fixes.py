@@ -1,34 +1,36 @@
-"""The fixes of a prediction: the signal's overrides, without those that the run already has."""
+"""The fixes of a prediction: the signal's overrides, without those that the run already has or would refuse."""
 
-import math
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from stabletrain.forecast.signals import Signal
 
-ADAM = ("adamw", "stable_adamw", "spam", "muon")
-"""Optimizers with the key `betas`."""
+EITHER = ("qknorm", "qkclip")
+"""Groups of which a run may use one: the other one is refused."""
 
 
-def fixes(signal: Signal, choices: Mapping[str, str], rate: float) -> tuple[str, ...]:
+def fixes(signal: Signal, choices: Mapping[str, str], optimizer: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns overrides, best first.
 
     Args:
         signal: what is in trouble.
         choices: the option of each config group; empty if not known.
-        rate: peak learning rate; NaN if not known.
+        optimizer: the keys of the chosen optimizer; empty if not known.
     """
     found = []
     for fix in signal.fix:
         key, _, value = fix.partition("=")
-        if key in choices and (choices[key] == value or (key == "qknorm" and choices[key] != "none")):
-            continue
-        if key == "optimizer.betas" and choices.get("optimizer", "adamw") not in ADAM:
-            continue
-        if key == "optimizer" and choices.get(key, "adamw") != "adamw":
-            continue
-        if "{lr}" in fix:
-            if math.isnan(rate):
+        group, _, name = key.partition(".")
+        if name:
+            if name not in optimizer or ("{" not in value and optimizer[name] == json.loads(value)):
                 continue
-            fix = fix.format(lr=f"{rate / 3:.2g}")
+            fix = fix.format(lr=f"{optimizer['lr'] / 3:.2g}") if "{lr}" in fix else fix
+        elif choices.get(group) == value or (group == "optimizer" and choices.get(group, "adamw") != "adamw"):
+            continue
+        elif group in EITHER and any(choices.get(each, "none") != "none" for each in EITHER):
+            continue
+        elif fix == "init=gpt2" and not choices.get("model", "gpt").startswith("gpt"):
+            continue
         found.append(fix)
     return tuple(found)

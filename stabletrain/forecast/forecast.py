@@ -23,7 +23,7 @@ SPREAD = 3
 """Looks whose median is the level of a signal: a single odd look is no trouble."""
 
 KEPT = 2
-"""States kept at most: those of the last alarms."""
+"""States kept at most: those of the first and of the newest alarm."""
 
 AGAIN = 2.0
 """A prediction is repeated within a horizon only if the steps until the crossing changed by more than this factor."""
@@ -154,9 +154,9 @@ class NoForecast:
         """Returns no steps."""
         return ()
 
-    def set_run(self, choices: Mapping[str, str], rate: float | None) -> None:
+    def set_run(self, choices: Mapping[str, str], optimizer: Mapping[str, Any]) -> None:
         """Does nothing."""
-        del choices, rate
+        del choices, optimizer
 
     def add_loss(self, loss: float) -> None:
         """Does nothing."""
@@ -192,7 +192,7 @@ class Forecast(NoForecast):
     horizon: int
     action: str
     _choices: Mapping[str, str] = field(init=False, repr=False, default_factory=dict)
-    _rate: float = field(init=False, repr=False, default=math.nan)
+    _optimizer: Mapping[str, Any] = field(init=False, repr=False, default_factory=dict)
     _kept: list[int] = field(init=False, repr=False, default_factory=list)
     _series: dict[str, list[list[float]]] = field(init=False, repr=False, default_factory=dict)
     _rates: list[float] = field(init=False, repr=False, default_factory=list)
@@ -220,16 +220,16 @@ class Forecast(NoForecast):
 
     def keep(self, step: int) -> None:
         """Notes that the state after `step` steps is kept."""
-        self._kept = [*self._kept, step][-KEPT:]
+        self._kept = [*[each for each in self._kept if each < step][: KEPT - 1], step]
 
-    def set_run(self, choices: Mapping[str, str], rate: float | None) -> None:
-        """Sets what the fixes depend on.
+    def set_run(self, choices: Mapping[str, str], optimizer: Mapping[str, Any]) -> None:
+        """Sets what the fixes depend on, so that no fix names what the run already uses.
 
         Args:
-            choices: the option of each config group, so that no fix names what the run already uses.
-            rate: peak learning rate; None if the optimizer has none.
+            choices: the option of each config group.
+            optimizer: the keys of the chosen optimizer; `lr` is the peak learning rate.
         """
-        self._choices, self._rate = choices, math.nan if rate is None else rate
+        self._choices, self._optimizer = choices, optimizer
 
     def add_loss(self, loss: float) -> None:
         """Adds the loss of an applied step, in nats; the mean since the last look is what counts."""
@@ -261,7 +261,7 @@ class Forecast(NoForecast):
         signal = BY_NAME[key[0]]
         at = heights.crossings.get(key, math.nan)
         low, high = step + model.earliest * (at - step), step + model.latest * (at - step)
-        fix = fixes(signal, self._choices, self._rate)
+        fix = fixes(signal, self._choices, self._optimizer)
         found = Prediction(
             step,
             signal.name,
@@ -311,6 +311,8 @@ class Forecast(NoForecast):
 
     def _note_regime(self, step: int, rate: float) -> None:
         """Notes when the learning rate begins to rise, stay or fall."""
+        if math.isnan(rate):
+            return
         self._rates = [*self._rates, rate][-3:]
         if len(self._rates) == 3:
             before, after = (
