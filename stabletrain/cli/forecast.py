@@ -1,7 +1,7 @@
 """`stabletrain forecast`: what the forecast says of a run, from its `metrics.jsonl`; the run may still be training.
 
-The live forecast sees the loss of every step, the file has those of the logged ones (`log_every`). Lines that a rollback
-discarded are left out.
+The live forecast sees the loss of every step, the file has those of the logged ones (`log_every`). Lines that a
+rollback discarded are left out.
 """
 
 import json
@@ -97,7 +97,7 @@ def replay_forecast(folder: Path) -> Replayed:
         raise ConfigError(no_looks(folder, run, len(seen)))
     forecast = Forecast(horizon_of(run), "alarm")
     choices = {**run.record["choices"], "precision": run.precision or "auto"}
-    forecast.set_run({group: option for group, option in choices.items() if option}, optimizer_of(run))
+    forecast.set_run({group: str(option) for group, option in choices.items() if option}, optimizer_of(run))
     last = max(number for number, line in enumerate(seen) if is_look(line))
     said: list[Prediction] = []
     before: dict[str, Any] = {}

@@ -26,11 +26,19 @@ def fixes(signal: Signal, choices: Mapping[str, str], optimizer: Mapping[str, An
             if name not in optimizer or ("{" not in value and optimizer[name] == json.loads(value)):
                 continue
             fix = fix.format(lr=f"{optimizer['lr'] / 3:.2g}") if "{lr}" in fix else fix
-        elif choices.get(group) == value or (group == "optimizer" and choices.get(group, "adamw") != "adamw"):
-            continue
-        elif group in EITHER and any(choices.get(each, "none") != "none" for each in EITHER):
-            continue
-        elif fix == "init=gpt2" and not choices.get("model", "gpt").startswith("gpt"):
+        elif not helps(group, value, choices):
             continue
         found.append(fix)
     return tuple(found)
+
+
+def helps(group: str, option: str, choices: Mapping[str, str]) -> bool:
+    """Returns whether an option is neither what the run has nor refused beside its other options."""
+    chosen = choices.get(group)
+    if group in EITHER:
+        return all(choices.get(each, "none") == "none" for each in EITHER)
+    if group == "optimizer":
+        return chosen in (None, "adamw")
+    if group == "init":  # the GPTs' own
+        return chosen != option and choices.get("model", "gpt").startswith("gpt")
+    return chosen != option

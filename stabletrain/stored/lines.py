@@ -28,6 +28,10 @@ class Event(TypedDict, total=False):
     cause: str | None
     verdict: str | None
     fix: list[str] | None
+    signal: str | None
+    text: str | None
+    low: Number | None
+    high: Number | None
 
 
 def is_event(value: Any) -> bool:

@@ -110,8 +110,8 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         make(cfg, "faults", option_roles.FaultsOption),
     )
     forecast = make(cfg, "forecast", option_roles.ForecastOption)
-    precise = {"precision": process.precision.name}  # auto has chosen one
-    forecast.set_run(process.choices | precise, plain(cfg.optimizer))
+    precise = {**process.choices, "precision": process.precision.name}  # auto has chosen one
+    forecast.set_run(precise, plain(cfg.optimizer))
     source = load_data(cfg, process, faults)
     weights = starting_weights(cfg, process.choices, source.data, process.ranks, folder)
     trained = build_model(cfg, process, source, faults, weights, chooses_checksums(guard))

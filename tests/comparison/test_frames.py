@@ -26,6 +26,9 @@ def test_every_column_is_there_and_says_what_the_run_says(tmp_path):
         {"event": "incident", "step": 6, "tick": 6, "cause": "bad_batch", "fix": [], "path": None},
         {"event": "skip", "step": 4, "tick": 4, "kind": "bad_data"},
         {"event": "rollback", "step": 6, "tick": 6},
+        {"event": "forecast", "step": 2, "signal": "log_z", "low": 5, "high": "Infinity", "text": "soon"},
+        {"event": "forecast", "step": 3, "signal": "loss", "low": None, "high": None, "text": "sooner"},
+        {"event": "forecast", "step": 3, "signal": "loss", "low": None, "high": None, "text": "sooner"},
     ]
     lines = [
         {"step": 1, "train/ce": AT_INIT, "spike/score": 0.0, "tokens_per_s": 1.0},
@@ -63,6 +66,7 @@ def test_every_column_is_there_and_says_what_the_run_says(tmp_path):
         "rollbacks": 1,
         "incidents": 2,
         "cause": "bad_label",
+        "forecasts": 2,
         "units_per_s": 1000.0,
         "unit": "tokens",
         "mfu": 0.4,

@@ -26,7 +26,7 @@ PANELS: list[dict[str, Any]] = [
     },
     {"title": "Validation loss", "names": ["val/loss"], "cap": True, "dots": True},
     {"title": "Validation accuracy", "names": ["val/accuracy"], "dots": True},
-    {"title": "Gradient norm", "names": ["grad/norm"], "log": True, "smooth": True},
+    {"title": "Gradient norm", "names": ["grad/norm"], "log": True, "smooth": True, "signals": ["grad_norm"]},
     {
         "title": "Spike score",
         "note": "Fraction of steps so far whose loss, or gradient norm, was a spike. A skipped spike counts in both.",
@@ -37,18 +37,21 @@ PANELS: list[dict[str, Any]] = [
         "title": "Attention logits: upper bound max|q| max|k| / √d",
         "names": ["monitors/attn_logit_bound", "monitors/attn_logit_max"],
         "log": True,
+        "signals": ["attention_bound", "attention_logits"],
         "lines": [{"y": 1e4, "text": "10,000: runs above it diverged in arXiv 2309.14322"}],
     },
     {
         "title": "fp16 headroom (bits)",
         "note": "How many times the largest activation can still double before it overflows in fp16.",
         "names": ["monitors/headroom_min"],
+        "signals": ["headroom"],
         "lines": [{"y": 0, "text": "0: overflow in fp16"}],
     },
     {
         "title": "Margin of the update",
         "note": "How many times as long the update could be before the loss of its own batch rises.",
         "names": ["monitors/update_margin"],
+        "signals": ["update_margin"],
         "log": True,
         "dots": True,
         "lines": [{"y": 1, "text": "1: the update itself raises the loss"}],
@@ -59,7 +62,7 @@ PANELS: list[dict[str, Any]] = [
         "log": True,
         "lines": [{"y": 1, "text": "1: the norm no longer normalises"}],
     },
-    {"title": "Loss scale", "names": ["precision/loss_scale"], "log": True},
+    {"title": "Loss scale", "names": ["precision/loss_scale"], "log": True, "signals": ["loss_scale"]},
     {"title": "Fraction of steps that were clipped", "names": ["clip/fraction"], "floor": 0},
     {"title": "Learning rate", "names": ["lr"], "log": True},
     {
@@ -69,7 +72,10 @@ PANELS: list[dict[str, Any]] = [
         "smooth": True,
     },
 ]
-"""The charts over steps: title, metrics, axis, and a note for the reader."""
+"""The charts over steps: title, metrics, axis, and a note for the reader.
+
+A chart with `marks` shows all marks; one with `signals` the forecasts about these signals.
+"""
 
 LOSS = "train/loss"
 
@@ -77,6 +83,9 @@ NAMES = [name for panel in PANELS for name in panel["names"]]
 
 MOST_SKIPS = 200
 """Maximum number of crosses per run; more would hide its line."""
+
+MOST_FORECASTS = 20
+"""Maximum number of forecasts per run that are drawn: the first ones."""
 
 
 def panels(runs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -93,8 +102,8 @@ def panels(runs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def chart_data(run: Run, points: int) -> dict[str, Any]:
     """Returns a run's `curves` by metric, the `abandoned` (rolled-back) stretches of its loss, and its marks.
 
-    A curve has at most `points` points. The marks are `skips`, `rollbacks` and `halt`. The curve of the loss may be
-    empty if there are marks: a run that was halted early may have logged no applied step.
+    A curve has at most `points` points. The marks are `skips`, `rollbacks`, `forecasts` and `halt`. The curve of
+    the loss may be empty if there are marks: a run that was halted early may have logged no applied step.
     """
     curves = {name: as_lists(run.curve(name), points) for name in NAMES if len(run.curve(name)[0])}
     for name in ("precision/loss_scale", "clip/fraction"):  # a constant is not worth a chart
@@ -114,6 +123,7 @@ def chart_data(run: Run, points: int) -> dict[str, Any]:
         "abandoned": [[listed["x"], listed["y"]] for listed in (as_lists(each, points) for each in stretches)],
         "skips": skips,
         "rollbacks": [int(steps[-1]) for steps, _ in stretches if len(steps)],
+        "forecasts": forecast_marks(run),
         "halt": halt,
     }
 
@@ -140,6 +150,16 @@ def skip_marks(run: Run, withheld: Curve, stretches: list[Curve]) -> list[list[f
     incidents = {one["step"] for one in run.incidents}  # an incident is drawn at the loss of its skipped step
     every = -(-len(marks) // MOST_SKIPS)
     return [mark for number, mark in enumerate(marks) if number % every == 0 or mark[0] in incidents]
+
+
+def forecast_marks(run: Run) -> list[dict[str, Any]]:
+    """Returns step, signal and text of the first forecasts; `to` is the interval of the crossing, None if unknown."""
+    marks = []
+    for one in run.forecasts[:MOST_FORECASTS]:
+        ends = [one[name] for name in ("low", "high")]
+        known = all(isinstance(end, int | float) and math.isfinite(end) for end in ends)
+        marks.append({**{name: one[name] for name in ("step", "signal", "text")}, "to": ends if known else None})
+    return marks
 
 
 def as_lists(curve: Curve, points: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A run's own page, `report.html` in its folder.
 
-The page says how the run ended and what the guard did. It shows the incidents, curves, generated sample, settings,
-machine and package versions.
+The page says how the run ended and what the guard did. It shows the incidents, forecasts, curves, generated sample,
+settings, machine and package versions.
 """
 
 import math
@@ -45,6 +45,7 @@ def run_page(run: Run) -> str:
             shell.sentences(outcome(run)),
             shell.figures(figures(run)),
             shell.section("Incidents", shell.incidents([(None, one) for one in told])),
+            shell.section("Forecasts", shell.forecasts(run.forecasts)),
             shell.section("Curves over steps", shell.pictures()) if lines["curves"] else "",
             shell.section("Sample", f'<pre class="sample" tabindex="0">{words(sample)}</pre>' if sample else ""),
             shell.section("Settings", settings(run)),

@@ -193,6 +193,19 @@ def incidents(found: Sequence[tuple[str | None, Mapping[str, Any]]]) -> str:
     return f'<div class="box" tabindex="0"><table class="plain">{"".join(lines)}</table></div>{more}'
 
 
+def forecasts(found: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table of a run's forecasts."""
+    if not found:
+        return ""
+    lines = ["<tr><th>step</th><th>signal</th><th>forecast</th></tr>"]
+    for one in found[:MOST]:
+        signal, text = words(one.get("signal") or ""), words(one.get("text") or "")
+        cells = f'<td class="number">{one["step"]:,}</td><td class="short">{signal}</td><td class="wide">{text}</td>'
+        lines.append(f"<tr>{cells}</tr>")
+    more = f'<p class="soft">{len(found) - MOST:,} more are not shown.</p>' if len(found) > MOST else ""
+    return f'<div class="box" tabindex="0"><table class="plain">{"".join(lines)}</table></div>{more}'
+
+
 def throughputs(groups: Sequence[Mapping[str, Any]]) -> str:
     """Returns a table of throughput by card and precision, each with a bar."""
     if not groups:

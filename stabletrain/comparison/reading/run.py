@@ -116,6 +116,7 @@ class Run:
         incidents: mappings with step, kind, cause, verdict, fix and path, in order.
         skips: the skipped steps in order, without fp16's routine overflows.
         skip_losses: their losses; NaN for a loss that is not a number or was not recorded.
+        forecasts: mappings with step, signal, text and the interval of the crossing, low to high, in order.
         best: the lowest validation loss and its step; NaN and 0 if there is none.
         seconds: time between the first and the last line.
         label: the run's name, if another run that is compared has the same folder name.
@@ -134,6 +135,7 @@ class Run:
     skips: list[int] = field(default_factory=list)
     skip_losses: list[float] = field(default_factory=list)
     rollbacks: int = 0
+    forecasts: list[dict[str, Any]] = field(default_factory=list)
     best: tuple[float, int] = (math.nan, 0)
     seconds: float = math.nan
     ranges: Mapping[str, Range] = field(default_factory=dict)

@@ -91,6 +91,7 @@ class Happened:
             nothing could be written), in order.
         skips: the skipped steps in order, without fp16's routine overflows.
         skip_losses: their losses; NaN for a loss that is not a number or was not recorded.
+        forecasts: mappings with step, signal, text and the interval of the crossing, low to high, in order.
         unreadable: number of damaged lines, not counting an unfinished last line.
     """
 
@@ -98,6 +99,7 @@ class Happened:
     skips: list[int] = field(default_factory=list)
     skip_losses: list[float] = field(default_factory=list)
     rollbacks: int = 0
+    forecasts: list[dict[str, Any]] = field(default_factory=list)
     unreadable: int = 0
 
 
@@ -117,14 +119,19 @@ def read_events(folder: Path) -> Happened:
             found.incidents.append(incident(folder, line))
         elif event == "rollback":
             found.rollbacks += 1
+        elif event == "forecast":
+            found.forecasts.append({name: line.get(name) for name in FORECAST})
         elif line.get("kind") != "overflow":
             found.skips.append(line["step"])
             found.skip_losses.append(as_float(line.get("loss")))
     return found
 
 
-KINDS = ("incident", "skip", "rollback")
+KINDS = ("incident", "skip", "rollback", "forecast")
 """Event kinds that are read; all others are ignored."""
+
+FORECAST = ("step", "signal", "low", "high", "text")
+"""The fields of a forecast that are read."""
 
 
 def incident(folder: Path, line: dict[str, Any]) -> dict[str, Any]:
@@ -247,6 +254,7 @@ def read_run(folder: Path) -> Run:
         skips=happened.skips,
         skip_losses=happened.skip_losses,
         rollbacks=happened.rollbacks,
+        forecasts=happened.forecasts,
         best=(math.nan, 0) if lowest is None else (float(losses[1][lowest]), int(losses[0][lowest])),
         seconds=float(seconds[-1] - seconds[0]) if len(seconds) else math.nan,
         ranges=Ranges.of(columns.kept),

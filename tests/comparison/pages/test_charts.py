@@ -94,6 +94,19 @@ def test_a_run_that_was_halted_before_its_first_update_has_marks_and_an_empty_cu
     assert panels([found])[0]["names"] == ["train/loss"]
 
 
+def test_a_forecast_is_a_mark_with_a_band_if_its_interval_is_known(tmp_path):
+    events = [
+        {"event": "forecast", "step": 2, "signal": "log_z", "low": 5.5, "high": 9, "text": "soon"},
+        {"event": "forecast", "step": 3, "signal": "loss", "low": None, "high": None, "text": "sooner"},
+        {"event": "forecast", "step": 4, "signal": "loss", "low": 5, "high": "Infinity", "text": "sooner"},
+    ]
+    assert chart_data(read_run(write(tmp_path / "run", events=events)), 500)["forecasts"] == [
+        {"step": 2, "signal": "log_z", "text": "soon", "to": [5.5, 9]},
+        {"step": 3, "signal": "loss", "text": "sooner", "to": None},
+        {"step": 4, "signal": "loss", "text": "sooner", "to": None},
+    ]
+
+
 def test_a_run_that_was_not_halted_has_no_halt(tmp_path):
     assert chart_data(read_run(made(tmp_path / "run")), 500)["halt"] is None
 

@@ -166,6 +166,20 @@ def test_a_skipped_step_with_an_incident_is_at_the_loss_of_the_skipped_step(chro
         assert note == "Cross: skipped step. Triangle: incident."
 
 
+def test_a_forecast_is_drawn_over_the_loss_and_over_its_own_signal(chromium, tmp_path):
+    made(tmp_path / "run")
+    told = {"event": "forecast", "step": 9, "signal": "headroom", "low": 12, "high": 60, "text": "soon"}
+    (tmp_path / "run" / "events.jsonl").write_text(json.dumps(told) + "\n")
+    write_run_page(tmp_path / "run")
+    with opened(chromium, tmp_path / "run" / "report.html") as page:
+        marks = "(shown) => (shown.chart.plan.series[0].marks || []).map((m) => [m.x, m.to, m.text])"
+        found = page.evaluate(f"pictures.panels.map((shown) => [shown.panel.names[0], ({marks})(shown)])")
+        drawn = {name: told for name, told in found if told}
+        mark = [[9, [12, 60], "step 9: forecast: soon"]]
+        assert drawn == {"train/loss": mark, "monitors/headroom_min": mark}
+        assert "Dashed vertical line: forecast" in page.locator(f"{LOSS} .note").inner_text()
+
+
 @pytest.mark.parametrize("applied", [True, False])
 def test_a_run_that_was_halted_early_shows_its_steps_up_to_the_halt(chromium, tmp_path, applied):
     first = {"step": 1, "train/loss": 5.5 if applied else "NaN", "guard/applied": int(applied)}

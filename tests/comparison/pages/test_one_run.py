@@ -2,7 +2,16 @@
 
 import pytest
 
-from stabletrain.comparison.pages.one_run import commands, figures, guard, machine, outcome, resolved, write_run_page
+from stabletrain.comparison.pages.one_run import (
+    commands,
+    figures,
+    guard,
+    machine,
+    outcome,
+    resolved,
+    run_page,
+    write_run_page,
+)
 from stabletrain.comparison.pages.shell import words
 from stabletrain.comparison.reading.run import Range, Run
 from tests.comparison.made_pages import SAMPLE, made, text_of
@@ -26,6 +35,14 @@ def test_the_page_of_a_run_shows_its_incident_sample_and_settings(tmp_path):
     assert "bad_batch it is this batch clipping=zclip" in shown
     assert "optimizer.lr 0.02" in shown
     assert "torch 2.15.0" in shown
+
+
+def test_the_page_of_a_run_lists_its_forecasts(tmp_path):
+    told = {"step": 1200, "signal": "log_z", "low": 5.0, "high": 9.0, "text": "log Z <reaches> 50"}
+    page = run_page(run(tmp_path, forecasts=[told]))
+    assert '<td class="number">1,200</td><td class="short">log_z</td>' in page
+    assert '<td class="wide">log Z &lt;reaches&gt; 50</td>' in page
+    assert "Forecasts" not in run_page(run(tmp_path))
 
 
 def test_a_runs_page_is_small_and_contains_the_librarys_licence(tmp_path):

@@ -3,7 +3,7 @@
 class Chart {
   /**
    * host: an element of a fixed height. plan: { title, series, log, x: {log, label}, cap, lines, together }.
-   * series: [{ name, style, x, y, width, faint, dots, marks: [{x, y, kind, text}], bad: [[x, word]], band: [low, high] }]
+   * series: [{ name, style, x, y, width, faint, dots, marks: [{x, y, kind, text, to}], bad: [[x, word]], band: [low, high] }]
    * cap: the largest y shown on a linear axis; floor: the lowest possible y; domain: the range of x; lines: horizontal lines [{y, text}]; together: charts that share their x.
    */
   constructor(host, plan) {
@@ -215,8 +215,9 @@ class Chart {
     if (mark.kind === "cross") return this.cross(ctx, x, y, 3.5 * dpr, color);
     ctx.fillStyle = ctx.strokeStyle = Colors.css("mark");
     ctx.lineWidth = dpr;
-    if (mark.kind === "rollback" || mark.kind === "halt") {
-      ctx.setLineDash(mark.kind === "halt" ? [] : [2 * dpr, 3 * dpr]);
+    if (mark.to) this.band(ctx, u, mark);
+    if (["rollback", "halt", "forecast"].includes(mark.kind)) {
+      ctx.setLineDash({ halt: [], rollback: [2 * dpr, 3 * dpr], forecast: [7 * dpr, 4 * dpr] }[mark.kind]);
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
@@ -233,6 +234,16 @@ class Chart {
     ctx.closePath();
     ctx.fill();
     ctx.stroke();
+  }
+
+  /** A band from a mark to the end of its interval `to`, darker within the interval. */
+  band(ctx, u, mark) {
+    const { bbox } = u;
+    const [from, low, high] = [mark.x, ...mark.to].map((x) => Math.min(Math.max(u.valToPos(x, "x", true), bbox.left), bbox.left + bbox.width));
+    ctx.globalAlpha = 0.08;
+    ctx.fillRect(from, bbox.top, high - from, bbox.height);
+    ctx.fillRect(low, bbox.top, high - low, bbox.height);
+    ctx.globalAlpha = 1;
   }
 
   cross(ctx, x, y, s, color) {

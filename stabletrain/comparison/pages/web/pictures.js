@@ -40,7 +40,7 @@ class Pictures {
   show(runs) {
     this.runs = runs;
     const ends = (run) => Object.values(run.curves).flatMap((curve) => [curve.x[0], curve.x[curve.x.length - 1]]);
-    const marked = (run) => [...(run.skips || []).map(([x]) => x), run.halt && run.halt.step];
+    const marked = (run) => [...(run.skips || []).map(([x]) => x), ...(run.forecasts || []).map((one) => one.step), run.halt && run.halt.step];
     const steps = runs.flatMap((run) => [...ends(run), ...marked(run)]).filter((x) => x != null);
     this.domain = steps.length ? [Math.min(...steps), Math.max(...steps)] : null;
     if (this.domain && this.domain[0] === this.domain[1]) this.domain = [this.domain[0] - 1, this.domain[1] + 1];
@@ -87,6 +87,8 @@ class Pictures {
       if (lines.length) lines[0].marks = marks;
       // A run that was halted before it applied a step has no curve, but it has marks.
       else if (marks.length) lines.push({ name: run.name, group: run.group, style: run.style, x: [], y: [], marks });
+    } else if (panel.signals && lines.length) {
+      lines[0].marks = Pictures.forecasts(run).filter((mark) => panel.signals.includes(mark.signal));
     }
     for (const [x, y] of panel.marks && run.abandoned ? run.abandoned : []) {
       lines.push({ name: `${run.name}, rolled back`, group: run.group, style: lines.length ? lines[0].style : run.style, x, y, faint: true, width: 0.8 });
@@ -100,6 +102,7 @@ class Pictures {
     incident: "Triangle: incident.",
     faint: "Faint line: rolled back.",
     rollback: "Dotted vertical line: rollback.",
+    forecast: "Dashed vertical line: forecast, with a band to the steps at which a signal reaches its threshold.",
     halt: "Vertical line: halted.",
   };
 
@@ -115,11 +118,18 @@ class Pictures {
       [one.cause || one.kind, one.verdict].filter(Boolean).join(": "),
     ];
     return [
+      ...Pictures.forecasts(run),
       ...(run.rollbacks || []).map((x) => ({ x, kind: "rollback", text: `${where(x)}rolled back` })),
       ...(run.skips || []).filter(([x]) => !incidents.has(x)).map(([x, y]) => ({ x, y, kind: "cross", text: where(x) + skip(x, y) })),
       ...(run.incidents || []).map((one) => ({ x: one.step, y: height(one.step), kind: "incident", text: where(one.step) + told(one).filter(Boolean).join("; ") })),
       ...(run.halt ? [{ x: run.halt.step, kind: "halt", text: `${where(run.halt.step)}halted: ${run.halt.reason}` }] : []),
     ];
+  }
+
+  /** The marks of a run's forecasts: each from its step to the interval `to` of the crossing, if that is known. */
+  static forecasts(run) {
+    const name = run.alone ? "" : `${run.name}, `;
+    return (run.forecasts || []).map((one) => ({ x: one.step, to: one.to, signal: one.signal, kind: "forecast", text: `${name}step ${Numbers.short(one.step)}: forecast: ${one.text}` }));
   }
 
   /** 1.25 times the highest first value. Losses far above it have diverged, and would flatten all other lines. */
