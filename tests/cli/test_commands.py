@@ -16,7 +16,7 @@ from stabletrain.cli import commands
 from stabletrain.cli.commands import main
 from stabletrain.errors import ConfigError, StabletrainError, TrainingHalted
 from tests.checkpoint.given import rewrite_manifest
-from tests.comparison.written import six_runs
+from tests.comparison.written import six_runs, write
 from tests.runs import ROOT
 
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -221,6 +221,53 @@ def test_a_run_without_incidents_says_so(capsys):
     run = FIXTURES / "one_process"
     assert output_of(capsys, "diagnose", run) == f"no incidents in {run}\n"
     assert json.loads(output_of(capsys, "diagnose", run, "--json")) == []
+
+
+def look(step):
+    """A line of `metrics.jsonl` of a run whose attention logits double every 100 steps and reach 1e4 near step 997."""
+    logits = 10 * 2 ** (step / 100)
+    return {"step": step, "train/loss": 5 - step / 500, "lr": 0.3, "monitors/attn_logit_max/blocks.0": logits}
+
+
+def test_the_forecast_of_a_live_run_is_printed_as_text_or_json(tmp_path, capsys):
+    lines = [look(step) for step in range(25, 800, 25)]
+    run = write(tmp_path / "run", ["optimizer.lr=0.3", "forecast.horizon=400"], lines=lines, status="running")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 800, "train/lo')
+    before = {path: path.read_bytes() for path in run.rglob("*")}
+    out = output_of(capsys, "forecast", run)
+    assert re.search(r"^attention_logits +blocks.0 +1\.81e\+03 +10000 +997 \(\d+-[\d,]+\)$", out, re.MULTILINE)
+    assert re.search(r"^loss .* -$", out, re.MULTILINE)
+    assert "step 775, look 31:" in out
+    found = json.loads(output_of(capsys, "forecast", run, "--json"))
+    assert (found["step"], found["looks"], found["horizon"]) == (775, 31, 400)
+    assert {each["signal"]: each["at"] for each in found["signals"]} == {"attention_logits": 996.6, "loss": None}
+    assert {path: path.read_bytes() for path in run.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("lines", "record", "message"),
+    [
+        ([], {}, "run has no metrics yet; fix: wait for the first step, or name another run"),
+        (
+            [{"step": 1, "train/loss": 5.0}],
+            {},
+            "run: none of 1 lines of metrics.jsonl is a look of the monitors; fix: ",
+        ),
+        (
+            [{"step": 1}],
+            {"choices": {"monitors": "none"}},
+            "run was trained with monitors=none, so nothing was measured",
+        ),
+        (None, {}, "is not a folder; fix: name a folder that train.py made, such as outputs/<date>/<time>"),
+    ],
+)
+def test_a_run_that_nothing_can_be_foretold_of_is_refused_in_one_line(tmp_path, capsys, lines, record, message):
+    if lines is not None:
+        write(tmp_path / "run", lines=lines, **record)
+    assert main(["forecast", str(tmp_path / "run")]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert message in said
 
 
 @pytest.mark.parametrize("json_", [False, True])

@@ -166,6 +166,12 @@ def test_a_preset_for_gpts_names_what_a_resnet_can_take_instead(preset, instead)
         (["warmup.steps=2000"], "the peak learning rate is never reached"),
         (["model=resnet20"], "data=stdlib is for tokens, model=resnet20 reads images"),
         (["model=resnet20", "data=digits", "init=gpt2"], "init=gpt2 is for tokens"),
+        (
+            ["forecast.action=checkpoint", "checkpoint=off"],
+            "keeps no state with checkpoint=off; fix: checkpoint=default",
+        ),
+        (["forecast=default", "monitors=none"], "forecast=default does nothing with monitors=none"),
+        (["forecast.horizon=50", "monitors=none"], "forecast.horizon=50 does nothing with monitors=none"),
         (["qkclip=kimi", "stability=v100"], "stability=v100 sets qknorm=layernorm, which removes the scale"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
@@ -183,6 +189,14 @@ def test_a_configuration_that_works_passes_and_ranks_are_counted(monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "3")
         with pytest.raises(ConfigError, match="does not divide among 3 ranks"):
             check(cfg)
+
+
+@pytest.mark.parametrize(
+    "typed", [["monitors=none"], ["checkpoint=off"], ["forecast=off", "monitors=none"]], ids=" ".join
+)
+def test_the_default_forecast_is_in_nobodys_way(typed):
+    with composed(*typed) as cfg:
+        check(cfg)
 
 
 def test_a_group_with_another_target_may_have_other_keys():

@@ -108,6 +108,7 @@ def test_every_kind_of_memory_survives_a_crash(tmp_path, kind, crash_at):
 def test_crash_and_resume_equals_never_having_stopped(tmp_path, tiny, precision, crash_at):
     need_torchao(precision)
     chosen = [*tiny, f"precision={precision}", f"steps={STEPS}", "eval_every=4", "checkpoint.every=5", "log_every=1"]
+    chosen += ["monitors.every=2"]  # looks for the forecast, whose series are in the states compared below
     if precision == "fp16":
         chosen += ["precision.init_scale=3e5", "precision.growth_interval=3"]  # makes the loss scale change
     trained(tmp_path / "whole", *chosen)
@@ -126,6 +127,7 @@ def test_the_example_would_notice_a_lost_scale_guard_or_moment(tmp_path):
     assert kept["state"]["training"]["parts"]["guard"]["skips"]["overflow"] > 0
     assert any("exp_avg" in name for name in kept["names"])
     assert any("precision" in name for name in kept["names"])
+    assert kept["state"]["training"]["parts"]["forecast"]["series"]["grad_norm|"]
 
 
 def test_a_resumed_run_keeps_its_identity_and_says_so(tmp_path, capsys):

@@ -8,13 +8,14 @@ from stabletrain.checkpoint.tree import flatten
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
+from tests.forecast.given import LOUD
 from tests.runs import TINY_GPT, TINY_RESNET, composed
 
 ALWAYS = [
     *("log_every=1", "eval_every=1", "monitors=full", "monitors.every=1"),
-    *("checkpoint.every=1", "checkpoint.asynchronous=true", "wandb=offline"),
+    *("checkpoint.every=1", "checkpoint.asynchronous=true", "wandb=offline", "forecast.action=checkpoint"),
 ]
-NEVER = ["log_every=1000", "eval_every=1000", "checkpoint=off", "wandb=disabled", "monitors=none"]
+NEVER = ["log_every=1000", "eval_every=1000", "checkpoint=off", "wandb=disabled", "monitors=none", "forecast=off"]
 
 
 TINY_GPT_WITH_DROPOUT = [*TINY_GPT, "model.dropout=0.2"]
@@ -35,7 +36,8 @@ def trained(folder, *overrides):
 @pytest.mark.slow(unless=lambda tiny, determinism: tiny is TINY_GPT_WITH_DROPOUT and determinism == "seeded")
 @pytest.mark.parametrize("determinism", ["seeded", "off"])
 @pytest.mark.parametrize("tiny", [TINY_GPT_WITH_DROPOUT, TINY_RESNET], ids=["gpt", "resnet"])
-def test_watching_everything_or_nothing_gives_the_same_bits(tmp_path, tiny, determinism):
+def test_watching_everything_or_nothing_gives_the_same_bits(tmp_path, monkeypatch, tiny, determinism):
+    monkeypatch.setattr("stabletrain.forecast.forecast.fitted", lambda: LOUD)
     chosen = [*tiny, f"determinism={determinism}", "precision=bf16", "steps=6"]
     watched, watched_skeleton = trained(tmp_path / "watched", *chosen, *ALWAYS)
     unwatched, skeleton = trained(tmp_path / "unwatched", *chosen, *NEVER)
@@ -46,4 +48,6 @@ def test_watching_everything_or_nothing_gives_the_same_bits(tmp_path, tiny, dete
     lines = read_jsonl(tmp_path / "watched" / "metrics.jsonl")
     assert len(lines) == 12, "a line and an evaluation a step"
     assert sum("monitors/hessian_top" in line and "monitors/update_ratio_max" in line for line in lines) == 6
-    assert not [e for e in read_jsonl(tmp_path / "watched" / "events.jsonl") if e["event"] == "alarm"]
+    events = [event["event"] for event in read_jsonl(tmp_path / "watched" / "events.jsonl")]
+    assert "forecast" in events
+    assert "alarm" not in events
