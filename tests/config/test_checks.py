@@ -194,7 +194,7 @@ def test_a_configuration_that_works_passes_and_ranks_are_counted(monkeypatch):
 @pytest.mark.parametrize(
     "typed", [["monitors=none"], ["checkpoint=off"], ["forecast=off", "monitors=none"]], ids=" ".join
 )
-def test_the_default_forecast_is_in_nobodys_way(typed):
+def test_the_default_forecast_refuses_nothing(typed):
     with composed(*typed) as cfg:
         check(cfg)
 
