@@ -12,10 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from stabletrain.comparison.reading.columns import Columns, read_columns
 from stabletrain.comparison.reading.run import Run
 from stabletrain.comparison.reading.runs import is_run, read_run
@@ -27,9 +23,6 @@ from stabletrain.tracking.metrics import plain
 
 HORIZON = 500
 """The default of `forecast.horizon`, for runs that have none."""
-
-WIDTH = 10**4
-"""Of a console that breaks no line."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +52,22 @@ class Replayed:
 
     def __str__(self) -> str:
         said = [one_line(f"step {each.step:,}: {each.text}") for each in self.said] or ["no forecasts"]
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for head in ("signal", "place", "value", "threshold", "near step"):
-            table.add_column(head, justify="left" if head in ("signal", "place") else "right")
-        for each in self.now:
-            when = "-"
-            if math.isfinite(each.at):
-                when = f"{each.at:,.0f} ({each.low:,.0f}-{each.high:,.0f})"
-            table.add_row(each.signal, one_line(each.place), f"{each.value:.3g}", f"{each.threshold:g}", when)
-        console = Console(highlight=False, markup=False, width=WIDTH)
-        with console.capture() as printed:
-            console.print(table)
-        rows = "\n".join(line.rstrip() for line in printed.get().splitlines())
+        cells = [("signal", "place", "value", "threshold", "near step"), *map(row, self.now)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        table = ["  ".join(map(aligned, each, widths, range(5))).rstrip() for each in cells]
         end = f"{min(99, round(100 * self.probability))} of 100 runs like this break or end worse"
-        return "\n".join([*said, "", f"step {self.steps[-1]:,}, look {len(self.steps):,}:", rows, "", end])
+        return "\n".join([*said, "", f"step {self.steps[-1]:,}, look {len(self.steps):,}:", *table, "", end])
+
+
+def row(each: Prediction) -> tuple[str, ...]:
+    """Returns the cells of a signal."""
+    when = f"{each.at:,.0f} ({each.low:,.0f}-{each.high:,.0f})" if math.isfinite(each.at) else "-"
+    return each.signal, one_line(each.place), f"{each.value:.3g}", f"{each.threshold:g}", when
+
+
+def aligned(cell: str, width: int, column: int) -> str:
+    """Pads a cell: names to the right, numbers to the left."""
+    return cell.ljust(width) if column < 2 else cell.rjust(width)
 
 
 SIGNAL = ("signal", "place", "value", "threshold", "at", "low", "high")

@@ -67,6 +67,7 @@ def test_everything_stateful_is_saved_and_is_what_the_run_uses(built):
         "history": run.history,
         "recent": run.monitoring.rolling,
         "monitors": run.monitoring.monitors,
+        "forecast": run.monitoring.forecast,
     }
     assert run.rollback.parts.keys() == used.keys()
     assert all(run.rollback.parts[name] is part for name, part in used.items())
