@@ -57,7 +57,9 @@ def test_the_state_of_the_alarm_is_there_at_the_end_and_the_command_says_what_th
     with composed(*SMALL, "monitors.every=2", *kept, "forecast.action=checkpoint", "forecast.horizon=1000") as cfg:
         (tmp_path / ".hydra").mkdir()
         OmegaConf.save(cfg, tmp_path / ".hydra" / "config.yaml")  # as the command line does
-        train(build(cfg, tmp_path))
+        job = build(cfg, tmp_path)
+        train(job)
+    assert len(job.monitoring.forecast.state_dict()["series"]["loss|"]) == 7, "looks at 1, 2, 4 ... 12"
     told = [event for event in read_jsonl(tmp_path / "events.jsonl") if event["event"] == "forecast"]
     assert told
     steps = {told[0]["step"], told[-1]["step"], 12}
