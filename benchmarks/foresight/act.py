@@ -1,0 +1,104 @@
+"""What the named fix saves: from the state kept at the alarm, on with the fix, with nothing, and with a wrong fix.
+
+A run keeps its state at the first alarm (`forecast.action=checkpoint`). "Nothing" is the run itself; the other arms
+resume from the kept checkpoint with one override more, in the same process and on the same batches.
+"""
+
+import contextlib
+import io
+import json
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.foresight.cases import Case, ordered
+from benchmarks.foresight.events import LAST, break_of
+from benchmarks.foresight.record import reduced
+from benchmarks.runs import composed
+from stabletrain.config.checks import check
+from stabletrain.errors import ConfigError, TrainingHalted
+from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
+
+KEEPING = ("checkpoint=default", "checkpoint.every=1000000", "forecast.action=checkpoint")
+
+WRONG = ("zloss=palm", "clipping.max_norm=0.5")
+"""Overrides that do not remove a cause; the first that the alarm does not name is used."""
+
+
+def act(case: Case) -> dict[str, Any]:
+    """Runs a case and its arms.
+
+    Returns:
+        `case`; `alarm`, the step of the first alarm, None without one; `signal`, `fix`, `wrong`; and for each arm
+        (`nothing`, `fix`, `wrong`) the final training loss and the step at which it broke, or why it was refused.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        first = Path(place) / "nothing"
+        found: dict[str, Any] = {
+            "case": case.name,
+            "alarm": None,
+            "nothing": outcome(case, (*case.overrides, *KEEPING), first),
+        }
+        events = [event for event in read_events(first) if event["event"] == "forecast"]
+        if not events:
+            return found
+        alarm = events[0]
+        kept = first / "checkpoints" / f"step-{alarm['step']:08d}"
+        fix = alarm["fix"][0] if alarm["fix"] else None
+        wrong = next(each for each in WRONG if each != fix and each not in case.overrides)
+        found |= {"alarm": alarm["step"], "signal": alarm["signal"], "fix": fix, "wrong": wrong}
+        for arm, override in (("fix", fix), ("wrong", wrong)):
+            if override is not None:
+                overrides = (*case.overrides, f"resume={kept}", override)
+                before = lines_until(first, alarm["step"])
+                found[f"{arm}_arm"] = outcome(case, overrides, Path(place) / arm, before)
+        return found
+
+
+def outcome(case: Case, overrides: Sequence[str], folder: Path, before: Sequence[dict] = ()) -> dict[str, Any]:
+    """Trains, and returns `final` and `broke`; or `refused`, why the fix cannot be applied by a resume."""
+    quiet = io.StringIO()
+    with (
+        contextlib.redirect_stdout(quiet),
+        contextlib.redirect_stderr(quiet),
+        composed(*ordered(tuple(overrides))) as cfg,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            check(cfg)
+            train(build(cfg, folder))
+        except TrainingHalted:
+            pass
+        except ConfigError as error:
+            return {"refused": str(error)[:300]}
+    recording = reduced(case, [*before, *read_jsonl(folder / "metrics.jsonl")])
+    losses = recording["stepwise"][-LAST:, 0]
+    return {
+        "final": float(losses.mean()) if np.isfinite(losses).all() else None,
+        "broke": break_of(recording, case.steps),
+    }
+
+
+def lines_until(folder: Path, step: int) -> list[dict[str, Any]]:
+    """Returns a run's metrics up to a step."""
+    return [line for line in read_jsonl(folder / "metrics.jsonl") if line["step"] <= step]
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """Returns a run's events."""
+    file = folder / "events.jsonl"
+    return read_jsonl(file) if file.exists() else []
+
+
+def write(file: Path, found: dict[str, Any]) -> None:
+    """Appends one result."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as lines:
+        lines.write(json.dumps(found) + "\n")
