@@ -298,15 +298,21 @@ class Forecast(NoForecast):
         self._note_regime(step, metrics.get("lr", math.nan))
         seen = {**metrics, **self._loss_rise()}
         scaled = self._scaled(metrics.get("precision/loss_scale", 1.0))
-        now: dict[Key, float] = {}
         for signal in SIGNALS:
+            if signal.name in ("loss_scale", "headroom") and not scaled:
+                continue
             for place, value in signal.values(seen).items():
-                if signal.name in ("loss_scale", "headroom") and not scaled:
-                    continue
+                if signal.name == "grad_norm" and scaled and not math.isfinite(value):
+                    continue  # a routine overflow
                 series = self._series.setdefault(f"{signal.name}|{place}", [])
                 series.append([step, signal.height(value)])
                 del series[:-LOOKS]
-                now[signal.name, place] = float(np.median([height for _, height in series[-SPREAD:]]))
+        # A signal that only some looks measure keeps its last level in between.
+        recent = {key: points for key, points in self._series.items() if points[-1][0] > step - self.horizon}
+        now: dict[Key, float] = {}
+        for key, points in recent.items():
+            name, _, place = key.partition("|")
+            now[name, place] = float(np.median([height for _, height in points[-SPREAD:]]))
         return Heights(now, *self._trends(now, step))
 
     def _note_regime(self, step: int, rate: float) -> None:

@@ -59,6 +59,7 @@ PANELS: list[dict[str, Any]] = [
     {
         "title": "Smallest variance in a norm, over eps",
         "names": ["monitors/norm_variance_min"],
+        "signals": ["norm_variance"],
         "log": True,
         "lines": [{"y": 1, "text": "1: the norm no longer normalises"}],
     },
