@@ -17,6 +17,9 @@ from stabletrain.forecast.signals import SIGNALS
 QUANTILE = 0.99
 """Share of the looks of runs without trouble that lie below a signal's healthy value."""
 
+EXACT = {"ftol": 1e-14, "gtol": 1e-10, "maxiter": 10_000}
+"""Of the search for the weights, so that their three digits do not depend on the library's version."""
+
 PENALTY = 1e-3
 """Of the squared weights."""
 
@@ -30,10 +33,10 @@ def fit(runs: Sequence[Watched], others: Sequence[Watched] = ()) -> Model:
     model = Model(0.0, (0.0,) * len(FEATURES), healthy(quiet), math.inf, 0.0, math.inf, data_of(runs))
     values, labels, weights = samples(runs, model)
     bias, *found = logistic(values, labels, weights)
-    model = replace(model, bias=round(float(bias), 4), weights=tuple(round(float(w), 4) for w in found))
+    model = replace(model, bias=round(float(bias), 3), weights=tuple(round(float(w), 3) for w in found))
     alarm = threshold_at(RATE, quiet, {each.run.name: probabilities(each, model) for each in quiet})
     earliest, latest = interval_of_crossings(runs)
-    return replace(model, alarm=alarm, earliest=earliest, latest=latest)
+    return replace(model, alarm=math.floor(alarm * 1e4) / 1e4, earliest=earliest, latest=latest)
 
 
 def healthy(quiet: Sequence[Watched]) -> dict[str, float]:
@@ -90,7 +93,7 @@ def logistic(values: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> np.
         return value, np.concatenate([[slope.sum()], values.T @ slope + penalty])
 
     bounds = [(None, None)] + [(0, None)] * values.shape[1]
-    return minimize(loss, np.zeros(values.shape[1] + 1), jac=True, bounds=bounds, method="L-BFGS-B").x
+    return minimize(loss, np.zeros(values.shape[1] + 1), jac=True, bounds=bounds, method="L-BFGS-B", options=EXACT).x
 
 
 def statements(each: Watched) -> dict[tuple[str, str], tuple[int, float]]:
