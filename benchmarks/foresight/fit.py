@@ -36,7 +36,7 @@ def fit(runs: Sequence[Watched], others: Sequence[Watched] = ()) -> Model:
     model = replace(model, bias=round(float(bias), 3), weights=tuple(round(float(w), 3) for w in found))
     alarm = threshold_at(RATE, quiet, {each.run.name: probabilities(each, model) for each in quiet})
     earliest, latest = interval_of_crossings(runs)
-    return replace(model, alarm=math.floor(alarm * 1e4) / 1e4, earliest=earliest, latest=latest)
+    return replace(model, alarm=math.ceil(alarm * 1e4) / 1e4, earliest=earliest, latest=latest)
 
 
 def healthy(quiet: Sequence[Watched]) -> dict[str, float]:

@@ -8,8 +8,10 @@ import numpy as np
 from benchmarks.foresight.cases import all_cases
 from benchmarks.foresight.events import Run, crossings, runs_of
 from benchmarks.foresight.record import Recording
-from stabletrain.forecast.forecast import Forecast, Heights, Key, Outlook, outlook
+from stabletrain.forecast.forecast import Forecast
 from stabletrain.forecast.model import Model
+from stabletrain.forecast.outlook import Outlook, outlook
+from stabletrain.forecast.series import Heights, Key
 
 HORIZON = 500
 

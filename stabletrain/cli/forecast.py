@@ -16,8 +16,10 @@ from stabletrain.comparison.reading.columns import Columns, read_columns
 from stabletrain.comparison.reading.run import Run
 from stabletrain.comparison.reading.runs import is_run, read_run
 from stabletrain.errors import ConfigError
-from stabletrain.forecast.forecast import Forecast, Prediction, outlook
+from stabletrain.forecast.forecast import Forecast
 from stabletrain.forecast.model import fitted
+from stabletrain.forecast.outlook import outlook
+from stabletrain.forecast.prediction import Prediction
 from stabletrain.printable import one_line
 from stabletrain.tracking.metrics import plain
 

@@ -72,6 +72,9 @@ class Signal:
         return {"": metrics[self.metric]} if self.metric in metrics else {}
 
 
+LOSS = "forecast/loss_rise"
+"""Name of the loss's rise above its best, which the series compute."""
+
 LOWER_RATE = ("optimizer.lr={lr}",)
 OWN = "chosen here: see docs/foresight.md"
 
@@ -154,7 +157,7 @@ SIGNALS = (
     Signal(
         "loss",
         "rises of the loss above its best, as a share of what was learnt",
-        "forecast/loss_rise",
+        LOSS,
         0.5,
         LOWER_RATE,
         "the definition of a break in docs/foresight.md",

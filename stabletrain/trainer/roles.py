@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from stabletrain.checkpoint.folder import OnEvent
 from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.checkpoint.tree import Tree
-from stabletrain.forecast.forecast import Prediction
+from stabletrain.forecast.prediction import Prediction
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.repro import Repro

@@ -1,0 +1,157 @@
+"""The signals' values over the last looks, and their trends.
+
+Each look adds one value to the series of every signal and place. A trend is fitted over the looks since the last change
+of regime (the end of a warmup, the begin of a decay), so nothing is extrapolated across one.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stabletrain.forecast.signals import BY_NAME, LOSS, SIGNALS
+from stabletrain.forecast.trend import LEAST, LOOKS, trends
+
+SPREAD = 3
+"""Looks whose median is the level of a signal: a single odd look is no trouble."""
+
+Key = tuple[str, str]
+"""Name of a signal, and a place in the model."""
+
+
+@dataclass(frozen=True)
+class Heights:
+    """Heights of all signals at one look; see `signals.py`.
+
+    Attributes:
+        now: by signal and place, the median of the last looks.
+        later: at the end of the horizon if the trend goes on; only for series with a trend.
+        crossings: step at which the threshold is reached; only for series that rise to a threshold still ahead.
+        slopes: change of the height a step, where there is a trend; 0 if its sign is not certain.
+    """
+
+    now: Mapping[Key, float]
+    later: Mapping[Key, float]
+    crossings: Mapping[Key, float]
+    slopes: Mapping[Key, float]
+
+
+@dataclass
+class Series:
+    """The series of a run.
+
+    Attributes:
+        horizon: steps ahead to which trends are extended.
+    """
+
+    horizon: int
+    _series: dict[str, list[list[float]]] = field(init=False, default_factory=dict)
+    _rates: list[float] = field(init=False, default_factory=list)
+    _since: int = field(init=False, default=0)
+    _losses: list[float] = field(init=False, default_factory=list)
+    _sum: float = field(init=False, default=0.0)
+    _count: int = field(init=False, default=0)
+
+    def add_loss(self, loss: float) -> None:
+        """Adds the loss of an applied step, in nats; the mean since the last look is what counts."""
+        self._sum, self._count = self._sum + loss, self._count + 1
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> Heights:
+        """Adds a look, and returns the signals' heights.
+
+        Args:
+            step: of the look.
+            metrics: of the look: `monitors/...`, `grad/norm`, `lr`, `precision/loss_scale`.
+        """
+        self._note_regime(step, metrics.get("lr", math.nan))
+        seen = {**metrics, **self._loss_rise()}
+        scaled = self._scaled(metrics.get("precision/loss_scale", 1.0))
+        for signal in SIGNALS:
+            if signal.name in ("loss_scale", "headroom") and not scaled:
+                continue
+            for place, value in signal.values(seen).items():
+                if signal.name == "grad_norm" and scaled and not math.isfinite(value):
+                    continue  # a routine overflow
+                series = self._series.setdefault(f"{signal.name}|{place}", [])
+                series.append([step, signal.height(value)])
+                del series[:-LOOKS]
+        # A signal that only some looks measure keeps its last level in between.
+        recent = {key: points for key, points in self._series.items() if points[-1][0] > step - self.horizon}
+        now: dict[Key, float] = {}
+        for key, points in recent.items():
+            name, _, place = key.partition("|")
+            now[name, place] = float(np.median([height for _, height in points[-SPREAD:]]))
+        return Heights(now, *self._trends(now, step))
+
+    def _note_regime(self, step: int, rate: float) -> None:
+        """Notes when the learning rate begins to rise, stay or fall."""
+        if math.isnan(rate):
+            return
+        self._rates = [*self._rates, rate][-3:]
+        if len(self._rates) == 3:
+            before, after = (
+                int(np.sign(round(math.log(max(later, 1e-30) / max(earlier, 1e-30)), 6)))
+                for earlier, later in zip(self._rates, self._rates[1:], strict=False)
+            )
+            if before != after:
+                self._since = step
+
+    def _loss_rise(self) -> dict[str, float]:
+        """Returns how far the mean loss since the last look is above the best, as a share of what was learnt."""
+        if not self._count:
+            return {}
+        mean = self._sum / self._count
+        self._sum, self._count = 0.0, 0
+        if not math.isfinite(mean):
+            return {LOSS: math.inf}
+        first, best = (self._losses[0], min(self._losses[1], mean)) if self._losses else (mean, mean)
+        self._losses = [first, best]
+        return {LOSS: (mean - best) / max(first - best, 1e-9) if first > best else 0.0}
+
+    def _scaled(self, scale: float) -> bool:
+        """Whether the loss is scaled, as in fp16: only then loss scale and headroom are signals."""
+        return scale != 1.0 or "loss_scale|" in self._series
+
+    def _trends(self, now: Mapping[Key, float], step: int) -> tuple[dict[Key, float], ...]:
+        """Returns heights at the end of the horizon, steps of crossing, and slopes, of the series with a trend."""
+        groups: dict[tuple[float, ...], list[Key]] = {}
+        for key in now:
+            points = self._in_regime(*key)
+            if len(points) >= LEAST and all(math.isfinite(height) for _, height in points):
+                groups.setdefault(tuple(each for each, _ in points), []).append(key)
+        later, crossings, slopes = {}, {}, {}
+        for steps, keys in groups.items():
+            heights = np.array([[height for _, height in self._in_regime(*key)] for key in keys])
+            line = trends(np.array(steps), heights)
+            for number, key in enumerate(keys):
+                slope = float(line.slope[number]) if line.low[number] > 0 else 0.0
+                height = float(line.value[number]) + slope * (step - steps[-1])
+                later[key], slopes[key] = height + slope * self.horizon, slope
+                signal = BY_NAME[key[0]]
+                left = signal.height(signal.threshold) - height
+                if slope > 0 and left > 0:
+                    crossings[key] = step + left / slope
+        return later, crossings, slopes
+
+    def _in_regime(self, name: str, place: str) -> list[list[float]]:
+        """Returns the points of a series since the last change of regime."""
+        return [point for point in self._series[f"{name}|{place}"] if point[0] >= self._since]
+
+    def state_dict(self) -> dict:
+        """The values of the last looks."""
+        return {
+            "series": {name: [list(point) for point in points] for name, points in self._series.items()},
+            "rates": list(self._rates),
+            "since": self._since,
+            "losses": list(self._losses),
+            "sum": self._sum,
+            "count": self._count,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores them. A checkpoint of a run without a forecast has none."""
+        self._series = {name: [list(p) for p in points] for name, points in state.get("series", {}).items()}
+        self._rates, self._since = list(state.get("rates", [])), state.get("since", 0)
+        self._losses = list(state.get("losses", []))
+        self._sum, self._count = state.get("sum", 0.0), state.get("count", 0)
