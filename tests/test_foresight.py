@@ -68,7 +68,10 @@ def test_a_campaign_has_the_runs_of_its_protocol() -> None:
     assert all(
         sum(case.fixed for case in cases if case.family == family) == runs for family, (_, runs, _) in FAMILIES.items()
     )
-    assert sum(case.fixed or case.family == "hot" for case in cases) >= len(cases) / 3, "hard negatives"
+    whole = [case for case in cases if not case.slower]
+    assert sum(case.fixed or case.family == "hot" for case in whole) >= len(whole) / 3, "hard negatives"
+    names = {case.name for case in cases}
+    assert all(case.name.removesuffix("/slower") in names for case in cases)
     assert [case.overrides for case in all_cases()] == [case.overrides for case in cases], "drawn alike every time"
 
 
@@ -102,6 +105,14 @@ def test_a_run_ends_worse_than_its_partner() -> None:
         found = {run.name: run for run in runs_of(runs, {"a/00": 400, "a/00/fixed": 400})}
         assert found["a/00"].worse is worse
         assert not found["a/00/fixed"].worse
+
+
+def test_a_run_at_a_third_of_the_learning_rate_is_a_partner_and_no_run_of_its_own() -> None:
+    flat = np.full(30, 10.0)
+    ends = {"a/00": 2.2, "a/00/fixed": 2.2, "a/00/fixed/slower": 2.0, "b/00": 2.2, "b/00/slower": 2.15}
+    made = [recording(name, np.linspace(4, last, 400), flat) for name, last in ends.items()]
+    worse = {run.name: run.worse for run in runs_of(made, dict.fromkeys(ends, 400))}
+    assert worse == {"a/00": True, "a/00/fixed": True, "b/00": False}
 
 
 def test_the_time_of_a_crossing_is_foretold() -> None:

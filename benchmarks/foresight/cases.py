@@ -10,7 +10,8 @@
 | sudden | poison, labels, bit flips | nothing foretells these: silence is right |
 
 Settings are drawn from wide ranges by a generator seeded with the case's name, so that they do not depend on the order
-or number of cases. Every run of a family has a partner `.../fixed`: the same run with the fix from the start.
+or number of cases. Every run of a family has a partner `.../fixed`: the same run with the fix from the start. These and
+the hot runs have another partner `.../slower`, at a third of the learning rate, of which only the losses are recorded.
 """
 
 import random
@@ -43,6 +44,11 @@ class Case:
     def fixed(self) -> bool:
         """Whether this is a partner with the fix from the start."""
         return self.name.endswith("/fixed")
+
+    @property
+    def slower(self) -> bool:
+        """Whether this is a partner at a third of the learning rate."""
+        return self.name.endswith("/slower")
 
 
 COMMON = (
@@ -234,7 +240,25 @@ def all_cases() -> list[Case]:
             settings, rate = draw_plain(random.Random(name), number)
             overrides = (*COMMON, f"seed={number}", *settings, f"steps={steps}")
             found.append((number // 3, Case(name, family, steps, ordered(overrides), rate)))
+    found += [(number, slower(case)) for number, case in found if case.rate >= LEAST_RATE and may_be_too_fast(case)]
     return [case for _, case in sorted(found, key=lambda pair: pair[0])]
+
+
+LEAST_RATE = 1e-2
+"""Lower learning rates are not too high for any of these models."""
+
+
+def may_be_too_fast(case: Case) -> bool:
+    """Whether a case gets a partner at a third of its learning rate."""
+    return case.family in ("attention", "logits", *HELD_OUT, "hot")
+
+
+def slower(case: Case) -> Case:
+    """Returns the partner at a third of the learning rate."""
+    overrides = tuple(each for each in case.overrides if not each.startswith("monitors."))
+    rate = float(f"{case.rate / 3:.2g}")
+    changed = (*overrides, f"optimizer.lr={rate}", "monitors=none", "forecast=off")
+    return Case(f"{case.name}/slower", case.family, case.steps, ordered(changed), rate)
 
 
 def ordered(overrides: tuple[str, ...]) -> tuple[str, ...]:

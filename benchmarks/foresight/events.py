@@ -19,7 +19,7 @@ IN_A_ROW = 5
 """Or where this many steps in a row are skipped."""
 
 WORSE, LAST = 1.05, 100
-"""A run ends worse if the mean loss of its last 100 steps is above 1.05 times its partner's."""
+"""A run ends worse if the mean loss of its last 100 steps is above 1.05 times that of a partner."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Run:
         recording: what was measured.
         steps: its planned length.
         broke: step of the break; None without one.
-        worse: whether it ends worse than its partner with the fix.
+        worse: whether it ends worse than a partner: with the fix, at a third of the learning rate, or both.
     """
 
     recording: Recording
@@ -76,9 +76,11 @@ def runs_of(recordings: Sequence[Recording], lengths: Mapping[str, int]) -> list
     broke = {name: break_of(recording, lengths[name]) for name, recording in by_name.items()}
     found = []
     for name, recording in by_name.items():
-        partner, worse = f"{name}/fixed", False
-        if partner in by_name and broke[partner] is None:
-            worse = broke[name] is not None or final(recording) > WORSE * final(by_name[partner])
+        if name.endswith("/slower"):
+            continue
+        partners = [f"{name}/fixed", f"{name}/slower", f"{name}/fixed/slower"]
+        ends = [final(by_name[each]) for each in partners if each in by_name and broke[each] is None]
+        worse = bool(ends) and (broke[name] is not None or final(recording) > WORSE * min(ends))
         found.append(Run(recording, lengths[name], broke[name], worse))
     return found
 
@@ -89,7 +91,7 @@ def break_of(recording: Recording, planned: int) -> int | None:
     if not len(steps):
         return 1
     loss, norm, applied = recording["stepwise"].T
-    scaled = (recording["signals"][:, recording["names"].index("precision/loss_scale")] != 1).any()
+    scaled = is_scaled(recording)
     overflow = np.isfinite(loss) & ~np.isfinite(norm) & scaled  # routine in fp16
     ends = []
     bad = ~(np.isfinite(loss) & np.isfinite(norm)) & ~overflow
@@ -108,6 +110,13 @@ def break_of(recording: Recording, planned: int) -> int | None:
     if steps[-1] < planned:
         ends.append(int(steps[-1]))
     return min(ends, default=None)
+
+
+def is_scaled(recording: Recording) -> bool:
+    """Whether the loss of a run is scaled, as in fp16."""
+    if "precision/loss_scale" not in recording["names"]:  # a run without looks: fp16, or another precision
+        return "fp16" in recording["case"] and "fixed" not in recording["case"]
+    return bool((recording["signals"][:, recording["names"].index("precision/loss_scale")] != 1).any())
 
 
 def longest_from(true: np.ndarray, length: int) -> int | None:
