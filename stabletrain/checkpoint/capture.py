@@ -59,6 +59,10 @@ def capture(state: TrainState, parts: Mapping[str, Stateful]) -> Tree:
     }
 
 
+ADDED = ("forecast",)
+"""Parts that older versions did not save: without a saved state they begin anew."""
+
+
 def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> None:
     """Restores a captured state bit for bit into the existing tensors, on their devices and in their dtypes.
 
@@ -73,13 +77,13 @@ def restore(tree: Tree, state: TrainState, parts: Mapping[str, Stateful]) -> Non
     _check_optimizer(tree["optimizer"], state)
     device = next(state.model.parameters()).device
     for name, part in parts.items():
-        if name not in tree["parts"]:
+        if name not in tree["parts"] and name not in ADDED:
             raise UnusableCheckpoint(
                 f"the checkpoint has no state of '{name}': another version of stabletrain wrote it; resume with that "
                 "version, or start a new run in another folder"
             )
         try:
-            part.load_state_dict(map_tensors(lambda tensor: tensor.to(device, copy=True), tree["parts"][name]))
+            part.load_state_dict(map_tensors(lambda tensor: tensor.to(device, copy=True), tree["parts"].get(name, {})))
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise UnusableCheckpoint(f"the checkpoint's state of '{name}' does not fit ({error!r}): {FIX}") from error
     live = state.model.state_dict()

@@ -45,7 +45,7 @@ def frame(*folders: str | Path, processes: int | None = None) -> pd.DataFrame:
     | spike_score | fraction of steps whose loss was a spike, or that were skipped as one |
     | skips, rollbacks, incidents | their numbers; skips without fp16's routine overflows |
     | cause | cause of the first incident |
-    | forecasts | how often trouble was foretold |
+    | forecasts | how often trouble was foretold; NA for never |
     | units_per_s, unit | training throughput, in tokens, images or samples |
     | mfu | model FLOPs utilization, a fraction of the card's peak; missing if the peak is unknown, as on a CPU |
     | peak_memory_gb | in 1e9 bytes: allocated GPU memory, or the resident memory of the process on a CPU |
@@ -106,7 +106,7 @@ def row(run: Run) -> dict[str, Any]:
         "rollbacks": run.rollbacks,
         "incidents": len(run.incidents),
         "cause": run.incidents[0]["cause"] if run.incidents else None,
-        "forecasts": len(run.forecasts),
+        "forecasts": len(run.forecasts) or None,
         "units_per_s": math.nan if unit is None else ended(f"{unit}_per_s", run.last(f"{unit}_per_s")),
         "unit": unit,
         "mfu": ended("throughput/mfu", run.last("throughput/mfu")),
@@ -183,7 +183,8 @@ def summary(group: pd.DataFrame, keys: Sequence[str]) -> dict[str, Any]:
     for among, names in ((well if len(well) else group, MEASURED), (group, PACE)):
         for name in names:
             found |= {name: among[name].mean(), f"{name}_min": among[name].min(), f"{name}_max": among[name].max()}
-    found |= {name: int(group[name].sum()) for name in ("skips", "rollbacks", "incidents", "forecasts")}
+    found |= {name: int(group[name].sum()) for name in ("skips", "rollbacks", "incidents")}
+    found["forecasts"] = int(group["forecasts"].sum()) or None
     causes, seeds = group["cause"].dropna(), group["seed"].dropna()
     found |= {"cause": causes.iloc[0] if len(causes) else None, "seed": ", ".join(str(seed) for seed in seeds)}
     return found | {name: first[name] for name in ("unit", "parameters", *keys)}

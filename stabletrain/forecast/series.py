@@ -86,12 +86,12 @@ class Series:
 
     def _note_regime(self, step: int, rate: float) -> None:
         """Notes when the learning rate begins to rise, stay or fall."""
-        if math.isnan(rate):
+        if not 0 < rate < math.inf:
             return
         self._rates = [*self._rates, rate][-3:]
         if len(self._rates) == 3:
             before, after = (
-                int(np.sign(round(math.log(max(later, 1e-30) / max(earlier, 1e-30)), 6)))
+                int(np.sign(round(math.log(later) - math.log(earlier), 6)))
                 for earlier, later in zip(self._rates, self._rates[1:], strict=False)
             )
             if before != after:

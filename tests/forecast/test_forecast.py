@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import random
 from dataclasses import asdict
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from stabletrain.errors import ConfigError
 from stabletrain.forecast import forecast as room
 from stabletrain.forecast.forecast import Forecast, NoForecast
+from stabletrain.forecast.model import fitted
+from stabletrain.forecast.signals import SIGNALS
 from tests.forecast.given import LOGITS, LOUD, MODEL, doubling, looks
 
 KEY = ("attention_logits", "blocks.0")
@@ -162,3 +165,21 @@ def test_off_says_and_keeps_nothing():
     off.keep(3)
     assert told(off, looks(lambda step: 1e9, range(25, 500, 25))) == []
     assert (off.state_dict(), off.kept, off.keeps) == ({}, (), False)
+
+
+def test_no_measurement_ends_a_run(monkeypatch):
+    monkeypatch.setattr(room, "fitted", fitted)
+    draw = random.Random(0)
+    odd = (math.nan, math.inf, -math.inf, 0.0, -1.0, 1e-300, 1e300, 5e-324, 1.0, 65504.0)
+    names = [signal.metric + (place if signal.metric.endswith("/") else "") for signal in SIGNALS for place in "ab|"]
+    for _ in range(20):
+        forecast, step = Forecast(draw.choice((1, 500)), "alarm"), 0
+        forecast.set_run({}, {"lr": 1e-3})
+        for _ in range(20):
+            step += draw.choice((1, 25, 10**9))
+            forecast.add_loss(draw.choice(odd))
+            seen = {name: draw.choice(odd) for name in names if draw.random() < 0.7}
+            for found in forecast.look(step, {**seen, "lr": draw.choice(odd)}):
+                assert 0 <= found.probability <= 1
+                json.dumps(found.fields())
+            forecast.load_state_dict(json.loads(json.dumps(forecast.state_dict())))

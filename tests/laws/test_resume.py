@@ -127,7 +127,7 @@ def test_the_example_would_notice_a_lost_scale_guard_or_moment(tmp_path):
     assert kept["state"]["training"]["parts"]["guard"]["skips"]["overflow"] > 0
     assert any("exp_avg" in name for name in kept["names"])
     assert any("precision" in name for name in kept["names"])
-    assert kept["state"]["training"]["parts"]["forecast"]["series"]["grad_norm|"]
+    assert kept["state"]["training"]["parts"]["forecast"]["series"]["loss_scale|"]
 
 
 def test_a_resumed_run_keeps_its_identity_and_says_so(tmp_path, capsys):
