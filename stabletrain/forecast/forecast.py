@@ -21,9 +21,6 @@ from stabletrain.forecast.signals import BY_NAME
 KEPT = 2
 """States kept at most: those of the first and of the newest alarm."""
 
-AGAIN = 2.0
-"""A prediction is repeated within a horizon only if the steps until the crossing changed by more than this factor."""
-
 
 class NoForecast:
     """Foretells nothing."""
@@ -119,7 +116,7 @@ class Forecast(NoForecast):
         """Adds a look, and returns what is to be said now: nothing, or a prediction about the worst signal.
 
         There is a prediction while the probability is at least the model's alarm: once for each signal, again after a
-        horizon, and again if the time of the crossing has changed much.
+        horizon, and again if the crossing is no longer in the interval that was said.
 
         Args:
             step: of the look.
@@ -133,7 +130,7 @@ class Forecast(NoForecast):
         found = self.predict(step, seen.worst, heights, seen.probability, model)
         if not self._is_news(found):
             return []
-        self._said[found.signal] = [step, found.at]
+        self._said[found.signal] = [step, found.low, found.high]
         return [found]
 
     def heights(self, step: int, metrics: Mapping[str, float]) -> Heights:
@@ -166,11 +163,8 @@ class Forecast(NoForecast):
         """Whether a prediction has not been said yet, or differs much from what was."""
         if found.signal not in self._said:
             return True
-        step, at = self._said[found.signal]
-        if found.step - step >= self.horizon:
-            return True
-        left, before = found.at - found.step, at - found.step
-        return left > 0 and not math.isnan(before) and not 1 / AGAIN <= before / left <= AGAIN
+        step, low, high = self._said[found.signal]
+        return found.step - step >= self.horizon or found.at < low or found.at > high
 
     def cumulative_state(self) -> dict:
         """What a rollback does not undo: what was said, so that it is not said twice, and the kept steps."""

@@ -66,7 +66,7 @@ def test_it_is_said_once_and_again_after_a_horizon():
     assert [each.step for each in found] == [25, 225, 425, 625]
 
 
-def test_it_is_said_again_if_the_time_changes_by_more_than_a_factor_of_2():
+def test_it_is_said_again_if_the_crossing_leaves_the_interval_that_was_said():
     def faster(step):
         return doubling(step) if step <= 600 else doubling(600) * 2 ** ((step - 600) / 400)
 
@@ -74,9 +74,9 @@ def test_it_is_said_again_if_the_time_changes_by_more_than_a_factor_of_2():
     changed = told(Forecast(10_000, "alarm"), looks(faster, range(25, 1300, 25)))
     assert len(same) == 1
     assert [changed[0]] == same
-    assert len(changed) == 3
+    assert len(changed) > 1
     for before, after in itertools.pairwise(changed):
-        assert after.at - after.step > 2 * (before.at - after.step)
+        assert after.at > before.high
 
 
 def test_one_odd_look_changes_nothing():
