@@ -130,7 +130,8 @@ class Forecast(NoForecast):
         found = self.predict(step, seen.worst, heights, seen.probability, model)
         if not self._is_news(found):
             return []
-        self._said[found.signal] = [step, found.low, found.high]
+        known = not math.isnan(found.at)
+        self._said[found.signal] = [step, *((found.low, found.high) if known else (-math.inf, math.inf))]
         return [found]
 
     def heights(self, step: int, metrics: Mapping[str, float]) -> Heights:
