@@ -41,6 +41,7 @@ OTHERS = {
     "clipping": "norm",
     "determinism": "seeded",
     "faults": "none",
+    "forecast": "default",
     "forensics": "default",
     "guard": "rollback",
     "monitors": "default",
