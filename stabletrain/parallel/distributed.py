@@ -12,7 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stabletrain.buffers import SavedBuffers
-from stabletrain.parallel.ranks import Ranks, Timeouts, all_gather_object, all_gather_tensor, set_timeout
+from stabletrain.parallel.ranks import (
+    Ranks,
+    Timeouts,
+    all_gather_object,
+    all_gather_tensor,
+    broadcast_object,
+    set_timeout,
+)
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import IGNORE_INDEX, Batch, GradNorms, LossTerms, OwnNumbers, RankPart, StepChecks
 
@@ -172,6 +179,10 @@ class Distributed(SingleProcess):
     def any_rank(self, here: bool) -> bool:
         """Returns whether `here` is true on any rank. Communicates over the hosts' network (gloo)."""
         return any(all_gather_object(here))
+
+    def from_main(self, here: Any) -> Any:
+        """Returns rank 0's value on every rank. Communicates over the hosts' network (gloo)."""
+        return broadcast_object(here)
 
     def request_stop(self, signal: str) -> None:
         """Puts the request into the next step's row."""

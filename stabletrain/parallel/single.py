@@ -137,6 +137,10 @@ class SingleProcess:
         """Returns whether `here` is true on any rank."""
         return here
 
+    def from_main(self, here: Any) -> Any:
+        """Returns rank 0's value on every rank. It must be small and picklable."""
+        return here
+
     def request_stop(self, signal: str) -> None:
         """Records the name of the signal that asked this rank to stop; empty for none."""
 

@@ -179,7 +179,8 @@ def watch(run: TrainingRun, executed: ExecutedStep) -> dict[str, float]:
 def foretell(run: TrainingRun, reading: Reading, seen: Mapping[str, float], due: Due) -> Due:
     """Logs what the monitors' look foretells; returns what is due, with a checkpoint if the state is to be kept."""
     forecast, tracker, step = run.monitoring.forecast, run.rollback.tracker, reading.step
-    found = forecast.look(step, {**reading_metrics(reading, 0), **seen})
+    # Each rank inspects its own part of the batch. All ranks use rank 0's look, so that their forecasts agree.
+    found = forecast.look(step, run.parallel.from_main({**reading_metrics(reading, 0), **seen}))
     for each in found:
         tracker.event("forecast", step, **each.fields())
         tracker.note(f"step {step:,}: {each.text}")

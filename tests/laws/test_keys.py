@@ -468,7 +468,7 @@ def needed_for(group, option, key, places):
             "guard=off",
             "steps=6",
         ]
-    if (group, key) == ("model", "stem"):  # the large stem leaves one pixel an image: four images are too few to normalise
+    if (group, key) == ("model", "stem"):  # the large stem leaves one pixel an image: four are too few to normalise
         return ["guard=skip", "batch_size=32", "precision=fp32"]
     if name in SEEN_ELSEWHERE:
         return None

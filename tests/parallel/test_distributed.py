@@ -29,6 +29,7 @@ BOTH = {
     "resnet": [*RESNET],
     "numbers": NUMBERS,
     "numbers_accumulated": [*NUMBERS, "grad_accum_steps=2"],
+    "looks": [*GPT, "monitors=default", "monitors.every=2", "monitors.margin_every=2"],
     "own_loss": [*NUMBERS, "objective._target_=tests.parallel.given.absolute_error", "grad_accum_steps=2"],
 }
 """What ddp and fsdp can both do."""
