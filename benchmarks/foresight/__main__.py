@@ -1,9 +1,11 @@
-"""`python -m benchmarks.foresight record|pack|fit|score`: see docs/foresight.md.
+"""`python -m benchmarks.foresight record|pack|fit|act|score|draw`: see docs/foresight.md.
 
 record --processes 2      trains all cases that have no recording yet; may be stopped and started again
 pack                      compresses the recordings, to be committed
 fit                       fits the forecast's model on the committed recordings, and writes it into the package
+act --processes 2         trains on from the alarms, with the named fix and without; may be stopped and started again
 score                     prints the tables of docs/foresight.md
+draw                      draws its pictures
 """
 
 import argparse
@@ -28,9 +30,13 @@ def main(arguments: list[str] | None = None) -> int:
     for name, text, folder in (
         ("pack", "compress the recordings", FOLDER),
         ("fit", "fit the forecast's model", COMMITTED),
+        ("act", "train on from the alarms", COMMITTED),
         ("score", "print the tables", COMMITTED),
+        ("draw", "draw the pictures", COMMITTED),
     ):
         commands.add_parser(name, help=text).add_argument("--folder", type=Path, default=folder)
+    commands.choices["act"].add_argument("--processes", type=int, default=1)
+    commands.choices["draw"].add_argument("--to", type=Path, default=Path("docs"), help="folder of the pictures")
     recording.add_argument("--folder", type=Path, default=FOLDER, help="of the recordings that are not packed")
     given = parser.parse_args(arguments)
     if given.command == "record":
@@ -40,6 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{file.name}: {file.stat().st_size / 2**20:.2f} MiB")
     elif given.command == "fit":
         fit_model(given.folder)
+    elif given.command == "act":
+        return act_at_alarms(given.folder, given.processes)
+    elif given.command == "draw":
+        draw(given.folder, given.to)
     else:
         score(given.folder)
     return 0
@@ -63,6 +73,28 @@ def score(folder: Path) -> None:
     from benchmarks.foresight.tables import everything
 
     print(everything(watch(read(folder))))
+
+
+def act_at_alarms(folder: Path, processes: int) -> int:
+    """Acts on the runs with an alarm."""
+    from benchmarks.foresight.act import act_all
+    from benchmarks.foresight.fit import probabilities
+    from benchmarks.foresight.looks import watch
+    from benchmarks.foresight.saved import to_act_on
+    from stabletrain.forecast.model import fitted
+
+    runs = watch(read(folder))
+    scores = {each.run.name: probabilities(each, fitted()) for each in runs}
+    return 1 if act_all(to_act_on(runs, scores, fitted().alarm), processes) else 0
+
+
+def draw(folder: Path, to: Path) -> None:
+    """Draws the pictures."""
+    from benchmarks.foresight.looks import watch
+    from benchmarks.foresight.pictures import draw_all
+
+    for file in draw_all(watch(read(folder)), to):
+        print(file)
 
 
 def for_fit(recording: Recording) -> bool:

@@ -7,6 +7,7 @@ resume from the kept checkpoint with one override more, in the same process and 
 import contextlib
 import io
 import json
+import multiprocessing
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -15,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.foresight.cases import Case, ordered
+from benchmarks.foresight.cases import Case, all_cases, ordered
 from benchmarks.foresight.events import LAST, break_of
 from benchmarks.foresight.record import reduced
+from benchmarks.foresight.runs import one_thread
+from benchmarks.foresight.store import COMMITTED
 from benchmarks.runs import composed
 from stabletrain.config.checks import check
 from stabletrain.errors import ConfigError, TrainingHalted
@@ -25,7 +28,13 @@ from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 
+FILE = COMMITTED / "acts.jsonl"
+"""The results, one run a line."""
+
 KEEPING = ("checkpoint=default", "checkpoint.every=1000000", "forecast.action=checkpoint")
+
+UNWATCHED = ("monitors=none", "forecast=off")
+"""Of the arms: they measure nothing but losses."""
 
 WRONG = ("zloss=palm", "clipping.max_norm=0.5")
 """Overrides that do not remove a cause; the first that the alarm does not name is used."""
@@ -55,7 +64,8 @@ def act(case: Case) -> dict[str, Any]:
         found |= {"alarm": alarm["step"], "signal": alarm["signal"], "fix": fix, "wrong": wrong}
         for arm, override in (("fix", fix), ("wrong", wrong)):
             if override is not None:
-                overrides = (*case.overrides, f"resume={kept}", override)
+                plain = [each for each in case.overrides if not each.startswith("monitors.")]
+                overrides = (*plain, *UNWATCHED, f"resume={kept}", override)
                 before = lines_until(first, alarm["step"])
                 found[f"{arm}_arm"] = outcome(case, overrides, Path(place) / arm, before)
         return found
@@ -97,8 +107,26 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     return read_jsonl(file) if file.exists() else []
 
 
-def write(file: Path, found: dict[str, Any]) -> None:
-    """Appends one result."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as lines:
-        lines.write(json.dumps(found) + "\n")
+def act_all(names: Sequence[str], processes: int, file: Path = FILE) -> int:
+    """Acts on the runs that have no result yet, and appends their results; returns the number of runs that failed."""
+    done = {found["case"] for found in read_jsonl(file)} if file.exists() else set()
+    missing = [case for case in all_cases() if case.name in names and case.name not in done]
+    failed = 0
+    with multiprocessing.get_context("spawn").Pool(processes) as pool, file.open("a") as lines:
+        for number, (name, found) in enumerate(pool.imap_unordered(act_one, missing), 1):
+            if isinstance(found, str):
+                failed += 1
+            else:
+                lines.write(json.dumps(found) + "\n")
+                lines.flush()
+            print(f"{number}/{len(missing)} {name} {found if isinstance(found, str) else ''}", flush=True)
+    return failed
+
+
+def act_one(case: Case) -> tuple[str, dict[str, Any] | str]:
+    """Acts on one run in a worker; returns its name, and its result or the error."""
+    one_thread()
+    try:
+        return case.name, act(case)
+    except Exception as error:  # one run must not end the campaign
+        return case.name, f"{type(error).__name__}: {error}"[:300]

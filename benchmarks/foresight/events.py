@@ -31,12 +31,14 @@ class Run:
         steps: its planned length.
         broke: step of the break; None without one.
         worse: whether it ends worse than a partner: with the fix, at a third of the learning rate, or both.
+        best: the lowest final loss of a partner that does not break; NaN without one.
     """
 
     recording: Recording
     steps: int
     broke: int | None
     worse: bool
+    best: float = math.nan
 
     @property
     def name(self) -> str:
@@ -80,8 +82,9 @@ def runs_of(recordings: Sequence[Recording], lengths: Mapping[str, int]) -> list
             continue
         partners = [f"{name}/fixed", f"{name}/slower", f"{name}/fixed/slower"]
         ends = [final(by_name[each]) for each in partners if each in by_name and broke[each] is None]
-        worse = bool(ends) and (broke[name] is not None or final(recording) > WORSE * min(ends))
-        found.append(Run(recording, lengths[name], broke[name], worse))
+        best = min(ends, default=math.nan)
+        worse = bool(ends) and (broke[name] is not None or final(recording) > WORSE * best)
+        found.append(Run(recording, lengths[name], broke[name], worse, best))
     return found
 
 

@@ -29,15 +29,20 @@ def record_all(folder: Path, processes: int, only: tuple[str, ...]) -> int:
 
 def record_one(task: tuple[Case, Path]) -> tuple[str, str | None]:
     """Trains one case and writes its recording; returns its name, and the error if there was one."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-
+    one_thread()
     from benchmarks.foresight.record import record
 
-    torch.set_num_threads(1)
     case, folder = task
     try:
         write(folder, record(case))
     except Exception as error:  # one case must not end the campaign
         return case.name, f"{type(error).__name__}: {error}"[:300]
     return case.name, None
+
+
+def one_thread() -> None:
+    """Limits this process to one thread."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)

@@ -93,8 +93,8 @@ def draw_losses(runs: Sequence[Run], file: Path) -> None:
     """Draws the training losses of some runs over the steps.
 
     A line is the running mean (`SMOOTHING`) over the applied steps. A cross marks a skipped step (at the top, if its
-    loss is not finite), a thin line the losses that were rolled back, and a vertical line the step of a halt. The file
-    extension, such as .svg, sets the format.
+    loss is not finite), a thin line the losses that were rolled back, a vertical line the step of a halt, a triangle a
+    forecast. The file extension, such as .svg, sets the format.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written in that format or folder.
@@ -115,6 +115,8 @@ def draw_losses(runs: Sequence[Run], file: Path) -> None:
             axis.plot(skipped[finite], lost[finite], "x", ms=3, color=line.get_color())
             at_top = {"transform": axis.get_xaxis_transform(), "color": line.get_color()}
             axis.plot(skipped[~finite], np.full((~finite).sum(), 0.97), "x", ms=3, **at_top)
+            if told := [each["step"] for each in run.forecasts if len(steps)]:
+                axis.plot(told, np.interp(told, steps, smooth(losses)), "v", ms=6, color=line.get_color())
             if run.status == "halted":
                 axis.axvline(run.steps, lw=0.8, color=line.get_color())
             for steps, losses in run.abandoned("train/loss"):

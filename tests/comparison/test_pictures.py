@@ -80,6 +80,14 @@ def test_the_loss_picture_of_a_run_that_was_halted_early_shows_its_point_its_ski
     ]
 
 
+def test_the_loss_picture_marks_forecasts_on_the_curve(tmp_path, figures):
+    lines = [{"step": step, "train/loss": 4.0, "guard/applied": 1} for step in range(1, 21)]
+    events = [{"event": "forecast", "step": step, "signal": "log_z", "text": "soon"} for step in (5, 15)]
+    draw_losses([read_run(write(tmp_path / "run", lines=lines, events=events))], tmp_path / "losses.svg")
+    (axis,) = figures[0].axes
+    assert [(x, y) for _, marker, x, y in lines_of(axis) if marker == "v"] == [([5, 15], [4.0, 4.0])]
+
+
 def test_runs_with_the_same_settings_are_told_apart_by_their_folders(tmp_path, figures):
     for name, seed in (("a/0", 0), ("b/0", 0), ("b/1", 1)):
         made(tmp_path / name, f"seed={seed}")
