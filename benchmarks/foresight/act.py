@@ -1,7 +1,7 @@
 """What the named fix saves: from the state kept at the alarm, on with the fix, with nothing, and with a wrong fix.
 
 A run keeps its state at the first alarm (`forecast.action=checkpoint`). "Nothing" is the run itself; the other arms
-resume from the kept checkpoint with one override more, in the same process and on the same batches.
+resume from the kept checkpoint with its overrides, in the same process and on the same batches.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def act(case: Case) -> dict[str, Any]:
         for arm, override in (("fix", fix), ("wrong", wrong)):
             if override is not None:
                 plain = [each for each in case.overrides if not each.startswith("monitors.")]
-                overrides = (*plain, *UNWATCHED, f"resume={kept}", override)
+                overrides = (*plain, *UNWATCHED, f"resume={kept}", *override.split())
                 before = lines_until(first, alarm["step"])
                 found[f"{arm}_arm"] = outcome(case, overrides, Path(place) / arm, before)
         return found

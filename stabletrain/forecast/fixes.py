@@ -11,25 +11,26 @@ EITHER = ("qknorm", "qkclip")
 
 
 def fixes(signal: Signal, choices: Mapping[str, str], optimizer: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns overrides, best first.
+    """Returns fixes, best first; a fix is one override, or several with blanks between them.
 
     Args:
         signal: what is in trouble.
         choices: the option of each config group; empty if not known.
         optimizer: the keys of the chosen optimizer; empty if not known.
     """
-    found = []
-    for fix in signal.fix:
-        key, _, value = fix.partition("=")
-        group, _, name = key.partition(".")
-        if name:
-            if name not in optimizer or ("{" not in value and optimizer[name] == json.loads(value)):
-                continue
-            fix = fix.format(lr=f"{optimizer['lr'] / 3:.2g}") if "{lr}" in fix else fix
-        elif not helps(group, value, choices):
-            continue
-        found.append(fix)
-    return tuple(found)
+    found = [" ".join(filter(None, (fitted(word, choices, optimizer) for word in fix.split()))) for fix in signal.fix]
+    return tuple(dict.fromkeys(filter(None, found)))
+
+
+def fitted(fix: str, choices: Mapping[str, str], optimizer: Mapping[str, Any]) -> str:
+    """Returns one override with its value filled in; empty if the run already has it or would refuse it."""
+    key, _, value = fix.partition("=")
+    group, _, name = key.partition(".")
+    if not name:
+        return fix if helps(group, value, choices) else ""
+    if name not in optimizer or ("{" not in value and optimizer[name] == json.loads(value)):
+        return ""
+    return fix.format(lr=f"{optimizer['lr'] / 3:.2g}") if "{lr}" in fix else fix
 
 
 def helps(group: str, option: str, choices: Mapping[str, str]) -> bool:

@@ -17,7 +17,7 @@ def of(signal, choices, optimizer=ADAM):
 
 def test_what_the_run_does_not_have_is_offered_best_first():
     known = {"qknorm": "none", "qkclip": "none", "optimizer": "adamw"}
-    assert of("attention_logits", known) == ("qknorm=layernorm", "qkclip=kimi", "optimizer.lr=0.1")
+    assert of("attention_logits", known) == ("qknorm=layernorm optimizer.lr=0.1", "qkclip=kimi", "optimizer.lr=0.1")
     assert of("g_over_sqrt_v", known) == (
         "optimizer.betas=[0.9,0.95]",
         "optimizer=stable_adamw",
@@ -55,7 +55,7 @@ def test_every_fix_is_accepted_by_the_run_that_it_is_for():
     every = {fix for signal in SIGNALS for fix in fixes(signal, choices, ADAM)}
     assert len(every) == 10
     for fix in every:
-        with composed(fix) as cfg:
+        with composed(*fix.split()) as cfg:
             check(cfg)
     with composed() as cfg:
         default = plain(cfg.optimizer)
