@@ -121,7 +121,7 @@ def test_the_time_of_a_crossing_is_foretold() -> None:
     assert crossed == 500, "10 * 2 ** (t / 50) >= 1e4 at the look after 498.3"
     each = watched(run)
     for step, heights in zip(each.steps, each.heights, strict=True):
-        if 100 <= step < crossed:
+        if 275 <= step < crossed:
             assert heights.crossings["attention_logits", "blocks.0"] == pytest.approx(498.3, abs=1)
 
 

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.foresight.cost --steps 1000 [overrides]
 
 Times `Forecast.look` and `Forecast.add_loss`, the search along the update, and all of the monitors, in one run with the
-default looks. CPU time of the process, so other work on the machine does not count; divided by that of the loop. The last
-column is without the first look, at step 1, which a long run does not notice.
+default looks. CPU time of the process, so other work on the machine does not count; divided by that of the loop. The
+last column is without the first look, at step 1, which a long run does not notice.
 """
 
 import argparse

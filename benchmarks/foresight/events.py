@@ -18,6 +18,9 @@ SHARE, LONG = 0.5, 50
 IN_A_ROW = 5
 """Or where this many steps in a row are skipped."""
 
+OF_FP16 = ("headroom", "loss_scale")
+"""Signals that mean trouble only if the loss is scaled."""
+
 WORSE, LAST = 1.05, 100
 """A run ends worse if the mean loss of its last 100 steps is above 1.05 times that of a partner."""
 
@@ -140,9 +143,12 @@ def crossings(run: Run) -> dict[tuple[str, str], int]:
     """Returns the first look beyond the threshold by signal and place; not for those beyond it from the first look."""
     found: dict[tuple[str, str], int] = {}
     at_first: set[tuple[str, str]] = set()
+    scaled = is_scaled(run.recording)
     for number, step in enumerate(run.recording["looks"]):
         metrics = run.metrics(number)
         for signal in SIGNALS:
+            if signal.name in OF_FP16 and not scaled:
+                continue
             for place, value in signal.values(metrics).items():
                 key = signal.name, place
                 if signal.height(value) >= signal.height(signal.threshold):

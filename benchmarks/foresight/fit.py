@@ -14,7 +14,7 @@ from benchmarks.foresight.score import EARLIEST, LATEST, threshold_at
 from stabletrain.forecast.model import FEATURES, Model, features
 from stabletrain.forecast.signals import SIGNALS
 
-QUANTILE = 0.99
+QUANTILE = 0.9
 """Share of the looks of runs without trouble that lie below a signal's healthy value."""
 
 EXACT = {"ftol": 1e-14, "gtol": 1e-10, "maxiter": 10_000}

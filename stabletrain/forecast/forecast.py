@@ -18,6 +18,9 @@ from stabletrain.forecast.prediction import Prediction, text_of
 from stabletrain.forecast.series import Heights, Key, Series
 from stabletrain.forecast.signals import BY_NAME
 
+NEVER = (math.inf, -math.inf)
+"""An interval that no step is in."""
+
 KEPT = 2
 """States kept at most: those of the first and of the newest alarm."""
 
@@ -116,7 +119,7 @@ class Forecast(NoForecast):
         """Adds a look, and returns what is to be said now: nothing, or a prediction about the worst signal.
 
         There is a prediction while the probability is at least the model's alarm: once for each signal, again after a
-        horizon, and again if the crossing is no longer in the interval that was said.
+        horizon, and again if the crossing becomes known or is no longer in the interval that was said.
 
         Args:
             step: of the look.
@@ -131,7 +134,7 @@ class Forecast(NoForecast):
         if not self._is_news(found):
             return []
         known = not math.isnan(found.at)
-        self._said[found.signal] = [step, *((found.low, found.high) if known else (-math.inf, math.inf))]
+        self._said[found.signal] = [step, *((found.low, found.high) if known else NEVER)]
         return [found]
 
     def heights(self, step: int, metrics: Mapping[str, float]) -> Heights:

@@ -14,7 +14,7 @@ class Outlook:
 
     Attributes:
         probability: that the run breaks or ends worse.
-        levels, ahead: of each signal, the highest of its places; see `model.py`.
+        levels, ahead: of each signal that counts, the highest of its places; see `model.py`.
         worst: the signal and place with the highest level ahead; None if no level is above 0.
     """
 
@@ -31,6 +31,8 @@ def outlook(heights: Heights, model: Model) -> Outlook:
     worst, highest = None, (0.0, 0.0)
     for key, height in heights.now.items():
         signal, healthy = BY_NAME[key[0]], model.healthy[key[0]]
+        if not signal.counts:
+            continue
         level = signal.level(height, healthy)
         then = max(level, signal.level(heights.later.get(key, height), healthy))
         levels[signal.name] = max(level, levels.get(signal.name, 0.0))

@@ -1,11 +1,12 @@
 """The signals' values over the last looks, and their trends.
 
 Each look adds one value to the series of every signal and place. A trend is fitted over the looks since the last change
-of regime (the end of a warmup, the begin of a decay), so nothing is extrapolated across one.
+of regime (the end of a warmup, the begin of a decay), so nothing is extrapolated across one. It is extended as far
+ahead as its looks reach back, and no further than the horizon.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,10 @@ from stabletrain.forecast.trend import LEAST, LOOKS, trends
 
 SPREAD = 3
 """Looks whose median is the level of a signal: a single odd look is no trouble."""
+
+SETTLED = 2
+"""The first step whose look belongs to a trend: the look at step 1 shows the initial weights."""
+
 
 Key = tuple[str, str]
 """Name of a signal, and a place in the model."""
@@ -26,8 +31,8 @@ class Heights:
 
     Attributes:
         now: by signal and place, the median of the last looks.
-        later: at the end of the horizon if the trend goes on; only for series with a trend.
-        crossings: step at which the threshold is reached; only for series that rise to a threshold still ahead.
+        later: as far ahead as the trend is extended; only for series with a trend.
+        crossings: step at which the threshold is reached; only for series that rise to it as far as they are extended.
         slopes: change of the height a step, where there is a trend; 0 if its sign is not certain.
     """
 
@@ -114,7 +119,7 @@ class Series:
         return scale != 1.0 or "loss_scale|" in self._series
 
     def _trends(self, now: Mapping[Key, float], step: int) -> tuple[dict[Key, float], ...]:
-        """Returns heights at the end of the horizon, steps of crossing, and slopes, of the series with a trend."""
+        """Returns heights ahead, steps of crossing, and slopes, of the series with enough looks for a trend."""
         groups: dict[tuple[float, ...], list[Key]] = {}
         for key in now:
             points = self._in_regime(*key)
@@ -123,20 +128,29 @@ class Series:
         later, crossings, slopes = {}, {}, {}
         for steps, keys in groups.items():
             heights = np.array([[height for _, height in self._in_regime(*key)] for key in keys])
-            line = trends(np.array(steps), heights)
+            looks = np.array(steps)
+            lines = trends(looks, heights), trends(looks, heights, self._origin(steps))
+            reach = min(float(self.horizon), step - steps[0])
+            ahead = [line.at(step + reach) for line in lines]
+            now_slopes = [line.slope_now() for line in lines]
             for number, key in enumerate(keys):
-                slope = float(line.slope[number]) if line.low[number] > 0 else 0.0
-                height = float(line.value[number]) + slope * (step - steps[-1])
-                later[key], slopes[key] = height + slope * self.horizon, slope
+                which = int(lines[1].error[number] < lines[0].error[number])
+                line = lines[which]
+                slopes[key] = slope = float(now_slopes[which][number]) if line.low[number] > 0 else 0.0
+                later[key] = float(ahead[which][number]) if slope > 0 else float(line.value[number])
                 signal = BY_NAME[key[0]]
-                left = signal.height(signal.threshold) - height
-                if slope > 0 and left > 0:
-                    crossings[key] = step + left / slope
+                threshold = signal.height(signal.threshold)
+                if slope > 0 and line.at(step)[number] < threshold <= line.at(step + reach)[number]:
+                    crossings[key] = line.reach(number, threshold)
         return later, crossings, slopes
+
+    def _origin(self, steps: Sequence[float]) -> float:
+        """Returns the step at which the present regime began, as far as the looks tell: before the first of `steps`."""
+        return min(0.0, steps[0] - 1.0) if self._since == 0 else self._since - (steps[1] - steps[0])
 
     def _in_regime(self, name: str, place: str) -> list[list[float]]:
         """Returns the points of a series since the last change of regime."""
-        return [point for point in self._series[f"{name}|{place}"] if point[0] >= self._since]
+        return [point for point in self._series[f"{name}|{place}"] if point[0] >= max(self._since, SETTLED)]
 
     def state_dict(self) -> dict:
         """The values of the last looks."""

@@ -36,6 +36,7 @@ class Signal:
         source: of the threshold.
         falls: whether trouble lies below the threshold.
         log: whether the height is the logarithm of the value.
+        counts: whether the probability depends on it, and so what is said.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Signal:
     source: str
     falls: bool = False
     log: bool = True
+    counts: bool = True
 
     def height(self, value: float) -> float:
         """Returns the height of a value, which grows towards trouble; infinity if the value is not finite."""
@@ -157,6 +159,7 @@ SIGNALS = (
         LOWER_RATE,
         "arXiv 2601.16979: below 1 the update raises the loss of its own batch",
         falls=True,
+        counts=False,  # healthy runs stay near 1 too: docs/foresight.md
     ),
     Signal(
         "loss",

@@ -29,7 +29,7 @@ def told(forecast, series):
 
 
 def test_a_series_that_doubles_is_foretold_at_the_right_step():
-    first, *_ = told(Forecast(500, "alarm"), looks(doubling, range(25, 900, 25)))
+    first = next(each for each in told(Forecast(500, "alarm"), looks(doubling, range(50, 900, 50))) if each.at > 0)
     assert (first.signal, first.place, first.threshold) == ("attention_logits", "blocks.0", 1e4)
     assert first.step < 700, "long before"
     assert first.at == pytest.approx(CROSSING)
@@ -51,14 +51,29 @@ def test_nothing_is_extrapolated_across_the_end_of_a_warmup():
         return min(step, 400) / 400
 
     def value(step):
-        return doubling(min(step, 400))
+        return doubling(min(step, 400), start=100.0)
 
     forecast = Forecast(500, "alarm")
     found = {step: forecast.heights(step, metrics) for step, metrics in looks(value, range(25, 700, 25), rate)}
-    assert found[400].crossings[KEY] == pytest.approx(CROSSING)
+    assert found[400].crossings[KEY] == pytest.approx(100 * math.log2(100))
     assert not any(KEY in heights.crossings for step, heights in found.items() if step > 400)
-    assert KEY not in found[475].slopes, "three looks are no trend"
-    assert found[500].slopes[KEY] == 0
+    assert KEY not in found[525].slopes, "five looks are no trend"
+    assert found[550].slopes[KEY] == 0
+
+
+def test_a_trend_is_extended_as_far_as_its_looks_reach_back():
+    forecast = Forecast(10_000, "alarm")
+    found = {step: forecast.heights(step, metrics) for step, metrics in looks(doubling, range(25, 900, 25))}
+    stated = [step for step, heights in found.items() if KEY in heights.crossings]
+    assert stated == [*range(725, 900, 25)], "the last 12 looks reach 275 steps back"
+    later = found[700].later[KEY] - found[700].now[KEY]
+    assert later == pytest.approx(math.log(2) * (275 + 25) / 100), "the median of three looks is 25 steps old"
+
+
+def test_a_time_that_was_unknown_is_said_when_it_is_known():
+    found = told(Forecast(10_000, "alarm"), looks(doubling, range(25, 900, 25)))
+    assert [math.isnan(each.at) for each in found] == [True, False]
+    assert found[1].at == pytest.approx(CROSSING)
 
 
 def test_it_is_said_once_and_again_after_a_horizon():
@@ -68,15 +83,15 @@ def test_it_is_said_once_and_again_after_a_horizon():
 
 def test_it_is_said_again_if_the_crossing_leaves_the_interval_that_was_said():
     def faster(step):
-        return doubling(step) if step <= 600 else doubling(600) * 2 ** ((step - 600) / 400)
+        return doubling(step) if step <= 600 else doubling(600) * 2 ** ((step - 600) / 180)
 
-    same = told(Forecast(10_000, "alarm"), looks(doubling, range(25, 900, 25)))
-    changed = told(Forecast(10_000, "alarm"), looks(faster, range(25, 1300, 25)))
-    assert len(same) == 1
-    assert [changed[0]] == same
-    assert len(changed) > 1
-    for before, after in itertools.pairwise(changed):
-        assert after.at > before.high
+    same = told(Forecast(10_000, "alarm"), looks(doubling, range(50, 900, 50)))
+    changed = told(Forecast(10_000, "alarm"), looks(faster, range(50, 1300, 50)))
+    assert len(same) == 2, "without a time, and with it"
+    assert changed[1] == same[1]
+    assert len(changed) > 2
+    for before, after in itertools.pairwise(changed[1:]):
+        assert not before.low <= after.at <= before.high
 
 
 def test_one_odd_look_changes_nothing():
@@ -98,9 +113,9 @@ def test_a_loss_that_rises_above_its_best_is_a_signal():
 
 def test_a_look_without_a_learning_rate_is_a_look():
     forecast = Forecast(500, "alarm")
-    for step, metrics in looks(doubling, range(25, 300, 25)):
+    for step, metrics in looks(lambda step: doubling(step, every=25), range(25, 200, 25)):
         heights = forecast.heights(step, {LOGITS: metrics[LOGITS]})
-    assert heights.crossings[KEY] == pytest.approx(CROSSING)
+    assert heights.crossings[KEY] == pytest.approx(CROSSING / 4)
 
 
 @pytest.mark.parametrize("cut", [1, 5, 17, 30])

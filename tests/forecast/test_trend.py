@@ -15,6 +15,23 @@ def test_exact_lines_are_recovered():
     np.testing.assert_allclose([found.low, found.high], [[0.5, -0.25]] * 2)
 
 
+def test_powers_of_the_steps_are_lines_over_a_logarithmic_time():
+    powers = np.stack([3 * np.log(STEPS + 10), 1 - 0.5 * np.log(STEPS + 10)])
+    found = trends(STEPS, powers, origin=-10.0)
+    np.testing.assert_allclose(found.slope, [3, -0.5])
+    np.testing.assert_allclose(found.at(990), [3 * np.log(1000), 1 - 0.5 * np.log(1000)])
+    np.testing.assert_allclose(found.slope_now(), [3 / 310, -0.5 / 310])
+    assert found.reach(0, 3 * np.log(500)) == pytest.approx(490)
+    assert found.error == pytest.approx(0)
+    assert trends(STEPS, powers).error[0] > 0.1, "no straight line over the steps"
+
+
+def test_the_step_at_which_a_line_reaches_a_height():
+    found = trends(STEPS, (2 + 0.5 * STEPS)[None])
+    assert found.reach(0, 2 + 0.5 * 400) == pytest.approx(400)
+    assert found.at(400) == pytest.approx(2 + 0.5 * 400)
+
+
 def test_a_quarter_of_outliers_changes_no_line():
     line = 2 + 0.5 * STEPS
     line[[1, 6, 9]] += [1e6, -1e6, 1e6]
