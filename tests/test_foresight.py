@@ -13,12 +13,14 @@ from benchmarks.foresight.events import Run, break_of, crossings, runs_of
 from benchmarks.foresight.fit import as_json, fit, logistic
 from benchmarks.foresight.looks import Watched, watch, watched
 from benchmarks.foresight.record import Recording, record
+from benchmarks.foresight.results import results
 from benchmarks.foresight.score import false_alarms, judge, summary, threshold_at
 from benchmarks.foresight.shift import ShiftedText
 from benchmarks.foresight.store import COMMITTED, load, pack, read, shortened, write
 from benchmarks.foresight.tables import fitting_runs
 from stabletrain.data.text import Stdlib
 from stabletrain.forecast.model import FILE
+from tests.runs import ROOT
 
 NAMES = ["grad/norm", "lr", "monitors/attn_logit_max/blocks.0", "precision/loss_scale", "train/loss"]
 
@@ -237,3 +239,13 @@ def test_the_model_of_the_package_is_fitted_on_the_committed_recordings() -> Non
     wanted = (*FITTED, "hot", "tame")
     runs = watch(one for one in read(COMMITTED) if one["case"].partition("/")[0] in wanted)
     assert as_json(fit(*fitting_runs(runs))) == FILE.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_page_has_the_results_of_the_committed_recordings() -> None:
+    page = (ROOT / "docs" / "foresight.md").read_text()
+    for part in results(COMMITTED).split("\n\n"):
+        assert part.strip() in page, (
+            "put what `score` prints into docs/foresight.md"
+        )

@@ -69,10 +69,9 @@ def fit_model(folder: Path) -> None:
 
 def score(folder: Path) -> None:
     """Prints the tables."""
-    from benchmarks.foresight.looks import watch
-    from benchmarks.foresight.tables import everything
+    from benchmarks.foresight.results import results
 
-    print(everything(watch(read(folder))))
+    print(results(folder))
 
 
 def act_at_alarms(folder: Path, processes: int) -> int:

@@ -148,6 +148,7 @@ def with_intervals(scores: Scores, given: Sets, threshold: float) -> str:
     rows = []
     for text, runs, of in (
         ("fitted families: breaks", given.test, "recall_breaks"),
+        ("the same without `shift`", [each for each in given.test if each.run.family != "shift"], "recall_breaks"),
         ("fitted families: ends worse", given.test, "recall_worse"),
         ("held-out families: breaks", given.held_out, "recall_breaks"),
         ("held-out families: ends worse", given.held_out, "recall_worse"),

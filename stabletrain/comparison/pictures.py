@@ -116,7 +116,8 @@ def draw_losses(runs: Sequence[Run], file: Path) -> None:
             at_top = {"transform": axis.get_xaxis_transform(), "color": line.get_color()}
             axis.plot(skipped[~finite], np.full((~finite).sum(), 0.97), "x", ms=3, **at_top)
             if told := [each["step"] for each in run.forecasts if len(steps)]:
-                axis.plot(told, np.interp(told, steps, smooth(losses)), "v", ms=6, color=line.get_color())
+                marked = {"ms": 7, "color": line.get_color(), "mec": "black", "zorder": 3}
+                axis.plot(told, np.interp(told, steps, smooth(losses)), "v", **marked)
             if run.status == "halted":
                 axis.axvline(run.steps, lw=0.8, color=line.get_color())
             for steps, losses in run.abandoned("train/loss"):
