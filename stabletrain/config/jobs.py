@@ -71,8 +71,11 @@ def run_as_job(arguments: Arguments, config_dir: Path, job: Callable[[DictConfig
 
 
 @contextmanager
-def composed(arguments: Arguments, config_dir: Path) -> Generator[DictConfig, None, None]:
-    """Context that yields a command line's configuration, with Hydra's globals as inside a job. Writes nothing.
+def composed(arguments: Arguments, config_dir: Path) -> Generator[tuple[DictConfig, dict[str, str]], None, None]:
+    """Context with Hydra's globals as inside a job; writes nothing.
+
+    Yields:
+        the configuration of a command line, and the option of each config group.
 
     Raises:
         ConfigError: the configuration cannot be composed.
@@ -84,7 +87,7 @@ def composed(arguments: Arguments, config_dir: Path) -> Generator[DictConfig, No
             HydraConfig.instance().set_config(cfg)
             with open_dict(cfg):
                 del cfg["hydra"]
-            yield cfg
+            yield cfg, {group: str(option) for group, option in HydraConfig.get().runtime.choices.items()}
     finally:
         HydraConfig.instance().cfg = before
 

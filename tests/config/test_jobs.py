@@ -12,8 +12,8 @@ from tests.runs import CONF
 
 def test_a_composition_has_the_choices_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with composed(parse_arguments(["qknorm=rmsnorm", "steps=7"]), CONF) as cfg:
-        assert (cfg.steps, HydraConfig.get().runtime.choices["qknorm"]) == (7, "rmsnorm")
+    with composed(parse_arguments(["qknorm=rmsnorm", "steps=7"]), CONF) as (cfg, choices):
+        assert (cfg.steps, choices["qknorm"], HydraConfig.get().runtime.choices["qknorm"]) == (7, "rmsnorm", "rmsnorm")
     assert not HydraConfig.initialized()
     assert not GlobalHydra.instance().is_initialized()
     assert [*tmp_path.iterdir()] == []
