@@ -6,11 +6,13 @@ state, a run folder for each arm, `whatif.json` and `whatif.html`. The same comm
 
 import fcntl
 import json
+import math
 import os
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypedDict
 
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError, Interrupted
@@ -35,6 +37,16 @@ FEWEST = LEAST * LEAST
 """Batches below which a difference has no interval."""
 
 FIRST_HEAT = "first_heat.json"
+"""In the folder of a what-if: how its first heat ended."""
+
+
+class FirstHeat(TypedDict):
+    """The content of that file: what was asked for, and which arms go on."""
+
+    stop: int
+    best: int
+    arms: list[str]
+    going: list[str]
 
 
 @dataclass(frozen=True)
@@ -171,7 +183,7 @@ def run(planned: Plan, asked: Asked) -> Found:
     # With a single arm left there is nothing to compare, and whether it relapses is still worth knowing.
     say(f"\nsecond heat, to step {later[0]:,}: {', '.join(going)}", flush=True)
     arms = [arm for arm in planned.arms if arm.name in going]
-    # Batches that did not choose the arms of this heat compare them.
+    # Later batches than those that chose the arms. An arm that skipped data has read some of them in the first heat.
     final = heat(planned, starts, facts, arms, later[0], first, asked.jobs)
     out = [each for each in ranking.places if each.outcome.arm.name not in going]
     if final.reference:
@@ -199,7 +211,10 @@ def heat(
 
     run_legs(legs, jobs, told)
     outcomes = [read_outcome(leg.arm, leg.folder, facts, stop) for leg in legs]
-    return rank(outcomes, position(compared, facts.skipped))
+    first_loss = facts.first_loss
+    if math.isnan(first_loss):  # at step 0 the run has learnt nothing yet: take the first batch that an arm has read
+        first_loss = next((loss for each in outcomes for _, loss in sorted(each.losses.items())[:1]), math.nan)
+    return rank(outcomes, position(compared, facts.skipped), first_loss)
 
 
 def ending(outcome: Outcome) -> str:
@@ -214,12 +229,10 @@ def going_on(folder: Path, ranking: Ranking, stop: int, count: int) -> list[str]
     """Returns the arms of the second heat. They are recorded: a what-if that goes on must not choose others."""
     file, arms = folder / FIRST_HEAT, sorted(each.outcome.arm.name for each in ranking.places)
     asked = {"stop": stop, "best": count, "arms": arms}
-    try:
-        known = read_record(file, dict[str, object])
-    except DamagedFile:
-        known = {}
-    if {key: known.get(key) for key in asked} == asked and isinstance(known.get("going"), list):
-        return [str(name) for name in known["going"] if name in arms]  # ty: ignore[not-iterable]
+    with suppress(DamagedFile):
+        known: dict[str, Any] = dict(read_record(file, FirstHeat))
+        if {key: known[key] for key in asked} == asked and {*known["going"]} <= {*arms}:
+            return known["going"]
     going = finalists(ranking, count)
     replace(file, json.dumps({**asked, "going": going}, indent=2) + "\n")
     return going

@@ -33,19 +33,28 @@ class Facts:
         step, tick: steps done, and executed, by then.
         seconds: training time by then.
         skipped: data positions `[start, stop)` that were skipped by then.
+        first_loss: mean loss of the run's first updates; NaN at step 0.
     """
 
     step: int
     tick: int
     seconds: float
     skipped: Sequence[Sequence[int]]
+    first_loss: float = math.nan
 
 
 def facts_of(checkpoint: Checkpoint) -> Facts:
     """Returns the facts of a checkpoint."""
     tree = checkpoint.load()
     history: Mapping[str, Any] = tree["parts"]["history"]
-    return Facts(tree["step"], tree.get("tick", tree["step"]), float(history.get("seconds", 0.0)), tree["skipped"])
+    first = [loss for loss in history.get("first_losses", []) if math.isfinite(loss)]
+    return Facts(
+        tree["step"],
+        tree.get("tick", tree["step"]),
+        float(history.get("seconds", 0.0)),
+        tree["skipped"],
+        sum(first) / len(first) if first else math.nan,
+    )
 
 
 @dataclass(frozen=True)
@@ -93,11 +102,6 @@ class Outcome:
     def reason(self) -> str:
         """Why it broke, without the step."""
         return self.broke.removeprefix(f"step {self.step}: ")
-
-    @property
-    def tier(self) -> int:
-        """0 if it held, 1 if the trouble came back, 2 if it broke."""
-        return 2 if self.broke else 1 if self.came_back else 0
 
     def after(self, place: int) -> dict[int, float]:
         """Returns the losses of the batches from a position of the data on."""

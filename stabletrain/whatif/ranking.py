@@ -4,10 +4,13 @@ The losses of two arms are compared on the batches that both have read after the
 differences are to `nothing`, or to the arm with the lowest validation loss if `nothing` broke. An arm whose difference
 to the first one has an interval with 0 in it is not told apart from it. Of the arms that are not told apart, `nothing`
 is taken if it is among them, else the first.
+
+A loss can also jump without a step that the guard skips, and stay there. So the trouble has come back as well if an arm
+has lost more than a tenth of what the best arm has learnt.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stabletrain.whatif.arms import NOTHING
@@ -17,6 +20,12 @@ from stabletrain.whatif.statistics import Interval, paired
 HELD, CAME_BACK, BROKE = range(3)
 """The tiers."""
 
+NO_INTERVAL = Interval(math.nan, -math.inf, math.inf, 0)
+
+
+SHARE = 0.1
+"""Share of what the best arm has learnt by which an arm that held may be worse."""
+
 
 @dataclass(frozen=True)
 class Ranked:
@@ -24,15 +33,22 @@ class Ranked:
 
     Attributes:
         outcome: how it ended.
+        trouble: what shows that the trouble came back; empty if nothing does.
         difference: of its losses to those of the reference, in nats per target; negative is better.
         behind: of its losses to those of the first arm.
         tied: whether it is not told apart from the first arm, or is the first.
     """
 
     outcome: Outcome
+    trouble: str
     difference: Interval
     behind: Interval
     tied: bool
+
+    @property
+    def tier(self) -> int:
+        """`HELD`, `CAME_BACK` or `BROKE`."""
+        return BROKE if self.outcome.broke else CAME_BACK if self.trouble else HELD
 
 
 @dataclass(frozen=True)
@@ -61,13 +77,13 @@ class Ranking:
             return "No arm holds: each of them broke."
         first = next(each for each in self.places if each.outcome.arm.name == self.winner)
         others = [name for name in self.tied if name != self.winner]
-        came_back = f", although its trouble came back ({first.outcome.came_back})" if first.outcome.came_back else ""
+        came_back = f", although its trouble came back ({first.trouble})" if first.trouble else ""
         if others:
             return f"Too close to call: {', '.join([self.winner, *others])}. Taken: {self.winner}{came_back}."
         if len([each for each in self.places if not each.outcome.broke]) == 1:
             return f"{self.winner} is the only arm that holds{came_back}."
         second = self.places[1]
-        ahead = "" if second.outcome.tier > first.outcome.tier else lead(second)
+        ahead = "" if second.tier > first.tier else lead(second)
         return f"{self.winner} is best{ahead}{came_back}."
 
 
@@ -77,34 +93,66 @@ def lead(second: Ranked) -> str:
     return f", ahead of {second.outcome.arm.name} by {mean:.4f} ({low:.4f} to {high:.4f})"
 
 
-def rank(outcomes: Sequence[Outcome], place: int) -> Ranking:
+def rank(outcomes: Sequence[Outcome], place: int, first_loss: float = math.nan) -> Ranking:
     """Ranks arms.
 
     Args:
         outcomes: of the arms.
         place: position in the data from which on batches are compared.
+        first_loss: of the run's first steps, from which on it has learnt; NaN if not known.
     """
     losses = {each.arm.name: each.after(place) for each in outcomes}
-    alive = [each for each in outcomes if each.tier < BROKE]
+    alive = [each for each in outcomes if not each.broke]
     if not alive:
-        none = Interval(math.nan, -math.inf, math.inf, 0)
-        return Ranking(tuple(Ranked(each, none, none, False) for each in outcomes), "", "")
+        return Ranking(tuple(Ranked(each, "", NO_INTERVAL, NO_INTERVAL, False) for each in outcomes), "", "")
     reference = reference_of(alive)
     differences = {each.arm.name: paired(losses[each.arm.name], losses[reference]) for each in outcomes}
+    lost = too_high({each.arm.name: differences[each.arm.name].mean for each in alive}, losses, first_loss)
+    found = [
+        Ranked(
+            each,
+            ", ".join(filter(None, (each.came_back, lost.get(each.arm.name)))),
+            differences[each.arm.name],
+            NO_INTERVAL,
+            False,
+        )
+        for each in outcomes
+    ]
 
-    def key(each: Outcome) -> tuple[int, float]:
-        mean = differences[each.arm.name].mean
-        return each.tier, math.inf if math.isnan(mean) else mean
+    def key(each: Ranked) -> tuple[int, float]:
+        return each.tier, math.inf if math.isnan(each.difference.mean) else each.difference.mean
 
-    order = sorted(outcomes, key=key)
+    order = sorted(found, key=key)
     first = order[0]
     places = []
     for each in order:
-        behind = paired(losses[each.arm.name], losses[first.arm.name])
+        behind = paired(losses[each.outcome.arm.name], losses[first.outcome.arm.name])
         tied = each is first or (each.tier == first.tier and not behind.excludes_zero)
-        places.append(Ranked(each, differences[each.arm.name], behind, tied))
+        places.append(replace(each, behind=behind, tied=tied))
     names = [each.outcome.arm.name for each in places if each.tied]
-    return Ranking(tuple(places), reference, NOTHING if NOTHING in names else first.arm.name)
+    return Ranking(tuple(places), reference, NOTHING if NOTHING in names else first.outcome.arm.name)
+
+
+def too_high(
+    means: Mapping[str, float], losses: Mapping[str, Mapping[int, float]], first_loss: float
+) -> dict[str, str]:
+    """Returns the arms that are worse than the best by more than `SHARE` of what that has learnt, and by how much.
+
+    Args:
+        means: by arm, the difference of its losses to those of the reference.
+        losses: by arm and position in the data.
+        first_loss: see `rank`.
+    """
+    known = {name: mean for name, mean in means.items() if math.isfinite(mean)}
+    if not known or not math.isfinite(first_loss):
+        return {}
+    best = min(known, key=known.__getitem__)
+    learnt = first_loss - sum(losses[best].values()) / len(losses[best])
+    return {
+        name: f"loss {mean - known[best]:.3g} above the best"
+        for name, mean in known.items()
+        if name != best and mean - known[best] > SHARE * max(learnt, 0.0)
+    }
 
 
 def reference_of(alive: Sequence[Outcome]) -> str:
@@ -112,7 +160,7 @@ def reference_of(alive: Sequence[Outcome]) -> str:
     names = [each.arm.name for each in alive]
     if NOTHING in names:
         return NOTHING
-    return min(alive, key=lambda each: (each.tier, math.inf if math.isnan(each.val_loss) else each.val_loss)).arm.name
+    return min(alive, key=lambda each: math.inf if math.isnan(each.val_loss) else each.val_loss).arm.name
 
 
 def to_reference(ranked: Ranked, reference: Outcome, place: int) -> Ranked:

@@ -83,7 +83,7 @@ def ended(each: Ranked) -> str:
     outcome = each.outcome
     if outcome.broke:
         return f"broke at step {outcome.step:,}: {outcome.reason}"
-    return f"came back: {outcome.came_back}" if outcome.came_back else f"held to step {outcome.step:,}"
+    return f"came back: {each.trouble}" if each.trouble else f"held to step {outcome.step:,}"
 
 
 def signed(value: float) -> str:
@@ -126,8 +126,8 @@ def about_table(found: Found) -> list[str]:
     if not reference:
         return []
     lines = [
-        f"loss: mean difference to {reference} on the same batches, those of steps {found.compared + 1:,} to "
-        f"{found.heats[-1]:,}, in nats per target; below 0 is better"
+        f"loss: mean difference to {reference} on the same batches, those that follow step {found.compared:,}, in nats "
+        "per target; below 0 is better"
     ]
     if found.out:
         lines.append(f"arms without a number ended with the first heat, at step {found.heats[0]:,}")
@@ -180,7 +180,7 @@ def arm_json(number: int | None, each: Ranked) -> dict[str, Any]:
         "folder": str(outcome.folder),
         "step": outcome.step,
         "broke": outcome.broke or None,
-        "came_back": outcome.came_back or None,
+        "came_back": each.trouble or None,
         "skips": outcome.skips,
         "rollbacks": outcome.rollbacks,
         "forecasts": list(outcome.forecasts),

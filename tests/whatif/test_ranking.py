@@ -46,6 +46,16 @@ def test_an_arm_whose_trouble_came_back_ranks_below_one_that_held():
     assert ended("many", skips=2).came_back == "2 skips"
 
 
+def test_an_arm_that_lost_what_was_learnt_has_not_held():
+    # Without a skipped step: its loss jumped by less than the guard takes for a spike, and stayed there.
+    outcomes = [ended("nothing", 3.0, rollbacks=1), ended("jumped", 3.5), ended("lower", 3.1)]
+    assert names(rank(outcomes, 0)) == ["lower", "jumped", "nothing"]
+    found = rank(outcomes, 0, first_loss=6.0 + NOISE.mean())  # the best has learnt 3: a tenth of it is 0.3
+    assert names(found) == ["lower", "nothing", "jumped"]
+    assert [each.trouble for each in found.places] == ["", "1 rollback", "loss 0.5 above the best"]
+    assert names(rank([ended("nothing", 9.0), ended("a", 8.0)], 0, first_loss=5.0)) == ["a", "nothing"]
+
+
 def test_arms_that_are_not_told_apart_are_a_tie_and_nothing_is_taken():
     found = rank([ended("nothing"), ended("a", 1.98, wobble=0.5), ended("b", 2.5)], 0)
     assert found.tied == ["a", "nothing"]
