@@ -19,6 +19,7 @@ from stabletrain.errors import ConfigError, Interrupted
 from stabletrain.parallel.ranks import current_ranks
 from stabletrain.printable import one_line, say
 from stabletrain.stored.json_files import DamagedFile, read_record
+from stabletrain.stored.run_json import RUN
 from stabletrain.tracking.metrics import replace
 from stabletrain.whatif.arms import Arm, catalogue, chosen, own_arm, with_fixes
 from stabletrain.whatif.base import Base, read_base
@@ -121,6 +122,11 @@ def plan(asked: Asked) -> Plan:
     trouble = find_trouble(target, named)
     origin = find_origin(read_base(target.run, trouble.first).guarded_at, target.run, trouble, named)
     base = read_base(target.run, origin.step)
+    reached = base.record.get("final", {}).get("steps")
+    if isinstance(reached, int) and origin.step > reached:
+        raise ConfigError(
+            f"--from step-{origin.step}: {target.run} ended after step {reached}; fix: --from step-<at most {reached}>"
+        )
     if origin.step + FEWEST > base.total:
         raise ConfigError(
             f"the arms would start after step {origin.step}, and the run ends at step {base.total}: too few steps are "
@@ -260,7 +266,8 @@ def opening(planned: Plan, asked: Asked) -> str:
         price += f", second at most {most} x {longer:,} = {most * longer:,} steps"
         total += most * longer
     again = f"{origin.steps:,} steps to compute the state, " if origin.steps else ""
-    lines.append(f"price    {again}{price}{duration(base, total, asked.jobs)}")
+    done = "; what an earlier call has done is kept" if (planned.folder / "start" / RUN).exists() else ""
+    lines.append(f"price    {again}{price}{duration(base, total, asked.jobs)}{done}")
     return "\n".join(one_line(line) for line in lines)
 
 

@@ -1,12 +1,12 @@
-"""Ranks the arms: those that held, those whose trouble came back, those that broke; within each by paired loss.
+"""Ranks the arms: those that held, those that did not, those that broke; within each by paired loss.
 
 The losses of two arms are compared on the batches that both have read after the trouble (`statistics.py`). The
 differences are to `nothing`, or to the arm with the lowest validation loss if `nothing` broke. An arm whose difference
 to the first one has an interval with 0 in it is not told apart from it. Of the arms that are not told apart, `nothing`
 is taken if it is among them, else the first.
 
-A loss can also jump without a step that the guard skips, and stay there. So the trouble has come back as well if an arm
-has lost more than a tenth of what the best arm has learnt.
+An arm has not held if the trouble came back. A loss can also jump without a step that the guard skips, and stay there.
+So an arm has not held either if its loss is above the best by more than a tenth of what the best arm has learnt.
 """
 
 import math
@@ -17,14 +17,14 @@ from stabletrain.whatif.arms import NOTHING
 from stabletrain.whatif.outcome import Outcome
 from stabletrain.whatif.statistics import Interval, paired
 
-HELD, CAME_BACK, BROKE = range(3)
+HELD, NOT_HELD, BROKE = range(3)
 """The tiers."""
 
 NO_INTERVAL = Interval(math.nan, -math.inf, math.inf, 0)
 
 
 SHARE = 0.1
-"""Share of what the best arm has learnt by which an arm that held may be worse."""
+"""Share of what the best arm has learnt by which an arm that has held may be worse."""
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,28 @@ class Ranked:
 
     Attributes:
         outcome: how it ended.
-        trouble: what shows that the trouble came back; empty if nothing does.
+        behind_best: how far its loss is above that of the best arm, in words, if it has lost what was learnt.
         difference: of its losses to those of the reference, in nats per target; negative is better.
         behind: of its losses to those of the first arm.
         tied: whether it is not told apart from the first arm, or is the first.
     """
 
     outcome: Outcome
-    trouble: str
+    behind_best: str
     difference: Interval
     behind: Interval
     tied: bool
 
     @property
     def tier(self) -> int:
-        """`HELD`, `CAME_BACK` or `BROKE`."""
-        return BROKE if self.outcome.broke else CAME_BACK if self.trouble else HELD
+        """`HELD`, `NOT_HELD` or `BROKE`."""
+        return BROKE if self.outcome.broke else NOT_HELD if self.trouble else HELD
+
+    @property
+    def trouble(self) -> str:
+        """Why an arm that did not break has not held; empty if it has."""
+        came_back = f"came back: {self.outcome.came_back}" if self.outcome.came_back else ""
+        return "; ".join(filter(None, (came_back, self.behind_best)))
 
 
 @dataclass(frozen=True)
@@ -77,20 +83,20 @@ class Ranking:
             return "No arm holds: each of them broke."
         first = next(each for each in self.places if each.outcome.arm.name == self.winner)
         others = [name for name in self.tied if name != self.winner]
-        came_back = f", although its trouble came back ({first.trouble})" if first.trouble else ""
+        came_back = f", although it has not held ({first.trouble})" if first.trouble else ""
         if others:
             return f"Too close to call: {', '.join([self.winner, *others])}. Taken: {self.winner}{came_back}."
         if len([each for each in self.places if not each.outcome.broke]) == 1:
             return f"{self.winner} is the only arm that holds{came_back}."
-        second = self.places[1]
-        ahead = "" if second.tier > first.tier else lead(second)
+        later = (lead(each) for each in self.places if not each.tied and 0 < each.behind.low < math.inf)
+        ahead = next(later, "")
         return f"{self.winner} is best{ahead}{came_back}."
 
 
-def lead(second: Ranked) -> str:
-    """Says how far the second arm is behind the first."""
-    mean, low, high, _ = second.behind
-    return f", ahead of {second.outcome.arm.name} by {mean:.4f} ({low:.4f} to {high:.4f})"
+def lead(next_one: Ranked) -> str:
+    """Says how far an arm is behind the first."""
+    mean, low, high, _ = next_one.behind
+    return f", ahead of {next_one.outcome.arm.name} by {mean:.4f} ({low:.4f} to {high:.4f})"
 
 
 def rank(outcomes: Sequence[Outcome], place: int, first_loss: float = math.nan) -> Ranking:
@@ -111,7 +117,7 @@ def rank(outcomes: Sequence[Outcome], place: int, first_loss: float = math.nan) 
     found = [
         Ranked(
             each,
-            ", ".join(filter(None, (each.came_back, lost.get(each.arm.name)))),
+            lost.get(each.arm.name, ""),
             differences[each.arm.name],
             NO_INTERVAL,
             False,

@@ -83,7 +83,7 @@ def ended(each: Ranked) -> str:
     outcome = each.outcome
     if outcome.broke:
         return f"broke at step {outcome.step:,}: {outcome.reason}"
-    return f"came back: {each.trouble}" if each.trouble else f"held to step {outcome.step:,}"
+    return each.trouble or f"held to step {outcome.step:,}"
 
 
 def signed(value: float) -> str:
@@ -180,7 +180,8 @@ def arm_json(number: int | None, each: Ranked) -> dict[str, Any]:
         "folder": str(outcome.folder),
         "step": outcome.step,
         "broke": outcome.broke or None,
-        "came_back": each.trouble or None,
+        "came_back": outcome.came_back or None,
+        "behind_best": each.behind_best or None,
         "skips": outcome.skips,
         "rollbacks": outcome.rollbacks,
         "forecasts": list(outcome.forecasts),

@@ -174,6 +174,7 @@ def test_a_list_says_of_every_arm_why_and_writes_nothing(run, capsys):
         (["--jobs", "0"], "--jobs 0 is below 1; fix: --jobs 1 or more"),
         (["--from", "soon"], "--from soon is not a step; fix: write --from step-500"),
         (["--from", "step-150"], "the arms would start after step 150, and the run ends at step 160"),
+        (["--from", "step-200"], "--from step-200: "),
         (["--arms", "lr_haf"], "--arms lr_haf: there is no such arm; did you mean lr_half?"),
         (["seed=1"], "seed=1: an arm cannot change seed: the arms read identical batches; fix: leave it out"),
         (["optimizer.lr=fast"], "the arm optimizer.lr=fast does not apply: optimizer.lr=fast is not a number"),

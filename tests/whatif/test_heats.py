@@ -142,6 +142,15 @@ def test_the_outcome_knows_which_batch_a_step_read(shared_run, tmp_path):
     assert max(read_outcome(mine.arm, mine.folder, START, 70).losses) == 69
 
 
+def test_the_loss_of_a_skipped_step_does_not_count(shared_run, tmp_path):
+    mine = leg(shared_run, tmp_path / "arm", 100, Arm("guard", ("guard=skip",)))
+    ended([mine])
+    found = read_outcome(mine.arm, mine.folder, START, 100)
+    skipped = {step - 1 for step in found.run.skips}
+    assert skipped >= {91, 92, 93}
+    assert found.losses.keys() == {*range(60, 100)} - skipped
+
+
 @pytest.mark.slow
 def test_several_at_once_are_the_same_as_one_after_the_other(shared_run, tmp_path):
     arms = [Arm("nothing"), SLOWER, Arm("zclip", ("clipping=zclip",))]

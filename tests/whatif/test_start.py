@@ -80,6 +80,11 @@ def test_a_state_that_was_not_kept_is_computed_again_bit_for_bit(shared_run, tmp
     assert prepare(read_base(shared_run, 80), origin, tmp_path / "whatif").path.stat().st_mtime_ns == written
 
 
+def test_a_repetition_stops_at_the_step(shared_run, tmp_path):
+    start = prepare(read_base(shared_run, 47), find_origin(EVERY, shared_run, TROUBLE, 47), tmp_path / "whatif")
+    assert (start.step, start.load()["tick"]) == (47, 47)
+
+
 def test_a_repetition_that_comes_out_differently_is_refused(run, tmp_path):
     file = run / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
