@@ -162,9 +162,8 @@ def whatif(asked: Asked) -> None:
     with locked(planned.folder):
         try:
             found = run(planned, asked)
-        except Interrupted as error:
-            say("the what-if is not over: the same command goes on with it")
-            raise error from None
+        except Interrupted:
+            raise Interrupted("the what-if was stopped, its states are saved; fix: type it again", saved=True) from None
     say(f"\n{table(rows(found))}\n")
     for line in (*about_table(found), found.ranking.verdict):
         say(one_line(line))

@@ -138,7 +138,7 @@ def run_processes(legs: Sequence[Leg], jobs: int, told: Callable[[Leg], None]) -
     if failed:
         raise StabletrainError(f"{'; '.join(failed)}; what it printed is above; fix: leave it out with --arms")
     if request.name:
-        raise Interrupted(f"{request.name}: the what-if was stopped, the states are saved", saved=True)
+        raise Interrupted(f"{request.name}: the arms were stopped", saved=True)
 
 
 def in_process(leg: Leg) -> None:

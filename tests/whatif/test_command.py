@@ -5,13 +5,14 @@ import math
 import re
 import shlex
 import shutil
+import signal
 
 import pytest
 
 import stabletrain
 from stabletrain.cli.commands import main
 from stabletrain.tracking.metrics import read_jsonl
-from stabletrain.whatif import command
+from stabletrain.whatif import command, heats
 from stabletrain.whatif.ranking import finalists, rank
 from tests.comparison.browser import browser, opened
 from tests.runs import python
@@ -204,6 +205,21 @@ def test_two_at_once_are_refused(run, capsys):
     with command.locked(folder_of(run)):
         assert typed(run, "--arms", "lr_half") == 2
     assert "another process runs this what-if; fix: wait for it" in capsys.readouterr().err
+
+
+def test_a_signal_ends_it_with_the_states_saved_and_the_code_of_an_interrupted_run(run, capsys, monkeypatch):
+    reached = heats.Reached.__call__
+
+    def signalled(self, job):
+        if job.state.step == 90:
+            signal.raise_signal(signal.SIGTERM)
+        return reached(self, job)
+
+    monkeypatch.setattr(heats.Reached, "__call__", signalled)
+    assert typed(run, "--arms", "lr_half", *TYPED) == 75
+    assert "stabletrain: the what-if was stopped, its states are saved; fix: type it again" in capsys.readouterr().err
+    assert (folder_of(run) / "nothing" / "checkpoints").is_dir()
+    assert not (folder_of(run) / "whatif.json").exists()
 
 
 @pytest.mark.slow
