@@ -280,8 +280,9 @@ def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
 
 def whatif(chosen: argparse.Namespace) -> None:
     """Tries fixes for a run's trouble, and prints their ranking."""
-    from stabletrain.whatif.command import Asked, listing
     from stabletrain.whatif.command import whatif as run
+    from stabletrain.whatif.opening import listing
+    from stabletrain.whatif.plan import Asked
 
     start = None
     if chosen.start is not None:

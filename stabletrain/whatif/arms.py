@@ -6,7 +6,7 @@
 | skip | the data of the trouble is never read (an edited copy of the state, see `start.py`) |
 | lr_half, lr_fifth | `optimizer.lr` x 0.5, x 0.2, until the end of the run |
 | rewarmup | a warmup of twice the steps done: about half the rate at the start, the whole rate at its end |
-| clip, zclip | a third of `clipping.max_norm`; clipping of outliers |
+| clip, zclip | `clipping.max_norm` x 0.3; clipping of outliers |
 | qknorm, qkclip, zloss, softcap | the option of that group |
 | beta2, stable_adamw | the second moment forgets within 20 steps; AdamW that clips updates |
 | moments | moments and step counters start at 0 (an edited copy of the state) |
@@ -125,7 +125,7 @@ def rewarmup(choices: Mapping[str, str], values: Mapping[str, Any], step: int) -
 
 
 def tighter(values: Mapping[str, Any]) -> Arm:
-    """A third of the bound on the gradient norm; clipping of the norm if the run has no such bound."""
+    """A tighter bound on the gradient norm; clipping of the norm if the run has no such bound."""
     bound = values.get("clipping.max_norm")
     if isinstance(bound, int | float):
         return Arm("clip", (f"clipping.max_norm={bound * TIGHTER:.4g}",))
