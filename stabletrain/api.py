@@ -6,20 +6,20 @@ stabletrain.compare(["outputs", "multirun"])                   # a pandas.DataFr
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from stabletrain.cli.sweep.plan import ANSWERS, finished_run, hydra
+from stabletrain.cli.sweep.plan import ANSWERS, finished_run
 from stabletrain.cli.train import build_and_train, record_failure
 from stabletrain.comparison.pages.at_end import write_if_missing
 from stabletrain.config.arguments import SWEEP, Arguments, check_folders, job_overrides, parse_arguments, resolve_resume
 from stabletrain.config.checks import check
-from stabletrain.config.error_texts import explain, unknown_option
+from stabletrain.config.error_texts import unknown_option
+from stabletrain.config.jobs import run_as_job
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.machine.signals import NoStopRequest
 from stabletrain.parallel.ranks import current_ranks
@@ -84,34 +84,14 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
 
 def job_of(arguments: Arguments, conf: Path) -> Result:
     """Runs a command line as a job of Hydra, whose global state is the same afterwards."""
-    errors: list[Exception] = []
-    folders: list[Path] = []
 
-    def job(cfg: DictConfig) -> None:
-        folders.append(Path(HydraConfig.get().runtime.output_dir))
-        try:
-            train_or_skip(cfg, folders[0])
-        except Exception as error:  # kept from Hydra, which would print it
-            errors.append(error)
+    def job(cfg: DictConfig, folder: Path) -> None:
+        with suppress(TrainingHalted):  # a result, which the record has
+            train_or_skip(cfg, folder)
 
-    before = GlobalHydra.instance().hydra  # of a program that uses Hydra itself
-    try:
-        with hydra(arguments, conf) as name:
-            started = GlobalHydra.instance().hydra
-            assert started is not None
-            started.run(name, job, arguments.overrides, with_log_configuration=False)
-    except ConfigError:
-        raise
-    except Exception as error:
-        if (message := explain(error, conf, arguments)) is None:
-            raise
-        raise ConfigError(message) from error
-    finally:
-        GlobalHydra.instance().hydra = before
-    if errors and not isinstance(errors[0], TrainingHalted):
-        raise errors[0]
-    record = RunFolder(folders[0]).read()
-    return Result(record["status"], record["final"], folders[0], record["reason"])
+    folder = run_as_job(arguments, conf, job)
+    record = RunFolder(folder).read()
+    return Result(record["status"], record["final"], folder, record["reason"])
 
 
 def train_or_skip(cfg: DictConfig, folder: Path) -> None:

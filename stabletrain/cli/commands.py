@@ -9,6 +9,7 @@ stabletrain losses <runs> <file>                plot the runs' training losses, 
 stabletrain diagnose <run>                      list a run's incidents: where, why, and how to fix them
 stabletrain forecast <run>                      foretell from a run's monitors what breaks, when, and the fix
 stabletrain replay <incident> [key=value ...]   replay an incident's step, unchanged or with a fix
+stabletrain whatif <run>                        try fixes from the state before a run's trouble, and rank them
 stabletrain sync [<runs>]                       upload offline runs to Weights & Biases
 stabletrain wandb-report <entity/project>       write a W&B report that compares a project's runs
 """
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("diagnose", "list a run's incidents: where, why, and how to fix them", add_diagnose_arguments, diagnose),
         ("forecast", "foretell from a run's monitors what breaks, when, and the fix", add_forecast_arguments, forecast),
         ("replay", "replay an incident's step, unchanged or with a fix", add_replay_arguments, replay),
+        ("whatif", "try fixes from before a run's trouble, and rank them", add_whatif_arguments, whatif),
         ("sync", "upload offline runs to Weights & Biases", wandb_sync.add_arguments, wandb_sync.run),
         (
             *("wandb-report", "write a W&B report that compares a project's runs"),
@@ -66,7 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = f"commands: {', '.join(commands.choices)}"
         wrong = f"{first}: there is no such command{did_you_mean(first, commands.choices)}"
         parser.error(printable(f"{wrong if first else 'a command is missing'}\n{known}"))
-    chosen = parser.parse_args(typed)
+    chosen, more = parser.parse_known_args(typed)
+    if more and not (chosen.command == "whatif" and all("=" in word and word[0] != "-" for word in more)):
+        parser.error(printable(f"unrecognized arguments: {' '.join(more)}"))
+    chosen.more = more  # argparse takes no arms of the user's own after an option
     try:
         chosen.do(chosen)
     except StabletrainError as error:
@@ -242,6 +247,54 @@ def replay(chosen: argparse.Namespace) -> None:
 
     found = replay_incident(chosen.incident, chosen.overrides, chosen.config_dir)
     say(json.dumps(found.as_json(), indent=2) if chosen.json else found)
+
+
+def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `whatif`."""
+    parser.description = (
+        "Resumes the state before a trouble with several changes, on the same batches, and ranks them. What lowers the "
+        "learning rate lowers it to the end of the run. The same command goes on with an interrupted what-if."
+    )
+    parser.add_argument("run", type=Path, help="a run folder, one of its incidents, or one of its checkpoints")
+    parser.add_argument(
+        "own", nargs="*", metavar="key=value[,key=value...]", help="an arm of your own: overrides that go together"
+    )
+    parser.add_argument("--arms", metavar="NAME,NAME...", help="the arms to run (default: all that apply)")
+    parser.add_argument("--list", action="store_true", help="print every arm, and why it applies or does not")
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="STEP",
+        help="step-500 or 500: the state to start from (default: the newest "
+        "healthy one before the trouble; computed again if it was not kept)",
+    )
+    parser.add_argument(
+        "--past", type=int, default=100, help="steps after the trouble to which all arms run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=300, help="steps that the best go on, 0 for none (default: %(default)s)"
+    )
+    parser.add_argument("--best", type=int, default=3, help="number of arms that go on (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of arms that run at once (default: %(default)s)")
+
+
+def whatif(chosen: argparse.Namespace) -> None:
+    """Tries fixes for a run's trouble, and prints their ranking."""
+    from stabletrain.whatif.command import whatif as run
+    from stabletrain.whatif.opening import listing
+    from stabletrain.whatif.plan import Asked
+
+    start = None
+    if chosen.start is not None:
+        number = chosen.start.removeprefix("step-")
+        if not number.isdecimal():
+            raise ConfigError(f"--from {chosen.start} is not a step; fix: write --from step-500, or --from 500")
+        start = int(number)
+    names = None if chosen.arms is None else [name for name in chosen.arms.split(",") if name]
+    asked = Asked(
+        chosen.run, start, names, [*chosen.own, *chosen.more], chosen.past, chosen.steps, chosen.best, chosen.jobs
+    )
+    say(listing(asked)) if chosen.list else run(asked)
 
 
 if __name__ == "__main__":

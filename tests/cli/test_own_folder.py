@@ -8,8 +8,8 @@ from hydra import compose
 from hydra._internal.callbacks import Callbacks
 
 from stabletrain.cli.own_folder import created, named_by_time
-from stabletrain.cli.sweep.plan import hydra
 from stabletrain.config.arguments import Arguments
+from stabletrain.config.jobs import hydra
 from tests.runs import CONF
 
 

@@ -42,9 +42,10 @@ MAY_SEE = {
     "trainer": NOUNS
     | {"checkpoint", "comparison", "config", "data", "faults", "forecast", "forensics", "machine", "models", "monitors"}
     | {"parallel", "protocols", "stability", "step", "tracking", "weights"},
+    "whatif": NOUNS | {"checkpoint", "comparison", "config", "data", "machine", "parallel", "tracking", "trainer"},
     "cli": NOUNS
     | {"checkpoint", "comparison", "config", "data", "forecast", "forensics", "guarded", "machine", "models"}
-    | {"parallel", "protocols", "stability", "tracking", "trainer", "weights"},
+    | {"parallel", "protocols", "stability", "tracking", "trainer", "weights", "whatif"},
     "api": NOUNS | {"cli", "comparison", "config", "machine", "parallel", "tracking", "trainer"},
     "train": {"cli", "parallel"},
     "__main__": {"cli"},
@@ -52,7 +53,7 @@ MAY_SEE = {
 """Room -> other rooms of the package that it may import. A new room must be added here deliberately."""
 
 ONLY = {
-    "hydra": {"train", "api", "config", "cli", "trainer/build", "trainer/stages"},
+    "hydra": {"train", "config", "cli", "trainer/build", "trainer/stages"},
     "omegaconf": {
         "api",
         "train",
@@ -67,6 +68,7 @@ ONLY = {
         "trainer/saved",
         "trainer/stages",
         "trainer/tools",
+        "whatif/job",
     },
     "wandb": {"tracking/wandb", "tracking/wandb_setup", "tracking/wandb_report"},
     "wandb_workspaces": {"tracking/wandb_report"},

@@ -13,10 +13,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from stabletrain.cli.slurm.request import Card
-from stabletrain.cli.sweep.plan import grid, hydra
+from stabletrain.cli.sweep.plan import grid
 from stabletrain.config.arguments import Arguments, key_of
 from stabletrain.config.checks import check, check_ranks
 from stabletrain.config.error_texts import explain
+from stabletrain.config.jobs import hydra
 from stabletrain.config.resuming import check_resume
 from stabletrain.errors import ConfigError
 from stabletrain.machine.torch_builds import DEFAULT, LEGACY

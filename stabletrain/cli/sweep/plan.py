@@ -7,16 +7,12 @@ finished, or the guard halted it. Starting a sweep again in the same folder runs
 import json
 import os
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydra import compose, version
+from hydra import compose
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
@@ -24,7 +20,7 @@ from omegaconf import OmegaConf, open_dict
 
 from stabletrain.cli.own_folder import created, named_by_time
 from stabletrain.config.arguments import Arguments, key_of, parse_arguments, recorded_arguments, with_overrides
-from stabletrain.config.error_texts import own_folders
+from stabletrain.config.jobs import hydra
 from stabletrain.config.resuming import check_resume
 from stabletrain.errors import ConfigError
 from stabletrain.program import started
@@ -50,24 +46,6 @@ class Grid(NamedTuple):
     runs: list[list[str]] | None
     varies: list[str]
     count: int | None
-
-
-@contextmanager
-def hydra(arguments: Arguments, config_dir: Path) -> Generator[str, None, None]:
-    """Context in which Hydra is initialized as `train.py` initializes it; yields the configuration's name."""
-    values = dict(zip(arguments.options, arguments.options[1:], strict=False))
-    values |= {name: value for name, equals, value in (o.partition("=") for o in arguments.options) if equals}
-    config_path = values.get("--config-path") or values.get("-cp") or config_dir
-    search = create_config_search_path(str(Path(config_path).resolve()))
-    for folder in own_folders(arguments):
-        search.prepend("command-line", f"file://{folder.resolve()}", SearchPathQuery(provider="schema"))
-    GlobalHydra.instance().clear()
-    version.setbase("1.3")
-    try:
-        Hydra.create_main_hydra2("train", search)
-        yield values.get("--config-name") or values.get("-cn") or "config"
-    finally:
-        GlobalHydra.instance().clear()
 
 
 def grid(name: str, overrides: Sequence[str]) -> Grid:

@@ -1,0 +1,120 @@
+"""The run that an arm repeats: its command and settings at a step, and the command lines that resume a state of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stabletrain.config.arguments import (
+    Arguments,
+    arguments_of,
+    in_folder,
+    merged,
+    parse_arguments,
+    with_overrides,
+)
+from stabletrain.config.resuming import WITHOUT_TRACE, Settings, recorded_settings, show
+from stabletrain.errors import ConfigError
+from stabletrain.stored.json_files import DamagedFile
+from stabletrain.stored.run_json import RunRecord, read_run_record
+
+QUIET = ("log_every=1", "report=false", "wandb=disabled", "forensics=off")
+"""Of every run that a what-if starts: the loss of each step, and nothing that is only for the user to look at."""
+
+KEEPING = ("checkpoint.keep=1", "checkpoint.keep_best=false")
+"""Keep no more than an interruption needs."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """A run as it was at a step.
+
+    Attributes:
+        run: its folder.
+        step: the step.
+        record: its `run.json`.
+        arguments: the command of its first start, and the changes of later resumes up to the step.
+        settings: at the step.
+    """
+
+    run: Path
+    step: int
+    record: RunRecord
+    arguments: Arguments
+    settings: Settings
+
+    @property
+    def guarded_at(self) -> dict[str, int]:
+        """Steps between two states that the guard holds, and after which it takes one for healthy."""
+        return {"every": self.get("guard.snapshot_every", 50), "after": self.get("guard.healthy_after", 20)}
+
+    @property
+    def total(self) -> int:
+        """The steps of the whole run."""
+        return int(self.settings.values["steps"])
+
+    @property
+    def precision(self) -> str:
+        """The precision in which it computes, also with `precision=auto`."""
+        found: Any = self.record.get("hardware", {}).get("precision")
+        return str(found or self.settings.choices.get("precision", ""))
+
+    def get(self, key: str, default: int) -> int:
+        """Returns a whole number of the configuration; the default if the run has no such key."""
+        found = self.settings.flat().get(key)
+        return found if isinstance(found, int) else default
+
+    def resumed(self, checkpoint: Path, overrides: Sequence[str], folder: Path) -> Arguments:
+        """Returns the command line that resumes a checkpoint in a new folder, with changed overrides."""
+        typed = merged(self.arguments, parse_arguments([*overrides]))
+        return with_overrides(typed, *self.saving(overrides), f"resume='{checkpoint}'", f"hydra.run.dir='{folder}'")
+
+    def anew(self, overrides: Sequence[str], folder: Path) -> Arguments:
+        """Returns the command line that repeats the run from step 0 in a new folder."""
+        typed = merged(self.arguments, parse_arguments([*overrides]))
+        return with_overrides(typed, *self.saving(overrides), "resume=none", f"hydra.run.dir='{folder}'")
+
+    def continued(self, overrides: Sequence[str], folder: Path) -> Arguments:
+        """Returns the command line that goes on in the folder of a run that one of the others has started."""
+        typed = merged(self.arguments, parse_arguments([*overrides]))
+        return in_folder(with_overrides(typed, *self.saving(overrides), "resume=auto"), "hydra.run.dir", folder)
+
+    def saving(self, overrides: Sequence[str]) -> list[str]:
+        """Returns the override that turns checkpoints on, if the run has none."""
+        off = self.settings.choices.get("checkpoint") == "off"
+        return ["checkpoint=default"] if off and not any(each.startswith("checkpoint=") for each in overrides) else []
+
+
+def read_base(run: Path, step: int) -> Base:
+    """Returns a run as it was at a step.
+
+    Raises:
+        ConfigError: its record does not say how it was started.
+    """
+    try:
+        record = read_run_record(run)
+    except DamagedFile as error:
+        raise ConfigError(f"{error}; fix: name another run, or repair the file") from error
+    first, found = arguments_of(run), recorded_settings(run, step + 1)
+    if first is None or found is None or not isinstance(found.values.get("steps"), int):
+        raise ConfigError(
+            f"{run} does not say how it was started ({run / '.hydra'} is missing or damaged), so it cannot be "
+            "repeated; fix: name a run whose folder is whole"
+        )
+    changes = [f"{key}={shown(value)}" for key, value in changed_by(record, step).items()]
+    plain = Arguments(first.options, [each for each in first.overrides if not each.startswith("hydra.")])
+    return Base(run, step, record, merged(plain, parse_arguments(changes)), found)
+
+
+def changed_by(record: RunRecord, step: int) -> dict[str, Any]:
+    """Returns the values that resumes after at most `step` steps have changed, by key."""
+    found: dict[str, Any] = {}
+    for change in record.get("changes", []):
+        if change["step"] <= step:
+            found |= {key: now for key, (_, now) in change["keys"].items() if key not in WITHOUT_TRACE}
+    return found
+
+
+def shown(value: Any) -> str:
+    """Formats a value for the command line; lists without blanks."""
+    return f"[{','.join(map(shown, value))}]" if isinstance(value, list) else show(value)

@@ -1,0 +1,104 @@
+"""Trains a run of a what-if in this process up to a step, and leaves a state from which it can go on.
+
+The loop stops as it does after a signal: the state is saved after the step, and the run is `preempted`. So an arm is
+the run that the same resume gives, bit for bit, up to where it stops.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from stabletrain.config.arguments import Arguments
+from stabletrain.config.checks import check
+from stabletrain.config.jobs import run_as_job
+from stabletrain.errors import Interrupted, TrainingHalted
+from stabletrain.machine.signals import NoStopRequest, StopRequest
+from stabletrain.program import called, conf_folder
+from stabletrain.tracking.progress import InSweep
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
+from stabletrain.trainer.run import TrainingRun
+
+LINES = 50
+"""Steps between two lines of an arm's `output.txt`."""
+
+REACHED, NOT_FINITE = "what-if", "the loss is not finite"
+"""Why a run of a what-if stops; its `run.json` begins the reason with it."""
+
+
+class Until(NoStopRequest):
+    """Asks the run to stop when a condition holds, or when a signal arrives.
+
+    Args:
+        over: returns why the run is over; empty if it is not.
+    """
+
+    def __init__(self, over: Callable[[], str]) -> None:
+        self._signals, self._over = StopRequest(), over
+
+    def __enter__(self) -> "Until":
+        self._signals.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """Restores the handlers of signals."""
+        self._signals.__exit__(*raised)
+
+    @property
+    def signal(self) -> str:
+        """The name of the signal that arrived; empty if none did."""
+        return self._signals.name
+
+    @property
+    def name(self) -> str:
+        """Why to stop; empty to go on."""
+        return self.signal or self._over()
+
+
+def train_until(arguments: Arguments, reached: Callable[[TrainingRun], bool], label: str, live: bool) -> None:
+    """Trains the run of a command line until `reached`, the end of the run, or its halt.
+
+    Args:
+        arguments: with `resume` and `hydra.run.dir`.
+        reached: whether the run has done its steps.
+        label: in front of the live line.
+        live: whether to show one; no other run of this terminal may have one.
+
+    Raises:
+        Interrupted: a signal arrived; the state is saved.
+        ConfigError: the run cannot be built.
+    """
+
+    def job(cfg: DictConfig, folder: Path) -> None:
+        check(cfg)
+        run = build(cfg, folder, InSweep(LINES, folder, label, live))
+        if reached(run):  # at step 0: there is nothing to train
+            run.rollback.save(None, healthy=True)
+            run.rollback.checkpoints.wait()
+            run.data.batches.close()
+            run.output.tracker.close(0)
+            run.output.folder.finish("preempted", REACHED, {"steps": run.state.step})
+            return
+        until = Until(lambda: why_over(run, reached))
+        try:
+            train(run, until)
+        except TrainingHalted:  # a result
+            pass
+        except Interrupted:
+            if until.signal:
+                raise
+
+    words = [*arguments.options, *arguments.overrides]
+    with called(words, words):
+        run_as_job(arguments, conf_folder(), job)
+
+
+def why_over(run: TrainingRun, reached: Callable[[TrainingRun], bool]) -> str:
+    """Returns why a run of a what-if is over; empty if it is not."""
+    if reached(run):
+        return REACHED
+    losses = run.history.last_losses
+    return NOT_FINITE if losses and not math.isfinite(losses[-1]) else ""

@@ -1,0 +1,85 @@
+"""What is said before the first arm runs: the trouble, the start, the arms and the price; or the list of all arms."""
+
+from stabletrain.printable import one_line
+from stabletrain.stored.run_json import RUN
+from stabletrain.whatif.arms import Arm
+from stabletrain.whatif.base import Base
+from stabletrain.whatif.plan import Asked, Plan, plan
+from stabletrain.whatif.start import Origin
+from stabletrain.whatif.trouble import Trouble
+
+
+def opening(planned: Plan, asked: Asked) -> str:
+    """Returns the lines that say what is going to happen, and the price."""
+    base, origin, trouble = planned.base, planned.origin, planned.trouble
+    count, first = len(planned.arms), planned.heats[0] - origin.step
+    lines = [
+        f"run      {base.run}",
+        f"trouble  {steps_text(trouble)}: {trouble.text}",
+        f"start    the state after step {origin.step:,}, {kept(origin)}",
+    ]
+    refused = f"; {len(planned.refused)} do not apply (--list says why)" if planned.refused else ""
+    lines.append(f"arms     {', '.join(arm.name for arm in planned.arms)}{refused}")
+    price = f"first heat {count} x {first:,} = {count * first:,} steps"
+    total = origin.steps + count * first
+    if len(planned.heats) > 1:
+        longer = planned.heats[1] - planned.heats[0]
+        most = min(count, asked.best + 1)
+        price += f", second at most {most} x {longer:,} = {most * longer:,} steps"
+        total += most * longer
+    again = f"{origin.steps:,} steps to compute the state, " if origin.steps else ""
+    done = "; what an earlier call has done is kept" if (planned.folder / "start" / RUN).exists() else ""
+    lines.append(f"price    {again}{price}{duration(base, total, asked.jobs)}{done}")
+    return "\n".join(one_line(line) for line in lines)
+
+
+def steps_text(trouble: Trouble) -> str:
+    """Names the steps of a trouble."""
+    return (
+        f"step {trouble.first:,}" if trouble.first == trouble.last else f"steps {trouble.first:,} to {trouble.last:,}"
+    )
+
+
+def kept(origin: Origin) -> str:
+    """Says where the state comes from."""
+    if not origin.steps and origin.source is not None:
+        return f"from {origin.source.path.name}"
+    begin = "step 0" if origin.source is None else origin.source.path.name
+    if not origin.steps:
+        return "from the run's initial weights"
+    return f"which was not kept: computed again from {begin}"
+
+
+def duration(base: Base, steps: int, jobs: int) -> str:
+    """Returns about how long a number of steps takes; empty if the run has not recorded its speed."""
+    final = base.record.get("final", {})
+    seconds, ticks = final.get("seconds"), final.get("ticks", final.get("steps"))
+    if not isinstance(seconds, int | float) or not isinstance(ticks, int | float) or ticks <= 0:
+        return ""
+    spent = seconds / ticks * steps / jobs
+    return f"; about {spent:.0f} s" if spent < 120 else f"; about {spent / 60:.0f} min"
+
+
+def listing(asked: Asked) -> str:
+    """Returns every arm with the reason for which it applies or does not; writes nothing."""
+    planned = plan(asked)
+    head = (
+        f"arms from the state after step {planned.origin.step:,} of {planned.base.run}; the trouble: "
+        f"{steps_text(planned.trouble)}"
+    )
+    width = max(len(arm.name) for arm in (*planned.arms, *planned.refused))
+    parts = (("these apply:", planned.arms), ("these do not:", planned.refused))
+    lines = [head]
+    for title, arms in parts:
+        lines += ["", title] if arms else []
+        for arm in arms:
+            typed = " ".join(arm.overrides)
+            shown = f"{typed}: " if typed and typed != arm.name else ""
+            lines.append(one_line(f"  {arm.name:<{width}}  {shown}{reason(arm)}"))
+    return "\n".join(lines)
+
+
+def reason(arm: Arm) -> str:
+    """Returns why an arm applies, or does not."""
+    named = f"named by the {arm.named}; " if arm.named and arm.named != "you" else ""
+    return one_line(arm.refused or f"{named}{arm.about}" or "your own")

@@ -1,0 +1,84 @@
+"""The page of a what-if, `whatif.html`: the ranking, and the curves of all arms over each other from the fork on."""
+
+from pathlib import Path
+from typing import Any
+
+from stabletrain.comparison.pages import charts, shell
+from stabletrain.comparison.pages.shell import page, words, write
+from stabletrain.whatif.report import HEAD, Found, about_table, command, rows
+
+SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "arms.js"]
+STYLES = ["uplot.min.css", "page.css"]
+
+KINDS = ("number", "short", "wide", "number", "number", "number", "number", "short")
+"""The style of each column of the ranking."""
+
+POINTS = 400
+"""Maximum number of points of a curve."""
+
+
+def write_whatif_page(found: Found) -> Path:
+    """Writes the page into the folder of the what-if, and returns its path; raises OSError if that fails."""
+    file = found.folder / "whatif.html"
+    write(whatif_page(found), file)
+    return file
+
+
+def whatif_page(found: Found) -> str:
+    """Returns the HTML of the page."""
+    places = [*found.ranking.places, *found.out]
+    runs = [(each.outcome.arm.name, each.outcome.run) for each in places if each.outcome.run is not None]
+    curves = [{**charts.chart_data(run, POINTS), "name": name} for name, run in runs]
+    data: dict[str, Any] = {"panels": charts.panels(curves), "arms": curves}
+    typed, title = command(found), f"{found.base.run.absolute().name} · what if"
+    body = "".join(
+        [
+            f"<h1>{words(f'stabletrain · {title}')}</h1>",
+            shell.sentences(
+                [
+                    found.ranking.verdict,
+                    f"The trouble: steps {found.trouble.first:,} to {found.trouble.last:,}, {found.trouble.text}.",
+                    f"All arms start from the state after step {found.step:,} of {found.base.run}.",
+                ]
+            ),
+            f'<p>Continue the run with it:</p><p class="code">{words(typed)}</p>' if typed else "",
+            shell.section("Ranking", ranking(found)),
+            shell.section("Curves from the start on", shell.pictures()) if curves else "",
+            shell.section("What the arms change", changes(found)),
+            shell.section("Arms that do not apply", refusals(found)),
+        ]
+    )
+    return page(f"{title} · stabletrain", body, data, scripts=SCRIPTS, styles=STYLES)
+
+
+def ranking(found: Found) -> str:
+    """Returns the table of the ranking."""
+    head = "".join(f"<th>{words(name)}</th>" for name in HEAD)
+    lines = [f"<tr>{head}</tr>"]
+    for cells in rows(found):
+        marked = (f'<td class="{kind}">{words(cell)}</td>' for kind, cell in zip(KINDS, cells, strict=True))
+        lines.append(f"<tr>{''.join(marked)}</tr>")
+    note = "".join(f'<p class="soft">{words(line)}</p>' for line in about_table(found))
+    return f'<div class="box" tabindex="0"><table class="plain">{"".join(lines)}</table></div>{note}'
+
+
+def changes(found: Found) -> str:
+    """Returns a table of what each arm changes."""
+    lines = ["<tr><th>arm</th><th>overrides</th><th>what happens</th><th>named by</th></tr>"]
+    for each in (*found.ranking.places, *found.out):
+        arm = each.outcome.arm
+        overrides = f'<span class="code">{words(" ".join(arm.overrides))}</span>'
+        cells = (
+            ("short", words(arm.name)),
+            ("wide", overrides),
+            ("wide", words(arm.about)),
+            ("short", words(arm.named)),
+        )
+        lines.append(f"<tr>{''.join(f'<td class={kind!r}>{text}</td>' for kind, text in cells)}</tr>")
+    return f'<div class="box" tabindex="0"><table class="plain">{"".join(lines)}</table></div>'
+
+
+def refusals(found: Found) -> str:
+    """Returns a list of the arms that do not apply, with the reasons; empty if all apply."""
+    items = "".join(f"<li>{words(arm.name)}: {words(arm.refused)}</li>" for arm in found.refused)
+    return f'<ul class="words">{items}</ul>' if items else ""

@@ -1,0 +1,118 @@
+"""What a what-if is going to do: the trouble, the state before it, the arms that apply, and how far each heat goes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stabletrain.errors import ConfigError
+from stabletrain.parallel.ranks import current_ranks
+from stabletrain.whatif.arms import Arm, catalogue, chosen, own_arm, with_fixes
+from stabletrain.whatif.base import Base, read_base
+from stabletrain.whatif.judging import judge_all
+from stabletrain.whatif.start import Origin, check_repeatable, find_origin
+from stabletrain.whatif.statistics import LEAST
+from stabletrain.whatif.target import find_target
+from stabletrain.whatif.trouble import Trouble, find_trouble
+
+FEWEST = LEAST * LEAST
+"""Batches below which a difference has no interval."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user asked for.
+
+    Attributes:
+        path: a run folder, an incident or a checkpoint.
+        start: step of the state to start from; None for the newest healthy one before the trouble.
+        arms: names of the arms; None for all that apply.
+        own: arms of the user, each `key=value[,key=value...]`.
+        past: steps after the trouble to which the first heat goes.
+        steps: steps by which the second heat is longer; 0 for none.
+        best: number of arms in the second heat, besides `nothing`.
+        jobs: number of arms that run at once.
+    """
+
+    path: Path
+    start: int | None = None
+    arms: Sequence[str] | None = None
+    own: Sequence[str] = ()
+    past: int = 100
+    steps: int = 300
+    best: int = 3
+    jobs: int = 1
+
+    def check(self) -> None:
+        """Checks the numbers; raises ConfigError."""
+        bounds = {"--past": (self.past, FEWEST), "--steps": (self.steps, 0), "--best": (self.best, 1)}
+        for name, (value, lowest) in {**bounds, "--jobs": (self.jobs, 1)}.items():
+            if value < lowest:
+                raise ConfigError(f"{name} {value} is below {lowest}; fix: {name} {lowest} or more")
+        if 0 < self.steps < FEWEST:
+            raise ConfigError(f"--steps {self.steps} is below {FEWEST}; fix: --steps {FEWEST} or more, or 0 for none")
+        if current_ranks().launched:
+            raise ConfigError("the arms run in one process each; fix: run stabletrain whatif without torchrun")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a what-if is going to do.
+
+    Attributes:
+        base, trouble, origin: the run, its trouble, and where the start state comes from.
+        arms: those that apply.
+        refused: those that do not.
+        heats: the last step of each heat.
+    """
+
+    base: Base
+    trouble: Trouble
+    origin: Origin
+    arms: Sequence[Arm]
+    refused: Sequence[Arm]
+    heats: Sequence[int]
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the what-if."""
+        return self.base.run / "whatif" / f"step-{self.origin.step:08d}"
+
+
+def plan(asked: Asked) -> Plan:
+    """Returns what a what-if is going to do; writes nothing.
+
+    Raises:
+        ConfigError: the path, an arm or a number cannot be used, or the run cannot be resumed.
+    """
+    asked.check()
+    target = find_target(asked.path)
+    named = asked.start if asked.start is not None else target.checkpoint
+    trouble = find_trouble(target, named)
+    origin = find_origin(read_base(target.run, trouble.first).guarded_at, target.run, trouble, named)
+    base = read_base(target.run, origin.step)
+    reached = base.record.get("final", {}).get("steps")
+    if isinstance(reached, int) and origin.step > reached:
+        raise ConfigError(
+            f"--from step-{origin.step}: {target.run} ended after step {reached}; fix: --from step-<at most {reached}>"
+        )
+    if origin.step + FEWEST > base.total:
+        raise ConfigError(
+            f"the arms would start after step {origin.step}, and the run ends at step {base.total}: too few steps are "
+            f"left to compare; fix: --from step-<at most {max(0, base.total - FEWEST)}>"
+        )
+    check_repeatable(base, origin)
+    own = [own_arm(word) for word in asked.own]
+    values = base.settings.flat()
+    there = with_fixes(catalogue(base.settings.choices, values, base.precision, origin.step), trouble.fixes)
+    arms = judge_all(chosen(there, asked.arms, own), base)
+    first = min(base.total, max(trouble.last, origin.step) + asked.past)
+    second = min(base.total, first + asked.steps)
+    heats = [first, second] if second - first >= FEWEST else [first]
+    return Plan(
+        base,
+        trouble,
+        origin,
+        [arm for arm in arms if not arm.refused],
+        [arm for arm in arms if arm.refused],
+        heats,
+    )

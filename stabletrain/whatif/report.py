@@ -1,0 +1,200 @@
+"""What a what-if found: the table on the terminal, `whatif.json`, and the command that goes on with the winner."""
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stabletrain.printable import one_line
+from stabletrain.program import program_in
+from stabletrain.tracking.metrics import plain, replace
+from stabletrain.whatif.arms import Arm
+from stabletrain.whatif.base import Base
+from stabletrain.whatif.ranking import Ranked, Ranking
+from stabletrain.whatif.statistics import Interval
+from stabletrain.whatif.trouble import Trouble
+
+HEAD = ("", "arm", "how it ended", "loss", "95 % interval", "val loss", "s/step", "forecast")
+LEFT = (1, 2, 7)
+"""Columns of text; the others are numbers."""
+
+LONGEST = 40
+"""Longest text in a cell of the terminal's table."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a what-if.
+
+    Attributes:
+        base, trouble: the run and its trouble.
+        step: of the state from which the arms start.
+        folder: of the what-if.
+        heats: the last step of each heat that was run.
+        ranking: of the last heat.
+        out: the arms that ended with the first heat, in its order; their differences are to the same reference, on the
+            batches of that heat.
+        starts: by arm, the checkpoint that it resumed.
+        refused: the arms that do not apply.
+        compared: the step after which batches are compared.
+    """
+
+    base: Base
+    trouble: Trouble
+    step: int
+    folder: Path
+    heats: Sequence[int]
+    ranking: Ranking
+    out: Sequence[Ranked]
+    starts: Mapping[str, Path]
+    refused: Sequence[Arm]
+    compared: int
+
+
+def rows(found: Found) -> list[tuple[str, ...]]:
+    """Returns the cells of the table, without the head: the ranking, and then the arms of the first heat only."""
+    mark = "=" if len(found.ranking.tied) > 1 else ""
+    numbers = [f"{number}{mark if each.tied else ''}" for number, each in enumerate(found.ranking.places, 1)]
+    first = [row(number, each, found) for number, each in zip(numbers, found.ranking.places, strict=True)]
+    return [*first, *(row("", each, found) for each in found.out)]
+
+
+def row(number: str, each: Ranked, found: Found) -> tuple[str, ...]:
+    """Returns the cells of an arm."""
+    outcome = each.outcome
+    is_reference = outcome.arm.name == found.ranking.reference
+    return (
+        number,
+        outcome.arm.name,
+        ended(each),
+        "0" if is_reference else signed(each.difference.mean),
+        "reference" if is_reference else between(each.difference),
+        decimals(outcome.val_loss),
+        "-" if math.isnan(outcome.seconds) else f"{outcome.seconds:.3g}",
+        ", ".join(outcome.forecasts) or "-",
+    )
+
+
+def ended(each: Ranked) -> str:
+    """Returns how an arm ended, in a few words."""
+    outcome = each.outcome
+    if outcome.broke:
+        return f"broke at step {outcome.step:,}: {outcome.reason}"
+    return each.trouble or f"held to step {outcome.step:,}"
+
+
+def signed(value: float) -> str:
+    """Formats a difference of losses."""
+    return "-" if math.isnan(value) else f"{value:+.4f}"
+
+
+def between(found: Interval) -> str:
+    """Formats an interval."""
+    return f"{found.low:+.4f} to {found.high:+.4f}" if math.isfinite(found.low) else "-"
+
+
+def decimals(value: float) -> str:
+    """Formats a loss."""
+    return "-" if math.isnan(value) else f"{value:.4f}"
+
+
+def table(cells: Sequence[Sequence[str]], head: Sequence[str] = HEAD, left: Sequence[int] = LEFT) -> str:
+    """Returns lines of aligned columns."""
+    lines = [[cut(one_line(cell)) for cell in line] for line in (head, *cells)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = (
+        [
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in lines
+    )
+    return "\n".join("  ".join(line).rstrip() for line in aligned)
+
+
+def cut(text: str, most: int = LONGEST) -> str:
+    """Shortens a long text; the JSON and the page have the whole one."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def about_table(found: Found) -> list[str]:
+    """Returns the lines that say what the numbers are."""
+    reference = found.ranking.reference
+    if not reference:
+        return []
+    lines = [
+        f"loss: mean difference to {reference} on the same batches, those that follow step {found.compared:,}, in nats "
+        "per target; below 0 is better"
+    ]
+    if found.out:
+        lines.append(f"arms without a number ended with the first heat, at step {found.heats[0]:,}")
+    if len(found.ranking.tied) > 1:
+        lines.append("arms with = are not told apart from the first")
+    return lines
+
+
+def command(found: Found) -> str:
+    """Returns the command that continues the run with the winner in a new folder; empty without a winner."""
+    if not found.ranking.winner:
+        return ""
+    winner = next(each.outcome.arm for each in found.ranking.places if each.outcome.arm.name == found.ranking.winner)
+    program = program_in(str(found.base.record.get("command", "")))
+    words = [f"resume={found.starts[winner.name]}", *found.base.saving(winner.overrides), *winner.overrides]
+    return f"{program} {shlex.join(words)}"
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    """Returns the result as JSON values; non-finite numbers are words."""
+    return plain(
+        {
+            "run": str(found.base.run),
+            "run_id": found.base.record.get("id"),
+            "trouble": {"first": found.trouble.first, "last": found.trouble.last, "text": found.trouble.text},
+            "start": found.step,
+            "heats": list(found.heats),
+            "compared_after": found.compared,
+            "reference": found.ranking.reference or None,
+            "winner": found.ranking.winner or None,
+            "tied": found.ranking.tied,
+            "verdict": found.ranking.verdict,
+            "command": command(found) or None,
+            "arms": [arm_json(number, each) for number, each in enumerate(found.ranking.places, 1)],
+            "first_heat_only": [arm_json(None, each) for each in found.out],
+            "refused": [{"arm": arm.name, "reason": arm.refused} for arm in found.refused],
+        }
+    )
+
+
+def arm_json(number: int | None, each: Ranked) -> dict[str, Any]:
+    """Returns an arm as JSON values."""
+    outcome = each.outcome
+    return {
+        "rank": number,
+        "arm": outcome.arm.name,
+        "overrides": list(outcome.arm.overrides),
+        "edit": outcome.arm.edit or None,
+        "named": outcome.arm.named or None,
+        "folder": str(outcome.folder),
+        "step": outcome.step,
+        "broke": outcome.broke or None,
+        "came_back": outcome.came_back or None,
+        "behind_best": each.behind_best or None,
+        "skips": outcome.skips,
+        "rollbacks": outcome.rollbacks,
+        "forecasts": list(outcome.forecasts),
+        "difference": each.difference._asdict(),
+        "behind_first": each.behind._asdict(),
+        "tied": each.tied,
+        "val_loss": None if math.isnan(outcome.val_loss) else outcome.val_loss,
+        "seconds_per_step": None if math.isnan(outcome.seconds) else outcome.seconds,
+    }
+
+
+def write_json(found: Found) -> Path:
+    """Writes `whatif.json` into the folder of the what-if, and returns its path."""
+    file = found.folder / "whatif.json"
+    replace(file, json.dumps(as_json(found), indent=2) + "\n")
+    return file

@@ -1,0 +1,256 @@
+"""The state from which the arms start: which one, where it comes from, and its edited copies.
+
+The state is the newest one from before the trouble that the guard would hold for healthy. If a checkpoint of it is on
+disk, it is copied by hard links. If not, the run is repeated from an older checkpoint, or from step 0, up to that step:
+a step is a pure function of state and step number, so this gives the same bits. A checkpoint that was written after the
+trouble, such as the one of a rollback, is not used: its guard has counted the trouble already, and it skips data.
+
+Two arms need what no override can change, so they start from an edited copy. `skip` adds the span of the trouble to
+`TrainState.skipped`, as a rollback does. `moments` sets all numbers of the optimizer's state to 0, as an optimizer has
+them before its first update.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from stabletrain.checkpoint.folder import Folder, find
+from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint
+from stabletrain.checkpoint.tree import Tree
+from stabletrain.checkpoint.writer import write
+from stabletrain.config.resuming import acting, changed_keys, recorded_settings, steps_of_changes
+from stabletrain.data.order import position
+from stabletrain.errors import ConfigError
+from stabletrain.stored.run_json import RUN
+from stabletrain.tracking.metrics import read_jsonl, replace
+from stabletrain.whatif.arms import MOMENTS, SKIP, Arm
+from stabletrain.whatif.base import KEEPING, QUIET, Base
+from stabletrain.whatif.job import train_until
+from stabletrain.whatif.trouble import Trouble
+
+BEFORE = 10
+"""Steps before the trouble whose batches `skip` leaves out too: the update that did the harm comes before the spike."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the state comes from.
+
+    Attributes:
+        step: of the state.
+        tick: steps executed by then.
+        source: the checkpoint to copy, or to repeat the run from; None for step 0.
+    """
+
+    step: int
+    tick: int
+    source: Checkpoint | None
+
+    @property
+    def steps(self) -> int:
+        """Steps to compute again."""
+        return self.step - (0 if self.source is None else self.source.step)
+
+
+def find_origin(guarded_at: Mapping[str, int], run: Path, trouble: Trouble, named: int | None) -> Origin:
+    """Returns where to take the state from.
+
+    Args:
+        guarded_at: `every` and `after`, see `Base.guarded_at`.
+        run: its folder.
+        trouble: before which the state lies.
+        named: the step that the user named; None for the newest healthy state.
+    """
+    known = [each for each in Folder(run / "checkpoints", tell=lambda line: None).known() if each.healthy]
+    if named is not None:
+        for each in known:
+            if each.step == named and ticks(each) is not None:  # as it is: the user named it
+                return Origin(named, ticks(each) or 0, each)
+        return Origin(named, named + trouble.lost, newest(known, named, named + trouble.lost))
+    latest = max(0, trouble.first - 1 - guarded_at["after"])
+    earliest = latest // guarded_at["every"] * guarded_at["every"]
+    found = newest(known, latest, latest + trouble.lost)
+    step = found.step if found is not None and found.step >= earliest else earliest
+    if found is None or found.step > step:
+        found = newest(known, step, step + trouble.lost)
+    return Origin(step, step + trouble.lost, found)
+
+
+def newest(known: list[Checkpoint], step: int, tick: int) -> Checkpoint | None:
+    """Returns the newest checkpoint of at most `step` steps that the run wrote before it had executed `tick` steps."""
+    for each in reversed(known):
+        executed = ticks(each) if each.step <= step else None
+        if executed is not None and executed <= tick - (step - each.step):
+            return each
+    return None
+
+
+def ticks(checkpoint: Checkpoint) -> int | None:
+    """Returns the steps that a run had executed when it wrote a checkpoint; None if this cannot be read."""
+    try:
+        return int(checkpoint.load().get("tick", checkpoint.step))
+    except UnusableCheckpoint:
+        return None
+
+
+def check_repeatable(base: Base, origin: Origin) -> None:
+    """Checks that the steps to compute again all had the settings of the last of them.
+
+    Raises:
+        ConfigError: a resume changed them in between.
+    """
+    begin = 0 if origin.source is None else origin.source.step
+    for step in steps_of_changes(base.run) if origin.steps else ():
+        earlier = recorded_settings(base.run, step)
+        changed = acting(changed_keys(earlier, base.settings)) if earlier is not None else []
+        if begin < step <= origin.step and changed:
+            raise ConfigError(
+                f"the state after step {origin.step} was not kept, and cannot be computed again from step {begin}: "
+                f"after step {step} a resume changed {', '.join(changed[:3])}; fix: --from step-<a checkpoint that is "
+                f"left in {base.run / 'checkpoints'}>"
+            )
+
+
+def prepare(base: Base, origin: Origin, folder: Path) -> Checkpoint:
+    """Returns the checkpoint from which the arms start, in `<folder>/start`; computes it if it was not kept.
+
+    Raises:
+        Interrupted: a signal arrived; the next call goes on.
+        ConfigError: the run cannot be repeated.
+    """
+    place = folder / "start" / "checkpoints"
+    if (folder / "start" / RUN).exists():
+        return find(place / f"step-{origin.step:08d}")
+    shutil.rmtree(folder / "start", ignore_errors=True)
+    if origin.source is not None and not origin.steps:
+        shutil.copytree(origin.source.path, place / origin.source.path.name, copy_function=linked)
+    else:
+        check_repeatable(base, origin)
+        tree, val_loss = compute_again(base, origin, folder / "again")
+        info = {"run": base.record.get("id"), "settings": base.settings._asdict()}
+        write(place, tree, step=origin.step, info=info, healthy=True, val_loss=val_loss)
+        shutil.rmtree(folder / "again", ignore_errors=True)
+    as_run(base, folder / "start", f"the state of {base.run} after step {origin.step}")
+    return find(place / f"step-{origin.step:08d}")
+
+
+def compute_again(base: Base, origin: Origin, folder: Path) -> tuple[Tree, float | None]:
+    """Repeats the run up to the state, and returns the state with its validation loss.
+
+    Raises:
+        Interrupted: a signal arrived; the next call goes on.
+        ConfigError: the run did not get there, or its losses are not those that the run had.
+    """
+    words = (*QUIET, *KEEPING)
+    if begun(folder):
+        arguments = base.continued(words, folder)
+    elif origin.source is None:
+        arguments = base.anew(words, folder)
+    else:
+        arguments = base.resumed(origin.source.path, words, folder)
+    if not begun(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+    saved = folder / "checkpoints" / f"step-{origin.step:08d}"
+    if not saved.is_dir():
+        train_until(arguments, lambda run: run.state.executed_steps >= origin.tick, "again", live=True)
+    if not saved.is_dir():
+        raise ConfigError(
+            f"the run of {base.run} was repeated to reach step {origin.step}, and ended before it: see "
+            f"{folder / 'events.jsonl'}; fix: --from step-<a checkpoint that is left>"
+        )
+    if (step := first_difference(base.run, folder)) is not None:
+        raise ConfigError(
+            f"the loss of step {step} came out differently than in {base.run}, so the state is another one: code, "
+            "packages or machine have changed since; fix: --from step-<a checkpoint that is left>"
+        )
+    found = find(saved)
+    return found.load(), found.val_loss
+
+
+def begun(folder: Path) -> bool:
+    """Whether a run in a folder has a checkpoint from which `resume=auto` goes on; without one it would begin anew."""
+    return (folder / RUN).exists() and bool(Folder(folder / "checkpoints", tell=lambda line: None).known())
+
+
+def first_difference(run: Path, again: Path) -> int | None:
+    """Returns the first step whose loss differs between a run and its repetition; None if there is none."""
+    then, now = (losses_of(read_jsonl(each / "metrics.jsonl")) for each in (run, again))
+    return next((tick for tick in sorted(then.keys() & now.keys()) if repr(then[tick]) != repr(now[tick])), None)
+
+
+def losses_of(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Returns the logged training losses by tick."""
+    return {line.get("tick", line["step"]): line["train/loss"] for line in lines if "train/loss" in line}
+
+
+def as_run(base: Base, folder: Path, reason: str) -> None:
+    """Makes a folder one that a resume accepts as a run's: its record, and Hydra's."""
+    shutil.copytree(base.run / ".hydra", folder / ".hydra", dirs_exist_ok=True)
+    record = {
+        **base.record,
+        "status": "preempted",
+        "reason": reason,
+        "options": base.arguments.options,
+        "overrides": base.arguments.overrides,
+        "changes": [change for change in base.record.get("changes", []) if change["step"] <= base.step],
+    }
+    replace(folder / RUN, json.dumps(record, indent=2) + "\n")  # last: it marks the folder as complete
+
+
+def linked(source: str, target: str) -> None:
+    """Links a file of a checkpoint, which is never written again; copies it where the disk has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+# ---- edited copies
+
+
+def start_of(arm: Arm, start: Checkpoint, trouble: Trouble, base: Base, folder: Path) -> Checkpoint:
+    """Returns the checkpoint that an arm resumes: the start, or an edited copy of it."""
+    if not arm.edit:
+        return start
+    own = folder / f"start-{arm.folder}"
+    if not (own / RUN).exists():
+        shutil.rmtree(own, ignore_errors=True)
+        tree = edited(start.load(), arm.edit, trouble)
+        place = own / "checkpoints"
+        write(place, tree, step=start.step, info=start.info, healthy=True, val_loss=start.val_loss)
+        as_run(base, own, f"the state of {base.run} after step {start.step}, edited: {arm.about}")
+    return find(own / "checkpoints" / start.path.name)
+
+
+def edited(tree: Tree, edit: str, trouble: Trouble) -> Tree:
+    """Returns a state with an edit."""
+    if edit == SKIP:
+        return {**tree, "skipped": [*tree["skipped"], [*span_of(tree, trouble)]]}
+    assert edit == MOMENTS
+    optimizer = tree["optimizer"]
+    return {**tree, "optimizer": {**optimizer, "state": zeroed(optimizer["state"])}}
+
+
+def span_of(tree: Tree, trouble: Trouble) -> tuple[int, int]:
+    """Returns the data positions `[start, stop)` that `skip` leaves out: those of the trouble, and `BEFORE` before it.
+
+    Step s, counted from 1, reads the batch of step number s - 1.
+    """
+    start = max(tree["step"], trouble.first - 1 - BEFORE)
+    stop = max(start, trouble.last - 1)
+    return position(start, tree["skipped"]), position(stop, tree["skipped"]) + 1
+
+
+def zeroed(node: Any) -> Any:
+    """Returns an optimizer's state with 0 in place of every number, and the same shapes and dtypes."""
+    if isinstance(node, dict):
+        return {key: zeroed(child) for key, child in node.items()}
+    if isinstance(node, Tensor):
+        return node.new_zeros(node.shape)
+    return type(node)(0) if isinstance(node, int | float) and not isinstance(node, bool) else node

@@ -1,0 +1,118 @@
+"""What the user names, and where a run was in trouble."""
+
+import json
+import shutil
+
+import pytest
+
+from stabletrain.errors import ConfigError
+from stabletrain.whatif.target import Target, find_target
+from stabletrain.whatif.trouble import GAP, Event, clusters, events_of, find_trouble, trouble_of
+from tests.runs import ROOT
+
+ROLLED_BACK = ROOT / "tests" / "fixtures" / "rollback"
+INCIDENT = ROOT / "tests" / "fixtures" / "incident"
+
+
+def run_with(tmp_path, *events, losses=()):
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    lines = [{"step": number, "train/loss": loss} for number, loss in enumerate(losses, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return Target(tmp_path)
+
+
+def skip(step, tick=None, kind="spike", **more):
+    return {"event": "skip", "step": step, "tick": step if tick is None else tick, "kind": kind, **more}
+
+
+def rollback(step, to, tick=None):
+    return {"event": "rollback", "step": step, "to": to, "tick": step if tick is None else tick}
+
+
+# ---- the target
+
+
+def test_a_run_an_incident_and_a_checkpoint_are_told_apart():
+    assert find_target(ROLLED_BACK) == Target(ROLLED_BACK)
+    incident = next((INCIDENT / "incidents").iterdir())
+    assert find_target(incident) == Target(INCIDENT, incident=incident)
+    checkpoint = next((ROLLED_BACK / "checkpoints").iterdir())
+    assert find_target(checkpoint) == Target(ROLLED_BACK, checkpoint=int(checkpoint.name[5:]))
+
+
+def test_anything_else_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist; fix: name a run folder"):
+        find_target(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"neither a run folder.*fix: name a run folder"):
+        find_target(tmp_path)
+    lone = tmp_path / "incidents" / "step-00000002"
+    shutil.copytree(next((INCIDENT / "incidents").iterdir()), lone)
+    with pytest.raises(ConfigError, match="does not lie in a run folder"):
+        find_target(lone)
+
+
+# ---- the trouble
+
+
+def test_events_that_follow_closely_are_one_trouble():
+    far = 11 + GAP + 1
+    found = clusters(events_of([skip(10), skip(11), skip(far), skip(far + GAP)]))
+    assert [[event.step for event in each] for each in found] == [[10, 11], [far, far + GAP]]
+
+
+def test_a_rollback_turns_the_step_back_and_not_the_tick():
+    lines = [skip(30), rollback(30, 20), skip(22, tick=32), {"event": "halt", "step": 25, "reason": "over"}]
+    found = events_of(lines)
+    assert found[-1] == Event("halt", 25, 35, "over")  # step 25 after 10 lost steps
+    whole = trouble_of(found)
+    assert (whole.first, whole.last, whole.lost) == (30, 30, 0)
+    later = trouble_of(found[2:])
+    assert (later.first, later.tick, later.lost) == (22, 32, 10)
+
+
+def test_a_slow_spike_begins_before_it_is_found():
+    alarm = {"event": "alarm", "step": 90, "since": 70, "kind": "update_length", "text": "slow spike"}
+    [found] = events_of([alarm, {"event": "alarm", "step": 95, "kind": "attention", "text": "large"}])
+    assert (found.step, found.tick) == (70, 70)
+
+
+def test_the_last_trouble_counts_and_overflows_do_not(tmp_path):
+    target = run_with(tmp_path, skip(10), skip(500), skip(501), skip(900, kind="overflow"))
+    found = find_trouble(target)
+    assert (found.first, found.last, found.text) == (500, 501, "2 skipped steps")
+    assert find_trouble(target, after=5).first == 10
+    assert find_trouble(target, after=600) == type(found)(600, 600, 600, "none after this step")
+
+
+def test_forecasts_count_only_without_other_trouble(tmp_path):
+    forecast = {"event": "forecast", "step": 700, "text": "ahead", "fix": ["qknorm=layernorm optimizer.lr=1", "buy it"]}
+    found = find_trouble(run_with(tmp_path, forecast))
+    assert (found.first, found.fixes) == (700, ("qknorm=layernorm optimizer.lr=1",))
+    assert find_trouble(run_with(tmp_path, skip(10), forecast)).first == 10
+
+
+def test_a_run_without_a_guard_is_in_trouble_from_its_first_bad_loss(tmp_path):
+    assert find_trouble(run_with(tmp_path, losses=[1.0, 2.0, "NaN", 1.0])).first == 3
+
+
+def test_a_healthy_run_needs_a_step(tmp_path):
+    target = run_with(tmp_path, losses=[1.0, 2.0])
+    with pytest.raises(ConfigError, match="no trouble to start before; fix: name the step"):
+        find_trouble(target)
+    assert find_trouble(target, after=1).first == 1
+
+
+def test_the_diagnosis_names_fixes_that_can_be_typed():
+    found = find_trouble(find_target(ROLLED_BACK))
+    assert (found.first, found.last, found.fixes) == (25, 27, ("optimizer.lr=0.001",))
+    assert found.text.startswith("3 skipped steps, 1 rollback: loss ")
+
+
+def test_an_incident_names_its_own_trouble(tmp_path):
+    shutil.copytree(ROLLED_BACK / "incidents" / "step-00000025", tmp_path / "incidents" / "step-00000025")
+    run_with(tmp_path, {"event": "incident", "step": 25, "tick": 25}, skip(25), skip(26), skip(600))
+    target = find_target(tmp_path / "incidents" / "step-00000025")
+    found = find_trouble(target)
+    assert (found.first, found.last) == (25, 26)
+    assert "optimizer.lr=0.001" in found.fixes
