@@ -246,6 +246,4 @@ def test_the_model_of_the_package_is_fitted_on_the_committed_recordings() -> Non
 def test_the_page_has_the_results_of_the_committed_recordings() -> None:
     page = (ROOT / "docs" / "foresight.md").read_text()
     for part in results(COMMITTED).split("\n\n"):
-        assert part.strip() in page, (
-            "put what `score` prints into docs/foresight.md"
-        )
+        assert part.strip() in page, "put what `score` prints into docs/foresight.md"
