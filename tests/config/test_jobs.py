@@ -12,9 +12,10 @@ from tests.runs import CONF
 
 def test_a_composition_has_the_choices_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    before = HydraConfig.instance().cfg
     with composed(parse_arguments(["qknorm=rmsnorm", "steps=7"]), CONF) as (cfg, choices):
         assert (cfg.steps, choices["qknorm"], HydraConfig.get().runtime.choices["qknorm"]) == (7, "rmsnorm", "rmsnorm")
-    assert not HydraConfig.initialized()
+    assert HydraConfig.instance().cfg is before
     assert not GlobalHydra.instance().is_initialized()
     assert [*tmp_path.iterdir()] == []
 
