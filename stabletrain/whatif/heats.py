@@ -113,7 +113,10 @@ def run_legs(legs: Sequence[Leg], jobs: int, told: Callable[[Leg], None]) -> Non
 
 def run_processes(legs: Sequence[Leg], jobs: int, told: Callable[[Leg], None]) -> None:
     """Runs arms in processes of their own, at most `jobs` at a time; raises as `run_legs`."""
+    import torch
+
     context = multiprocessing.get_context("spawn")
+    threads = torch.get_num_threads()  # another number would round sums differently: the arms must compare
     waiting, running = list(legs), list[tuple[Leg, BaseProcess]]()
     failed: list[str] = []
     stopping = False
@@ -121,7 +124,7 @@ def run_processes(legs: Sequence[Leg], jobs: int, told: Callable[[Leg], None]) -
         while running or (waiting and not request.name and not failed):
             while waiting and len(running) < jobs and not request.name and not failed:
                 leg = waiting.pop(0)
-                process = context.Process(target=in_process, args=(leg,), name=leg.arm.name)
+                process = context.Process(target=in_process, args=(leg, threads), name=leg.arm.name)
                 process.start()
                 running.append((leg, process))
             time.sleep(POLL)
@@ -141,8 +144,11 @@ def run_processes(legs: Sequence[Leg], jobs: int, told: Callable[[Leg], None]) -
         raise Interrupted(f"{request.name}: the arms were stopped", saved=True)
 
 
-def in_process(leg: Leg) -> None:
+def in_process(leg: Leg, threads: int) -> None:
     """Runs an arm as the only work of a process, whose exit code says how it ended."""
+    import torch
+
+    torch.set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one passes it on
     try:
         run_leg(leg, live=False)
