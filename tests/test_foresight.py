@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.foresight.act import FILE as FILE_OF_ACTS
+from benchmarks.foresight.act import read_acts
 from benchmarks.foresight.cases import FAMILIES, FITTED, HELD_OUT, all_cases, ordered
 from benchmarks.foresight.creep import Creep
 from benchmarks.foresight.events import Run, break_of, crossings, runs_of
@@ -239,6 +241,12 @@ def test_the_model_of_the_package_is_fitted_on_the_committed_recordings() -> Non
     wanted = (*FITTED, "hot", "tame")
     runs = watch(one for one in read(COMMITTED) if one["case"].partition("/")[0] in wanted)
     assert as_json(fit(*fitting_runs(runs))) == FILE.read_text()
+
+
+def test_every_result_of_acting_is_read() -> None:
+    acted = read_acts()
+    assert len(acted) == len(FILE_OF_ACTS.read_text().splitlines()) == len({one["case"] for one in acted}) > 0
+    assert all("broke" in one["nothing"] for one in acted)
 
 
 @pytest.mark.slow

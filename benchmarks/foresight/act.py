@@ -109,7 +109,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 def act_all(names: Sequence[str], processes: int, file: Path = FILE) -> int:
     """Acts on the runs that have no result yet, and appends their results; returns the number of runs that failed."""
-    done = {found["case"] for found in read_jsonl(file)} if file.exists() else set()
+    done = {found["case"] for found in read_acts(file)}
     missing = [case for case in all_cases() if case.name in names and case.name not in done]
     failed = 0
     with multiprocessing.get_context("spawn").Pool(processes) as pool, file.open("a") as lines:
@@ -121,6 +121,11 @@ def act_all(names: Sequence[str], processes: int, file: Path = FILE) -> int:
                 lines.flush()
             print(f"{number}/{len(missing)} {name} {found if isinstance(found, str) else ''}", flush=True)
     return failed
+
+
+def read_acts(file: Path = FILE) -> list[dict[str, Any]]:
+    """Returns the results so far."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def act_one(case: Case) -> tuple[str, dict[str, Any] | str]:
