@@ -18,11 +18,12 @@ def fixes(signal: Signal, choices: Mapping[str, str], optimizer: Mapping[str, An
         choices: the option of each config group; empty if not known.
         optimizer: the keys of the chosen optimizer; empty if not known.
     """
-    found = [" ".join(filter(None, (fitted(word, choices, optimizer) for word in fix.split()))) for fix in signal.fix]
+    together = ((filled_in(word, choices, optimizer) for word in fix.split()) for fix in signal.fix)
+    found = [" ".join(filter(None, words)) for words in together]
     return tuple(dict.fromkeys(filter(None, found)))
 
 
-def fitted(fix: str, choices: Mapping[str, str], optimizer: Mapping[str, Any]) -> str:
+def filled_in(fix: str, choices: Mapping[str, str], optimizer: Mapping[str, Any]) -> str:
     """Returns one override with its value filled in; empty if the run already has it or would refuse it."""
     key, _, value = fix.partition("=")
     group, _, name = key.partition(".")

@@ -91,7 +91,7 @@ def run_legs(legs: Sequence[Leg], jobs: int, told: Callable[[Leg], None]) -> Non
     """Runs arms.
 
     Args:
-        legs: the arms; those that are over are told at once.
+        legs: the arms; those that are over are not run.
         jobs: number of processes; 1 for this one.
         told: called with each arm that is over.
 
