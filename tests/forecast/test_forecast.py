@@ -12,6 +12,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.forecast import forecast as room
 from stabletrain.forecast.forecast import Forecast, NoForecast
 from stabletrain.forecast.model import fitted
+from stabletrain.forecast.outlook import outlook
 from stabletrain.forecast.signals import SIGNALS
 from tests.forecast.given import LOGITS, LOUD, MODEL, doubling, looks
 
@@ -68,6 +69,21 @@ def test_a_trend_is_extended_as_far_as_its_looks_reach_back():
     assert stated == [*range(725, 900, 25)], "the last 12 looks reach 275 steps back"
     later = found[700].later[KEY] - found[700].now[KEY]
     assert later == pytest.approx(math.log(2) * (275 + 25) / 100), "the median of three looks is 25 steps old"
+
+
+def test_the_look_at_the_first_step_is_no_part_of_a_trend():
+    forecast = Forecast(500, "alarm")
+    found = {step: forecast.heights(step, metrics) for step, metrics in looks(doubling, [1, *range(25, 175, 25)])}
+    assert KEY not in found[125].slopes, "five looks without it"
+    assert KEY in found[150].slopes
+
+
+def test_the_updates_margin_is_watched_and_does_not_count():
+    heights = Forecast(500, "alarm").heights(25, {"lr": 1e-3, "monitors/update_margin": 1e-3})
+    assert ("update_margin", "") in heights.now
+    seen = outlook(heights, MODEL)
+    assert "update_margin" not in seen.levels
+    assert seen.worst is None
 
 
 def test_a_time_that_was_unknown_is_said_when_it_is_known():
