@@ -63,6 +63,7 @@ WITH = {
         "grad_accum_steps=2",
     ],
     "experiment=lr_sensitivity": SMALL_GPT,
+    "experiment=foretold": [*SMALL_GPT, "warmup.steps=2"],
     "experiment=resnet_digits": ["model.depth=8"],
     "experiment=nf_resnet_digits": ["model.depth=8"],
     "experiment=resnet20_cifar10": ["model.depth=8", "data.root=CIFAR"],
