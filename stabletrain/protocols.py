@@ -147,6 +147,7 @@ class GuardPolicy(Protocol):
     reason: str
     consecutive: int
     rollbacks: int
+    escalate: str
 
     @property
     def bounds(self) -> tuple[float, float]: ...

@@ -67,9 +67,11 @@ from stabletrain.program import SCRIPT, conf_folder, program_name, started, torc
 from stabletrain.stored.json_files import DamagedFile, MissingFile
 from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import warn
+from stabletrain.tracking.progress import Progress
 
 if TYPE_CHECKING:
     from stabletrain.trainer.run import Output
+    from stabletrain.whatif.healing import Ready
 
 ALIKE = 5.0
 """Seconds that other ranks wait before they report an error that rank 0 may have met too."""
@@ -281,7 +283,7 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
 def build_and_train(
     cfg: DictConfig, folder: Path, shown: Any = None, signals: NoStopRequest | None = None
 ) -> float | None:
-    """Builds a run and trains it; returns the last validation loss, in nats.
+    """Builds a run, trains it, and heals it with `guard.escalate=whatif`; returns the last validation loss, in nats.
 
     Args:
         cfg: checked by `check`.
@@ -289,10 +291,26 @@ def build_and_train(
         shown: shows the progress; None for the terminal.
         signals: what asks the run to stop; None for the signals of the process.
     """
+
+    def once(cfg: DictConfig, ready: "Ready") -> float | None:
+        return build_and_train_once(cfg, folder, shown, signals, ready)
+
+    if cfg.guard.get("escalate") != "whatif":
+        return once(cfg, lambda run: None)
+    from stabletrain.whatif.healing import Healer  # imports torch, which the checks do without
+
+    return Healer(folder, once, (shown or Progress(cfg.log_every)).note, live=shown is None).run(cfg)
+
+
+def build_and_train_once(
+    cfg: DictConfig, folder: Path, shown: Any, signals: NoStopRequest | None, ready: "Ready"
+) -> float | None:
+    """Builds a run, calls `ready` with it, and trains it; returns the last validation loss, in nats."""
     from stabletrain.trainer.build import build  # imports torch, which the checks do without
     from stabletrain.trainer.loop import train
 
     run = build(cfg, folder, shown)
+    ready(run)
     try:
         loss = train(run, signals).val.get("val/loss")
     except TrainingHalted as halt:

@@ -108,6 +108,8 @@ KEYS: dict[str, Row] = {
     "resume": Row(FREE, "names the run"),
     "init_from": Row(REFUSED, "a resume restores the checkpoint's weights", "leave out resume for a new run"),
     "init_strict": Row(REFUSED, "a resume restores the checkpoint's weights", "leave out resume for a new run"),
+    "guard.escalate": Row(FREE, "acts only after a halt"),
+    "guard.whatif_steps": Row(FREE, "acts only after a halt"),
     "model.dropout": Row(RECORDED, "later steps drop another share"),
     "model.embedding_gradient": Row(RECORDED, "scales later gradients"),
     "data.path": Row(FREE, "the data may be moved: its content is compared"),
@@ -128,7 +130,10 @@ SIMPLY_WATCHES = ("forensics", "monitors", "forecast", "checkpoint", "parallel",
 FAULTS_OUTSIDE = ("none", "kill", "disk_full", "wandb")
 """Faults of the process, the disk and the network: they change no step either."""
 
-WATCHING_KEYS = ("eval_every", "eval_batches", "log_every", *WITHOUT_TRACE)
+AFTER_A_HALT = ("guard.escalate", "guard.whatif_steps")
+
+WATCHING_KEYS = ("eval_every", "eval_batches", "log_every", *AFTER_A_HALT, *WITHOUT_TRACE)
+"""Keys that leave every step's result as it is."""
 
 RENAMED_PARTS = ("model.qknorm.", "model.softcap.", "model.qkclip.")
 """Copies of other groups in the model's configuration."""

@@ -30,6 +30,7 @@ class NoStopRequest(AbstractContextManager):
     """Leaves the signal handlers as they are, so that Ctrl-C raises KeyboardInterrupt, and never asks to stop."""
 
     name = ""
+    agreed = ""
 
     def __exit__(self, *raised: object) -> None:
         """Does nothing."""
@@ -39,8 +40,11 @@ class StopRequest:
     """A context that records the last signal of `STOPS`. A second SIGINT raises KeyboardInterrupt at once.
 
     Attributes:
-        name: the recorded signal, e.g. `SIGTERM`; empty if none.
+        name: the recorded signal, e.g. `SIGTERM`; empty if none. Other ranks do not know of it yet.
+        agreed: why all ranks stop now, the same on each of them; empty, because a signal reaches a single process.
     """
+
+    agreed = ""
 
     def __init__(self) -> None:
         self.name = ""

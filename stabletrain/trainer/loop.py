@@ -106,7 +106,7 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
             in_flight = commit(state, computed, run.tools)
             executed = ExecutedStep(in_flight, batch, computed.classes, computed.saved_buffers)
             throughput.count(batch)
-            due = due_after_step(run, watching, signals.name, first)
+            due = due_after_step(run, watching, signals, first)
             if not due.reading:  # judge this step in the next iteration, while the device is busy
                 continue
             if state.step == first:
@@ -148,17 +148,17 @@ class Due:
         return self.evaluate or self.save or self.snapshot
 
 
-def due_after_step(run: TrainingRun, watching: bool, signal: str, first: int) -> Due:
+def due_after_step(run: TrainingRun, watching: bool, signals: StopRequest | NoStopRequest, first: int) -> Due:
     """Returns what is due after the step that was just committed.
 
     Args:
         run: with `state.step` steps done.
         watching: whether monitors inspect this step.
-        signal: name of the signal this rank received; empty for none.
+        signals: what asks this rank, or all of them, to stop.
         first: first step of this process, whose progress line the user is waiting for.
     """
     step, rollback = run.state.step, run.rollback
-    last, stop = step == run.plan.steps, run.parallel.stopping(signal)
+    last, stop = step == run.plan.steps, signals.agreed or run.parallel.stopping(signals.name)
     evaluate_now = last or step % run.plan.eval_every == 0
     save = last or bool(stop) or rollback.checkpoints.due(step)
     snapshot = rollback.snapshot_due(step)
@@ -237,9 +237,11 @@ def follow(run: TrainingRun, verdict: Verdict, throughput: Throughput, *, same_d
         check.after_update(run.state, buffers_of(run.state.model).save())
         throughput.resume()
     if verdict is Verdict.HALT:  # the present weights may be bad, so leave the last healthy ones on disk
+        throughput.measure()
+        # The event comes first: a process that is killed here knows by it that fixes are to be tried.
+        run.rollback.note_halt(step, run.tools.guard.reason, machine=same_data)
         run.rollback.save_last_healthy()
         run.rollback.checkpoints.wait()
-        run.rollback.tracker.event("halt", step, reason=run.tools.guard.reason)
         raise TrainingHalted(f"step {step}: {run.tools.guard.reason}")
     return verdict is not Verdict.ROLLBACK
 

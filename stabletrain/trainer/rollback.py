@@ -6,7 +6,7 @@ function of state and step number, so the replay gives the same bits: a run that
 exactly as one that was never interrupted.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -60,6 +60,7 @@ class Rollback:
         snapshots: states in memory.
         checkpoints: states on disk.
         replaying: set while steps are replayed to reach the state that a rollback needs.
+        kept: steps of the states from which a healed run went on; retention keeps their checkpoints.
 
     Args:
         history: what the run records about itself.
@@ -89,6 +90,7 @@ class Rollback:
         self.snapshots = Snapshots()
         self._references: dict[int, Any] = {}  # by snapshot: the checksums that it must have when it is put back
         self.replaying: PendingReplay | None = None
+        self.kept: Sequence[int] = ()
         self._history, self._guard, self._batches = history, guard, batches
         self._retained = guard.states
         self._tracker, self._run_id = tracker, run_id
@@ -162,7 +164,7 @@ class Rollback:
             info={"run": self._run_id, **self._resumption.info()},
             healthy=healthy,
             val_loss=val_loss,
-            anchors=[*self._retained.steps, *getattr(self.parts.get("forecast"), "kept", ())],
+            anchors=[*self._retained.steps, *self.kept, *getattr(self.parts.get("forecast"), "kept", ())],
             here=here,
         )
 
@@ -253,8 +255,9 @@ class Rollback:
         wanted, reason = self._wanted(), self._guard.reason
         found = None if wanted is None else self._find(wanted)
         if found is None:
-            self.tracker.event("halt", trouble, reason=f"{reason}; no healthy state is left to go back to")
-            raise TrainingHalted(f"step {trouble}: {reason}; no healthy state is left to go back to")
+            reason = f"{reason}; no healthy state is left to go back to"
+            self.note_halt(trouble, reason, machine=same_data)
+            raise TrainingHalted(f"step {trouble}: {reason}")
         tree, target = found
         # Reading the same batches again would lead to the same weights again, bit for bit. So skip everything between
         # the restored state and the trouble, as PaLM did. `start` and `stop` are data positions, not step numbers.
@@ -272,6 +275,19 @@ class Rollback:
         self.replaying = replaying
         if self.state.step >= target:
             self.finish_replay()
+
+    def note_halt(self, step: int, reason: str, *, machine: bool) -> None:
+        """Logs that the guard gave up after a step.
+
+        With `guard.escalate=whatif` the event says so, and holds the counts that the run goes on with.
+
+        Args:
+            machine: whether memory or arithmetic was at fault. Other settings would not help, so none are tried.
+        """
+        fields: dict[str, Any] = {"reason": reason, "tick": self.state.executed_steps}
+        if self._guard.escalate == "whatif" and not machine:
+            fields |= {"escalate": "whatif", "counts": self._cumulative_states()}
+        self._tracker.event("halt", step, **fields)
 
     def finish_replay(self) -> None:
         """Restores the values that a rollback does not undo, and saves the state. Does nothing without a replay."""

@@ -35,6 +35,7 @@ class Base:
         record: its `run.json`.
         arguments: the command of its first start, and the changes of later resumes up to the step.
         settings: at the step.
+        changes: the overrides that later resumes have added to the command by then.
     """
 
     run: Path
@@ -42,6 +43,7 @@ class Base:
     record: RunRecord
     arguments: Arguments
     settings: Settings
+    changes: tuple[str, ...] = ()
 
     @property
     def guarded_at(self) -> dict[str, int]:
@@ -103,7 +105,7 @@ def read_base(run: Path, step: int) -> Base:
         )
     changes = [f"{key}={shown(value)}" for key, value in changed_by(record, step).items()]
     plain = Arguments(first.options, [each for each in first.overrides if not each.startswith("hydra.")])
-    return Base(run, step, record, merged(plain, parse_arguments(changes)), found)
+    return Base(run, step, record, merged(plain, parse_arguments(changes)), found, tuple(changes))
 
 
 def changed_by(record: RunRecord, step: int) -> dict[str, Any]:

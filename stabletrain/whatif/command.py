@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError, Interrupted
+from stabletrain.parallel.ranks import current_ranks
 from stabletrain.printable import one_line, say
 from stabletrain.stored.json_files import DamagedFile, read_record
 from stabletrain.tracking.metrics import replace
@@ -48,6 +49,8 @@ def whatif(asked: Asked) -> None:
         ConfigError: what was asked for cannot be done.
         Interrupted: a signal arrived; the same command goes on.
     """
+    if current_ranks().launched:
+        raise ConfigError("the arms run in one process each; fix: run stabletrain whatif without torchrun")
     planned = plan(asked)
     say(opening(planned, asked), flush=True)
     with locked(planned.folder):
@@ -107,10 +110,15 @@ def heat(
 
     run_legs(legs, jobs, told)
     outcomes = [read_outcome(leg.arm, leg.folder, facts, stop) for leg in legs]
-    first_loss = facts.first_loss
-    if math.isnan(first_loss):  # at step 0 the run has learnt nothing yet: take the first batch that an arm has read
-        first_loss = next((loss for each in outcomes for _, loss in sorted(each.losses.items())[:1]), math.nan)
-    return rank(outcomes, position(compared, facts.skipped), first_loss)
+    return rank(outcomes, position(compared, facts.skipped), first_loss_of(facts, outcomes))
+
+
+def first_loss_of(facts: Facts, outcomes: Sequence[Outcome]) -> float:
+    """Returns the loss of the run before it had learnt anything; NaN if it is not known."""
+    if not math.isnan(facts.first_loss):
+        return facts.first_loss
+    # At step 0 the state knows none: take the first batch that an arm has read.
+    return next((loss for each in outcomes for _, loss in sorted(each.losses.items())[:1]), math.nan)
 
 
 def ending(outcome: Outcome) -> str:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from stabletrain.config.arguments import Arguments
 from stabletrain.errors import ConfigError, Interrupted, StabletrainError
 from stabletrain.machine.signals import StopRequest
+from stabletrain.parallel.ranks import current_ranks, run_on_main
 from stabletrain.printable import say
 from stabletrain.trainer.run import TrainingRun
 from stabletrain.whatif.arms import Arm
@@ -72,19 +74,27 @@ def run_leg(leg: Leg, live: bool) -> None:
     Raises:
         Interrupted: a signal arrived; the state is saved.
     """
+    ranks = current_ranks()
+    try:
+        train_until(run_on_main(ranks, lambda: arguments_of(leg)), Reached(leg.stop), leg.arm.name, live)
+    except ConfigError as error:
+        if ranks.is_main:
+            leg.folder.mkdir(parents=True, exist_ok=True)
+            (leg.folder / REFUSED).write_text(f"{error}\n", encoding="utf-8")
+
+
+def arguments_of(leg: Leg) -> Arguments:
+    """Returns the command line that starts an arm, or goes on with it; empties the folder of an arm that has no state.
+
+    It is called on the main process only.
+    """
     # The last step is evaluated, so an evaluation at the multiples of it is one at the end.
     words = (*leg.arm.overrides, *QUIET, *KEEPING, f"eval_every={leg.stop}")
-    if begun(leg.folder):
-        arguments = leg.base.continued(words, leg.folder)
-    else:
-        shutil.rmtree(leg.folder, ignore_errors=True)
-        arguments = leg.base.resumed(leg.start, words, leg.folder)
     (leg.folder / REFUSED).unlink(missing_ok=True)
-    try:
-        train_until(arguments, Reached(leg.stop), leg.arm.name, live)
-    except ConfigError as error:
-        leg.folder.mkdir(parents=True, exist_ok=True)
-        (leg.folder / REFUSED).write_text(f"{error}\n", encoding="utf-8")
+    if begun(leg.folder):
+        return leg.base.continued(words, leg.folder)
+    shutil.rmtree(leg.folder, ignore_errors=True)
+    return leg.base.resumed(leg.start, words, leg.folder)
 
 
 def run_legs(legs: Sequence[Leg], jobs: int, told: Callable[[Leg], None]) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from stabletrain.config.arguments import Arguments
+from stabletrain.config.arguments import Arguments, with_overrides
 from stabletrain.config.checks import check
 from stabletrain.config.jobs import run_as_job
 from stabletrain.errors import Interrupted, TrainingHalted
 from stabletrain.machine.signals import NoStopRequest, StopRequest
+from stabletrain.parallel.ranks import current_ranks
 from stabletrain.program import called, conf_folder
 from stabletrain.tracking.progress import InSweep
 from stabletrain.trainer.build import build
@@ -48,14 +49,14 @@ class Until(NoStopRequest):
         self._signals.__exit__(*raised)
 
     @property
-    def signal(self) -> str:
+    def name(self) -> str:
         """The name of the signal that arrived; empty if none did."""
         return self._signals.name
 
     @property
-    def name(self) -> str:
-        """Why to stop; empty to go on."""
-        return self.signal or self._over()
+    def agreed(self) -> str:
+        """Why the run is over, the same on all ranks; empty if it is not."""
+        return self._over()
 
 
 def train_until(arguments: Arguments, reached: Callable[[TrainingRun], bool], label: str, live: bool) -> None:
@@ -87,10 +88,12 @@ def train_until(arguments: Arguments, reached: Callable[[TrainingRun], bool], la
             train(run, until)
         except TrainingHalted:  # a result
             pass
-        except Interrupted:
-            if until.signal:
+        except Interrupted as stopped:
+            if run.parallel.any_rank(bool(until.name)) or not str(stopped).startswith((REACHED, NOT_FINITE)):
                 raise
 
+    if not current_ranks().is_main:  # only the main process writes `.hydra/`
+        arguments = with_overrides(arguments, "hydra.output_subdir=null")
     words = [*arguments.options, *arguments.overrides]
     with called(words, words):
         run_as_job(arguments, conf_folder(), job)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stabletrain.errors import ConfigError
-from stabletrain.parallel.ranks import current_ranks
 from stabletrain.whatif.arms import Arm, catalogue, chosen, own_arm, with_fixes
 from stabletrain.whatif.base import Base, read_base
 from stabletrain.whatif.judging import judge_all
@@ -50,8 +49,6 @@ class Asked:
                 raise ConfigError(f"{name} {value} is below {lowest}; fix: {name} {lowest} or more")
         if 0 < self.steps < FEWEST:
             raise ConfigError(f"--steps {self.steps} is below {FEWEST}; fix: --steps {FEWEST} or more, or 0 for none")
-        if current_ranks().launched:
-            raise ConfigError("the arms run in one process each; fix: run stabletrain whatif without torchrun")
 
 
 @dataclass(frozen=True)
@@ -63,6 +60,7 @@ class Plan:
         arms: those that apply.
         refused: those that do not.
         heats: the last step of each heat.
+        place: the folder of the what-if; None for the one that is named after the state.
     """
 
     base: Base
@@ -71,11 +69,12 @@ class Plan:
     arms: Sequence[Arm]
     refused: Sequence[Arm]
     heats: Sequence[int]
+    place: Path | None = None
 
     @property
     def folder(self) -> Path:
         """The folder of the what-if."""
-        return self.base.run / "whatif" / f"step-{self.origin.step:08d}"
+        return self.place or self.base.run / "whatif" / f"step-{self.origin.step:08d}"
 
 
 def plan(asked: Asked) -> Plan:

@@ -24,9 +24,11 @@ from stabletrain.checkpoint.folder import Folder, find
 from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.checkpoint.writer import write
+from stabletrain.config.arguments import Arguments
 from stabletrain.config.resuming import acting, changed_keys, recorded_settings, steps_of_changes
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
+from stabletrain.parallel.ranks import current_ranks, run_on_main
 from stabletrain.stored.run_json import RUN
 from stabletrain.tracking.metrics import read_jsonl, replace
 from stabletrain.whatif.arms import MOMENTS, SKIP, Arm
@@ -124,44 +126,64 @@ def prepare(base: Base, origin: Origin, folder: Path) -> Checkpoint:
         Interrupted: a signal arrived; the next call goes on.
         ConfigError: the run cannot be repeated.
     """
+    ranks = current_ranks()
+    if not run_on_main(ranks, (folder / "start" / RUN).exists):
+        if origin.source is None or origin.steps:
+            check_repeatable(base, origin)
+            compute_again(base, origin, folder / "again")
+        run_on_main(ranks, lambda: publish(base, origin, folder))
+    return find(folder / "start" / "checkpoints" / f"step-{origin.step:08d}")
+
+
+def publish(base: Base, origin: Origin, folder: Path) -> None:
+    """Makes `start/` of the state: a copy of the run's checkpoint by links, or the one that was computed again."""
     place = folder / "start" / "checkpoints"
-    if (folder / "start" / RUN).exists():
-        return find(place / f"step-{origin.step:08d}")
     shutil.rmtree(folder / "start", ignore_errors=True)
     if origin.source is not None and not origin.steps:
         shutil.copytree(origin.source.path, place / origin.source.path.name, copy_function=linked)
     else:
-        check_repeatable(base, origin)
-        tree, val_loss = compute_again(base, origin, folder / "again")
+        found = find(folder / "again" / "checkpoints" / f"step-{origin.step:08d}")
         info = {"run": base.record.get("id"), "settings": base.settings._asdict()}
-        write(place, tree, step=origin.step, info=info, healthy=True, val_loss=val_loss)
+        write(place, found.load(), step=origin.step, info=info, healthy=True, val_loss=found.val_loss)
         shutil.rmtree(folder / "again", ignore_errors=True)
     as_run(base, folder / "start", f"the state of {base.run} after step {origin.step}")
-    return find(place / f"step-{origin.step:08d}")
 
 
-def compute_again(base: Base, origin: Origin, folder: Path) -> tuple[Tree, float | None]:
-    """Repeats the run up to the state, and returns the state with its validation loss.
+def compute_again(base: Base, origin: Origin, folder: Path) -> None:
+    """Repeats the run up to the state, whose checkpoint is then in a folder.
 
     Raises:
         Interrupted: a signal arrived; the next call goes on.
         ConfigError: the run did not get there, or its losses are not those that the run had.
     """
+    ranks, saved = current_ranks(), folder / "checkpoints" / f"step-{origin.step:08d}"
+    if not run_on_main(ranks, saved.is_dir):
+        arguments = run_on_main(ranks, lambda: arguments_of_repetition(base, origin, folder))
+        train_until(arguments, lambda run: run.state.executed_steps >= origin.tick, "again", live=True)
+    run_on_main(ranks, lambda: check_repetition(base, folder, saved))
+
+
+def arguments_of_repetition(base: Base, origin: Origin, folder: Path) -> Arguments:
+    """Returns the command line that repeats the run in a folder, or goes on with that; empties a folder with no state.
+
+    It is called on the main process only.
+    """
     words = (*QUIET, *KEEPING)
     if begun(folder):
-        arguments = base.continued(words, folder)
-    elif origin.source is None:
-        arguments = base.anew(words, folder)
-    else:
-        arguments = base.resumed(origin.source.path, words, folder)
-    if not begun(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-    saved = folder / "checkpoints" / f"step-{origin.step:08d}"
-    if not saved.is_dir():
-        train_until(arguments, lambda run: run.state.executed_steps >= origin.tick, "again", live=True)
+        return base.continued(words, folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    return base.anew(words, folder) if origin.source is None else base.resumed(origin.source.path, words, folder)
+
+
+def check_repetition(base: Base, folder: Path, saved: Path) -> None:
+    """Checks that the repetition has got to the state, with the same losses as the run.
+
+    Raises:
+        ConfigError: it has not.
+    """
     if not saved.is_dir():
         raise ConfigError(
-            f"the run of {base.run} was repeated to reach step {origin.step}, and ended before it: see "
+            f"the run of {base.run} was repeated to reach {saved.name}, and ended before it: see "
             f"{folder / 'events.jsonl'}; fix: --from step-<a checkpoint that is left>"
         )
     if (step := first_difference(base.run, folder)) is not None:
@@ -169,8 +191,6 @@ def compute_again(base: Base, origin: Origin, folder: Path) -> tuple[Tree, float
             f"the loss of step {step} came out differently than in {base.run}, so the state is another one: code, "
             "packages or machine have changed since; fix: --from step-<a checkpoint that is left>"
         )
-    found = find(saved)
-    return found.load(), found.val_loss
 
 
 def begun(folder: Path) -> bool:
@@ -219,13 +239,18 @@ def start_of(arm: Arm, start: Checkpoint, trouble: Trouble, base: Base, folder: 
     if not arm.edit:
         return start
     own = folder / f"start-{arm.folder}"
+    run_on_main(current_ranks(), lambda: edit_start(arm, start, trouble, base, own))
+    return find(own / "checkpoints" / start.path.name)
+
+
+def edit_start(arm: Arm, start: Checkpoint, trouble: Trouble, base: Base, own: Path) -> None:
+    """Writes an edited copy of the start in a folder, unless it is there."""
     if not (own / RUN).exists():
         shutil.rmtree(own, ignore_errors=True)
         tree = edited(start.load(), arm.edit, trouble)
         place = own / "checkpoints"
         write(place, tree, step=start.step, info=start.info, healthy=True, val_loss=start.val_loss)
         as_run(base, own, f"the state of {base.run} after step {start.step}, edited: {arm.about}")
-    return find(own / "checkpoints" / start.path.name)
 
 
 def edited(tree: Tree, edit: str, trouble: Trouble) -> Tree:

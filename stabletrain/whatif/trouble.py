@@ -82,7 +82,7 @@ def events_of(lines: Sequence[Mapping[str, Any]]) -> list[Event]:
             since = int(line.get("since") or step)  # a slow spike is found after it began
             text = str(line.get("reason") or line.get("text") or "")
             found[str(kind), tick] = Event(str(kind), since, tick - (step - since), text)
-        if kind == "rollback":
+        if kind in ("rollback", "heal"):
             lost = tick - int(line["to"])
     return sorted(found.values(), key=lambda event: (event.tick, event.kind != "skip"))
 

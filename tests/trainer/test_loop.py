@@ -7,6 +7,7 @@ import torch
 
 from stabletrain.checkpoint.reader import UnusableCheckpoint
 from stabletrain.errors import ConfigError, Interrupted, RankLost, TrainingHalted
+from stabletrain.machine.signals import NoStopRequest
 from stabletrain.parallel.single import SingleProcess
 from stabletrain.records import Batch, Verdict
 from stabletrain.stability.guard import NoGuard, SkipGuard
@@ -59,12 +60,19 @@ class Diverged(SingleProcess):
 NOTHING_DUE = Due(evaluate=False, save=False, snapshot=False, stop="", reading=False)
 
 
-def due(step, *, watching=False, signal="", first=1, replaying=False, **options):
+class Asked(NoStopRequest):
+    """Asks this rank to stop, or all of them at once."""
+
+    def __init__(self, name="", agreed=""):
+        self.name, self.agreed = name, agreed
+
+
+def due(step, *, watching=False, signal="", agreed="", first=1, replaying=False, **options):
     run = make_run(**{"steps": 100, "eval_every": 20, "checkpoints": Saves(every=15), **options})
     run.state.step = step
     if replaying:
         run.rollback.replaying = PendingReplay(50, 60, 70, [], {})
-    return due_after_step(run, watching, signal, first)
+    return due_after_step(run, watching, Asked(signal, agreed), first)
 
 
 def test_after_most_steps_nothing_is_due_and_the_numbers_can_wait():
@@ -101,6 +109,7 @@ def test_all_ranks_stop_together_and_not_for_a_signal_that_only_one_has_heard():
             return ""
 
     assert due(7, signal="SIGTERM", parallel=NotYet()) == NOTHING_DUE
+    assert due(7, agreed="all of them know", parallel=NotYet()).stop == "all of them know"
 
 
 # ---- a whole run

@@ -38,6 +38,7 @@ class NoGuard:
         kind: kind of the newest skipped step, or `slow` after a slow spike that is rolled back.
         rollbacks: always 0.
         consecutive: always 0.
+        escalate: what happens after a halt: here always `halt`, which is nothing.
     """
 
     skips: dict[str, int] = field(default_factory=lambda: {"overflow": 0})
@@ -45,6 +46,7 @@ class NoGuard:
     kind: str = ""
     rollbacks: int = 0
     consecutive: int = 0
+    escalate: str = "halt"
     states = NoRetainedStates()
     state_check = NoStateCheck()
     recheck = NoRecheck()
@@ -132,6 +134,8 @@ class NoGuard:
         self.skips = self.skips | state["skips"]
 
 
+ESCALATIONS = ("halt", "whatif")
+
 KINDS = ("bad_data", "nonfinite", "spike", "overflow", "state", "recheck")
 
 CHANGED = "weights, moments or buffers are not what the last update left"
@@ -152,6 +156,8 @@ class SkipGuard(NoGuard):
         recheck_every: steps between two repetitions of a gradient and an update (`recheck.py`); 0 for none.
         slow: what happens after a slow spike (`slow.py`): `off`, `alarm`, or with a `RollbackGuard` `rollback`.
         slow_rate: false alarms of slow spikes in 100,000 clean steps for which their threshold is chosen.
+        escalate: what happens after a halt: `halt`, or `whatif`, which tries fixes and goes on (`whatif/healing.py`).
+        whatif_steps: number of steps that the fixes may train, together and in the whole run.
         skips: number of skipped steps by kind.
         consecutive: consecutive skipped steps up to now.
         trouble: steps skipped as spike or non-finite, minus the steps applied after them, at least 0. The state is
@@ -166,6 +172,8 @@ class SkipGuard(NoGuard):
     recheck_every: int = 250
     slow: str = "alarm"
     slow_rate: float = 0.1
+    escalate: str = "halt"
+    whatif_steps: int = 4000
     skips: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     consecutive: int = 0
     trouble: int = 0
@@ -188,6 +196,12 @@ class SkipGuard(NoGuard):
         if every is not None and every < 0:
             raise ConfigError(f"guard.checksum_every={every} is below 0: 1 checks before every update, 0 never")
         self.check_state_every(UNKNOWN if every is None else every)
+        if self.escalate not in ESCALATIONS:
+            raise ConfigError(f"guard.escalate={self.escalate} is not one of {', '.join(ESCALATIONS)}")
+        if self.whatif_steps < 1:
+            raise ConfigError(
+                f"guard.whatif_steps={self.whatif_steps} is below 1: no fix could be tried; use guard.escalate=halt"
+            )
         self.recheck = recheck_every(self.recheck_every)
         self.slow_spikes = slow_spikes(self.slow, self.slow_rate, self.slow_modes)
 
@@ -293,7 +307,8 @@ class SkipGuard(NoGuard):
         spikes = f"its window judges spikes after {self.limits.cold_steps} updates"
         every = self.state_check.every
         state = {0: "no checksums", 1: "checksums every update"}.get(every, f"checksums every {every} updates")
-        return f" ({'no spike detection' if math.isinf(self.sigma) else spikes}; {state})"
+        healed = f"; a halt starts a what-if of up to {self.whatif_steps:,} steps" if self.escalate == "whatif" else ""
+        return f" ({'no spike detection' if math.isinf(self.sigma) else spikes}; {state}{healed})"
 
     @property
     def healthy(self) -> bool:

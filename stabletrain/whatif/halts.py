@@ -1,0 +1,105 @@
+"""The halts of a run with `guard.escalate=whatif`, and how it went on after them: read from its events.
+
+| event | written | fields |
+|---|---|---|
+| `halt` | when the guard gives up | `step`, `tick`, `reason`, `counts`: what a rollback does not undo |
+| `heal` | when the run goes on | `step` and `tick` of the halt, `to`, `arm`, `settings`, `base`, `arms`, `steps` |
+| `unhealed` | when it does not | the same, without an arm |
+
+A halt without one of the other two after it was interrupted while fixes were tried. So nothing else needs to be
+recorded: a process that resumes the run reads the events, and does what the first process would have done.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stabletrain.tracking.metrics import read_jsonl
+
+
+@dataclass(frozen=True)
+class Halt:
+    """A halt after which fixes are to be tried.
+
+    Attributes:
+        step, tick: the step after which the guard gave up, and the number of steps executed by then.
+        reason: why, in one line.
+        counts: of each part of the state, the values that going back does not undo.
+    """
+
+    step: int
+    tick: int
+    reason: str
+    counts: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Healing:
+    """How a run went on after a halt, or why it did not.
+
+    Attributes:
+        step, tick: of the halt.
+        to: step of the state from which the arms started, and from which the run goes on.
+        arm: the one that the run goes on with; empty if none holds.
+        settings: overrides in force from then on, besides those of the run's first start.
+        base: the same as they were before.
+        arms: names of all that were tried.
+        steps: that were spent on them.
+    """
+
+    step: int
+    tick: int
+    to: int
+    arm: str
+    settings: tuple[str, ...]
+    base: tuple[str, ...]
+    arms: tuple[str, ...]
+    steps: int
+
+
+@dataclass(frozen=True)
+class Course:
+    """What happened in a run so far.
+
+    Attributes:
+        halt: the halt after which nothing has happened yet; None if there is none.
+        healings: all of them, oldest first.
+    """
+
+    halt: Halt | None = None
+    healings: tuple[Healing, ...] = ()
+
+    @property
+    def spent(self) -> int:
+        """Steps spent on arms so far."""
+        return sum(each.steps for each in self.healings)
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The overrides in force."""
+        return next((each.settings for each in reversed(self.healings) if each.arm), ())
+
+    @property
+    def kept(self) -> list[int]:
+        """Steps of the states from which the run went on."""
+        return sorted({each.to for each in self.healings if each.arm})
+
+    def tried(self, step: int, base: Sequence[str]) -> set[str]:
+        """Returns the names of the arms that were tried from the state after `step` steps with the same settings."""
+        return {name for each in self.healings if (each.to, each.base) == (step, tuple(base)) for name in each.arms}
+
+
+def read_course(run: Path) -> Course:
+    """Returns what the events of a run folder say."""
+    halt, healings = None, []
+    for line in read_jsonl(run / "events.jsonl"):
+        if line["event"] == "halt":
+            # A run whose machine was at fault, or that is not to be healed, has no counts in its event.
+            counts = line.get("counts") if line.get("escalate") == "whatif" else None
+            halt = None if counts is None else Halt(line["step"], line["tick"], str(line["reason"]), counts)
+        if line["event"] in ("heal", "unhealed"):
+            lists = (tuple(line[name]) for name in ("settings", "base", "arms"))
+            healings.append(Healing(line["step"], line["tick"], line["to"], line["arm"], *lists, line["steps"]))
+            halt = None
+    return Course(halt, tuple(healings))

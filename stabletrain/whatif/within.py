@@ -1,0 +1,160 @@
+"""A what-if within a budget of steps, run by all ranks of a run: the arms one after the other, in this process.
+
+The arms run in their order for as long as the budget lasts. Part of it is set aside for the second heat. What each arm
+has cost is recorded, so a what-if that was interrupted spends the same budget in the same way.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypedDict
+
+from stabletrain.data.order import position
+from stabletrain.parallel.ranks import Ranks, run_on_main
+from stabletrain.stored.json_files import Count, DamagedFile, read_record
+from stabletrain.stored.run_json import read_run_record
+from stabletrain.tracking.metrics import replace
+from stabletrain.whatif.arms import Arm
+from stabletrain.whatif.command import ending, first_loss_of, going_on
+from stabletrain.whatif.heats import Leg, run_leg
+from stabletrain.whatif.outcome import Facts, Outcome, facts_of, read_outcome
+from stabletrain.whatif.plan import FEWEST, Plan
+from stabletrain.whatif.ranking import rank, to_reference
+from stabletrain.whatif.report import Found
+from stabletrain.whatif.start import prepare, start_of
+
+BEST = 2
+"""Number of arms in the second heat."""
+
+COSTS = "costs.json"
+"""In the folder of a what-if: what each arm has cost in each heat."""
+
+
+class Costs(TypedDict):
+    """The content of that file: the steps that were executed, by `<arm> to <last step of the heat>`."""
+
+    steps: dict[str, Count]
+
+
+@dataclass
+class Within:
+    """A what-if of a run that has halted.
+
+    Attributes:
+        plan: with the arms in the order in which they are tried.
+        budget: number of steps, those to compute the state included, below which another arm may be started.
+        ranks: those of the run.
+        tell: shows the user a line; called on the main process only.
+        live: whether an arm may show a live line.
+        spent: steps executed so far.
+        tried: names of the arms that were started.
+    """
+
+    plan: Plan
+    budget: int
+    ranks: Ranks
+    tell: Callable[[str], None]
+    live: bool
+    spent: int = 0
+    tried: list[str] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Steps of an arm in the first heat."""
+        return self.plan.heats[0] - self.plan.origin.step
+
+    @property
+    def longer(self) -> int:
+        """Steps of an arm in the second heat; 0 if the budget has no room for it beside two arms of the first."""
+        steps = self.plan.heats[-1] - self.plan.heats[0]
+        return steps if self.plan.origin.steps + 2 * self.length + BEST * steps <= self.budget else 0
+
+    @property
+    def affordable(self) -> bool:
+        """Whether the budget has room for one arm."""
+        return self.plan.origin.steps + self.length <= self.budget
+
+    def run(self) -> Found | None:
+        """Runs the heats and ranks the arms; returns what was found, and None on the other ranks.
+
+        Raises:
+            Interrupted: a signal arrived; the states are saved.
+            ConfigError: the state cannot be computed.
+        """
+        base, trouble, folder = self.plan.base, self.plan.trouble, self.plan.folder
+        start = prepare(base, self.plan.origin, folder)
+        facts, first = facts_of(start), self.plan.heats[0]
+        self.spent = self.plan.origin.steps
+        compared = trouble.last if trouble.last + FEWEST <= first else facts.step
+        outcomes: dict[str, Outcome] = {}
+        starts: dict[str, Path] = {}
+        for arm in self.plan.arms:
+            if self.tried and self.spent + self.length + BEST * self.longer > self.budget:
+                break
+            starts[arm.name] = start_of(arm, start, trouble, base, folder).path
+            self._run_arm(arm, starts[arm.name], facts, first, outcomes)
+            self.tried.append(arm.name)
+        going, ranking = [], None
+        if self.ranks.is_main:
+            found = [*outcomes.values()]
+            ranking = rank(found, position(compared, facts.skipped), first_loss_of(facts, found))
+            going = going_on(folder, ranking, first, BEST)
+        going = run_on_main(self.ranks, lambda: going)
+        self._drop_states([name for name in self.tried if name not in going])
+        final, out, heats = ranking, [], [first]
+        if self.longer and going:
+            heats = [first, first + self.longer]
+            self._say(f"second heat, to step {heats[1]:,}: {', '.join(going)}")
+            later: dict[str, Outcome] = {}
+            for arm in [each for each in self.plan.arms if each.name in going]:
+                self._run_arm(arm, starts[arm.name], facts, heats[1], later)
+            if ranking is not None:
+                found = [*later.values()]
+                final = rank(found, position(first, facts.skipped), first_loss_of(facts, found))
+                out = [each for each in ranking.places if each.outcome.arm.name not in going]
+                if final.reference:
+                    place = position(compared, facts.skipped)
+                    out = [to_reference(each, outcomes[final.reference], place) for each in out]
+                compared = first
+        if final is None:
+            return None
+        return Found(base, trouble, facts.step, folder, heats, final, out, starts, self.plan.refused, compared)
+
+    def _run_arm(self, arm: Arm, start: Path, facts: Facts, stop: int, outcomes: dict[str, Outcome]) -> None:
+        """Runs an arm to a step unless it is over, counts its steps, and adds how it ended on the main process."""
+        leg = Leg(self.plan.base, arm, start, self.plan.folder / arm.folder, stop)
+        if not run_on_main(self.ranks, lambda: leg.over):
+            run_leg(leg, self.live)
+        self.spent += run_on_main(self.ranks, lambda: self._cost(leg, facts))
+        if self.ranks.is_main:
+            outcomes[arm.name] = read_outcome(arm, leg.folder, facts, stop)
+            self._say(f"{arm.name}: {ending(outcomes[arm.name])}")
+            if outcomes[arm.name].broke:
+                self._drop_states([arm.name])
+
+    def _cost(self, leg: Leg, facts: Facts) -> int:
+        """Returns the steps that an arm has executed in a heat, and records them."""
+        file, known = self.plan.folder / COSTS, dict[str, int]()
+        with suppress(DamagedFile):
+            known = read_record(file, Costs)["steps"]
+        name = f"{leg.arm.name} to {leg.stop}"
+        if name not in known:
+            ticks = 0
+            with suppress(DamagedFile):  # an arm that could not be built has no record
+                ticks = int(read_run_record(leg.folder).get("final", {}).get("ticks", facts.tick)) - facts.tick
+            known[name] = ticks - sum(cost for each, cost in known.items() if each.startswith(f"{leg.arm.name} to "))
+            replace(file, json.dumps({"steps": known}, indent=2) + "\n")
+        return known[name]
+
+    def _drop_states(self, names: Sequence[str]) -> None:
+        """Deletes the checkpoints of arms that do not go on: each is as large as one of the run."""
+        for arm in self.plan.arms if self.ranks.is_main else ():
+            if arm.name in names:
+                shutil.rmtree(self.plan.folder / arm.folder / "checkpoints", ignore_errors=True)
+
+    def _say(self, text: str) -> None:
+        if self.ranks.is_main:
+            self.tell(f"what-if  {text}")
