@@ -4,6 +4,7 @@ Everything lies in `<run>/whatif/step-XXXXXXXX/`, named after the state from whi
 state, a run folder for each arm, `whatif.json` and `whatif.html`. The same command goes on with what is there.
 """
 
+import dataclasses
 import fcntl
 import json
 import math
@@ -13,12 +14,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
+from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError, Interrupted
 from stabletrain.printable import one_line, say
 from stabletrain.stored.json_files import DamagedFile, read_record
 from stabletrain.tracking.metrics import replace
 from stabletrain.whatif.arms import Arm
+from stabletrain.whatif.averaging import MissingState
 from stabletrain.whatif.heats import Leg, run_legs
 from stabletrain.whatif.opening import opening
 from stabletrain.whatif.outcome import Facts, Outcome, facts_of, read_outcome
@@ -69,7 +72,7 @@ def run(planned: Plan, asked: Asked) -> Found:
     base, trouble, folder = planned.base, planned.trouble, planned.folder
     start = prepare(base, planned.origin, folder)
     facts = facts_of(start)
-    starts = {arm.name: start_of(arm, start, trouble, base, folder).path for arm in planned.arms}
+    planned, starts = starts_of(planned, start)
     first, *later = planned.heats
     compared = trouble.last if trouble.last + FEWEST <= first else facts.step
     ranking = heat(planned, starts, facts, planned.arms, first, compared, asked.jobs)
@@ -87,6 +90,19 @@ def run(planned: Plan, asked: Asked) -> Found:
         place = position(compared, facts.skipped)
         out = [to_reference(each, reference, place) for each in out]
     return Found(base, trouble, facts.step, folder, planned.heats, final, out, starts, planned.refused, first)
+
+
+def starts_of(planned: Plan, start: Checkpoint) -> tuple[Plan, dict[str, Path]]:
+    """Returns the checkpoint that each arm resumes, and the plan without the arms that turn out not to have one."""
+    starts, refused = dict[str, Path](), [*planned.refused]
+    for arm in planned.arms:
+        try:
+            starts[arm.name] = start_of(arm, start, planned.trouble, planned.base, planned.folder).path
+        except MissingState as error:
+            refused.append(dataclasses.replace(arm, refused=str(error)))
+            say(one_line(f"{arm.name} does not apply: {error}"), flush=True)
+    arms = [arm for arm in planned.arms if arm.name in starts]
+    return dataclasses.replace(planned, arms=arms, refused=refused), starts
 
 
 def heat(

@@ -7,6 +7,7 @@ from pathlib import Path
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import current_ranks
 from stabletrain.whatif.arms import Arm, catalogue, chosen, own_arm, with_fixes
+from stabletrain.whatif.averaging import averaged_steps
 from stabletrain.whatif.base import Base, read_base
 from stabletrain.whatif.judging import judge_all
 from stabletrain.whatif.start import Origin, check_repeatable, find_origin
@@ -103,7 +104,9 @@ def plan(asked: Asked) -> Plan:
     check_repeatable(base, origin)
     own = [own_arm(word) for word in asked.own]
     values = base.settings.flat()
-    there = with_fixes(catalogue(base.settings.choices, values, base.precision, origin.step), trouble.fixes)
+    states = averaged_steps(base, origin.step, origin.tick, origin.step - origin.steps)
+    known = catalogue(base.settings.choices, values, base.precision, origin.step, trouble.last, states)
+    there = with_fixes(known, trouble.fixes)
     arms = judge_all(chosen(there, asked.arms, own), base)
     first = min(base.total, max(trouble.last, origin.step) + asked.past)
     second = min(base.total, first + asked.steps)
