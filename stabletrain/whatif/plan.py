@@ -32,6 +32,7 @@ class Asked:
         steps: steps by which the second heat is longer; 0 for none.
         best: number of arms in the second heat, besides `nothing`.
         jobs: number of arms that run at once.
+        seeds: number of seeds with which the arms of the last heat are compared, the run's own included.
     """
 
     path: Path
@@ -42,11 +43,12 @@ class Asked:
     steps: int = 300
     best: int = 3
     jobs: int = 1
+    seeds: int = 1
 
     def check(self) -> None:
         """Checks the numbers; raises ConfigError."""
         bounds = {"--past": (self.past, FEWEST), "--steps": (self.steps, 0), "--best": (self.best, 1)}
-        for name, (value, lowest) in {**bounds, "--jobs": (self.jobs, 1)}.items():
+        for name, (value, lowest) in {**bounds, "--jobs": (self.jobs, 1), "--seeds": (self.seeds, 1)}.items():
             if value < lowest:
                 raise ConfigError(f"{name} {value} is below {lowest}; fix: {name} {lowest} or more")
         if 0 < self.steps < FEWEST:
@@ -64,6 +66,8 @@ class Plan:
         arms: those that apply.
         refused: those that do not.
         heats: the last step of each heat.
+        seed: of the run.
+        seeds: the other seeds with which the arms of the last heat are repeated.
     """
 
     base: Base
@@ -72,6 +76,8 @@ class Plan:
     arms: Sequence[Arm]
     refused: Sequence[Arm]
     heats: Sequence[int]
+    seed: int = 0
+    seeds: Sequence[int] = ()
 
     @property
     def folder(self) -> Path:
@@ -110,6 +116,7 @@ def plan(asked: Asked) -> Plan:
     arms = judge_all(chosen(there, asked.arms, own), base)
     first = min(base.total, max(trouble.last, origin.step) + asked.past)
     second = min(base.total, first + asked.steps)
+    seed = base.get("seed", 0)
     heats = [first, second] if second - first >= FEWEST else [first]
     return Plan(
         base,
@@ -118,4 +125,6 @@ def plan(asked: Asked) -> Plan:
         [arm for arm in arms if not arm.refused],
         [arm for arm in arms if arm.refused],
         heats,
+        seed,
+        range(seed + 1, seed + asked.seeds),
     )

@@ -211,8 +211,23 @@ def linked(source: str, target: str) -> None:
 # ---- edited copies
 
 
-def start_of(arm: Arm, start: Checkpoint, trouble: Trouble, base: Base, folder: Path) -> Checkpoint:
+def start_of(
+    arm: Arm,
+    start: Checkpoint,
+    trouble: Trouble,
+    base: Base,
+    folder: Path,
+    states: Sequence[Checkpoint] | None = None,
+) -> Checkpoint:
     """Returns the checkpoint that an arm resumes: the start, or an edited copy of it.
+
+    Args:
+        arm: the arm.
+        start: the start.
+        trouble: of the run.
+        base: the run.
+        folder: in which the copy is made.
+        states: whose weights are averaged; None for those that the arm names.
 
     Raises:
         MissingState: a state that the arm needs cannot be read.
@@ -222,7 +237,8 @@ def start_of(arm: Arm, start: Checkpoint, trouble: Trouble, base: Base, folder: 
     own = folder / f"start-{arm.folder}"
     if not (own / RUN).exists():
         shutil.rmtree(own, ignore_errors=True)
-        states = states_at(arm.states, base, start, folder) if arm.states else []
+        if states is None:
+            states = states_at(arm.states, base, start, folder) if arm.states else []
         tree = edited(start.load(), arm, trouble, [each.load_model() for each in states])
         place = own / "checkpoints"
         write(place, tree, step=start.step, info=start.info, healthy=True, val_loss=start.val_loss)
