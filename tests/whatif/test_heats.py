@@ -67,6 +67,9 @@ def test_an_arm_that_goes_on_is_the_same_as_one_that_did_not_stop(shared_run, tm
     found = read_outcome(SLOWER, tmp_path / "parts", START, 90)
     assert found.val_loss == read_outcome(SLOWER, tmp_path / "whole", START, 90).val_loss
     assert found.val_loss > 0
+    earlier = read_outcome(SLOWER, tmp_path / "parts", START, 77)
+    assert earlier.step == 77
+    assert 0 < earlier.val_loss != found.val_loss, "that at the end of the earlier heat"
 
 
 def test_an_arm_that_is_over_is_not_run_again(shared_run, tmp_path, monkeypatch):

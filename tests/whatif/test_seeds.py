@@ -9,7 +9,7 @@ import stabletrain
 from stabletrain.cli.commands import main
 from stabletrain.tracking.metrics import read_jsonl
 
-TYPED = ["--arms", "lr_fifth_brief,skip", "--past", "16", "--steps", "0", "--best", "2", "--seeds", "2"]
+TYPED = ["--arms", "lr_fifth_brief,skip", "--past", "16", "--steps", "0", "--best", "3", "--seeds", "2"]
 
 
 @pytest.fixture(scope="module")
