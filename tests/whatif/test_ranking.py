@@ -146,3 +146,12 @@ def test_an_arm_holds_only_if_it_holds_with_every_seed():
     assert each["b"].trouble == "came back with seed 1: 1 rollback"
     assert each["c"].trouble == "loss 1.5 above the best with seed 1"
     assert not each["nothing"].trouble
+
+
+def test_an_arm_that_broke_with_another_seed_is_not_the_reference():
+    own = [ended("nothing"), ended("a", 1.9), ended("b", 1.8)]
+    other = [ended("nothing", broke="halt"), ended("a", 1.9, val=2.5), ended("b", 1.8, val=2.2)]
+    assert rank(own, 0, others={1: other}).reference == "b"
+    dead = [replace(each, broke="halt") for each in other]
+    found = rank(own, 0, others={1: dead})
+    assert (found.winner, found.reference) == ("", "")
