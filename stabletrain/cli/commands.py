@@ -252,8 +252,8 @@ def replay(chosen: argparse.Namespace) -> None:
 def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `whatif`."""
     parser.description = (
-        "Resumes the state before a trouble with several changes, on the same batches, and ranks them. What lowers the "
-        "learning rate lowers it to the end of the run. The same command goes on with an interrupted what-if."
+        "Resumes the state before a trouble with several changes, on the same batches, and ranks them. The "
+        "same command goes on with an interrupted what-if."
     )
     parser.add_argument("run", type=Path, help="a run folder, one of its incidents, or one of its checkpoints")
     parser.add_argument(
@@ -276,6 +276,12 @@ def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--best", type=int, default=3, help="number of arms that go on (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="number of arms that run at once (default: %(default)s)")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=1,
+        help="repeat the arms of the last heat, so that each has run with so many seeds (default: %(default)s)",
+    )
 
 
 def whatif(chosen: argparse.Namespace) -> None:
@@ -292,7 +298,15 @@ def whatif(chosen: argparse.Namespace) -> None:
         start = int(number)
     names = None if chosen.arms is None else [name for name in chosen.arms.split(",") if name]
     asked = Asked(
-        chosen.run, start, names, [*chosen.own, *chosen.more], chosen.past, chosen.steps, chosen.best, chosen.jobs
+        chosen.run,
+        start,
+        names,
+        [*chosen.own, *chosen.more],
+        chosen.past,
+        chosen.steps,
+        chosen.best,
+        chosen.jobs,
+        seeds=chosen.seeds,
     )
     say(listing(asked)) if chosen.list else run(asked)
 

@@ -3,13 +3,15 @@
 | arm | what it changes |
 |---|---|
 | nothing | nothing: many spikes do not come back |
-| skip | the data of the trouble is never read (an edited copy of the state, see `start.py`) |
+| skip | the data of the trouble is never read (an edited copy of the state, see `edits.py`) |
+| lr_half_brief, lr_fifth_brief | the learning rate x 0.5, x 0.2 until 50 steps past the trouble (an edited copy) |
 | lr_half, lr_fifth | `optimizer.lr` x 0.5, x 0.2, until the end of the run |
 | rewarmup | a warmup of twice the steps done: about half the rate at the start, the whole rate at its end |
 | clip, zclip | `clipping.max_norm` x 0.3; clipping of outliers |
 | qknorm, qkclip, zloss, softcap | the option of that group |
 | beta2, stable_adamw | the second moment forgets within 20 steps; AdamW that clips updates |
 | moments | moments and step counters start at 0 (an edited copy of the state) |
+| mean | the mean of the weights of the last healthy states (an edited copy of the state) |
 | fp32, bf16 | a precision with a larger range |
 
 The fixes that the diagnosis or the forecast names come first. Whether an arm applies is decided by the checks of a
@@ -23,7 +25,7 @@ from typing import Any
 
 from stabletrain.errors import ConfigError, did_you_mean
 
-NOTHING, SKIP, MOMENTS = "nothing", "skip", "moments"
+NOTHING, SKIP, MOMENTS, BRIEF, MEAN = "nothing", "skip", "moments", "brief", "mean"
 
 MOST_FIXES = 5
 """Number of named fixes that become arms: the best ones."""
@@ -32,6 +34,9 @@ TIGHTER = 0.3
 """Factor of `clipping.max_norm`."""
 
 BETA2 = 0.95
+
+WHILE = 50
+"""Steps past the trouble for which a brief arm lowers the learning rate: the first heat goes further by default."""
 
 OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w@/.-]*=.+", re.DOTALL)
 
@@ -56,10 +61,12 @@ class Arm:
     Attributes:
         name: of the arm; of a named fix and of an own arm its overrides, with commas between.
         overrides: what the resume changes.
-        edit: what is edited in a copy of the state: `skip`, `moments`, or nothing.
+        edit: what is edited in a copy of the state: `skip`, `moments`, `brief`, `mean`, or nothing.
         named: who named it: `diagnosis or forecast`, `you`; empty for neither.
         refused: why it does not apply; empty if it does.
         about: what happens to the state, by the table of resumes.
+        factor: of the learning rate, for `brief`.
+        states: the steps of the states whose weights are averaged, for `mean`.
     """
 
     name: str
@@ -68,6 +75,8 @@ class Arm:
     named: str = ""
     refused: str = ""
     about: str = ""
+    factor: float = 1.0
+    states: tuple[int, ...] = ()
 
     @property
     def folder(self) -> str:
@@ -75,18 +84,29 @@ class Arm:
         return re.sub(r"[^A-Za-z0-9_.-]+", "-", self.name).strip("-.")[:100]
 
 
-def catalogue(choices: Mapping[str, str], values: Mapping[str, Any], precision: str, step: int) -> list[Arm]:
+def catalogue(
+    choices: Mapping[str, str],
+    values: Mapping[str, Any],
+    precision: str,
+    step: int,
+    last: int = 0,
+    states: tuple[int, ...] = (),
+) -> list[Arm]:
     """Returns the arms of the table above for a run, in its order.
 
     Args:
         choices, values: the run's options, and its configuration by dotted key.
         precision: in which it computes; `auto` has chosen one.
         step: of the state from which the arms start.
+        last: the last step of the trouble.
+        states: the steps of the last healthy states, see `averaging.py`.
     """
     narrow = f"the run computes in {precision}, whose range is as large"
     return [
         Arm(NOTHING, about="many spikes do not come back"),
         Arm(SKIP, edit=SKIP, about="the batches of the trouble are never read"),
+        brief("lr_half_brief", choices, values, 0.5, max(step, last)),
+        brief("lr_fifth_brief", choices, values, 0.2, max(step, last)),
         rate("lr_half", values, 0.5),
         rate("lr_fifth", values, 0.2),
         rewarmup(choices, values, step),
@@ -99,17 +119,28 @@ def catalogue(choices: Mapping[str, str], values: Mapping[str, Any], precision: 
         beta2(values),
         stable_adamw(choices),
         moments(choices, values),
+        mean(states),
         Arm("fp32", ("precision=fp32",), refused="" if precision in ("fp16", "fp8") else narrow),
         Arm("bf16", ("precision=bf16",), refused="" if precision in ("fp16", "fp8") else narrow),
     ]
 
 
 def rate(name: str, values: Mapping[str, Any], factor: float) -> Arm:
-    """A lower learning rate until the end of the run: a schedule has no key that lowers it for a while."""
+    """A lower learning rate until the end of the run."""
     value = values.get("optimizer.lr")
     if not isinstance(value, int | float):
         return Arm(name, refused="the optimizer has no key lr")
     return Arm(name, (f"optimizer.lr={value * factor:.4g}",))
+
+
+def brief(name: str, choices: Mapping[str, str], values: Mapping[str, Any], factor: float, last: int) -> Arm:
+    """A lower learning rate for a while. No option of `schedule` has one, but the guard has one for its rollbacks."""
+    end, total, kind = last + WHILE, values.get("steps", 0), choices.get("guard")
+    if kind != "rollback":
+        return Arm(name, refused=f"guard={kind}: only guard=rollback can lower the learning rate for a while")
+    if end >= total:
+        return Arm(name, refused=f"it would last to step {end}, and the run ends at step {total}")
+    return Arm(name, edit=BRIEF, factor=factor, about=f"the learning rate x {factor:g} to step {end}, and then x 1")
 
 
 def rewarmup(choices: Mapping[str, str], values: Mapping[str, Any], step: int) -> Arm:
@@ -155,6 +186,15 @@ def moments(choices: Mapping[str, str], values: Mapping[str, Any]) -> Arm:
     if choices.get("optimizer") == "sgd" and not values.get("optimizer.momentum"):
         return Arm(MOMENTS, refused="sgd without momentum has no moments")
     return Arm(MOMENTS, edit=MOMENTS, about="moments and step counters start at 0")
+
+
+def mean(states: tuple[int, ...]) -> Arm:
+    """The mean of the last healthy states; the initial weights are none of them."""
+    if len(states) < 2:
+        return Arm(MEAN, refused="there is only one healthy state from before the trouble, and a mean needs two")
+    *others, start = map(str, states)
+    about = f"the mean of the weights after steps {', '.join(others)} and {start}"
+    return Arm(MEAN, edit=MEAN, states=states, about=about)
 
 
 def with_fixes(arms: Sequence[Arm], fixes: Sequence[str]) -> list[Arm]:

@@ -4,6 +4,7 @@ Everything lies in `<run>/whatif/step-XXXXXXXX/`, named after the state from whi
 state, a run folder for each arm, `whatif.json` and `whatif.html`. The same command goes on with what is there.
 """
 
+import dataclasses
 import fcntl
 import json
 import math
@@ -13,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
+from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError, Interrupted
 from stabletrain.parallel.ranks import current_ranks
@@ -20,13 +22,15 @@ from stabletrain.printable import one_line, say
 from stabletrain.stored.json_files import DamagedFile, read_record
 from stabletrain.tracking.metrics import replace
 from stabletrain.whatif.arms import Arm
+from stabletrain.whatif.averaging import MissingState
 from stabletrain.whatif.heats import Leg, run_legs
-from stabletrain.whatif.opening import opening
+from stabletrain.whatif.opening import opening, seeds_text
 from stabletrain.whatif.outcome import Facts, Outcome, facts_of, read_outcome
 from stabletrain.whatif.page import write_whatif_page
 from stabletrain.whatif.plan import FEWEST, Asked, Plan, plan
 from stabletrain.whatif.ranking import Ranking, finalists, rank, to_reference
-from stabletrain.whatif.report import Found, about_table, command, cut, rows, table, write_json
+from stabletrain.whatif.report import Found, about_table, command, ending, rows, table, write_json
+from stabletrain.whatif.seeds import with_other_seeds
 from stabletrain.whatif.start import prepare, start_of
 
 FIRST_HEAT = "first_heat.json"
@@ -72,24 +76,48 @@ def run(planned: Plan, asked: Asked) -> Found:
     base, trouble, folder = planned.base, planned.trouble, planned.folder
     start = prepare(base, planned.origin, folder)
     facts = facts_of(start)
-    starts = {arm.name: start_of(arm, start, trouble, base, folder).path for arm in planned.arms}
+    planned, starts = starts_of(planned, start)
     first, *later = planned.heats
     compared = trouble.last if trouble.last + FEWEST <= first else facts.step
     ranking = heat(planned, starts, facts, planned.arms, first, compared, asked.jobs)
     going = going_on(folder, ranking, first, asked.best)
-    if not later or not going:
+    if not going or not (later or planned.seeds):
         return Found(base, trouble, facts.step, folder, [first], ranking, [], starts, planned.refused, compared)
-    # With a single arm left there is nothing to compare, and whether it relapses is still worth knowing.
-    say(f"\nsecond heat, to step {later[0]:,}: {', '.join(going)}", flush=True)
     arms = [arm for arm in planned.arms if arm.name in going]
-    # Later batches than those that chose the arms. An arm that skipped data has read some of them in the first heat.
-    final = heat(planned, starts, facts, arms, later[0], first, asked.jobs)
+    stop, after = first, compared
+    if later:
+        # With a single arm left there is nothing to compare, and whether it relapses is still worth knowing. Later
+        # batches than those that chose the arms. An arm that skipped data has read some of them in the first heat.
+        stop, after = later[0], first
+        say(f"\nsecond heat, to step {stop:,}: {', '.join(going)}", flush=True)
+        final = heat(planned, starts, facts, arms, stop, after, asked.jobs)
+    else:
+        final = ranked([each.outcome for each in ranking.places if each.outcome.arm in arms], facts, after)
+    if planned.seeds:
+        say(f"\nwith {seeds_text(planned.seeds)}, to step {stop:,}: {', '.join(going)}", flush=True)
+        outcomes = {each.outcome.arm.name: each.outcome for each in final.places}
+        others = with_other_seeds(planned, start, starts, arms, stop, asked.jobs)
+        final = ranked([outcomes[arm.name] for arm in arms], facts, after, others, planned.seed)
     out = [each for each in ranking.places if each.outcome.arm.name not in going]
     if final.reference:
         reference = next(each.outcome for each in ranking.places if each.outcome.arm.name == final.reference)
         place = position(compared, facts.skipped)
         out = [to_reference(each, reference, place) for each in out]
-    return Found(base, trouble, facts.step, folder, planned.heats, final, out, starts, planned.refused, first)
+    seeds = [planned.seed, *planned.seeds] if planned.seeds else []
+    return Found(base, trouble, facts.step, folder, planned.heats, final, out, starts, planned.refused, after, seeds)
+
+
+def starts_of(planned: Plan, start: Checkpoint) -> tuple[Plan, dict[str, Path]]:
+    """Returns the checkpoint that each arm resumes, and the plan without the arms that turn out not to have one."""
+    starts, refused = dict[str, Path](), [*planned.refused]
+    for arm in planned.arms:
+        try:
+            starts[arm.name] = start_of(arm, start, planned.trouble, planned.base, planned.folder).path
+        except MissingState as error:
+            refused.append(dataclasses.replace(arm, refused=str(error)))
+            say(one_line(f"{arm.name} does not apply: {error}"), flush=True)
+    arms = [arm for arm in planned.arms if arm.name in starts]
+    return dataclasses.replace(planned, arms=arms, refused=refused), starts
 
 
 def heat(
@@ -109,24 +137,21 @@ def heat(
         say(f"{leg.arm.name:<{width}}  {ending(read_outcome(leg.arm, leg.folder, facts, stop))}", flush=True)
 
     run_legs(legs, jobs, told)
-    outcomes = [read_outcome(leg.arm, leg.folder, facts, stop) for leg in legs]
-    return rank(outcomes, position(compared, facts.skipped), first_loss_of(facts, outcomes))
+    return ranked([read_outcome(leg.arm, leg.folder, facts, stop) for leg in legs], facts, compared)
 
 
-def first_loss_of(facts: Facts, outcomes: Sequence[Outcome]) -> float:
-    """Returns the loss of the run before it had learnt anything; NaN if it is not known."""
-    if not math.isnan(facts.first_loss):
-        return facts.first_loss
-    # At step 0 the state knows none: take the first batch that an arm has read.
-    return next((loss for each in outcomes for _, loss in sorted(each.losses.items())[:1]), math.nan)
-
-
-def ending(outcome: Outcome) -> str:
-    """Returns how an arm ended, in a line."""
-    if outcome.broke:
-        return one_line(cut(f"broke at step {outcome.step:,}: {outcome.reason}", 100))
-    came_back = f", the trouble came back: {outcome.came_back}" if outcome.came_back else ""
-    return f"step {outcome.step:,}, validation loss {outcome.val_loss:.4f}{came_back}"
+def ranked(
+    outcomes: Sequence[Outcome],
+    facts: Facts,
+    compared: int,
+    others: Mapping[int, Sequence[Outcome]] | None = None,
+    seed: int = 0,
+) -> Ranking:
+    """Ranks arms by the batches that follow step `compared`; for `others` and `seed` see `rank`."""
+    first_loss = facts.first_loss
+    if math.isnan(first_loss):  # at step 0 the run has learnt nothing yet: take the first batch that an arm has read
+        first_loss = next((loss for each in outcomes for _, loss in sorted(each.losses.items())[:1]), math.nan)
+    return rank(outcomes, position(compared, facts.skipped), first_loss, others, seed)
 
 
 def going_on(folder: Path, ranking: Ranking, stop: int, count: int) -> list[str]:

@@ -76,12 +76,12 @@ def train_until(arguments: Arguments, reached: Callable[[TrainingRun], bool], la
     def job(cfg: DictConfig, folder: Path) -> None:
         check(cfg)
         run = build(cfg, folder, InSweep(LINES, folder, label, live))
-        if reached(run):  # at step 0: there is nothing to train
+        if reached(run):  # there is nothing to train: the state is the one at step 0, or that of the resume
             run.rollback.save(None, healthy=True)
             run.rollback.checkpoints.wait()
             run.data.batches.close()
             run.output.tracker.close(0)
-            run.output.folder.finish("preempted", REACHED, {"steps": run.state.step})
+            run.output.folder.finish("preempted", REACHED, {"steps": run.state.step, "ticks": run.state.executed_steps})
             return
         until = Until(lambda: why_over(run, reached))
         try:

@@ -1,5 +1,7 @@
 """What is said before the first arm runs: the trouble, the start, the arms and the price; or the list of all arms."""
 
+from collections.abc import Sequence
+
 from stabletrain.printable import one_line
 from stabletrain.stored.run_json import RUN
 from stabletrain.whatif.arms import Arm
@@ -22,15 +24,24 @@ def opening(planned: Plan, asked: Asked) -> str:
     lines.append(f"arms     {', '.join(arm.name for arm in planned.arms)}{refused}")
     price = f"first heat {count} x {first:,} = {count * first:,} steps"
     total = origin.steps + count * first
+    most = min(count, asked.best + 1)
     if len(planned.heats) > 1:
         longer = planned.heats[1] - planned.heats[0]
-        most = min(count, asked.best + 1)
         price += f", second at most {most} x {longer:,} = {most * longer:,} steps"
         total += most * longer
+    if planned.seeds:
+        each, runs = planned.heats[-1] - origin.step, most * len(planned.seeds)
+        price += f", with {seeds_text(planned.seeds)} at most {runs} x {each:,} = {runs * each:,} steps"
+        total += runs * each
     again = f"{origin.steps:,} steps to compute the state, " if origin.steps else ""
     done = "; what an earlier call has done is kept" if (planned.folder / "start" / RUN).exists() else ""
     lines.append(f"price    {again}{price}{duration(base, total, asked.jobs)}{done}")
     return "\n".join(one_line(line) for line in lines)
+
+
+def seeds_text(seeds: Sequence[int]) -> str:
+    """Names the other seeds."""
+    return f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))}"
 
 
 def steps_text(trouble: Trouble) -> str:

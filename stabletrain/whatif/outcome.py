@@ -127,7 +127,7 @@ def read_outcome(arm: Arm, folder: Path, start: Facts, until: int) -> Outcome:
         arm: the arm.
         folder: its run folder.
         start: of the state from which it started.
-        until: the last step whose loss counts: the arm may have gone on with a later heat.
+        until: the last step whose losses count: the arm may have gone on with a later heat.
     """
     if (folder / REFUSED).exists():
         reason = (folder / REFUSED).read_text(encoding="utf-8").strip()
@@ -135,7 +135,8 @@ def read_outcome(arm: Arm, folder: Path, start: Facts, until: int) -> Outcome:
     run = read_run(folder)
     final, reason = run.record.get("final", {}), str(run.record.get("reason") or "")
     broke = reason if run.status in ("halted", "failed") or reason.startswith(NOT_FINITE) else ""
-    step = int(final.get("steps", run.steps))
+    # An arm that has gone on with a later heat: its place in this one must not change when the what-if is called again.
+    step = min(int(final.get("steps", run.steps)), until)
     steps, values = run.curve("val/loss", -1)
     at_end = values[steps == step]
     ticks = final.get("ticks", start.tick) - start.tick

@@ -5,13 +5,16 @@ from typing import Any
 
 from stabletrain.comparison.pages import charts, shell
 from stabletrain.comparison.pages.shell import page, words, write
-from stabletrain.whatif.report import HEAD, Found, about_table, command, rows
+from stabletrain.whatif.report import HEAD, Found, about_table, between, command, cut, decimals, rows, signed
 
 SCRIPTS = ["uplot.min.js", "numbers.js", "colors.js", "chart.js", "pictures.js", "arms.js"]
 STYLES = ["uplot.min.css", "page.css"]
 
-KINDS = ("number", "short", "wide", "number", "number", "number", "number", "short")
+KINDS = ("number", "short", "wide", "number", "number", "number", "number", "")
 """The style of each column of the ranking."""
+
+LONGEST = 80
+"""Longest text in a cell of the ranking."""
 
 POINTS = 400
 """Maximum number of points of a curve."""
@@ -27,8 +30,15 @@ def write_whatif_page(found: Found) -> Path:
 def whatif_page(found: Found) -> str:
     """Returns the HTML of the page."""
     places = [*found.ranking.places, *found.out]
-    runs = [(each.outcome.arm.name, each.outcome.run) for each in places if each.outcome.run is not None]
-    curves = [{**charts.chart_data(run, POINTS), "name": name} for name, run in runs]
+    curves = [
+        {
+            **charts.chart_data(each.outcome.run, POINTS),
+            "name": each.outcome.arm.name,
+            "broke": each.outcome.step if each.outcome.broke else None,
+        }
+        for each in places
+        if each.outcome.run is not None
+    ]
     data: dict[str, Any] = {"panels": charts.panels(curves), "arms": curves}
     typed, title = command(found), f"{found.base.run.absolute().name} · what if"
     body = "".join(
@@ -44,6 +54,7 @@ def whatif_page(found: Found) -> str:
             f'<p>Continue the run with it:</p><p class="code">{words(typed)}</p>' if typed else "",
             shell.section("Ranking", ranking(found)),
             shell.section("Curves from the start on", shell.pictures()) if curves else "",
+            shell.section("With each seed", by_seed(found)) if found.seeds else "",
             shell.section("What the arms change", changes(found)),
             shell.section("Arms that do not apply", refusals(found)),
         ]
@@ -55,11 +66,48 @@ def ranking(found: Found) -> str:
     """Returns the table of the ranking."""
     head = "".join(f"<th>{words(name)}</th>" for name in HEAD)
     lines = [f"<tr>{head}</tr>"]
-    for cells in rows(found):
-        marked = (f'<td class="{kind}">{words(cell)}</td>' for kind, cell in zip(KINDS, cells, strict=True))
-        lines.append(f"<tr>{''.join(marked)}</tr>")
+    for each, cells in zip((*found.ranking.places, *found.out), rows(found), strict=True):
+        marked = "".join(cell(kind, text) for kind, text in zip(KINDS, cells, strict=True))
+        lines.append(f"{row(each.broke)}{marked}</tr>")
     note = "".join(f'<p class="soft">{words(line)}</p>' for line in about_table(found))
     return f'<div class="box" tabindex="0"><table class="plain">{"".join(lines)}</table></div>{note}'
+
+
+def row(broke: str) -> str:
+    """Returns the beginning of a row; that of an arm that broke is grey, as its curve is."""
+    return '<tr class="soft">' if broke else "<tr>"
+
+
+def cell(kind: str, text: str) -> str:
+    """Returns a cell of the ranking; of a long text the beginning, and the whole text as its tooltip."""
+    short = cut(text, LONGEST)
+    tooltip = f' title="{words(text)}"' if short != text else ""
+    return f'<td class="{kind}"{tooltip}>{words(short)}</td>'
+
+
+def by_seed(found: Found) -> str:
+    """Returns a table of the arms with each seed."""
+    head = "".join(f"<th>{name}</th>" for name in ("arm", "seed", "how it ended", "loss", "95 % interval", "val loss"))
+    lines = [f"<tr>{head}</tr>"]
+    kinds = ("short", "number", "wide", "number", "number", "number")
+    for each in found.ranking.places:
+        for repeat in each.repeats:
+            outcome = repeat.outcome
+            trouble = "; ".join(
+                filter(None, (outcome.came_back and f"came back: {outcome.came_back}", repeat.behind_best))
+            )
+            broke = f"broke at step {outcome.step:,}: {outcome.reason}" if outcome.broke else ""
+            cells = (
+                outcome.arm.name,
+                str(repeat.seed),
+                broke or trouble or f"held to step {outcome.step:,}",
+                signed(repeat.difference.mean),
+                between(repeat.difference),
+                decimals(outcome.val_loss),
+            )
+            marked = "".join(cell(kind, text) for kind, text in zip(kinds, cells, strict=True))
+            lines.append(f"{row(outcome.broke)}{marked}</tr>")
+    return f'<div class="box" tabindex="0"><table class="plain">{"".join(lines)}</table></div>'
 
 
 def changes(found: Found) -> str:

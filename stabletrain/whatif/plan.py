@@ -6,6 +6,7 @@ from pathlib import Path
 
 from stabletrain.errors import ConfigError
 from stabletrain.whatif.arms import Arm, catalogue, chosen, own_arm, with_fixes
+from stabletrain.whatif.averaging import averaged_steps
 from stabletrain.whatif.base import Base, read_base
 from stabletrain.whatif.judging import judge_all
 from stabletrain.whatif.start import Origin, check_repeatable, find_origin
@@ -30,6 +31,7 @@ class Asked:
         steps: steps by which the second heat is longer; 0 for none.
         best: number of arms in the second heat, besides `nothing`.
         jobs: number of arms that run at once.
+        seeds: number of seeds with which the arms of the last heat are compared, the run's own included.
     """
 
     path: Path
@@ -40,11 +42,12 @@ class Asked:
     steps: int = 300
     best: int = 3
     jobs: int = 1
+    seeds: int = 1
 
     def check(self) -> None:
         """Checks the numbers; raises ConfigError."""
         bounds = {"--past": (self.past, FEWEST), "--steps": (self.steps, 0), "--best": (self.best, 1)}
-        for name, (value, lowest) in {**bounds, "--jobs": (self.jobs, 1)}.items():
+        for name, (value, lowest) in {**bounds, "--jobs": (self.jobs, 1), "--seeds": (self.seeds, 1)}.items():
             if value < lowest:
                 raise ConfigError(f"{name} {value} is below {lowest}; fix: {name} {lowest} or more")
         if 0 < self.steps < FEWEST:
@@ -60,6 +63,8 @@ class Plan:
         arms: those that apply.
         refused: those that do not.
         heats: the last step of each heat.
+        seed: of the run.
+        seeds: the other seeds with which the arms of the last heat are repeated.
         place: the folder of the what-if; None for the one that is named after the state.
     """
 
@@ -69,6 +74,8 @@ class Plan:
     arms: Sequence[Arm]
     refused: Sequence[Arm]
     heats: Sequence[int]
+    seed: int = 0
+    seeds: Sequence[int] = ()
     place: Path | None = None
 
     @property
@@ -102,10 +109,13 @@ def plan(asked: Asked) -> Plan:
     check_repeatable(base, origin)
     own = [own_arm(word) for word in asked.own]
     values = base.settings.flat()
-    there = with_fixes(catalogue(base.settings.choices, values, base.precision, origin.step), trouble.fixes)
+    states = averaged_steps(base, origin.step, origin.tick, origin.step - origin.steps)
+    known = catalogue(base.settings.choices, values, base.precision, origin.step, trouble.last, states)
+    there = with_fixes(known, trouble.fixes)
     arms = judge_all(chosen(there, asked.arms, own), base)
     first = min(base.total, max(trouble.last, origin.step) + asked.past)
     second = min(base.total, first + asked.steps)
+    seed = base.get("seed", 0)
     heats = [first, second] if second - first >= FEWEST else [first]
     return Plan(
         base,
@@ -114,4 +124,6 @@ def plan(asked: Asked) -> Plan:
         [arm for arm in arms if not arm.refused],
         [arm for arm in arms if arm.refused],
         heats,
+        seed,
+        range(seed + 1, seed + asked.seeds),
     )

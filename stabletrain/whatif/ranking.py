@@ -2,20 +2,25 @@
 
 The losses of two arms are compared on the batches that both have read after the trouble (`statistics.py`). The
 differences are to `nothing`, or to the arm with the lowest validation loss if `nothing` broke. An arm whose difference
-to the first one has an interval with 0 in it is not told apart from it. Of the arms that are not told apart, `nothing`
-is taken if it is among them, else the first.
+to the first one has an interval with 0 in it is not told apart from it. Of the arms that are not told apart, those for
+which the forecast has named the fewest signals are preferred: a precursor can show before the loss does. Of these,
+`nothing` is taken if it is among them, else the first.
 
 An arm has not held if the trouble came back. A loss can also jump without a step that the guard skips, and stay there.
 So an arm has not held either if its loss is above the best by more than a tenth of what the best arm has learnt.
+
+If the arms were repeated with other seeds, an arm is compared with the others of the same seed, it has held only if it
+has held with every seed, and the differences of the seeds are pooled.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stabletrain.whatif.arms import NOTHING
 from stabletrain.whatif.outcome import Outcome
-from stabletrain.whatif.statistics import Interval, paired
+from stabletrain.whatif.statistics import Interval, interval, paired
+from stabletrain.whatif.statistics import differences as values
 
 HELD, NOT_HELD, BROKE = range(3)
 """The tiers."""
@@ -28,15 +33,33 @@ SHARE = 0.1
 
 
 @dataclass(frozen=True)
+class Repeat:
+    """An arm with one of several seeds.
+
+    Attributes:
+        seed: the seed.
+        outcome: how the arm ended with it.
+        behind_best: how far its loss is above that of the best arm of this seed, see `Ranked`.
+        difference: of its losses to those of the reference with the same seed.
+    """
+
+    seed: int
+    outcome: Outcome
+    behind_best: str
+    difference: Interval
+
+
+@dataclass(frozen=True)
 class Ranked:
     """An arm in its place.
 
     Attributes:
-        outcome: how it ended.
+        outcome: how it ended, with the run's own seed.
         behind_best: how far its loss is above that of the best arm, in words, if it has lost what was learnt.
         difference: of its losses to those of the reference, in nats per target; negative is better.
         behind: of its losses to those of the first arm.
         tied: whether it is not told apart from the first arm, or is the first.
+        repeats: the arm with every seed, the run's own first; empty if it was not repeated.
     """
 
     outcome: Outcome
@@ -44,17 +67,42 @@ class Ranked:
     difference: Interval
     behind: Interval
     tied: bool
+    repeats: tuple[Repeat, ...] = ()
 
     @property
     def tier(self) -> int:
         """`HELD`, `NOT_HELD` or `BROKE`."""
-        return BROKE if self.outcome.broke else NOT_HELD if self.trouble else HELD
+        return BROKE if self.broke else NOT_HELD if self.trouble else HELD
+
+    @property
+    def broke(self) -> str:
+        """Where and why it broke, with the first seed with which it did; empty if it did not."""
+        for outcome, seed in self._each:
+            if outcome.broke:
+                return f"broke at step {outcome.step:,}{seed}: {outcome.reason}"
+        return ""
 
     @property
     def trouble(self) -> str:
         """Why an arm that did not break has not held; empty if it has."""
-        came_back = f"came back: {self.outcome.came_back}" if self.outcome.came_back else ""
-        return "; ".join(filter(None, (came_back, self.behind_best)))
+        came_back = [f"came back{seed}: {outcome.came_back}" for outcome, seed in self._each if outcome.came_back]
+        behind = [f"{each.behind_best} with seed {each.seed}" for each in self.repeats if each.behind_best]
+        return "; ".join(filter(None, (*came_back, *(behind or [self.behind_best]))))
+
+    @property
+    def forecasts(self) -> tuple[str, ...]:
+        """Signals that the forecast has named since the start, with any seed."""
+        return tuple(dict.fromkeys(name for outcome, _ in self._each for name in outcome.forecasts))
+
+    @property
+    def val_loss(self) -> float:
+        """The validation loss at the end, the mean over the seeds; NaN if it was not evaluated with each of them."""
+        return sum(outcome.val_loss for outcome, _ in self._each) / len(self._each)
+
+    @property
+    def _each(self) -> list[tuple[Outcome, str]]:
+        """How it ended with each seed, and the words that name the seed."""
+        return [(each.outcome, f" with seed {each.seed}") for each in self.repeats] or [(self.outcome, "")]
 
 
 @dataclass(frozen=True)
@@ -65,11 +113,13 @@ class Ranking:
         places: best first.
         reference: name of the arm to which the differences are; empty if every arm broke.
         winner: name of the arm to go on with; empty if every arm broke.
+        without_forecast: name of the arm that would be the winner if forecasts did not count.
     """
 
     places: tuple[Ranked, ...]
     reference: str
     winner: str
+    without_forecast: str = ""
 
     @property
     def tied(self) -> list[str]:
@@ -85,12 +135,23 @@ class Ranking:
         others = [name for name in self.tied if name != self.winner]
         came_back = f", although it has not held ({first.trouble})" if first.trouble else ""
         if others:
-            return f"Too close to call: {', '.join([self.winner, *others])}. Taken: {self.winner}{came_back}."
-        if len([each for each in self.places if not each.outcome.broke]) == 1:
+            why = self._by_forecast(first)
+            return f"Too close to call: {', '.join([self.winner, *others])}. Taken: {self.winner}{why}{came_back}."
+        if len([each for each in self.places if not each.broke]) == 1:
             return f"{self.winner} is the only arm that holds{came_back}."
         later = (lead(each) for each in self.places if not each.tied and 0 < each.behind.low < math.inf)
         ahead = next(later, "")
         return f"{self.winner} is best{ahead}{came_back}."
+
+    def _by_forecast(self, first: Ranked) -> str:
+        """Says that the forecast has decided between arms that are not told apart; empty if it has not."""
+        if self.without_forecast in ("", self.winner):
+            return ""
+        other = next(each for each in self.places if each.outcome.arm.name == self.without_forecast)
+        few, many = len(first.forecasts), len(other.forecasts)
+        return (
+            f", for which the forecast named {few or 'no'} signal{'s' * (few != 1)} ({self.without_forecast}: {many})"
+        )
 
 
 def lead(next_one: Ranked) -> str:
@@ -99,31 +160,57 @@ def lead(next_one: Ranked) -> str:
     return f", ahead of {next_one.outcome.arm.name} by {mean:.4f} ({low:.4f} to {high:.4f})"
 
 
-def rank(outcomes: Sequence[Outcome], place: int, first_loss: float = math.nan) -> Ranking:
+def rank(
+    outcomes: Sequence[Outcome],
+    place: int,
+    first_loss: float = math.nan,
+    others: Mapping[int, Sequence[Outcome]] | None = None,
+    seed: int = 0,
+) -> Ranking:
     """Ranks arms.
 
     Args:
         outcomes: of the arms.
         place: position in the data from which on batches are compared.
         first_loss: of the run's first steps, from which on it has learnt; NaN if not known.
+        others: by seed, the outcomes of the same arms with other seeds, in the same order.
+        seed: of the run.
     """
-    losses = {each.arm.name: each.after(place) for each in outcomes}
-    alive = [each for each in outcomes if not each.broke]
-    if not alive:
-        return Ranking(tuple(Ranked(each, "", NO_INTERVAL, NO_INTERVAL, False) for each in outcomes), "", "")
-    reference = reference_of(alive)
-    differences = {each.arm.name: paired(losses[each.arm.name], losses[reference]) for each in outcomes}
-    lost = too_high({each.arm.name: differences[each.arm.name].mean for each in alive}, losses, first_loss)
-    found = [
-        Ranked(
-            each,
-            lost.get(each.arm.name, ""),
-            differences[each.arm.name],
-            NO_INTERVAL,
-            False,
+    seeds = {seed: outcomes, **(others or {})}
+    names = [each.arm.name for each in outcomes]
+    losses = {
+        number: {name: each.after(place) for name, each in zip(names, found, strict=True)}
+        for number, found in seeds.items()
+    }
+    broke = {name for found in seeds.values() for name, each in zip(names, found, strict=True) if each.broke}
+    alive = [name for name in names if name not in broke]
+    reference = reference_of(alive, seeds.values())
+    differences = {
+        number: {name: paired(found[name], found[reference]) if alive else NO_INTERVAL for name in names}
+        for number, found in losses.items()
+    }
+    lost = {
+        number: too_high({name: differences[number][name].mean for name in alive}, found, first_loss)
+        for number, found in losses.items()
+    }
+
+    def pooled(name: str, other: str) -> Interval:
+        return interval(*(values(found[name], found[other]) for found in losses.values())) if other else NO_INTERVAL
+
+    def repeats(number: int) -> tuple[Repeat, ...]:
+        name = names[number]
+        found = (
+            Repeat(each, arms[number], lost[each].get(name, ""), differences[each][name])
+            for each, arms in seeds.items()
         )
-        for each in outcomes
+        return tuple(found) if len(seeds) > 1 else ()
+
+    found = [
+        Ranked(each, lost[seed].get(name, ""), pooled(name, reference), NO_INTERVAL, False, repeats(number))
+        for number, (name, each) in enumerate(zip(names, outcomes, strict=True))
     ]
+    if not alive:
+        return Ranking(tuple(found), "", "")
 
     def key(each: Ranked) -> tuple[int, float]:
         return each.tier, math.inf if math.isnan(each.difference.mean) else each.difference.mean
@@ -132,11 +219,19 @@ def rank(outcomes: Sequence[Outcome], place: int, first_loss: float = math.nan) 
     first = order[0]
     places = []
     for each in order:
-        behind = paired(losses[each.outcome.arm.name], losses[first.outcome.arm.name])
+        behind = pooled(each.outcome.arm.name, first.outcome.arm.name)
         tied = each is first or (each.tier == first.tier and not behind.excludes_zero)
         places.append(replace(each, behind=behind, tied=tied))
-    names = [each.outcome.arm.name for each in places if each.tied]
-    return Ranking(tuple(places), reference, NOTHING if NOTHING in names else first.outcome.arm.name)
+    tied = [each for each in places if each.tied]
+    fewest = min(len(each.forecasts) for each in tied)
+    preferred = [each for each in tied if len(each.forecasts) == fewest]
+    return Ranking(tuple(places), reference, nothing_or_first(preferred), nothing_or_first(tied))
+
+
+def nothing_or_first(arms: Sequence[Ranked]) -> str:
+    """Returns the name of the first arm, or `nothing` if it is among them."""
+    names = [each.outcome.arm.name for each in arms]
+    return NOTHING if NOTHING in names else names[0]
 
 
 def too_high(
@@ -161,12 +256,21 @@ def too_high(
     }
 
 
-def reference_of(alive: Sequence[Outcome]) -> str:
-    """Returns the arm to which the others are compared: `nothing`, or else the one with the lowest validation loss."""
-    names = [each.arm.name for each in alive]
-    if NOTHING in names:
-        return NOTHING
-    return min(alive, key=lambda each: math.inf if math.isnan(each.val_loss) else each.val_loss).arm.name
+def reference_of(alive: Sequence[str], seeds: Iterable[Sequence[Outcome]]) -> str:
+    """Returns the arm to which the others are compared: `nothing`, or else the one with the lowest validation loss.
+
+    Args:
+        alive: names of the arms that did not break.
+        seeds: the outcomes of all arms, for each seed.
+    """
+    if NOTHING in alive or not alive:
+        return NOTHING if alive else ""
+    sums = dict.fromkeys(alive, 0.0)
+    for found in seeds:
+        for each in found:
+            if each.arm.name in sums:
+                sums[each.arm.name] += math.inf if math.isnan(each.val_loss) else each.val_loss
+    return min(sums, key=sums.__getitem__)
 
 
 def to_reference(ranked: Ranked, reference: Outcome, place: int) -> Ranked:
@@ -183,5 +287,5 @@ def to_reference(ranked: Ranked, reference: Outcome, place: int) -> Ranked:
 
 def finalists(ranking: Ranking, count: int) -> list[str]:
     """Returns the names of the arms that go on: the first `count` that did not break, and `nothing` if it did not."""
-    alive = [each.outcome.arm.name for each in ranking.places if not each.outcome.broke]
+    alive = [each.outcome.arm.name for each in ranking.places if not each.broke]
     return [name for number, name in enumerate(alive) if number < count or name == NOTHING]

@@ -13,7 +13,8 @@ from stabletrain.program import program_in
 from stabletrain.tracking.metrics import plain, replace
 from stabletrain.whatif.arms import Arm
 from stabletrain.whatif.base import Base
-from stabletrain.whatif.ranking import Ranked, Ranking
+from stabletrain.whatif.outcome import Outcome
+from stabletrain.whatif.ranking import HELD, Ranked, Ranking, Repeat
 from stabletrain.whatif.statistics import Interval
 from stabletrain.whatif.trouble import Trouble
 
@@ -40,6 +41,7 @@ class Found:
         starts: by arm, the checkpoint that it resumed.
         refused: the arms that do not apply.
         compared: the step after which batches are compared.
+        seeds: with which the arms of the ranking were run, the run's own first; empty if only with that one.
     """
 
     base: Base
@@ -52,6 +54,7 @@ class Found:
     starts: Mapping[str, Path]
     refused: Sequence[Arm]
     compared: int
+    seeds: Sequence[int] = ()
 
 
 def rows(found: Found) -> list[tuple[str, ...]]:
@@ -72,18 +75,24 @@ def row(number: str, each: Ranked, found: Found) -> tuple[str, ...]:
         ended(each),
         "0" if is_reference else signed(each.difference.mean),
         "reference" if is_reference else between(each.difference),
-        decimals(outcome.val_loss),
+        decimals(each.val_loss),
         "-" if math.isnan(outcome.seconds) else f"{outcome.seconds:.3g}",
-        ", ".join(outcome.forecasts) or "-",
+        ", ".join(each.forecasts) or "-",
     )
 
 
 def ended(each: Ranked) -> str:
     """Returns how an arm ended, in a few words."""
-    outcome = each.outcome
+    seeds = f" with {len(each.repeats)} seeds" if each.repeats else ""
+    return each.broke or each.trouble or f"held to step {each.outcome.step:,}{seeds}"
+
+
+def ending(outcome: Outcome) -> str:
+    """Returns how a run of an arm ended, in a line."""
     if outcome.broke:
-        return f"broke at step {outcome.step:,}: {outcome.reason}"
-    return each.trouble or f"held to step {outcome.step:,}"
+        return one_line(cut(f"broke at step {outcome.step:,}: {outcome.reason}", 100))
+    came_back = f", the trouble came back: {outcome.came_back}" if outcome.came_back else ""
+    return f"step {outcome.step:,}, validation loss {outcome.val_loss:.4f}{came_back}"
 
 
 def signed(value: float) -> str:
@@ -129,8 +138,12 @@ def about_table(found: Found) -> list[str]:
         f"loss: mean difference to {reference} on the same batches, those that follow step {found.compared:,}, in nats "
         "per target; below 0 is better"
     ]
-    if found.out:
+    if found.seeds:
+        lines.append(f"loss and val loss: means over the seeds {', '.join(map(str, found.seeds))}")
+    if found.out and len(found.heats) > 1:
         lines.append(f"arms without a number ended with the first heat, at step {found.heats[0]:,}")
+    elif found.out:
+        lines.append(f"arms without a number ran with the seed {found.seeds[0]} only")
     if len(found.ranking.tied) > 1:
         lines.append("arms with = are not told apart from the first")
     return lines
@@ -156,6 +169,7 @@ def as_json(found: Found) -> dict[str, Any]:
             "start": found.step,
             "heats": list(found.heats),
             "compared_after": found.compared,
+            "seeds": list(found.seeds) or None,
             "reference": found.ranking.reference or None,
             "winner": found.ranking.winner or None,
             "tied": found.ranking.tied,
@@ -179,17 +193,37 @@ def arm_json(number: int | None, each: Ranked) -> dict[str, Any]:
         "named": outcome.arm.named or None,
         "folder": str(outcome.folder),
         "step": outcome.step,
-        "broke": outcome.broke or None,
+        "broke": outcome.broke or each.broke or None,
+        "held": each.tier == HELD,
         "came_back": outcome.came_back or None,
         "behind_best": each.behind_best or None,
         "skips": outcome.skips,
         "rollbacks": outcome.rollbacks,
-        "forecasts": list(outcome.forecasts),
+        "forecasts": list(each.forecasts),
         "difference": each.difference._asdict(),
         "behind_first": each.behind._asdict(),
         "tied": each.tied,
-        "val_loss": None if math.isnan(outcome.val_loss) else outcome.val_loss,
+        "val_loss": None if math.isnan(each.val_loss) else each.val_loss,
         "seconds_per_step": None if math.isnan(outcome.seconds) else outcome.seconds,
+        "seeds": [seed_json(repeat) for repeat in each.repeats] or None,
+    }
+
+
+def seed_json(repeat: Repeat) -> dict[str, Any]:
+    """Returns an arm with one of several seeds as JSON values."""
+    outcome = repeat.outcome
+    return {
+        "seed": repeat.seed,
+        "folder": str(outcome.folder),
+        "step": outcome.step,
+        "broke": outcome.broke or None,
+        "came_back": outcome.came_back or None,
+        "behind_best": repeat.behind_best or None,
+        "skips": outcome.skips,
+        "rollbacks": outcome.rollbacks,
+        "forecasts": list(outcome.forecasts),
+        "difference": repeat.difference._asdict(),
+        "val_loss": None if math.isnan(outcome.val_loss) else outcome.val_loss,
     }
 
 

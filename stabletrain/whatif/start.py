@@ -5,9 +5,7 @@ disk, it is copied by hard links. If not, the run is repeated from an older chec
 a step is a pure function of state and step number, so this gives the same bits. A checkpoint that was written after the
 trouble, such as the one of a rollback, is not used: its guard has counted the trouble already, and it skips data.
 
-Two arms need what no override can change, so they start from an edited copy. `skip` adds the span of the trouble to
-`TrainState.skipped`, as a rollback does. `moments` sets all numbers of the optimizer's state to 0, as an optimizer has
-them before its first update.
+Some arms need what no override can change (`edits.py`), so they start from an edited copy.
 """
 
 import json
@@ -18,26 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from stabletrain.checkpoint.folder import Folder, find
-from stabletrain.checkpoint.reader import Checkpoint, UnusableCheckpoint
-from stabletrain.checkpoint.tree import Tree
+from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.checkpoint.writer import write
 from stabletrain.config.arguments import Arguments
 from stabletrain.config.resuming import acting, changed_keys, recorded_settings, steps_of_changes
-from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import current_ranks, run_on_main
 from stabletrain.stored.run_json import RUN
 from stabletrain.tracking.metrics import read_jsonl, replace
-from stabletrain.whatif.arms import MOMENTS, SKIP, Arm
-from stabletrain.whatif.base import KEEPING, QUIET, Base
+from stabletrain.whatif.arms import Arm
+from stabletrain.whatif.averaging import BEFORE, COUNT, states_at, ticks
+from stabletrain.whatif.base import QUIET, Base
+from stabletrain.whatif.edits import edited
 from stabletrain.whatif.job import train_until
 from stabletrain.whatif.trouble import Trouble
-
-BEFORE = 10
-"""Steps before the trouble whose batches `skip` leaves out too: the update that did the harm comes before the spike."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +86,6 @@ def newest(known: list[Checkpoint], step: int, tick: int) -> Checkpoint | None:
     return None
 
 
-def ticks(checkpoint: Checkpoint) -> int | None:
-    """Returns the steps that a run had executed when it wrote a checkpoint; None if this cannot be read."""
-    try:
-        return int(checkpoint.load().get("tick", checkpoint.step))
-    except UnusableCheckpoint:
-        return None
-
-
 def check_repeatable(base: Base, origin: Origin) -> None:
     """Checks that the steps to compute again all had the settings of the last of them.
 
@@ -145,6 +130,7 @@ def publish(base: Base, origin: Origin, folder: Path) -> None:
         found = find(folder / "again" / "checkpoints" / f"step-{origin.step:08d}")
         info = {"run": base.record.get("id"), "settings": base.settings._asdict()}
         write(place, found.load(), step=origin.step, info=info, healthy=True, val_loss=found.val_loss)
+        keep_states(folder / "again", folder / BEFORE, origin)
         shutil.rmtree(folder / "again", ignore_errors=True)
     as_run(base, folder / "start", f"the state of {base.run} after step {origin.step}")
 
@@ -168,7 +154,9 @@ def arguments_of_repetition(base: Base, origin: Origin, folder: Path) -> Argumen
 
     It is called on the main process only.
     """
-    words = (*QUIET, *KEEPING)
+    # States on the way are saved where the guard takes its own, for the mean of the last of them. This changes no bit.
+    saving = (f"checkpoint.every={base.guarded_at['every']}", f"checkpoint.keep={COUNT}", "checkpoint.keep_best=false")
+    words = (*QUIET, *saving)
     if begun(folder):
         return base.continued(words, folder)
     shutil.rmtree(folder, ignore_errors=True)
@@ -191,6 +179,14 @@ def check_repetition(base: Base, folder: Path, saved: Path) -> None:
             f"the loss of step {step} came out differently than in {base.run}, so the state is another one: code, "
             "packages or machine have changed since; fix: --from step-<a checkpoint that is left>"
         )
+
+
+def keep_states(again: Path, place: Path, origin: Origin) -> None:
+    """Keeps the states that a repetition has saved on its way."""
+    shutil.rmtree(place, ignore_errors=True)
+    for each in Folder(again / "checkpoints", tell=lambda line: None).known():
+        if origin.step - origin.steps < each.step < origin.step:
+            shutil.copytree(each.path, place / each.path.name, copy_function=linked)
 
 
 def begun(folder: Path) -> bool:
@@ -234,48 +230,44 @@ def linked(source: str, target: str) -> None:
 # ---- edited copies
 
 
-def start_of(arm: Arm, start: Checkpoint, trouble: Trouble, base: Base, folder: Path) -> Checkpoint:
-    """Returns the checkpoint that an arm resumes: the start, or an edited copy of it."""
+def start_of(
+    arm: Arm,
+    start: Checkpoint,
+    trouble: Trouble,
+    base: Base,
+    folder: Path,
+    states: Sequence[Checkpoint] | None = None,
+) -> Checkpoint:
+    """Returns the checkpoint that an arm resumes: the start, or an edited copy of it.
+
+    Args:
+        arm: the arm.
+        start: the start.
+        trouble: of the run.
+        base: the run.
+        folder: in which the copy is made.
+        states: whose weights are averaged; None for those that the arm names.
+
+    Raises:
+        MissingState: a state that the arm needs cannot be read.
+    """
     if not arm.edit:
         return start
     own = folder / f"start-{arm.folder}"
-    run_on_main(current_ranks(), lambda: edit_start(arm, start, trouble, base, own))
+    run_on_main(current_ranks(), lambda: edit_start(arm, start, trouble, base, folder, states))
     return find(own / "checkpoints" / start.path.name)
 
 
-def edit_start(arm: Arm, start: Checkpoint, trouble: Trouble, base: Base, own: Path) -> None:
-    """Writes an edited copy of the start in a folder, unless it is there."""
+def edit_start(
+    arm: Arm, start: Checkpoint, trouble: Trouble, base: Base, folder: Path, states: Sequence[Checkpoint] | None
+) -> None:
+    """Writes an edited copy of the start, unless it is there; for the arguments see `start_of`."""
+    own = folder / f"start-{arm.folder}"
     if not (own / RUN).exists():
         shutil.rmtree(own, ignore_errors=True)
-        tree = edited(start.load(), arm.edit, trouble)
+        if states is None:
+            states = states_at(arm.states, base, start, folder) if arm.states else []
+        tree = edited(start.load(), arm, trouble, [each.load_model() for each in states])
         place = own / "checkpoints"
         write(place, tree, step=start.step, info=start.info, healthy=True, val_loss=start.val_loss)
         as_run(base, own, f"the state of {base.run} after step {start.step}, edited: {arm.about}")
-
-
-def edited(tree: Tree, edit: str, trouble: Trouble) -> Tree:
-    """Returns a state with an edit."""
-    if edit == SKIP:
-        return {**tree, "skipped": [*tree["skipped"], [*span_of(tree, trouble)]]}
-    assert edit == MOMENTS
-    optimizer = tree["optimizer"]
-    return {**tree, "optimizer": {**optimizer, "state": zeroed(optimizer["state"])}}
-
-
-def span_of(tree: Tree, trouble: Trouble) -> tuple[int, int]:
-    """Returns the data positions `[start, stop)` that `skip` leaves out: those of the trouble, and `BEFORE` before it.
-
-    Step s, counted from 1, reads the batch of step number s - 1.
-    """
-    start = max(tree["step"], trouble.first - 1 - BEFORE)
-    stop = max(start, trouble.last - 1)
-    return position(start, tree["skipped"]), position(stop, tree["skipped"]) + 1
-
-
-def zeroed(node: Any) -> Any:
-    """Returns an optimizer's state with 0 in place of every number, and the same shapes and dtypes."""
-    if isinstance(node, dict):
-        return {key: zeroed(child) for key, child in node.items()}
-    if isinstance(node, Tensor):
-        return node.new_zeros(node.shape)
-    return type(node)(0) if isinstance(node, int | float) and not isinstance(node, bool) else node

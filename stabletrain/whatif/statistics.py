@@ -7,7 +7,7 @@ neighbours, and the interval is Student's t over the block means ("batch means";
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -47,25 +47,54 @@ def block_means(values: Sequence[float] | np.ndarray, blocks: int) -> np.ndarray
     return np.array([part.mean() for part in np.array_split(np.asarray(values, np.float64), blocks)])
 
 
-def interval(values: Sequence[float] | np.ndarray) -> Interval:
-    """Returns the mean of neighbouring values, in their order, with its 95 % interval by block means."""
-    found = np.asarray(values, np.float64)
-    count = len(found)
+def student(degrees: int) -> float:
+    """Returns the 97.5 % quantile of Student's t for 3 degrees of freedom or more.
+
+    Above the table by its expansion around the normal quantile (Abramowitz and Stegun, 26.7.5), right to four digits.
+    """
+    if degrees in STUDENT:
+        return STUDENT[degrees]
+    x = 1.959963984540054
+    terms = (
+        (x**3 + x) / 4,
+        (5 * x**5 + 16 * x**3 + 3 * x) / 96,
+        (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384,
+    )
+    return x + sum(term / degrees**power for power, term in enumerate(terms, 1))
+
+
+def interval(*seeds: Sequence[float] | np.ndarray) -> Interval:
+    """Returns the mean of neighbouring values, in their order, with its 95 % interval by block means.
+
+    With several seeds the block means of all of them are pooled. This assumes that they are independent of each other
+    and have one mean. Block means of one seed are independent only as far as the blocks are long. If the difference of
+    two arms depends on the seed by more than its block means vary, the interval is too narrow: then there are as many
+    independent values as seeds, and not as many as blocks.
+
+    Args:
+        seeds: the values of each seed; a seed without values is left out.
+    """
+    found = [np.asarray(values, np.float64) for values in seeds if len(values)]
+    count = sum(map(len, found))
     if not count:
         return Interval(math.nan, -math.inf, math.inf, 0)
-    mean, blocks = float(found.mean()), min(BLOCKS, count // LEAST)
-    if blocks < LEAST:
+    mean, blocks = float(np.concatenate(found).mean()), [min(BLOCKS, len(values) // LEAST) for values in found]
+    if min(blocks) < LEAST:
         return Interval(mean, -math.inf, math.inf, count)
-    means = block_means(found, blocks)
-    half = STUDENT[blocks - 1] * float(means.std(ddof=1)) / math.sqrt(blocks)
+    means = np.concatenate([block_means(values, each) for values, each in zip(found, blocks, strict=True)])
+    half = student(len(means) - 1) * float(means.std(ddof=1)) / math.sqrt(len(means))
     return Interval(mean, mean - half, mean + half, count)
 
 
-def paired(one: dict[int, float], other: dict[int, float]) -> Interval:
-    """Returns the mean of `one - other` over the batches that both have read, in the order of the data.
+def differences(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
+    """Returns `one - other` for the batches that both have read, in the order of the data.
 
     Args:
         one, other: finite losses by the position of the batch in the data.
     """
-    both = sorted(one.keys() & other.keys())
-    return interval([one[place] - other[place] for place in both])
+    return [one[place] - other[place] for place in sorted(one.keys() & other.keys())]
+
+
+def paired(one: Mapping[int, float], other: Mapping[int, float]) -> Interval:
+    """Returns the mean of `differences` with its interval."""
+    return interval(differences(one, other))

@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import TypedDict
 
 from stabletrain.data.order import position
+from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks, run_on_main
 from stabletrain.stored.json_files import Count, DamagedFile, read_record
 from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import replace
 from stabletrain.whatif.arms import Arm
-from stabletrain.whatif.command import ending, first_loss_of, going_on
+from stabletrain.whatif.command import going_on, ranked
 from stabletrain.whatif.heats import Leg, run_leg
 from stabletrain.whatif.outcome import Facts, Outcome, facts_of, read_outcome
 from stabletrain.whatif.plan import FEWEST, Plan
-from stabletrain.whatif.ranking import rank, to_reference
-from stabletrain.whatif.report import Found
+from stabletrain.whatif.ranking import to_reference
+from stabletrain.whatif.report import Found, ending
 from stabletrain.whatif.start import prepare, start_of
 
 BEST = 2
@@ -94,13 +95,16 @@ class Within:
         for arm in self.plan.arms:
             if self.tried and self.spent + self.length + BEST * self.longer > self.budget:
                 break
-            starts[arm.name] = start_of(arm, start, trouble, base, folder).path
+            try:
+                starts[arm.name] = start_of(arm, start, trouble, base, folder).path
+            except ConfigError as error:  # a state that it needs cannot be read
+                self._say(f"{arm.name} does not apply: {error}")
+                continue
             self._run_arm(arm, starts[arm.name], facts, first, outcomes)
             self.tried.append(arm.name)
         going, ranking = [], None
         if self.ranks.is_main:
-            found = [*outcomes.values()]
-            ranking = rank(found, position(compared, facts.skipped), first_loss_of(facts, found))
+            ranking = ranked([*outcomes.values()], facts, compared)
             going = going_on(folder, ranking, first, BEST)
         going = run_on_main(self.ranks, lambda: going)
         self._drop_states([name for name in self.tried if name not in going])
@@ -112,8 +116,7 @@ class Within:
             for arm in [each for each in self.plan.arms if each.name in going]:
                 self._run_arm(arm, starts[arm.name], facts, heats[1], later)
             if ranking is not None:
-                found = [*later.values()]
-                final = rank(found, position(first, facts.skipped), first_loss_of(facts, found))
+                final = ranked([*later.values()], facts, first)
                 out = [each for each in ranking.places if each.outcome.arm.name not in going]
                 if final.reference:
                     place = position(compared, facts.skipped)

@@ -5,7 +5,7 @@ import pytest
 from stabletrain.errors import ConfigError
 from stabletrain.whatif.arms import Arm, catalogue, chosen, own_arm, split, with_fixes
 
-CHOICES = {"optimizer": "adamw", "warmup": "linear", "clipping": "norm"}
+CHOICES = {"optimizer": "adamw", "warmup": "linear", "clipping": "norm", "guard": "rollback"}
 VALUES = {
     "optimizer.lr": 3e-3,
     "optimizer.betas": [0.9, 0.999],
@@ -15,8 +15,8 @@ VALUES = {
 }
 
 
-def arms(choices=CHOICES, values=VALUES, precision="fp32", step=200):
-    return {arm.name: arm for arm in catalogue(choices, values, precision, step)}
+def arms(choices=CHOICES, values=VALUES, precision="fp32", step=200, last=220, states=(100, 150, 200)):
+    return {arm.name: arm for arm in catalogue(choices, values, precision, step, last, states)}
 
 
 def test_the_overrides_of_a_usual_run():
@@ -24,6 +24,8 @@ def test_the_overrides_of_a_usual_run():
     assert {name: arm.overrides for name, arm in found.items()} == {
         "nothing": (),
         "skip": (),
+        "lr_half_brief": (),
+        "lr_fifth_brief": (),
         "lr_half": ("optimizer.lr=0.0015",),
         "lr_fifth": ("optimizer.lr=0.0006",),
         "rewarmup": ("warmup.steps=400",),
@@ -36,11 +38,30 @@ def test_the_overrides_of_a_usual_run():
         "beta2": ("optimizer.betas=[0.9,0.95]",),
         "stable_adamw": ("optimizer=stable_adamw",),
         "moments": (),
+        "mean": (),
         "fp32": ("precision=fp32",),
         "bf16": ("precision=bf16",),
     }
     assert [name for name, arm in found.items() if arm.refused] == ["fp32", "bf16"]
-    assert [name for name, arm in found.items() if arm.edit] == ["skip", "moments"]
+    assert [name for name, arm in found.items() if arm.edit] == [
+        "skip",
+        "lr_half_brief",
+        "lr_fifth_brief",
+        "moments",
+        "mean",
+    ]
+
+
+def test_a_rate_that_is_low_for_a_while_needs_the_guard_and_steps_after_it():
+    found = arms()["lr_fifth_brief"]
+    assert (found.edit, found.factor, found.about) == (
+        "brief",
+        0.2,
+        "the learning rate x 0.2 to step 270, and then x 1",
+    )
+    assert "guard=skip: only guard=rollback" in arms({**CHOICES, "guard": "skip"})["lr_half_brief"].refused
+    assert "it would last to step 1000, and the run ends at step 1000" in arms(last=950)["lr_half_brief"].refused
+    assert not arms(last=949)["lr_half_brief"].refused
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp8"])

@@ -30,6 +30,11 @@ def losses(folder):
     return {line["tick"]: repr(line["train/loss"]) for line in lines if "train/loss" in line}
 
 
+def resumes(folder):
+    """Returns the steps after which a run was resumed."""
+    return [line["step"] for line in read_jsonl(folder / "events.jsonl") if line["event"] == "resume"]
+
+
 def ended(legs, jobs=1):
     told = []
     run_legs(legs, jobs, told.append)
@@ -57,10 +62,14 @@ def test_an_arm_that_goes_on_is_the_same_as_one_that_did_not_stop(shared_run, tm
     for stop in (65, 77, 90):
         ended([leg(shared_run, tmp_path / "parts", stop)])
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert resumes(tmp_path / "parts") == [60, 65, 77], "it goes on, and does not begin again"
     assert len(losses(tmp_path / "whole")) == 30
     found = read_outcome(SLOWER, tmp_path / "parts", START, 90)
     assert found.val_loss == read_outcome(SLOWER, tmp_path / "whole", START, 90).val_loss
     assert found.val_loss > 0
+    earlier = read_outcome(SLOWER, tmp_path / "parts", START, 77)
+    assert earlier.step == 77
+    assert 0 < earlier.val_loss != found.val_loss, "that at the end of the earlier heat"
 
 
 def test_an_arm_that_is_over_is_not_run_again(shared_run, tmp_path, monkeypatch):
@@ -87,7 +96,10 @@ def test_an_arm_stopped_by_a_signal_goes_on(shared_run, tmp_path, monkeypatch):
     assert not mine.over
     assert not later.folder.exists()
     monkeypatch.setattr(heats.Reached, "__call__", reached)
+    stopped = record(mine.folder)["final"]["steps"]
     assert ended([mine]) == [mine]
+    # An arm that began again would have the same losses: a step is a pure function.
+    assert resumes(mine.folder) == [60, stopped]
     ended([leg(shared_run, tmp_path / "whole", 80)])
     assert losses(mine.folder) == losses(tmp_path / "whole")
 

@@ -24,14 +24,15 @@ def refusals(arms, base):
 
 def test_every_arm_applies_to_the_gpt_but_those_that_it_has(shared_run):
     base = read_base(shared_run, 60)
-    found = refusals(catalogue(base.settings.choices, base.settings.flat(), base.precision, 60), base)
+    found = refusals(catalogue(base.settings.choices, base.settings.flat(), base.precision, 60, 60, (40, 60)), base)
     assert found.keys() == {"beta2", "fp32", "bf16"}
 
 
 def test_a_resnet_has_no_attention(resnet):
     base = read_base(resnet, 10)
     found = refusals(catalogue(base.settings.choices, base.settings.flat(), base.precision, 10), base)
-    assert found.keys() == {"qknorm", "qkclip", "softcap", "beta2", "fp32", "bf16"}
+    brief = {"lr_half_brief", "lr_fifth_brief"}  # they would last to the end of this short run
+    assert found.keys() == {"qknorm", "qkclip", "softcap", "beta2", "fp32", "bf16", "mean", *brief}
     for name in ("qknorm", "qkclip", "softcap"):
         assert "because the model has no attention" in found[name]
 

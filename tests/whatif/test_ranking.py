@@ -97,3 +97,61 @@ def test_an_arm_of_the_first_heat_gets_the_last_reference():
     moved = to_reference(ranking.places[1], ended("a", 1.0), 0)
     assert moved.difference.mean == pytest.approx(1.0)
     assert not moved.tied
+
+
+def test_forecasts_decide_between_arms_that_are_not_told_apart():
+    close = [
+        replace(ended("nothing"), forecasts=("attention_logits", "update_ratio")),
+        replace(ended("a", 1.98, wobble=0.5), forecasts=("update_ratio",)),
+        replace(ended("b", 1.99, wobble=-0.5), forecasts=("update_ratio",)),
+    ]
+    found = rank([*close, ended("c", 2.5)], 0)
+    assert names(found) == ["a", "b", "nothing", "c"], "the order is that of the loss"
+    assert found.winner == "a"
+    assert found.verdict == (
+        "Too close to call: a, b, nothing. Taken: a, for which the forecast named 1 signal (nothing: 2)."
+    )
+    found = rank([*close[:2], replace(close[2], forecasts=())], 0)
+    assert found.verdict.endswith("Taken: b, for which the forecast named no signals (nothing: 2).")
+    same = [replace(each, forecasts=("update_ratio",)) for each in close]
+    assert rank(same, 0).verdict == "Too close to call: nothing, a, b. Taken: nothing.", "it has not decided"
+
+
+def test_a_forecast_does_not_outweigh_a_lower_loss():
+    found = rank([ended("nothing", 2.1), replace(ended("a"), forecasts=("update_ratio",))], 0)
+    assert (found.winner, found.verdict) == ("a", "a is best, ahead of nothing by 0.1000 (0.1000 to 0.1000).")
+
+
+# ---- several seeds
+
+
+def test_the_seeds_are_pooled_and_each_is_compared_within_itself():
+    own = [ended("nothing", 2.0), ended("a", 1.9)]
+    other = [ended("nothing", 5.0, val=4.0), ended("a", 4.7, val=3.0)]
+    found = rank(own, 0, others={8: other}, seed=7)
+    best = found.places[0]
+    assert best.difference.mean == pytest.approx(-0.2)
+    assert best.difference.count == 200
+    assert [(each.seed, round(each.difference.mean, 6)) for each in best.repeats] == [(7, -0.1), (8, -0.3)]
+    assert (best.val_loss, found.winner, found.tied) == (2.5, "a", ["a"])
+
+
+def test_an_arm_holds_only_if_it_holds_with_every_seed():
+    own = [ended("nothing", 1.5), ended("a", 1.0), ended("b", 1.0), ended("c", 1.0)]
+    other = [ended("nothing", 1.5), ended("a", 1.0, broke="halt"), ended("b", 1.0, rollbacks=1), ended("c", 2.5)]
+    found = rank(own, 0, others={1: other}, first_loss=9.0)
+    assert names(found) == ["nothing", "b", "c", "a"]
+    each = {place.outcome.arm.name: place for place in found.places}
+    assert each["a"].broke == "broke at step 100 with seed 1: halt"
+    assert each["b"].trouble == "came back with seed 1: 1 rollback"
+    assert each["c"].trouble == "loss 1.5 above the best with seed 1"
+    assert not each["nothing"].trouble
+
+
+def test_an_arm_that_broke_with_another_seed_is_not_the_reference():
+    own = [ended("nothing"), ended("a", 1.9), ended("b", 1.8)]
+    other = [ended("nothing", broke="halt"), ended("a", 1.9, val=2.5), ended("b", 1.8, val=2.2)]
+    assert rank(own, 0, others={1: other}).reference == "b"
+    dead = [replace(each, broke="halt") for each in other]
+    found = rank(own, 0, others={1: dead})
+    assert (found.winner, found.reference) == ("", "")

@@ -10,9 +10,12 @@ from torch import Tensor
 from stabletrain.checkpoint.folder import find
 from stabletrain.checkpoint.tree import flatten
 from stabletrain.errors import ConfigError
-from stabletrain.whatif.arms import Arm
+from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.whatif.arms import WHILE, Arm, catalogue
 from stabletrain.whatif.base import read_base
-from stabletrain.whatif.start import Origin, check_repeatable, edited, find_origin, prepare, span_of, start_of
+from stabletrain.whatif.edits import edited, slowed, span_of
+from stabletrain.whatif.heats import Leg, run_leg
+from stabletrain.whatif.start import Origin, check_repeatable, find_origin, prepare, start_of
 from stabletrain.whatif.target import Target
 from stabletrain.whatif.trouble import Trouble, find_trouble
 
@@ -112,7 +115,9 @@ def test_steps_with_other_settings_cannot_be_repeated(run):
 
 def test_skip_never_reads_the_data_of_the_trouble():
     tree = {"step": 80, "skipped": []}
-    assert edited(tree, "skip", TROUBLE)["skipped"] == [[81, 95]]  # step 95 reads the batch of step number 94
+    assert edited(tree, Arm("skip", edit="skip"), TROUBLE)["skipped"] == [
+        [81, 95]
+    ]  # step 95 reads the batch of step number 94
     assert span_of({"step": 90, "skipped": []}, TROUBLE) == (90, 95)
     assert span_of({"step": 80, "skipped": [[10, 30]]}, TROUBLE) == (101, 115)
     assert tree["skipped"] == []
@@ -120,7 +125,7 @@ def test_skip_never_reads_the_data_of_the_trouble():
 
 def test_moments_and_counters_start_at_0_and_the_weights_are_kept(shared_run):
     tree = find(shared_run / "checkpoints" / "step-00000060").load()
-    found = edited(tree, "moments", TROUBLE)
+    found = edited(tree, Arm("moments", edit="moments"), TROUBLE)
     values = flatten(found["optimizer"]["state"])[0]
     assert values
     assert not any(value.any() for value in values.values() if isinstance(value, Tensor))
@@ -140,3 +145,27 @@ def test_an_edited_copy_is_a_run_that_can_be_resumed(shared_run, tmp_path):
     shutil.rmtree(made.path)
     with pytest.raises(ConfigError):
         start_of(Arm("skip", edit="skip"), start, TROUBLE, base, tmp_path)
+
+
+def test_what_is_left_of_a_lowered_rate_is_lowered_further():
+    assert slowed([0, 0, 1.0], 80, 145, 0.5) == [80, 145, 0.5]
+    assert slowed([60, 80, 0.5], 80, 145, 0.5) == [80, 145, 0.5], "it is over at step 80"
+    assert slowed([60, 160, 0.5], 80, 145, 0.2) == [80, 160, 0.1]
+
+
+@pytest.mark.slow
+def test_a_brief_arm_trains_at_the_lowered_rate_and_then_at_the_whole_one(shared_run, tmp_path):
+    # The trouble is far enough from the fault at tick 90, so that no rollback of the guard lowers the rate.
+    base, start = read_base(shared_run, 20), find(shared_run / "checkpoints" / "step-00000020")
+    known = catalogue(base.settings.choices, base.settings.flat(), "fp32", 20, last=22)
+    found = {}
+    for arm in known:
+        if arm.name in ("nothing", "lr_half_brief", "lr_fifth_brief"):
+            made = start_of(arm, start, Trouble(22, 22, 22, ""), base, tmp_path)
+            run_leg(Leg(base, arm, made.path, tmp_path / arm.name, 80), live=False)
+            lines = read_jsonl(tmp_path / arm.name / "metrics.jsonl")
+            found[arm.name] = {line["step"]: line["lr"] for line in lines if "lr" in line}
+    assert [*found["nothing"]] == [*range(21, 81)]
+    for name, factor in (("lr_half_brief", 0.5), ("lr_fifth_brief", 0.2)):
+        for step, whole in found["nothing"].items():
+            assert found[name][step] == pytest.approx(whole * (factor if step <= 22 + WHILE else 1), rel=1e-12)

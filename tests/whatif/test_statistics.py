@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from stabletrain.whatif.statistics import BLOCKS, STUDENT, Interval, block_means, interval, paired
+from stabletrain.whatif.statistics import BLOCKS, STUDENT, Interval, block_means, interval, paired, student
 
 
 def test_block_means_are_means_of_neighbours():
@@ -65,3 +65,22 @@ def test_only_batches_that_both_have_read_are_paired():
     other = dict.fromkeys(range(20, 60), 1.5)
     assert paired(one, other) == Interval(0.5, 0.5, 0.5, 20)
     assert paired(one, {}).count == 0
+
+
+@pytest.mark.parametrize("degrees", [10, 19, 29, 99])
+def test_the_quantiles_above_the_table_are_students(degrees):
+    x = np.linspace(-student(degrees), student(degrees), 200_001)
+    scale = math.gamma((degrees + 1) / 2) / (math.sqrt(degrees * math.pi) * math.gamma(degrees / 2))
+    density = scale * (1 + x**2 / degrees) ** (-(degrees + 1) / 2)
+    assert float(((density[1:] + density[:-1]) / 2 * np.diff(x)).sum()) == pytest.approx(0.95, abs=2e-5)
+
+
+def test_the_block_means_of_seeds_are_pooled():
+    random = np.random.default_rng(0)
+    one, other = random.normal(size=100), random.normal(size=60)
+    means = np.concatenate([block_means(one, 10), block_means(other, 10)])
+    half = 2.0930 * means.std(ddof=1) / math.sqrt(20)
+    mean = np.concatenate([one, other]).mean()
+    assert interval(one, other) == pytest.approx((mean, mean - half, mean + half, 160), abs=1e-4)
+    assert interval(one, []) == interval(one), "a seed without values is left out"
+    assert interval(one, other[:15])[1:3] == (-math.inf, math.inf)

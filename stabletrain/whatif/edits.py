@@ -1,0 +1,78 @@
+"""Edits of a state: what some arms need, and no override can change. Each returns a new tree.
+
+| edit | what it changes |
+|---|---|
+| `skip` | adds the span of the trouble to the data positions that are never read, as a rollback does |
+| `moments` | sets all numbers of the optimizer's state to 0, as an optimizer has them before its first update |
+| `brief` | lowers the learning rate for a while, as the guard does after a rollback |
+| `mean` | takes the mean of the weights of the last healthy states (`averaging.py`) |
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from stabletrain.checkpoint.tree import Tree
+from stabletrain.data.order import position
+from stabletrain.whatif.arms import BRIEF, MEAN, MOMENTS, SKIP, WHILE, Arm
+from stabletrain.whatif.averaging import mean_weights
+from stabletrain.whatif.trouble import Trouble
+
+BEFORE = 10
+"""Steps before the trouble whose batches `skip` leaves out too: the update that did the harm comes before the spike."""
+
+
+def edited(tree: Tree, arm: Arm, trouble: Trouble, models: Sequence[Mapping[str, Tensor]] = ()) -> Tree:
+    """Returns a state as an arm needs it.
+
+    Args:
+        tree: the state.
+        arm: with an edit.
+        trouble: of the run.
+        models: for `mean`, the `state_dict` of each state, the newest last.
+    """
+    if arm.edit == SKIP:
+        return {**tree, "skipped": [*tree["skipped"], [*span_of(tree, trouble)]]}
+    if arm.edit == BRIEF:
+        guard = tree["parts"]["guard"]
+        lowered = slowed(guard["lowered"], tree["step"], trouble.last + WHILE, arm.factor)
+        return {**tree, "parts": {**tree["parts"], "guard": {**guard, "lowered": lowered}}}
+    if arm.edit == MEAN:
+        return {**tree, "model": mean_weights(models)}
+    assert arm.edit == MOMENTS
+    optimizer = tree["optimizer"]
+    return {**tree, "optimizer": {**optimizer, "state": zeroed(optimizer["state"])}}
+
+
+def span_of(tree: Tree, trouble: Trouble) -> tuple[int, int]:
+    """Returns the data positions `[start, stop)` that `skip` leaves out: those of the trouble, and `BEFORE` before it.
+
+    Step s, counted from 1, reads the batch of step number s - 1.
+    """
+    start = max(tree["step"], trouble.first - 1 - BEFORE)
+    stop = max(start, trouble.last - 1)
+    return position(start, tree["skipped"]), position(stop, tree["skipped"]) + 1
+
+
+def slowed(lowered: Sequence[Any], step: int, stop: int, factor: float) -> list[Any]:
+    """Returns the guard's lowered learning rate: start step, stop step (exclusive) and factor.
+
+    Args:
+        lowered: the one that it has, after an earlier rollback. It is one span, so what is left of it gets the product
+            of both factors, and the later stop: the rate of this arm is never above that of `nothing`.
+        step: steps done.
+        stop: the last step with the lowered rate, counted from 1.
+        factor: of the learning rate.
+    """
+    first, last, earlier = lowered
+    return [step, max(stop, last), factor * earlier] if first <= step < last else [step, stop, factor]
+
+
+def zeroed(node: Any) -> Any:
+    """Returns an optimizer's state with 0 in place of every number, and the same shapes and dtypes."""
+    if isinstance(node, dict):
+        return {key: zeroed(child) for key, child in node.items()}
+    if isinstance(node, Tensor):
+        return node.new_zeros(node.shape)
+    return type(node)(0) if isinstance(node, int | float) and not isinstance(node, bool) else node
