@@ -72,7 +72,7 @@ def run(planned: Plan, asked: Asked) -> Found:
     starts = {arm.name: start_of(arm, start, trouble, base, folder).path for arm in planned.arms}
     first, *later = planned.heats
     compared = trouble.last if trouble.last + FEWEST <= first else facts.step
-    ranking = heat(planned, starts, facts, planned.arms, first, compared, asked.jobs)
+    ranking = heat(planned, starts, facts, planned.arms, first, compared, asked)
     going = going_on(folder, ranking, first, asked.best)
     if not later or not going:
         return Found(base, trouble, facts.step, folder, [first], ranking, [], starts, planned.refused, compared)
@@ -80,7 +80,7 @@ def run(planned: Plan, asked: Asked) -> Found:
     say(f"\nsecond heat, to step {later[0]:,}: {', '.join(going)}", flush=True)
     arms = [arm for arm in planned.arms if arm.name in going]
     # Later batches than those that chose the arms. An arm that skipped data has read some of them in the first heat.
-    final = heat(planned, starts, facts, arms, later[0], first, asked.jobs)
+    final = heat(planned, starts, facts, arms, later[0], first, asked)
     out = [each for each in ranking.places if each.outcome.arm.name not in going]
     if final.reference:
         reference = next(each.outcome for each in ranking.places if each.outcome.arm.name == final.reference)
@@ -96,7 +96,7 @@ def heat(
     arms: Sequence[Arm],
     stop: int,
     compared: int,
-    jobs: int,
+    asked: Asked,
 ) -> Ranking:
     """Runs arms to a step, and ranks them by the batches that follow step `compared`."""
     legs = [Leg(planned.base, arm, starts[arm.name], planned.folder / arm.folder, stop) for arm in arms]
@@ -105,7 +105,7 @@ def heat(
     def told(leg: Leg) -> None:
         say(f"{leg.arm.name:<{width}}  {ending(read_outcome(leg.arm, leg.folder, facts, stop))}", flush=True)
 
-    run_legs(legs, jobs, told)
+    run_legs(legs, asked.jobs, told, asked.slurm)
     outcomes = [read_outcome(leg.arm, leg.folder, facts, stop) for leg in legs]
     first_loss = facts.first_loss
     if math.isnan(first_loss):  # at step 0 the run has learnt nothing yet: take the first batch that an arm has read

@@ -8,6 +8,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import current_ranks
 from stabletrain.whatif.arms import Arm, catalogue, chosen, own_arm, with_fixes
 from stabletrain.whatif.base import Base, read_base
+from stabletrain.whatif.heats import ArmArray
 from stabletrain.whatif.judging import judge_all
 from stabletrain.whatif.start import Origin, check_repeatable, find_origin
 from stabletrain.whatif.statistics import LEAST
@@ -31,6 +32,7 @@ class Asked:
         steps: steps by which the second heat is longer; 0 for none.
         best: number of arms in the second heat, besides `nothing`.
         jobs: number of arms that run at once.
+        slurm: runs them as an array job of Slurm; None for on this machine.
     """
 
     path: Path
@@ -41,6 +43,7 @@ class Asked:
     steps: int = 300
     best: int = 3
     jobs: int = 1
+    slurm: ArmArray | None = None
 
     def check(self) -> None:
         """Checks the numbers; raises ConfigError."""
