@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from stabletrain.errors import ConfigError, Interrupted, StabletrainError
 from stabletrain.machine.signals import StopRequest
@@ -63,6 +63,7 @@ class Reached:
         return run.state.step >= self.stop
 
 
+@runtime_checkable
 class ArmArray(Protocol):
     """What submits arms to Slurm. Its text says where they run: `a Slurm array on a100, one task per arm`."""
 
