@@ -11,7 +11,6 @@ from stabletrain.cli.slurm.request import Card, read_request
 from tests.cli.slurm.given import options
 from tests.cli.slurm.stand_ins import stand_in
 from tests.runs import ROOT
-from tests.whatif.conftest import shared_run
 
 CONF = """\
 [DEFAULT]
