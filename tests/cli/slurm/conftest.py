@@ -6,6 +6,7 @@ import pytest
 
 from stabletrain.cli.slurm.__main__ import main
 from tests.cli.slurm.cluster import cluster  # noqa: F401
+from tests.whatif.conftest import shared_run  # noqa: F401
 
 CLUSTER = """\
 [DEFAULT]
