@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Runs inside a Slurm job: starts the ranks, forwards the signal sent before the time limit, and requeues the job.
 #
-#   source job.sh FOLDER PROCESSES MAX_REQUEUES NOTICE SRUN_OPTIONS... -- PYTHON train.py OVERRIDES...
+#   source job.sh FOLDER PROCESSES MAX_REQUEUES NOTICE SRUN_OPTIONS... -- PYTHON PROGRAM ARGUMENTS...
 #
 # FOLDER is the run folder, the same at every start. PROCESSES is the number per node. NOTICE is how many seconds before
 # the time limit Slurm sends USR2 to this shell (and to nothing else). Ranks that are asked to stop finish the step, save
-# a checkpoint and exit with code 75.
+# a checkpoint and exit with code 75. If the program may remove FOLDER, set notes_folder to one that it leaves alone.
 
 folder=$1 processes=$2 max_requeues=$3 notice=$4
 shift 4
@@ -68,7 +68,8 @@ if ((restarts > max_requeues)); then
   exit 75
 fi
 before=$(newest_checkpoint) begun=$(progress)
-without_step=$folder/slurm.without_step   # how many starts in a row took no step; a file, since it must outlive a start
+# How many starts in a row took no step; a file, since it must outlive a start.
+without_step=${notes_folder:-$folder}/slurm.without_step
 if ((restarts == 0)); then
   rm -f "$without_step"
 fi
@@ -105,7 +106,7 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 srun --ntasks-per-node=1 --kill-on-bad-exit=1 "${srun_options[@]}" bash -c 'ulimit -Sn "$(ulimit -Hn)"
   trap "" USR2; trap : TERM; "$@"
   case $? in 1) exit 99 ;; 143) exit 1 ;; *) exit $? ;; esac' rank \
-  "${ranks[@]}" "$@" hydra.run.dir="'$folder'" resume=auto &
+  "${ranks[@]}" "$@" &
 child=$!
 
 told=0

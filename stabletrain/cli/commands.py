@@ -251,6 +251,8 @@ def replay(chosen: argparse.Namespace) -> None:
 
 def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `whatif`."""
+    from stabletrain.cli.slurm.arms import add_array_options
+
     parser.description = (
         "Resumes the state before a trouble with several changes, on the same batches, and ranks them. The "
         "same command goes on with an interrupted what-if."
@@ -275,17 +277,21 @@ def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, default=300, help="steps that the best go on, 0 for none (default: %(default)s)"
     )
     parser.add_argument("--best", type=int, default=3, help="number of arms that go on (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="number of arms that run at once (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, help="number of arms that run at once (default: 1; with --slurm as many as Slurm allows)"
+    )
     parser.add_argument(
         "--seeds",
         type=int,
         default=1,
         help="repeat the arms of the last heat, so that each has run with so many seeds (default: %(default)s)",
     )
+    add_array_options(parser)
 
 
 def whatif(chosen: argparse.Namespace) -> None:
     """Tries fixes for a run's trouble, and prints their ranking."""
+    from stabletrain.cli.slurm.arms import read_array
     from stabletrain.whatif.command import whatif as run
     from stabletrain.whatif.opening import listing
     from stabletrain.whatif.plan import Asked
@@ -297,16 +303,11 @@ def whatif(chosen: argparse.Namespace) -> None:
             raise ConfigError(f"--from {chosen.start} is not a step; fix: write --from step-500, or --from 500")
         start = int(number)
     names = None if chosen.arms is None else [name for name in chosen.arms.split(",") if name]
+    jobs = 1 if chosen.jobs is None else chosen.jobs
     asked = Asked(
-        chosen.run,
-        start,
-        names,
-        [*chosen.own, *chosen.more],
-        chosen.past,
-        chosen.steps,
-        chosen.best,
-        chosen.jobs,
+        *(chosen.run, start, names, [*chosen.own, *chosen.more], chosen.past, chosen.steps, chosen.best, jobs),
         seeds=chosen.seeds,
+        slurm=read_array(chosen),
     )
     say(listing(asked)) if chosen.list else run(asked)
 

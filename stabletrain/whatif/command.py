@@ -79,7 +79,7 @@ def run(planned: Plan, asked: Asked) -> Found:
     planned, starts = starts_of(planned, start)
     first, *later = planned.heats
     compared = trouble.last if trouble.last + FEWEST <= first else facts.step
-    ranking = heat(planned, starts, facts, planned.arms, first, compared, asked.jobs)
+    ranking = heat(planned, starts, facts, planned.arms, first, compared, asked)
     going = going_on(folder, ranking, first, asked.best)
     if not going or not (later or planned.seeds):
         return Found(base, trouble, facts.step, folder, [first], ranking, [], starts, planned.refused, compared)
@@ -90,13 +90,13 @@ def run(planned: Plan, asked: Asked) -> Found:
         # batches than those that chose the arms. An arm that skipped data has read some of them in the first heat.
         stop, after = later[0], first
         say(f"\nsecond heat, to step {stop:,}: {', '.join(going)}", flush=True)
-        final = heat(planned, starts, facts, arms, stop, after, asked.jobs)
+        final = heat(planned, starts, facts, arms, stop, after, asked)
     else:
         final = ranked([each.outcome for each in ranking.places if each.outcome.arm in arms], facts, after)
     if planned.seeds:
         say(f"\nwith {seeds_text(planned.seeds)}, to step {stop:,}: {', '.join(going)}", flush=True)
         outcomes = {each.outcome.arm.name: each.outcome for each in final.places}
-        others = with_other_seeds(planned, start, starts, arms, stop, asked.jobs)
+        others = with_other_seeds(planned, start, starts, arms, stop, asked)
         final = ranked([outcomes[arm.name] for arm in arms], facts, after, others, planned.seed)
     out = [each for each in ranking.places if each.outcome.arm.name not in going]
     if final.reference:
@@ -127,7 +127,7 @@ def heat(
     arms: Sequence[Arm],
     stop: int,
     compared: int,
-    jobs: int,
+    asked: Asked,
 ) -> Ranking:
     """Runs arms to a step, and ranks them by the batches that follow step `compared`."""
     legs = [Leg(planned.base, arm, starts[arm.name], planned.folder / arm.folder, stop) for arm in arms]
@@ -136,7 +136,7 @@ def heat(
     def told(leg: Leg) -> None:
         say(f"{leg.arm.name:<{width}}  {ending(read_outcome(leg.arm, leg.folder, facts, stop))}", flush=True)
 
-    run_legs(legs, jobs, told)
+    run_legs(legs, asked.jobs, told, asked.slurm)
     return ranked([read_outcome(leg.arm, leg.folder, facts, stop) for leg in legs], facts, compared)
 
 

@@ -1,4 +1,4 @@
-"""Runs arms up to a step: one after the other in this process, or several at once in processes of their own.
+"""Runs arms up to a step: in this process, several at once in processes of their own, or as an array job of Slurm.
 
 An arm that is over is not run again. One that was interrupted goes on from its newest checkpoint. So a what-if that was
 interrupted is continued by the same command.
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from stabletrain.config.arguments import Arguments
 from stabletrain.errors import ConfigError, Interrupted, StabletrainError
@@ -64,6 +65,23 @@ class Reached:
         return run.state.step >= self.stop
 
 
+@runtime_checkable
+class ArmArray(Protocol):
+    """What submits arms to Slurm. Its text says where they run: `a Slurm array on a100, one task per arm`."""
+
+    def script(self, folder: Path, arms: Sequence[Path]) -> str:
+        """Returns the text of the batch script.
+
+        Args:
+            folder: of the array; task n finds its arm in `<n>/leg.json`.
+            arms: the run folder of each task.
+
+        Raises:
+            ConfigError: what was asked for cannot be submitted.
+        """
+        ...
+
+
 def run_leg(leg: Leg, live: bool) -> None:
     """Runs an arm in this process; a run that cannot be built leaves the reason in its folder.
 
@@ -97,22 +115,29 @@ def arguments_of(leg: Leg) -> Arguments:
     return leg.base.resumed(leg.start, words, leg.folder)
 
 
-def run_legs(legs: Sequence[Leg], jobs: int, told: Callable[[Leg], None]) -> None:
+def run_legs(legs: Sequence[Leg], jobs: int, told: Callable[[Leg], None], slurm: ArmArray | None = None) -> None:
     """Runs arms.
 
     Args:
         legs: the arms; those that are over are not run.
         jobs: number of processes; 1 for this one.
         told: called with each arm that is over.
+        slurm: runs them as an array job instead; it has a limit of its own.
 
     Raises:
         Interrupted: a signal arrived; the states are saved.
         StabletrainError: an arm ended with an error.
     """
+    from stabletrain.whatif.array import check_not_queued, run_array
+
     for leg in legs:
         if leg.over:
             told(leg)
     left = [leg for leg in legs if not leg.over]
+    if slurm is not None:
+        run_array(left, slurm, told)
+        return
+    check_not_queued(left)
     if jobs == 1:
         for leg in left:
             run_leg(leg, live=True)

@@ -22,6 +22,7 @@ def opening(planned: Plan, asked: Asked) -> str:
     ]
     refused = f"; {len(planned.refused)} do not apply (--list says why)" if planned.refused else ""
     lines.append(f"arms     {', '.join(arm.name for arm in planned.arms)}{refused}")
+    lines.append(f"how      {way(asked)}")
     price = f"first heat {count} x {first:,} = {count * first:,} steps"
     total = origin.steps + count * first
     most = min(count, asked.best + 1)
@@ -35,7 +36,7 @@ def opening(planned: Plan, asked: Asked) -> str:
         total += runs * each
     again = f"{origin.steps:,} steps to compute the state, " if origin.steps else ""
     done = "; what an earlier call has done is kept" if (planned.folder / "start" / RUN).exists() else ""
-    lines.append(f"price    {again}{price}{duration(base, total, asked.jobs)}{done}")
+    lines.append(f"price    {again}{price}{duration(base, total, asked)}{done}")
     return "\n".join(one_line(line) for line in lines)
 
 
@@ -61,14 +62,25 @@ def kept(origin: Origin) -> str:
     return f"which was not kept: computed again from {begin}"
 
 
-def duration(base: Base, steps: int, jobs: int) -> str:
-    """Returns about how long a number of steps takes; empty if the run has not recorded its speed."""
+def way(asked: Asked) -> str:
+    """Says how the arms run."""
+    if asked.slurm is not None:
+        return f"as {asked.slurm}"
+    return "one arm after the other" if asked.jobs == 1 else f"{asked.jobs} arms at once, each in a process of its own"
+
+
+def duration(base: Base, steps: int, asked: Asked) -> str:
+    """Returns about how long a number of steps takes; empty if the run has not recorded its speed.
+
+    In Slurm this is the time of all tasks together: the queue decides how many run at once.
+    """
     final = base.record.get("final", {})
     seconds, ticks = final.get("seconds"), final.get("ticks", final.get("steps"))
     if not isinstance(seconds, int | float) or not isinstance(ticks, int | float) or ticks <= 0:
         return ""
-    spent = seconds / ticks * steps / jobs
-    return f"; about {spent:.0f} s" if spent < 120 else f"; about {spent / 60:.0f} min"
+    spent = seconds / ticks * steps / (1 if asked.slurm else asked.jobs)
+    text = f"; about {spent:.0f} s" if spent < 120 else f"; about {spent / 60:.0f} min"
+    return f"{text} in all" if asked.slurm else text
 
 
 def listing(asked: Asked) -> str:
@@ -80,7 +92,7 @@ def listing(asked: Asked) -> str:
     )
     width = max(len(arm.name) for arm in (*planned.arms, *planned.refused))
     parts = (("these apply:", planned.arms), ("these do not:", planned.refused))
-    lines = [head]
+    lines = [head, f"they run {way(asked)}"]
     for title, arms in parts:
         lines += ["", title] if arms else []
         for arm in arms:

@@ -8,6 +8,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.whatif.arms import Arm, catalogue, chosen, own_arm, with_fixes
 from stabletrain.whatif.averaging import averaged_steps
 from stabletrain.whatif.base import Base, read_base
+from stabletrain.whatif.heats import ArmArray
 from stabletrain.whatif.judging import judge_all
 from stabletrain.whatif.start import Origin, check_repeatable, find_origin
 from stabletrain.whatif.statistics import LEAST
@@ -32,6 +33,7 @@ class Asked:
         best: number of arms in the second heat, besides `nothing`.
         jobs: number of arms that run at once.
         seeds: number of seeds with which the arms of the last heat are compared, the run's own included.
+        slurm: runs them as an array job of Slurm; None for on this machine.
     """
 
     path: Path
@@ -43,6 +45,7 @@ class Asked:
     best: int = 3
     jobs: int = 1
     seeds: int = 1
+    slurm: ArmArray | None = None
 
     def check(self) -> None:
         """Checks the numbers; raises ConfigError."""

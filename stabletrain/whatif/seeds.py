@@ -19,13 +19,13 @@ from stabletrain.whatif.base import KEEPING, QUIET, Base
 from stabletrain.whatif.heats import Leg, run_legs
 from stabletrain.whatif.job import train_until
 from stabletrain.whatif.outcome import Facts, Outcome, facts_of, read_outcome
-from stabletrain.whatif.plan import Plan
+from stabletrain.whatif.plan import Asked, Plan
 from stabletrain.whatif.report import ending
 from stabletrain.whatif.start import start_of
 
 
 def with_other_seeds(
-    planned: Plan, start: Checkpoint, starts: Mapping[str, Path], arms: Sequence[Arm], stop: int, jobs: int
+    planned: Plan, start: Checkpoint, starts: Mapping[str, Path], arms: Sequence[Arm], stop: int, asked: Asked
 ) -> dict[int, list[Outcome]]:
     """Runs arms up to a step with each of the other seeds, and returns how they ended, in their order, by seed.
 
@@ -35,7 +35,7 @@ def with_other_seeds(
         starts: by arm, the checkpoint that it resumes with the run's own seed.
         arms: those of the last heat.
         stop: the step.
-        jobs: number of arms that run at once.
+        asked: how the arms run.
 
     Raises:
         Interrupted: a signal arrived; the same call goes on.
@@ -60,7 +60,10 @@ def with_other_seeds(
         line = ending(read_outcome(leg.arm, leg.folder, known, stop))
         say(f"seed {seed}  {leg.arm.name:<{width}}  {line}", flush=True)
 
-    run_legs([leg for each in legs.values() for leg in each], jobs, told)
+    # An array has the arms of one folder, so there is one for each seed.
+    groups = [*legs.values()] if asked.slurm else [[leg for each in legs.values() for leg in each]]
+    for group in groups:
+        run_legs(group, asked.jobs, told, asked.slurm)
     return {
         seed: [read_outcome(leg.arm, leg.folder, facts[leg.folder][1], stop) for leg in each]
         for seed, each in legs.items()

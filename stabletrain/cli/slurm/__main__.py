@@ -2,32 +2,26 @@
 
 import os
 import shlex
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from stabletrain.cli.slurm.request import Card, Request, read_cluster, read_request
+from stabletrain.cli.slurm.request import Card, Request, check_checkout, read_cluster, read_request
 from stabletrain.cli.slurm.runs import Runs, environment_notes, expand
 from stabletrain.cli.slurm.script import Job, script
 from stabletrain.cli.sweep.plan import FINISHED, status_of
 from stabletrain.config.arguments import Arguments, merged, newest_of_same, recorded_arguments, sweep_arguments
 from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.machine.slurm import has_slurm, sbatch
 from stabletrain.printable import say
-from stabletrain.program import in_checkout
 
 
 def main() -> int:
     """Submits the jobs, or with `--dry-run` prints their scripts; returns the exit code, 2 for an invalid request."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
-        if not in_checkout():
-            raise ConfigError(
-                "launch.sh, job.sh and cluster.conf are not part of the installed package: clone the repository, run "
-                "`pip install -e .` in it, and submit with its slurm/launch.sh"
-            )
+        check_checkout("submit with its slurm/launch.sh")
         request = read_request(sys.argv[1:])
         cards = [read_cluster(request.cluster, name) for name in request.cards]
         jobs, runs = plan_jobs(request, cards)
@@ -37,7 +31,7 @@ def main() -> int:
         if request.dry_run:
             say("\n".join(scripts), end="")
             return 0
-        if shutil.which("sbatch") is None:
+        if not has_slurm():
             raise ConfigError("there is no sbatch here: run this on a login node of the cluster, or add --dry-run")
         for number, (job, text) in enumerate(zip(jobs, scripts, strict=True)):
             submit(job, text, runs.record, submitted=number)
@@ -124,12 +118,13 @@ def submit(job: Job, text: str, record: DictConfig | None, *, submitted: int) ->
         OmegaConf.save(record, job.folder / "multirun.yaml")
     file = job.folder / "slurm.sh"
     file.write_text(text, encoding="utf-8")
-    done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True)
-    if done.returncode:
-        reason = " ".join(done.stderr.split()).removeprefix("sbatch: error: ")
+    try:
+        number = sbatch(file)
+    except StabletrainError as error:
         before = f" ({submitted} of the sweep's jobs are submitted already)" if submitted else ""
-        raise StabletrainError(f"sbatch refused the job on {job.card.name}: {reason}{before}; its script is {file}")
-    number = done.stdout.strip().partition(";")[0]
+        raise StabletrainError(
+            f"sbatch refused the job on {job.card.name}: {error}{before}; its script is {file}"
+        ) from None
     tasks = f", {len(job.tasks)} tasks" if job.tasks else ""
     log = job.folder / "<n>" / "slurm.log" if job.tasks else job.folder / "slurm.log"
     say(f"job      {number} on {job.card.name}{tasks}, log {log}")

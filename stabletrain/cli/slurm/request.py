@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from stabletrain.config.arguments import Arguments, parse_arguments
 from stabletrain.errors import ConfigError, did_you_mean
+from stabletrain.program import in_checkout
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,20 @@ def read_cluster(file: Path, name: str) -> Card:
 
 CLUSTER = Path(__file__).parents[3] / "slurm" / "cluster.conf"
 
+
+def check_checkout(then: str) -> None:
+    """Checks that this package has the scripts for Slurm beside it.
+
+    Raises:
+        ConfigError: it does not; the message ends with what to do in a checkout.
+    """
+    if not in_checkout():
+        raise ConfigError(
+            "launch.sh, job.sh and cluster.conf are not part of the installed package: clone the repository, run "
+            f"`pip install -e .` in it, and {then}"
+        )
+
+
 TIME = re.compile(
     r"(?:(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?|(?P<short>\d+(?::\d+){0,2}))"
 )
@@ -239,12 +254,6 @@ def seconds(time: str) -> int | None:
     return limit
 
 
-def time_of(typed: str) -> str:
-    """Returns a time limit as typed, after checking it."""
-    seconds(typed)
-    return typed
-
-
 def parser() -> Parser:
     """Builds the parser of the command line."""
     made = Parser(
@@ -255,23 +264,30 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    one, some = at_least(1), at_least(0)
+    one = at_least(1)
     made.add_argument("--gpu", default="any", metavar="CARD[,CARD]", help="a section of cluster.conf; several with -m")
     made.add_argument("--nodes", type=one, default=1, metavar="N", help="nodes per run (1)")
     made.add_argument("--gpus-per-node", type=one, metavar="G", help="GPUs per node (cluster.conf)")
-    made.add_argument("--time", type=time_of, metavar="LIMIT", help="of one start, in Slurm's format (cluster.conf)")
-    made.add_argument("--partition", metavar="NAME", help="(cluster.conf)")
-    made.add_argument("--account", metavar="NAME", help="(cluster.conf)")
-    made.add_argument("--name", default="stabletrain", metavar="NAME", help="job name (stabletrain)")
+    add_job_options(made)
     made.add_argument("--parallel-jobs", type=one, metavar="N", help="with -m: parallel runs per GPU type")
-    made.add_argument("--max-requeues", type=some, default=100, metavar="N", help="limit on requeues of a job (100)")
-    made.add_argument("--cluster", type=Path, default=CLUSTER, metavar="FILE", help="(slurm/cluster.conf)")
     made.add_argument("--dry-run", action="store_true", help="print the scripts, submit nothing")
     made.add_argument("-m", "--multirun", action="store_true", help="every combination of comma-separated values")
     for long, short in HYDRAS.items():
         made.add_argument(short, long, action="append", help=argparse.SUPPRESS)
     made.add_argument("overrides", nargs="*", help="what train.py takes: precision=bf16, optimizer.lr=1e-3")
     return made
+
+
+def add_job_options(to: argparse._ActionsContainer) -> None:
+    """Adds the options of a job that do not depend on what it runs, also to `stabletrain whatif`."""
+    to.add_argument("--time", metavar="LIMIT", help="of one start, in Slurm's format (cluster.conf)")
+    to.add_argument("--partition", metavar="NAME", help="(cluster.conf)")
+    to.add_argument("--account", metavar="NAME", help="(cluster.conf)")
+    to.add_argument("--name", default="stabletrain", metavar="NAME", help="job name (stabletrain)")
+    to.add_argument(
+        "--max-requeues", type=at_least(0), default=100, metavar="N", help="limit on requeues of a job (100)"
+    )
+    to.add_argument("--cluster", type=Path, default=CLUSTER, metavar="FILE", help="(slurm/cluster.conf)")
 
 
 def read_request(typed: Sequence[str]) -> Request:
@@ -281,6 +297,8 @@ def read_request(typed: Sequence[str]) -> Request:
         ConfigError: an option does not exist, or a value is invalid.
     """
     found = parser().parse_intermixed_args(typed)
+    if found.time:
+        seconds(found.time)
     cards = found.gpu.split(",")
     if "" in cards or len(set(cards)) < len(cards):
         raise ConfigError(f"--gpu {found.gpu}: name each card once, with commas between them, such as a100,v100")

@@ -45,13 +45,7 @@ def script(job: Job, request: Request) -> str:
         ConfigError: the time limit is not longer than the notice, or the folder's name contains quotes, a backslash or
             a line break.
     """
-    card = job.card
-    gpus = request.processes(card.gpus_per_node)
-    if bad := set("'\"\\\n") & set(str(job.folder)):
-        raise ConfigError(f"the run folder {job.folder} has {sorted(bad)[0]!r} in its name: choose one without")
-    lines = ["#!/usr/bin/env bash", f"# {title(job, request, gpus)}; written by slurm/launch.sh."]
-    lines += [f"#SBATCH {option}" for option in asked(job, request, gpus)]
-    lines += ["set -e", *environment(card)]
+    lines = beginning(job, request, "slurm/launch.sh")
     folder = shlex.quote(str(job.folder))
     if job.tasks:
         lines.append('case "$SLURM_ARRAY_TASK_ID" in')
@@ -59,17 +53,43 @@ def script(job: Job, request: Request) -> str:
         lines += ["esac", f'folder={folder}/"$SLURM_ARRAY_TASK_ID"']
     else:
         lines += [f"overrides=({shlex.join(job.overrides[0])})", f"folder={folder}"]
-    again = shlex.join([str(ROOT / "slurm" / "launch.sh"), *request.options(card.name)])
+    again = shlex.join([str(ROOT / "slurm" / "launch.sh"), *request.options(job.card.name)])
     lines.append(f"export {LAUNCH}={shlex.quote(again)}")
     command = shlex.join([str(ROOT / "train.py"), *job.options])
-    of_srun = [expanding(word) for word in srun_options(card.srun)]
-    lines += [
+    lines += start(job, request, f'{command} "${{overrides[@]}}" hydra.run.dir="\'$folder\'" resume=auto')
+    return "\n".join(lines) + "\n"
+
+
+def beginning(job: Job, request: Request, writer: str) -> list[str]:
+    """Returns the first lines of a batch script: the options of `sbatch`, the environment, and `$python`.
+
+    Raises:
+        ConfigError: as `script`.
+    """
+    gpus = request.processes(job.card.gpus_per_node)
+    if bad := set("'\"\\\n") & set(str(job.folder)):
+        raise ConfigError(f"the run folder {job.folder} has {sorted(bad)[0]!r} in its name: choose one without")
+    lines = ["#!/usr/bin/env bash", f"# {title(job, request, gpus)}; written by {writer}."]
+    lines += [f"#SBATCH {option}" for option in asked(job, request, gpus)]
+    return [*lines, "set -e", *environment(job.card)]
+
+
+def start(job: Job, request: Request, command: str) -> list[str]:
+    """Returns the last lines of a batch script, which start the ranks; `$folder` is the run folder.
+
+    Args:
+        job: the submission.
+        request: the number of processes, and how many times the job may requeue.
+        command: what `$python` runs, in the words of the shell.
+    """
+    gpus = request.processes(job.card.gpus_per_node)
+    of_srun = [expanding(word) for word in srun_options(job.card.srun)]
+    return [
         "# shellcheck source=/dev/null",
         f"source {shlex.quote(str(ROOT / 'slurm' / 'job.sh'))} \\",
-        " ".join(['  "$folder"', str(gpus), str(request.max_requeues), card.notice, *of_srun, "-- \\"]),
-        f'  "$python" {command} "${{overrides[@]}}"',
+        " ".join(['  "$folder"', str(gpus), str(request.max_requeues), job.card.notice, *of_srun, "-- \\"]),
+        f'  "$python" {command}',
     ]
-    return "\n".join(lines) + "\n"
 
 
 def environment(card: Card) -> list[str]:

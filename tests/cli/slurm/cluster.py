@@ -8,8 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import pytest
 
 from tests.runs import ROOT
 
@@ -201,3 +203,16 @@ def free_ports(count: int) -> Sequence[int]:
     finally:
         for each in sockets:
             each.close()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A two-node cluster; skips with the reason if none can run here."""
+    if reason := missing():
+        pytest.skip(reason)
+    made = Cluster()
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()

@@ -1,12 +1,12 @@
 """Fixtures: a Slurm cluster, and `slurm/launch.sh` without a cluster."""
 
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from stabletrain.cli.slurm.__main__ import main
-from tests.cli.slurm.cluster import Cluster, missing
+from tests.cli.slurm.cluster import cluster  # noqa: F401
+from tests.whatif.conftest import shared_run  # noqa: F401
 
 CLUSTER = """\
 [DEFAULT]
@@ -52,16 +52,3 @@ def launch(tmp_path, monkeypatch, capsys):
         return code, *capsys.readouterr()
 
     return launch
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """A two-node cluster; skips with the reason if none can run here."""
-    if reason := missing():
-        pytest.skip(reason)
-    made = Cluster()
-    try:
-        made.start()
-        yield made
-    finally:
-        made.stop()

@@ -1,0 +1,55 @@
+"""One task of an array job: `python -m stabletrain.whatif.task <file>` runs the arm that the file describes.
+
+The file is JSON. With the same number of threads an arm has the same bits as in the process that wrote the file.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypedDict
+
+from stabletrain.config.arguments import Arguments
+from stabletrain.config.resuming import Settings
+from stabletrain.stored.json_files import read_record
+from stabletrain.tracking.metrics import replace
+from stabletrain.whatif.arms import Arm
+from stabletrain.whatif.base import Base
+from stabletrain.whatif.heats import Leg, in_process
+
+
+class LegRecord(TypedDict):
+    """The content of the file: the fields of a `Leg`, and the number of threads."""
+
+    base: dict[str, Any]
+    arm: dict[str, Any]
+    start: str
+    folder: str
+    stop: int
+    threads: int
+
+
+def write_leg(leg: Leg, threads: int, file: Path) -> None:
+    """Writes an arm and its number of threads to a file."""
+    replace(file, json.dumps({**asdict(leg), "threads": threads}, default=os.fspath, indent=2) + "\n")
+
+
+def read_leg(file: Path) -> tuple[Leg, int]:
+    """Reads an arm and its number of threads.
+
+    Raises:
+        DamagedFile: the file is missing, or does not hold them.
+    """
+    found: dict[str, Any] = dict(read_record(file, LegRecord))
+    threads = found.pop("threads")
+    # Every field goes back to where it came from, also those that an arm may get later.
+    base: dict[str, Any] = {**found["base"], "run": Path(found["base"]["run"])}
+    base |= {"arguments": Arguments(*base["arguments"]), "settings": Settings(*base["settings"])}
+    arm: dict[str, Any] = {**found["arm"], "overrides": tuple(found["arm"]["overrides"])}
+    found |= {"base": Base(**base), "arm": Arm(**arm), "start": Path(found["start"]), "folder": Path(found["folder"])}
+    return Leg(**found), threads
+
+
+if __name__ == "__main__":
+    in_process(*read_leg(Path(sys.argv[1])))
