@@ -123,6 +123,11 @@ def check(cfg: DictConfig) -> None:
     check_init_from(cfg)
     check_parts(cfg, choices)
     check_forecast(cfg, choices)
+    if cfg.guard.get("escalate") == "whatif" and choices["checkpoint"] == "off":
+        raise ConfigError(
+            "guard.escalate=whatif goes on from a checkpoint, and checkpoint=off writes none; fix: checkpoint=default, "
+            "or guard.escalate=halt"
+        )
     warmup, schedule = make(cfg, "warmup", WarmupKind), make(cfg, "schedule", ScheduleKind)
     LearningRate(warmup, schedule, cfg.steps)  # checks its own bounds, without torch
 

@@ -15,9 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
-
-from omegaconf import DictConfig
+from typing import Any, TypedDict
 
 from stabletrain.checkpoint.folder import find, number, steps_in
 from stabletrain.checkpoint.tree import Tree
@@ -83,7 +81,7 @@ class Healer:
 
     Args:
         folder: the run folder.
-        train: trains the run of a configuration in that folder; returns the last validation loss, in nats.
+        train: trains the run of a composed configuration in that folder; returns the last validation loss, in nats.
         tell: shows the user a line.
         live: whether an arm may show a live line.
     """
@@ -91,7 +89,7 @@ class Healer:
     def __init__(
         self,
         folder: Path,
-        train: Callable[[DictConfig, Ready], float | None],
+        train: Callable[[Any, Ready], float | None],
         tell: Callable[[str], None],
         live: bool,
     ) -> None:
@@ -100,7 +98,7 @@ class Healer:
         self._typed = [each for each in job_overrides() if key_of(each) != "resume"]
         self._advice = ""
 
-    def run(self, cfg: DictConfig) -> float | None:
+    def run(self, cfg: Any) -> float | None:
         """Trains the run to its end; returns the last validation loss, in nats.
 
         Args:
@@ -144,7 +142,7 @@ class Healer:
         first = {*recorded_arguments(self._folder).overrides}
         return {key_of(each) for each in self._typed if each not in first}
 
-    def _go_on(self, cfg: DictConfig, course: Course, winner: Winner | None) -> float | None:
+    def _go_on(self, cfg: Any, course: Course, winner: Winner | None) -> float | None:
         """Trains the run from where it is, with the overrides of its healings."""
 
         def ready(run: TrainingRun) -> None:
@@ -157,7 +155,7 @@ class Healer:
             return self._train(cfg, ready)
         losses = []
 
-        def job(cfg: DictConfig, folder: Path) -> None:
+        def job(cfg: Any, folder: Path) -> None:
             del folder
             check(cfg)
             losses.append(self._train(cfg, ready))

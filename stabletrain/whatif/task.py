@@ -46,7 +46,9 @@ def read_leg(file: Path) -> tuple[Leg, int]:
     # Every field goes back to where it came from, also those that an arm may get later.
     base: dict[str, Any] = {**found["base"], "run": Path(found["base"]["run"])}
     base |= {"arguments": Arguments(*base["arguments"]), "settings": Settings(*base["settings"])}
-    arm: dict[str, Any] = {**found["arm"], "overrides": tuple(found["arm"]["overrides"])}
+    base["changes"] = tuple(base["changes"])
+    arm: dict[str, Any] = {**found["arm"]}
+    arm |= {name: tuple(arm[name]) for name in ("overrides", "states")}
     found |= {"base": Base(**base), "arm": Arm(**arm), "start": Path(found["start"]), "folder": Path(found["folder"])}
     return Leg(**found), threads
 

@@ -173,6 +173,8 @@ CHANGED: dict[str, object] = {
     "guard.sigma": "inf",
     "guard.slow": "loud",
     "guard.slow_rate": 0,
+    "guard.escalate": "sometimes",
+    "guard.whatif_steps": 0,
     "guard.window": 19,
     "guard.checksum_every": -1,
     "guard.recheck_every": -1,
