@@ -54,5 +54,6 @@ def test_without_room_for_an_arm_the_run_halts_and_says_what_to_type(tmp_path):
 
 
 def test_without_checkpoints_there_is_nothing_to_go_on_from(tmp_path):
+    kept = [each for each in HALTS if not each.startswith("checkpoint.")]
     with pytest.raises(ConfigError, match=r"guard\.escalate=whatif goes on from a checkpoint"):
-        stabletrain.train([*HALTS, "guard.escalate=whatif", "checkpoint=off", f"hydra.run.dir={tmp_path / 'run'}"])
+        stabletrain.train([*kept, "guard.escalate=whatif", "checkpoint=off", f"hydra.run.dir={tmp_path / 'run'}"])
