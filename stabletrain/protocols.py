@@ -145,6 +145,7 @@ class GuardPolicy(Protocol):
     skips: dict[str, int]
     kind: str
     reason: str
+    since: int | None
     consecutive: int
     rollbacks: int
     escalate: str

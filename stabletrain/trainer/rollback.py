@@ -287,6 +287,8 @@ class Rollback:
         fields: dict[str, Any] = {"reason": reason, "tick": self.state.executed_steps}
         if self._guard.escalate == "whatif" and not machine:
             fields |= {"escalate": "whatif", "counts": self._cumulative_states()}
+        if self._guard.since is not None:
+            fields["since"] = self._guard.since
         self._tracker.event("halt", step, **fields)
 
     def finish_replay(self) -> None:

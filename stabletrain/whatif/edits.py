@@ -48,11 +48,12 @@ def edited(tree: Tree, arm: Arm, trouble: Trouble, models: Sequence[Mapping[str,
 def span_of(tree: Tree, trouble: Trouble) -> tuple[int, int]:
     """Returns the data positions `[start, stop)` that `skip` leaves out: those of the trouble, and `BEFORE` before it.
 
-    Step s, counted from 1, reads the batch of step number s - 1.
+    Those that its rollbacks have skipped count too: bad data may be longer than what one rollback skips. Step s, counted
+    from 1, reads the batch of step number s - 1.
     """
     start = max(tree["step"], trouble.first - 1 - BEFORE)
     stop = max(start, trouble.last - 1)
-    return position(start, tree["skipped"]), position(stop, tree["skipped"]) + 1
+    return position(start, tree["skipped"]), max(position(stop, tree["skipped"]) + 1, trouble.read)
 
 
 def slowed(lowered: Sequence[Any], step: int, stop: int, factor: float) -> list[Any]:

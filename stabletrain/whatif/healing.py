@@ -57,14 +57,16 @@ Ready = Callable[[TrainingRun], None]
 
 
 class Winner(TypedDict):
-    """The content of that file; for the last five keys see `halts.Healing`.
+    """The content of that file; for the last six keys see `halts.Healing`.
 
     Attributes:
         start: the checkpoint that the arm resumed.
+        skipped: data positions `[start, stop)` that are never read in that state.
         why: in a sentence, why the run goes on with this arm, or with none.
     """
 
     start: str
+    skipped: list[list[Count]]
     why: str
     to: Count
     arm: str
@@ -222,7 +224,7 @@ class Healer:
     def _try(self, course: Course, halt: Halt, place: Path, budget: int) -> Winner:
         """Runs a what-if, and returns its winner; raises Interrupted."""
         none: Winner = {
-            "start": "", "why": "", "to": 0, "arm": "", "settings": [], "base": [], "arms": [], "steps": 0
+            "start": "", "skipped": [], "why": "", "to": 0, "arm": "", "settings": [], "base": [], "arms": [], "steps": 0
         }  # fmt: skip
         try:
             planned = self._on_main(lambda: plan_after(halt, course, self._folder, place))
@@ -311,8 +313,16 @@ def winner_of(found: Found | None, none: Winner) -> Winner:
         return {**none, "why": f"none of {len(none['arms'])} fixes holds ({page})"}
     arm = next(each.outcome.arm for each in found.ranking.places if each.outcome.arm.name == name)
     settings = merged(Arguments([], none["base"]), parse_arguments([*arm.overrides])).overrides
-    start = str(found.starts[name])
-    return {**none, "arm": name, "why": f"{found.ranking.verdict}", "settings": settings, "start": start}
+    start = found.starts[name]
+    skipped = [[int(first), int(last)] for first, last in find(start).load()["skipped"]]
+    return {
+        **none,
+        "arm": name,
+        "why": f"{found.ranking.verdict}",
+        "settings": settings,
+        "start": str(start),
+        "skipped": skipped,
+    }
 
 
 def install(run: Path, halt: Halt, winner: Winner) -> None:

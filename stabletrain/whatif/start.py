@@ -67,14 +67,14 @@ def find_origin(guarded_at: Mapping[str, int], run: Path, trouble: Trouble, name
         for each in known:
             if each.step == named and ticks(each) is not None:  # as it is: the user named it
                 return Origin(named, ticks(each) or 0, each)
-        return Origin(named, named + trouble.lost, newest(known, named, named + trouble.lost))
+        return Origin(named, trouble.tick_of(named), newest(known, named, trouble.tick_of(named)))
     latest = max(0, trouble.first - 1 - guarded_at["after"])
     earliest = latest // guarded_at["every"] * guarded_at["every"]
-    found = newest(known, latest, latest + trouble.lost)
+    found = newest(known, latest, trouble.tick_of(latest))
     step = found.step if found is not None and found.step >= earliest else earliest
     if found is None or found.step > step:
-        found = newest(known, step, step + trouble.lost)
-    return Origin(step, step + trouble.lost, found)
+        found = newest(known, step, trouble.tick_of(step))
+    return Origin(step, trouble.tick_of(step), found)
 
 
 def newest(known: list[Checkpoint], step: int, tick: int) -> Checkpoint | None:

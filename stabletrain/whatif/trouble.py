@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from stabletrain.comparison.reading.columns import read_columns
+from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
 from stabletrain.stored.diagnosis import read_diagnosis
 from stabletrain.tracking.metrics import read_jsonl
@@ -31,15 +32,22 @@ class Event:
 
     Attributes:
         kind: skip, rollback, halt, forecast, alarm, nonfinite.
-        step: its step.
+        step: its step; of what is found only after it began, the step at which it began.
         tick: number of steps executed by then.
         text: what happened.
+        last: the step at which it was found.
+        read: end of the data positions that the run had read by then.
+        undone: for each rollback before it, oldest first, the step that it went back to, and from there on the
+            difference between tick and step.
     """
 
     kind: str
     step: int
     tick: int
     text: str = ""
+    last: int = 0
+    read: int = 0
+    undone: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,10 +55,12 @@ class Trouble:
     """One trouble of a run.
 
     Attributes:
-        first, last: the step of its first event, and the highest step of its events.
+        first, last: the step at which it began, and the highest step of its events.
         tick: steps executed when it began.
         text: what happened, for the user.
         fixes: overrides that the diagnosis or the forecast names, best first; a fix may be several with blanks between.
+        read: end of the data positions that the run had read by its end; 0 if not known.
+        undone: see `Event`, of its first event.
     """
 
     first: int
@@ -58,11 +68,17 @@ class Trouble:
     tick: int
     text: str
     fixes: tuple[str, ...] = ()
+    read: int = 0
+    undone: tuple[tuple[int, int], ...] = ()
 
-    @property
-    def lost(self) -> int:
-        """Steps that earlier rollbacks have undone: the tick of a step before the trouble is the step plus this."""
-        return self.tick - self.first
+    def tick_of(self, step: int) -> int:
+        """Returns the number of steps that the run had executed after a step before the trouble."""
+        return step + (lost_at(step, self.undone) if self.undone else self.tick - self.first)
+
+
+def lost_at(step: int, undone: Sequence[tuple[int, int]]) -> int:
+    """Returns the difference between tick and step after a step, on the course that rollbacks have left; see `Event`."""
+    return next((lost for to, lost in reversed(undone) if step > to), 0)
 
 
 def events_of(lines: Sequence[Mapping[str, Any]]) -> list[Event]:
@@ -72,18 +88,23 @@ def events_of(lines: Sequence[Mapping[str, Any]]) -> list[Event]:
         lines: of `events.jsonl`. A resumed run may have executed, and logged, an event twice.
     """
     found: dict[tuple[str, int], Event] = {}
-    lost = 0
+    undone: list[tuple[int, int]] = []
+    skipped: list[Sequence[int]] = []
     for line in lines:
         kind, step = line.get("event"), int(line["step"])
-        tick = int(line.get("tick", step + lost))
+        tick = int(line.get("tick", step + lost_at(step, undone)))
         if kind == "skip" and line.get("kind") == "overflow":
             continue
         if kind in (*SURE, *HINTS) and (kind != "alarm" or "since" in line):
             since = int(line.get("since") or step)  # a slow spike is found after it began
+            began = tick if since == step else since + lost_at(since, undone)
             text = str(line.get("reason") or line.get("text") or "")
-            found[str(kind), tick] = Event(str(kind), since, tick - (step - since), text)
+            read = position(step - 1, skipped) + 1
+            found[str(kind), tick] = Event(str(kind), since, began, text, step, read, tuple(undone))
         if kind in ("rollback", "heal"):
-            lost = tick - int(line["to"])
+            undone.append((int(line["to"]), tick - int(line["to"])))
+            spans = line.get("skipped") or []  # a heal has all of its state's, a rollback its own one
+            skipped = [*spans] if kind == "heal" else [*skipped, *([spans] if spans else [])]
     return sorted(found.values(), key=lambda event: (event.tick, event.kind != "skip"))
 
 
@@ -110,8 +131,9 @@ def trouble_of(events: Sequence[Event], fixes: Sequence[str] = ()) -> Trouble:
     ]
     reason = next((event.text for event in events if event.text), "")
     text = ", ".join(parts) + (f": {reason}" if reason else "")
-    last = max(event.step for event in events)
-    return Trouble(events[0].step, last, events[0].tick, text, tuple(dict.fromkeys(fixes)))
+    last, read = max(max(event.step, event.last) for event in events), max(event.read for event in events)
+    first = events[0]
+    return Trouble(first.step, last, first.tick, text, tuple(dict.fromkeys(fixes)), read, first.undone)
 
 
 def find_trouble(target: Target, after: int | None = None) -> Trouble:
@@ -128,15 +150,15 @@ def find_trouble(target: Target, after: int | None = None) -> Trouble:
     found = events_of(lines)
     groups = clusters([event for event in found if event.kind in SURE])
     if not groups and (bad := first_nonfinite(target.run)) is not None:
-        groups = [[Event("nonfinite", bad, bad, "the loss is not finite")]]
+        groups = [[Event("nonfinite", bad, bad, "the loss is not finite", bad)]]
     if not groups:
         groups = clusters([event for event in found if event.kind in HINTS])
     if target.incident is not None:
         step, named = incident_of(target.incident)
         tick = next((line.get("tick", step) for line in lines if is_incident(line, step)), step)
-        group = next((group for group in groups if near(group, tick)), [Event("incident", step, tick)])
+        group = next((group for group in groups if near(group, tick)), [Event("incident", step, tick, last=step)])
         return trouble_of(group, [*named, *fixes_in(lines, group)])
-    later = [group for group in groups if after is None or max(event.step for event in group) > after]
+    later = [group for group in groups if after is None or max(event.last for event in group) > after]
     if later:
         group = later[0] if after is not None else later[-1]
         return trouble_of(group, fixes_in(lines, group))

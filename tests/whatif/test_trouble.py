@@ -64,11 +64,27 @@ def test_events_that_follow_closely_are_one_trouble():
 def test_a_rollback_turns_the_step_back_and_not_the_tick():
     lines = [skip(30), rollback(30, 20), skip(22, tick=32), {"event": "halt", "step": 25, "reason": "over"}]
     found = events_of(lines)
-    assert found[-1] == Event("halt", 25, 35, "over")  # step 25 after 10 lost steps
+    assert found[-1] == Event("halt", 25, 35, "over", 25, 25, ((20, 10),))  # step 25 after 10 lost steps
     whole = trouble_of(found)
-    assert (whole.first, whole.last, whole.lost) == (30, 30, 0)
+    assert (whole.first, whole.last, whole.tick_of(29)) == (30, 30, 29)
     later = trouble_of(found[2:])
-    assert (later.first, later.tick, later.lost) == (22, 32, 10)
+    assert (later.first, later.tick, later.tick_of(21)) == (22, 32, 31)
+
+
+def test_the_tick_of_a_step_from_before_a_rollback_is_that_of_then():
+    lines = [skip(30), rollback(30, 20), {"event": "halt", "step": 200, "tick": 210, "since": 15, "reason": "diverged"}]
+    halt = trouble_of([each for each in events_of(lines) if each.kind == "halt"])
+    assert (halt.first, halt.last, halt.tick) == (15, 200, 15)
+    assert (halt.tick_of(10), halt.tick_of(20)) == (10, 20)
+    after = trouble_of(events_of([*lines[:2], {**lines[2], "since": 25}])[-1:])
+    assert (after.first, after.tick, after.tick_of(21), after.tick_of(20)) == (25, 35, 31, 20)
+
+
+def test_the_data_that_were_read_count_what_rollbacks_have_skipped():
+    lines = [skip(30), {**rollback(30, 20), "skipped": [20, 50]}, skip(24, tick=34)]
+    assert [event.read for event in events_of(lines)] == [30, 30, 54]
+    healed = {"event": "heal", "step": 24, "tick": 34, "to": 10, "skipped": []}
+    assert events_of([*lines, healed, skip(12, tick=36)])[-1].read == 12
 
 
 def test_a_slow_spike_begins_before_it_is_found():

@@ -99,8 +99,8 @@ class RollbackGuard(SkipGuard):
     def judge(self, reading: Reading) -> Verdict:
         """Returns the verdict on a step and updates counts, limits and retained states."""
         verdict = super().judge(reading)
-        if verdict is Verdict.APPLY and self._goes_back():
-            return Verdict.ROLLBACK
+        if verdict is Verdict.APPLY and (back := self._goes_back()) is not Verdict.APPLY:
+            return back
         # While a change is suspected, newer states must not push out those from before it.
         if verdict is Verdict.APPLY and self.healthy and not self.slow_spikes.suspects:
             promoted = self.states.promote(reading.step)
@@ -117,22 +117,30 @@ class RollbackGuard(SkipGuard):
 
     def judge_validation(self, step: int, loss: float) -> Verdict:
         """Returns the verdict on a state by its validation loss: ROLLBACK with `slow=rollback` if it has risen."""
-        verdict = super().judge_validation(step, loss)
-        return Verdict.ROLLBACK if self._goes_back() else verdict
+        super().judge_validation(step, loss)
+        return self._goes_back()
 
-    def _goes_back(self) -> bool:
-        """Returns whether a slow spike was found after which the guard rolls back, and to before which step.
+    def _goes_back(self) -> Verdict:
+        """Returns ROLLBACK if a slow spike was found after which the guard rolls back, and sets to before which step.
 
         If `max_rollbacks` rollbacks did not help, the alarm is all there is: the loss is finite, and the run goes on.
+        With `escalate=whatif` other fixes are tried then.
         """
-        if self.slow != "rollback" or not self._alarms or self.in_vain >= self.max_rollbacks:
-            return False
+        if self.slow != "rollback" or not self._alarms:
+            return Verdict.APPLY
+        exhausted = self.in_vain >= self.max_rollbacks
+        if exhausted and self.escalate != "whatif":
+            return Verdict.APPLY
         found = self._alarms[-1]
         since = found.since or 0
-        self.kind = "slow"
+        self.kind, self.reason = "slow", found.text.partition(". fix: ")[0]
+        if exhausted:
+            self.reason += f", and guard.max_rollbacks={self.max_rollbacks} rollbacks did not help"
+            self.since = since
+            return Verdict.HALT
         # The start of a change is an estimate: a state is safe if it would have become healthy before it.
-        self.reason, self.rollback_before = found.text.partition(". fix: ")[0], max(since - 1 - self.healthy_after, 0)
-        return True
+        self.rollback_before = max(since - 1 - self.healthy_after, 0)
+        return Verdict.ROLLBACK
 
     def at_end(self, verdict: Verdict) -> Verdict:
         """Returns the verdict on the last step: ROLLBACK or HALT if `trouble` is at least `LAST_PATIENCE`."""

@@ -16,6 +16,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.monitors.update_length import NoLengths
 from stabletrain.records import Detour, GradNorms, LossTerms, Reading, StepChecks, Verdict
+from stabletrain.stability.guard.divergence import Divergence, NoDivergence
 from stabletrain.stability.guard.limits import LARGEST, Limits
 from stabletrain.stability.guard.recheck import NoRecheck, recheck_every
 from stabletrain.stability.guard.retained import NoRetainedStates
@@ -35,7 +36,8 @@ class NoGuard:
     Attributes:
         skips: number of skipped steps by kind; here only `overflow`, by fp16's loss scaling.
         reason: why the newest skipped step was skipped, in one line.
-        kind: kind of the newest skipped step, or `slow` after a slow spike that is rolled back.
+        kind: kind of the newest skipped step, or `slow` after a slow spike that is rolled back, or `diverged`.
+        since: step at which what a halt is about began; None if it began with the halt's own skips.
         rollbacks: always 0.
         consecutive: always 0.
         escalate: what happens after a halt: here always `halt`, which is nothing.
@@ -44,6 +46,7 @@ class NoGuard:
     skips: dict[str, int] = field(default_factory=lambda: {"overflow": 0})
     reason: str = ""
     kind: str = ""
+    since: int | None = None
     rollbacks: int = 0
     consecutive: int = 0
     escalate: str = "halt"
@@ -157,6 +160,7 @@ class SkipGuard(NoGuard):
         slow: what happens after a slow spike (`slow.py`): `off`, `alarm`, or with a `RollbackGuard` `rollback`.
         slow_rate: false alarms of slow spikes in 100,000 clean steps for which their threshold is chosen.
         escalate: what happens after a halt: `halt`, or `whatif`, which tries fixes and goes on (`whatif/healing.py`).
+            With `whatif` the run halts for that if it has diverged, too (`divergence.py`).
         whatif_steps: number of steps that the fixes may train, together and in the whole run.
         skips: number of skipped steps by kind.
         consecutive: consecutive skipped steps up to now.
@@ -181,6 +185,7 @@ class SkipGuard(NoGuard):
     state_check: NoStateCheck = field(init=False, repr=False)
     recheck: NoRecheck = field(init=False, repr=False)
     slow_spikes: NoSlowSpikes = field(init=False, repr=False)
+    divergence: NoDivergence = field(init=False, repr=False)
     _alarms: list[Alarm] = field(init=False, repr=False, default_factory=list)
 
     slow_modes: ClassVar[tuple[str, ...]] = ("off", "alarm")
@@ -203,7 +208,12 @@ class SkipGuard(NoGuard):
                 f"guard.whatif_steps={self.whatif_steps} is below 1: no fix could be tried; use guard.escalate=halt"
             )
         self.recheck = recheck_every(self.recheck_every)
+        self._look_anew()
+
+    def _look_anew(self) -> None:
+        """Begins the search for slow spikes and for divergence."""
         self.slow_spikes = slow_spikes(self.slow, self.slow_rate, self.slow_modes)
+        self.divergence = Divergence(self.window) if self.escalate == "whatif" else NoDivergence()
 
     def check_state_every(self, updates: int) -> None:
         """Sets how often the state is compared with what the last update left; 0 for never."""
@@ -242,7 +252,11 @@ class SkipGuard(NoGuard):
                 self.kind = "recheck"
                 return self.distrust(UPDATE_DIFFERS)
             self._alarms += self.slow_spikes.add(reading)
-            return Verdict.APPLY
+            found = self.divergence.add(reading.step, reading.loss)
+            if found is None:
+                return Verdict.APPLY
+            self.kind, self.reason, self.since = "diverged", found.text, found.since
+            return Verdict.HALT
         self.kind, self.reason = self.why(reading)
         self.skips[self.kind] += 1
         if self.kind == "state":
@@ -287,7 +301,7 @@ class SkipGuard(NoGuard):
                 because they would stop a run whose loss has only been defined otherwise.
         """
         self.consecutive = self.trouble = 0
-        self.slow_spikes = slow_spikes(self.slow, self.slow_rate, self.slow_modes)
+        self._look_anew()
         if loss is not None and loss > self.limits.loss.value:
             self.limits = Limits(self.sigma, self.window)
 
@@ -349,6 +363,7 @@ class SkipGuard(NoGuard):
             "limits": self.limits.state_dict(),
             "recheck": self.recheck.state_dict(),
             "slow_spikes": self.slow_spikes.state_dict(),
+            "divergence": self.divergence.state_dict(),
         }
         return {"skips": dict(self.skips), **counts, **series}
 
@@ -361,3 +376,4 @@ class SkipGuard(NoGuard):
             self.limits.load_state_dict(state["limits"])
         self.recheck.load_state_dict(state.get("recheck", {}))
         self.slow_spikes.load_state_dict(state.get("slow_spikes", {}))
+        self.divergence.load_state_dict(state.get("divergence", {}))

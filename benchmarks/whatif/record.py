@@ -1,0 +1,231 @@
+"""Records a case: the run that halts, the same run that heals itself, the grid from step 0, and the arms once more.
+
+The arms once more: the best arm of the what-if, the one after it, the fixes that are known to be right, half of the
+learning rate, leaving out the data and a random arm run from the same state with a seed that did not choose the winner.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import random
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.runs import CONF
+from benchmarks.whatif.cases import Case
+from stabletrain.cli.train import build_and_train
+from stabletrain.config.arguments import parse_arguments
+from stabletrain.config.checks import check
+from stabletrain.config.jobs import run_as_job
+from stabletrain.data.order import position
+from stabletrain.errors import ConfigError, TrainingHalted
+from stabletrain.program import called
+from stabletrain.stored.run_json import read_run_record
+from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.tracking.progress import InSweep
+from stabletrain.whatif.arms import NOTHING, Arm
+from stabletrain.whatif.command import ranked, starts_of
+from stabletrain.whatif.outcome import Outcome, facts_of
+from stabletrain.whatif.plan import Asked, Plan, plan
+from stabletrain.whatif.ranking import Ranked
+from stabletrain.whatif.seeds import with_other_seeds
+from stabletrain.whatif.start import prepare
+from stabletrain.whatif.statistics import paired
+
+RATES = ("optimizer.lr",)
+LAST = 50
+"""Training losses of which the mean is taken."""
+
+
+def record(case: Case) -> dict[str, Any]:
+    """Runs everything of a case; returns what was found, as JSON."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        halted = trained(case.overrides, folder / "halted")
+        found: dict[str, Any] = {"case": case.name, "halted": halted}
+        if not halted["halts"] and not halted["diverged"]:
+            return found
+        began = time.time()
+        found["healed"] = trained((*case.overrides, "guard.escalate=whatif"), folder / "healed")
+        found["healed"]["wall"] = time.time() - began
+        found["grid"] = grid(case, halted, folder)
+        if halted["halts"]:
+            first = sorted((folder / "healed" / "whatif").glob("halt-*"))[0]
+            found["ranking"] = ranking_of(first)
+            if found["ranking"].get("winner"):
+                found["again"] = again(case, folder / "halted", found["ranking"])
+        return found
+
+
+def record_clean(case: Case) -> dict[str, Any]:
+    """Runs an ordinary run that would heal itself."""
+    with tempfile.TemporaryDirectory() as place:
+        return {"case": case.name, "run": trained((*case.overrides, "guard.escalate=whatif"), Path(place) / "run")}
+
+
+def trained(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Trains a run.
+
+    Returns:
+        `status`, `reason`, `steps`; `val`, the final validation loss; `train`, the mean of the last training losses;
+        `diverged`, whether it ends with less than half of what it had learnt; `halts`, the steps of its halts; `heals`,
+        how it went on after them; `fixes`, which the diagnoses of its incidents name.
+    """
+    words = [*dict.fromkeys(last_of_each(overrides))]
+
+    def job(cfg: Any, place: Path) -> None:
+        check(cfg)
+        build_and_train(cfg, place, InSweep(1000, place, "run", False))
+
+    quiet = io.StringIO()
+    with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with called(words, words):
+            try:
+                run_as_job(parse_arguments([*words, f"hydra.run.dir='{folder}'"]), CONF, job)
+            except TrainingHalted:
+                pass
+            except ConfigError as error:
+                return {"status": "refused", "reason": str(error)[:300], "halts": [], "diverged": False}
+    run, events = read_run_record(folder), read_jsonl(folder / "events.jsonl")
+    final = run.get("final", {})
+    losses = [line["train/loss"] for line in read_jsonl(folder / "metrics.jsonl") if "train/loss" in line]
+    return {
+        "status": run["status"],
+        "reason": str(run.get("reason") or "")[:200],
+        "steps": final.get("steps"),
+        "val": final.get("val/loss"),
+        "train": mean(losses[-5:]),
+        "diverged": diverged(losses),
+        "halts": [event["step"] for event in events if event["event"] == "halt"],
+        "rollbacks": sum(event["event"] == "rollback" for event in events),
+        "heals": [
+            {key: event[key] for key in ("event", "step", "to", "arm", "settings", "steps", "why") if key in event}
+            for event in events
+            if event["event"] in ("heal", "unhealed")
+        ],
+        "fixes": fixes_of(folder),
+    }
+
+
+def last_of_each(overrides: Sequence[str]) -> list[str]:
+    """Returns overrides with only the last of each key; groups come first."""
+    found = {each.partition("=")[0].lstrip("+"): each for each in overrides}
+    return sorted(found.values(), key=lambda each: "." in each.partition("=")[0])
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Returns the mean; None if it is not finite."""
+    total = sum(values) / len(values) if values else math.nan
+    return total if math.isfinite(total) else None
+
+
+def diverged(losses: Sequence[float]) -> bool:
+    """Whether a run ends with less than half of what it had learnt at its best, in means of five logged losses."""
+    smooth = [sum(losses[at : at + 5]) / 5 for at in range(max(0, len(losses) - 4))]
+    if not smooth:
+        return False
+    if not math.isfinite(smooth[-1]):
+        return True
+    best = min(each for each in smooth if math.isfinite(each))
+    return smooth[-1] > best + 0.5 * (losses[0] - best)
+
+
+def fixes_of(folder: Path) -> list[str]:
+    """Returns the fixes that a run's diagnoses name, the first of each incident."""
+    found = []
+    for file in sorted(folder.glob("incidents/*/diagnosis.json")):
+        fixes = json.loads(file.read_text()).get("fix") or []
+        found += [fixes[0]] if isinstance(fixes, list) and fixes else []
+    return [*dict.fromkeys(found)]
+
+
+def grid(case: Case, halted: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Trains from step 0 with each right fix, and with half and a fifth of the learning rate."""
+    given = next((each for each in case.overrides if each.startswith("optimizer.lr=")), "")
+    value = float(given.partition("=")[2])
+    fixes = [(f"optimizer.lr={value * factor:.4g}",) for factor in (0.5, 0.2)]
+    fixes += case.drawn.grid
+    if halted["fixes"]:
+        fixes.append(tuple(halted["fixes"][0].split()))
+    found = []
+    for number, fix in enumerate(dict.fromkeys(fixes)):
+        run = trained((*case.overrides, *fix), folder / f"grid-{number}")
+        found.append({"fix": " ".join(fix), **{key: run.get(key) for key in ("status", "val", "train", "diverged")}})
+    return found
+
+
+def ranking_of(place: Path) -> dict[str, Any]:
+    """Returns the ranking of a what-if: its winner, the arms not told apart from it, and all places."""
+    text = json.loads((place / "whatif.json").read_text()) if (place / "whatif.json").exists() else {}
+    arms = [
+        {key: each.get(key) for key in ("name", "tier", "held", "broke", "loss", "tied", "val_loss") if key in each}
+        for each in text.get("arms", [])
+    ]
+    return {
+        "winner": text.get("winner", ""),
+        "verdict": text.get("verdict", ""),
+        "arms": arms,
+        "step": text.get("step"),
+    }
+
+
+def again(case: Case, run: Path, ranking: dict[str, Any]) -> dict[str, Any]:
+    """Runs the chosen arms with another seed from the same state, and compares them with the winner."""
+    planned = plan(Asked(run))
+    names = [each["name"] for each in ranking["arms"]]
+    winner = ranking["winner"]
+    second = [name for name in names if name not in (winner, NOTHING)][:1]
+    right = [arm.name for arm in planned.arms if is_right(arm, case, planned) and arm.name != winner][:2]
+    draw = random.Random(f"{case.name} arm").choice([arm.name for arm in planned.arms if arm.name != NOTHING])
+    wanted = {winner, *second, *right, "lr_half", "skip", draw}
+    chosen = dataclasses.replace(planned, arms=[arm for arm in planned.arms if arm.name in wanted])
+    seed = planned.seed + 1000
+    quiet = io.StringIO()
+    with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        start = prepare(planned.base, planned.origin, planned.folder)
+        chosen, starts = starts_of(dataclasses.replace(chosen, seeds=[seed]), start)
+        stop = min(planned.base.total, planned.heats[-1] + 100)
+        others = with_other_seeds(chosen, start, starts, chosen.arms, stop, Asked(run))[seed]
+    facts, after = facts_of(start), planned.heats[0]
+    places = {each.outcome.arm.name: each for each in ranked(others, facts, after).places}
+    first = places[winner].outcome.after(position(after, facts.skipped))
+    return {
+        "second": next(iter(second), ""),
+        "right": [arm.name for arm in planned.arms if is_right(arm, case, planned)],
+        "random": draw,
+        "arms": {
+            name: told(each, each.outcome, first, position(after, facts.skipped)) for name, each in places.items()
+        },
+    }
+
+
+def told(each: Ranked, outcome: Outcome, first: dict[int, float], place: int) -> dict[str, Any]:
+    """Returns how an arm ended with the other seed, and its difference to the winner."""
+    low_high = paired(outcome.after(place), first)
+    return {
+        "tier": each.tier,
+        "why": each.broke or each.trouble,
+        "val": outcome.val_loss if math.isfinite(outcome.val_loss) else None,
+        "difference": [low_high.mean, low_high.low, low_high.high] if math.isfinite(low_high.low) else None,
+    }
+
+
+def is_right(arm: Arm, case: Case, planned: Plan) -> bool:
+    """Whether an arm is one of the fixes that are known to be right."""
+    if arm.name in case.drawn.right:
+        return True
+    grid_fixes = {fix for fix in case.drawn.grid if len(fix) == 1}
+    if arm.overrides in grid_fixes:
+        return True
+    if "rate" not in case.drawn.right or len(arm.overrides) != 1:
+        return False
+    key, _, value = arm.overrides[0].partition("=")
+    return key in RATES and float(value) < float(planned.base.settings.flat()["optimizer.lr"])

@@ -1,0 +1,92 @@
+"""Divergence: a run that has lost half of what it had learnt, without a spike that would say so.
+
+    level     mean loss of the last `window` applied steps
+    learnt    the first losses minus the lowest level so far
+    diverged  the level is above the lowest one by half of what was learnt, and by a fifth of the first losses
+
+A run whose loss has only risen from the start has learnt nothing, and has diverged once its level is a fifth above the
+first losses. Data that change to something the model has never seen can look the same.
+"""
+
+from collections import deque
+from typing import Any, NamedTuple
+
+from stabletrain.monitors.change_point import median
+
+FIRST = 8
+"""Number of losses whose median is the first level."""
+
+SHARE = 0.5
+"""Share of what was learnt that is lost in a run that has diverged."""
+
+LEAST = 0.2
+"""Share of the first level by which the level has risen at least: the noise of a run that has learnt little."""
+
+
+class Diverged(NamedTuple):
+    """How a run has diverged.
+
+    Attributes:
+        text: in a line.
+        since: the middle of the losses whose level was lowest: the rise begins about there.
+    """
+
+    text: str
+    since: int
+
+
+class NoDivergence:
+    """Looks for no divergence."""
+
+    def add(self, step: int, loss: float) -> Diverged | None:
+        """Returns None."""
+        del step, loss
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores nothing."""
+
+
+class Divergence(NoDivergence):
+    """Looks for divergence.
+
+    Args:
+        window: number of losses in a level.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._first: list[float] = []
+        self._losses: deque[float] = deque(maxlen=window)
+        self._lowest: tuple[float, int] | None = None
+
+    def add(self, step: int, loss: float) -> Diverged | None:
+        """Adds the loss of an applied step, which is finite; returns whether the run has diverged, and how."""
+        if len(self._first) < FIRST:
+            self._first.append(loss)
+        self._losses.append(loss)
+        if len(self._losses) < (self._losses.maxlen or 0):
+            return None
+        level, first = sum(self._losses) / len(self._losses), median(self._first)
+        lowest, step_of_it = self._lowest or (first, 1)
+        if level <= lowest or self._lowest is None:
+            self._lowest = (level, step) if level <= lowest else (first, 1)
+        if level - lowest <= max(SHARE * (first - lowest), LEAST * abs(first)):
+            return None
+        since = max(step_of_it - len(self._losses) // 2, 1)
+        text = f"mean loss {level:.4g} in the last {len(self._losses)} updates, after {lowest:.4g} at step {step_of_it}"
+        return Diverged(f"the run has diverged: {text}", since)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Losses and levels, for the checkpoint."""
+        return {"first": list(self._first), "losses": list(self._losses), "lowest": list(self._lowest or ())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores them; a checkpoint of a run that did not look for divergence has none."""
+        if state:
+            self._first = list(state["first"])
+            self._losses = deque(state["losses"], maxlen=self._losses.maxlen)
+            self._lowest = (state["lowest"][0], int(state["lowest"][1])) if state["lowest"] else None
