@@ -163,25 +163,23 @@ def grid(case: Case, halted: dict[str, Any], folder: Path) -> list[dict[str, Any
 
 def ranking_of(place: Path) -> dict[str, Any]:
     """Returns the ranking of a what-if: its winner, the arms not told apart from it, and all places."""
-    text = json.loads((place / "whatif.json").read_text()) if (place / "whatif.json").exists() else {}
+    if not (place / "whatif.json").exists():
+        return {"winner": "", "arms": []}
+    text = json.loads((place / "whatif.json").read_text())
+    keys = ("rank", "arm", "held", "broke", "came_back", "behind_best", "tied", "val_loss", "overrides")
     arms = [
-        {key: each.get(key) for key in ("name", "tier", "held", "broke", "loss", "tied", "val_loss") if key in each}
-        for each in text.get("arms", [])
+        {**{key: each[key] for key in keys}, "difference": each["difference"]["mean"], "behind": each["behind_first"]}
+        for each in (*text["arms"], *text["first_heat_only"])
     ]
-    return {
-        "winner": text.get("winner", ""),
-        "verdict": text.get("verdict", ""),
-        "arms": arms,
-        "step": text.get("step"),
-    }
+    return {**{key: text[key] for key in ("winner", "tied", "verdict", "start", "heats")}, "arms": arms}
 
 
 def again(case: Case, run: Path, ranking: dict[str, Any]) -> dict[str, Any]:
     """Runs the chosen arms with another seed from the same state, and compares them with the winner."""
     planned = plan(Asked(run))
-    names = [each["name"] for each in ranking["arms"]]
     winner = ranking["winner"]
-    second = [name for name in names if name not in (winner, NOTHING)][:1]
+    ranked_ones = [each["arm"] for each in ranking["arms"] if each["rank"] is not None]
+    second = [name for name in ranked_ones if name != winner][:1]
     right = [arm.name for arm in planned.arms if is_right(arm, case, planned) and arm.name != winner][:2]
     draw = random.Random(f"{case.name} arm").choice([arm.name for arm in planned.arms if arm.name != NOTHING])
     wanted = {winner, *second, *right, "lr_half", "skip", draw}

@@ -6,6 +6,7 @@
 | skip | the data of the trouble is never read (an edited copy of the state, see `edits.py`) |
 | lr_half_brief, lr_fifth_brief | the learning rate x 0.5, x 0.2 until 50 steps past the trouble (an edited copy) |
 | lr_half, lr_fifth | `optimizer.lr` x 0.5, x 0.2, until the end of the run |
+| lr_usual | `optimizer.lr` as the chosen options have it, without an override, if the run's is higher |
 | rewarmup | a warmup of twice the steps done: about half the rate at the start, the whole rate at its end |
 | clip, zclip | `clipping.max_norm` x 0.3; clipping of outliers |
 | qknorm, qkclip, zloss, softcap | the option of that group |
@@ -91,6 +92,7 @@ def catalogue(
     step: int,
     last: int = 0,
     states: tuple[int, ...] = (),
+    usual: float | None = None,
 ) -> list[Arm]:
     """Returns the arms of the table above for a run, in its order.
 
@@ -100,6 +102,7 @@ def catalogue(
         step: of the state from which the arms start.
         last: the last step of the trouble.
         states: the steps of the last healthy states, see `averaging.py`.
+        usual: the learning rate that the chosen options have without an override; None if not known.
     """
     narrow = f"the run computes in {precision}, whose range is as large"
     return [
@@ -109,6 +112,7 @@ def catalogue(
         brief("lr_fifth_brief", choices, values, 0.2, max(step, last)),
         rate("lr_half", values, 0.5),
         rate("lr_fifth", values, 0.2),
+        usual_rate(values, usual),
         rewarmup(choices, values, step),
         tighter(values),
         Arm("zclip", ("clipping=zclip",)),
@@ -131,6 +135,16 @@ def rate(name: str, values: Mapping[str, Any], factor: float) -> Arm:
     if not isinstance(value, int | float):
         return Arm(name, refused="the optimizer has no key lr")
     return Arm(name, (f"optimizer.lr={value * factor:.4g}",))
+
+
+def usual_rate(values: Mapping[str, Any], usual: float | None) -> Arm:
+    """The learning rate of the chosen options: a rate may be too high by a factor of which a fifth is not enough."""
+    value = values.get("optimizer.lr")
+    if not isinstance(value, int | float) or usual is None:
+        return Arm("lr_usual", refused="the optimizer has no key lr, or its usual value is not known")
+    if value <= usual:
+        return Arm("lr_usual", refused=f"optimizer.lr={value:g} is not above the usual {usual:g}")
+    return Arm("lr_usual", (f"optimizer.lr={usual:g}",))
 
 
 def brief(name: str, choices: Mapping[str, str], values: Mapping[str, Any], factor: float, last: int) -> Arm:

@@ -46,10 +46,10 @@ def edited(tree: Tree, arm: Arm, trouble: Trouble, models: Sequence[Mapping[str,
 
 
 def span_of(tree: Tree, trouble: Trouble) -> tuple[int, int]:
-    """Returns the data positions `[start, stop)` that `skip` leaves out: those of the trouble, and `BEFORE` before it.
+    """Returns the data positions `[start, stop)` that `skip` leaves out: of the trouble, and `BEFORE` before it.
 
-    Those that its rollbacks have skipped count too: bad data may be longer than what one rollback skips. Step s, counted
-    from 1, reads the batch of step number s - 1.
+    Those that its rollbacks have skipped count too: bad data may be longer than what one rollback skips. Step s,
+    counted from 1, reads the batch of step number s - 1.
     """
     start = max(tree["step"], trouble.first - 1 - BEFORE)
     stop = max(start, trouble.last - 1)

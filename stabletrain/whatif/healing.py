@@ -224,7 +224,8 @@ class Healer:
     def _try(self, course: Course, halt: Halt, place: Path, budget: int) -> Winner:
         """Runs a what-if, and returns its winner; raises Interrupted."""
         none: Winner = {
-            "start": "", "skipped": [], "why": "", "to": 0, "arm": "", "settings": [], "base": [], "arms": [], "steps": 0
+            "start": "", "skipped": [], "why": "", "to": 0, "arm": "",
+            "settings": [], "base": [], "arms": [], "steps": 0,
         }  # fmt: skip
         try:
             planned = self._on_main(lambda: plan_after(halt, course, self._folder, place))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stabletrain.config.arguments import Arguments, key_of
 from stabletrain.config.checks import check
 from stabletrain.config.jobs import composed
 from stabletrain.config.resuming import GROUPS, acting, changed_keys, check_resume, row_of, settings
@@ -34,6 +35,18 @@ def judged(arm: Arm, base: Base) -> Arm:
     if arm.name != NOTHING and not acting(changes):
         return replace(arm, refused="the run has it already")
     return replace(arm, about=arm.about or about(changes))
+
+
+def usual_rate(base: Base) -> float | None:
+    """Returns the learning rate of a run's options, as they are without an override of it; None if there is none."""
+    options, overrides = base.arguments
+    without = Arguments(options, [each for each in overrides if key_of(each) != "optimizer.lr"])
+    try:
+        with composed(without, conf_folder()) as (cfg, choices):
+            found = settings(cfg, choices).flat().get("optimizer.lr")
+    except ConfigError:
+        return None
+    return found if isinstance(found, int | float) else None
 
 
 def about(changes: Mapping[str, Sequence[Any]]) -> str:

@@ -9,7 +9,7 @@ from stabletrain.whatif.arms import Arm, catalogue, chosen, own_arm, with_fixes
 from stabletrain.whatif.averaging import averaged_steps
 from stabletrain.whatif.base import Base, read_base
 from stabletrain.whatif.heats import ArmArray
-from stabletrain.whatif.judging import judge_all
+from stabletrain.whatif.judging import judge_all, usual_rate
 from stabletrain.whatif.start import Origin, check_repeatable, find_origin
 from stabletrain.whatif.statistics import LEAST
 from stabletrain.whatif.target import find_target
@@ -113,7 +113,8 @@ def plan(asked: Asked) -> Plan:
     own = [own_arm(word) for word in asked.own]
     values = base.settings.flat()
     states = averaged_steps(base, origin.step, origin.tick, origin.step - origin.steps)
-    known = catalogue(base.settings.choices, values, base.precision, origin.step, trouble.last, states)
+    usual = usual_rate(base)
+    known = catalogue(base.settings.choices, values, base.precision, origin.step, trouble.last, states, usual)
     there = with_fixes(known, trouble.fixes)
     arms = judge_all(chosen(there, asked.arms, own), base)
     first = min(base.total, max(trouble.last, origin.step) + asked.past)

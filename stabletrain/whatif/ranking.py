@@ -1,10 +1,10 @@
 """Ranks the arms: those that held, those that did not, those that broke; within each by paired loss.
 
 The losses of two arms are compared on the batches that both have read after the trouble (`statistics.py`). The
-differences are to `nothing`, or to the arm with the lowest validation loss if `nothing` broke. An arm whose difference
-to the first one has an interval with 0 in it is not told apart from it. Of the arms that are not told apart, those for
-which the forecast has named the fewest signals are preferred: a precursor can show before the loss does. Of these,
-`nothing` is taken if it is among them, else the first.
+differences are to `nothing`, or to the arm with the lowest validation loss if `nothing` broke or its trouble came back.
+An arm whose difference to the first one has an interval with 0 in it is not told apart from it. Of the arms that are
+not told apart, those for which the forecast has named the fewest signals are preferred: a precursor can show before the
+loss does. Of these, `nothing` is taken if it is among them, else the first.
 
 An arm has not held if the trouble came back. A loss can also jump without a step that the guard skips, and stay there.
 So an arm has not held either if its loss is above the best by more than a tenth of what the best arm has learnt.
@@ -259,10 +259,16 @@ def too_high(
 def reference_of(alive: Sequence[str], seeds: Iterable[Sequence[Outcome]]) -> str:
     """Returns the arm to which the others are compared: `nothing`, or else the one with the lowest validation loss.
 
+    An arm whose trouble came back is taken only if no other is left: its rollbacks have skipped the batches on which
+    the others are compared.
+
     Args:
         alive: names of the arms that did not break.
         seeds: the outcomes of all arms, for each seed.
     """
+    seeds = [*seeds]
+    came_back = {each.arm.name for found in seeds for each in found if each.came_back}
+    alive = [name for name in alive if name not in came_back] or alive
     if NOTHING in alive or not alive:
         return NOTHING if alive else ""
     sums = dict.fromkeys(alive, 0.0)

@@ -77,7 +77,7 @@ class Trouble:
 
 
 def lost_at(step: int, undone: Sequence[tuple[int, int]]) -> int:
-    """Returns the difference between tick and step after a step, on the course that rollbacks have left; see `Event`."""
+    """Returns tick minus step after a step, on the course that rollbacks have left; see `Event`."""
     return next((lost for to, lost in reversed(undone) if step > to), 0)
 
 

@@ -15,8 +15,8 @@ VALUES = {
 }
 
 
-def arms(choices=CHOICES, values=VALUES, precision="fp32", step=200, last=220, states=(100, 150, 200)):
-    return {arm.name: arm for arm in catalogue(choices, values, precision, step, last, states)}
+def arms(choices=CHOICES, values=VALUES, precision="fp32", step=200, last=220, states=(100, 150, 200), usual=0.001):
+    return {arm.name: arm for arm in catalogue(choices, values, precision, step, last, states, usual)}
 
 
 def test_the_overrides_of_a_usual_run():
@@ -28,6 +28,7 @@ def test_the_overrides_of_a_usual_run():
         "lr_fifth_brief": (),
         "lr_half": ("optimizer.lr=0.0015",),
         "lr_fifth": ("optimizer.lr=0.0006",),
+        "lr_usual": ("optimizer.lr=0.001",),
         "rewarmup": ("warmup.steps=400",),
         "clip": ("clipping.max_norm=0.3",),
         "zclip": ("clipping=zclip",),
@@ -50,6 +51,11 @@ def test_the_overrides_of_a_usual_run():
         "moments",
         "mean",
     ]
+
+
+def test_the_usual_rate_is_an_arm_only_if_the_run_has_a_higher_one():
+    assert arms(usual=0.003)["lr_usual"].refused == "optimizer.lr=0.003 is not above the usual 0.003"
+    assert "not known" in arms(usual=None)["lr_usual"].refused
 
 
 def test_a_rate_that_is_low_for_a_while_needs_the_guard_and_steps_after_it():

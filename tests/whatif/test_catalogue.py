@@ -47,7 +47,7 @@ def ran(shared_run, tmp_path_factory):
     """Runs an arm by its name, once."""
     folder, base = tmp_path_factory.mktemp("catalogue"), read_base(shared_run, 60)
     start = find(shared_run / "checkpoints" / "step-00000060")
-    known = catalogue(base.settings.choices, base.settings.flat(), "fp16", 60, 62, (20, 40, 60))
+    known = catalogue(base.settings.choices, base.settings.flat(), "fp16", 60, 62, (20, 40, 60), usual=0.001)
     arms, done = {arm.name: arm for arm in known}, {}
 
     def run(name):
@@ -144,6 +144,7 @@ CHANGES = {
     "lr_fifth_brief": slower(0.2),
     "lr_half": slower(0.5),
     "lr_fifth": slower(0.2),
+    "lr_usual": slower(1 / 3),
     "rewarmup": rewarmed,
     "clip": clipped,
     "zclip": clips_outliers,

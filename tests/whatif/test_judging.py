@@ -1,12 +1,15 @@
 """Which arms apply: the refusals of a configuration and of the table of resumes, in their own words."""
 
+from dataclasses import replace
+
 import pytest
 
 import stabletrain
+from stabletrain.config.arguments import Arguments
 from stabletrain.errors import ConfigError
 from stabletrain.whatif.arms import Arm, catalogue, own_arm, with_fixes
 from stabletrain.whatif.base import read_base
-from stabletrain.whatif.judging import judge_all, judged
+from stabletrain.whatif.judging import judge_all, judged, usual_rate
 from tests.runs import TINY_RESNET
 
 
@@ -25,14 +28,21 @@ def refusals(arms, base):
 def test_every_arm_applies_to_the_gpt_but_those_that_it_has(shared_run):
     base = read_base(shared_run, 60)
     found = refusals(catalogue(base.settings.choices, base.settings.flat(), base.precision, 60, 60, (40, 60)), base)
-    assert found.keys() == {"beta2", "fp32", "bf16"}
+    assert found.keys() == {"lr_usual", "beta2", "fp32", "bf16"}
+
+
+def test_the_usual_rate_is_that_of_the_options_without_the_override(resnet):
+    base = read_base(resnet, 10)
+    for override in ("optimizer.lr=0.7", "optimizer=sgd"):
+        typed = Arguments(base.arguments.options, [*base.arguments.overrides, override])
+        assert usual_rate(replace(base, arguments=typed)) == {"optimizer=sgd": 0.1}.get(override, 0.003)
 
 
 def test_a_resnet_has_no_attention(resnet):
     base = read_base(resnet, 10)
     found = refusals(catalogue(base.settings.choices, base.settings.flat(), base.precision, 10), base)
     brief = {"lr_half_brief", "lr_fifth_brief"}  # they would last to the end of this short run
-    assert found.keys() == {"qknorm", "qkclip", "softcap", "beta2", "fp32", "bf16", "mean", *brief}
+    assert found.keys() == {"qknorm", "qkclip", "softcap", "beta2", "fp32", "bf16", "mean", "lr_usual", *brief}
     for name in ("qknorm", "qkclip", "softcap"):
         assert "because the model has no attention" in found[name]
 

@@ -71,6 +71,14 @@ def test_if_nothing_broke_the_best_validation_loss_is_the_reference():
     assert rank([ended("nothing", broke="x"), ended("a")], 0).verdict == "a is the only arm that holds."
 
 
+def test_an_arm_whose_trouble_came_back_is_not_the_reference():
+    # Its rollbacks have skipped other batches: with it as the reference, none of the others could be compared.
+    back = ended("back", 1.0, rollbacks=1, val=1.0, first=1000)
+    found = rank([ended("nothing", broke="halt"), back, ended("a", 2.0, val=2.2), ended("b", 1.9, val=2.3)], 0)
+    assert (found.reference, names(found)[:2]) == ("a", ["b", "a"])
+    assert rank([ended("nothing", broke="halt"), back], 0).reference == "back"
+
+
 def test_if_every_arm_broke_there_is_no_winner():
     found = rank([ended("nothing", broke="halt"), ended("a", broke="halt")], 0)
     assert (found.winner, found.reference, found.tied) == ("", "", [])

@@ -69,7 +69,8 @@ def test_the_guard_halts_for_it_only_if_fixes_are_tried_then(kind):
     assert {*verdicts["halt"]} == {Verdict.APPLY}
     assert Verdict.HALT in verdicts["whatif"]
     assert guard.kind == "diverged"
-    assert guard.since is not None and 150 <= guard.since <= 200
+    assert guard.since is not None
+    assert 150 <= guard.since <= 200
     assert "has diverged" in guard.reason
 
 

@@ -164,9 +164,11 @@ def test_without_progress_only_the_alarm_is_left():
 def test_without_progress_the_run_halts_if_other_fixes_are_tried_then():
     guard = RollbackGuard(**QUICK, slow="rollback", max_rollbacks=0, escalate="whatif")
     found = run_guard(guard)
-    assert found is not None and found[1] is Verdict.HALT
+    assert found is not None
+    assert found[1] is Verdict.HALT
     assert "guard.max_rollbacks=0 rollbacks did not help" in guard.reason
-    assert guard.since is not None and 190 <= guard.since <= 205
+    assert guard.since is not None
+    assert 190 <= guard.since <= 205
 
 
 def test_validation_losses_roll_back_too():
