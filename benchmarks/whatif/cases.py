@@ -77,14 +77,14 @@ def rate(draw: random.Random) -> Drawn:
 
 def attention(draw: random.Random) -> Drawn:
     """Attention logits that grow at a high learning rate without QK-norm (arXiv 2309.14322)."""
-    lr = log_uniform(draw, 0.1, 1.0)
+    lr = log_uniform(draw, 0.3, 3.0)
     settings = (*GPT, f"optimizer.lr={lr}", f"warmup.steps={draw.choice([100, 200, 300])}")
     return Drawn(settings, ("qknorm", "qkclip", *LOWER_RATE), (("qknorm=layernorm",), ("qkclip=kimi",)))
 
 
 def logits(draw: random.Random) -> Drawn:
     """Output logits that drift at a high learning rate without z-loss and weight decay (arXiv 2309.14322)."""
-    lr = log_uniform(draw, 0.3, 3.0)
+    lr = log_uniform(draw, 1.0, 10.0)
     settings = ("qknorm=layernorm", "optimizer.weight_decay=0", f"optimizer.lr={lr}", "warmup.steps=200")
     return Drawn((*GPT, *settings), ("zloss", "softcap", *LOWER_RATE), (("zloss=palm",), ("softcap=gemma2",)))
 
@@ -120,7 +120,7 @@ def bad_data(draw: random.Random) -> Drawn:
 
 def deep(draw: random.Random) -> Drawn:
     """A deep model whose weights start too large, at a usual to high learning rate."""
-    std, lr = draw.choice([0.3, 0.6, 1.0]), log_uniform(draw, 0.03, 0.5)
+    std, lr = draw.choice([0.3, 0.6, 1.0]), log_uniform(draw, 0.3, 5.0)
     settings = ("model.n_layer=6", "init=normal", f"init.std={std}", f"optimizer.lr={lr}", "warmup.steps=100")
     right = ("rewarmup", "clip", "qknorm", *LOWER_RATE)
     return Drawn((*GPT, *settings), right, (("init=gpt2",), ("qknorm=layernorm",)))

@@ -32,15 +32,12 @@ from stabletrain.tracking.progress import InSweep
 from stabletrain.whatif.arms import NOTHING, Arm
 from stabletrain.whatif.command import ranked, starts_of
 from stabletrain.whatif.outcome import Outcome, facts_of
-from stabletrain.whatif.plan import Asked, Plan, plan
+from stabletrain.whatif.plan import Asked, plan
 from stabletrain.whatif.ranking import Ranked
 from stabletrain.whatif.seeds import with_other_seeds
 from stabletrain.whatif.start import prepare
 from stabletrain.whatif.statistics import paired
-
-RATES = ("optimizer.lr",)
-LAST = 50
-"""Training losses of which the mean is taken."""
+from stabletrain.whatif.within import FROM_0
 
 
 def record(case: Case) -> dict[str, Any]:
@@ -55,10 +52,10 @@ def record(case: Case) -> dict[str, Any]:
         found["healed"] = trained((*case.overrides, "guard.escalate=whatif"), folder / "healed")
         found["healed"]["wall"] = time.time() - began
         found["grid"] = grid(case, halted, folder)
-        if halted["halts"]:
+        if found["healed"]["halts"]:
             first = sorted((folder / "healed" / "whatif").glob("halt-*"))[0]
             found["ranking"] = ranking_of(first)
-            if found["ranking"].get("winner"):
+            if halted["halts"] and found["ranking"]["winner"]:
                 found["again"] = again(case, folder / "halted", found["ranking"])
         return found
 
@@ -148,9 +145,7 @@ def fixes_of(folder: Path) -> list[str]:
 
 def grid(case: Case, halted: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """Trains from step 0 with each right fix, and with half and a fifth of the learning rate."""
-    given = next((each for each in case.overrides if each.startswith("optimizer.lr=")), "")
-    value = float(given.partition("=")[2])
-    fixes = [(f"optimizer.lr={value * factor:.4g}",) for factor in (0.5, 0.2)]
+    fixes = [(f"optimizer.lr={rate_of(case) * factor:.4g}",) for factor in (0.5, 0.2)]
     fixes += case.drawn.grid
     if halted["fixes"]:
         fixes.append(tuple(halted["fixes"][0].split()))
@@ -177,10 +172,10 @@ def ranking_of(place: Path) -> dict[str, Any]:
 def again(case: Case, run: Path, ranking: dict[str, Any]) -> dict[str, Any]:
     """Runs the chosen arms with another seed from the same state, and compares them with the winner."""
     planned = plan(Asked(run))
-    winner = ranking["winner"]
+    winner = ranking["winner"].removeprefix(f"{FROM_0}:")  # here all arms start from one state
     ranked_ones = [each["arm"] for each in ranking["arms"] if each["rank"] is not None]
-    second = [name for name in ranked_ones if name != winner][:1]
-    right = [arm.name for arm in planned.arms if is_right(arm, case, planned) and arm.name != winner][:2]
+    second = [name for name in ranked_ones if name not in (winner, ranking["winner"])][:1]
+    right = [arm.name for arm in planned.arms if is_right(arm.name, arm.overrides, case) and arm.name != winner][:2]
     draw = random.Random(f"{case.name} arm").choice([arm.name for arm in planned.arms if arm.name != NOTHING])
     wanted = {winner, *second, *right, "lr_half", "skip", draw}
     chosen = dataclasses.replace(planned, arms=[arm for arm in planned.arms if arm.name in wanted])
@@ -196,8 +191,9 @@ def again(case: Case, run: Path, ranking: dict[str, Any]) -> dict[str, Any]:
     places = {each.outcome.arm.name: each for each in ranked(others, facts, after).places}
     first = places[winner].outcome.after(position(after, facts.skipped))
     return {
+        "winner": winner,
         "second": next(iter(second), ""),
-        "right": [arm.name for arm in planned.arms if is_right(arm, case, planned)],
+        "right": [arm.name for arm in planned.arms if is_right(arm.name, arm.overrides, case)],
         "random": draw,
         "arms": {
             name: told(each, each.outcome, first, position(after, facts.skipped)) for name, each in places.items()
@@ -216,14 +212,14 @@ def told(each: Ranked, outcome: Outcome, first: dict[int, float], place: int) ->
     }
 
 
-def is_right(arm: Arm, case: Case, planned: Plan) -> bool:
+def is_right(name: str, overrides: Sequence[str], case: Case) -> bool:
     """Whether an arm is one of the fixes that are known to be right."""
-    if arm.name in case.drawn.right:
+    if name in case.drawn.right or tuple(overrides) in {fix for fix in case.drawn.grid if len(fix) == 1}:
         return True
-    grid_fixes = {fix for fix in case.drawn.grid if len(fix) == 1}
-    if arm.overrides in grid_fixes:
-        return True
-    if "rate" not in case.drawn.right or len(arm.overrides) != 1:
-        return False
-    key, _, value = arm.overrides[0].partition("=")
-    return key in RATES and float(value) < float(planned.base.settings.flat()["optimizer.lr"])
+    key, _, value = (overrides[0] if len(overrides) == 1 else "").partition("=")
+    return "rate" in case.drawn.right and key == "optimizer.lr" and float(value) < rate_of(case)
+
+
+def rate_of(case: Case) -> float:
+    """Returns the learning rate of a case."""
+    return float(next(each for each in case.overrides if each.startswith("optimizer.lr=")).partition("=")[2])

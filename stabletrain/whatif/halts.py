@@ -3,7 +3,7 @@
 | event | written | fields |
 |---|---|---|
 | `halt` | when the guard gives up | `step`, `tick`, `reason`, `counts`: what a rollback does not undo |
-| `heal` | when the run goes on | `step` and `tick` of the halt, `to`, `arm`, `settings`, `base`, `arms`, `steps` |
+| `heal` | when the run goes on | `step` and `tick` of the halt, and the fields of `Healing` |
 | `unhealed` | when it does not | the same, without an arm |
 
 A halt without one of the other two after it was interrupted while fixes were tried. So nothing else needs to be
@@ -40,7 +40,8 @@ class Healing:
 
     Attributes:
         step, tick: of the halt.
-        to: step of the state from which the arms started, and from which the run goes on.
+        to: step of the state from which the run goes on.
+        origin: step of the state from which the arms started.
         arm: the one that the run goes on with; empty if none holds.
         settings: overrides in force from then on, besides those of the run's first start.
         base: the same as they were before.
@@ -51,6 +52,7 @@ class Healing:
     step: int
     tick: int
     to: int
+    origin: int
     arm: str
     settings: tuple[str, ...]
     base: tuple[str, ...]
@@ -87,7 +89,7 @@ class Course:
 
     def tried(self, step: int, base: Sequence[str]) -> set[str]:
         """Returns the names of the arms that were tried from the state after `step` steps with the same settings."""
-        return {name for each in self.healings if (each.to, each.base) == (step, tuple(base)) for name in each.arms}
+        return {name for each in self.healings if (each.origin, each.base) == (step, tuple(base)) for name in each.arms}
 
 
 def read_course(run: Path) -> Course:
@@ -100,6 +102,7 @@ def read_course(run: Path) -> Course:
             halt = None if counts is None else Halt(line["step"], line["tick"], str(line["reason"]), counts)
         if line["event"] in ("heal", "unhealed"):
             lists = (tuple(line[name]) for name in ("settings", "base", "arms"))
-            healings.append(Healing(line["step"], line["tick"], line["to"], line["arm"], *lists, line["steps"]))
+            step, tick, to, origin = (line[name] for name in ("step", "tick", "to", "origin"))
+            healings.append(Healing(step, tick, to, origin, line["arm"], *lists, line["steps"]))
             halt = None
     return Course(halt, tuple(healings))

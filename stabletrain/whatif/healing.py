@@ -57,15 +57,17 @@ Ready = Callable[[TrainingRun], None]
 
 
 class Winner(TypedDict):
-    """The content of that file; for the last six keys see `halts.Healing`.
+    """The content of that file; for the last seven keys see `halts.Healing`.
 
     Attributes:
         start: the checkpoint that the arm resumed.
+        origin: step of the state from which the other arms started.
         skipped: data positions `[start, stop)` that are never read in that state.
         why: in a sentence, why the run goes on with this arm, or with none.
     """
 
     start: str
+    origin: Count
     skipped: list[list[Count]]
     why: str
     to: Count
@@ -135,7 +137,15 @@ class Healer:
             return course
         if read_winner(self._place(course.halt)) is not None:
             return course
-        nothing = {"to": course.halt.step, "arm": "", "settings": [], "base": [], "arms": [], "steps": 0}
+        nothing = {
+            "to": course.halt.step,
+            "origin": course.halt.step,
+            "arm": "",
+            "settings": [],
+            "base": [],
+            "arms": [],
+            "steps": 0,
+        }
         self._record("unhealed", course.halt, {**nothing, "why": "resumed with other settings"})
         return replace(course, halt=None)
 
@@ -224,14 +234,14 @@ class Healer:
     def _try(self, course: Course, halt: Halt, place: Path, budget: int) -> Winner:
         """Runs a what-if, and returns its winner; raises Interrupted."""
         none: Winner = {
-            "start": "", "skipped": [], "why": "", "to": 0, "arm": "",
+            "start": "", "origin": 0, "skipped": [], "why": "", "to": 0, "arm": "",
             "settings": [], "base": [], "arms": [], "steps": 0,
         }  # fmt: skip
         try:
             planned = self._on_main(lambda: plan_after(halt, course, self._folder, place))
         except ConfigError as error:
             return {**none, "why": f"no fix could be tried: {error}"}
-        none |= {"to": planned.origin.step, "base": [*planned.base.changes]}
+        none |= {"to": planned.origin.step, "origin": planned.origin.step, "base": [*planned.base.changes]}
         within = Within(planned, budget, self._ranks, self._tell, self._live)
         if not planned.arms:
             return {**none, "why": f"no fix is left to try from step {planned.origin.step}"}
@@ -313,16 +323,16 @@ def winner_of(found: Found | None, none: Winner) -> Winner:
     if not name:
         return {**none, "why": f"none of {len(none['arms'])} fixes holds ({page})"}
     arm = next(each.outcome.arm for each in found.ranking.places if each.outcome.arm.name == name)
+    state = find(found.starts[name])
     settings = merged(Arguments([], none["base"]), parse_arguments([*arm.overrides])).overrides
-    start = found.starts[name]
-    skipped = [[int(first), int(last)] for first, last in find(start).load()["skipped"]]
     return {
         **none,
         "arm": name,
         "why": f"{found.ranking.verdict}",
         "settings": settings,
-        "start": str(start),
-        "skipped": skipped,
+        "start": str(state.path),
+        "to": state.step,
+        "skipped": [[int(first), int(last)] for first, last in state.load()["skipped"]],
     }
 
 

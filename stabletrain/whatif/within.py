@@ -1,34 +1,42 @@
 """A what-if within a budget of steps, run by all ranks of a run: the arms one after the other, in this process.
 
-The arms run in their order for as long as the budget lasts. Part of it is set aside for the second heat. What each arm
-has cost is recorded, so a what-if that was interrupted spends the same budget in the same way.
+The arms run in their order for as long as the budget lasts. Part of it is set aside for the second heat, and for the
+best arm from step 0: the state before the trouble can be damaged already, as by a learning rate that was too high from
+the start. What each arm has cost is recorded, so a what-if that was interrupted spends the same budget in the same way.
 """
 
 import json
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypedDict
 
+from stabletrain.checkpoint.folder import Folder
 from stabletrain.data.order import position
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks, run_on_main
 from stabletrain.stored.json_files import Count, DamagedFile, read_record
 from stabletrain.stored.run_json import read_run_record
-from stabletrain.tracking.metrics import replace
-from stabletrain.whatif.arms import Arm
+from stabletrain.tracking import metrics
+from stabletrain.whatif.arms import SKIP, Arm
 from stabletrain.whatif.command import going_on, ranked
 from stabletrain.whatif.heats import Leg, run_leg
 from stabletrain.whatif.outcome import Facts, Outcome, facts_of, read_outcome
 from stabletrain.whatif.plan import FEWEST, Plan
 from stabletrain.whatif.ranking import to_reference
 from stabletrain.whatif.report import Found, ending
-from stabletrain.whatif.start import prepare, start_of
+from stabletrain.whatif.start import Origin, prepare, start_of
 
 BEST = 2
 """Number of arms in the second heat."""
+
+SHARE = 0.25
+"""Share of the budget above which the best arm is not tried from step 0."""
+
+FROM_0 = "from_step_0"
+"""What the name of that arm begins with."""
 
 COSTS = "costs.json"
 """In the folder of a what-if: what each arm has cost in each heat."""
@@ -74,6 +82,13 @@ class Within:
         return steps if self.plan.origin.steps + 2 * self.length + BEST * steps <= self.budget else 0
 
     @property
+    def anew(self) -> int:
+        """Steps of the best arm from step 0; 0 if that is not tried."""
+        steps = self.plan.heats[-1] if self.longer else self.plan.heats[0]
+        first = self.plan.origin.steps + 2 * self.length + BEST * self.longer
+        return steps if self.plan.origin.step and first + steps <= self.budget and steps <= SHARE * self.budget else 0
+
+    @property
     def affordable(self) -> bool:
         """Whether the budget has room for one arm."""
         return self.plan.origin.steps + self.length <= self.budget
@@ -93,7 +108,7 @@ class Within:
         outcomes: dict[str, Outcome] = {}
         starts: dict[str, Path] = {}
         for arm in self.plan.arms:
-            if self.tried and self.spent + self.length + BEST * self.longer > self.budget:
+            if self.tried and self.spent + self.length + BEST * self.longer + self.anew > self.budget:
                 break
             try:
                 starts[arm.name] = start_of(arm, start, trouble, base, folder).path
@@ -108,23 +123,36 @@ class Within:
             going = going_on(folder, ranking, first, BEST)
         going = run_on_main(self.ranks, lambda: going)
         self._drop_states([name for name in self.tried if name not in going])
-        final, out, heats = ranking, [], [first]
+        final, heats, after, ended = ranking, [first], compared, outcomes
         if self.longer and going:
-            heats = [first, first + self.longer]
+            heats, after, ended = [first, first + self.longer], first, {}
             self._say(f"second heat, to step {heats[1]:,}: {', '.join(going)}")
-            later: dict[str, Outcome] = {}
             for arm in [each for each in self.plan.arms if each.name in going]:
-                self._run_arm(arm, starts[arm.name], facts, heats[1], later)
-            if ranking is not None:
-                final = ranked([*later.values()], facts, first)
-                out = [each for each in ranking.places if each.outcome.arm.name not in going]
-                if final.reference:
-                    place = position(compared, facts.skipped)
-                    out = [to_reference(each, outcomes[final.reference], place) for each in out]
-                compared = first
-        if final is None:
+                self._run_arm(arm, starts[arm.name], facts, heats[1], ended)
+            final = ranked([*ended.values()], facts, first) if self.ranks.is_main else None
+        best = run_on_main(self.ranks, lambda: final.winner if final is not None and self.anew else "")
+        if arm := next((each for each in self.plan.arms if each.name == best and each.edit in ("", SKIP)), None):
+            self._run_from_0(arm, heats[-1], starts, ended)
+            final = ranked([*ended.values()], facts, after) if self.ranks.is_main else None
+        if final is None or ranking is None:
             return None
-        return Found(base, trouble, facts.step, folder, heats, final, out, starts, self.plan.refused, compared)
+        out = [each for each in ranking.places if each.outcome.arm.name not in ended]
+        if final.reference:
+            reference = outcomes.get(final.reference) or ended[final.reference]
+            out = [to_reference(each, reference, position(compared, facts.skipped)) for each in out]
+        return Found(base, trouble, facts.step, folder, heats, final, out, starts, self.plan.refused, after)
+
+    def _run_from_0(self, arm: Arm, stop: int, starts: dict[str, Path], outcomes: dict[str, Outcome]) -> None:
+        """Runs an arm from step 0; adds its start, and on the main process how it ended."""
+        base, folder = self.plan.base, self.plan.folder / FROM_0
+        source = next((each for each in Folder(base.run / "checkpoints", tell=lambda line: None).known()[:1]), None)
+        first = Origin(0, 0, source if source is not None and not source.step else None)
+        start = prepare(base, run_on_main(self.ranks, lambda: first), folder)
+        anew = replace(arm, name=f"{FROM_0}:{arm.name}", about=f"{arm.about or 'the same'}, from step 0")
+        starts[anew.name] = start_of(arm, start, self.plan.trouble, base, folder).path
+        self._say(f"{arm.name} from step 0, to step {stop:,}")
+        self._run_arm(anew, starts[anew.name], facts_of(start), stop, outcomes)
+        self.tried.append(anew.name)
 
     def _run_arm(self, arm: Arm, start: Path, facts: Facts, stop: int, outcomes: dict[str, Outcome]) -> None:
         """Runs an arm to a step unless it is over, counts its steps, and adds how it ended on the main process."""
@@ -149,7 +177,7 @@ class Within:
             with suppress(DamagedFile):  # an arm that could not be built has no record
                 ticks = int(read_run_record(leg.folder).get("final", {}).get("ticks", facts.tick)) - facts.tick
             known[name] = ticks - sum(cost for each, cost in known.items() if each.startswith(f"{leg.arm.name} to "))
-            replace(file, json.dumps({"steps": known}, indent=2) + "\n")
+            metrics.replace(file, json.dumps({"steps": known}, indent=2) + "\n")
         return known[name]
 
     def _drop_states(self, names: Sequence[str]) -> None:
