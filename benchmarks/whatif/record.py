@@ -29,7 +29,7 @@ from stabletrain.program import called
 from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.tracking.progress import InSweep
-from stabletrain.whatif.arms import NOTHING, Arm
+from stabletrain.whatif.arms import NOTHING
 from stabletrain.whatif.command import ranked, starts_of
 from stabletrain.whatif.outcome import Outcome, facts_of
 from stabletrain.whatif.plan import Asked, plan
