@@ -1,0 +1,223 @@
+"""The tables of docs/whatif.md, from the recordings."""
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.whatif.cases import FAMILIES, drawn
+from benchmarks.whatif.record import is_right
+
+NEAR = (0.02, 0.1)
+"""Distances to the best of the grid that are counted, as shares of its validation loss."""
+
+Recording = dict[str, Any]
+
+
+def results(cases: Sequence[Recording], clean: Sequence[Recording]) -> str:
+    """Returns all tables as Markdown."""
+    troubled = [each for each in cases if "healed" in each]
+    parts = [saved_table(cases), totals(troubled), ranks(troubled), noise(troubled), losses(troubled), of_clean(clean)]
+    return "\n\n".join(parts)
+
+
+def healthy(run: Recording) -> bool:
+    """Whether a run ends healthy: finished, with at least half of what it had learnt at its best."""
+    return run["status"] == "finished" and not run["diverged"] and run.get("val") is not None
+
+
+def best_of_grid(found: Recording) -> float:
+    """Returns the lowest validation loss of the fixes from step 0; infinity if none of them ends healthy."""
+    return min((each["val"] for each in found["grid"] if healthy(each)), default=math.inf)
+
+
+def distance(found: Recording) -> float:
+    """Returns how far a healed run's validation loss is above the best of the grid, as a share of that."""
+    best = best_of_grid(found)
+    return found["healed"]["val"] / best - 1 if math.isfinite(best) else -math.inf
+
+
+def spent(found: Recording) -> int:
+    """Returns the steps that its arms have taken."""
+    return sum(each["steps"] for each in found["healed"]["heals"])
+
+
+def percent(value: float) -> str:
+    """Formats a share."""
+    return "better" if value == -math.inf else f"{100 * value:+.1f} %"
+
+
+def share(count: int, of: int) -> str:
+    """Formats a count of a total."""
+    return f"{count} of {of} ({100 * count / of:.0f} %)" if of else "0 of 0"
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    """Returns a table in Markdown."""
+    rows = [[*map(str, line)] for line in (head, ["---"] * len(head), *lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def saved_table(cases: Sequence[Recording]) -> str:
+    """Returns, for each cause, how many configurations fail, and how many of them the what-if saves."""
+    lines = []
+    for family in FAMILIES:
+        all_of = [each for each in cases if each["case"].partition("/")[0] == family]
+        failed = [each for each in all_of if "healed" in each]
+        saved = [each for each in failed if healthy(each["healed"])]
+        lines.append(
+            (
+                family,
+                len(all_of),
+                sum(bool(each["halted"]["halts"]) for each in failed),
+                sum(not each["halted"]["halts"] for each in failed),
+                len(saved),
+                percent(median(map(distance, saved))) if saved else "-",
+                f"{median(map(spent, failed)):,.0f}" if failed else "-",
+            )
+        )
+    head = (
+        "cause",
+        "drawn",
+        "halt",
+        "diverge",
+        "saved",
+        "loss above the best of the grid, median",
+        "steps of arms, median",
+    )
+    return table(head, lines)
+
+
+def totals(troubled: Sequence[Recording]) -> str:
+    """Returns the sums over all causes."""
+    saved = [each for each in troubled if healthy(each["healed"])]
+    far = sorted(map(distance, saved))
+    lines = [
+        ("configurations that halt or diverge", len(troubled)),
+        ("end healthy with `guard.escalate=whatif`", share(len(saved), len(troubled))),
+        ("validation loss above the best of the grid, median of those", percent(median(far)) if far else "-"),
+        *(
+            (
+                f"at most {100 * bound:.0f} % above it, or below",
+                share(sum(each <= bound for each in far), len(troubled)),
+            )
+            for bound in NEAR
+        ),
+        ("halts for which fixes were tried", sum(len(each["healed"]["heals"]) for each in troubled)),
+        ("steps of arms in a run, median", f"{median(map(spent, troubled)):,.0f}" if troubled else "-"),
+        (
+            "of those that went on from step 0",
+            sum(any("from_step_0" in heal["arm"] for heal in each["healed"]["heals"]) for each in troubled),
+        ),
+    ]
+    return table(("", ""), lines)
+
+
+def policies(found: Recording) -> dict[str, str]:
+    """Returns the arm that each way to choose one takes."""
+    again = found["again"]
+    return {
+        "first rank": again["winner"],
+        "always `lr_half`": "lr_half",
+        "always `skip`": "skip",
+        "a random arm": again["random"],
+    }
+
+
+def right(name: str, found: Recording) -> bool:
+    """Whether an arm is known to be right for the cause of a case."""
+    overrides = {each["arm"].removeprefix("from_step_0:"): each["overrides"] for each in found["ranking"]["arms"]}
+    case = drawn(*split(found["case"]))
+    return name in found["again"]["right"] or is_right(name, overrides.get(name, ()), case)
+
+
+def split(name: str) -> tuple[str, int]:
+    """Returns family and number of a case."""
+    family, _, number = name.partition("/")
+    return family, int(number)
+
+
+def gap(name: str, found: Recording) -> float:
+    """Returns by how much an arm's loss is above the lowest of the arms that held with the other seed."""
+    arms = {each: arm for each, arm in found["again"]["arms"].items() if arm["difference"] is not None}
+    held = [arm["difference"][0] for arm in arms.values() if arm["tier"] == 0]
+    return arms[name]["difference"][0] - min(held) if name in arms and held else math.inf
+
+
+def beats_the_right_ones(found: Recording) -> bool:
+    """Whether the winner held, and beat each right arm that was run with the other seed, beyond the intervals."""
+    arms, winner = found["again"]["arms"], found["again"]["winner"]
+    others = [arm for name, arm in arms.items() if name != winner and right(name, found)]
+
+    def worse(arm: Recording) -> bool:
+        return arm["tier"] > 0 or (arm["difference"] is not None and arm["difference"][1] > 0)
+
+    return bool(others) and arms[winner]["tier"] == 0 and all(map(worse, others))
+
+
+def ranks(troubled: Sequence[Recording]) -> str:
+    """Returns how good the first rank is, beside simple rules, with a seed that did not choose it."""
+    incidents = [each for each in troubled if "again" in each]
+    count = len(incidents)
+    names = [*policies(incidents[0])] if incidents else []
+
+    def line(name: str) -> tuple[object, ...]:
+        arms = [(policies(each)[name], each) for each in incidents]
+        gaps = [gap(arm, each) for arm, each in arms]
+        return (
+            name,
+            share(sum(right(arm, each) for arm, each in arms), count),
+            share(sum(each["again"]["arms"].get(arm, {"tier": 2})["tier"] == 0 for arm, each in arms), count),
+            f"{median(gaps):.3f}" if gaps and math.isfinite(median(gaps)) else "broke",
+        )
+
+    known = [right(each["again"]["winner"], each) for each in incidents]
+    better = sum(not is_known and beats_the_right_ones(each) for is_known, each in zip(known, incidents, strict=True))
+    text = (
+        f"Of {count} halts, the first rank is a fix known to be right in {share(sum(known), count)}, and in {better} "
+        "more it held and was better than each right one that was run, beyond the interval."
+    )
+    head = ("way to choose", "known to be right", "held with another seed", "loss above the best that held, median")
+    return f"{text}\n\n{table(head, [*map(line, names)])}"
+
+
+def noise(troubled: Sequence[Recording]) -> str:
+    """Returns whether the winner's lead holds with a seed that did not choose it."""
+    compared = []
+    for each in troubled:
+        again = each.get("again")
+        if again and again["second"] in again["arms"]:
+            there = next(arm for arm in each["ranking"]["arms"] if arm["arm"] == again["second"])
+            compared.append((there, again["arms"][again["winner"]], again["arms"][again["second"]]))
+    ahead = [second for _, winner, second in compared if winner["tier"] < second["tier"] or lead(second) > 0]
+    sure = [each for each in compared if each[0]["behind"]["low"] > 0 or not each[0]["held"]]
+    kept = [each for each in sure if each[1]["tier"] < each[2]["tier"] or lead(each[2]) > 0]
+    relapsed = sum(winner["tier"] > 0 for _, winner, _ in compared)
+    return (
+        f"With another seed the winner is ahead of the arm that came second in {share(len(ahead), len(compared))}; "
+        f"where the what-if had told them apart, in {share(len(kept), len(sure))}. In {relapsed} the winner did not hold."
+    )
+
+
+def lead(second: Recording) -> float:
+    """Returns how far the second arm is behind the winner with the other seed."""
+    return second["difference"][0] if second["difference"] is not None else math.inf
+
+
+def losses(troubled: Sequence[Recording]) -> str:
+    """Returns the runs that were not saved, by name, and the largest distances."""
+    lines = []
+    for each in troubled:
+        run = each["healed"]
+        if not healthy(run):
+            arms = ", ".join(heal["arm"] or "none holds" for heal in run["heals"]) or "never halted"
+            lines.append((each["case"], run["status"], "diverged" if run["diverged"] else "", arms, run["reason"][:90]))
+    return table(("not saved", "ended", "", "arms that it went on with", "why"), lines)
+
+
+def of_clean(clean: Sequence[Recording]) -> str:
+    """Returns how many ordinary runs tried fixes."""
+    touched = [each["case"] for each in clean if each["run"]["halts"]]
+    finished = sum(each["run"]["status"] == "finished" for each in clean)
+    tried = f"{len(touched)} tried a fix {touched or ''}".rstrip()
+    return f"Ordinary runs: {len(clean)}, of which {finished} finished and {tried}"
