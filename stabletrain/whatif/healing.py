@@ -147,6 +147,8 @@ class Healer:
 
         def ready(run: TrainingRun) -> None:
             run.rollback.kept = sorted({*course.kept, *([] if winner is None else [winner["to"]])})
+            run.rollback.healed_by = [*course.healed_by, *([] if winner is None else [winner["arm"]])]
+            run.rollback.whatif_steps = course.spent + (0 if winner is None else winner["steps"])
             if winner is not None and course.halt is not None:
                 self._announce(run, course.halt, winner)
 
@@ -183,6 +185,7 @@ class Healer:
         tracker.event("heal", halt.step, tick=halt.tick, reason=halt.reason, **winner, text=text)
         tracker.note(text)
         tracker.alert("heal", text)
+        tracker.summary({**run.rollback.healings(), "guard/healed_by": ", ".join(run.rollback.healed_by)})
         self._on_main(lambda: drop_states(self._place(halt)))
 
     # ---- the what-if
