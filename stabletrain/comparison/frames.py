@@ -163,6 +163,7 @@ def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
         rows.append(summary(group, keys))
         index.append(group.index[0])
     found = pd.DataFrame(rows, index=pd.Index(index, name="folder"))
+    found = found.astype({name: "Int64" for name in ("healings", "forecasts") if name in found})  # they may be missing
     found.attrs = dict(runs.attrs)
     return found
 

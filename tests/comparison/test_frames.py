@@ -148,6 +148,13 @@ def test_seeds_are_one_row_with_mean_lowest_highest_and_what_was_lost(tmp_path):
     assert second["status"] == "2 finished, 1 halted"
 
 
+def test_a_count_that_some_rows_lack_stays_a_whole_number(tmp_path):
+    heal = {"event": "heal", "step": 6, "tick": 7, "to": 0, "arm": "clip", "arms": ["clip"], "steps": 90}
+    write(tmp_path / "0", **qk("none", 0), events=[heal, {**heal, "tick": 20}])
+    write(tmp_path / "1", **qk("qknorm", 0))
+    assert [str(each) for each in by_seed(frame(tmp_path)).healings] == ["2", "<NA>"]
+
+
 def test_the_same_settings_on_another_card_are_another_row(tmp_path):
     for number, card in enumerate(("NVIDIA H200", "cpu")):
         write(tmp_path / str(number), **qk("none", number), hardware={"name": card})

@@ -5,15 +5,20 @@ import json
 import pytest
 
 import stabletrain
+from stabletrain.comparison.pages.charts import chart_data
+from stabletrain.comparison.reading.runs import read_run
+from stabletrain.config.make import leaves
 from stabletrain.errors import ConfigError
+from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import read_jsonl
 from tests.runs import TINY_GPT
+from tests.tracking.wandb_file import read_file
 
 HALTS = [*TINY_GPT, "steps=140", "precision=fp32", "optimizer.lr=3", "schedule=constant", "guard.max_rollbacks=0"]
 HALTS += ["guard.patience=4", "log_every=1", "report=false", "wandb=disabled", "checkpoint.every=40", "eval_every=70"]
 
 
-def logged(folder):
+def losses(folder):
     """The losses that no rollback has undone, by step."""
     lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "train/loss" in line]
     return {line["step"]: repr(line["train/loss"]) for line in lines if not line.get("rolled_back")}
@@ -26,7 +31,8 @@ def events(folder, kind):
 @pytest.fixture(scope="module")
 def healed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("healed") / "run"
-    return stabletrain.train([*HALTS, "guard.escalate=whatif", "guard.whatif_steps=600", f"hydra.run.dir={folder}"])
+    logged = [*(each for each in HALTS if not each.startswith(("wandb", "report"))), "wandb=offline"]
+    return stabletrain.train([*logged, "guard.escalate=whatif", "guard.whatif_steps=600", f"hydra.run.dir={folder}"])
 
 
 @pytest.mark.slow
@@ -37,11 +43,42 @@ def test_a_run_that_halts_goes_on_with_the_arm_that_won(healed):
     place = healed.folder / "whatif" / f"halt-{halt['tick']:08d}"
     found = json.loads((place / "whatif.json").read_text())
     assert heal["arm"] == found["winner"]
-    arm = logged(place / next(each["folder"] for each in found["arms"] if each["arm"] == heal["arm"]))
-    run = logged(healed.folder)
+    arm = losses(place / next(each["folder"] for each in found["arms"] if each["arm"] == heal["arm"]))
+    run = losses(healed.folder)
     assert len(arm.keys() & run.keys()) >= 60
     assert {step: run[step] for step in arm if step in run} == {step: arm[step] for step in arm if step in run}
     assert max(run) == 140
+
+
+@pytest.mark.slow
+def test_a_healing_is_counted_in_the_record_and_shown_in_the_report_and_in_the_comparison(healed):
+    (heal,) = events(healed.folder, "heal")
+    final = read_run_record(healed.folder)["final"]
+    assert (final["guard/healings"], final["guard/whatif_steps"]) == (1, heal["steps"])
+    found = read_run(healed.folder)
+    assert (len(found.healings), found.rollbacks, found.last("val/loss")) == (1, 0, final["val/loss"])
+    assert [len(steps) for steps, _ in found.abandoned("train/loss")] == [heal["step"] - heal["to"]]
+    (step, _), drawn = chart_data(found, 500)["healings"][0], chart_data(found, 500)["rollbacks"]
+    assert (step, drawn) == (heal["step"], [])
+    assert f'<a href="whatif/halt-{heal["tick"]:08d}/whatif.html">' in (healed.folder / "report.html").read_text()
+    for key, _, value in (each.partition("=") for each in heal["settings"]):
+        assert str(found.settings[key]) == value
+
+
+@pytest.mark.slow
+def test_wandb_has_a_healed_run_as_one_run_with_an_alert_and_the_settings_in_force(healed):
+    first, second = map(read_file, sorted((healed.folder / "wandb").rglob("run-*.wandb")))
+    (heal,) = events(healed.folder, "heal")
+    assert first["id"] == second["id"] == read_run_record(healed.folder)["id"]
+    assert (first["exit_code"], second["exit_code"]) == (3, 0)
+    assert ("heal", heal["text"]) in second["alerts"]
+    names = ("status", "guard/healings", "guard/whatif_steps", "guard/healed_by")
+    assert [second["summary"][name] for name in names] == ["finished", 1, heal["steps"], heal["arm"]]
+    losses = [point for point in (*first["history"], *second["history"]) if "train/loss" in point]
+    assert [point["tick"] for point in losses] == [*range(1, losses[-1]["tick"] + 1)], "no step is missing or twice"
+    for key, _, value in (each.partition("=") for each in heal["settings"]):
+        before, now = (str(dict(leaves(each["config"])).get(key)) for each in (first, second))
+        assert now == value != before
 
 
 @pytest.mark.slow
