@@ -83,11 +83,16 @@ def test_wandb_has_a_healed_run_as_one_run_with_an_alert_and_the_settings_in_for
 
 @pytest.mark.slow
 def test_without_room_for_an_arm_the_run_halts_and_says_what_to_type(tmp_path):
-    run = [*HALTS, "guard.escalate=whatif", "guard.whatif_steps=10", f"hydra.run.dir={tmp_path / 'run'}"]
+    shown = [each for each in HALTS if not each.startswith("report")]
+    run = [*shown, "guard.escalate=whatif", "guard.whatif_steps=10", f"hydra.run.dir={tmp_path / 'run'}"]
     found = stabletrain.train(run)
     assert found.status == "halted"
     assert "10 of guard.whatif_steps are left; fix: raise it" in (found.reason or "")
-    assert [line["arm"] for line in events(found.folder, "unhealed")] == [""]
+    (unhealed,) = events(found.folder, "unhealed")
+    assert (unhealed["arm"], unhealed["steps"]) == ("", 0)
+    assert read_run_record(found.folder)["final"]["guard/whatif_steps"] == 0
+    assert [each["why"] for each in read_run(found.folder).whatifs] == [unhealed["why"]]
+    assert "none: trying a fix takes" in (found.folder / "report.html").read_text()
 
 
 def test_without_checkpoints_there_is_nothing_to_go_on_from(tmp_path):
