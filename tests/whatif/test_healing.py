@@ -11,6 +11,7 @@ from stabletrain.config.make import leaves
 from stabletrain.errors import ConfigError
 from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.whatif import healing
 from tests.runs import TINY_GPT
 from tests.tracking.wandb_file import read_file
 
@@ -93,6 +94,17 @@ def test_without_room_for_an_arm_the_run_halts_and_says_what_to_type(tmp_path):
     assert read_run_record(found.folder)["final"]["guard/whatif_steps"] == 0
     assert [each["why"] for each in read_run(found.folder).whatifs] == [unhealed["why"]]
     assert "none: trying a fix takes" in (found.folder / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_steps_of_fixes_that_do_not_hold_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(healing, "winner_of", lambda found, none: {**none, "why": "none of 1 fixes holds"})
+    run = [*HALTS, "guard.escalate=whatif", "guard.whatif_steps=150", f"hydra.run.dir={tmp_path / 'run'}"]
+    found = stabletrain.train(run)
+    (unhealed,) = events(found.folder, "unhealed")
+    assert unhealed["steps"] > 50
+    final = read_run_record(found.folder)["final"]
+    assert (final["guard/healings"], final["guard/whatif_steps"]) == (0, unhealed["steps"])
 
 
 def test_without_checkpoints_there_is_nothing_to_go_on_from(tmp_path):
