@@ -327,7 +327,9 @@ def condition(
 
 def silence(folder: Path) -> str | None:
     """Returns a sentence if a run with status `running` has written nothing for `SILENT` seconds, else None."""
-    written = [file.stat().st_mtime for file in (folder / "metrics.jsonl", folder / "run.json") if file.exists()]
+    trying = folder.glob("whatif/halt-*/*/metrics.jsonl")  # arms, which a run tries after a halt
+    files = (folder / "metrics.jsonl", folder / "run.json", *trying)
+    written = [file.stat().st_mtime for file in files if file.exists()]
     silent = time.time() - max(written, default=0.0)
     if silent < SILENT:
         return None

@@ -169,6 +169,12 @@ def test_a_damaged_run_is_read_for_what_it_is_and_spoils_no_other(tmp_path, stat
         assert first.last("val/loss") == 2.0
 
 
+def test_a_run_whose_arms_are_being_tried_after_a_halt_was_not_killed(tmp_path):
+    damaged(tmp_path / "run", "killed")
+    write(tmp_path / "run" / "whatif" / "halt-00000009" / "clip")
+    assert only(tmp_path / "run").problem is None
+
+
 def test_runs_are_found_at_any_depth_once_and_in_their_order(tmp_path):
     for name in ("a/2", "a/10", "b/x/y"):
         write(tmp_path / name)
