@@ -12,6 +12,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.whatif import healing
+from stabletrain.whatif.halts import read_course
 from tests.runs import TINY_GPT
 from tests.tracking.wandb_file import read_file
 
@@ -105,6 +106,15 @@ def test_the_steps_of_fixes_that_do_not_hold_are_counted(tmp_path, monkeypatch):
     assert unhealed["steps"] > 50
     final = read_run_record(found.folder)["final"]
     assert (final["guard/healings"], final["guard/whatif_steps"]) == (0, unhealed["steps"])
+
+
+def test_the_course_names_the_arms_that_healed_and_counts_the_steps_of_all(tmp_path):
+    told = {"step": 9, "to": 5, "settings": [], "base": [], "arms": ["clip", "skip"], "steps": 300}
+    arms = [("heal", "clip"), ("unhealed", ""), ("heal", "skip")]
+    lines = [{**told, "event": kind, "tick": 9 + n, "arm": arm} for n, (kind, arm) in enumerate(arms)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    course = read_course(tmp_path)
+    assert (course.healed_by, course.spent) == (["clip", "skip"], 900)
 
 
 def test_without_checkpoints_there_is_nothing_to_go_on_from(tmp_path):
