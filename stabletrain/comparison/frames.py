@@ -45,6 +45,7 @@ def frame(*folders: str | Path, processes: int | None = None) -> pd.DataFrame:
     | spike_score | fraction of steps whose loss was a spike, or that were skipped as one |
     | skips, rollbacks, incidents | their numbers; skips without fp16's routine overflows |
     | cause | cause of the first incident |
+    | healings | halts after which the run went on with a fix that it had tried; NA for none |
     | forecasts | how often trouble was foretold; NA for never |
     | units_per_s, unit | training throughput, in tokens, images or samples |
     | mfu | model FLOPs utilization, a fraction of the card's peak; missing if the peak is unknown, as on a CPU |
@@ -106,6 +107,7 @@ def row(run: Run) -> dict[str, Any]:
         "rollbacks": run.rollbacks,
         "incidents": len(run.incidents),
         "cause": run.incidents[0]["cause"] if run.incidents else None,
+        "healings": len(run.healings) or None,
         "forecasts": len(run.forecasts) or None,
         "units_per_s": math.nan if unit is None else ended(f"{unit}_per_s", run.last(f"{unit}_per_s")),
         "unit": unit,
@@ -147,7 +149,7 @@ def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
     | measured numbers | mean over the group, with the extremes in `<name>_min` and `<name>_max` |
     | n | number of runs in the group |
     | finished | number of runs that finished and did not diverge; losses are means over these runs, if there are any |
-    | diverged, skips, rollbacks, incidents, forecasts | sums over the group |
+    | diverged, skips, rollbacks, healings, incidents, forecasts | sums over the group |
     | cause | first cause in the group |
     | status | such as `2 finished, 1 halted` |
     | run, seed | all values, separated by commas |
@@ -161,6 +163,7 @@ def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
         rows.append(summary(group, keys))
         index.append(group.index[0])
     found = pd.DataFrame(rows, index=pd.Index(index, name="folder"))
+    found = found.astype({name: "Int64" for name in ("healings", "forecasts") if name in found})  # they may be missing
     found.attrs = dict(runs.attrs)
     return found
 
@@ -184,7 +187,7 @@ def summary(group: pd.DataFrame, keys: Sequence[str]) -> dict[str, Any]:
         for name in names:
             found |= {name: among[name].mean(), f"{name}_min": among[name].min(), f"{name}_max": among[name].max()}
     found |= {name: int(group[name].sum()) for name in ("skips", "rollbacks", "incidents")}
-    found["forecasts"] = int(group["forecasts"].sum()) or None
+    found |= {name: int(group[name].sum()) or None for name in ("healings", "forecasts")}
     causes, seeds = group["cause"].dropna(), group["seed"].dropna()
     found |= {"cause": causes.iloc[0] if len(causes) else None, "seed": ", ".join(str(seed) for seed in seeds)}
     return found | {name: first[name] for name in ("unit", "parameters", *keys)}

@@ -93,8 +93,8 @@ def draw_losses(runs: Sequence[Run], file: Path) -> None:
     """Draws the training losses of some runs over the steps.
 
     A line is the running mean (`SMOOTHING`) over the applied steps. A cross marks a skipped step (at the top, if its
-    loss is not finite), a thin line the losses that were rolled back, a vertical line the step of a halt, a triangle a
-    forecast. The file extension, such as .svg, sets the format.
+    loss is not finite), a thin line the losses that were rolled back, a vertical line the step of a halt (dash-dotted
+    if the run went on with a fix), a triangle a forecast. The file extension, such as .svg, sets the format.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written in that format or folder.
@@ -120,6 +120,8 @@ def draw_losses(runs: Sequence[Run], file: Path) -> None:
                 axis.plot(told, np.interp(told, steps, smooth(losses)), "v", **marked)
             if run.status == "halted":
                 axis.axvline(run.steps, lw=0.8, color=line.get_color())
+            for each in run.healings:
+                axis.axvline(each["step"], lw=0.8, ls="-.", color=line.get_color())
             for steps, losses in run.abandoned("train/loss"):
                 axis.plot(steps, losses, color=line.get_color(), lw=0.5, alpha=0.5)
         axis.set(xlabel="step", ylabel="training loss (nats)")

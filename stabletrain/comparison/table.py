@@ -67,8 +67,19 @@ ENDLESS = 10**5
 """Width of a console without a width limit."""
 
 SHARED = (
-    *("status", "cause", "incidents", "forecasts", "skips", "rollbacks", "spike_score", "card", "precision", "steps"),
-    *("parameters", "sweep", "diverged"),
+    *(
+        "status",
+        "cause",
+        "incidents",
+        "forecasts",
+        "skips",
+        "rollbacks",
+        "healings",
+        "spike_score",
+        "card",
+        "precision",
+    ),
+    *("steps", "parameters", "sweep", "diverged"),
 )
 """Columns that are printed once above the table, in this order, if all rows have the same value."""
 

@@ -125,6 +125,14 @@ COLUMNS = {
             page=HIGH,
             summary=("guard/rollbacks",),
         ),
+        Column(
+            "healings",
+            "Int64",
+            head="healings",
+            page_head="healings",
+            about="halts after which the run went on with a fix that it had tried",
+            page=HIGH,
+        ),
         Column("incidents", "Int64", head="incidents", page_head="incidents", page=HIGH),
         Column("cause", "object", head="first cause", page_head="first cause", summary=("incident/cause",)),
         Column(
@@ -178,22 +186,22 @@ IN_FRAME = tuple(name for name, column in COLUMNS.items() if column.dtype)
 
 IN_TABLE = (
     *("val_loss", "range", "best_val_loss", "val_accuracy", "sensitivity", "diverged", "status", "cause", "incidents"),
-    *("forecasts", "skips", "rollbacks", "spike_score", "units_per_s", "mfu", "peak_memory_gb", "card", "precision"),
-    *("steps", "parameters", "seconds", "sweep"),
+    *("forecasts", "skips", "rollbacks", "healings", "spike_score", "units_per_s", "mfu", "peak_memory_gb", "card"),
+    *("precision", "steps", "parameters", "seconds", "sweep"),
 )
 """Columns of the table after the run's name and settings, from left to right."""
 
 BY_IMPORTANCE = (
     *("card", "precision", "status", "val_loss", "cause", "range", "best_val_loss", "val_accuracy", "diverged"),
-    *("sensitivity", "spike_score", "units_per_s", "skips", "rollbacks", "incidents", "mfu", "peak_memory_gb"),
-    *("forecasts", "seconds", "steps", "sweep", "parameters"),
+    *("sensitivity", "healings", "spike_score", "units_per_s", "skips", "rollbacks", "incidents", "mfu"),
+    *("peak_memory_gb", "forecasts", "seconds", "steps", "sweep", "parameters"),
 )
 """Columns of the table, the most important first; a narrow table drops them from the end."""
 
 ON_PAGE = (
     *("status", "val_loss", "best_val_loss", "best_step", "val_accuracy", "diverged", "sensitivity", "spike_score"),
-    *("skips", "rollbacks", "incidents", "cause", "forecasts", "units_per_s", "unit", "mfu", "peak_memory_gb", "card"),
-    *("precision", "steps", "seconds", "parameters", "loss_at_init", "problem", "sweep"),
+    *("skips", "rollbacks", "healings", "incidents", "cause", "forecasts", "units_per_s", "unit", "mfu"),
+    *("peak_memory_gb", "card", "precision", "steps", "seconds", "parameters", "loss_at_init", "problem", "sweep"),
 )
 """Columns of the page, from left to right."""
 

@@ -135,6 +135,7 @@ def closing(
     folder: str,
     sample: str | None,
     again: str,
+    healed_by: Sequence[str] = (),
 ) -> str:
     """Returns the last lines: the result, the guard's work, the pace, a text sample, the run folder, the next command.
 
@@ -143,12 +144,13 @@ def closing(
         loss_unit: unit of the loss, such as `nats`; empty if it has none.
         per: what one loss belongs to, such as `byte`.
         again: the command to try next.
+        healed_by: the arms with which the run went on after its halts.
     """
     result = result_text(history.val, loss_unit, per)
     best = f"best at step {history.best_step:,}"
     lines = [
         f"{result} after {state.step:,} steps in {history.seconds:.0f} s, {best}",
-        f"guard    {guard_summary(state, history, guard)}",
+        f"guard    {guard_summary(state, history, guard, healed_by)}",
         f"pace     {history.units / max(history.seconds, 1e-9):,.0f} {unit}/s",
     ]
     if sample and sample.strip():
@@ -170,13 +172,16 @@ def result_text(val: Mapping[str, float], loss_unit: str, per: str) -> str:
     return "val " + ", ".join(others[:6])
 
 
-def guard_summary(state: Any, history: Any, guard: Any) -> str:
-    """Summarizes what the guard did: updates, skips by kind, rollbacks, time lost, batches never read again."""
+def guard_summary(state: Any, history: Any, guard: Any, healed_by: Sequence[str] = ()) -> str:
+    """Summarizes what the guard did: updates, skips, rollbacks, healings, time lost, batches never read again."""
     again = f", {state.executed_steps:,} executed" if state.executed_steps != state.step else ""
     words = [f"{history.updates:,} updates in {state.step:,} steps{again}"]
     words += [f"{count} skipped ({kind.replace('_', ' ')})" for kind, count in guard.skips.items() if count]
     if guard.rollbacks:
         words.append(f"{guard.rollbacks} rollback{'s' if guard.rollbacks > 1 else ''}")
+    if healed_by:
+        words.append(f"{len(healed_by)} healing{'s' if len(healed_by) > 1 else ''} ({', then '.join(healed_by)})")
+    if guard.rollbacks or healed_by:
         words.append(f"{history.lost_steps} steps ({history.lost_seconds:.0f} s) lost")
         if state.skipped:
             words.append("batches never read again " + " ".join(f"{start}-{stop - 1}" for start, stop in state.skipped))

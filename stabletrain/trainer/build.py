@@ -327,7 +327,7 @@ def assemble(
     """Assembles the run from its parts."""
     page = PageAtEnd(opened.folder) if cfg.report and process.ranks.is_main else NoPage()
     closing_text = partial(
-        closing_lines, cfg, process.ranks, source, trained.state, history, tools, page, opened.folder
+        closing_lines, cfg, process.ranks, source, trained.state, history, tools, page, opened.folder, rollback
     )
     halted_text = partial(halt_lines, cfg, process, tools.guard, opened)
     opened.tracker.start(cfg.steps, trained.state.step)
@@ -387,6 +387,7 @@ def closing_lines(
     tools: Tools,
     page: roles.Page,
     folder: Path,
+    rollback: Rollback,
 ) -> str:
     """Writes the run's page, and returns the last lines on the terminal."""
     # all ranks must call this, because the model that generates the sample may be sharded
@@ -402,4 +403,5 @@ def closing_lines(
         folder=str(folder),
         sample=sample,
         again=suggestion(parse_arguments(started().resolved), "qknorm" in cfg.model, source.per),
+        healed_by=rollback.healed_by,
     )

@@ -349,7 +349,7 @@ def validate(run: TrainingRun) -> float:
 def final_metrics(run: TrainingRun) -> dict[str, Any]:
     """Returns the final metrics for `run.json` and W&B's summary."""
     history, guard, monitoring = run.history, run.tools.guard, run.monitoring
-    rate = history.units / max(history.seconds, 1e-9)
+    rate, healings = history.units / max(history.seconds, 1e-9), run.rollback.healings()
     return history.val | {
         "steps": run.state.step,
         "best/val_loss": history.best_loss,
@@ -360,6 +360,8 @@ def final_metrics(run: TrainingRun) -> dict[str, Any]:
         "ticks": run.state.executed_steps,
         "guard/updates": history.updates,
         "guard/rollbacks": guard.rollbacks,
+        **healings,
+        **({"guard/whatif_steps": run.rollback.whatif_steps} if healings else {}),
         "guard/lost_steps": history.lost_steps,
         "guard/lost_seconds": history.lost_seconds,
         "guard/skipped": sum(guard.skips.values()),

@@ -61,6 +61,8 @@ class Rollback:
         checkpoints: states on disk.
         replaying: set while steps are replayed to reach the state that a rollback needs.
         kept: steps of the states from which a healed run went on; retention keeps their checkpoints.
+        healed_by: the arms with which the run went on after its halts.
+        whatif_steps: steps spent on arms after all halts.
 
     Args:
         history: what the run records about itself.
@@ -91,6 +93,8 @@ class Rollback:
         self._references: dict[int, Any] = {}  # by snapshot: the checksums that it must have when it is put back
         self.replaying: PendingReplay | None = None
         self.kept: Sequence[int] = ()
+        self.healed_by: Sequence[str] = ()
+        self.whatif_steps = 0
         self._history, self._guard, self._batches = history, guard, batches
         self._retained = guard.states
         self._tracker, self._run_id = tracker, run_id
@@ -102,6 +106,10 @@ class Rollback:
     def tracker(self) -> Tracker:
         """Where steps are logged; a null tracker during a replay, because those steps are in the log already."""
         return self._silent if self.replaying else self._tracker
+
+    def healings(self) -> dict[str, int]:
+        """Returns the number of healings so far; empty without `guard.escalate=whatif`."""
+        return {"guard/healings": len(self.healed_by)} if self._guard.escalate == "whatif" else {}
 
     # ---- saving
 

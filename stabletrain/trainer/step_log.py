@@ -20,6 +20,7 @@ def log_step(run: TrainingRun, reading: Reading, throughput: Throughput, seen: M
         "tick": run.state.executed_steps,
         "guard/applied": int(reading.applied),
         "guard/rollbacks": guard.rollbacks,
+        **run.rollback.healings(),
     }
     if seen or reading.step % plan.log_every == 0 or reading.step in (1, plan.steps):
         throughput.measure()

@@ -83,6 +83,11 @@ class Course:
         return next((each.settings for each in reversed(self.healings) if each.arm), ())
 
     @property
+    def healed_by(self) -> list[str]:
+        """The arms with which the run went on."""
+        return [each.arm for each in self.healings if each.arm]
+
+    @property
     def kept(self) -> list[int]:
         """Steps of the states from which the run went on."""
         return sorted({each.to for each in self.healings if each.arm})

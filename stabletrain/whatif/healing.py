@@ -11,15 +11,17 @@ anywhere in between comes to the same end when it is resumed: each decision is o
 import gc
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypedDict
 
 from stabletrain.checkpoint.folder import find, number, steps_in
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.checkpoint.writer import remove, write
+from stabletrain.comparison.pages.at_end import write_if_missing
 from stabletrain.config.arguments import (
     Arguments,
     in_folder,
@@ -51,6 +53,8 @@ from stabletrain.whatif.within import Within
 
 WINNER = "healing.json"
 """In the folder of a what-if: the arm that the run goes on with."""
+
+NO_NUMBERS: Mapping[str, Any] = MappingProxyType({})
 
 Ready = Callable[[TrainingRun], None]
 """Receives a run that is built, before its first step."""
@@ -100,7 +104,7 @@ class Healer:
         self._folder, self._train, self._tell, self._live = folder, train, tell, live
         self._ranks = current_ranks()
         self._typed = [each for each in job_overrides() if key_of(each) != "resume"]
-        self._advice = ""
+        self._advice, self._report = "", False
 
     def run(self, cfg: Any) -> float | None:
         """Trains the run to its end; returns the last validation loss, in nats.
@@ -112,6 +116,7 @@ class Healer:
             TrainingHalted: the guard gave up, and no arm holds, or none can be tried.
             Interrupted: a signal arrived; the state is saved.
         """
+        self._report = bool(cfg.report)
         course = self._on_main(self._resumed_course) if cfg.resume == "auto" else Course()
         while True:
             winner = None if course.halt is None else self._heal(course, course.halt, cfg.guard.whatif_steps)
@@ -159,6 +164,8 @@ class Healer:
 
         def ready(run: TrainingRun) -> None:
             run.rollback.kept = sorted({*course.kept, *([] if winner is None else [winner["to"]])})
+            run.rollback.healed_by = [*course.healed_by, *([] if winner is None else [winner["arm"]])]
+            run.rollback.whatif_steps = course.spent + (0 if winner is None else winner["steps"])
             if winner is not None and course.halt is not None:
                 self._announce(run, course.halt, winner)
 
@@ -195,6 +202,7 @@ class Healer:
         tracker.event("heal", halt.step, tick=halt.tick, reason=halt.reason, **winner, text=text)
         tracker.note(text)
         tracker.alert("heal", text)
+        tracker.summary({**run.rollback.healings(), "guard/healed_by": ", ".join(run.rollback.healed_by)})
         self._on_main(lambda: drop_states(self._place(halt)))
 
     # ---- the what-if
@@ -224,7 +232,10 @@ class Healer:
             if not winner["arm"]:
                 self._on_main(lambda: self._record("unhealed", halt, dict(winner)))
                 self._on_main(lambda: drop_states(place))
-                self._set_status("halted", f"step {halt.step}: {halt.reason}; {winner['why']}")
+                spent = {"guard/whatif_steps": course.spent + winner["steps"]}
+                self._set_status("halted", f"step {halt.step}: {halt.reason}; {winner['why']}", spent)
+                # The page was written at the halt, before anything was tried.
+                self._on_main(lambda: write_if_missing(self._folder, self._report))
                 halted = TrainingHalted(f"step {halt.step}: {halt.reason}; {winner['why']}")
                 halted.advice = self._advice
                 raise halted
@@ -263,12 +274,17 @@ class Healer:
 
     # ---- the record
 
-    def _set_status(self, status: str, reason: str | None) -> None:
-        """Writes a status into `run.json`: while fixes are tried, the run is neither over nor halted."""
+    def _set_status(self, status: str, reason: str | None, final: Mapping[str, Any] = NO_NUMBERS) -> None:
+        """Writes a status into `run.json`: while fixes are tried, the run is neither over nor halted.
+
+        Args:
+            final: numbers to add to the final ones.
+        """
 
         def set_status() -> None:
             with suppress(DamagedFile, OSError):
                 record = {**read_run_record(self._folder), "status": status, "reason": reason}
+                record["final"] = {**record.get("final", {}), **final}
                 metrics.replace(self._folder / RUN, json.dumps(record, indent=2) + "\n")
 
         self._on_main(set_status)

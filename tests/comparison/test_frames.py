@@ -26,6 +26,7 @@ def test_every_column_is_there_and_says_what_the_run_says(tmp_path):
         {"event": "incident", "step": 6, "tick": 6, "cause": "bad_batch", "fix": [], "path": None},
         {"event": "skip", "step": 4, "tick": 4, "kind": "bad_data"},
         {"event": "rollback", "step": 6, "tick": 6},
+        {"event": "heal", "step": 6, "tick": 7, "to": 0, "arm": "clip", "arms": ["clip"], "steps": 90},
         {"event": "forecast", "step": 2, "signal": "log_z", "low": 5, "high": "Infinity", "text": "soon"},
         {"event": "forecast", "step": 3, "signal": "loss", "low": None, "high": None, "text": "sooner"},
         {"event": "forecast", "step": 3, "signal": "loss", "low": None, "high": None, "text": "sooner"},
@@ -64,6 +65,7 @@ def test_every_column_is_there_and_says_what_the_run_says(tmp_path):
         "spike_score": 0.125,
         "skips": 1,
         "rollbacks": 1,
+        "healings": 1,
         "incidents": 2,
         "cause": "bad_label",
         "forecasts": 2,
@@ -144,6 +146,13 @@ def test_seeds_are_one_row_with_mean_lowest_highest_and_what_was_lost(tmp_path):
     assert (second["n"], second["finished"], second["diverged"]) == (3, 1, 2)
     assert second["val_loss"] == 1.0, "over those that ended well"
     assert second["status"] == "2 finished, 1 halted"
+
+
+def test_a_count_that_some_rows_lack_stays_a_whole_number(tmp_path):
+    heal = {"event": "heal", "step": 6, "tick": 7, "to": 0, "arm": "clip", "arms": ["clip"], "steps": 90}
+    write(tmp_path / "0", **qk("none", 0), events=[heal, {**heal, "tick": 20}])
+    write(tmp_path / "1", **qk("qknorm", 0))
+    assert [str(each) for each in by_seed(frame(tmp_path)).healings] == ["2", "<NA>"]
 
 
 def test_the_same_settings_on_another_card_are_another_row(tmp_path):

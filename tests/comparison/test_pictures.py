@@ -88,6 +88,16 @@ def test_the_loss_picture_marks_forecasts_on_the_curve(tmp_path, figures):
     assert [(x, y) for _, marker, x, y in lines_of(axis) if marker == "v"] == [([5, 15], [4.0, 4.0])]
 
 
+def test_the_loss_picture_has_a_dash_dotted_line_where_a_run_halted_and_went_on(tmp_path, figures):
+    lines = [{"step": step, "train/loss": 4.0, "guard/applied": 1} for step in range(1, 21)]
+    events = [
+        {"event": kind, "step": 9 + n, "tick": 9 + n, "arm": "clip"} for n, kind in enumerate(["heal", "unhealed"])
+    ]
+    draw_losses([read_run(write(tmp_path / "run", lines=lines, events=events))], tmp_path / "losses.svg")
+    (axis,) = figures[0].axes
+    assert [[*line.get_xdata()] for line in axis.lines if line.get_linestyle() == "-."] == [[9, 9]]
+
+
 def test_runs_with_the_same_settings_are_told_apart_by_their_folders(tmp_path, figures):
     for name, seed in (("a/0", 0), ("b/0", 0), ("b/1", 1)):
         made(tmp_path / name, f"seed={seed}")

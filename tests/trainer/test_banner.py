@@ -202,6 +202,10 @@ def test_the_guards_line_counts_skips_rollbacks_and_what_was_lost():
     assert guard_summary(state, history, guard) == f"{skips}, {lost}"
     guard.rollbacks = 1
     assert "1 rollback, " in guard_summary(state, history, guard)
+    assert "1 rollback, 1 healing (clip), 40 steps (4 s) lost" in guard_summary(state, history, guard, ["clip"])
+    guard.rollbacks = 0
+    healed = guard_summary(state, history, guard, ["clip", "optimizer.lr=0.1"])
+    assert "(spike), 2 healings (clip, then optimizer.lr=0.1), 40 steps (4 s) lost" in healed
 
 
 # ---- next

@@ -5,6 +5,7 @@ import pytest
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.stability.guard import SkipGuard
 from stabletrain.trainer.history import Throughput
+from stabletrain.trainer.loop import final_metrics
 from stabletrain.trainer.rollback import PendingReplay
 from stabletrain.trainer.step_log import NOTHING, log_alarms, log_step, reading_metrics
 from tests.trainer.given import batch, make_run, reading
@@ -53,6 +54,17 @@ def test_the_line_has_each_number_under_its_name():
     assert {name: metrics[name] for name in expected} == expected
     others = {"clip/fraction", "guard/skip_rate", "spike/score", "spike/grad_norm_score"}
     assert set(metrics) - set(expected) == others | {"samples_per_s", "memory/peak_gb"}
+
+
+@pytest.mark.parametrize(("escalate", "counts"), [("halt", {}), ("whatif", {"guard/healings": 1})])
+def test_a_run_that_may_heal_logs_how_often_it_did(escalate, counts):
+    run = make_run(guard=SkipGuard(escalate=escalate))
+    run.rollback.healed_by, run.rollback.whatif_steps = ["clip"], 300
+    log_step(run, reading(20), Throughput(run.history), NOTHING)
+    ((_, metrics),) = run.output.tracker.lines
+    assert {name: metrics[name] for name in metrics if name.endswith(("healings", "whatif_steps"))} == counts
+    final = {name: count for name, count in final_metrics(run).items() if name.endswith(("healings", "whatif_steps"))}
+    assert final == (counts and {**counts, "guard/whatif_steps": 300})
 
 
 def test_every_step_updates_the_progress_line_and_only_a_logged_one_ends_an_interval():

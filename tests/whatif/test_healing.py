@@ -5,15 +5,22 @@ import json
 import pytest
 
 import stabletrain
+from stabletrain.comparison.pages.charts import chart_data
+from stabletrain.comparison.reading.runs import read_run
+from stabletrain.config.make import leaves
 from stabletrain.errors import ConfigError
+from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.whatif import healing
+from stabletrain.whatif.halts import read_course
 from tests.runs import TINY_GPT
+from tests.tracking.wandb_file import read_file
 
 HALTS = [*TINY_GPT, "steps=140", "precision=fp32", "optimizer.lr=3", "schedule=constant", "guard.max_rollbacks=0"]
 HALTS += ["guard.patience=4", "log_every=1", "report=false", "wandb=disabled", "checkpoint.every=40", "eval_every=70"]
 
 
-def logged(folder):
+def losses(folder):
     """The losses that no rollback has undone, by step."""
     lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "train/loss" in line]
     return {line["step"]: repr(line["train/loss"]) for line in lines if not line.get("rolled_back")}
@@ -26,7 +33,8 @@ def events(folder, kind):
 @pytest.fixture(scope="module")
 def healed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("healed") / "run"
-    return stabletrain.train([*HALTS, "guard.escalate=whatif", "guard.whatif_steps=600", f"hydra.run.dir={folder}"])
+    logged = [*(each for each in HALTS if not each.startswith(("wandb", "report"))), "wandb=offline"]
+    return stabletrain.train([*logged, "guard.escalate=whatif", "guard.whatif_steps=600", f"hydra.run.dir={folder}"])
 
 
 @pytest.mark.slow
@@ -37,20 +45,76 @@ def test_a_run_that_halts_goes_on_with_the_arm_that_won(healed):
     place = healed.folder / "whatif" / f"halt-{halt['tick']:08d}"
     found = json.loads((place / "whatif.json").read_text())
     assert heal["arm"] == found["winner"]
-    arm = logged(place / next(each["folder"] for each in found["arms"] if each["arm"] == heal["arm"]))
-    run = logged(healed.folder)
+    arm = losses(place / next(each["folder"] for each in found["arms"] if each["arm"] == heal["arm"]))
+    run = losses(healed.folder)
     assert len(arm.keys() & run.keys()) >= 60
     assert {step: run[step] for step in arm if step in run} == {step: arm[step] for step in arm if step in run}
     assert max(run) == 140
 
 
 @pytest.mark.slow
+def test_a_healing_is_counted_in_the_record_and_shown_in_the_report_and_in_the_comparison(healed):
+    (heal,) = events(healed.folder, "heal")
+    final = read_run_record(healed.folder)["final"]
+    assert (final["guard/healings"], final["guard/whatif_steps"]) == (1, heal["steps"])
+    found = read_run(healed.folder)
+    assert (len(found.healings), found.rollbacks, found.last("val/loss")) == (1, 0, final["val/loss"])
+    assert [len(steps) for steps, _ in found.abandoned("train/loss")] == [heal["step"] - heal["to"]]
+    (step, _), drawn = chart_data(found, 500)["healings"][0], chart_data(found, 500)["rollbacks"]
+    assert (step, drawn) == (heal["step"], [])
+    assert f'<a href="whatif/halt-{heal["tick"]:08d}/whatif.html">' in (healed.folder / "report.html").read_text()
+    for key, _, value in (each.partition("=") for each in heal["settings"]):
+        assert str(found.settings[key]) == value
+
+
+@pytest.mark.slow
+def test_wandb_has_a_healed_run_as_one_run_with_an_alert_and_the_settings_in_force(healed):
+    first, second = map(read_file, sorted((healed.folder / "wandb").rglob("run-*.wandb")))
+    (heal,) = events(healed.folder, "heal")
+    assert first["id"] == second["id"] == read_run_record(healed.folder)["id"]
+    assert (first["exit_code"], second["exit_code"]) == (3, 0)
+    assert ("heal", heal["text"]) in second["alerts"]
+    names = ("status", "guard/healings", "guard/whatif_steps", "guard/healed_by")
+    assert [second["summary"][name] for name in names] == ["finished", 1, heal["steps"], heal["arm"]]
+    losses = [point for point in (*first["history"], *second["history"]) if "train/loss" in point]
+    assert [point["tick"] for point in losses] == [*range(1, losses[-1]["tick"] + 1)], "no step is missing or twice"
+    for key, _, value in (each.partition("=") for each in heal["settings"]):
+        before, now = (str(dict(leaves(each["config"])).get(key)) for each in (first, second))
+        assert now == value != before
+
+
+@pytest.mark.slow
 def test_without_room_for_an_arm_the_run_halts_and_says_what_to_type(tmp_path):
-    run = [*HALTS, "guard.escalate=whatif", "guard.whatif_steps=10", f"hydra.run.dir={tmp_path / 'run'}"]
+    shown = [each for each in HALTS if not each.startswith("report")]
+    run = [*shown, "guard.escalate=whatif", "guard.whatif_steps=10", f"hydra.run.dir={tmp_path / 'run'}"]
     found = stabletrain.train(run)
     assert found.status == "halted"
     assert "10 of guard.whatif_steps are left; fix: raise it" in (found.reason or "")
-    assert [line["arm"] for line in events(found.folder, "unhealed")] == [""]
+    (unhealed,) = events(found.folder, "unhealed")
+    assert (unhealed["arm"], unhealed["steps"]) == ("", 0)
+    assert read_run_record(found.folder)["final"]["guard/whatif_steps"] == 0
+    assert [each["why"] for each in read_run(found.folder).whatifs] == [unhealed["why"]]
+    assert "none: trying a fix takes" in (found.folder / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_steps_of_fixes_that_do_not_hold_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(healing, "winner_of", lambda found, none: {**none, "why": "none of 1 fixes holds"})
+    run = [*HALTS, "guard.escalate=whatif", "guard.whatif_steps=150", f"hydra.run.dir={tmp_path / 'run'}"]
+    found = stabletrain.train(run)
+    (unhealed,) = events(found.folder, "unhealed")
+    assert unhealed["steps"] > 50
+    final = read_run_record(found.folder)["final"]
+    assert (final["guard/healings"], final["guard/whatif_steps"]) == (0, unhealed["steps"])
+
+
+def test_the_course_names_the_arms_that_healed_and_counts_the_steps_of_all(tmp_path):
+    told = {"step": 9, "to": 5, "settings": [], "base": [], "arms": ["clip", "skip"], "steps": 300}
+    arms = [("heal", "clip"), ("unhealed", ""), ("heal", "skip")]
+    lines = [{**told, "event": kind, "tick": 9 + n, "arm": arm} for n, (kind, arm) in enumerate(arms)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    course = read_course(tmp_path)
+    assert (course.healed_by, course.spent) == (["clip", "skip"], 900)
 
 
 def test_without_checkpoints_there_is_nothing_to_go_on_from(tmp_path):

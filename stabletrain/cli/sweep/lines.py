@@ -63,7 +63,7 @@ def ending(
 
 
 def result(record: Mapping[str, Any]) -> str:
-    """Returns `val loss 2.311`, plus the accuracy, skipped steps and rollbacks if there are any."""
+    """Returns `val loss 2.311`, plus the accuracy, skipped steps, rollbacks and healings if there are any."""
     final = record.get("final", {})
     loss = final.get("val/loss")
     words = [f"val loss {loss:.3f}" if isinstance(loss, float) else "val loss -"]
@@ -71,7 +71,9 @@ def result(record: Mapping[str, Any]) -> str:
         words.append(f"accuracy {100 * final['val/accuracy']:.2f} %")
     skipped = sum(final.get(f"guard/skipped_{kind}", 0) for kind in ("bad_data", "nonfinite", "spike", "recheck"))
     words += [f"{skipped} skipped"] if skipped else []
-    words += [f"{back} rollback{'s' if back > 1 else ''}"] if (back := final.get("guard/rollbacks", 0)) else []
+    for name in ("rollback", "healing"):
+        if count := final.get(f"guard/{name}s", 0):
+            words.append(f"{count} {name}{'s' if count > 1 else ''}")
     return ", ".join(words)
 
 

@@ -103,8 +103,8 @@ def panels(runs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def chart_data(run: Run, points: int) -> dict[str, Any]:
     """Returns a run's `curves` by metric, the `abandoned` (rolled-back) stretches of its loss, and its marks.
 
-    A curve has at most `points` points. The marks are `skips`, `rollbacks`, `forecasts` and `halt`. The curve of
-    the loss may be empty if there are marks: a run that was halted early may have logged no applied step.
+    A curve has at most `points` points. The marks are `skips`, `rollbacks`, `healings`, `forecasts` and `halt`.
+    The curve of the loss may be empty if there are marks: a run that was halted early may have logged no applied step.
     """
     curves = {name: as_lists(run.curve(name), points) for name in NAMES if len(run.curve(name)[0])}
     for name in ("precision/loss_scale", "clip/fraction"):  # a constant is not worth a chart
@@ -123,7 +123,8 @@ def chart_data(run: Run, points: int) -> dict[str, Any]:
         "curves": curves,
         "abandoned": [[listed["x"], listed["y"]] for listed in (as_lists(each, points) for each in stretches)],
         "skips": skips,
-        "rollbacks": [int(steps[-1]) for steps, _ in stretches if len(steps)],
+        "rollbacks": rollback_marks(run, stretches),
+        "healings": [[each["step"], healing_text(each)] for each in run.healings],
         "forecasts": forecast_marks(run),
         "halt": halt,
     }
@@ -151,6 +152,21 @@ def skip_marks(run: Run, withheld: Curve, stretches: list[Curve]) -> list[list[f
     incidents = {one["step"] for one in run.incidents}  # an incident is drawn at the loss of its skipped step
     every = -(-len(marks) // MOST_SKIPS)
     return [mark for number, mark in enumerate(marks) if number % every == 0 or mark[0] in incidents]
+
+
+def rollback_marks(run: Run, stretches: list[Curve]) -> list[int]:
+    """Returns the last step of each rolled-back stretch, without the stretches that ended with a healing."""
+    ticks = [int(tick[-1]) for _, tick in run.abandoned("tick") if len(tick)]
+    marks = [int(steps[-1]) for steps, _ in stretches if len(steps)]
+    if not run.healings or len(ticks) != len(marks):
+        return marks
+    healed = {max((tick for tick in ticks if tick <= each["tick"]), default=0) for each in run.healings}
+    return [step for step, tick in zip(marks, ticks, strict=True) if tick not in healed]
+
+
+def healing_text(one: Mapping[str, Any]) -> str:
+    """Returns why a run halted, and with which fix it went on."""
+    return f"halted: {one['reason']}; went on from step {one['to']:,} with {one['arm']}"
 
 
 def forecast_marks(run: Run) -> list[dict[str, Any]]:
@@ -191,6 +207,11 @@ def incident_rows(run: Run, above: Path) -> list[dict[str, Any]]:
         }
         for one in run.incidents
     ]
+
+
+def whatif_rows(run: Run, above: Path) -> list[dict[str, Any]]:
+    """Returns what was tried after each halt of a run, each with a link from a page in `above` to its page."""
+    return [{**one, "link": link(run.folder / one["path"], above)} for one in run.whatifs]
 
 
 def link(file: Path, above: Path) -> str | None:

@@ -1,7 +1,7 @@
 """A run's own page, `report.html` in its folder.
 
-The page says how the run ended and what the guard did. It shows the incidents, forecasts, curves, generated sample,
-settings, machine and package versions.
+The page says how the run ended and what the guard did. It shows the incidents, what was tried after a halt, the
+forecasts, curves, generated sample, settings, machine and package versions.
 """
 
 import math
@@ -45,6 +45,7 @@ def run_page(run: Run) -> str:
             shell.sentences(outcome(run)),
             shell.figures(figures(run)),
             shell.section("Incidents", shell.incidents([(None, one) for one in told])),
+            shell.section("What was tried after a halt", shell.whatifs(charts.whatif_rows(run, run.folder))),
             shell.section("Forecasts", shell.forecasts(run.forecasts)),
             shell.section("Curves over steps", shell.pictures()) if lines["curves"] else "",
             shell.section("Sample", f'<pre class="sample" tabindex="0">{words(sample)}</pre>' if sample else ""),
@@ -69,7 +70,7 @@ def outcome(run: Run) -> list[str]:
     reason = run.problem or run.record.get("reason")
     remarks = run.record.get("remarks")
     said = [f"Note: {remark}." for remark in remarks] if isinstance(remarks, list) else []
-    found = [f"{first}.", str(reason) if reason else "", *said, guard(final), causes(run)]
+    found = [f"{first}.", str(reason) if reason else "", *said, guard(final), *healings(run), causes(run)]
     return [sentence for sentence in found if sentence]
 
 
@@ -83,10 +84,22 @@ def guard(final: Mapping[str, Any]) -> str:
             said.append(f"{count:,} skipped ({name.removeprefix('guard/skipped_').replace('_', ' ')})")
     if final.get("guard/rollbacks"):
         said.append(plural(final["guard/rollbacks"], "rollback"))
+    if final.get("guard/healings"):
+        said.append(plural(final["guard/healings"], "healing"))
+    if final.get("guard/rollbacks") or final.get("guard/healings"):
         said.append(
             f"{plural(final.get('guard/lost_steps', 0), 'step')} ({final.get('guard/lost_seconds', 0):.0f} s) lost"
         )
     return f"Guard: {', '.join(said) if len(said) > 1 else f'{said[0]}, no step skipped'}."
+
+
+def healings(run: Run) -> list[str]:
+    """Returns a sentence for each halt after which the run went on with a fix."""
+    return [
+        f"Halted at step {each['step']:,}, and went on from step {each['to']:,} with {each['arm']}, the best of "
+        f"{plural(len(each['arms']), 'arm')} that were tried in {plural(each['steps'], 'step')}."
+        for each in run.healings
+    ]
 
 
 def causes(run: Run) -> str:

@@ -206,6 +206,30 @@ def forecasts(found: Sequence[Mapping[str, Any]]) -> str:
     return f'<div class="box" tabindex="0"><table class="plain">{"".join(lines)}</table></div>{more}'
 
 
+def whatifs(found: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table of what a run tried after its halts."""
+    if not found:
+        return ""
+    heads = ("halted at step", "because", "arms tried", "steps spent", "went on with", "from step")
+    lines = ["<tr>" + "".join(f"<th>{each}</th>" for each in heads) + "</tr>"]
+    for one in found[:MOST]:
+        step, arms = f"{one['step']:,}", len(one["arms"])
+        place = f'<a href="{words(one["link"])}">{step}</a>' if one.get("link") else step
+        won = f'<span class="code">{words(one["arm"])}</span>' if one["arm"] else f"none: {words(one.get('why') or '')}"
+        tried = f"<details><summary>{arms}</summary>{words(', '.join(one['arms']))}</details>" if arms else "0"
+        cells = [
+            f'<td class="number">{place}</td>',
+            f'<td class="wide">{words(one.get("reason") or "")}</td>',
+            f'<td class="short">{tried}</td>',
+            f'<td class="number">{one["steps"]:,}</td>',
+            f'<td class="short">{won}</td>',
+            f'<td class="number">{one["to"]:,}</td>' if one["arm"] else "<td></td>",
+        ]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    more = f'<p class="soft">{len(found) - MOST:,} more are not shown.</p>' if len(found) > MOST else ""
+    return f'<div class="box" tabindex="0"><table class="plain">{"".join(lines)}</table></div>{more}'
+
+
 def throughputs(groups: Sequence[Mapping[str, Any]]) -> str:
     """Returns a table of throughput by card and precision, each with a bar."""
     if not groups:

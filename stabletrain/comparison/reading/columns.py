@@ -56,7 +56,7 @@ class Columns:
 
     Attributes:
         kept: the lines that no rollback discarded, grouped by their names.
-        rolled_back: the lines that a rollback discarded, grouped by their names.
+        rolled_back: the lines that a rollback or a healing discarded, grouped by their names.
         lines: number of readable lines.
         unreadable: number of unreadable lines, not counting an unfinished last line.
     """
@@ -71,7 +71,7 @@ class Columns:
         return joined(self.kept, name)
 
     def abandoned(self, name: str) -> list[Curve]:
-        """Returns the rolled-back values of a metric, one curve per rollback, in the order they were executed."""
+        """Returns the rolled-back values of a metric, a curve per rollback or healing, in the order of execution."""
         found = [sheet for sheet in self.rolled_back if name in sheet.names]
         attempts = np.unique(np.concatenate([attempt(sheet) for sheet in found])) if found else []
         return [joined([sheet.where(attempt(sheet) == number) for sheet in found], name) for number in attempts]
@@ -89,8 +89,9 @@ def joined(sheets: list[Sheet], name: str) -> Curve:
 
 
 def attempt(sheet: Sheet) -> np.ndarray:
-    """Returns the number of rollbacks before each line, `[lines]`."""
-    return sheet.column("guard/rollbacks") if "guard/rollbacks" in sheet.names else np.zeros(len(sheet.rows))
+    """Returns the number of rollbacks and healings before each line, `[lines]`."""
+    counts = [sheet.column(name) for name in ("guard/rollbacks", "guard/healings") if name in sheet.names]
+    return np.sum(counts, axis=0) if counts else np.zeros(len(sheet.rows))
 
 
 def read_columns(file: Path) -> Columns:

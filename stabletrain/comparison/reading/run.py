@@ -117,6 +117,7 @@ class Run:
         skips: the skipped steps in order, without fp16's routine overflows.
         skip_losses: their losses; NaN for a loss that is not a number or was not recorded.
         forecasts: mappings with step, signal, text and the interval of the crossing, low to high, in order.
+        whatifs: what was tried after each halt, in order; see `runs.WHATIF`. `healings` are those that went on.
         best: the lowest validation loss and its step; NaN and 0 if there is none.
         seconds: time between the first and the last line.
         label: the run's name, if another run that is compared has the same folder name.
@@ -136,6 +137,7 @@ class Run:
     skip_losses: list[float] = field(default_factory=list)
     rollbacks: int = 0
     forecasts: list[dict[str, Any]] = field(default_factory=list)
+    whatifs: list[dict[str, Any]] = field(default_factory=list)
     best: tuple[float, int] = (math.nan, 0)
     seconds: float = math.nan
     ranges: Mapping[str, Range] = field(default_factory=dict)
@@ -221,8 +223,13 @@ class Run:
             return curve if points < 0 else thin(curve, points)
         return self._curves[0].get(name) or joined([], name)
 
+    @property
+    def healings(self) -> list[dict[str, Any]]:
+        """Those of `whatifs` after which the run went on."""
+        return [each for each in self.whatifs if each["arm"]]
+
     def abandoned(self, name: str) -> list[Curve]:
-        """Returns the rolled-back values of a metric, one curve per rollback, in the order they were executed."""
+        """Returns the rolled-back values of a metric, a curve per rollback or healing, in the order of execution."""
         return self._curves[1].get(name, [])
 
     def _below(self, name: str) -> list[Range]:

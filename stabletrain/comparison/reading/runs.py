@@ -92,6 +92,7 @@ class Happened:
         skips: the skipped steps in order, without fp16's routine overflows.
         skip_losses: their losses; NaN for a loss that is not a number or was not recorded.
         forecasts: mappings with step, signal, text and the interval of the crossing, low to high, in order.
+        whatifs: mappings with the keys `WHATIF` and `path`, in order.
         unreadable: number of damaged lines, not counting an unfinished last line.
     """
 
@@ -100,6 +101,7 @@ class Happened:
     skip_losses: list[float] = field(default_factory=list)
     rollbacks: int = 0
     forecasts: list[dict[str, Any]] = field(default_factory=list)
+    whatifs: list[dict[str, Any]] = field(default_factory=list)
     unreadable: int = 0
 
 
@@ -121,17 +123,32 @@ def read_events(folder: Path) -> Happened:
             found.rollbacks += 1
         elif event == "forecast":
             found.forecasts.append({name: line.get(name) for name in FORECAST})
+        elif event in ("heal", "unhealed"):
+            found.whatifs.append(whatif(line))
         elif line.get("kind") != "overflow":
             found.skips.append(line["step"])
             found.skip_losses.append(as_float(line.get("loss")))
     return found
 
 
-KINDS = ("incident", "skip", "rollback", "forecast")
+KINDS = ("incident", "skip", "rollback", "forecast", "heal", "unhealed")
 """Event kinds that are read; all others are ignored."""
 
 FORECAST = ("step", "signal", "low", "high", "text")
 """The fields of a forecast that are read."""
+
+WHATIF = ("step", "tick", "reason", "to", "arm", "arms", "steps", "why")
+"""The fields of a `heal` or `unhealed` that are read: what was tried after a halt, and the arm that won, or ""."""
+
+
+def whatif(line: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a `heal` or `unhealed`, and the path of its page, relative to the run folder."""
+    found = {name: line.get(name) for name in WHATIF}
+    numbers = {name: found[name] if isinstance(found[name], int) else 0 for name in ("tick", "to", "steps")}
+    arms = [str(arm) for arm in found["arms"]] if isinstance(found["arms"], list) else []
+    arm = str(found["arm"] or "") if line["event"] == "heal" else ""
+    path = f"whatif/halt-{numbers['tick']:08d}/whatif.html"
+    return {**found, **numbers, "arms": arms, "arm": arm, "path": path}
 
 
 def incident(folder: Path, line: dict[str, Any]) -> dict[str, Any]:
@@ -255,6 +272,7 @@ def read_run(folder: Path) -> Run:
         skip_losses=happened.skip_losses,
         rollbacks=happened.rollbacks,
         forecasts=happened.forecasts,
+        whatifs=happened.whatifs,
         best=(math.nan, 0) if lowest is None else (float(losses[1][lowest]), int(losses[0][lowest])),
         seconds=float(seconds[-1] - seconds[0]) if len(seconds) else math.nan,
         ranges=Ranges.of(columns.kept),
@@ -309,7 +327,9 @@ def condition(
 
 def silence(folder: Path) -> str | None:
     """Returns a sentence if a run with status `running` has written nothing for `SILENT` seconds, else None."""
-    written = [file.stat().st_mtime for file in (folder / "metrics.jsonl", folder / "run.json") if file.exists()]
+    trying = folder.glob("whatif/halt-*/*/metrics.jsonl")  # arms, which a run tries after a halt
+    files = (folder / "metrics.jsonl", folder / "run.json", *trying)
+    written = [file.stat().st_mtime for file in files if file.exists()]
     silent = time.time() - max(written, default=0.0)
     if silent < SILENT:
         return None

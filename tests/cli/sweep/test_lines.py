@@ -56,6 +56,7 @@ def test_a_run_that_did_not_finish_says_why(tmp_path):
         ({"val/loss": 1.0, "guard/skipped_spike": 2, "guard/skipped_nonfinite": 1}, "val loss 1.000, 3 skipped"),
         ({"val/loss": 1.0, "guard/rollbacks": 1}, "val loss 1.000, 1 rollback"),
         ({"val/loss": 1.0, "guard/rollbacks": 2}, "val loss 1.000, 2 rollbacks"),
+        ({"val/loss": 1.0, "guard/rollbacks": 1, "guard/healings": 1}, "val loss 1.000, 1 rollback, 1 healing"),
         ({}, "val loss -"),
     ],
 )

@@ -36,6 +36,26 @@ def test_rolled_back_steps_are_a_separate_line(tmp_path):
     assert lines["rollbacks"] == [30]
 
 
+def test_a_stretch_that_a_healing_ended_is_no_rollback(tmp_path):
+    def line(tick, step, healings, **gone):
+        counts = {"guard/rollbacks": min(tick // 10, 1), "guard/healings": healings}
+        return {"tick": tick, "step": step, "train/loss": 1.0, **counts, **gone}
+
+    gone = {"rolled_back": True}
+    lines = [
+        *(line(tick, tick, 0, **gone) for tick in range(1, 10)),
+        *(line(10 + n, 4 + n, 0, **gone) for n in range(9)),
+    ]
+    lines += [line(20 + n, 2 + n, 1) for n in range(20)]
+    heal = {"event": "heal", "step": 12, "tick": 18, "reason": "loss 7 is a spike", "to": 1, "arm": "clip=1"}
+    events = [{"event": "rollback", "step": 9, "tick": 9}, heal]
+    made = chart_data(read_run(write(tmp_path / "run", lines=lines, events=events)), 500)
+    assert [each[0] for each in made["abandoned"]] == [[*range(1, 10)], [*range(4, 13)]]
+    assert made["curves"]["train/loss"]["x"] == [*range(2, 22)]
+    assert made["rollbacks"] == [9]
+    assert made["healings"] == [[12, "halted: loss 7 is a spike; went on from step 1 with clip=1"]]
+
+
 def test_numbers_have_six_digits_and_curves_at_most_the_requested_points(tmp_path):
     made(tmp_path / "run", steps=400)
     curve = chart_data(read_run(tmp_path / "run"), 50)["curves"]["grad/norm"]

@@ -150,6 +150,18 @@ def test_the_incident_is_drawn_and_leads_to_its_page(chromium, folder):
         assert sorted(marks) == ["halt", "incident", "rollback"], "one mark for a skipped step with an incident"
 
 
+def test_a_healing_is_a_line_of_its_own_and_the_note_says_what_it_means(chromium, tmp_path):
+    made(tmp_path / "run", rolled_back=(24, 30))
+    heal = {"event": "heal", "step": 30, "tick": 30, "reason": "loss 7 is a spike", "to": 23, "arm": "lr_half"}
+    (tmp_path / "run" / "events.jsonl").write_text(json.dumps(heal) + "\n")
+    write_run_page(tmp_path / "run")
+    with opened(chromium, tmp_path / "run" / "report.html") as page:
+        marks = page.evaluate("pictures.panels[0].chart.plan.series[0].marks.map((m) => [m.kind, m.x, m.text])")
+        text = "step 30: halted: loss 7 is a spike; went on from step 23 with lr_half"
+        assert marks == [["heal", 30, text]]
+        assert "halted, and went on with a fix" in page.locator(f"{LOSS} .note").inner_text()
+
+
 def test_a_skipped_step_with_an_incident_is_at_the_loss_of_the_skipped_step(chromium, tmp_path):
     made(tmp_path / "run", incident={"step": 20, "cause": "bad_batch"})
     skip = {"event": "skip", "step": 20, "tick": 20, "kind": "spike", "loss": 3.75}

@@ -15,6 +15,7 @@ from stabletrain.comparison.pages.one_run import (
 from stabletrain.comparison.pages.shell import words
 from stabletrain.comparison.reading.run import Range, Run
 from tests.comparison.made_pages import SAMPLE, made, text_of
+from tests.comparison.written import write
 
 
 def run(folder, status="finished", problem=None, final=None, **more):
@@ -43,6 +44,24 @@ def test_the_page_of_a_run_lists_its_forecasts(tmp_path):
     assert '<td class="number">1,200</td><td class="short">log_z</td>' in page
     assert '<td class="wide">log Z &lt;reaches&gt; 50</td>' in page
     assert "Forecasts" not in run_page(run(tmp_path))
+
+
+def test_the_page_of_a_run_shows_what_was_tried_after_its_halts(tmp_path):
+    told = {"step": 1200, "tick": 1300, "reason": "loss <7> is a spike", "to": 1100, "arms": ["lr_half", "clip"]}
+    heal = {**told, "event": "heal", "arm": "lr_half", "steps": 2000}
+    last = {**told, "event": "unhealed", "tick": 1500, "arm": "", "steps": 0, "why": "none of 2 fixes holds"}
+    folder = write(tmp_path / "run", events=[heal, last], final={"guard/updates": 9, "guard/healings": 1})
+    (folder / "whatif" / "halt-00001300").mkdir(parents=True)
+    (folder / "whatif" / "halt-00001300" / "whatif.html").touch()
+    write_run_page(folder)
+    page = (folder / "report.html").read_text()
+    assert '<a href="whatif/halt-00001300/whatif.html">1,200</a>' in page
+    assert "halt-00001500" not in page.split("<script")[0], "no link to a page that is not there"
+    shown = " ".join(text_of(page).split())
+    assert "Halted at step 1,200, and went on from step 1,100 with lr_half, the best of 2 arms" in shown
+    assert "1,200 loss &lt;7&gt; is a spike 2 lr_half, clip 2,000 lr_half 1,100" in shown
+    assert "none: none of 2 fixes holds" in shown
+    assert "tried after a halt" not in run_page(run(tmp_path))
 
 
 def test_a_runs_page_is_small_and_contains_the_librarys_licence(tmp_path):
@@ -101,6 +120,8 @@ def test_a_sentence_counts_what_the_guard_did():
     lost = {"guard/updates": 7, "steps": 10, "guard/skipped_bad_data": 3, "guard/rollbacks": 1}
     lost |= {"guard/lost_steps": 5, "guard/lost_seconds": 1.6}
     assert guard(lost) == "Guard: 7 updates in 10 steps, 3 skipped (bad data), 1 rollback, 5 steps (2 s) lost."
+    healed = {**lost, "guard/rollbacks": 0, "guard/healings": 2}
+    assert guard(healed).endswith("3 skipped (bad data), 2 healings, 5 steps (2 s) lost.")
     assert guard({"guard/updates": 1, "steps": 1}) == "Guard: 1 update in 1 step, no step skipped."
     assert guard({"steps": 10}) == ""
 

@@ -69,6 +69,23 @@ def test_each_rolled_back_stretch_is_a_separate_curve(tmp_path):
     assert found.abandoned("absent") == []
 
 
+def test_a_stretch_that_a_healing_ended_is_separate_from_that_of_the_next_rollback(tmp_path):
+    def line(step, loss, healings, rollbacks, **gone):
+        return {"step": step, "train/loss": loss, "guard/rollbacks": rollbacks, "guard/healings": healings, **gone}
+
+    gone = {"rolled_back": True}
+    found = written(
+        tmp_path / "metrics.jsonl",
+        line(1, 9.0, 0, 0, **gone),
+        line(2, 8.0, 0, 0, **gone),
+        line(1, 5.0, 1, 0),
+        line(2, 7.0, 1, 0, **gone),
+        line(2, 4.0, 1, 1),
+    )
+    assert found.curve("train/loss")[1].tolist() == [5.0, 4.0]
+    assert [values.tolist() for _, values in found.abandoned("train/loss")] == [[9.0, 8.0], [7.0]]
+
+
 def test_a_file_read_in_blocks_loses_no_line(tmp_path, monkeypatch):
     file = tmp_path / "metrics.jsonl"
     whole = written(file, *({"step": step, "a": step / 7} for step in range(500))).curve("a")

@@ -46,6 +46,23 @@ def test_incidents_skips_and_rollbacks_are_told_once_however_often_they_were_run
     assert [(i["step"], i["kind"], i["cause"], i["fix"]) for i in run.incidents] == [(8, "spike", "bad_label", ["b"])]
 
 
+def test_what_was_tried_after_a_halt_is_told_once_and_a_healing_only_if_the_run_went_on(tmp_path):
+    told = {"step": 9, "tick": 9, "reason": "loss 7 is a spike", "to": 5, "arms": ["clip", "skip"], "steps": 300}
+    first = {**told, "event": "heal", "arm": "clip", "settings": [], "base": []}
+    last = {**told, "event": "unhealed", "tick": 20, "arm": "", "why": "none of 2 fixes holds"}
+    events = [
+        {"event": "halt", "step": 9, "tick": 9, "reason": "a"},
+        first,
+        {"event": "resume", "step": 5},
+        first,
+        last,
+    ]
+    run = only(write(tmp_path / "run", events=[*events, {"event": "heal", "step": 30, "to": "5", "arms": 7}]))
+    whatifs = [(each["tick"], each["to"], each["arm"], each["arms"], each["steps"]) for each in run.whatifs]
+    assert whatifs == [(9, 5, "clip", ["clip", "skip"], 300), (20, 5, "", ["clip", "skip"], 300), (0, 0, "", [], 0)]
+    assert [each["path"] for each in run.healings] == ["whatif/halt-00000009/whatif.html"]
+
+
 def test_of_copies_the_run_that_got_furthest_is_kept(tmp_path):
     short, long = ([{"step": step, "train/loss": 1.0} for step in range(1, last)] for last in (4, 9))
     write(tmp_path / "a" / "0", id="aaaa", lines=short, status="running")
@@ -150,6 +167,12 @@ def test_a_damaged_run_is_read_for_what_it_is_and_spoils_no_other(tmp_path, stat
     assert len(first.curve("val/loss")[0]) in (0, 1)
     if status in ("finished", "running"):
         assert first.last("val/loss") == 2.0
+
+
+def test_a_run_whose_arms_are_being_tried_after_a_halt_was_not_killed(tmp_path):
+    damaged(tmp_path / "run", "killed")
+    write(tmp_path / "run" / "whatif" / "halt-00000009" / "clip")
+    assert only(tmp_path / "run").problem is None
 
 
 def test_runs_are_found_at_any_depth_once_and_in_their_order(tmp_path):

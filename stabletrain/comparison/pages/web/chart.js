@@ -216,8 +216,8 @@ class Chart {
     ctx.fillStyle = ctx.strokeStyle = Colors.css("mark");
     ctx.lineWidth = dpr;
     if (mark.to) this.band(ctx, u, mark);
-    if (["rollback", "halt", "forecast"].includes(mark.kind)) {
-      ctx.setLineDash({ halt: [], rollback: [2 * dpr, 3 * dpr], forecast: [7 * dpr, 4 * dpr] }[mark.kind]);
+    if (["rollback", "heal", "halt", "forecast"].includes(mark.kind)) {
+      ctx.setLineDash({ halt: [], rollback: [2 * dpr, 3 * dpr], heal: [7 * dpr, 3 * dpr, 2 * dpr, 3 * dpr], forecast: [7 * dpr, 4 * dpr] }[mark.kind]);
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);

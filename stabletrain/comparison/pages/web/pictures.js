@@ -102,6 +102,7 @@ class Pictures {
     incident: "Triangle: incident.",
     faint: "Faint line: rolled back.",
     rollback: "Dotted vertical line: rollback.",
+    heal: "Dash-dotted vertical line: halted, and went on with a fix.",
     forecast: "Dashed vertical line: forecast, with a band to the steps at which a signal reaches its threshold.",
     halt: "Vertical line: halted.",
   };
@@ -120,6 +121,7 @@ class Pictures {
     return [
       ...Pictures.forecasts(run),
       ...(run.rollbacks || []).map((x) => ({ x, kind: "rollback", text: `${where(x)}rolled back` })),
+      ...(run.healings || []).map(([x, text]) => ({ x, kind: "heal", text: `${where(x)}${text}` })),
       ...(run.skips || []).filter(([x]) => !incidents.has(x)).map(([x, y]) => ({ x, y, kind: "cross", text: where(x) + skip(x, y) })),
       ...(run.incidents || []).map((one) => ({ x: one.step, y: height(one.step), kind: "incident", text: where(one.step) + told(one).filter(Boolean).join("; ") })),
       ...(run.halt ? [{ x: run.halt.step, kind: "halt", text: `${where(run.halt.step)}halted: ${run.halt.reason}` }] : []),
