@@ -108,7 +108,7 @@ KEYS: dict[str, Row] = {
     "resume": Row(FREE, "names the run"),
     "init_from": Row(REFUSED, "a resume restores the checkpoint's weights", "leave out resume for a new run"),
     "init_strict": Row(REFUSED, "a resume restores the checkpoint's weights", "leave out resume for a new run"),
-    "guard.escalate": Row(FREE, "acts only after a halt"),
+    "guard.escalate": Row(FREE, "acts only after a halt, or on a run that has diverged"),
     "guard.whatif_steps": Row(FREE, "acts only after a halt"),
     "model.dropout": Row(RECORDED, "later steps drop another share"),
     "model.embedding_gradient": Row(RECORDED, "scales later gradients"),
