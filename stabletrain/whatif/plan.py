@@ -99,7 +99,8 @@ def plan(asked: Asked) -> Plan:
     trouble = find_trouble(target, named)
     origin = find_origin(read_base(target.run, trouble.first).guarded_at, target.run, trouble, named)
     base = read_base(target.run, origin.step)
-    reached = base.record.get("final", {}).get("steps")
+    ended = base.record.get("final", {}).get("steps")
+    reached = max(ended, trouble.last) if isinstance(ended, int) and named is None else ended  # before its rollbacks
     if isinstance(reached, int) and origin.step > reached:
         raise ConfigError(
             f"--from step-{origin.step}: {target.run} ended after step {reached}; fix: --from step-<at most {reached}>"
