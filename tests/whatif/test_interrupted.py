@@ -1,0 +1,52 @@
+"""A healing run that is interrupted anywhere and resumed ends as one that was not: bits, metrics, and steps spent."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from benchmarks.reliability.ends import everything, metrics
+from stabletrain.tracking.metrics import read_jsonl
+from tests.runs import ROOT, command, python
+from tests.whatif.test_healing import HALTS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+
+RUN = [*HALTS, "guard.escalate=whatif", "guard.whatif_steps=600", "hydra.run.dir=run"]
+
+
+def end(folder):
+    """The last checkpoint without times, the metrics, and how the run was healed."""
+    found = everything(max((folder / "checkpoints").glob("step-*")))
+    del found["state"]["training"]["parts"]["history"]["lost_seconds"]
+    lines = [line for line in read_jsonl(folder / "events.jsonl") if line["event"] in ("heal", "unhealed")]
+    return (
+        found,
+        metrics(folder),
+        [{key: line[key] for key in ("arm", "arms", "steps", "to", "tick")} for line in lines],
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    place = tmp_path_factory.mktemp("whole")
+    done = command(*RUN, cwd=place)
+    assert done.returncode == 0, done.stderr
+    return end(place / "run")
+
+
+MOMENTS = [("SIGKILL", "arm:30"), ("SIGTERM", "arm:30"), ("SIGKILL", "second:10"), ("SIGKILL", "install:1")]
+MOMENTS += [("SIGKILL", "heal:1")]
+
+
+@pytest.mark.parametrize(("sent", "moment"), MOMENTS)
+def test_a_healing_run_that_is_interrupted_comes_to_the_same_end(whole, tmp_path, sent, moment):
+    words = ["-m", "tests.whatif.interrupted", sent, moment, "all", *RUN]
+    cut = python(*words, cwd=tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert cut.returncode == (75 if sent == "SIGTERM" else -signal.SIGKILL), cut.stderr
+    status = json.loads((tmp_path / "run" / "run.json").read_text())["status"]
+    assert sent == "SIGKILL" or status == "preempted"
+    done = command(*RUN, "resume=auto", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert end(tmp_path / "run") == whole
