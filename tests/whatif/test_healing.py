@@ -109,7 +109,7 @@ def test_the_steps_of_fixes_that_do_not_hold_are_counted(tmp_path, monkeypatch):
 
 
 def test_the_course_names_the_arms_that_healed_and_counts_the_steps_of_all(tmp_path):
-    told = {"step": 9, "to": 5, "settings": [], "base": [], "arms": ["clip", "skip"], "steps": 300}
+    told = {"step": 9, "to": 5, "origin": 5, "settings": [], "base": [], "arms": ["clip", "skip"], "steps": 300}
     arms = [("heal", "clip"), ("unhealed", ""), ("heal", "skip")]
     lines = [{**told, "event": kind, "tick": 9 + n, "arm": arm} for n, (kind, arm) in enumerate(arms)]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
