@@ -299,7 +299,9 @@ def build_and_train(
         return once(cfg, lambda run: None)
     from stabletrain.whatif.healing import Healer  # imports torch, which the checks do without
 
-    return Healer(folder, once, (shown or Progress(cfg.log_every)).note, live=shown is None).run(cfg)
+    return Healer(
+        folder, once, (shown or Progress(cfg.log_every)).note, live=shown is None, listening=signals is None
+    ).run(cfg)
 
 
 def build_and_train_once(

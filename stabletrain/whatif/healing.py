@@ -11,8 +11,8 @@ anywhere in between comes to the same end when it is resumed: each decision is o
 import gc
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +36,7 @@ from stabletrain.config.checks import check
 from stabletrain.config.jobs import run_as_job
 from stabletrain.config.resuming import acting
 from stabletrain.errors import ConfigError, Interrupted, TrainingHalted
+from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.ranks import current_ranks, run_on_main
 from stabletrain.program import conf_folder
 from stabletrain.stored.json_files import Count, DamagedFile, read_record
@@ -49,7 +50,7 @@ from stabletrain.whatif.opening import kept, steps_text
 from stabletrain.whatif.page import write_whatif_page
 from stabletrain.whatif.plan import Asked, Plan, plan
 from stabletrain.whatif.report import Found, write_json
-from stabletrain.whatif.within import Within
+from stabletrain.whatif.within import Within, check_not_stopped
 
 WINNER = "healing.json"
 """In the folder of a what-if: the arm that the run goes on with."""
@@ -92,6 +93,7 @@ class Healer:
         train: trains the run of a composed configuration in that folder; returns the last validation loss, in nats.
         tell: shows the user a line.
         live: whether an arm may show a live line.
+        listening: whether signals stop the arms; otherwise the handlers of the program stay as they are.
     """
 
     def __init__(
@@ -100,9 +102,10 @@ class Healer:
         train: Callable[[Any, Ready], float | None],
         tell: Callable[[str], None],
         live: bool,
+        listening: bool = True,
     ) -> None:
         self._folder, self._train, self._tell, self._live = folder, train, tell, live
-        self._ranks = current_ranks()
+        self._ranks, self._listening = current_ranks(), listening
         self._typed = [each for each in job_overrides() if key_of(each) != "resume"]
         self._advice, self._report = "", False
 
@@ -219,15 +222,13 @@ class Healer:
         """
         place = self._place(halt)
         with ExitStack() as stack:
+            signals = stack.enter_context(StopRequest() if self._listening else NoStopRequest())
             self._on_main(lambda: stack.enter_context(locked(place)), lambda: None)
             winner = self._on_main(lambda: read_winner(place))
             if winner is None:
                 self._set_status("running", None)
-                try:
-                    winner = self._try(course, halt, place, budget - course.spent)
-                except Interrupted as error:
-                    self._set_status("preempted", f"{error}, while fixes were tried after a halt")
-                    raise
+                with self._noting_interruption():
+                    winner = self._try(course, halt, place, budget - course.spent, signals)
                 self._on_main(lambda: metrics.replace(place / WINNER, json.dumps(winner, indent=2) + "\n"))
             if not winner["arm"]:
                 self._on_main(lambda: self._record("unhealed", halt, dict(winner)))
@@ -240,9 +241,22 @@ class Healer:
                 halted.advice = self._advice
                 raise halted
             self._on_main(lambda: install(self._folder, halt, winner))
+            with self._noting_interruption():
+                check_not_stopped(self._ranks, signals)  # the run itself listens only from its first step on
         return winner
 
-    def _try(self, course: Course, halt: Halt, place: Path, budget: int) -> Winner:
+    @contextmanager
+    def _noting_interruption(self) -> Generator[None]:
+        """A context in which an interruption is written into `run.json`."""
+        try:
+            yield
+        except Interrupted as error:
+            self._set_status("preempted", f"{error}, while fixes were tried after a halt")
+            raise
+
+    def _try(
+        self, course: Course, halt: Halt, place: Path, budget: int, signals: StopRequest | NoStopRequest
+    ) -> Winner:
         """Runs a what-if, and returns its winner; raises Interrupted."""
         none: Winner = {
             "start": "", "origin": 0, "skipped": [], "why": "", "to": 0, "arm": "",
@@ -253,7 +267,7 @@ class Healer:
         except ConfigError as error:
             return {**none, "why": f"no fix could be tried: {error}"}
         none |= {"to": planned.origin.step, "origin": planned.origin.step, "base": [*planned.base.changes]}
-        within = Within(planned, budget, self._ranks, self._tell, self._live)
+        within = Within(planned, budget, self._ranks, self._tell, self._live, signals)
         if not planned.arms:
             return {**none, "why": f"no fix is left to try from step {planned.origin.step}"}
         if not within.affordable:

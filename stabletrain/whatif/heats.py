@@ -82,19 +82,20 @@ class ArmArray(Protocol):
         ...
 
 
-def run_leg(leg: Leg, live: bool) -> None:
+def run_leg(leg: Leg, live: bool, listening: bool = True) -> None:
     """Runs an arm in this process; a run that cannot be built leaves the reason in its folder.
 
     Args:
         leg: the arm.
         live: whether to show a live line.
+        listening: whether signals stop it.
 
     Raises:
         Interrupted: a signal arrived; the state is saved.
     """
     ranks = current_ranks()
     try:
-        train_until(run_on_main(ranks, lambda: arguments_of(leg)), Reached(leg.stop), leg.arm.name, live)
+        train_until(run_on_main(ranks, lambda: arguments_of(leg)), Reached(leg.stop), leg.arm.name, live, listening)
     except ConfigError as error:
         if ranks.is_main:
             leg.folder.mkdir(parents=True, exist_ok=True)

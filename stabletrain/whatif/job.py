@@ -35,10 +35,11 @@ class Until(NoStopRequest):
 
     Args:
         over: returns why the run is over; empty if it is not.
+        listening: whether signals count; if not, the handlers of the program stay as they are.
     """
 
-    def __init__(self, over: Callable[[], str]) -> None:
-        self._signals, self._over = StopRequest(), over
+    def __init__(self, over: Callable[[], str], listening: bool = True) -> None:
+        self._signals, self._over = StopRequest() if listening else NoStopRequest(), over
 
     def __enter__(self) -> "Until":
         self._signals.__enter__()
@@ -59,7 +60,9 @@ class Until(NoStopRequest):
         return self._over()
 
 
-def train_until(arguments: Arguments, reached: Callable[[TrainingRun], bool], label: str, live: bool) -> None:
+def train_until(
+    arguments: Arguments, reached: Callable[[TrainingRun], bool], label: str, live: bool, listening: bool = True
+) -> None:
     """Trains the run of a command line until `reached`, the end of the run, or its halt.
 
     Args:
@@ -67,6 +70,7 @@ def train_until(arguments: Arguments, reached: Callable[[TrainingRun], bool], la
         reached: whether the run has done its steps.
         label: in front of the live line.
         live: whether to show one; no other run of this terminal may have one.
+        listening: whether signals stop it.
 
     Raises:
         Interrupted: a signal arrived; the state is saved.
@@ -83,7 +87,7 @@ def train_until(arguments: Arguments, reached: Callable[[TrainingRun], bool], la
             run.output.tracker.close(0)
             run.output.folder.finish("preempted", REACHED, {"steps": run.state.step, "ticks": run.state.executed_steps})
             return
-        until = Until(lambda: why_over(run, reached))
+        until = Until(lambda: why_over(run, reached), listening)
         try:
             train(run, until)
         except TrainingHalted:  # a result

@@ -104,8 +104,14 @@ def check_repeatable(base: Base, origin: Origin) -> None:
             )
 
 
-def prepare(base: Base, origin: Origin, folder: Path) -> Checkpoint:
+def prepare(base: Base, origin: Origin, folder: Path, listening: bool = True) -> Checkpoint:
     """Returns the checkpoint from which the arms start, in `<folder>/start`; computes it if it was not kept.
+
+    Args:
+        base: the run.
+        origin: where the state comes from.
+        folder: of the what-if.
+        listening: whether signals stop the computation.
 
     Raises:
         Interrupted: a signal arrived; the next call goes on.
@@ -115,7 +121,7 @@ def prepare(base: Base, origin: Origin, folder: Path) -> Checkpoint:
     if not run_on_main(ranks, (folder / "start" / RUN).exists):
         if origin.source is None or origin.steps:
             check_repeatable(base, origin)
-            compute_again(base, origin, folder / "again")
+            compute_again(base, origin, folder / "again", listening)
         run_on_main(ranks, lambda: publish(base, origin, folder))
     return find(folder / "start" / "checkpoints" / f"step-{origin.step:08d}")
 
@@ -135,7 +141,7 @@ def publish(base: Base, origin: Origin, folder: Path) -> None:
     as_run(base, folder / "start", f"the state of {base.run} after step {origin.step}")
 
 
-def compute_again(base: Base, origin: Origin, folder: Path) -> None:
+def compute_again(base: Base, origin: Origin, folder: Path, listening: bool) -> None:
     """Repeats the run up to the state, whose checkpoint is then in a folder.
 
     Raises:
@@ -145,7 +151,7 @@ def compute_again(base: Base, origin: Origin, folder: Path) -> None:
     ranks, saved = current_ranks(), folder / "checkpoints" / f"step-{origin.step:08d}"
     if not run_on_main(ranks, saved.is_dir):
         arguments = run_on_main(ranks, lambda: arguments_of_repetition(base, origin, folder))
-        train_until(arguments, lambda run: run.state.executed_steps >= origin.tick, "again", live=True)
+        train_until(arguments, lambda run: run.state.executed_steps >= origin.tick, "again", True, listening)
     run_on_main(ranks, lambda: check_repetition(base, folder, saved))
 
 

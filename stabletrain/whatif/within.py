@@ -15,7 +15,8 @@ from typing import TypedDict
 
 from stabletrain.checkpoint.folder import Folder
 from stabletrain.data.order import position
-from stabletrain.errors import ConfigError
+from stabletrain.errors import ConfigError, Interrupted
+from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.ranks import Ranks, run_on_main
 from stabletrain.stored.json_files import Count, DamagedFile, read_record
 from stabletrain.stored.run_json import read_run_record
@@ -58,6 +59,7 @@ class Within:
         ranks: those of the run.
         tell: shows the user a line; called on the main process only.
         live: whether an arm may show a live line.
+        signals: what asks all of it to stop, also between two arms; it is listened to already.
         spent: steps executed so far.
         tried: names of the arms that were started.
     """
@@ -67,6 +69,7 @@ class Within:
     ranks: Ranks
     tell: Callable[[str], None]
     live: bool
+    signals: StopRequest | NoStopRequest
     spent: int = 0
     tried: list[str] = field(default_factory=list)
 
@@ -101,7 +104,7 @@ class Within:
             ConfigError: the state cannot be computed.
         """
         base, trouble, folder = self.plan.base, self.plan.trouble, self.plan.folder
-        start = prepare(base, self.plan.origin, folder)
+        start = prepare(base, self.plan.origin, folder, self._listening)
         facts, first = facts_of(start), self.plan.heats[0]
         self.spent = self.plan.origin.steps
         compared = trouble.last if trouble.last + FEWEST <= first else facts.step
@@ -147,7 +150,7 @@ class Within:
         base, folder = self.plan.base, self.plan.folder / FROM_0
         source = next((each for each in Folder(base.run / "checkpoints", tell=lambda line: None).known()[:1]), None)
         first = Origin(0, 0, source if source is not None and not source.step else None)
-        start = prepare(base, run_on_main(self.ranks, lambda: first), folder)
+        start = prepare(base, run_on_main(self.ranks, lambda: first), folder, self._listening)
         anew = replace(arm, name=f"{FROM_0}:{arm.name}", about=f"{arm.about or 'the same'}, from step 0")
         starts[anew.name] = start_of(arm, start, self.plan.trouble, base, folder).path
         self._say(f"{arm.name} from step 0, to step {stop:,}")
@@ -157,8 +160,9 @@ class Within:
     def _run_arm(self, arm: Arm, start: Path, facts: Facts, stop: int, outcomes: dict[str, Outcome]) -> None:
         """Runs an arm to a step unless it is over, counts its steps, and adds how it ended on the main process."""
         leg = Leg(self.plan.base, arm, start, self.plan.folder / arm.folder, stop)
+        check_not_stopped(self.ranks, self.signals)
         if not run_on_main(self.ranks, lambda: leg.over):
-            run_leg(leg, self.live)
+            run_leg(leg, self.live, self._listening)
         self.spent += run_on_main(self.ranks, lambda: self._cost(leg, facts))
         if self.ranks.is_main:
             outcomes[arm.name] = read_outcome(arm, leg.folder, facts, stop)
@@ -186,6 +190,16 @@ class Within:
             if arm.name in names:
                 shutil.rmtree(self.plan.folder / arm.folder / "checkpoints", ignore_errors=True)
 
+    @property
+    def _listening(self) -> bool:
+        return isinstance(self.signals, StopRequest)
+
     def _say(self, text: str) -> None:
         if self.ranks.is_main:
             self.tell(f"what-if  {text}")
+
+
+def check_not_stopped(ranks: Ranks, signals: StopRequest | NoStopRequest) -> None:
+    """Raises Interrupted if a signal has arrived at the main process between two arms; all states are saved then."""
+    if name := run_on_main(ranks, lambda: signals.name):
+        raise Interrupted(f"{name}: stopped between two arms, the states are saved", saved=True)
