@@ -46,7 +46,7 @@ def interrupt(number: int, name: str, count: int) -> None:
         if counts(*given):
             calls[0] += 1
             if calls[0] == count:
-                print(f"interrupted before {name} {count}", flush=True)
+                print(f"interrupted before {name} {count}, {signal.Signals(number).name}", flush=True)
                 os.kill(os.getpid(), number)
                 time.sleep(0)  # a handler runs now
         return call(*given, **named)
