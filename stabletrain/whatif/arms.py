@@ -6,7 +6,7 @@
 | skip | the data of the trouble is never read (an edited copy of the state, see `edits.py`) |
 | lr_half_brief, lr_fifth_brief | the learning rate x 0.5, x 0.2 until 50 steps past the trouble (an edited copy) |
 | lr_half, lr_fifth | `optimizer.lr` x 0.5, x 0.2, until the end of the run |
-| lr_usual | `optimizer.lr` as the chosen options have it, without an override, if the run's is higher |
+| lr_usual | `optimizer.lr` as the option of `optimizer` has it, if the run's is higher |
 | rewarmup | a warmup of twice the steps done: about half the rate at the start, the whole rate at its end |
 | clip, zclip | `clipping.max_norm` x 0.3; clipping of outliers |
 | qknorm, qkclip, zloss, softcap | the option of that group |
@@ -102,7 +102,7 @@ def catalogue(
         step: of the state from which the arms start.
         last: the last step of the trouble.
         states: the steps of the last healthy states, see `averaging.py`.
-        usual: the learning rate that the chosen options have without an override; None if not known.
+        usual: the learning rate that the option of `optimizer` has by itself; None if not known.
     """
     narrow = f"the run computes in {precision}, whose range is as large"
     return [
@@ -138,7 +138,7 @@ def rate(name: str, values: Mapping[str, Any], factor: float) -> Arm:
 
 
 def usual_rate(values: Mapping[str, Any], usual: float | None) -> Arm:
-    """The learning rate of the chosen options: a rate may be too high by a factor of which a fifth is not enough."""
+    """The learning rate of the option of `optimizer`: a rate may be so high that a fifth of it still is."""
     value = values.get("optimizer.lr")
     if not isinstance(value, int | float) or usual is None:
         return Arm("lr_usual", refused="the optimizer has no key lr, or its usual value is not known")

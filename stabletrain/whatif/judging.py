@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stabletrain.config.arguments import Arguments, key_of
+from stabletrain.config.arguments import Arguments
 from stabletrain.config.checks import check
 from stabletrain.config.jobs import composed
 from stabletrain.config.resuming import GROUPS, acting, changed_keys, check_resume, row_of, settings
@@ -38,11 +38,10 @@ def judged(arm: Arm, base: Base) -> Arm:
 
 
 def usual_rate(base: Base) -> float | None:
-    """Returns the learning rate of a run's options, as they are without an override of it; None if there is none."""
-    options, overrides = base.arguments
-    without = Arguments(options, [each for each in overrides if key_of(each) != "optimizer.lr"])
+    """Returns the learning rate that the run's option of `optimizer` has by itself; None if there is none."""
+    chosen = Arguments(base.arguments.options, [f"optimizer={base.settings.choices.get('optimizer')}"])
     try:
-        with composed(without, conf_folder()) as (cfg, choices):
+        with composed(chosen, conf_folder()) as (cfg, choices):
             found = settings(cfg, choices).flat().get("optimizer.lr")
     except ConfigError:
         return None

@@ -31,11 +31,12 @@ def test_every_arm_applies_to_the_gpt_but_those_that_it_has(shared_run):
     assert found.keys() == {"lr_usual", "beta2", "fp32", "bf16"}
 
 
-def test_the_usual_rate_is_that_of_the_options_without_the_override(resnet):
+def test_the_usual_rate_is_that_of_the_optimizers_option(resnet):
     base = read_base(resnet, 10)
-    for override in ("optimizer.lr=0.7", "optimizer=sgd"):
-        typed = Arguments(base.arguments.options, [*base.arguments.overrides, override])
-        assert usual_rate(replace(base, arguments=typed)) == {"optimizer=sgd": 0.1}.get(override, 0.003)
+    typed = Arguments(base.arguments.options, [*base.arguments.overrides, "optimizer.lr=0.7"])
+    assert usual_rate(replace(base, arguments=typed)) == 0.003
+    chosen = {**base.settings.choices, "optimizer": "sgd"}
+    assert usual_rate(replace(base, settings=base.settings._replace(choices=chosen))) == 0.1
 
 
 def test_a_resnet_has_no_attention(resnet):

@@ -79,7 +79,7 @@ def result(record: Mapping[str, Any]) -> str:
 
 def seconds_left(sweep: Sweep) -> float | None:
     """Estimates the seconds until all runs have ended, from the pace of this start; None if no estimate is possible."""
-    over = [file for file in sweep.folder.rglob("run.json") if file.stat().st_mtime >= sweep.began]
+    over = [file for file in sweep.record_files() if file.stat().st_mtime >= sweep.began]
     records = [record for _, record in sweep.records()]
     left = (sweep.count or 0) - sum(record.get("status") in (*FINISHED, "failed") for record in records)
     done = len(over) - sum(record.get("status") == "running" for record in records)

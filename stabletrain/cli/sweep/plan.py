@@ -117,11 +117,16 @@ class Sweep(NamedTuple):
 
         The status of a run whose `run.json` is damaged is `broken`.
         """
-        files = sorted(self.folder.rglob("run.json"), key=lambda file: (len(file.parent.name), str(file.parent)))
+        files = sorted(self.record_files(), key=lambda file: (len(file.parent.name), str(file.parent)))
         return [
             (str(file.parent.relative_to(self.folder)), {"status": "broken", **RunFolder(file.parent).read()})
             for file in files
         ]
+
+    def record_files(self) -> list[Path]:
+        """Returns `run.json` of each run that has started, but not those of arms that a what-if has started in one."""
+        found = {*self.folder.rglob("run.json")}
+        return [file for file in found if not any(place / "run.json" in found for place in file.parent.parents)]
 
 
 def shortened(override: str) -> str:

@@ -82,11 +82,12 @@ class Divergence(NoDivergence):
 
     def state_dict(self) -> dict[str, Any]:
         """Losses and levels, for the checkpoint."""
-        return {"first": list(self._first), "losses": list(self._losses), "lowest": list(self._lowest or ())}
+        lowest, step = self._lowest or (0.0, 0)
+        return {"first": list(self._first), "losses": list(self._losses), "lowest": lowest, "lowest_at": step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores them; a checkpoint of a run that did not look for divergence has none."""
         if state:
             self._first = list(state["first"])
             self._losses = deque(state["losses"], maxlen=self._losses.maxlen)
-            self._lowest = (state["lowest"][0], int(state["lowest"][1])) if state["lowest"] else None
+            self._lowest = (state["lowest"], int(state["lowest_at"])) if state["lowest_at"] else None

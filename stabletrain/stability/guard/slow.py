@@ -213,7 +213,8 @@ class SlowSpikes(NoSlowSpikes):
         return {
             "tests": {kind: test.state_dict() for kind, test in self._tests.items()},
             "first": list(self._first),
-            "weights": self._weights,
+            # Always a number: a checkpoint whose values have other kinds than the live state's is taken for damaged.
+            "weights": self._weights or 0.0,
             "rates": list(self._rates),
             "validation": [list(each) for each in self._validation],
             "risen": self._risen,
@@ -225,7 +226,7 @@ class SlowSpikes(NoSlowSpikes):
             return
         for kind, test in self._tests.items():
             test.load_state_dict(state["tests"][kind])
-        self._first, self._weights = list(state["first"]), state["weights"]
+        self._first, self._weights = list(state["first"]), state["weights"] or None
         self._rates = deque(state["rates"], maxlen=RECENT)
         self._validation = [(int(step), float(loss)) for step, loss in state["validation"]]
         self._risen = state["risen"]

@@ -169,6 +169,13 @@ def test_records_are_in_the_order_of_the_runs(tmp_path):
     assert [name for name, _ in sweep_of(tmp_path).records()] == ["0", "9", "10"]
 
 
+def test_the_arms_that_a_run_has_tried_are_no_runs_of_the_sweep(tmp_path):
+    ran(tmp_path / "0", RUNS[0], "finished")
+    ran(tmp_path / "0" / "whatif" / "halt-00000009" / "clip", RUNS[0], "halted")
+    ran(tmp_path / "a=1" / "0", RUNS[1], "finished")
+    assert [name for name, _ in sweep_of(tmp_path).records()] == ["0", "a=1/0"]
+
+
 # ---- small things
 
 
