@@ -40,9 +40,9 @@ newest_checkpoint() {
   find "$folder/checkpoints" -maxdepth 1 -name 'step-*' 2>/dev/null | sort | tail -n 1
 }
 
-progress() {   # changes with every checkpoint and every logged step
+progress() {   # changes with every checkpoint and every logged step, also with those of the arms that heal the run
   newest_checkpoint
-  tail -n 1 "$folder/metrics.jsonl" 2>/dev/null
+  tail -q -n 1 "$folder/metrics.jsonl" "$folder"/whatif/*/*/metrics.jsonl 2>/dev/null
 }
 
 node_addresses() {   # Slurm's address of each node, in the order of SLURM_NODEID; a node may have others as well

@@ -1,6 +1,6 @@
 """Arms as a Slurm array: the bits of this process, submitted once, cancelled by Ctrl-C, and told if they fail.
 
-Functions stand for Slurm here; `test_array_on_slurm.py` has the same on a real one.
+Functions stand for Slurm here; `tests/cli/slurm/test_array_on_slurm.py` has the same on a real one.
 """
 
 import json

@@ -78,11 +78,18 @@ def test_only_an_interrupted_run_is_requeued(tmp_path, end):
 ENDED = "kill -TERM $$"
 STEP = """echo '{"step": 5}' >> run/metrics.jsonl; """
 SAVED = "mkdir run/checkpoints/step-00000020; "
+ARM = "whatif/halt-00000009/lr_half"
+FIRST_OF_ARM = f"""mkdir run/{ARM}_2; echo '{{"step": 4}}' >> run/{ARM}_2/metrics.jsonl; """
+STEP_OF_ARM = f"""echo '{{"step": 5}}' >> run/{ARM}/metrics.jsonl; """
+TAKEN = {"nothing": "", "step": STEP, "saved": SAVED, "arm": FIRST_OF_ARM, "step_of_arm": STEP_OF_ARM}
 
 
-@pytest.mark.parametrize("taken", ["", STEP, SAVED], ids=["nothing", "step", "saved"])
+@pytest.mark.slow(unless=lambda taken: taken in ("", STEP, STEP_OF_ARM))
+@pytest.mark.parametrize("taken", TAKEN.values(), ids=TAKEN)
 def test_the_fourth_start_in_a_row_without_a_step_is_the_last(tmp_path, taken):
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ARM).mkdir(parents=True)
+    for folder in (tmp_path / "run", tmp_path / "run" / ARM):
+        (folder / "metrics.jsonl").write_text('{"step": 4}\n')
     (tmp_path / "run" / "slurm.without_step").write_text("3\n")
     code = job(tmp_path, taken + ENDED, requeues=100, SLURM_RESTART_COUNT="7").wait(LIMIT)
     assert (code, asked(tmp_path)) == ((75, ["scontrol requeue 9"]) if taken else (143, []))

@@ -11,7 +11,6 @@ import pytest
 
 import stabletrain
 from stabletrain.tracking.metrics import read_jsonl
-from tests.cli.slurm.cluster import cluster  # noqa: F401
 from tests.cli.slurm.stand_ins import stand_in
 from tests.runs import ROOT
 from tests.whatif.given import TROUBLED
@@ -49,7 +48,7 @@ def whole(halted, tmp_path_factory):
 
 
 @pytest.fixture
-def run(halted, cluster, tmp_path):  # noqa: F811
+def run(halted, cluster, tmp_path):
     """A copy of the run; what the arms print appears in the logs of a test that fails."""
     cluster.home = tmp_path
     return shutil.copytree(halted, tmp_path / "run")
@@ -81,7 +80,7 @@ def finished(process, timeout=200):
     return process.returncode, out, err
 
 
-def submitted(cluster, run, *typed, conf=None):  # noqa: F811
+def submitted(cluster, run, *typed, conf=None):
     conf = conf or cluster.place / "cluster.conf"
     words = [*TYPED, "--slurm", "--gpu", "a100", "--cluster", str(conf), *typed]
     return started(run, cluster.environment, *words)
@@ -93,7 +92,7 @@ def step(run):
     return max((line["step"] for file in files for line in read_jsonl(file)), default=0)
 
 
-def trains(cluster, run, process):  # noqa: F811
+def trains(cluster, run, process):
     """Waits until the long arm trains; returns the number of the array."""
 
     def look():
@@ -121,7 +120,7 @@ def log(run, task, array="000"):
     return (folder_of(run) / "slurm" / array / str(task) / "slurm.log").read_text()
 
 
-def test_an_array_gives_the_bits_of_one_process(cluster, run, whole):  # noqa: F811
+def test_an_array_gives_the_bits_of_one_process(cluster, run, whole):
     code, out, err = finished(submitted(cluster, run, "--jobs", "1"))
     assert code == 0, (out, err, cluster.logs())
     same(run, whole)
@@ -132,7 +131,7 @@ def test_an_array_gives_the_bits_of_one_process(cluster, run, whole):  # noqa: F
     assert not list(folder_of(run).glob("slurm/*/array.json"))
 
 
-def test_a_task_that_is_preempted_goes_on(cluster, run, whole):  # noqa: F811
+def test_a_task_that_is_preempted_goes_on(cluster, run, whole):
     process = submitted(cluster, run)
     job = trains(cluster, run, process)
     cluster.run("scancel", "--batch", "--signal=USR2", f"{job}_1")
@@ -149,7 +148,7 @@ def test_a_task_that_is_preempted_goes_on(cluster, run, whole):  # noqa: F811
     same(run, whole)
 
 
-def test_ctrl_c_cancels_the_array_and_the_same_command_goes_on(cluster, run, whole):  # noqa: F811
+def test_ctrl_c_cancels_the_array_and_the_same_command_goes_on(cluster, run, whole):
     process = submitted(cluster, run)
     job = trains(cluster, run, process)
     os.killpg(process.pid, signal.SIGINT)
@@ -167,21 +166,26 @@ def test_ctrl_c_cancels_the_array_and_the_same_command_goes_on(cluster, run, who
     same(run, whole)
 
 
-def test_an_array_that_outlives_its_command_is_found(cluster, run, whole):  # noqa: F811
+def test_an_array_that_outlives_its_command_is_found(cluster, run, whole):
     process = submitted(cluster, run)
     job = trains(cluster, run, process)
+    cluster.run("scontrol", "suspend", f"{job}_1")  # until both commands have seen it, however slowly they start
+    cluster.wait(lambda: cluster.state(f"{job}_0") == "COMPLETED", 60)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     code, out, err = finished(started(run, cluster.environment, *TYPED))
     assert (code, f"array {job} still runs" in err) == (2, True), (out, err)
-    code, out, err = finished(submitted(cluster, run))
+    process = submitted(cluster, run)
+    found = next((line for line in process.stdout if "still runs" in line), "")
+    assert found == f"array    {job} still runs 1 of the arms: waits for it\n", (*finished(process), cluster.logs())
+    cluster.run("scontrol", "resume", f"{job}_1")
+    code, out, err = finished(process)
     assert code == 0, (out, err, cluster.logs())
-    assert f"array    {job} still runs 1 of the arms: waits for it\n" in out
     assert [each.name for each in folder_of(run).glob("slurm/*")] == ["000"]
     same(run, whole)
 
 
-def test_an_arm_whose_task_fails_is_told(cluster, run, tmp_path):  # noqa: F811
+def test_an_arm_whose_task_fails_is_told(cluster, run, tmp_path):
     wrong = f'[[ $SLURM_ARRAY_TASK_ID == 1 ]] && echo "no torch here" && exit 9; exec {sys.executable} "$@"'
     stand_in(tmp_path, "broken", wrong)
     conf = tmp_path / "cluster.conf"
