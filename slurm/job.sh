@@ -36,11 +36,12 @@ requeue() {
   exit 75
 }
 
-newest_checkpoint() {
-  find "$folder/checkpoints" -maxdepth 1 -name 'step-*' 2>/dev/null | sort | tail -n 1
+newest_checkpoint() {   # of the run, or of an arm that is tried to heal it
+  find "$folder/checkpoints" "$folder"/whatif/*/*/checkpoints -maxdepth 1 -name 'step-*' -printf '%T@ %p\n' 2>/dev/null |
+    sort -n | tail -n 1 | cut -d ' ' -f 2-
 }
 
-progress() {   # changes with every checkpoint and every logged step, also with those of the arms that heal the run
+progress() {   # changes with every checkpoint and every logged step, also with those of the arms
   newest_checkpoint
   tail -q -n 1 "$folder/metrics.jsonl" "$folder"/whatif/*/*/metrics.jsonl 2>/dev/null
 }

@@ -64,6 +64,7 @@ WITH = {
     ],
     "experiment=lr_sensitivity": SMALL_GPT,
     "experiment=foretold": [*SMALL_GPT, "warmup.steps=2"],
+    "experiment=healed": [*SMALL_GPT, "warmup.steps=2"],
     "experiment=resnet_digits": ["model.depth=8"],
     "experiment=nf_resnet_digits": ["model.depth=8"],
     "experiment=resnet20_cifar10": ["model.depth=8", "data.root=CIFAR"],
