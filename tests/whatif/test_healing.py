@@ -1,18 +1,30 @@
 """A run that halts and heals itself: it goes on as the arm that won, bit for bit, and says so."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import stabletrain
 from stabletrain.comparison.pages.charts import chart_data
 from stabletrain.comparison.reading.runs import read_run
+from stabletrain.config.arguments import Arguments
 from stabletrain.config.make import leaves
+from stabletrain.config.resuming import Settings
 from stabletrain.errors import ConfigError
+from stabletrain.machine.signals import NoStopRequest
+from stabletrain.parallel.ranks import current_ranks
 from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.whatif import healing
-from stabletrain.whatif.halts import read_course
+from stabletrain.whatif.arms import Arm
+from stabletrain.whatif.base import Base
+from stabletrain.whatif.halts import Course, Halt, Healing, read_course
+from stabletrain.whatif.plan import Plan
+from stabletrain.whatif.start import Origin
+from stabletrain.whatif.trouble import Trouble
+from stabletrain.whatif.within import FROM_0, Within
 from tests.runs import TINY_GPT
 from tests.tracking.wandb_file import read_file
 
@@ -106,6 +118,61 @@ def test_the_steps_of_fixes_that_do_not_hold_are_counted(tmp_path, monkeypatch):
     assert unhealed["steps"] > 50
     final = read_run_record(found.folder)["final"]
     assert (final["guard/healings"], final["guard/whatif_steps"]) == (0, unhealed["steps"])
+
+
+@pytest.mark.slow
+def test_the_best_arm_is_tried_from_step_0_and_is_the_run_that_its_settings_give_from_there(tmp_path):
+    soon = [*HALTS, "guard.snapshot_every=10", "guard.healthy_after=2"]  # so that the other arms start after step 0
+    found = stabletrain.train(
+        [*soon, "guard.escalate=whatif", "guard.whatif_steps=700", f"hydra.run.dir={tmp_path / 'a'}"]
+    )
+    (heal,) = events(found.folder, "heal")
+    anew = heal["arms"][-1]
+    assert (anew.partition(":")[0], heal["origin"]) == (FROM_0, 10)
+    place = found.folder / "whatif" / f"halt-{heal['tick']:08d}"
+    ranking = json.loads((place / "whatif.json").read_text())["arms"]
+    arm = next(each for each in ranking if each["arm"] == anew)
+    assert heal["arm"] == ranking[0]["arm"]
+    assert heal["to"] == (0 if heal["arm"] == anew else 10)
+    plain = stabletrain.train([*soon, *arm["overrides"], f"hydra.run.dir={tmp_path / 'b'}"])
+    tried = losses(place / arm["folder"])
+    assert min(tried) == 1
+    assert tried == {step: loss for step, loss in losses(plain.folder).items() if step <= max(tried)}
+
+
+def planned(step, arms, heats, changes=()):
+    """A plan whose arms start after a step that is computed again from step 0."""
+    base = Base(Path("run"), step, {}, Arguments([], []), Settings({}, {}), changes)
+    return Plan(base, Trouble(9, 9, 9, ""), Origin(step, step, None), [Arm(name) for name in arms], [], heats)
+
+
+def within(budget, origin=100):
+    """A what-if of arms of 150 steps, and 300 in the second heat."""
+    heats = [origin + 150, origin + 450]
+    return Within(planned(origin, ["a", "b"], heats), budget, current_ranks(), print, False, NoStopRequest())
+
+
+def test_the_budget_is_shared_by_the_heats_and_the_arm_from_step_0():
+    assert (within(4000).length, within(4000).longer, within(4000).anew) == (150, 300, 550)
+    assert (within(2000).longer, within(2000).anew) == (300, 0), "550 steps are more than a quarter"
+    assert (within(1000).longer, within(999).longer) == (300, 0), "the state, two arms and a second heat of two"
+    assert (within(250).affordable, within(249).affordable) == (True, False)
+    assert within(4000, origin=0).anew == 0, "all arms start there"
+
+
+def test_no_arm_is_tried_twice_from_one_state_with_the_same_settings(tmp_path, monkeypatch):
+    known = planned(5, ["nothing", "clip", "skip", "zclip"], [109], ("optimizer.lr=0.1",))
+    monkeypatch.setattr(healing, "plan", lambda asked: known)
+    halt = Halt(9, 9, "spike", {})
+
+    def left(*healings):
+        return [arm.name for arm in healing.plan_after(halt, Course(halt, healings), tmp_path, tmp_path / "x").arms]
+
+    told = Healing(9, 9, 5, 5, "clip", (), ("optimizer.lr=0.1",), ("clip", "skip"), 99)
+    assert left() == ["clip", "skip", "zclip"], "nothing is what has halted"
+    assert left(told) == ["zclip"]
+    assert left(replace(told, to=0)) == ["zclip"], "the run went on from step 0, and the arms began here"
+    assert left(replace(told, origin=6), replace(told, base=())) == ["clip", "skip", "zclip"]
 
 
 def test_the_course_names_the_arms_that_healed_and_counts_the_steps_of_all(tmp_path):

@@ -50,3 +50,15 @@ def test_a_healing_run_that_is_interrupted_comes_to_the_same_end(whole, tmp_path
     done = command(*RUN, "resume=auto", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert end(tmp_path / "run") == whole
+
+
+def test_another_setting_that_is_typed_after_a_halt_takes_the_place_of_the_fixes(tmp_path):
+    words = ["-m", "tests.whatif.interrupted", "SIGKILL", "halt:1", "all", *RUN]
+    cut = python(*words, cwd=tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert cut.returncode == -signal.SIGKILL, cut.stderr
+    done = command(*RUN, "resume=auto", "optimizer.lr=0.003", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    kinds = {line["event"]: line for line in read_jsonl(tmp_path / "run" / "events.jsonl")}
+    assert kinds["unhealed"]["why"] == "resumed with other settings"
+    assert "heal" not in kinds
+    assert not (tmp_path / "run" / "whatif").exists()
