@@ -30,7 +30,9 @@ from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.tracking.progress import InSweep
 from stabletrain.whatif.arms import NOTHING
+from stabletrain.whatif.base import read_base
 from stabletrain.whatif.command import ranked, starts_of
+from stabletrain.whatif.judging import usual_rate
 from stabletrain.whatif.outcome import Outcome, facts_of
 from stabletrain.whatif.plan import Asked, plan
 from stabletrain.whatif.ranking import Ranked
@@ -144,8 +146,10 @@ def fixes_of(folder: Path) -> list[str]:
 
 
 def grid(case: Case, halted: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Trains from step 0 with each right fix, and with half and a fifth of the learning rate."""
+    """Trains from step 0 with each right fix, and with half, a fifth, and the usual value of the learning rate."""
     fixes = [(f"optimizer.lr={rate_of(case) * factor:.4g}",) for factor in (0.5, 0.2)]
+    if usual := usual_rate(read_base(folder / "halted", 0)):
+        fixes.append((f"optimizer.lr={usual:g}",))
     fixes += case.drawn.grid
     if halted["fixes"]:
         fixes.append(tuple(halted["fixes"][0].split()))

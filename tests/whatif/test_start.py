@@ -120,6 +120,8 @@ def test_skip_never_reads_the_data_of_the_trouble():
     ]  # step 95 reads the batch of step number 94
     assert span_of({"step": 90, "skipped": []}, TROUBLE) == (90, 95)
     assert span_of({"step": 80, "skipped": [[10, 30]]}, TROUBLE) == (101, 115)
+    longer = Trouble(92, 95, 92, "", read=140)  # its rollbacks have skipped data beyond step 95
+    assert span_of({"step": 90, "skipped": []}, longer) == (90, 140)
     assert tree["skipped"] == []
 
 
