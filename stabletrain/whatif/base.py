@@ -51,6 +51,12 @@ class Base:
         return {"every": self.get("guard.snapshot_every", 50), "after": self.get("guard.healthy_after", 20)}
 
     @property
+    def began_at_0(self) -> bool:
+        """Whether the run began at step 0, and not as a resume of another run's state."""
+        typed = parse_arguments([*self.record.get("overrides", [])])
+        return typed.value("resume") in (None, "none", "auto")
+
+    @property
     def total(self) -> int:
         """The steps of the whole run."""
         return int(self.settings.values["steps"])

@@ -87,9 +87,11 @@ class Within:
     @property
     def anew(self) -> int:
         """Steps of the best arm from step 0; 0 if that is not tried."""
+        if not (self.plan.origin.step and self.plan.base.began_at_0):
+            return 0
         steps = self.plan.heats[-1] if self.longer else self.plan.heats[0]
         first = self.plan.origin.steps + 2 * self.length + BEST * self.longer
-        return steps if self.plan.origin.step and first + steps <= self.budget and steps <= SHARE * self.budget else 0
+        return steps if first + steps <= self.budget and steps <= SHARE * self.budget else 0
 
     @property
     def affordable(self) -> bool:

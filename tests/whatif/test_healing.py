@@ -158,6 +158,9 @@ def test_the_budget_is_shared_by_the_heats_and_the_arm_from_step_0():
     assert (within(1000).longer, within(999).longer) == (300, 0), "the state, two arms and a second heat of two"
     assert (within(250).affordable, within(249).affordable) == (True, False)
     assert within(4000, origin=0).anew == 0, "all arms start there"
+    resumed = within(4000)
+    resumed.plan.base.record["overrides"] = ["steps=900", "resume='other/checkpoints/step-00000050'"]
+    assert resumed.anew == 0, "step 0 is not in this run"
 
 
 def test_no_arm_is_tried_twice_from_one_state_with_the_same_settings(tmp_path, monkeypatch):
