@@ -121,23 +121,24 @@ def test_the_steps_of_fixes_that_do_not_hold_are_counted(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_best_arm_is_tried_from_step_0_and_is_the_run_that_its_settings_give_from_there(tmp_path):
-    soon = [*HALTS, "guard.snapshot_every=10", "guard.healthy_after=2"]  # so that the other arms start after step 0
-    found = stabletrain.train(
-        [*soon, "guard.escalate=whatif", "guard.whatif_steps=700", f"hydra.run.dir={tmp_path / 'a'}"]
-    )
+def test_the_best_arm_is_tried_from_step_0(tmp_path):
+    # Bad data from batch 150 on: without them the run from step 0 is the same up to there, bit for bit.
+    late = ["optimizer.lr=0.01", "steps=320", "faults=poison", "faults.at=[150]", "faults.length=4"]
+    late += ["guard.snapshot_every=10", "guard.healthy_after=2", "guard.escalate=whatif", "guard.whatif_steps=1400"]
+    found = stabletrain.train([*HALTS, *late, f"hydra.run.dir={tmp_path / 'run'}"])
     (heal,) = events(found.folder, "heal")
+    assert heal["origin"] >= 50
     anew = heal["arms"][-1]
-    assert (anew.partition(":")[0], heal["origin"]) == (FROM_0, 10)
+    assert anew == f"{FROM_0}:skip"
     place = found.folder / "whatif" / f"halt-{heal['tick']:08d}"
     ranking = json.loads((place / "whatif.json").read_text())["arms"]
-    arm = next(each for each in ranking if each["arm"] == anew)
     assert heal["arm"] == ranking[0]["arm"]
-    assert heal["to"] == (0 if heal["arm"] == anew else 10)
-    plain = stabletrain.train([*soon, *arm["overrides"], f"hydra.run.dir={tmp_path / 'b'}"])
-    tried = losses(place / arm["folder"])
-    assert min(tried) == 1
-    assert tried == {step: loss for step, loss in losses(plain.folder).items() if step <= max(tried)}
+    assert heal["to"] == (0 if heal["arm"] == anew else heal["origin"])
+    tried = losses(place / next(each["folder"] for each in ranking if each["arm"] == anew))
+    lines = [line for line in read_jsonl(found.folder / "metrics.jsonl") if "train/loss" in line]
+    first = {line["tick"]: repr(line["train/loss"]) for line in lines if line["tick"] <= 70}
+    assert {step: tried[step] for step in first} == first
+    assert len(first) == 70
 
 
 def planned(step, arms, heats, changes=()):
