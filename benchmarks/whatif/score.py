@@ -190,7 +190,7 @@ def noise(troubled: Sequence[Recording]) -> str:
             there = next(arm for arm in each["ranking"]["arms"] if arm["arm"] == again["second"])
             compared.append((there, again["arms"][again["winner"]], again["arms"][again["second"]]))
     ahead = [second for _, winner, second in compared if winner["tier"] < second["tier"] or lead(second) > 0]
-    sure = [each for each in compared if each[0]["behind"]["low"] > 0 or not each[0]["held"]]
+    sure = [each for each in compared if float(each[0]["behind"]["low"]) > 0 or not each[0]["held"]]
     kept = [each for each in sure if each[1]["tier"] < each[2]["tier"] or lead(each[2]) > 0]
     relapsed = sum(winner["tier"] > 0 for _, winner, _ in compared)
     return (
