@@ -145,16 +145,7 @@ class Healer:
             return course
         if read_winner(self._place(course.halt)) is not None:
             return course
-        nothing = {
-            "to": course.halt.step,
-            "origin": course.halt.step,
-            "arm": "",
-            "settings": [],
-            "base": [],
-            "arms": [],
-            "steps": 0,
-        }
-        self._record("unhealed", course.halt, {**nothing, "why": "resumed with other settings"})
+        self._record("unhealed", course.halt, dict(nobody(course.halt.step, "resumed with other settings")))
         return replace(course, halt=None)
 
     def _changed_keys(self) -> set[str]:
@@ -258,15 +249,12 @@ class Healer:
         self, course: Course, halt: Halt, place: Path, budget: int, signals: StopRequest | NoStopRequest
     ) -> Winner:
         """Runs a what-if, and returns its winner; raises Interrupted."""
-        none: Winner = {
-            "start": "", "origin": 0, "skipped": [], "why": "", "to": 0, "arm": "",
-            "settings": [], "base": [], "arms": [], "steps": 0,
-        }  # fmt: skip
+        none = nobody()
         try:
             planned = self._on_main(lambda: plan_after(halt, course, self._folder, place))
         except ConfigError as error:
             return {**none, "why": f"no fix could be tried: {error}"}
-        none |= {"to": planned.origin.step, "origin": planned.origin.step, "base": [*planned.base.changes]}
+        none: Winner = {**nobody(planned.origin.step), "base": [*planned.base.changes]}
         within = Within(planned, budget, self._ranks, self._tell, self._live, signals)
         if not planned.arms:
             return {**none, "why": f"no fix is left to try from step {planned.origin.step}"}
@@ -308,6 +296,22 @@ class Healer:
         log = metrics.Metrics(self._folder)
         log.event(kind, halt.step, tick=halt.tick, reason=halt.reason, **fields)
         log.close()
+
+
+def nobody(step: int = 0, why: str = "") -> Winner:
+    """Returns that there is no winner among arms from a step, none of which was tried so far."""
+    return {
+        "start": "",
+        "origin": step,
+        "skipped": [],
+        "why": why,
+        "to": step,
+        "arm": "",
+        "settings": [],
+        "base": [],
+        "arms": [],
+        "steps": 0,
+    }
 
 
 def read_winner(place: Path) -> Winner | None:

@@ -28,7 +28,7 @@ from stabletrain.whatif.outcome import Facts, Outcome, facts_of, read_outcome
 from stabletrain.whatif.plan import FEWEST, Plan
 from stabletrain.whatif.ranking import to_reference
 from stabletrain.whatif.report import Found, ending
-from stabletrain.whatif.start import Origin, prepare, start_of
+from stabletrain.whatif.start import Origin, newest, prepare, start_of
 
 BEST = 2
 """Number of arms in the second heat."""
@@ -150,9 +150,10 @@ class Within:
     def _run_from_0(self, arm: Arm, stop: int, starts: dict[str, Path], outcomes: dict[str, Outcome]) -> None:
         """Runs an arm from step 0; adds its start, and on the main process how it ended."""
         base, folder = self.plan.base, self.plan.folder / FROM_0
-        source = next((each for each in Folder(base.run / "checkpoints", tell=lambda line: None).known()[:1]), None)
-        first = Origin(0, 0, source if source is not None and not source.step else None)
-        start = prepare(base, run_on_main(self.ranks, lambda: first), folder, self._listening)
+        known = Folder(base.run / "checkpoints", tell=lambda line: None)
+        # After an earlier healing, the checkpoint of step 0 may be one with the ticks of its halt: not the first state.
+        first = run_on_main(self.ranks, lambda: Origin(0, 0, newest(known.known(), 0, 0)))
+        start = prepare(base, first, folder, self._listening)
         anew = replace(arm, name=f"{FROM_0}:{arm.name}", about=f"{arm.about or 'the same'}, from step 0")
         starts[anew.name] = start_of(arm, start, self.plan.trouble, base, folder).path
         self._say(f"{arm.name} from step 0, to step {stop:,}")

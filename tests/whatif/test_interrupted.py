@@ -47,6 +47,8 @@ def test_a_healing_run_that_is_interrupted_comes_to_the_same_end(whole, tmp_path
     assert cut.returncode == (75 if sent == "SIGTERM" else -signal.SIGKILL), cut.stderr
     status = json.loads((tmp_path / "run" / "run.json").read_text())["status"]
     assert sent == "SIGKILL" or status == "preempted"
+    if sent == "SIGTERM":  # it stops at once, and not when all arms are over
+        assert not [*tmp_path.glob("run/whatif/*/healing.json")]
     done = command(*RUN, "resume=auto", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert end(tmp_path / "run") == whole

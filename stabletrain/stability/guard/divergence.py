@@ -71,9 +71,9 @@ class Divergence(NoDivergence):
         if len(self._losses) < (self._losses.maxlen or 0):
             return None
         level, first = sum(self._losses) / len(self._losses), median(self._first)
-        lowest, step_of_it = self._lowest or (first, 1)
-        if level <= lowest or self._lowest is None:
-            self._lowest = (level, step) if level <= lowest else (first, 1)
+        lowest, step_of_it = self._lowest = self._lowest or (first, 1)
+        if level <= lowest:
+            self._lowest = (level, step)
         if level - lowest <= max(SHARE * (first - lowest), LEAST * abs(first)):
             return None
         since = max(step_of_it - len(self._losses) // 2, 1)
