@@ -145,7 +145,7 @@ class Healer:
             return course
         if read_winner(self._place(course.halt)) is not None:
             return course
-        self._record("unhealed", course.halt, dict(nobody(course.halt.step, "resumed with other settings")))
+        self._record("unhealed", course.halt, dict(no_winner(course.halt.step, "resumed with other settings")))
         return replace(course, halt=None)
 
     def _changed_keys(self) -> set[str]:
@@ -249,12 +249,12 @@ class Healer:
         self, course: Course, halt: Halt, place: Path, budget: int, signals: StopRequest | NoStopRequest
     ) -> Winner:
         """Runs a what-if, and returns its winner; raises Interrupted."""
-        none = nobody()
+        none = no_winner()
         try:
             planned = self._on_main(lambda: plan_after(halt, course, self._folder, place))
         except ConfigError as error:
             return {**none, "why": f"no fix could be tried: {error}"}
-        none: Winner = {**nobody(planned.origin.step), "base": [*planned.base.changes]}
+        none: Winner = {**no_winner(planned.origin.step), "base": [*planned.base.changes]}
         within = Within(planned, budget, self._ranks, self._tell, self._live, signals)
         if not planned.arms:
             return {**none, "why": f"no fix is left to try from step {planned.origin.step}"}
@@ -298,7 +298,7 @@ class Healer:
         log.close()
 
 
-def nobody(step: int = 0, why: str = "") -> Winner:
+def no_winner(step: int = 0, why: str = "") -> Winner:
     """Returns that there is no winner among arms from a step, none of which was tried so far."""
     return {
         "start": "",
