@@ -1,7 +1,8 @@
 """Configurations whose training halts or diverges, each with the fixes that are known to be right for its cause.
 
 Settings are drawn from wide ranges by a generator seeded with the case's name, so that they do not depend on the order
-or number of cases. The causes, and the fixes that count as right, were written down before any of these cases ran.
+or number of cases. The causes, and the fixes that count as right, were written down before any of these cases ran. The
+ranges were chosen with other draws, so that most cases of a family fail; those draws are no cases.
 """
 
 import random
@@ -77,8 +78,16 @@ def rate(draw: random.Random) -> Drawn:
 
 def attention(draw: random.Random) -> Drawn:
     """Attention logits that grow at a high learning rate without QK-norm (arXiv 2309.14322)."""
-    lr = log_uniform(draw, 0.3, 3.0)
-    settings = (*GPT, f"optimizer.lr={lr}", f"warmup.steps={draw.choice([100, 200, 300])}")
+    return growing_attention(draw, 0.3, 3.0)
+
+
+def growing_attention(draw: random.Random, low: float, high: float) -> Drawn:
+    """A learning rate between two bounds without QK-norm."""
+    settings = (
+        *GPT,
+        f"optimizer.lr={log_uniform(draw, low, high)}",
+        f"warmup.steps={draw.choice([100, 200, 300])}",
+    )
     return Drawn(settings, ("qknorm", "qkclip", *LOWER_RATE), (("qknorm=layernorm",), ("qkclip=kimi",)))
 
 
@@ -90,12 +99,10 @@ def logits(draw: random.Random) -> Drawn:
 
 
 def stale(draw: random.Random) -> Drawn:
-    """A slow second moment, beta2 0.999, and data that change to bytes never seen before (arXiv 2304.13013)."""
-    lr, start = log_uniform(draw, 0.01, 0.3), draw.choice([150, 250])
-    data = ("data._target_=benchmarks.foresight.shift.ShiftedText", f"+data.start={start}", "+data.length=1")
-    settings = (f"optimizer.lr={lr}", "optimizer.betas=[0.9,0.999]", "warmup.steps=50")
+    """A very slow second moment, beta2 0.9995, that lags behind the gradients late in a warmup (arXiv 2304.13013)."""
+    settings = (f"optimizer.lr={log_uniform(draw, 1.0, 10.0)}", "optimizer.betas=[0.9,0.9995]", "warmup.steps=300")
     right = ("beta2", "stable_adamw", "moments", *LOWER_RATE)
-    return Drawn((*GPT, *data, *settings), right, (("optimizer.betas=[0.9,0.95]",), ("optimizer=stable_adamw",)))
+    return Drawn((*GPT, *settings), right, (("optimizer.betas=[0.9,0.95]",), ("optimizer=stable_adamw",)))
 
 
 def overflow(draw: random.Random) -> Drawn:
@@ -115,12 +122,12 @@ def bad_data(draw: random.Random) -> Drawn:
     """A long series of batches with wrong targets, longer than the guard's rollbacks skip."""
     start, length = draw.choice([120, 200, 300]), draw.choice([100, 150, 200])
     faults = ("faults=poison", f"faults.at=[{start}]", f"faults.length={length}")
-    return Drawn((*GPT, *faults, f"optimizer.lr={log_uniform(draw, 1e-3, 1e-2)}"), ("skip",), (("faults=none",),))
+    return Drawn((*GPT, *faults, f"optimizer.lr={log_uniform(draw, 3e-3, 3e-2)}"), ("skip",), (("faults=none",),))
 
 
 def deep(draw: random.Random) -> Drawn:
     """A deep model whose weights start too large, at a usual to high learning rate."""
-    std, lr = draw.choice([0.3, 0.6, 1.0]), log_uniform(draw, 0.3, 5.0)
+    std, lr = draw.choice([0.3, 0.6, 1.0]), log_uniform(draw, 2.0, 20.0)
     settings = ("model.n_layer=6", "init=normal", f"init.std={std}", f"optimizer.lr={lr}", "warmup.steps=100")
     right = ("rewarmup", "clip", "qknorm", *LOWER_RATE)
     return Drawn((*GPT, *settings), right, (("init=gpt2",), ("qknorm=layernorm",)))
@@ -136,13 +143,13 @@ def creep(draw: random.Random) -> Drawn:
 
 def muon(draw: random.Random) -> Drawn:
     """Muon without QK-clip at a high learning rate (Kimi K2, arXiv 2507.20534)."""
-    settings = ("optimizer=muon", f"optimizer.lr={log_uniform(draw, 0.3, 5.0)}", "warmup.steps=100")
+    settings = ("optimizer=muon", f"optimizer.lr={log_uniform(draw, 2.0, 20.0)}", "warmup.steps=100")
     return Drawn((*GPT, *settings), ("qkclip", "qknorm", *LOWER_RATE), (("qkclip=kimi",), ("qknorm=layernorm",)))
 
 
 def attention_and_data(draw: random.Random) -> Drawn:
     """Two causes: growing attention logits, and batches with wrong targets."""
-    first = attention(draw)
+    first = growing_attention(draw, 1.0, 10.0)
     faults = ("faults=poison", f"faults.at=[{draw.choice([100, 150, 250])}]", "faults.length=30")
     grid = (("qknorm=layernorm",), ("qknorm=layernorm", "faults=none"), ("qkclip=kimi",))
     return Drawn((*first.overrides, *faults), first.right, grid)
@@ -150,7 +157,7 @@ def attention_and_data(draw: random.Random) -> Drawn:
 
 def rate_and_stale(draw: random.Random) -> Drawn:
     """Two causes: a learning rate that is too high, and a slow second moment."""
-    lr = log_uniform(draw, 0.3, 3.0)
+    lr = log_uniform(draw, 1.0, 10.0)
     settings = (f"optimizer.lr={lr}", "optimizer.betas=[0.9,0.999]", "warmup.steps=20")
     return Drawn((*GPT, *settings), LOWER_RATE, ((f"optimizer.lr={lr / 30:.3g}",), ("optimizer.betas=[0.9,0.95]",)))
 
@@ -203,7 +210,7 @@ FAMILIES: dict[str, Callable[[random.Random], Drawn]] = {
     )
 }
 
-NUMBER = 10
+NUMBER = 8
 """Cases drawn of each family; not all of them halt or diverge."""
 
 CLEAN = 100
