@@ -114,8 +114,13 @@ def trained(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
 
 
 def last_of_each(overrides: Sequence[str]) -> list[str]:
-    """Returns overrides with only the last of each key; groups come first."""
-    found = {each.partition("=")[0].lstrip("+"): each for each in overrides}
+    """Returns overrides with only the last of each key; groups come first.
+
+    If the last precision has other keys than an earlier one, those of the earlier one are left out.
+    """
+    last = max((at for at, each in enumerate(overrides) if each.startswith("precision=")), default=0)
+    left = [each for at, each in enumerate(overrides) if at > last or not each.startswith("precision.")]
+    found = {each.partition("=")[0].lstrip("+"): each for each in left}
     return sorted(found.values(), key=lambda each: "." in each.partition("=")[0])
 
 

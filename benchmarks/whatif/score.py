@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.whatif.cases import FAMILIES, drawn
 from benchmarks.whatif.record import is_right
+from stabletrain.whatif.within import FROM_0
 
 NEAR = (0.02, 0.1)
 """Distances to the best of the grid that are counted, as shares of its validation loss."""
@@ -17,7 +18,8 @@ Recording = dict[str, Any]
 def results(cases: Sequence[Recording], clean: Sequence[Recording]) -> str:
     """Returns all tables as Markdown."""
     troubled = [each for each in cases if "healed" in each]
-    parts = [saved_table(cases), totals(troubled), ranks(troubled), noise(troubled), losses(troubled), of_clean(clean)]
+    parts = [saved_table(cases), totals(troubled), ranks(troubled), wrong(troubled), noise(troubled)]
+    parts += [losses(troubled), far_from_best(troubled), of_clean(clean)]
     return "\n\n".join(parts)
 
 
@@ -92,6 +94,8 @@ def totals(troubled: Sequence[Recording]) -> str:
     """Returns the sums over all causes."""
     saved = [each for each in troubled if healthy(each["healed"])]
     far = sorted(map(distance, saved))
+    heals = [heal for each in troubled for heal in each["healed"]["heals"]]
+    seconds = [each["healed"]["wall"] for each in troubled]
     lines = [
         ("configurations that halt or diverge", len(troubled)),
         ("end healthy with `guard.escalate=whatif`", share(len(saved), len(troubled))),
@@ -103,12 +107,11 @@ def totals(troubled: Sequence[Recording]) -> str:
             )
             for bound in NEAR
         ),
-        ("halts for which fixes were tried", sum(len(each["healed"]["heals"]) for each in troubled)),
+        ("halts for which fixes were tried", len(heals)),
+        ("of these, the run went on from step 0", sum(heal.get("arm", "").startswith(FROM_0) for heal in heals)),
+        ("of these, no fix held or none was left", sum(heal["event"] == "unhealed" for heal in heals)),
         ("steps of arms in a run, median", f"{median(map(spent, troubled)):,.0f}" if troubled else "-"),
-        (
-            "of those that went on from step 0",
-            sum(any("from_step_0" in heal["arm"] for heal in each["healed"]["heals"]) for each in troubled),
-        ),
+        ("seconds of such a run on one core, median", f"{median(seconds):.0f}" if seconds else "-"),
     ]
     return table(("", ""), lines)
 
@@ -181,6 +184,23 @@ def ranks(troubled: Sequence[Recording]) -> str:
     return f"{text}\n\n{table(head, [*map(line, names)])}"
 
 
+def wrong(troubled: Sequence[Recording]) -> str:
+    """Returns the halts whose first rank is not known to be right."""
+    lines = [
+        (
+            each["case"],
+            each["again"]["winner"],
+            ", ".join(each["again"]["right"]),
+            "yes" if beats_the_right_ones(each) else "no",
+        )
+        for each in troubled
+        if "again" in each and not right(each["again"]["winner"], each)
+    ]
+    return table(
+        ("first rank not known to be right", "arm", "right ones", "better than those, beyond the interval"), lines
+    )
+
+
 def noise(troubled: Sequence[Recording]) -> str:
     """Returns whether the winner's lead holds with a seed that did not choose it."""
     compared = []
@@ -210,9 +230,22 @@ def losses(troubled: Sequence[Recording]) -> str:
     for each in troubled:
         run = each["healed"]
         if not healthy(run):
-            arms = ", ".join(heal["arm"] or "none holds" for heal in run["heals"]) or "never halted"
+            arms = ", ".join(heal.get("arm", "") or "none holds" for heal in run["heals"]) or "never halted"
             lines.append((each["case"], run["status"], "diverged" if run["diverged"] else "", arms, run["reason"][:90]))
     return table(("not saved", "ended", "", "arms that it went on with", "why"), lines)
+
+
+def far_from_best(troubled: Sequence[Recording]) -> str:
+    """Returns the runs that were saved, but end further than the larger of `NEAR` above the best of the grid."""
+    lines = []
+    for each in troubled:
+        if healthy(each["healed"]) and distance(each) > NEAR[-1]:
+            best = min((run for run in each["grid"] if healthy(run)), key=lambda run: run["val"])
+            arms = ", ".join(heal.get("arm", "") for heal in each["healed"]["heals"]) or "never halted"
+            lines.append((each["case"], percent(distance(each)), arms, f"`{best['fix']}`"))
+    return table(
+        ("saved, but far from the best", "loss above it", "arms that it went on with", "best of the grid"), lines
+    )
 
 
 def of_clean(clean: Sequence[Recording]) -> str:

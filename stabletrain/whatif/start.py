@@ -236,6 +236,30 @@ def linked(source: str, target: str) -> None:
 # ---- edited copies
 
 
+def on_data_of(skipped: Sequence[Sequence[int]], start: Checkpoint, base: Base, folder: Path) -> Checkpoint:
+    """Returns a state that never reads the data positions that a later one has skipped, so both read the same batches.
+
+    Args:
+        skipped: positions `[start, stop)` of the later state.
+        start: the state.
+        base: the run.
+        folder: in which the copy is made.
+    """
+    if not skipped:
+        return start
+    own = folder / "same-data"
+
+    def make() -> None:
+        if not (own / RUN).exists():
+            shutil.rmtree(own, ignore_errors=True)
+            tree = {**start.load(), "skipped": [[*span] for span in skipped]}
+            write(own / "checkpoints", tree, step=start.step, info=start.info, healthy=True, val_loss=start.val_loss)
+            as_run(base, own, f"the state of {base.run} after step {start.step}, with the data of a later one")
+
+    run_on_main(current_ranks(), make)
+    return find(own / "checkpoints" / start.path.name)
+
+
 def start_of(
     arm: Arm,
     start: Checkpoint,

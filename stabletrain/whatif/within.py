@@ -28,7 +28,7 @@ from stabletrain.whatif.outcome import Facts, Outcome, facts_of, read_outcome
 from stabletrain.whatif.plan import FEWEST, Plan
 from stabletrain.whatif.ranking import to_reference
 from stabletrain.whatif.report import Found, ending
-from stabletrain.whatif.start import Origin, newest, prepare, start_of
+from stabletrain.whatif.start import Origin, newest, on_data_of, prepare, start_of
 
 BEST = 2
 """Number of arms in the second heat."""
@@ -137,7 +137,7 @@ class Within:
             final = ranked([*ended.values()], facts, first) if self.ranks.is_main else None
         best = run_on_main(self.ranks, lambda: final.winner if final is not None and self.anew else "")
         if arm := next((each for each in self.plan.arms if each.name == best and each.edit in ("", SKIP)), None):
-            self._run_from_0(arm, heats[-1], starts, ended)
+            self._run_from_0(arm, facts, heats[-1], starts, ended)
             final = ranked([*ended.values()], facts, after) if self.ranks.is_main else None
         if final is None or ranking is None:
             return None
@@ -147,13 +147,15 @@ class Within:
             out = [to_reference(each, reference, position(compared, facts.skipped)) for each in out]
         return Found(base, trouble, facts.step, folder, heats, final, out, starts, self.plan.refused, after)
 
-    def _run_from_0(self, arm: Arm, stop: int, starts: dict[str, Path], outcomes: dict[str, Outcome]) -> None:
-        """Runs an arm from step 0; adds its start, and on the main process how it ended."""
+    def _run_from_0(
+        self, arm: Arm, other: Facts, stop: int, starts: dict[str, Path], outcomes: dict[str, Outcome]
+    ) -> None:
+        """Runs an arm from step 0 on the batches of the others; adds its start and, on the main process, its end."""
         base, folder = self.plan.base, self.plan.folder / FROM_0
         known = Folder(base.run / "checkpoints", tell=lambda line: None)
         # After an earlier healing, the checkpoint of step 0 may be one with the ticks of its halt: not the first state.
         first = run_on_main(self.ranks, lambda: Origin(0, 0, newest(known.known(), 0, 0)))
-        start = prepare(base, first, folder, self._listening)
+        start = on_data_of(other.skipped, prepare(base, first, folder, self._listening), base, folder)
         anew = replace(arm, name=f"{FROM_0}:{arm.name}", about=f"{arm.about or 'the same'}, from step 0")
         starts[anew.name] = start_of(arm, start, self.plan.trouble, base, folder).path
         self._say(f"{arm.name} from step 0, to step {stop:,}")
