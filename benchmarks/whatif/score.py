@@ -122,6 +122,7 @@ def policies(found: Recording) -> dict[str, str]:
     return {
         "first rank": again["winner"],
         "always `lr_half`": "lr_half",
+        "always `lr_usual`": "lr_usual",
         "always `skip`": "skip",
         "a random arm": again["random"],
     }
@@ -142,9 +143,9 @@ def split(name: str) -> tuple[str, int]:
 
 def gap(name: str, found: Recording) -> float:
     """Returns by how much an arm's loss is above the lowest of the arms that held with the other seed."""
-    arms = {each: arm for each, arm in found["again"]["arms"].items() if arm["difference"] is not None}
-    held = [arm["difference"][0] for arm in arms.values() if arm["tier"] == 0]
-    return arms[name]["difference"][0] - min(held) if name in arms and held else math.inf
+    arms = found["again"]["arms"]
+    held = {each: arm["difference"][0] for each, arm in arms.items() if arm["difference"] and arm["tier"] == 0}
+    return held[name] - min(held.values()) if name in held else math.inf
 
 
 def beats_the_right_ones(found: Recording) -> bool:
@@ -166,12 +167,13 @@ def ranks(troubled: Sequence[Recording]) -> str:
 
     def line(name: str) -> tuple[object, ...]:
         arms = [(policies(each)[name], each) for each in incidents]
-        gaps = [gap(arm, each) for arm, each in arms]
+        ran = [(arm, each) for arm, each in arms if arm in each["again"]["arms"]]
+        gaps = [gap(arm, each) for arm, each in ran]
         return (
             name,
             share(sum(right(arm, each) for arm, each in arms), count),
-            share(sum(each["again"]["arms"].get(arm, {"tier": 2})["tier"] == 0 for arm, each in arms), count),
-            f"{median(gaps):.3f}" if gaps and math.isfinite(median(gaps)) else "broke",
+            share(sum(each["again"]["arms"][arm]["tier"] == 0 for arm, each in ran), len(ran)),
+            f"{median(gaps):.3f}" if gaps and math.isfinite(median(gaps)) else "did not hold",
         )
 
     known = [right(each["again"]["winner"], each) for each in incidents]
@@ -180,7 +182,12 @@ def ranks(troubled: Sequence[Recording]) -> str:
         f"Of {count} halts, the first rank is a fix known to be right in {share(sum(known), count)}, and in {better} "
         "more it held and was better than each right one that was run, beyond the interval."
     )
-    head = ("way to choose", "known to be right", "held with another seed", "loss above the best that held, median")
+    head = (
+        "way to choose",
+        "known to be right",
+        "held with another seed, of those run",
+        "loss above the best that held, median",
+    )
     return f"{text}\n\n{table(head, [*map(line, names)])}"
 
 

@@ -141,6 +141,24 @@ def test_the_best_arm_is_tried_from_step_0(tmp_path):
     assert len(first) == 70
 
 
+@pytest.mark.slow
+def test_the_arm_from_step_0_reads_the_batches_of_the_others_after_an_earlier_rollback(tmp_path):
+    # The first bad data are skipped by a rollback. The second ones, 170 steps later, are longer and halt the run.
+    twice = ["optimizer.lr=0.01", "steps=480", "faults=poison", "faults.length=6", "faults.at=[150,320,326,328]"]
+    twice += ["guard.max_rollbacks=1", "guard.snapshot_every=10", "guard.healthy_after=2", "guard.skip_batches=5"]
+    twice += ["guard.escalate=whatif", "guard.whatif_steps=2000"]
+    halts = [each for each in HALTS if "rollbacks" not in each]
+    found = stabletrain.train([*halts, *twice, f"hydra.run.dir={tmp_path / 'run'}"])
+    assert len(events(found.folder, "rollback")) == 2, "one of each series"
+    (heal,) = events(found.folder, "heal")
+    assert heal["skipped"], "by the rollback"
+    place = found.folder / "whatif" / f"halt-{heal['tick']:08d}"
+    told = json.loads((place / "whatif.json").read_text())
+    anew = next(each for each in told["arms"] if each["arm"].startswith(FROM_0))
+    first, last = told["heats"]
+    assert anew["difference"]["count"] == last - first, "it has read every batch that the others have read"
+
+
 def planned(step, arms, heats, changes=()):
     """A plan whose arms start after a step that is computed again from step 0."""
     base = Base(Path("run"), step, {}, Arguments([], []), Settings({}, {}), changes)
