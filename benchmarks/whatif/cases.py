@@ -138,7 +138,7 @@ def creep(draw: random.Random) -> Drawn:
     growth = draw.choice([0.005, 0.007, 0.009])
     schedule = ("schedule._target_=benchmarks.foresight.creep.Creep", f"+schedule.growth={growth}")
     settings = (f"optimizer.lr={log_uniform(draw, 0.03, 0.3)}", "warmup.steps=50")
-    return Drawn((*GPT, *schedule, *settings), LOWER_RATE, (("schedule.growth=0",),))
+    return Drawn((*GPT, *schedule, *settings), LOWER_RATE, (("+schedule.growth=0",),))
 
 
 def muon(draw: random.Random) -> Drawn:

@@ -116,10 +116,12 @@ def trained(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
 def last_of_each(overrides: Sequence[str]) -> list[str]:
     """Returns overrides with only the last of each key; groups come first.
 
-    If the last precision has other keys than an earlier one, those of the earlier one are left out.
+    Options of `precision` and `faults` have keys of their own: those of an option that is not the last are left out.
     """
-    last = max((at for at, each in enumerate(overrides) if each.startswith("precision=")), default=0)
-    left = [each for at, each in enumerate(overrides) if at > last or not each.startswith("precision.")]
+    left = [*overrides]
+    for group in ("precision", "faults"):
+        last = max((at for at, each in enumerate(left) if each.startswith(f"{group}=")), default=0)
+        left = [each for at, each in enumerate(left) if at > last or not each.startswith(f"{group}.")]
     found = {each.partition("=")[0].lstrip("+"): each for each in left}
     return sorted(found.values(), key=lambda each: "." in each.partition("=")[0])
 
@@ -156,8 +158,8 @@ def grid(case: Case, halted: dict[str, Any], folder: Path) -> list[dict[str, Any
     if usual := usual_rate(read_base(folder / "halted", 0)):
         fixes.append((f"optimizer.lr={usual:g}",))
     fixes += case.drawn.grid
-    if halted["fixes"]:
-        fixes.append(tuple(halted["fixes"][0].split()))
+    settings = [tuple(each.split()) for each in halted["fixes"] if all("=" in word for word in each.split())]
+    fixes += settings[:1]  # others, such as to look at a batch, are not settings
     found = []
     for number, fix in enumerate(dict.fromkeys(fixes)):
         run = trained((*case.overrides, *fix), folder / f"grid-{number}")

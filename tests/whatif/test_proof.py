@@ -63,11 +63,12 @@ def test_an_arm_is_right_if_it_is_named_or_lowers_the_rate() -> None:
     assert is_right("bf16", ("precision=bf16",), drawn("overflow", 0))
 
 
-def test_the_last_of_each_override_counts_and_the_keys_of_another_precision_do_not() -> None:
+def test_the_last_of_each_override_counts_and_the_keys_of_another_option_do_not() -> None:
     assert last_of_each(["a.b=1", "a=x", "a.b=2"]) == ["a=x", "a.b=2"]
     fp16 = ["precision=fp16", "precision.init_scale=4", "optimizer.lr=1"]
     assert last_of_each(fp16) == ["precision=fp16", "precision.init_scale=4", "optimizer.lr=1"]
     assert last_of_each([*fp16, "precision=bf16"]) == ["precision=bf16", "optimizer.lr=1"]
+    assert last_of_each(["faults=poison", "faults.at=[1]", "seed=0", "faults=none"]) == ["seed=0", "faults=none"]
 
 
 def test_a_distance_is_to_the_best_fix_from_step_0_that_ends_healthy() -> None:
