@@ -10,6 +10,7 @@ import io
 import json
 import math
 import random
+import re
 import tempfile
 import time
 import warnings
@@ -95,9 +96,10 @@ def trained(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
     run, events = read_run_record(folder), read_jsonl(folder / "events.jsonl")
     final = run.get("final", {})
     losses = [line["train/loss"] for line in read_jsonl(folder / "metrics.jsonl") if "train/loss" in line]
+    kept = ("event", "step", "to", "arm", "settings", "steps")
     return {
         "status": run["status"],
-        "reason": str(run.get("reason") or "")[:200],
+        "reason": short(run.get("reason")),
         "steps": final.get("steps"),
         "val": final.get("val/loss"),
         "train": mean(losses[-5:]),
@@ -105,12 +107,17 @@ def trained(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
         "halts": [event["step"] for event in events if event["event"] == "halt"],
         "rollbacks": sum(event["event"] == "rollback" for event in events),
         "heals": [
-            {key: event[key] for key in ("event", "step", "to", "arm", "settings", "steps", "why") if key in event}
+            {**{key: event[key] for key in kept if key in event}, "why": short(event["why"])}
             for event in events
             if event["event"] in ("heal", "unhealed")
         ],
         "fixes": fixes_of(folder),
     }
+
+
+def short(text: str | None) -> str:
+    """Returns the beginning of a message, without the folder of the run."""
+    return re.sub(r" \(/[^)]*\)", "", text or "")[:120]
 
 
 def last_of_each(overrides: Sequence[str]) -> list[str]:
@@ -172,9 +179,9 @@ def ranking_of(place: Path) -> dict[str, Any]:
     if not (place / "whatif.json").exists():
         return {"winner": "", "arms": []}
     text = json.loads((place / "whatif.json").read_text())
-    keys = ("rank", "arm", "held", "broke", "came_back", "behind_best", "tied", "val_loss", "overrides")
+    keys = ("rank", "arm", "held", "came_back", "behind_best", "tied", "val_loss", "overrides")
     arms = [
-        {**{key: each[key] for key in keys}, "difference": each["difference"]["mean"], "behind": each["behind_first"]}
+        {**{key: each[key] for key in keys}, "broke": short(each["broke"]), "behind": each["behind_first"]}
         for each in (*text["arms"], *text["first_heat_only"])
     ]
     return {**{key: text[key] for key in ("winner", "tied", "verdict", "start", "heats")}, "arms": arms}
@@ -217,7 +224,7 @@ def told(each: Ranked, outcome: Outcome, first: dict[int, float], place: int) ->
     low_high = paired(outcome.after(place), first)
     return {
         "tier": each.tier,
-        "why": each.broke or each.trouble,
+        "why": short(each.broke or each.trouble),
         "val": outcome.val_loss if math.isfinite(outcome.val_loss) else None,
         "difference": [low_high.mean, low_high.low, low_high.high] if math.isfinite(low_high.low) else None,
     }

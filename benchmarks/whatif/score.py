@@ -39,6 +39,12 @@ def distance(found: Recording) -> float:
     return found["healed"]["val"] / best - 1 if math.isfinite(best) else -math.inf
 
 
+def restarted(found: Recording) -> Recording | None:
+    """Returns the run from step 0 with the usual learning rate; None if the rate of the case is not above it."""
+    usual = "optimizer.lr=0.1" if "resnet" in found["case"] else "optimizer.lr=0.003"
+    return next((run for run in found["grid"] if run["fix"] == usual), None)
+
+
 def spent(found: Recording) -> int:
     """Returns the steps that its arms have taken."""
     return sum(each["steps"] for each in found["healed"]["heals"])
@@ -99,10 +105,14 @@ def totals(troubled: Sequence[Recording]) -> str:
     lines = [
         ("configurations that halt or diverge", len(troubled)),
         ("end healthy with `guard.escalate=whatif`", share(len(saved), len(troubled))),
-        ("validation loss above the best of the grid, median of those", percent(median(far)) if far else "-"),
+        (
+            "end healthy from step 0 with the usual learning rate, without a what-if",
+            share(sum(healthy(run) for run in map(restarted, troubled) if run), len(troubled)),
+        ),
+        ("validation loss above the best of the grid, median of those saved", percent(median(far)) if far else "-"),
         *(
             (
-                f"at most {100 * bound:.0f} % above it, or below",
+                f"saved, and at most {100 * bound:.0f} % above it, or below",
                 share(sum(each <= bound for each in far), len(troubled)),
             )
             for bound in NEAR
