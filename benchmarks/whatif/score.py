@@ -20,7 +20,7 @@ def results(cases: Sequence[Recording], clean: Sequence[Recording]) -> str:
     troubled = [each for each in cases if "healed" in each]
     parts = [saved_table(cases), totals(troubled), ranks(troubled), wrong(troubled), noise(troubled)]
     parts += [losses(troubled), far_from_best(troubled), of_clean(clean)]
-    return "\n\n".join(parts)
+    return "\n\n".join(part for part in parts if part)
 
 
 def healthy(run: Recording) -> bool:
@@ -202,7 +202,7 @@ def ranks(troubled: Sequence[Recording]) -> str:
 
 
 def wrong(troubled: Sequence[Recording]) -> str:
-    """Returns the halts whose first rank is not known to be right."""
+    """Returns the halts whose first rank is not known to be right; empty if there are none."""
     lines = [
         (
             each["case"],
@@ -213,9 +213,8 @@ def wrong(troubled: Sequence[Recording]) -> str:
         for each in troubled
         if "again" in each and not right(each["again"]["winner"], each)
     ]
-    return table(
-        ("first rank not known to be right", "arm", "right ones", "better than those, beyond the interval"), lines
-    )
+    head = ("first rank not known to be right", "arm", "right ones", "better than those, beyond the interval")
+    return table(head, lines) if lines else ""
 
 
 def noise(troubled: Sequence[Recording]) -> str:

@@ -68,7 +68,7 @@ def test_the_last_of_each_override_counts_and_the_keys_of_another_option_do_not(
     fp16 = ["precision=fp16", "precision.init_scale=4", "optimizer.lr=1"]
     assert last_of_each(fp16) == ["precision=fp16", "precision.init_scale=4", "optimizer.lr=1"]
     assert last_of_each([*fp16, "precision=bf16"]) == ["precision=bf16", "optimizer.lr=1"]
-    assert last_of_each(["faults=poison", "faults.at=[1]", "seed=0", "faults=none"]) == ["seed=0", "faults=none"]
+    assert last_of_each(["faults=poison", "faults.at=[1]", "seed=0", "faults=none"]) == ["faults=none", "seed=0"]
 
 
 def test_a_distance_is_to_the_best_fix_from_step_0_that_ends_healthy() -> None:
