@@ -142,21 +142,49 @@ def test_the_best_arm_is_tried_from_step_0(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_arm_from_step_0_reads_the_batches_of_the_others_after_an_earlier_rollback(tmp_path):
-    # The first bad data are skipped by a rollback. The second ones, 170 steps later, are longer and halt the run.
-    twice = ["optimizer.lr=0.01", "steps=480", "faults=poison", "faults.length=6", "faults.at=[150,320,326,328]"]
-    twice += ["guard.max_rollbacks=1", "guard.snapshot_every=10", "guard.healthy_after=2", "guard.skip_batches=5"]
-    twice += ["guard.escalate=whatif", "guard.whatif_steps=2000"]
-    halts = [each for each in HALTS if "rollbacks" not in each]
-    found = stabletrain.train([*halts, *twice, f"hydra.run.dir={tmp_path / 'run'}"])
-    assert len(events(found.folder, "rollback")) == 2, "one of each series"
+def test_the_arm_from_step_0_reads_the_batches_of_the_others(tmp_path):
+    # The run has rolled back, and skipped data, before the state from which the arms start. The usual learning rate
+    # from step 0 has no trouble, so it would read all of these data.
+    high = ["model.n_layer=2", "model.n_head=2", "model.n_embd=32", "data.block_size=32", "batch_size=8", "steps=300"]
+    high += [
+        "optimizer.lr=7.5",
+        "schedule=constant",
+        "precision=fp32",
+        "device=cpu",
+        "eval_every=1000",
+        "eval_batches=2",
+    ]
+    high += ["guard.escalate=whatif", "guard.whatif_steps=2200", "report=false", "wandb=disabled"]
+    found = stabletrain.train([*high, f"hydra.run.dir={tmp_path / 'run'}"])
     (heal,) = events(found.folder, "heal")
-    assert heal["skipped"], "by the rollback"
-    place = found.folder / "whatif" / f"halt-{heal['tick']:08d}"
-    told = json.loads((place / "whatif.json").read_text())
-    anew = next(each for each in told["arms"] if each["arm"].startswith(FROM_0))
+    assert any(start < heal["origin"] for start, _ in heal["skipped"])
+    told = json.loads((found.folder / "whatif" / f"halt-{heal['tick']:08d}" / "whatif.json").read_text())
+    anew, other = (
+        next(each for each in told["arms"] if each["arm"] == f"{name}lr_usual") for name in (f"{FROM_0}:", "")
+    )
     first, last = told["heats"]
     assert anew["difference"]["count"] == last - first, "it has read every batch that the others have read"
+    assert 0 < other["difference"]["count"] <= last - first
+
+
+@pytest.mark.slow
+def test_a_run_heals_itself_twice(tmp_path):
+    # The second bad data come after the second heat of the first what-if.
+    twice = ["optimizer.lr=0.01", "steps=760", "faults=poison", "faults.length=4", "faults.at=[150,700]", "log_every=1"]
+    twice += ["guard.snapshot_every=10", "guard.healthy_after=2", "guard.escalate=whatif", "guard.whatif_steps=8000"]
+    found = stabletrain.train([*HALTS, *twice, f"hydra.run.dir={tmp_path / 'run'}"])
+    assert found.status == "finished"
+    first, second = events(found.folder, "heal")
+    assert first["origin"] < 150 < second["origin"]
+    assert second["base"] == first["settings"], "it goes on with what the first healing changed"
+    final = read_run_record(found.folder)["final"]
+    assert (final["guard/healings"], final["guard/whatif_steps"]) == (2, first["steps"] + second["steps"])
+    place = found.folder / "whatif" / f"halt-{second['tick']:08d}"
+    ranking = json.loads((place / "whatif.json").read_text())["arms"]
+    arm = losses(place / next(each["folder"] for each in ranking if each["arm"] == second["arm"]))
+    run = losses(found.folder)
+    assert {step: run[step] for step in arm} == arm
+    assert max(arm) == max(run) == 760
 
 
 def planned(step, arms, heats, changes=()):

@@ -113,7 +113,7 @@ def test_the_page_has_the_results_of_the_committed_recordings() -> None:
 @pytest.mark.slow
 def test_a_case_is_recorded() -> None:
     case = drawn("rate", 0)
-    short = replace(case.drawn, overrides=(*case.drawn.overrides, "steps=300", "guard.whatif_steps=1500"))
+    short = replace(case.drawn, overrides=(*case.drawn.overrides, "steps=300", "guard.whatif_steps=1200"))
     found = record(Case(case.name, short))
     assert found["halted"]["halts"]
     assert healthy(found["healed"])
