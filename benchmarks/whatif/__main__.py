@@ -1,8 +1,8 @@
-"""`python -m benchmarks.whatif record|clean|score`: see docs/whatif.md.
+"""`python -m benchmarks.whatif [record|clean|score]`: see docs/whatif.md.
 
 record --processes 2      runs the cases that have no recording yet, in their order; may be stopped and started again
 clean --processes 2       the same for ordinary runs
-score                     prints the tables of docs/whatif.md
+score                     prints the tables of docs/whatif.md (default)
 """
 
 import argparse
@@ -19,7 +19,7 @@ CASES, CLEAN = RECORDINGS / "cases.jsonl", RECORDINGS / "clean.jsonl"
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.whatif", description=__doc__)
-    parser.add_argument("command", choices=["record", "clean", "score"])
+    parser.add_argument("command", nargs="?", default="score", choices=["record", "clean", "score"])
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=1e9, help="no further case is begun after this time")
     given = parser.parse_args(arguments)

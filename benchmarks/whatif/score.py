@@ -231,7 +231,8 @@ def noise(troubled: Sequence[Recording]) -> str:
     relapsed = sum(winner["tier"] > 0 for _, winner, _ in compared)
     return (
         f"With another seed the winner is ahead of the arm that came second in {share(len(ahead), len(compared))}; "
-        f"where the what-if had told them apart, in {share(len(kept), len(sure))}. In {relapsed} it did not hold."
+        f"where the what-if had told them apart, in {share(len(kept), len(sure))}. "
+        f"In {relapsed} of these it did not hold."
     )
 
 
