@@ -35,12 +35,17 @@ def best_of_grid(found: Recording) -> float:
 
 def distance(found: Recording) -> float:
     """Returns how far a healed run's validation loss is above the best of the grid, as a share of that."""
+    return distance_of(found["healed"], found)
+
+
+def distance_of(run: Recording, found: Recording) -> float:
+    """Returns how far the validation loss of any healthy run of a case is above the best of its grid."""
     best = best_of_grid(found)
-    return found["healed"]["val"] / best - 1 if math.isfinite(best) else -math.inf
+    return run["val"] / best - 1 if math.isfinite(best) else -math.inf
 
 
 def restarted(found: Recording) -> Recording | None:
-    """Returns the run from step 0 with the usual learning rate; None if the rate of the case is not above it."""
+    """Returns the run from step 0 with the usual learning rate, which is that of the model's experiment."""
     usual = "optimizer.lr=0.1" if "resnet" in found["case"] else "optimizer.lr=0.003"
     return next((run for run in found["grid"] if run["fix"] == usual), None)
 
@@ -73,6 +78,7 @@ def saved_table(cases: Sequence[Recording]) -> str:
         all_of = [each for each in cases if each["case"].partition("/")[0] == family]
         failed = [each for each in all_of if "healed" in each]
         saved = [each for each in failed if healthy(each["healed"])]
+        steps = [spent(each) for each in failed if each["healed"]["heals"]]
         lines.append(
             (
                 family,
@@ -81,7 +87,7 @@ def saved_table(cases: Sequence[Recording]) -> str:
                 sum(not each["halted"]["halts"] for each in failed),
                 len(saved),
                 percent(median(map(distance, saved))) if saved else "-",
-                f"{median(map(spent, failed)):,.0f}" if failed else "-",
+                f"{median(steps):,.0f}" if steps else "-",
             )
         )
     head = (
@@ -101,7 +107,9 @@ def totals(troubled: Sequence[Recording]) -> str:
     saved = [each for each in troubled if healthy(each["healed"])]
     far = sorted(map(distance, saved))
     heals = [heal for each in troubled for heal in each["healed"]["heals"]]
-    seconds = [each["healed"]["wall"] for each in troubled]
+    tried = [each for each in troubled if each["healed"]["heals"]]
+    steps, seconds = [spent(each) for each in tried], [each["healed"]["wall"] for each in tried]
+    usual = [distance_of(run, each) for each in troubled if (run := restarted(each)) and healthy(run)]
     lines = [
         ("configurations that halt or diverge", len(troubled)),
         ("end healthy with `guard.escalate=whatif`", share(len(saved), len(troubled))),
@@ -112,15 +120,20 @@ def totals(troubled: Sequence[Recording]) -> str:
         ("validation loss above the best of the grid, median of those saved", percent(median(far)) if far else "-"),
         *(
             (
-                f"saved, and at most {100 * bound:.0f} % above it, or below",
-                share(sum(each <= bound for each in far), len(troubled)),
+                f"saved, and at most {100 * bound:.0f} % above it; with the usual rate",
+                f"{share(sum(each <= bound for each in far), len(troubled))}; "
+                f"{share(sum(each <= bound for each in usual), len(troubled))}",
             )
             for bound in NEAR
         ),
         ("halts for which fixes were tried", len(heals)),
-        ("of these, the run went on from step 0", sum(heal.get("arm", "").startswith(FROM_0) for heal in heals)),
+        ("of these, the best arm won from step 0", sum(heal.get("arm", "").startswith(FROM_0) for heal in heals)),
+        (
+            "of these, another arm won, and the state before the trouble was that of step 0",
+            sum(heal["to"] == 0 and heal["event"] == "heal" and FROM_0 not in heal["arm"] for heal in heals),
+        ),
         ("of these, no fix held or none was left", sum(heal["event"] == "unhealed" for heal in heals)),
-        ("steps of arms in a run, median", f"{median(map(spent, troubled)):,.0f}" if troubled else "-"),
+        ("steps of arms in a run that tried fixes, median", f"{median(steps):,.0f}" if steps else "-"),
         ("seconds of such a run on one core, median", f"{median(seconds):.0f}" if seconds else "-"),
     ]
     return table(("", ""), lines)
@@ -179,9 +192,12 @@ def ranks(troubled: Sequence[Recording]) -> str:
         arms = [(policies(each)[name], each) for each in incidents]
         ran = [(arm, each) for arm, each in arms if arm in each["again"]["arms"]]
         gaps = [gap(arm, each) for arm, each in ran]
+        known = share(sum(right(arm, each) for arm, each in arms), count)
+        if len(ran) < count:
+            return name, known, "not run in all", "-"
         return (
             name,
-            share(sum(right(arm, each) for arm, each in arms), count),
+            known,
             share(sum(each["again"]["arms"][arm]["tier"] == 0 for arm, each in ran), len(ran)),
             f"{median(gaps):.3f}" if gaps and math.isfinite(median(gaps)) else "did not hold",
         )
@@ -195,7 +211,7 @@ def ranks(troubled: Sequence[Recording]) -> str:
     head = (
         "way to choose",
         "known to be right",
-        "held with another seed, of those run",
+        "held with another seed",
         "loss above the best that held, median",
     )
     return f"{text}\n\n{table(head, [*map(line, names)])}"
@@ -223,26 +239,27 @@ def noise(troubled: Sequence[Recording]) -> str:
     for each in troubled:
         again = each.get("again")
         if again and again["second"] in again["arms"]:
-            there = next(arm for arm in each["ranking"]["arms"] if arm["arm"] == again["second"])
-            compared.append((there, again["arms"][again["winner"]], again["arms"][again["second"]]))
-    ahead = [second for _, winner, second in compared if winner["tier"] < second["tier"] or lead(second) > 0]
-    sure = [each for each in compared if float(each[0]["behind"]["low"]) > 0 or not each[0]["held"]]
-    kept = [each for each in sure if each[1]["tier"] < each[2]["tier"] or lead(each[2]) > 0]
+            told = again["second"] not in each["ranking"]["tied"]
+            compared.append((told, again["arms"][again["winner"]], again["arms"][again["second"]]))
+    ahead = [is_ahead(winner, second) for _, winner, second in compared]
+    sure = [is_ahead(winner, second) for told, winner, second in compared if told]
     relapsed = sum(winner["tier"] > 0 for _, winner, _ in compared)
     return (
-        f"With another seed the winner is ahead of the arm that came second in {share(len(ahead), len(compared))}; "
-        f"where the what-if had told them apart, in {share(len(kept), len(sure))}. "
-        f"In {relapsed} of these it did not hold."
+        f"In {len(compared)} of these halts an arm that came second was run again as well. With the other seed the "
+        f"winner is ahead of it in {share(sum(ahead), len(ahead))}; where the what-if had told them apart, in "
+        f"{share(sum(sure), len(sure))}. In {relapsed} of the {len(compared)} the winner did not hold with it."
     )
 
 
-def lead(second: Recording) -> float:
-    """Returns how far the second arm is behind the winner with the other seed."""
-    return second["difference"][0] if second["difference"] is not None else math.inf
+def is_ahead(winner: Recording, second: Recording) -> bool:
+    """Whether the winner has held better than the second arm with the other seed or, if alike, has a lower loss."""
+    if winner["tier"] != second["tier"]:
+        return bool(winner["tier"] < second["tier"])
+    return second["difference"] is not None and second["difference"][0] > 0
 
 
 def losses(troubled: Sequence[Recording]) -> str:
-    """Returns the runs that were not saved, by name, and the largest distances."""
+    """Returns the runs that were not saved, by name."""
     lines = []
     for each in troubled:
         run = each["healed"]

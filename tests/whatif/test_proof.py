@@ -24,7 +24,7 @@ def arm(mean: float, low: float, high: float, tier: int = 0) -> dict[str, object
 
 def recording(winner: str = "lr_half", **arms: dict[str, object]) -> dict[str, object]:
     """A case that halts, whose what-if has chosen a winner."""
-    heal = {"event": "heal", "arm": winner, "steps": 1000}
+    heal = {"event": "heal", "arm": winner, "steps": 1000, "to": 50}
     again = {"winner": winner, "second": "skip", "right": ["lr_half", "lr_fifth"], "random": "clip", "arms": arms}
     places = [("lr_half", ["optimizer.lr=1"], 0.0), ("skip", [], 0.1), ("clip", ["clipping.max_norm=0.3"], 0.2)]
     told = [{"arm": a, "overrides": o, "behind": {"low": low}, "held": True} for a, o, low in places]
@@ -37,7 +37,7 @@ def recording(winner: str = "lr_half", **arms: dict[str, object]) -> dict[str, o
             {"fix": "b", **run(1.0, diverged=True)},
             {"fix": "c", **run(None, "halted")},
         ],
-        "ranking": {"winner": winner, "arms": told},
+        "ranking": {"winner": winner, "tied": [winner], "arms": told},
         "again": again,
     }
 
@@ -97,8 +97,12 @@ def test_a_first_rank_counts_if_it_is_known_or_better_beyond_the_interval() -> N
 def test_a_lead_holds_if_the_winner_is_ahead_with_a_seed_that_did_not_choose_it() -> None:
     ahead = recording(lr_half=arm(0, 0, 0), skip=arm(0.3, 0.2, 0.4))
     behind = recording(lr_half=arm(0, 0, 0), skip=arm(-0.3, -0.4, -0.2))
-    assert "in 1 of 2 (50 %); where" in noise([ahead, behind])
-    assert "where the what-if had told them apart, in 1 of 2 (50 %)" in noise([ahead, behind])
+    tied = recording(lr_half=arm(0, 0, 0, tier=1), skip=arm(-0.3, -0.4, -0.2))
+    tied["ranking"]["tied"] = ["lr_half", "skip"]  # type: ignore[index]
+    told = noise([ahead, behind, tied])
+    assert "ahead of it in 1 of 3 (33 %); where" in told
+    assert "had told them apart, in 1 of 2 (50 %)" in told
+    assert "In 1 of the 3 the winner did not hold" in told
 
 
 def test_the_page_has_the_results_of_the_committed_recordings() -> None:
