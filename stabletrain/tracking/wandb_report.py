@@ -43,7 +43,6 @@ TROUBLE = {
     "incident/count": "Incidents",
     "guard/skipped": "Skipped steps",
     "guard/rollbacks": "Rollbacks",
-    "guard/healings": "Halts after which a run went on with a fix",
     "spike/score": "Spike score: fraction of losses that were spikes",
 }
 """Metrics that show how unstable a run was."""

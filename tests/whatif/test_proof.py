@@ -1,15 +1,13 @@
 """Tests of the proof of the what-if, `benchmarks/whatif/`."""
 
-from dataclasses import replace
-
 import pytest
 
 from benchmarks.whatif.__main__ import CASES, CLEAN
-from benchmarks.whatif.cases import FAMILIES, Case, all_cases, clean_cases, drawn
+from benchmarks.whatif.cases import FAMILIES, LOWER_RATE, Case, Drawn, all_cases, clean_cases, drawn
 from benchmarks.whatif.record import is_right, last_of_each, record
 from benchmarks.whatif.runs import read
 from benchmarks.whatif.score import beats_the_right_ones, distance, gap, healthy, noise, ranks, results, right, totals
-from tests.runs import ROOT
+from tests.runs import ROOT, TINY_GPT
 
 
 def run(val: float | None = 2.0, status: str = "finished", diverged: bool = False, **more: object) -> dict[str, object]:
@@ -116,9 +114,9 @@ def test_the_page_has_the_results_of_the_committed_recordings() -> None:
 
 @pytest.mark.slow
 def test_a_case_is_recorded() -> None:
-    case = drawn("rate", 0)
-    short = replace(case.drawn, overrides=(*case.drawn.overrides, "steps=300", "guard.whatif_steps=1200"))
-    found = record(Case(case.name, short))
+    halts = [*TINY_GPT, "steps=140", "precision=fp32", "optimizer.lr=3", "schedule=constant", "guard.whatif_steps=600"]
+    halts += ["guard.max_rollbacks=0", "guard.patience=4", "checkpoint.every=40"]
+    found = record(Case("rate/0", Drawn((*halts,), LOWER_RATE, (("optimizer.lr=0.01",),))))
     assert found["halted"]["halts"]
     assert healthy(found["healed"])
     assert found["again"]["winner"] in found["again"]["arms"]
