@@ -153,7 +153,7 @@ def policies(found: Recording) -> dict[str, str]:
 
 def right(name: str, found: Recording) -> bool:
     """Whether an arm is known to be right for the cause of a case."""
-    overrides = {each["arm"].removeprefix("from_step_0:"): each["overrides"] for each in found["ranking"]["arms"]}
+    overrides = {each["arm"].removeprefix(f"{FROM_0}:"): each["overrides"] for each in found["ranking"]["arms"]}
     case = drawn(*split(found["case"]))
     return name in found["again"]["right"] or is_right(name, overrides.get(name, ()), case)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from stabletrain.checkpoint.folder import Folder, find
 from stabletrain.checkpoint.reader import Checkpoint
+from stabletrain.checkpoint.tree import Tree
 from stabletrain.checkpoint.writer import write
 from stabletrain.config.arguments import Arguments
 from stabletrain.config.resuming import acting, changed_keys, recorded_settings, steps_of_changes
@@ -251,13 +252,19 @@ def on_data_of(skipped: Sequence[Sequence[int]], start: Checkpoint, base: Base, 
 
     def make() -> None:
         if not (own / RUN).exists():
-            shutil.rmtree(own, ignore_errors=True)
             tree = {**start.load(), "skipped": [[*span] for span in skipped]}
-            write(own / "checkpoints", tree, step=start.step, info=start.info, healthy=True, val_loss=start.val_loss)
-            as_run(base, own, f"the state of {base.run} after step {start.step}, with the data of a later one")
+            write_copy(own, tree, start, base, "with the data of a later one")
 
     run_on_main(current_ranks(), make)
     return find(own / "checkpoints" / start.path.name)
+
+
+def write_copy(own: Path, tree: Tree, start: Checkpoint, base: Base, how: str) -> None:
+    """Makes a folder a run whose only checkpoint is an edited one; says how it was edited."""
+    shutil.rmtree(own, ignore_errors=True)
+    place = own / "checkpoints"
+    write(place, tree, step=start.step, info=start.info, healthy=True, val_loss=start.val_loss)
+    as_run(base, own, f"the state of {base.run} after step {start.step}, {how}")
 
 
 def start_of(
@@ -294,10 +301,7 @@ def edit_start(
     """Writes an edited copy of the start, unless it is there; for the arguments see `start_of`."""
     own = folder / f"start-{arm.folder}"
     if not (own / RUN).exists():
-        shutil.rmtree(own, ignore_errors=True)
         if states is None:
             states = states_at(arm.states, base, start, folder) if arm.states else []
         tree = edited(start.load(), arm, trouble, [each.load_model() for each in states])
-        place = own / "checkpoints"
-        write(place, tree, step=start.step, info=start.info, healthy=True, val_loss=start.val_loss)
-        as_run(base, own, f"the state of {base.run} after step {start.step}, edited: {arm.about}")
+        write_copy(own, tree, start, base, f"edited: {arm.about}")
