@@ -256,6 +256,7 @@ class Reading(NamedTuple):
         overflow: whether the update was skipped for fp16's routine overflow, which lowers the loss scale.
         lr: learning rate of the first parameter group.
         state_changed: see `StepChecks`.
+        bad_update: whether the optimizer's step gave values that are not finite; `applied` is then False.
         recheck: see `StepChecks`.
         recheck_update: the same for the optimizer's update of one tensor.
         stop: whether any rank was asked to stop.
@@ -277,6 +278,7 @@ class Reading(NamedTuple):
     overflow: bool
     lr: float
     state_changed: bool = False
+    bad_update: bool = False
     recheck: float = 0.0
     recheck_update: float = 0.0
     stop: bool = False
@@ -309,10 +311,15 @@ class RankPart(NamedTuple):
 
 
 class Verdict(enum.Enum):
-    """What the loop does after a step."""
+    """What the loop does after a step.
+
+    `RESTORE`: memory or arithmetic failed, and not the data or the settings. The step is taken again, from a state that
+    is intact, with the same batch and the same learning rate.
+    """
 
     APPLY = "apply"
     SKIP = "skip"
+    RESTORE = "restore"
     ROLLBACK = "rollback"
     HALT = "halt"
 

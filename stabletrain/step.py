@@ -57,11 +57,16 @@ class Computed:
     classes: int | None
 
 
+FLAGS = ("bad_data", "overflow", "state_changed", "bad_update", "stop")
+"""Fields of a reading that are true or false; on the device they are numbers."""
+
+
 class InFlight:
     """A reading on its way from the device to the host.
 
     Attributes:
         own: this rank's own numbers of the step, on the device; None in a single process.
+        undone: whether the update was applied and then undone, because it was not finite.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class InFlight:
         terms: Mapping[str, Number],
         numbers: Mapping[str, Tensor | float | None],
         own: OwnNumbers | None = None,
+        undone: bool = False,
     ) -> None:
         """Starts copying `terms` and `numbers`, which become the fields of `Reading`, to the host.
 
@@ -78,7 +84,7 @@ class InFlight:
             step, lr, terms: see `Reading`.
             numbers: 0-d tensors, and numbers that the host knows already. `withheld` is 1 if the update was skipped.
         """
-        self.own = own
+        self.own, self.undone = own, undone
         self._known: dict[str, Any] = {"step": step, "lr": lr, **numbers}
         self._terms = {f"terms/{name}": name for name in terms}  # no field of `Reading` has a slash in its name
         self._known |= {key: terms[name] for key, name in self._terms.items()}
@@ -98,10 +104,10 @@ class InFlight:
             self._arrived.synchronize()
         numbers = self._known | dict(zip(self._names, self._values.tolist(), strict=True))
         numbers["terms"] = {name: numbers.pop(key) for key, name in self._terms.items()}
-        numbers["applied"] = not numbers.pop("withheld")
+        numbers["applied"] = not (numbers.pop("withheld") or numbers["bad_update"])
         if numbers["clip_active"] is None:  # the gradient was clipped as a whole
             numbers["clip_active"] = float(numbers["clip_coef"] < 1)
-        flags = {name: bool(numbers.get(name)) for name in ("bad_data", "overflow", "state_changed", "stop")}
+        flags = {name: bool(numbers.get(name)) for name in FLAGS}
         numbers |= {**flags, "rank": int(numbers.get("rank", -1))}
         return Reading(**numbers)
 
@@ -234,10 +240,12 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     # spike, and for fp16's routine overflow.
     overflow = tools.precision.overflow(terms, norms)
     gate = tools.precision.close(tools.guard.gate(terms, norms, checks), overflow)
-    # Clip. Adaptive clipping needs the gate: a skipped step must not enter its statistics.
-    clipped = tools.clipping(state.model, norms, gate)
     loss_scale = tools.precision.loss_scale()
     lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.lr_multiplier(state.step))
+    # Finite gradients do not make a finite update: an optimizer that is not proven to be safe is checked after its step.
+    update = tools.guard.update_check.of_step(state, tools)
+    # Clip. Adaptive clipping needs the gate: a skipped step must not enter its statistics.
+    clipped = tools.clipping(state.model, norms, gate)
     # Apply the update if the gate is open. Otherwise weights and moments keep their bits, and buffers are restored.
     recheck = tools.guard.recheck.of_update(state, tools)
     lengths = tools.guard.lengths  # of the update and of the weights, over a sample of them
@@ -245,6 +253,7 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     withheld = apply(state.optimizer, gate)
     recheck_update = recheck.update(partial(apply, gate=gate))
     tools.after_update(state.model, gate)
+    gate = update.judge(gate)  # closed if the update was not finite, and is undone now or by the loop
     measured = lengths.after(before, tools.parallel.all_reduce_sum)
     buffers = computed.buffers.restore_(computed.saved_buffers, gate)
     tools.precision.update(overflow, gate)
@@ -261,6 +270,7 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
         "buffers": checks.buffers,
         "loss_scale": loss_scale,
         "withheld": withheld,
+        "bad_update": update.bad,
         "bad_data": checks.bad_data,
         "state_changed": checks.state_changed,
         "overflow": overflow,
@@ -269,7 +279,7 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
         **measured,
     }
     of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
-    return InFlight(state.step, lr, terms.parts, numbers | of_ranks, checks.own)
+    return InFlight(state.step, lr, terms.parts, numbers | of_ranks, checks.own, update.undone)
 
 
 def train_step(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Reading:

@@ -167,6 +167,10 @@ class Snapshots:
         """Drops the snapshot of a step."""
         self._trees.pop(step, None)
 
+    def reaches(self, step: int) -> bool:
+        """Returns whether there is a snapshot of at most `step` steps."""
+        return any(taken <= step for taken in self._trees)
+
     def newest(self, at_most: int) -> Tree | None:
         """Returns the newest snapshot with a step of at most `at_most`, with its shards in new memory on their device.
 

@@ -40,6 +40,8 @@ class IncidentSummary:
     Attributes:
         path: the incident's folder; None if it could not be written.
         lines: three lines to show: what happened, the best fix, and where the details are.
+        mistake: identifies what happened; see `mistake_key`.
+        known: whether this mistake is filed already, so that there is nothing to show.
     """
 
     path: Path | None
@@ -47,6 +49,8 @@ class IncidentSummary:
     verdict: str
     fix: Sequence[str]
     lines: list[str]
+    mistake: tuple[str, ...] = ()
+    known: bool = False
 
 
 class NoIncidentHandler:
@@ -129,7 +133,7 @@ class IncidentHandler(NoIncidentHandler):
     ) -> IncidentSummary | None:
         """Explains a step and writes its folder.
 
-        Returns None if the budget is spent, if the mistake is known already, or if the alarm was false. If the run was
+        Returns None if the budget is spent, or if the alarm was false. If the run was
         killed and meets the very same step again, returns the incident that is filed already.
 
         Args:
@@ -209,8 +213,8 @@ class IncidentHandler(NoIncidentHandler):
 
     def write_incident(
         self, subject: Subject, found: Findings, rank: int | None = None, tick: int | None = None
-    ) -> IncidentSummary | None:
-        """Writes the folder and returns the summary; None if the mistake is known already.
+    ) -> IncidentSummary:
+        """Writes the folder, unless the mistake is known already, and returns the summary.
 
         Args:
             subject, found: the step, and what was found.
@@ -218,9 +222,10 @@ class IncidentHandler(NoIncidentHandler):
             tick: see `handle`.
         """
         mistake = mistake_key(found)
+        about = found.diagnosis
         if mistake in self._filed:
             self.again[mistake] += 1
-            return None
+            return IncidentSummary(None, about.cause, about.verdict, about.fix, [], mistake, known=True)
         assert self._folder is not None, "open(folder, setting) comes first"
         assert subject.reading is not None
         path: Path | None = None
@@ -234,9 +239,8 @@ class IncidentHandler(NoIncidentHandler):
         else:
             where = str(path)
             self._filed |= set() if is_accident(mistake) else {mistake}
-        about = found.diagnosis
         lines = lines_of(subject.reading.step, rank, about.cause, about.confidence, about.verdict, about.fix, where)
-        return IncidentSummary(path, about.cause, about.verdict, about.fix, lines)
+        return IncidentSummary(path, about.cause, about.verdict, about.fix, lines, mistake)
 
 
 def lines_of(
@@ -255,7 +259,7 @@ def summary_of(path: Path, record: Mapping[str, Any]) -> IncidentSummary:
     """Returns the summary of an incident that is filed already, from its `diagnosis.json`."""
     told = (record["cause"], record["confidence"], record["verdict"], record["fix"])
     lines = lines_of(record["step"], record["rank"], *told, f"{path} (filed already)")
-    return IncidentSummary(path, record["cause"], record["verdict"], record["fix"], lines)
+    return IncidentSummary(path, record["cause"], record["verdict"], record["fix"], lines, mistake_of(record))
 
 
 def settings_hash(setting: RunSettings) -> str:

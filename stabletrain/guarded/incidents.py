@@ -151,7 +151,7 @@ class Incidents:
         except NotInvestigated as error:
             self.note(f"step {step}: this incident is not investigated: {error}")
             return False
-        if summary is None:
+        if summary is None or summary.known:
             return False
         self.found.append(summary)
         self.note(*summary.lines)

@@ -9,17 +9,22 @@ import torch
 
 from stabletrain.buffers import SavedBuffers
 from stabletrain.forensics.agreement import NotInvestigated
+from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.probes.samples import MOST, bad_samples, describe
 from stabletrain.forensics.probes.underflow import can_underflow
 from stabletrain.forensics.repro import Repro
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Batch, Reading, Verdict
+from stabletrain.stability.guard.update_check import state_is_finite
 from stabletrain.step import InFlight
 from stabletrain.trainer.run import TrainingRun
 
 FAR = 1_000_003
 """A replay reads its fresh batch at this multiple of the step number, a position that the run never reaches."""
+
+
+DAMAGED = "weights or moments have changed since the last update"
 
 
 class ExecutedStep(NamedTuple):
@@ -42,11 +47,12 @@ class ExecutedStep(NamedTuple):
         return self.in_flight.wait()
 
 
-def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict: Verdict) -> None:
-    """Records a skipped step, and investigates it if it is the first in a row.
+def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict: Verdict) -> Verdict:
+    """Records a skipped step, and investigates it if it is the first in a row; returns the verdict on it.
 
-    If the step halts the run, it is also investigated, unless the newest incident is of the same kind. Skipped steps
-    without an incident are printed only if `is_round` selects their count.
+    The verdict becomes RESTORE if the machine was at fault: if the state is damaged, or the step comes out otherwise
+    when it is run again. If the step halts the run, it is also investigated, unless the newest incident is of the same
+    kind. Skipped steps without an incident are printed only if `is_round` selects their count.
     """
     guard, tracker = run.tools.guard, run.rollback.tracker
     reason, samples = guard.reason, {}
@@ -70,22 +76,55 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
         **samples,
     )
     if guard.kind == "overflow":  # routine in fp16: an overflow only lowers the loss scale
-        return
+        return verdict
     if guard.kind == "recheck" and guard.recheck.found is None:  # the model never repeats: no fault
-        return
+        return verdict
     handler = run.forensics.handler
-    new = guard.consecutive == 1 or guard.kind in ("state", "recheck")
-    if new or (verdict is Verdict.HALT and guard.kind != handler.newest):
+    if is_new(run, verdict):
         finite = all(map(math.isfinite, (reading.loss, reading.grad_norm, reading.buffers)))
         # bad inputs may make the step non-finite; a bad label does not
         kind = "nonfinite" if guard.kind == "bad_data" and not finite else guard.kind
-        if handle_incident(run, executed, reading, kind):
+        incident = handle_incident(run, executed, reading, kind)
+        if incident is not None:
+            guard.note_mistake(incident)
+        verdict = verdict_on_machine(run, reading, verdict, None if incident is None else incident.cause)
+        if incident is not None and not incident.known:
             handler.newest = guard.kind
-            return
+            return verdict
     number = guard.skips[guard.kind]
     # a rollback or a halt prints its own message, so only plain skips are logged here
     if verdict is Verdict.SKIP and is_round(number):
         tracker.note(f"step {reading.step}: {reason}; update skipped ({guard.kind}, number {number})")
+    return verdict
+
+
+def is_new(run: TrainingRun, verdict: Verdict) -> bool:
+    """Returns whether a skipped step is to be investigated."""
+    guard = run.tools.guard
+    if guard.consecutive == 1 or guard.kind in ("state", "recheck"):
+        return True
+    return verdict is Verdict.HALT and guard.kind != run.forensics.handler.newest
+
+
+def verdict_on_machine(run: TrainingRun, reading: Reading, verdict: Verdict, cause: str | None) -> Verdict:
+    """Returns RESTORE for a skipped step if memory or arithmetic was at fault, and not the data or the settings.
+
+    Args:
+        verdict: the guard's.
+        cause: what the investigation found; None if there was none. The step is then taken again to find out.
+    """
+    guard, state = run.tools.guard, run.state
+    if guard.kind not in ("nonfinite", "spike", "update"):
+        return verdict
+    damaged = cause == "corrupt_state" or not state_is_finite(state.model, state.optimizer)
+    if run.parallel.any_rank(damaged):
+        verdict = guard.on_machine_fault(reading.step, f"{guard.reason}: {DAMAGED}", damaged=True, otherwise=verdict)
+        if verdict is Verdict.RESTORE or reading.step != guard.taken_again:
+            guard.kind = "state"
+        return verdict
+    if cause == "hardware_fault":
+        return guard.on_machine_fault(reading.step, guard.reason, damaged=False, otherwise=verdict)
+    return verdict if cause is not None or guard.consecutive > 1 else guard.try_again(reading.step, verdict)
 
 
 def changed_tensors(run: TrainingRun) -> list[str]:
@@ -104,8 +143,12 @@ def investigate_alarm(run: TrainingRun, executed: ExecutedStep, reading: Reading
         handle_incident(run, executed, reading, "loss_scale")
 
 
-def handle_incident(run: TrainingRun, executed: ExecutedStep, reading: Reading, kind: str) -> bool:
-    """Investigates a step; returns whether an incident was filed and shown. If an error prevents it, one line says so.
+def handle_incident(
+    run: TrainingRun, executed: ExecutedStep, reading: Reading, kind: str
+) -> IncidentSummary | None:
+    """Investigates a step, and files and shows what is new; returns None if there was no investigation.
+
+    If an error prevents it, one line says so.
 
     All ranks must call it before the next step changes the state.
     """
@@ -126,9 +169,9 @@ def handle_incident(run: TrainingRun, executed: ExecutedStep, reading: Reading, 
     except NotInvestigated as error:
         tracker.event("not_investigated", reading.step, tick=run.state.executed_steps, kind=kind, reason=str(error))
         tracker.note(f"step {reading.step}: this incident is not investigated: {error}")
-        return False
-    if filed is None:
-        return False
+        return None
+    if filed is None or filed.known:
+        return filed
     tracker.event(
         "incident",
         reading.step,
@@ -142,7 +185,7 @@ def handle_incident(run: TrainingRun, executed: ExecutedStep, reading: Reading, 
     for line in filed.lines:
         tracker.note(line)
     tracker.alert(f"incident: {filed.cause}", "\n".join(filed.lines))
-    return True
+    return filed
 
 
 def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> Repro:

@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from stabletrain.buffers import buffers_of
 from stabletrain.errors import Interrupted, TrainingHalted
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.records import Reading, Verdict
-from stabletrain.stability.guard.skip import CHANGED
+from stabletrain.stability.guard.recheck import repeats_exactly
+from stabletrain.stability.guard.skip import BAD_UPDATE, CHANGED
 from stabletrain.step import commit, compute
 from stabletrain.trainer.ending import best_path, check_updated, remarks
 from stabletrain.trainer.evaluate import evaluate
@@ -28,7 +31,7 @@ from stabletrain.trainer.incidents import (
     investigate_alarm,
     investigate_skip,
 )
-from stabletrain.trainer.recheck import confirm
+from stabletrain.trainer.recheck import compute_twice, confirm
 from stabletrain.trainer.run import TrainingRun
 from stabletrain.trainer.step_log import NOTHING, log_alarms, log_step, reading_metrics
 
@@ -77,10 +80,12 @@ def train(run: TrainingRun, signals: StopRequest | NoStopRequest | None = None) 
 
 def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -> None:
     """Runs the steps."""
-    plan, state, rollback = run.plan, run.state, run.rollback
+    plan, state, rollback, guard = run.plan, run.state, run.rollback, run.tools.guard
     throughput = Throughput(run.history, run.parallel.ranks.world_size)
     executed: ExecutedStep | None = None
     first = state.step + 1
+    replays_exactly = repeats_exactly(state.model, run.device)
+    taking_again = False
     # The guard needs one state to go back to before the first update.
     if rollback.snapshot_due(state.step):
         rollback.take_snapshot()
@@ -90,10 +95,12 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
             micro_batches = batch.to(run.device).split(plan.grad_accum_steps)
             run.parallel.request_stop(signals.name)
             # Launch forward and backward of this step before reading the last step's numbers: the device never waits.
-            computed = compute(state, micro_batches, run.tools)
+            # A step that is taken again, after a fault of the machine, is computed twice: both must agree.
+            again, taking_again = taking_again, False
+            computed = compute_twice(run, micro_batches) if again else compute(state, micro_batches, run.tools)
             # Judge the last step. After a rollback the gradients just computed belong to a state that no longer exists.
             if executed is not None and not settle(run, executed, throughput):
-                executed = None
+                executed, taking_again = None, guard.taken_again == state.step + 1
                 continue
             # Monitors inspect raw gradients, and weights before and after the update, so they go around `commit`.
             watching = run.monitoring.monitors.due(state.step + 1, plan.steps) and computed.forwards > 0
@@ -102,25 +109,33 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
                 run.monitoring.monitors.before(
                     state.model, state.optimizer, safe_batch, run.tools.precision, run.tools.objective
                 )
+            # If a bad update can be undone by a replay, from a snapshot in memory, nothing is copied before it is applied.
+            check = guard.update_check
+            check.copies = check.failed or not (replays_exactly and rollback.snapshots.reaches(state.step))
             # Clip and update, or skip. The numbers are copied to the host in the background.
             in_flight = commit(state, computed, run.tools)
             executed = ExecutedStep(in_flight, batch, computed.classes, computed.saved_buffers)
             throughput.count(batch)
-            due = due_after_step(run, watching, signals, first)
+            due = due_after_step(run, watching or in_flight.undone, signals, first)
             if not due.reading:  # judge this step in the next iteration, while the device is busy
                 continue
             if state.step == first:
                 executed.reading()  # every rank has contributed to it, so all of them have done their first step
                 run.parallel.set_timeout(started=True)
+            watching = watching and not executed.reading().bad_update
             seen = watch(run, executed) if watching else NOTHING
             judged, executed = executed, None
             # Evaluate or save a state only after its step was judged, and only if it is what the step has left, on all
             # ranks.
             if not settle(run, judged, throughput, seen):
+                taking_again = guard.taken_again == state.step + 1
                 continue
             if watching:
                 due = foretell(run, judged.reading(), seen, due)
+            if rollback.replay_is_due:
+                rollback.finish_replay()
             if not due.state_is_used:
+                rollback.finish_replay_at(state.step)
                 continue
             if unchanged(run, judged, throughput) and replicas_agree(run, throughput):
                 use_state(run, due, judged, throughput)
@@ -203,46 +218,105 @@ def settle(
         TrainingHalted: the guard gave up.
     """
     reading, guard = executed.reading(), run.tools.guard
+    if reading.bad_update and not executed.in_flight.undone:
+        # The weights are not finite, and there are no copies. Put the state back and take the step again with copies:
+        # the update is then undone at once, and can be investigated.
+        guard.update_check.failed = True
+        return restore(run, executed, reading.step, BAD_UPDATE, throughput)
     verdict = guard.judge(reading)
-    if guard.recheck.wrong(reading):  # a computation came out differently the second time: a third one tells more
+    # A computation came out differently the second time: a third one tells more.
+    if guard.recheck.wrong(reading) and guard.recheck.compared:
         verdict = confirm(run, executed, reading, verdict)
+    if not reading.applied:  # the weights still have their values from before the step: replay it now
+        verdict = investigate_skip(run, executed, reading, verdict)
+    run.parallel.note_stop(reading.stop)
+    if verdict is Verdict.RESTORE:
+        if reading.applied or guard.kind == "state":
+            return restore(run, executed, reading.step, guard.reason, throughput)
+        return take_again(run, executed)
     skipped_spike = not reading.applied and guard.kind == "spike"
     log_alarms(run, reading.step, [*run.monitoring.rolling.add(reading, skipped_spike), *guard.new_alarms()])
-    if not reading.applied:  # the weights still have their values from before the step: replay it now
-        investigate_skip(run, executed, reading, verdict)
     log_step(run, reading, throughput, seen)
-    run.parallel.note_stop(reading.stop)
     if run.state.step == run.plan.steps:  # no later step will show whether the trouble ends
         verdict = guard.at_end(verdict)
     if verdict is Verdict.APPLY:
         run.history.count_update(reading.loss)
         run.monitoring.forecast.add_loss(reading.loss)
-    # If memory or arithmetic was at fault, and not the data, the same batches are read again.
-    return follow(run, verdict, throughput, same_data=guard.kind in ("state", "recheck"))
+    return follow(run, verdict, throughput)
 
 
-def follow(run: TrainingRun, verdict: Verdict, throughput: Throughput, *, same_data: bool = False) -> bool:
+def take_again(run: TrainingRun, executed: ExecutedStep) -> bool:
+    """Goes back to before a step that was withheld: its numbers were wrong, but they have changed nothing.
+
+    The step is counted as executed, so a fault that was injected by its tick does not return. Returns False.
+    """
+    put_back_buffers(run, executed)
+    run.state.step -= 1
+    run.data.batches.forget()
+    fields = {"to": run.state.step, "loaded": run.state.step, "reason": run.tools.guard.reason}
+    run.rollback.tracker.event("restore", run.state.step + 1, tick=run.state.executed_steps, **fields)
+    run.rollback.tracker.note(f"step {run.state.step + 1}: taken again, with the same batch and learning rate")
+    return False
+
+
+def restore(
+    run: TrainingRun,
+    executed: ExecutedStep | None,
+    step: int,
+    reason: str,
+    throughput: Throughput,
+    *,
+    to: int | None = None,
+) -> bool:
+    """Puts the state back to what it was before `step`, or after `to` steps, bit for bit; returns False.
+
+    Args:
+        executed: the step that was withheld, or whose update is undone; None if the fault was found after it.
+
+    Raises:
+        TrainingHalted: no intact state is left.
+    """
+    throughput.measure()
+    guard = run.tools.guard
+    guard.reason = reason
+    # A saved state lacks buffers that the model does not save.
+    if executed is not None:
+        put_back_buffers(run, executed)
+    guard.state_check.put_back_buffers()
+    run.rollback.put_back(step - 1 if to is None else to, trouble=step, used=to is None)
+    guard.state_check.after_update(run.state, buffers_of(run.state.model).save())
+    throughput.resume()
+    return False
+
+
+def put_back_buffers(run: TrainingRun, executed: ExecutedStep) -> None:
+    """Gives the buffers the values from before a step; the forward pass of the next step has written them."""
+    buffers = executed.saved_buffers.buffers
+    buffers.put_back()
+    buffers.restore_(executed.saved_buffers, torch.zeros((), dtype=torch.bool, device=run.device))
+
+
+def follow(run: TrainingRun, verdict: Verdict, throughput: Throughput) -> bool:
     """Rolls back or halts if the verdict says so; returns whether the run continues from the present state.
 
     Raises:
         TrainingHalted: the guard gave up.
     """
-    step = run.state.step
+    step, guard = run.state.step, run.tools.guard
+    if verdict is Verdict.RESTORE:  # the fault was found after the step
+        return restore(run, None, step, guard.reason, throughput, to=step)
     if verdict is Verdict.ROLLBACK:
         throughput.measure()
-        check = run.tools.guard.state_check
-        if same_data:  # the saved state lacks buffers that the model does not save
-            check.put_back_buffers()
-        run.rollback.roll_back(step, same_data)
-        check.after_update(run.state, buffers_of(run.state.model).save())
+        run.rollback.roll_back(step)
+        guard.state_check.after_update(run.state, buffers_of(run.state.model).save())
         throughput.resume()
     if verdict is Verdict.HALT:  # the present weights may be bad, so leave the last healthy ones on disk
         throughput.measure()
         # The event comes first: a process that is killed here knows by it that fixes are to be tried.
-        run.rollback.note_halt(step, run.tools.guard.reason, machine=same_data)
+        run.rollback.note_halt(step, guard.reason, machine=guard.kind in ("state", "recheck"))
         run.rollback.save_last_healthy()
         run.rollback.checkpoints.wait()
-        raise TrainingHalted(f"step {step}: {run.tools.guard.reason}")
+        raise TrainingHalted(f"step {step}: {guard.reason}")
     return verdict is not Verdict.ROLLBACK
 
 
@@ -259,10 +333,11 @@ def unchanged(run: TrainingRun, executed: ExecutedStep, throughput: Throughput) 
     if not run.parallel.any_rank(not guard.state_check.holds(run.state)):
         return True
     tensors = changed_tensors(run)
-    verdict = guard.distrust(CHANGED)
+    guard.kind = "state"
+    verdict = guard.on_machine_fault(step, CHANGED, damaged=True)
     tracker.event("state_changed", step, reason=CHANGED, tensors=tensors, tick=run.state.executed_steps)
     handle_incident(run, executed, executed.reading()._replace(state_changed=True), "state")
-    return follow(run, verdict, throughput, same_data=True)
+    return follow(run, verdict, throughput)
 
 
 def replicas_agree(run: TrainingRun, throughput: Throughput) -> bool:
@@ -274,12 +349,13 @@ def replicas_agree(run: TrainingRun, throughput: Throughput) -> bool:
     divergence = run.parallel.find_divergence(run.state)
     if not divergence:
         return True
-    verdict, tracker = run.tools.guard.distrust(divergence), run.rollback.tracker
+    guard, tracker = run.tools.guard, run.rollback.tracker
+    guard.kind = "state"
+    verdict = guard.on_machine_fault(run.state.step, divergence, damaged=True)
     tracker.event("divergence", run.state.step, reason=divergence, tick=run.state.executed_steps)
     if verdict is Verdict.APPLY:
         tracker.note(f"step {run.state.step}: {divergence}; guard=off lets that be")
-    # A flipped bit is not the data's fault, so the same batches are read again.
-    return follow(run, verdict, throughput, same_data=True)
+    return follow(run, verdict, throughput)
 
 
 def use_state(run: TrainingRun, due: Due, judged: ExecutedStep, throughput: Throughput) -> None:
@@ -360,6 +436,7 @@ def final_metrics(run: TrainingRun) -> dict[str, Any]:
         "ticks": run.state.executed_steps,
         "guard/updates": history.updates,
         "guard/rollbacks": guard.rollbacks,
+        "guard/machine_faults": guard.machine_faults,
         **healings,
         **({"guard/whatif_steps": run.rollback.whatif_steps} if healings else {}),
         "guard/lost_steps": history.lost_steps,

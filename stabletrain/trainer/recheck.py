@@ -1,12 +1,16 @@
 """A computation that came out differently the second time: a third one tells which was wrong, or that neither repeats.
 
+A step that was withheld although its data are innocent is taken again, and then computed twice (`compute_twice`).
+
 A third result that equals one of the two shows that the other was wrong: the hardware. If it does not equal the second
 and no two results ever agreed in this run, the model is at fault: its forward pass depends on more than weights,
 buffers, batch and PyTorch's random numbers, such as a file or a list that it appends to. This is said once, and the
 limit is learnt from then on.
 """
 
+import math
 import platform
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,10 +20,11 @@ from stabletrain.forensics.repro import at_scale, copy_of_model
 from stabletrain.machine import hardware
 from stabletrain.machine.compiling import compiled_shape, uncompiled
 from stabletrain.machine.determinism import rng_restored
-from stabletrain.records import Reading, Verdict
+from stabletrain.monitors.tensor_norms import gradients
+from stabletrain.records import Batch, Reading, Verdict
 from stabletrain.stability.guard.comparing import Compared, sums
 from stabletrain.stability.guard.recheck import Finding
-from stabletrain.step import count_targets, forward_backward
+from stabletrain.step import Computed, compute, count_targets, forward_backward
 from stabletrain.trainer.incidents import ExecutedStep, handle_incident
 from stabletrain.trainer.run import TrainingRun
 
@@ -45,12 +50,27 @@ def confirm(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict:
             "with a limit that is learnt"
         )
         return Verdict.APPLY if reading.applied else Verdict.SKIP
-    recheck.found = finding
+    recheck.found, guard = finding, run.tools.guard
     if reading.applied:
-        fields = {"kind": "recheck", "part": part, "reason": run.tools.guard.reason}
+        fields = {"kind": "recheck", "part": part, "reason": guard.reason}
         tracker.event("distrust", reading.step, tick=run.state.executed_steps, **fields)
         handle_incident(run, executed, reading, "recheck")
-    return verdict
+        return guard.on_machine_fault(reading.step, guard.reason, damaged=True)
+    return guard.on_machine_fault(reading.step, guard.reason, damaged=False, otherwise=verdict)
+
+
+def compute_twice(run: TrainingRun, micro_batches: Sequence[Batch]) -> Computed:
+    """Runs forward and backward of a step twice, and closes its gate unless all gradients have the same bits."""
+    state, tools = run.state, run.tools
+    first = compute(state, micro_batches, tools)
+    bits = sums(gradients(state.model), run.device)
+    first.buffers.put_back()
+    first.buffers.restore_(first.saved_buffers, torch.zeros((), dtype=torch.bool, device=run.device))
+    computed = compute(state, micro_batches, tools)
+    differs = (bits != sums(gradients(state.model), run.device)).any().float()
+    tools.parallel.max_over_ranks_([differs])
+    difference = torch.where(differs > 0, math.inf, torch.as_tensor(computed.checks.recheck, device=run.device))
+    return replace(computed, checks=replace(computed.checks, recheck=difference))
 
 
 def find(run: TrainingRun, executed: ExecutedStep, reading: Reading, part: str) -> Finding:

@@ -1,9 +1,10 @@
 """The run's saved states: snapshots in memory and checkpoints on disk, restored by a rollback or a resume.
 
-A rollback restores the newest healthy state, and the run then skips the data that it has read since. If neither memory
-nor disk has that state, an older one is loaded, and the steps in between are replayed without logging. A step is a pure
-function of state and step number, so the replay gives the same bits: a run that was killed and resumed rolls back
-exactly as one that was never interrupted.
+A rollback restores the newest healthy state, and the run then skips the data that it has read since. `put_back` restores
+the state after a step that is known to be good, because memory or arithmetic failed since: nothing is skipped then. If
+neither memory nor disk has the state, an older one is loaded, and the steps in between are replayed without logging. A
+step is a pure function of state and step number, so the replay gives the same bits: a run that was killed and resumed
+rolls back exactly as one that was never interrupted, and a state that was put back is the one that was lost.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from stabletrain.data.order import position
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.protocols import GuardPolicy
 from stabletrain.records import Detour, TrainState
+from stabletrain.stability.guard.update_check import state_is_finite
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.changes import NoResumption
 from stabletrain.trainer.history import History
@@ -42,6 +44,8 @@ class PendingReplay:
         step: number of steps of that state.
         trouble: the step after which the guard asked for the rollback.
         executed_steps, skipped, cumulative: values that a rollback does not undo.
+        keeps_later: whether what was logged and saved after that state remains, because the run comes to it again.
+        used: whether that state was evaluated and saved already, if it was due.
     """
 
     step: int
@@ -49,6 +53,8 @@ class PendingReplay:
     executed_steps: int
     skipped: list[tuple[int, int]]
     cumulative: dict[str, dict[str, Any]]
+    keeps_later: bool = False
+    used: bool = True
 
 
 class Rollback:
@@ -248,12 +254,53 @@ class Rollback:
             )
         return None
 
-    def roll_back(self, trouble: int, same_data: bool = False) -> None:
+    def put_back(self, step: int, *, trouble: int, used: bool) -> None:
+        """Restores the state after `step` steps, which is lost because memory or arithmetic failed, bit for bit.
+
+        Takes the newest intact state of at most that step, and replays the steps since. On a device whose kernels add
+        in any order, the replay gives the same state up to rounding.
+
+        Args:
+            step: number of steps of the wanted state.
+            trouble: the step at which the fault was found.
+            used: see `PendingReplay`.
+
+        Raises:
+            TrainingHalted: no intact state is left.
+        """
+        # Counts and skipped data are those of now, in the replay as well: the lost state was reached with them.
+        skipped, executed, cumulative = self.state.skipped, self.state.executed_steps, self._cumulative_states()
+        if (pending := self.replaying) is not None:  # it happened in a replay, which begins anew
+            step, skipped, executed, used = pending.step, pending.skipped, pending.executed_steps, pending.used
+            cumulative = {**pending.cumulative, "guard": cumulative["guard"]}
+            self.replaying = None
+        reason, tracker = self._guard.reason, self._tracker
+        found = self._find(step)
+        if found is None:
+            reason = f"{reason}; no intact state is left to go back to"
+            self.note_halt(trouble, reason, machine=True)
+            raise TrainingHalted(f"step {trouble}: {reason}")
+        tree, target = found
+        loaded = tree["step"]
+        tracker.event("restore", trouble, to=target, loaded=loaded, tick=executed, reason=reason)
+        text = f"step {trouble}: {reason}: the state after step {target} is put back"
+        text += f", from step {loaded}" if loaded < target else ""
+        tracker.note(f"{text}; no data are skipped")
+        tracker.alert("state put back", text)
+        restore(tree, self.state, self.parts)
+        self.state.skipped = skipped
+        self.parts["guard"].load_cumulative_state(cumulative["guard"])  # ty: ignore[unresolved-attribute]
+        self._guard.reason = reason
+        self._batches.forget()
+        self.replaying = PendingReplay(target, trouble, executed, skipped, cumulative, target == step, used)
+        if self.state.step >= target:
+            self.finish_replay()
+
+    def roll_back(self, trouble: int) -> None:
         """Restores the newest healthy state that the guard wants, and skips the data that was read since.
 
         Args:
             trouble: the step after which the guard gave up on the present state.
-            same_data: read the same data again at the same learning rate, because neither was at fault.
 
         Raises:
             TrainingHalted: no healthy state is left.
@@ -264,16 +311,16 @@ class Rollback:
         found = None if wanted is None else self._find(wanted)
         if found is None:
             reason = f"{reason}; no healthy state is left to go back to"
-            self.note_halt(trouble, reason, machine=same_data)
+            self.note_halt(trouble, reason, machine=False)
             raise TrainingHalted(f"step {trouble}: {reason}")
         tree, target = found
         # Reading the same batches again would lead to the same weights again, bit for bit. So skip everything between
         # the restored state and the trouble, as PaLM did. `start` and `stop` are data positions, not step numbers.
         start, stop = position(target, self.state.skipped), position(trouble - 1, self.state.skipped) + 1
-        detour = self._guard.begin_rollback(trouble, target, same_data)
+        detour = self._guard.begin_rollback(trouble, target)
         stop += detour.skip_batches
-        self._announce(trouble, target, tree["step"], detour, None if same_data else (start, stop), (start, stop))
-        skipped = [*self.state.skipped, *([] if same_data else [(start, stop)])]
+        self._announce(trouble, target, tree["step"], detour, (start, stop))
+        skipped = [*self.state.skipped, (start, stop)]
         # Counts, budgets and skipped data must survive the restore: keep them until the target state is reached.
         replaying = PendingReplay(target, trouble, self.state.executed_steps, skipped, self._cumulative_states())
         restore(tree, self.state, self.parts)
@@ -299,6 +346,16 @@ class Rollback:
             fields["since"] = self._guard.since
         self._tracker.event("halt", step, **fields)
 
+    @property
+    def replay_is_due(self) -> bool:
+        """Whether a replay has reached its state, which is yet to be evaluated and saved as if it were the first time."""
+        return self.replaying is not None and not self.replaying.used and self.state.step >= self.replaying.step
+
+    def finish_replay_at(self, step: int) -> None:
+        """Finishes a replay that has reached its state; `step` is the number of steps done."""
+        if self.replaying is not None and step >= self.replaying.step:
+            self.finish_replay()
+
     def finish_replay(self) -> None:
         """Restores the values that a rollback does not undo, and saves the state. Does nothing without a replay."""
         done = self.replaying
@@ -313,6 +370,8 @@ class Rollback:
         self._history.lost_steps += done.trouble - self.state.step
         self._batches.forget()
         self.snapshots.retain(self._retained.steps)
+        if done.keeps_later:
+            return
         self.tracker.mark(self.state.step, done.executed_steps)
         self.checkpoints.rewind(self.state.step)
         self._resumption.went_back(self.state.step)
@@ -328,8 +387,7 @@ class Rollback:
         target: int,
         loaded: int,
         detour: Detour,
-        skipped: tuple[int, int] | None,
-        read: tuple[int, int],
+        skipped: tuple[int, int],
     ) -> None:
         """Logs the rollback, and shows and sends it to the user."""
         tracker, reason = self.tracker, self._guard.reason
@@ -339,14 +397,14 @@ class Rollback:
             to=target,
             loaded=loaded,
             tick=self.state.executed_steps,
-            skipped=[] if skipped is None else [*skipped],
+            skipped=[*skipped],
             lr_factor=detour.lr_factor,
             reason=reason,
         )
         slower = f", learning rate x {detour.lr_factor:g} until step {detour.until}" if detour.lr_factor < 1 else ""
         text = (
-            f"step {trouble}: {reason}: rollback {detour.number}, to step {target}; batches {read[0]} to {read[1] - 1} "
-            f"are {'read again' if skipped is None else 'never read again'}{slower}"
+            f"step {trouble}: {reason}: rollback {detour.number}, to step {target}; batches {skipped[0]} to "
+            f"{skipped[1] - 1} are never read again{slower}"
         )
         tracker.note(text)
         tracker.alert("rollback", text)
@@ -392,17 +450,18 @@ class Rollback:
         return tree, max(target, saved.step) if self._resumption.replayable(saved, target) else saved.step
 
     def _newest_intact(self, target: int) -> Tree | None:
-        """Returns the newest snapshot of at most `target` steps that has the checksums it was taken with."""
+        """Returns the newest snapshot of at most `target` steps that is finite, with the checksums it was taken with."""
         while (kept := self.snapshots.newest(target)) is not None:
             step, skipped, executed = self.state.step, self.state.skipped, self.state.executed_steps
             restore(kept, self.state, {})  # over a state that is given up in any case
             intact = self._guard.state_check.restored(self.state, self._references.get(kept["step"]))
+            intact = intact and state_is_finite(self.state.model, self.state.optimizer)
             self.state.step, self.state.skipped, self.state.executed_steps = step, skipped, executed
             if not self._any_rank(not intact):
                 return kept
             self.snapshots.drop(kept["step"])
             self.tracker.event("corrupt_snapshot", step, snapshot=kept["step"])
-            self.tracker.note(f"step {step}: the snapshot after step {kept['step']} has changed in memory: not used")
+            self.tracker.note(f"step {step}: the snapshot after step {kept['step']} is damaged: not used")
         return None
 
 

@@ -112,14 +112,14 @@ def test_a_change_between_two_updates_is_undone(tmp_path, case):
     clean = trained(tmp_path / "clean", *SNAPSHOTS, *overrides)
     job = trained(tmp_path / "run", *SNAPSHOTS, *overrides, at=[10], change=change, where=where)
     assert same(job.state.model, clean.state.model), "the run must end as if nothing had been"
-    assert job.tools.guard.skips["state"] == 1
-    assert clean.tools.guard.skips["state"] == 0
-    (skip,), (rollback,) = events(tmp_path / "run", "skip"), events(tmp_path / "run", "rollback")
+    assert job.tools.guard.machine_faults == 1
+    assert clean.tools.guard.machine_faults == 0
+    (skip,), (restore,) = events(tmp_path / "run", "skip"), events(tmp_path / "run", "restore")
     assert skip["kind"] == "state"
     assert skip["step"] == 11
     assert skip["tensors"]
-    assert rollback["skipped"] == []
-    assert rollback["lr_factor"] == 1
+    assert restore["to"] == 10, "the state before that step"
+    assert job.tools.guard.skips["state"] == job.tools.guard.rollbacks == 0
     (incident,) = events(tmp_path / "run", "incident")
     record = json.loads((tmp_path / "run" / incident["path"] / "diagnosis.json").read_text())
     assert (record["kind"], record["cause"]) == ("state", "corrupt_state")
@@ -129,11 +129,11 @@ def test_a_change_between_two_updates_is_undone(tmp_path, case):
     assert bool(events(tmp_path / "run", "corrupt_snapshot")) == (change is and_a_snapshot)
 
 
-def test_a_change_between_a_rollback_and_the_next_update_is_seen_too(tmp_path):
+def test_a_change_right_after_a_state_was_put_back_is_seen_too(tmp_path):
     clean = trained(tmp_path / "clean", *SNAPSHOTS, *TINY_GPT)
     with composed(*RUN, *SNAPSHOTS, *TINY_GPT) as cfg:
         job = build(cfg, tmp_path / "run")
-    get, rolled_back = job.data.batches.get, job.rollback.roll_back
+    get, put_back = job.data.batches.get, job.rollback.put_back
     ticks, fresh = [10], []
 
     def changing(step):
@@ -143,15 +143,15 @@ def test_a_change_between_a_rollback_and_the_next_update_is_seen_too(tmp_path):
             flip_lowest_bit(job, weight(job))
         return get(step)
 
-    def rolling_back(*arguments):
-        rolled_back(*arguments)
-        if job.tools.guard.rollbacks == 1:
+    def putting_back(*arguments, **options):
+        put_back(*arguments, **options)
+        if job.tools.guard.machine_faults == 1:
             fresh.append(1)
 
-    job.data.batches.get, job.rollback.roll_back = changing, rolling_back
+    job.data.batches.get, job.rollback.put_back = changing, putting_back
     train(job)
     assert same(job.state.model, clean.state.model)
-    assert job.tools.guard.skips["state"] == job.tools.guard.rollbacks == 2
+    assert job.tools.guard.machine_faults == 2
 
 
 @pytest.mark.parametrize("tick", [6, 12], ids=["before an evaluation", "at the end"])

@@ -96,10 +96,10 @@ def test_the_step_that_ends_the_run_is_investigated_if_its_reason_is_another(las
 
 
 def test_what_is_not_investigated_is_mentioned_with_its_number():
-    run = skipped(NAN, NAN, handler=Handler(files=False))
+    run = skipped(BAD_DATA, BAD_DATA, handler=Handler(files=False))
     assert run.output.tracker.notes == [
-        "step 7: loss is nan; update skipped (nonfinite, number 1)",
-        "step 8: loss is nan; update skipped (nonfinite, number 2)",
+        "step 7: all samples are valid on the host: the batch may have been corrupted on its way to the device; update skipped (bad_data, number 1)",
+        "step 8: all samples are valid on the host: the batch may have been corrupted on its way to the device; update skipped (bad_data, number 2)",
     ]
     assert run.forensics.handler.newest == ""
 
@@ -132,13 +132,13 @@ def test_an_incident_that_cannot_be_investigated_is_one_line_and_the_step_is_ski
 
     handler = Handler()
     monkeypatch.setattr(handler, "handle", declines)
-    run = skipped(NAN, handler=handler)
+    run = skipped(BAD_DATA, handler=handler)
     assert run.output.tracker.notes == [
         "step 7: this incident is not investigated: rank 1: no memory",
-        "step 7: loss is nan; update skipped (nonfinite, number 1)",
+        "step 7: all samples are valid on the host: the batch may have been corrupted on its way to the device; update skipped (bad_data, number 1)",
     ]
     ((step, fields),) = events(run, "not_investigated")
-    assert (step, fields) == (7, {"tick": 107, "kind": "nonfinite", "reason": "rank 1: no memory"})
+    assert (step, fields) == (7, {"tick": 107, "kind": "bad_data", "reason": "rank 1: no memory"})
     assert not events(run, "incident")
     assert handler.newest == ""
 

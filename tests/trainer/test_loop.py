@@ -206,8 +206,16 @@ def test_a_verdict_of_a_rollback_restores_an_older_state_once():
     assert follow(run, Verdict.APPLY, Throughput(run.history))
     assert follow(run, Verdict.SKIP, Throughput(run.history))
     assert not asked
-    assert not follow(run, Verdict.ROLLBACK, Throughput(run.history), same_data=True)
-    assert asked == [(9, True)]
+    assert not follow(run, Verdict.ROLLBACK, Throughput(run.history))
+    assert asked == [(9,)]
+
+
+def test_a_verdict_to_restore_puts_the_state_back_from_which_the_run_goes_on():
+    run, asked = make_run(), []
+    run.rollback.put_back = lambda *arguments, **options: asked.append((*arguments, options))
+    run.state.step = 9
+    assert not follow(run, Verdict.RESTORE, Throughput(run.history))
+    assert asked == [(9, {"trouble": 9, "used": False})]
 
 
 def test_a_verdict_to_halt_leaves_the_last_healthy_state_on_the_disk_before_the_run_ends():
@@ -358,6 +366,8 @@ def test_the_final_numbers_are_those_of_history_and_guard():
         "guard/skipped_bad_data": 0,
         "guard/skipped_state": 0,
         "guard/skipped_recheck": 0,
+        "guard/skipped_update": 0,
+        "guard/machine_faults": 0,
         "spike/score": 0.0,
     }
     assert {name: numbers[name] for name in expected} == expected

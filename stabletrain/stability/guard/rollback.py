@@ -14,13 +14,14 @@ killed, its snapshots are lost. The resumed run then replays steps from an older
 which works because a step is a pure function.
 """
 
+import zlib
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from stabletrain.errors import ConfigError
 from stabletrain.records import Detour, Reading, Verdict
 from stabletrain.stability.guard.retained import RetainedStates
-from stabletrain.stability.guard.skip import SkipGuard
+from stabletrain.stability.guard.skip import ONLY_UP, SkipGuard
 
 WHOLE = {
     "patience": (1, "10 skips"),
@@ -33,10 +34,13 @@ WHOLE = {
 }
 """Lower bound and customary value of each integer option."""
 
+SLOWER = ("optimizer.lr=", "warmup.steps=")
+"""How fixes begin that lower the learning rate, as a rollback does."""
+
 LAST_PATIENCE = 2
 """Value of `trouble` that triggers a rollback at the last step. A single skip leaves the weights as they were."""
 
-CUMULATIVE = ("skips", "rollbacks", "in_vain", "beyond", "lowered")
+CUMULATIVE = ("skips", "rollbacks", "in_vain", "restored_in_vain", "beyond", "lowered", "rolled_back_for", *ONLY_UP)
 """Attributes that a rollback does not restore."""
 
 
@@ -58,7 +62,10 @@ class RollbackGuard(SkipGuard):
         states: the states a rollback may restore.
         rollbacks: rollbacks in the whole run.
         in_vain: rollbacks since the last progress.
+        restored_in_vain: steps taken again after a fault of the machine since the last progress; at most
+            `max_rollbacks`.
         beyond: a healthy state taken after this step is progress.
+        rolled_back_for: identifies the mistake that the last rollback without progress was for; 0 if it is unknown.
         lowered: start step, stop step (exclusive) and factor of the lowered learning rate.
         rollback_before: step that the next rollback has to go back before; None: to the newest healthy state.
     """
@@ -73,9 +80,12 @@ class RollbackGuard(SkipGuard):
     lr_steps: int = 100
     rollbacks: int = 0
     in_vain: int = 0
+    restored_in_vain: int = 0
     beyond: int = 0
     lowered: tuple[int, int, float] = (0, 0, 1.0)
+    rolled_back_for: int = 0
     states: RetainedStates = field(init=False, repr=False)
+    _incident: Any = field(init=False, repr=False, default=None)
     rollback_before: int | None = field(init=False, repr=False, default=None)
 
     slow_modes: ClassVar[tuple[str, ...]] = ("off", "alarm", "rollback")
@@ -105,9 +115,7 @@ class RollbackGuard(SkipGuard):
         if verdict is Verdict.APPLY and self.healthy and not self.slow_spikes.suspects:
             promoted = self.states.promote(reading.step)
             if any(step > self.beyond for step in promoted):  # the run got past the trouble: restore the budget
-                self.in_vain = 0
-        if verdict is Verdict.SKIP and self.kind == "recheck":  # not the data's fault: the same batches are read again
-            return self.distrust(self.reason)
+                self.in_vain, self.restored_in_vain, self.rolled_back_for = 0, 0, 0
         # Bad data and fp16's overflows do not mean that the weights are bad: no rollback for them.
         if verdict is not Verdict.SKIP or self.kind not in ("spike", "nonfinite"):
             return verdict
@@ -149,8 +157,18 @@ class RollbackGuard(SkipGuard):
             return verdict
         return self._give_up("the run is at its end")
 
+    def note_mistake(self, incident: Any) -> None:
+        """Notes what the investigation of the present trouble has found."""
+        self._incident = incident
+
     def _give_up(self, why: str) -> Verdict:
-        what = f"{self.reason}, and {why}"
+        what, incident = f"{self.reason}, and {why}", self._incident
+        # Another batch has not helped. A lower learning rate may, but only if it is what the diagnosis names.
+        same = incident is not None and self.in_vain and mistake_number(incident) == self.rolled_back_for
+        if same and not any(each.startswith(SLOWER) for each in incident.fix):
+            fix = incident.fix[0] if incident.fix else "none known"
+            self.reason = f"{what}: {incident.cause} again after a rollback, with other data. fix: {fix}"
+            return Verdict.HALT
         if self.in_vain < self.max_rollbacks:
             self.reason = what
             return Verdict.ROLLBACK
@@ -159,33 +177,41 @@ class RollbackGuard(SkipGuard):
         )
         return Verdict.HALT
 
-    def distrust(self, why: str) -> Verdict:
-        """Returns the verdict on a corrupted state: ROLLBACK, or HALT if `max_rollbacks` is used up."""
-        self.reason = why
-        if self.in_vain < self.max_rollbacks:
-            return Verdict.ROLLBACK
-        self.reason = f"{why}, and guard.max_rollbacks={self.max_rollbacks} rollbacks did not help"
-        return Verdict.HALT
+    def on_machine_fault(self, step: int, why: str, *, damaged: bool, otherwise: Verdict | None = None) -> Verdict:
+        """Like `SkipGuard.on_machine_fault`, but at most `max_rollbacks` times without progress."""
+        verdict = super().on_machine_fault(step, why, damaged=damaged, otherwise=otherwise)
+        if verdict is Verdict.RESTORE:
+            self.restored_in_vain += 1
+            self.beyond = max(self.beyond, step)
+        return verdict
+
+    def _no_way_back(self, damaged: bool) -> str:
+        """Returns why the step cannot be taken again; empty if it can."""
+        if self.restored_in_vain < self.max_rollbacks or not (damaged or self.max_rollbacks):
+            return ""
+        limit = f"guard.max_rollbacks={self.max_rollbacks}"
+        if not self.max_rollbacks:
+            return f"; {limit} puts no state back"
+        return f", {limit} times without progress: resume on another machine, and test this one"
 
     def begin_anew(self, loss: float | None) -> None:
         """Adapts to other settings: also restores the budget of rollbacks. States from before remain a way back."""
         super().begin_anew(loss)
-        self.in_vain, self.lowered = 0, (0, 0, 1.0)
+        self.in_vain, self.restored_in_vain, self.lowered = 0, 0, (0, 0, 1.0)
 
-    def begin_rollback(self, step: int, target: int, same_data: bool = False) -> Detour:
-        """Counts a rollback from `step` to `target`, and lowers the learning rate unless `same_data`.
+    def begin_rollback(self, step: int, target: int) -> Detour:
+        """Counts a rollback from `step` to `target`, and lowers the learning rate.
 
         Args:
             step: step that caused the rollback.
             target: step of the restored state.
-            same_data: whether to replay the same batches at the same learning rate.
         """
         self.rollbacks += 1
         self.in_vain += 1
+        self.rolled_back_for = 0 if self._incident is None else mistake_number(self._incident)
+        self._incident = None
         self.beyond = max(self.beyond, step)
         self.rollback_before = None
-        if same_data:
-            return Detour(self.rollbacks, 0, 1.0, target)
         self.lowered = (target, target + self.lr_steps, self.lr_factor**self.in_vain)
         return Detour(self.rollbacks, self.skip_batches, self.lowered[2], self.lowered[1])
 
@@ -215,3 +241,8 @@ class RollbackGuard(SkipGuard):
         if "slow" in state:  # its name in checkpoints of version 1
             state = {"lowered": state["slow"], **state}
         self.load_cumulative_state({name: state[name] for name in CUMULATIVE[1:] if name in state})
+
+
+def mistake_number(incident: Any) -> int:
+    """Returns a number that identifies an incident's mistake: checkpoints hold numbers only."""
+    return zlib.crc32("\n".join(incident.mistake).encode())

@@ -6,7 +6,7 @@ unsafe updates and continues with the next batch.
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool
@@ -22,6 +22,7 @@ from stabletrain.stability.guard.recheck import NoRecheck, recheck_every
 from stabletrain.stability.guard.retained import NoRetainedStates
 from stabletrain.stability.guard.slow import NoSlowSpikes, slow_spikes
 from stabletrain.stability.guard.state_check import UNKNOWN, NoStateCheck, StateCheck
+from stabletrain.stability.guard.update_check import NoUpdateCheck, UpdateCheck
 
 
 def overflow_reason(reading: Reading) -> str:
@@ -39,6 +40,7 @@ class NoGuard:
         kind: kind of the newest skipped step, or `slow` after a slow spike that is rolled back, or `diverged`.
         since: step at which what a halt is about began; None if it began with the halt's own skips.
         rollbacks: always 0.
+        machine_faults, taken_again: always 0.
         consecutive: always 0.
         escalate: what happens after a halt: here always `halt`, which is nothing.
     """
@@ -48,10 +50,13 @@ class NoGuard:
     kind: str = ""
     since: int | None = None
     rollbacks: int = 0
+    machine_faults: int = 0
+    taken_again: int = 0
     consecutive: int = 0
     escalate: str = "halt"
     states = NoRetainedStates()
     state_check = NoStateCheck()
+    update_check = NoUpdateCheck()
     recheck = NoRecheck()
 
     @property
@@ -105,10 +110,15 @@ class NoGuard:
         """Returns the verdict on the last step unchanged."""
         return verdict
 
-    def distrust(self, why: str) -> Verdict:
-        """Returns APPLY for a corrupted state: this guard continues with it."""
+    def on_machine_fault(self, step: int, why: str, *, damaged: bool, otherwise: Verdict | None = None) -> Verdict:
+        """Returns APPLY: this guard goes on with a state that memory or arithmetic has damaged."""
+        del step, damaged
         self.reason = why
-        return Verdict.APPLY
+        return otherwise or Verdict.APPLY
+
+    def note_mistake(self, incident: Any) -> None:
+        """Does nothing: this guard rolls back for nothing that could happen again."""
+        del incident
 
     def trouble_at_end(self) -> str | None:
         """Returns None: this guard reports no trouble at the end of the run."""
@@ -123,9 +133,13 @@ class NoGuard:
         """Does nothing: this guard remembers nothing that other settings would change."""
         del loss
 
-    def begin_rollback(self, step: int, target: int, same_data: bool = False) -> Detour:
+    def try_again(self, step: int, otherwise: Verdict) -> Verdict:
+        """Returns `otherwise`: this guard takes no step again."""
+        del step
+        return otherwise
+
+    def begin_rollback(self, step: int, target: int) -> Detour:
         """Raises NotImplementedError, because this guard never returns ROLLBACK."""
-        del same_data
         raise NotImplementedError(f"{type(self).__name__} never rolls back, but was asked to, from {step} to {target}")
 
     def state_dict(self) -> dict:
@@ -139,10 +153,20 @@ class NoGuard:
 
 ESCALATIONS = ("halt", "whatif")
 
-KINDS = ("bad_data", "nonfinite", "spike", "overflow", "state", "recheck")
+KINDS = ("bad_data", "nonfinite", "spike", "overflow", "state", "recheck", "update")
+
+COUNTED = ("consecutive", "trouble", "bad_updates")
+"""Counts that a skipped step changes, besides `skips`."""
+
+ONLY_UP = ("machine_faults", "taken_again")
+"""Counts of the whole run, which nothing undoes."""
+
+MOST_BAD_UPDATES = 3
+"""Updates in a row that were not finite after which the run halts: another batch does not mend an optimizer."""
 
 CHANGED = "weights, moments or buffers are not what the last update left"
 GRADIENT_DIFFERS = "the gradient came out differently when it was computed a second time"
+BAD_UPDATE = "the optimizer's step gave values that are not finite, from a finite gradient"
 UPDATE_DIFFERS = "the optimizer's update came out differently when it was computed a second time"
 
 
@@ -157,6 +181,7 @@ class SkipGuard(NoGuard):
         checksum_every: updates between two comparisons of the state with what the last update left (`state_check.py`);
             0 for none, None for as often as costs little.
         recheck_every: steps between two repetitions of a gradient and an update (`recheck.py`); 0 for none.
+        check_update: whether updates of an optimizer that is not proven to be safe are checked (`update_check.py`).
         slow: what happens after a slow spike (`slow.py`): `off`, `alarm`, or with a `RollbackGuard` `rollback`.
         slow_rate: false alarms of slow spikes in 100,000 clean steps for which their threshold is chosen.
         escalate: what happens after a halt: `halt`, or `whatif`, which tries fixes and goes on (`whatif/healing.py`).
@@ -166,6 +191,9 @@ class SkipGuard(NoGuard):
         consecutive: consecutive skipped steps up to now.
         trouble: steps skipped as spike or non-finite, minus the steps applied after them, at least 0. The state is
             healthy at 0.
+        bad_updates: updates in a row that were not finite.
+        machine_faults: steps that were taken again because memory or arithmetic had failed.
+        taken_again: the last of them.
         state_check: compares the state with what the last update left.
     """
 
@@ -174,6 +202,7 @@ class SkipGuard(NoGuard):
     max_consecutive: int = 100
     checksum_every: int | None = None
     recheck_every: int = 250
+    check_update: bool = True
     slow: str = "alarm"
     slow_rate: float = 0.1
     escalate: str = "halt"
@@ -181,12 +210,16 @@ class SkipGuard(NoGuard):
     skips: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     consecutive: int = 0
     trouble: int = 0
+    bad_updates: int = 0
     limits: Limits = field(init=False, repr=False)
     state_check: NoStateCheck = field(init=False, repr=False)
+    update_check: NoUpdateCheck = field(init=False, repr=False)
     recheck: NoRecheck = field(init=False, repr=False)
     slow_spikes: NoSlowSpikes = field(init=False, repr=False)
     divergence: NoDivergence = field(init=False, repr=False)
     _alarms: list[Alarm] = field(init=False, repr=False, default_factory=list)
+    _before_skip: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
+    _suspected: int = field(init=False, repr=False, default=0)
 
     slow_modes: ClassVar[tuple[str, ...]] = ("off", "alarm")
 
@@ -208,6 +241,7 @@ class SkipGuard(NoGuard):
                 f"guard.whatif_steps={self.whatif_steps} is below 1: no fix could be tried; use guard.escalate=halt"
             )
         self.recheck = recheck_every(self.recheck_every)
+        self.update_check = UpdateCheck() if self.check_update else NoUpdateCheck()
         self._look_anew()
 
     def _look_anew(self) -> None:
@@ -243,29 +277,47 @@ class SkipGuard(NoGuard):
 
     def judge(self, reading: Reading) -> Verdict:
         """Returns the verdict on a step and updates counts and limits."""
+        self._before_skip = {}
         if reading.applied:
-            self.consecutive = 0
+            if reading.step == self._suspected:
+                self.machine_faults, self._suspected = self.machine_faults + 1, 0
+            self.consecutive = self.bad_updates = 0
             self.trouble = max(self.trouble - 1, 0)
             self.limits.add(reading)
             self.recheck.learn(reading)
-            if self.recheck.wrong(reading):  # the update was applied, so the weights are wrong
-                self.kind = "recheck"
-                return self.distrust(UPDATE_DIFFERS)
+            if self.recheck.wrong(reading):  # the update was applied; the caller finds out whether it is a fault
+                self.kind, self.reason = "recheck", UPDATE_DIFFERS
+                return Verdict.APPLY
             self._alarms += self.slow_spikes.add(reading)
             found = self.divergence.add(reading.step, reading.loss)
             if found is None:
                 return Verdict.APPLY
             self.kind, self.reason, self.since = "diverged", found.text, found.since
             return Verdict.HALT
+        self._before_skip = {name: getattr(self, name) for name in COUNTED} | {"skips": dict(self.skips)}
         self.kind, self.reason = self.why(reading)
         self.skips[self.kind] += 1
         if self.kind == "state":
-            return self.distrust(self.reason)
+            return self.on_machine_fault(reading.step, self.reason, damaged=True)
         if self.kind == "overflow":  # routine calibration: neither trouble nor a consecutive skip
             return Verdict.SKIP
         self.consecutive += 1
+        if self.kind == "update":  # neither the weights nor the data are at fault
+            return self._judge_bad_update()
         if self.kind not in ("bad_data", "recheck"):  # these say nothing about the weights
             self.trouble += 1
+        return self._at_most()
+
+    def _judge_bad_update(self) -> Verdict:
+        """Returns the verdict on an update that was not finite, and was undone."""
+        self.bad_updates += 1
+        if self.bad_updates < MOST_BAD_UPDATES:
+            return self._at_most()
+        self.reason = f"{self.reason}, in {self.bad_updates} steps in a row: other batches do not help"
+        return Verdict.HALT
+
+    def _at_most(self) -> Verdict:
+        """Returns SKIP, or HALT at the last of `max_consecutive` skips in a row."""
         if self.consecutive < self.max_consecutive:
             return Verdict.SKIP
         fix = "lower optimizer.lr, lengthen warmup.steps, or try precision=fp32"
@@ -305,10 +357,53 @@ class SkipGuard(NoGuard):
         if loss is not None and loss > self.limits.loss.value:
             self.limits = Limits(self.sigma, self.window)
 
-    def distrust(self, why: str) -> Verdict:
-        """Returns HALT for a corrupted state: this guard retains no state to restore."""
-        self.reason = f"{why}: resume=auto continues from the last checkpoint; guard=rollback rolls back automatically"
-        return Verdict.HALT
+    def try_again(self, step: int, otherwise: Verdict) -> Verdict:
+        """Returns RESTORE for a skipped step whose cause is unknown, once for each step: it may have been the machine.
+
+        If the step is applied then, it counts as a fault of the machine.
+        """
+        if step == self.taken_again:
+            return otherwise
+        self.taken_again = self._suspected = step
+        self._forget_skip()
+        return Verdict.RESTORE
+
+    def _forget_skip(self) -> None:
+        """Undoes what the newest skipped step has counted."""
+        for name, value in self._before_skip.items():
+            setattr(self, name, value)
+
+    def on_machine_fault(self, step: int, why: str, *, damaged: bool, otherwise: Verdict | None = None) -> Verdict:
+        """Returns the verdict on a step at which memory or arithmetic failed: RESTORE, but once only for each step.
+
+        What happens again in the same step, from a state that was verified, is no fault of the machine. A step that is
+        taken again is not counted as skipped.
+
+        Args:
+            step: the step.
+            why: what happened, for `reason`.
+            damaged: whether the state is wrong. Otherwise only this step's numbers were, and they changed nothing.
+            otherwise: the verdict if it is no fault of the machine; None halts.
+        """
+        self.reason = why
+        if step == self.taken_again:
+            if otherwise is not None:
+                return otherwise
+            self.reason = f"{why}: again, after that state was put back and verified, so the memory is not at fault"
+            self.reason += "; is it code of yours that writes them? guard.checksum_every=0 allows that"
+            return Verdict.HALT
+        if refused := self._no_way_back(damaged):
+            self.reason = f"{why}{refused}"
+            return Verdict.HALT
+        self.taken_again, self.machine_faults = step, self.machine_faults + 1
+        self._forget_skip()
+        return Verdict.RESTORE
+
+    def _no_way_back(self, damaged: bool) -> str:
+        """Returns why the step cannot be taken again; empty if it can."""
+        if not damaged:
+            return ""
+        return ": resume=auto continues from the last checkpoint; guard=rollback rolls back automatically"
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -342,6 +437,8 @@ class SkipGuard(NoGuard):
             return "state", CHANGED
         if reading.bad_data:
             return "bad_data", "the batch holds data that cannot be trained on"
+        if reading.bad_update:
+            return "update", BAD_UPDATE
         if reading.overflow:
             return "overflow", overflow_reason(reading)
         measured = (
@@ -352,13 +449,13 @@ class SkipGuard(NoGuard):
         for what, value in measured:
             if not math.isfinite(value):
                 return "nonfinite", f"{what} is {value}"
-        if self.recheck.wrong(reading):
+        if self.recheck.wrong(reading) or math.isinf(reading.recheck):
             return "recheck", GRADIENT_DIFFERS
         return "spike", self.limits.passed(reading)
 
     def state_dict(self) -> dict:
         """Counts and windows, for the checkpoint."""
-        counts = {"consecutive": self.consecutive, "trouble": self.trouble}
+        counts = {name: getattr(self, name) for name in (*COUNTED, *ONLY_UP)}
         series = {
             "limits": self.limits.state_dict(),
             "recheck": self.recheck.state_dict(),
@@ -370,8 +467,8 @@ class SkipGuard(NoGuard):
     def load_state_dict(self, state: dict) -> None:
         """Restores the counts and windows that the checkpoint has; another kind of guard stores fewer."""
         super().load_state_dict(state)
-        self.consecutive = state.get("consecutive", 0)
-        self.trouble = state.get("trouble", 0)
+        for name in (*COUNTED, *ONLY_UP):
+            setattr(self, name, state.get(name, 0))
         if "limits" in state:
             self.limits.load_state_dict(state["limits"])
         self.recheck.load_state_dict(state.get("recheck", {}))

@@ -126,13 +126,39 @@ def test_what_patience_would_still_bear_has_no_time_left_at_the_end():
 
 def test_a_state_gone_wrong_without_a_steps_fault_is_computed_again_from_the_same_data_at_the_same_pace():
     guard = calm(started(max_rollbacks=1), 30)
-    assert guard.distrust("the ranks differ") is Verdict.ROLLBACK
-    assert guard.reason == "the ranks differ"
-    detour = guard.begin_rollback(33, 20, same_data=True)
-    assert (detour.number, detour.skip_batches, detour.lr_factor, detour.until) == (1, 0, 1.0, 20)
+    assert guard.on_machine_fault(33, "the ranks differ", damaged=True) is Verdict.RESTORE
+    assert (guard.reason, guard.machine_faults, guard.rollbacks) == ("the ranks differ", 1, 0)
     assert {guard.lr_multiplier(step) for step in range(40)} == {1.0}
-    assert guard.distrust("the ranks differ") is Verdict.HALT
-    assert guard.reason == "the ranks differ, and guard.max_rollbacks=1 rollbacks did not help"
+    assert guard.on_machine_fault(34, "the ranks differ", damaged=True) is Verdict.HALT
+    assert guard.reason == (
+        "the ranks differ, guard.max_rollbacks=1 times without progress: resume on another machine, and test this one"
+    )
+
+
+def test_what_happens_again_in_the_same_step_of_a_verified_state_is_no_fault_of_the_machine():
+    guard, changed = calm(started(), 30), reading(applied=False)._replace(step=33, state_changed=True)
+    assert guard.judge(changed) is Verdict.RESTORE
+    assert guard.skips["state"] == 0, "a step that is taken again is not skipped"
+    assert guard.judge(changed) is Verdict.HALT
+    assert "so the memory is not at fault" in guard.reason
+    assert "guard.checksum_every=0" in guard.reason
+
+
+def test_a_step_that_comes_out_wrong_again_is_judged_as_any_other():
+    guard = calm(started(), 30)
+    for _ in range(2):
+        verdict = guard.judge(reading(math.nan, applied=False))
+        verdict = guard.on_machine_fault(33, "not finite", damaged=False, otherwise=verdict)
+    assert (verdict, guard.skips["nonfinite"], guard.trouble) == (Verdict.SKIP, 1, 1)
+
+
+def test_progress_restores_the_budget_of_states_that_are_put_back():
+    guard = calm(started(max_rollbacks=1), 30)
+    assert guard.on_machine_fault(31, "changed", damaged=True) is Verdict.RESTORE
+    guard.states.retain(32, True)
+    for step in range(32, 80):
+        guard.judge(reading(step=step))
+    assert guard.on_machine_fault(80, "changed", damaged=True) is Verdict.RESTORE
 
 
 def test_counts_and_budgets_go_through_a_checkpoint():
