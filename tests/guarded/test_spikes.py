@@ -47,6 +47,14 @@ def test_what_is_not_finite_never_passes(steps, value):
     assert not opened(policy, 2.0, 1.0, abs(value))
 
 
+@pytest.mark.parametrize("sigma", [6.0, math.inf])
+@pytest.mark.parametrize("steps", [0, 200])
+def test_a_gradient_whose_square_a_second_moment_cannot_hold_never_passes(steps, sigma):
+    policy = policy_after(steps, norm=9e17, sigma=sigma)
+    assert opened(policy, 2.0, 9.9e17)
+    assert not opened(policy, 2.0, 1.1e18)
+
+
 def test_a_gradient_far_above_the_recent_ones_is_a_spike():
     for steps, limit in ((1, 100.0), (200, 20.0)):
         policy = policy_after(steps)

@@ -27,6 +27,12 @@ from stabletrain.records import Reading
 LARGEST = 3.4e38
 """Just below fp32's maximum, so that `value <= LARGEST` is False for NaN and for Inf."""
 
+LARGEST_NORM = 1e18
+"""Largest gradient norm that any limit allows.
+
+A larger one can carry the second moment of Adam beyond fp32 in a few updates (`stability/optimizers/closed.py`).
+"""
+
 SMALLEST = 1e-30
 """Lower bound of a value before its logarithm is taken."""
 
@@ -47,6 +53,7 @@ class Terms:
         cold: multiple of the first value while the window is cold.
         prior: number of steps after which the measured spread counts as much as `cold`; inf: the spread never counts.
         firsts: number of applied steps whose median is used as the first value.
+        largest: upper bound of the limit, whatever the window holds.
     """
 
     ratio: float
@@ -54,12 +61,13 @@ class Terms:
     cold: float
     prior: float = math.inf
     firsts: int = 1
+    largest: float = LARGEST
 
 
 # `prior` was chosen with benchmarks/early_steps.py: of its clean starts, only two exceed a limit, and these diverge.
 LOSS = Terms(ratio=1.05, share=0.3, cold=3.0, prior=8)
 # Gradient norms are heavy-tailed, and clipping bounds their effect: their limits are wide.
-NORM = Terms(ratio=20.0, share=3.0, cold=100.0, prior=128)
+NORM = Terms(ratio=20.0, share=3.0, cold=100.0, prior=128, largest=LARGEST_NORM)
 # Images that are 100 times too bright hardly change the loss behind BatchNorm, but damage its running statistics.
 # The median of the first values keeps one bad first batch from setting the limit.
 INPUTS = Terms(ratio=20.0, share=20.0, cold=20.0, firsts=MINIMUM)
@@ -79,14 +87,14 @@ class Limit:
         terms: multiples of the mean and of the first value.
 
     Attributes:
-        value: current limit, at most `LARGEST`.
+        value: current limit, at most `terms.largest`.
     """
 
     def __init__(self, sigma: float, window: int, terms: Terms) -> None:
         self._spikes = Spikes(window, sigma, cold_steps(window))
         self._terms = terms
         self._first: list[float] = []
-        self.value = LARGEST
+        self.value = terms.largest
 
     @property
     def warm(self) -> bool:
@@ -115,7 +123,7 @@ class Limit:
             limit = self._spikes.limit
             if math.isfinite(limit):
                 limit = max(limit, self._spikes.mean + (self._terms.ratio - 1) * abs(self._spikes.mean))
-            self.value = min(limit, LARGEST)
+            self.value = min(limit, self._terms.largest)
             return
         limit = self._spikes.limit
         first = median_low(self._first) or math.inf  # multiples of 0 would forbid every later value
@@ -126,7 +134,7 @@ class Limit:
             if math.isfinite(self._terms.prior):
                 early = early_limit(self._spikes.values, self._terms.cold, self._terms.prior, self._spikes.sigma)
                 limit = min(limit, max(early, self._terms.share * first))
-        self.value = min(limit, LARGEST)
+        self.value = min(limit, self._terms.largest)
 
     def state_dict(self) -> dict:
         """Window and first values, for the checkpoint."""

@@ -10,6 +10,7 @@ update AdamW's usual RMS of 0.2, so that both optimizers share one learning rate
 https://kellerjordan.github.io/posts/muon/.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,8 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 class MuonAndAdamW(Optimizer):
     """PyTorch's Muon and AdamW behind one list of parameter groups and one state.
 
-    A group belongs to Muon if it has the key `ns_steps`.
+    A group belongs to Muon if it has the key `ns_steps`. A hidden matrix whose update is not finite keeps its bits, and
+    those of its momentum.
     """
 
     _step_supports_amp_scaling = True
@@ -144,4 +146,8 @@ class MuonAndAdamW(Optimizer):
         changed: list[Tensor] = [*weights, *(self.state[weight]["momentum_buffer"] for weight in weights)]
         before = copies(changed)
         muon.step()
-        write_(changed, before, ~gate(self, weights[0].device))
+        # Newton-Schulz in bf16 diverges if rounding leaves a singular value above 1.26; nothing proves that it cannot.
+        largest = torch.stack([*torch._foreach_norm(changed, math.inf)]).view(2, -1)  # of each weight, of its momentum
+        skipped = ~(gate(self, weights[0].device) & largest.isfinite().all(dim=0))
+        for tensor, old, where in zip(changed, before, [*skipped, *skipped], strict=True):
+            write_([tensor], [old], where)

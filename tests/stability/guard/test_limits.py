@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stabletrain.errors import ConfigError
-from stabletrain.stability.guard.limits import INPUTS, LARGEST, LOSS, NORM, RECENT, Limit, Limits, Terms
+from stabletrain.stability.guard.limits import INPUTS, LARGEST, LARGEST_NORM, LOSS, NORM, RECENT, Limit, Limits, Terms
 from tests.stability.guard.given import reading
 
 WIDE = Terms(ratio=0.0, share=0.0, cold=3.0)
@@ -37,7 +37,7 @@ def test_losses_near_zero_are_limited_by_a_share_of_the_first_loss():
 @pytest.mark.parametrize("terms", [LOSS, NORM])
 def test_a_cold_window_judges_by_the_first_value_and_ever_more_by_the_recent_ones(terms):
     limit = Limit(6.0, 128, terms)
-    assert limit.value == LARGEST, "nothing is known of the first step but that it is finite"
+    assert limit.value == terms.largest, "nothing is known of the first step but that it is finite"
     before = math.inf
     for count in range(1, 64):
         limit.add(5.0)
@@ -109,7 +109,19 @@ def test_sigma_infinite_limits_nothing():
 
 
 def test_a_first_value_of_zero_protects_nothing_and_forbids_nothing():
-    assert limit_after([0.0], terms=NORM) == LARGEST
+    assert limit_after([0.0], terms=NORM) == LARGEST_NORM
+
+
+@pytest.mark.parametrize("sigma", [6.0, math.inf])
+@pytest.mark.parametrize("values", [[], [0.0], [9e17], [9e17] * 100, [1e-30, 9e17]])
+def test_no_gradient_norm_is_allowed_that_a_second_moment_cannot_hold(sigma, values):
+    assert limit_after(values, sigma=sigma, terms=NORM) <= LARGEST_NORM
+    limits = Limits(sigma, 128)
+    for value in values:
+        limits.norm.add(value)
+    loaded = Limits(sigma, 128)
+    loaded.load_state_dict(limits.state_dict())
+    assert loaded.norm.value == limits.norm.value <= LARGEST_NORM
 
 
 def test_nan_and_infinity_are_not_below_the_largest():

@@ -13,10 +13,15 @@ NAN, INF = math.nan, math.inf
 
 
 @pytest.mark.parametrize("loss", [1.0, NAN, INF, -INF])
-@pytest.mark.parametrize("norm", [0.0, 1.0, 1e30, NAN, INF])
+@pytest.mark.parametrize("norm", [0.0, 1.0, 9.9e17, NAN, INF])
 def test_the_gate_is_open_exactly_if_both_are_finite(loss, norm):
     assert gate(SkipGuard(max_consecutive=10), loss, norm) == (math.isfinite(loss) and math.isfinite(norm))
     assert gate(NoGuard(), loss, norm)
+
+
+@pytest.mark.parametrize("sigma", [6.0, INF])
+def test_the_gate_is_closed_to_a_gradient_whose_square_a_moment_cannot_hold(sigma):
+    assert not gate(SkipGuard(max_consecutive=10, sigma=sigma), 1.0, 1.1e18)
 
 
 def test_skips_are_counted_by_kind_and_an_overflow_does_not_end_consecutive_skips():
