@@ -79,7 +79,7 @@ RUNS = {
 
 
 def stateful_classes():
-    """The names of the classes of the package with a `load_state_dict` of their own or an optimizer's, from its source."""
+    """The names of the classes with a `load_state_dict` of their own or an optimizer's, from the package's source."""
     found = set()
     for path in sorted((ROOT / "stabletrain").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
