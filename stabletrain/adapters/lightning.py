@@ -117,8 +117,8 @@ class GuardCallback(pl.Callback):
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the guard's counts and limits."""
-        return {} if self.guard is None else self.guard.state_dict()
+        """Returns the guard's counts and limits, or those that the guard of the next training will have."""
+        return self._state or ({} if self.guard is None else self.guard.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps them for the guard of the next training."""

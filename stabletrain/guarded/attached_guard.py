@@ -84,6 +84,12 @@ class AttachedGuard(Guard):
 
     # ---- a step
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores it. Load model and optimizer before: their state is what a withheld step goes back to."""
+        super().load_state_dict(state)
+        self._attached.take()
+        self._attached.end_step()
+
     def _decide(self, loss: Tensor | None) -> bool:
         """Judges a step; returns whether its update is applied.
 

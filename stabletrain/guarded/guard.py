@@ -40,7 +40,6 @@ from stabletrain.monitors.rolling import Alarm
 from stabletrain.monitors.update_length import NoLengths
 from stabletrain.records import Number, RankPart, Reading, TrainState, Verdict
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
-from stabletrain.stability.guard.recheck import NoRecheck
 from stabletrain.stability.guard.recheck import recheck_every as recheck_of
 
 if TYPE_CHECKING:
@@ -146,7 +145,6 @@ class Guard:
         self._keep_state, self._frames = keep_state, compiled_frames()
         self._step, self._begun, self._usual, self._newest_kind = 0, None, [], ""
         self._best, self._updating = math.inf, False
-        self._lengths: list[Tensor] = []
         self.alarms: list[Alarm] = []
         self.last: Reading | None = None
         self.rolled_back = 0
@@ -262,8 +260,8 @@ class Guard:
 
     def _settle(self, begun: Begun, reading: Reading) -> None:
         """Follows the verdict on a step."""
-        if self._lengths:  # of the last update: they are on the host when this step's reading is
-            update, weights = torch.stack(self._lengths).tolist()
+        if self._states.lengths:  # of the last update: they are on the host when this step's reading is
+            update, weights = torch.stack(self._states.lengths).tolist()
             reading = reading._replace(update=update, weights=weights)
         verdict = self._policy.judge(reading)
         if self._policy.recheck.wrong(reading):
@@ -292,7 +290,7 @@ class Guard:
         if found.third == "second" or found.agreed:
             recheck.found = found
             return verdict
-        self._policy.recheck = NoRecheck()
+        recheck.stop()
         self._incidents.note(
             f"step {reading.step}: the closure never gives the same gradients again, so it depends on more than "
             "weights, buffers, batch and PyTorch's random numbers: no step is repeated any more"
@@ -339,7 +337,7 @@ class Guard:
                 self._scaling.update(self._optimizer, True, False)
         finally:
             self._updating = False
-        self._lengths = [*lengths.after(before, summed).values()]
+        self._states.lengths = [*lengths.after(before, summed).values()]
 
     @contextlib.contextmanager
     def _lowered_rate(self) -> Generator[None]:
@@ -416,7 +414,7 @@ class Guard:
 
     def _roll_back(self, same_data: bool = False) -> None:
         """Restores the newest healthy state."""
-        reason, self._lengths = self._policy.reason, []
+        reason = self._policy.reason
         if same_data:  # the saved state lacks buffers that the model does not save
             self._policy.state_check.put_back_buffers()
         self.rolled_back = self._states.roll_back(self._step, same_data)
@@ -445,15 +443,26 @@ class Guard:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns counts, limits and loss scale, for the loop's own checkpoint."""
-        return {"step": self._step, "policy": self._policy.state_dict(), "scaling": self._scaling.state_dict()}
+        return {
+            "step": self._step,
+            "policy": self._policy.state_dict(),
+            "scaling": self._scaling.state_dict(),
+            "lengths": [float(length) for length in self._states.lengths],
+            "best_loss": self._best,
+            "newest_kind": self._newest_kind,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores them. Snapshots are not part of the state: the next step takes a new one."""
         self._step = state["step"]
         self._policy.load_state_dict(state["policy"])
         self._policy.states.forget()
+        # The loop loads its weights and moments too: checksums of those from before would report a memory fault.
+        self._policy.check_state_every(self._policy.state_check.every)
         self._scaling.load_state_dict(state["scaling"])
-        self._lengths = []
+        self._states.lengths = [torch.tensor(length, device=self._device) for length in state.get("lengths", [])]
+        self._best, self._newest_kind = state.get("best_loss", math.inf), state.get("newest_kind", "")
+        self._begun, self.last, self.rolled_back = None, None, 0
 
 
 def summed(values: Tensor) -> Tensor:

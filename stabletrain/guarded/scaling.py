@@ -72,8 +72,7 @@ class Scaling:
 
     def load_state_dict(self, state: dict) -> None:
         """Restores it."""
-        if state:
-            self.precision.load_state_dict(state)  # ty: ignore[missing-attribute]
+        self.precision.load_state_dict(state)  # ty: ignore[missing-attribute]
 
 
 class TorchScaling(Scaling):

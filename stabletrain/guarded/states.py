@@ -3,7 +3,7 @@
 import copy
 from typing import Any, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabletrain.checkpoint.capture import Stateful, capture, restore
@@ -24,7 +24,14 @@ class Loader(Protocol):
 
 
 class NoStates:
-    """Keeps no snapshots: the guard skips steps, and never rolls back."""
+    """Keeps no snapshots: the guard skips steps, and never rolls back.
+
+    Attributes:
+        lengths: of the last update, and of the weights after it, for the next step's reading; empty if not measured.
+    """
+
+    def __init__(self) -> None:
+        self.lengths: list[Tensor] = []
 
     def before_first_update(self, step: int) -> None:
         """Does nothing."""
@@ -56,11 +63,13 @@ class States(NoStates):
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, policy: RollbackGuard, scaling: Scaling, loader: Loader | None
     ) -> None:
+        super().__init__()
         self._state, self._policy, self._loader = TrainState(model, optimizer), policy, loader
         self._parts: dict[str, Stateful] = {"guard": policy, "scaling": scaling}
         self._snapshots = Snapshots()
         self._references: dict[int, Any] = {}  # by snapshot: the checksums that it must have when it is put back
         self._positions: dict[int, Any] = {}
+        self._lengths: dict[int, list[Tensor]] = {}
         self._read: dict[int, int] = {}  # by snapshot: steps' batches that the loop had read or passed over
         self._passed, self._first, self._groups = 0, -1, len(optimizer.param_groups)
 
@@ -92,10 +101,12 @@ class States(NoStates):
         self._references = {taken: each for taken, each in self._references.items() if taken in retained.steps}
         self._references[step] = self._policy.state_check.reference(self._state)
         self._read[step] = step + self._passed + (step == self._first)
+        self._lengths[step] = self.lengths
         if self._loader is not None:
             self._positions[step] = copy.deepcopy(self._loader.state_dict())
         self._positions = {step: place for step, place in self._positions.items() if step in retained.steps}
         self._read = {step: count for step, count in self._read.items() if step in retained.steps}
+        self._lengths = {step: each for step, each in self._lengths.items() if step in retained.steps}
 
     def older(self, step: int) -> Tree | None:
         """Returns the newest snapshot of at most `step` steps, as it lies on the host; None if there is none."""
@@ -123,13 +134,12 @@ class States(NoStates):
         tree = None if target is None else self._newest_intact(target)
         if target is None or tree is None:
             raise TrainingHalted(f"step {step}: {policy.reason}; no healthy state is left to go back to")
-        reason = policy.reason
         # The learning rate stays lowered for `lr_steps` steps counted from now: the loop's steps only count up.
         detour = policy.begin_rollback(step, step, same_data)
         kept = policy.cumulative_state()
         restore(tree, self._state, self._parts)
         policy.load_cumulative_state(kept)
-        policy.reason = reason
+        self.lengths = self._lengths[tree["step"]]
         self._snapshots.retain(policy.states.steps)
         read = 0 if same_data else step + self._passed - self._read[tree["step"]]
         self._passed += detour.skip_batches

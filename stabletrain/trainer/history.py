@@ -1,5 +1,6 @@
 """The history of a run: its best evaluation, the time and data spent, its throughput."""
 
+import copy
 import math
 import time
 from dataclasses import asdict, dataclass, field
@@ -57,16 +58,19 @@ class History:
     def load_cumulative_state(self, state: dict) -> None:
         """Restores the cumulative part after a rollback. The time since the restored state counts as lost."""
         lost = state["seconds"] - self.seconds
-        self.load_state_dict({**state, "lost_seconds": state["lost_seconds"] + lost})
+        self._set({**state, "lost_seconds": state["lost_seconds"] + lost})
 
     def state_dict(self) -> dict:
         """Returns all fields, for a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores fields from a checkpoint."""
+        """Restores all fields; those that the checkpoint of an older version lacks begin anew."""
+        self._set({**asdict(History()), **state})
+
+    def _set(self, state: dict) -> None:
         for name, value in state.items():
-            setattr(self, name, value)
+            setattr(self, name, copy.copy(value))
 
 
 class Throughput:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stabletrain.adapters.lightning import GuardCallback
 from stabletrain.errors import ConfigError, TrainingHalted
+from stabletrain.guarded.guard import Guard
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
 from tests.guarded.given import batches, bits, network, same
 
@@ -326,3 +327,15 @@ def test_the_example(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "guard_lightning.py"), run_name="__main__")
     assert "4 steps withheld of 32" in capsys.readouterr().out
+
+
+def test_a_loaded_state_is_given_back_until_the_next_training_begins_with_it(tmp_path):
+    model = network()
+    callback = GuardCallback()
+    callback.guard = Guard.attach(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path
+    )  # of the last one
+    state = {**callback.guard.state_dict(), "step": 7}
+    callback.load_state_dict(state)
+    assert callback.state_dict() == state
+    assert GuardCallback().state_dict() == {}

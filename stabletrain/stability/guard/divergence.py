@@ -87,7 +87,6 @@ class Divergence(NoDivergence):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores them; a checkpoint of a run that did not look for divergence has none."""
-        if state:
-            self._first = list(state["first"])
-            self._losses = deque(state["losses"], maxlen=self._losses.maxlen)
-            self._lowest = (state["lowest"], int(state["lowest_at"])) if state["lowest_at"] else None
+        self._first = list(state.get("first", []))
+        self._losses = deque(state.get("losses", []), maxlen=self._losses.maxlen)
+        self._lowest = (state["lowest"], int(state["lowest_at"])) if state.get("lowest_at") else None

@@ -146,6 +146,8 @@ class Limit:
         self._first = list(state["first"])
         if self._first:
             self._update()
+        else:  # saved before the first applied step: the limit of another history must not stay
+            self.value = LARGEST
 
 
 def early_limit(values: Sequence[float], cold: float, prior: float, sigma: float) -> float:

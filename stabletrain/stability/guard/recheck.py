@@ -153,6 +153,9 @@ class NoRecheck:
     def vary(self, part: str) -> None:
         """Does nothing."""
 
+    def stop(self) -> None:
+        """Does nothing."""
+
     def state_dict(self) -> dict[str, Any]:
         """Returns nothing to save."""
         return {}
@@ -167,17 +170,18 @@ class Recheck(NoRecheck):
     Attributes:
         bounds: for `gradient` and `update`.
         exact: whether the machine of the newest repetition gives the same bits again.
+        stopped: whether nothing is repeated any more.
     """
 
     def __init__(self, every: int) -> None:
         super().__init__()
         self.every = every
         self.bounds = {"gradient": Bound(), "update": Bound()}
-        self.exact, self._eps = True, 0.0
+        self.exact, self._eps, self.stopped = True, 0.0, False
 
     def due(self, step: int) -> bool:
         """Returns whether step number `step`, counted from 0, is repeated."""
-        return (step + 1) % self.every == 0
+        return not self.stopped and (step + 1) % self.every == 0
 
     def of_step(self, state: TrainState, buffers: SavedBuffers, tools: Tools) -> NoRepeat:
         """Returns what repeats the gradient of the step that begins; call it after the randomness was seeded.
@@ -227,13 +231,20 @@ class Recheck(NoRecheck):
         """Notes that a part does not give the same bits again on this machine: its limit is learnt from now on."""
         self.bounds[part].varies = True
 
+    def stop(self) -> None:
+        """Ends all repetitions: what is computed can never be computed again."""
+        self.stopped = True
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what was learnt, for the checkpoint."""
-        return {part: {**vars(bound), "seen": [*bound.seen]} for part, bound in self.bounds.items()}
+        bounds = {part: {**vars(bound), "seen": [*bound.seen]} for part, bound in self.bounds.items()}
+        return {**bounds, "stopped": self.stopped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores it; another guard stores none."""
-        for part, bound in state.items():
+        self.compared, self.found, self.stopped = {}, None, bool(state.get("stopped", False))
+        for part in self.bounds:
+            bound = state.get(part, vars(Bound()))
             self.bounds[part] = Bound(bool(bound["varies"]), int(bound["agreed"]), [*bound["seen"]])
 
 

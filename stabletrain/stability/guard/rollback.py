@@ -228,19 +228,23 @@ class RollbackGuard(SkipGuard):
     def load_cumulative_state(self, state: dict[str, Any]) -> None:
         """Overwrites the restored counts and budgets with those from before the rollback."""
         for name, value in state.items():
-            setattr(self, name, tuple(value) if name == "lowered" else value)
+            # A copy of the counts, because the saved state must not change with them.
+            copied = dict(value) if name == "skips" else tuple(value) if name == "lowered" else value
+            setattr(self, name, copied)
 
     def state_dict(self) -> dict:
         """Counts, windows, budgets and steps of the retained states, for the checkpoint."""
         return {**super().state_dict(), **self.cumulative_state(), **self.states.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores the values that the checkpoint has; another kind of guard stores fewer."""
+        """Restores all values; those that the checkpoint of another kind of guard lacks begin anew."""
         super().load_state_dict(state)
+        self.rollback_before = None
         self.states.load_state_dict(state)
         if "slow" in state:  # its name in checkpoints of version 1
             state = {"lowered": state["slow"], **state}
-        self.load_cumulative_state({name: state[name] for name in CUMULATIVE[1:] if name in state})
+        begin = {**dict.fromkeys(CUMULATIVE[1:], 0), "lowered": (0, 0, 1.0)}
+        self.load_cumulative_state({name: state.get(name, first) for name, first in begin.items()})
 
 
 def mistake_number(incident: Any) -> int:

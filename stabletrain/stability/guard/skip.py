@@ -143,12 +143,15 @@ class NoGuard:
         raise NotImplementedError(f"{type(self).__name__} never rolls back, but was asked to, from {step} to {target}")
 
     def state_dict(self) -> dict:
-        """Counts, for the checkpoint."""
-        return {"skips": dict(self.skips)}
+        """Counts, and what is known of the newest skip, for the checkpoint."""
+        # 0 for no step, because a checkpoint's values must have the same types as the live state's.
+        return {"skips": dict(self.skips), "kind": self.kind, "reason": self.reason, "since": self.since or 0}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores the counts."""
-        self.skips = self.skips | state["skips"]
+        """Restores them; older versions saved only the counts."""
+        self.skips = dict.fromkeys(self.skips, 0) | state["skips"]
+        self.kind, self.reason = state.get("kind", ""), state.get("reason", "")
+        self.since = state.get("since") or None
 
 
 ESCALATIONS = ("halt", "whatif")
@@ -462,15 +465,18 @@ class SkipGuard(NoGuard):
             "slow_spikes": self.slow_spikes.state_dict(),
             "divergence": self.divergence.state_dict(),
         }
-        return {"skips": dict(self.skips), **counts, **series}
+        return {**super().state_dict(), **counts, **series}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores the counts and windows that the checkpoint has; another kind of guard stores fewer."""
+        """Restores counts and windows; those that the checkpoint of another kind of guard lacks begin anew."""
         super().load_state_dict(state)
         for name in (*COUNTED, *ONLY_UP):
             setattr(self, name, state.get(name, 0))
+        self._alarms, self._before_skip, self._suspected = [], {}, 0
         if "limits" in state:
             self.limits.load_state_dict(state["limits"])
+        else:
+            self.limits = Limits(self.sigma, self.window)
         self.recheck.load_state_dict(state.get("recheck", {}))
         self.slow_spikes.load_state_dict(state.get("slow_spikes", {}))
         self.divergence.load_state_dict(state.get("divergence", {}))

@@ -103,6 +103,12 @@ class SlowSpikes(NoSlowSpikes):
         self._tests = {
             kind: ChangePoint(factor * limit, down=kind == "weight_growth") for kind, factor in THRESHOLDS.items()
         }
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begins all series."""
+        for test in self._tests.values():
+            test.reset()
         self._first: list[float] = []
         self._weights: float | None = None
         self._rates: deque[float] = deque(maxlen=RECENT)
@@ -221,8 +227,9 @@ class SlowSpikes(NoSlowSpikes):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores them; a checkpoint of a run without these tests has none."""
+        """Restores them; a checkpoint of a run without these tests has none, and all series begin anew."""
         if not state:
+            self._begin()
             return
         for kind, test in self._tests.items():
             test.load_state_dict(state["tests"][kind])

@@ -51,6 +51,9 @@ class LossScaled(Unscaled):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_scale(self.init_scale, self.growth_interval, self.min_scale)
+        self._begin()
+
+    def _begin(self) -> None:
         self._scale = torch.tensor(float(self.init_scale), device=self.device)
         self._clean = torch.zeros((), dtype=torch.int64, device=self.device)
 
@@ -89,7 +92,9 @@ class LossScaled(Unscaled):
         return {"scale": self._scale, "clean": self._clean}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores the scale and its step count; `state` is empty if it was saved in another precision."""
-        if state:
+        """Restores the scale and its step count; both begin anew if `state` was saved in another precision (empty)."""
+        if not state:
+            self._begin()
+        else:
             self._scale = state["scale"].to(self._scale)
             self._clean = state["clean"].to(self._clean)

@@ -74,8 +74,8 @@ def test_what_was_learnt_survives_a_checkpoint():
     other = SkipGuard()
     other.load_state_dict(guard.state_dict())
     assert other.recheck.bounds == guard.recheck.bounds
-    other.load_state_dict({"skips": {}})  # of an older version
-    assert other.recheck.bounds == guard.recheck.bounds
+    other.load_state_dict({"skips": {}})  # of an older version, which learnt nothing
+    assert other.recheck.bounds == SkipGuard().recheck.bounds
 
 
 def test_a_step_that_is_not_due_teaches_nothing():
