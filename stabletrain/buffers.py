@@ -148,11 +148,15 @@ def masks_of(model: nn.Module) -> list[bool]:
     return [known[name] for name, _ in named]
 
 
+def is_measured(tensor: Tensor) -> bool:
+    """Returns whether a buffer is one of `Buffers.floating`, and has values."""
+    wide = tensor.is_floating_point() and tensor.element_size() > 1
+    return wide and not tensor.is_meta and can_be_written(tensor)
+
+
 def is_huge(tensor: Tensor) -> bool:
-    """Returns whether a buffer is floating-point, and holds a value that is not finite or above `HUGE`."""
-    if not tensor.is_floating_point() or tensor.element_size() == 1 or tensor.is_meta or not can_be_written(tensor):
-        return False
-    return not bool((tensor.abs() < HUGE).all())
+    """Returns whether a buffer is measured, and holds a value that is not finite or above `HUGE`."""
+    return is_measured(tensor) and not bool((tensor.abs() < HUGE).all())
 
 
 def buffers_of(model: nn.Module) -> Buffers:

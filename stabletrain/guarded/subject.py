@@ -91,8 +91,8 @@ class LoopSubject:
         del classes
         parts = self.rerun.begun.parts
         found = bad_samples(parts, self.usual)
-        if found and math.isfinite(self.reading.loss + self.reading.grad_norm):
-            return []  # the loss does not read these values
+        if found and math.isfinite(self.reading.loss + self.reading.grad_norm + self.reading.buffers):
+            return []  # the model does not read these values
         try:
             again = self._run("cleaned") if found else None
         except Exception:  # the user's code may raise anything
