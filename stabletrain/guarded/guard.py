@@ -155,7 +155,13 @@ class Guard:
 
     @classmethod
     def attach(
-        cls, model: nn.Module, optimizer: Optimizer, *, scaler: GradScaler | None = None, **options: Any
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        scaler: GradScaler | None = None,
+        criterion: Callable[..., Any] | None = None,
+        **options: Any,
     ) -> "AttachedGuard":
         """Guards a loop that cannot be edited: judges whenever the loop calls `optimizer.step()`.
 
@@ -164,6 +170,8 @@ class Guard:
 
         Args:
             scaler: the loop's own `GradScaler`; the loop calls `scaler.step(optimizer)` as before.
+            criterion: the module that computes the loop's loss, such as `nn.CrossEntropyLoss()`. With it, a loss that
+                is not finite is seen although its gradients are; not needed if the model returns its loss.
             options: as for `Guard`, except `precision` and `max_norm`.
 
         Returns:
@@ -171,7 +179,7 @@ class Guard:
         """
         from stabletrain.guarded.attached_guard import AttachedGuard
 
-        return AttachedGuard(model, optimizer, scaler=scaler, **options)
+        return AttachedGuard(model, optimizer, scaler=scaler, criterion=criterion, **options)
 
     # ---- a step
 

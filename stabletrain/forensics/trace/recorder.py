@@ -212,9 +212,9 @@ class Trace(TorchDispatchMode):
         self._sound_places = {self._place(tensor): tensor for tensor in self._sound.values()}
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> Any:
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any:
         """Ends the trace, and looks at the buffers."""
-        result = super().__exit__(*error)
+        result = super().__exit__(exc_type, exc_val, exc_tb)
         for name, tensor in self.model.named_buffers():
             if name not in self._sound or is_sound(tensor):
                 continue
