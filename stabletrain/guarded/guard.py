@@ -189,8 +189,8 @@ class Guard:
         Args:
             closure: runs the forward pass and returns the loss, a scalar. It must not call `backward`. It is run again
                 if the step is withheld.
-            batch: what the closure is called with: `closure(*batch)` for a tuple or list, else `closure(batch)`; None
-                calls `closure()`. With the batch, the guard can also find the samples at fault.
+            batch: what the closure is called with: `closure(*batch)` for a tuple or list, else `closure(batch)`. With
+                the batch, the guard can also find the samples at fault. A closure that takes nothing is called without.
 
         Returns:
             the loss, 0-d, detached, on its device.
