@@ -12,8 +12,9 @@ import contextlib
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -150,6 +151,7 @@ class Guard:
         self.alarms: list[Alarm] = []
         self.last: Reading | None = None
         self.rolled_back = 0
+        self._number, self._next_number = 0, None  # of the last step and of the next, as the loop counts
         _NEWEST[optimizer] = ref(self)
         optimizer.register_step_pre_hook(check_caller)
 
@@ -183,7 +185,7 @@ class Guard:
 
     # ---- a step
 
-    def step(self, closure: Callable[..., Any], batch: Any = None) -> Tensor:
+    def step(self, closure: Callable[..., Any], batch: Any = None, *, step: SupportsIndex | None = None) -> Tensor:
         """Runs one step: forward, backward, judge, clip, and update, or nothing at all.
 
         Args:
@@ -191,6 +193,7 @@ class Guard:
                 if the step is withheld.
             batch: what the closure is called with: `closure(*batch)` for a tuple or list, else `closure(batch)`. With
                 the batch, the guard can also find the samples at fault. A closure that takes nothing is called without.
+            step: see `at`.
 
         Returns:
             the loss, 0-d, detached, on its device.
@@ -202,7 +205,19 @@ class Guard:
         if self._begun is not None:
             raise ConfigError("guard.step() was called after guard.backward(): end such a step with guard.update()")
         self.backward(closure, batch)
-        return self.update()
+        return self.update(step=step)
+
+    def at(self, step: SupportsIndex) -> None:
+        """Sets the number of the next step as the loop counts, which messages and incidents then show.
+
+        Without it they show how many steps the guard has judged. The numbers may repeat, skip and go back.
+
+        Raises:
+            ConfigError: the number is negative.
+        """
+        if (number := index(step)) < 0:
+            raise ConfigError(f"step={number} is below 0: give the number of the step")
+        self._next_number = number
 
     def backward(self, closure: Callable[..., Any], batch: Any = None) -> Tensor:
         """Runs forward and backward of one micro-batch; `update` ends the step.
@@ -242,8 +257,11 @@ class Guard:
             self._incidents.explain_error(error, self._rerun(replace(begun, parts=[*begun.parts, part]), 1.0))
             raise
 
-    def update(self) -> Tensor:
+    def update(self, *, step: SupportsIndex | None = None) -> Tensor:
         """Judges the step, clips, and applies the update, or changes nothing at all.
+
+        Args:
+            step: see `at`.
 
         Returns:
             the loss: the sum over the micro-batches, 0-d, detached.
@@ -253,6 +271,8 @@ class Guard:
             TrainingHalted: see `step`.
         """
         begun, self._begun = self._begun, None
+        if step is not None:
+            self.at(step)
         if begun is None:
             raise ConfigError("guard.update() was called without guard.backward() before it")
         if all(parameter.grad is None for parameter in self._parameters):
@@ -273,23 +293,26 @@ class Guard:
         if self._lengths:  # of the last update: they are on the host when this step's reading is
             update, weights = torch.stack(self._lengths).tolist()
             reading = reading._replace(update=update, weights=weights)
+        # The guard itself goes by its own count: the loop's numbers may repeat or go back.
+        self._number = reading.step if self._next_number is None else self._next_number
+        self._next_number, shown = None, reading._replace(step=self._number)
         verdict = self._policy.judge(reading)
         if self._policy.recheck.wrong(reading):
             verdict = self._confirm(begun, reading, verdict)
-        self._step, self.last, self.rolled_back = reading.step, reading, 0
+        self._step, self.last, self.rolled_back = reading.step, shown, 0
         self._show(self._policy.new_alarms())
         if reading.applied:
             self._best = min(self._best, reading.loss)
             self._apply()
             self._usual = begun.parts
         else:
-            self._withhold(begun, reading, verdict)
+            self._withhold(begun, shown, verdict)
         if self.updates or not reading.applied:
             self._remember_state()
         if verdict is Verdict.ROLLBACK:
             self._roll_back(same_data=reading.state_changed or self._policy.kind == "recheck")
         elif verdict is Verdict.HALT:
-            raise TrainingHalted(f"step {reading.step}: {self._policy.reason}")
+            raise TrainingHalted(f"step {self._number}: {self._policy.reason}")
         elif self.updates or not reading.applied:
             self._states.after_update(reading.step)
 
@@ -302,7 +325,7 @@ class Guard:
             return verdict
         self._policy.recheck = NoRecheck()
         self._incidents.note(
-            f"step {reading.step}: the closure never gives the same gradients again, so it depends on more than "
+            f"step {self._number}: the closure never gives the same gradients again, so it depends on more than "
             "weights, buffers, batch and PyTorch's random numbers: no step is repeated any more"
         )
         return Verdict.SKIP
@@ -322,7 +345,8 @@ class Guard:
         """Prints alarms, and keeps them."""
         self.alarms += alarms
         for alarm in alarms:
-            self._incidents.note(f"step {self._step}: {alarm.text}")
+            own = "" if self._number == self._step else f" (as the guard counts steps; this is its step {self._step})"
+            self._incidents.note(f"step {self._number}: {alarm.text}{own}")
 
     @property
     def _scaling(self) -> Scaling:
@@ -394,15 +418,15 @@ class Guard:
 
     def _subject(self, begun: Begun, reading: Reading) -> LoopSubject:
         """Collects what an investigation of the step needs."""
-        ranks, own = self._agreement.ranks, None
+        ranks, own, step = self._agreement.ranks, None, self._step
         if ranks.distributed:
             own = RankPart(ranks.rank, float(sum(begun.losses[1:], begun.losses[0])))
         return LoopSubject(
             self._rerun(begun, reading.loss_scale),
             reading,
-            reading.step - 1,
+            step - 1,
             usual=self._usual,
-            older_state=lambda: self._states.older(reading.step - 2),
+            older_state=lambda: self._states.older(step - 2),
             part=own,
             sharded=any(hasattr(parameter, "to_local") for parameter in self._parameters),
             keep_state=self._keep_state,
@@ -427,10 +451,10 @@ class Guard:
         reason, self._lengths = self._policy.reason, []
         if same_data:  # the saved state lacks buffers that the model does not save
             self._policy.state_check.put_back_buffers()
-        self.rolled_back = self._states.roll_back(self._step, same_data)
+        self.rolled_back = self._states.roll_back(self._step, same_data, number=self._number)
         self._remember_state()
         self._incidents.note(
-            f"step {self._step}: {reason}: rollback {self._policy.rollbacks}; pass over the batches of "
+            f"step {self._number}: {reason}: rollback {self._policy.rollbacks}; pass over the batches of "
             f"{self.rolled_back} steps (guard.rolled_back)"
         )
 
@@ -457,7 +481,7 @@ class Guard:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores them. Snapshots are not part of the state: the next step takes a new one."""
-        self._step = state["step"]
+        self._step = self._number = state["step"]
         self._policy.load_state_dict(state["policy"])
         self._policy.states.forget()
         self._scaling.load_state_dict(state["scaling"])
