@@ -65,6 +65,8 @@ class Buffers:
     @torch.no_grad()
     def restore_(self, saved: "SavedBuffers", gate: Bool[Tensor, ""]) -> "SavedBuffers":
         """Restores the buffers' values if `gate` is closed; otherwise changes no bit. Returns their values now."""
+        if saved.buffers is not self and not self._laid_out_as(saved.buffers):
+            return self._restore_some_(saved, gate)
         memory = None
         if saved.memory is not None:
             memory = torch.where(gate, torch.cat(self._bytes), saved.memory)
@@ -73,6 +75,28 @@ class Buffers:
         for tensor, kept in zip(self._others, others, strict=True):
             tensor.copy_(kept)
         return SavedBuffers(self, memory, others)
+
+    def _restore_some_(self, saved: "SavedBuffers", gate: Bool[Tensor, ""]) -> "SavedBuffers":
+        """Restores what the forward pass has not added or resized, as a module does with what it only caches."""
+        before = dict(zip(saved.buffers.forms(), saved.tensors(), strict=True))
+        for form, tensor in zip(self.forms(), self.tensors, strict=True):
+            if form in before and can_be_written(tensor):
+                tensor.copy_(torch.where(gate, tensor, before[form]))
+        return self.save()
+
+    def _laid_out_as(self, other: "Buffers") -> bool:
+        """Returns whether saved values of the other buffers have the places of these in memory."""
+        contiguous = ([tensor.is_contiguous() for tensor in each.tensors] for each in (self, other))
+        return self.forms() == other.forms() and len({tuple(each) for each in contiguous}) == 1
+
+    def forms(self) -> list[tuple[int, str, torch.Size, torch.dtype]]:
+        """Returns for each buffer its module, name, shape and dtype."""
+        places = {
+            id(tensor): (id(module), name)
+            for module, buffers in reversed(self._places)
+            for name, tensor in reversed(buffers.items())
+        }
+        return [(*places.get(id(tensor), (0, "")), tensor.shape, tensor.dtype) for tensor in self.tensors]
 
     def like(self, memory: UInt8[Tensor, " bytes"] | None, others: list[Tensor]) -> list[Tensor]:
         """Returns saved values with the shapes and dtypes of the buffers, in the order of `tensors`."""
