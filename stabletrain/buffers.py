@@ -20,18 +20,25 @@ class Buffers:
     Attributes:
         tensors: the buffers, in the order of `model.buffers()`.
         floating: those with floating-point values of at least 16 bits that can be written in place.
+        judged: those of `floating` that must stay finite: all but masks.
 
     Args:
         places: modules with their buffers by name.
+        masks: for each of `tensors`, whether it is a mask (`note_masks`); empty if none is.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], places: Sequence[tuple[nn.Module, dict[str, Tensor | None]]] = ()
+        self,
+        tensors: Sequence[Tensor],
+        places: Sequence[tuple[nn.Module, dict[str, Tensor | None]]] = (),
+        masks: Sequence[bool] = (),
     ) -> None:
         self.tensors, self._places = [*tensors], places
         self._memory = memory_of(tensors)
         tensors = [tensor for tensor in tensors if can_be_written(tensor)]
         self.floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.element_size() > 1]
+        masked = {id(tensor) for tensor, mask in zip(self.tensors, masks, strict=False) if mask}
+        self.judged = [tensor for tensor in self.floating if id(tensor) not in masked]
         plain = {id(tensor) for tensor in tensors if tensor.is_contiguous() and not hasattr(tensor, "to_local")}
         contiguous = [tensor for tensor in tensors if id(tensor) in plain]
         # Largest elements first: each part of the vector then begins at a multiple of its element size.
@@ -58,6 +65,8 @@ class Buffers:
     @torch.no_grad()
     def restore_(self, saved: "SavedBuffers", gate: Bool[Tensor, ""]) -> "SavedBuffers":
         """Restores the buffers' values if `gate` is closed; otherwise changes no bit. Returns their values now."""
+        if saved.buffers is not self and not self._laid_out_as(saved.buffers):
+            return self._restore_some_(saved, gate)
         memory = None
         if saved.memory is not None:
             memory = torch.where(gate, torch.cat(self._bytes), saved.memory)
@@ -66,6 +75,28 @@ class Buffers:
         for tensor, kept in zip(self._others, others, strict=True):
             tensor.copy_(kept)
         return SavedBuffers(self, memory, others)
+
+    def _restore_some_(self, saved: "SavedBuffers", gate: Bool[Tensor, ""]) -> "SavedBuffers":
+        """Restores what the forward pass has not added or resized, as a module does with what it only caches."""
+        before = dict(zip(saved.buffers.forms(), saved.tensors(), strict=True))
+        for form, tensor in zip(self.forms(), self.tensors, strict=True):
+            if form in before and can_be_written(tensor):
+                tensor.copy_(torch.where(gate, tensor, before[form]))
+        return self.save()
+
+    def _laid_out_as(self, other: "Buffers") -> bool:
+        """Returns whether saved values of the other buffers have the places of these in memory."""
+        contiguous = ([tensor.is_contiguous() for tensor in each.tensors] for each in (self, other))
+        return self.forms() == other.forms() and len({tuple(each) for each in contiguous}) == 1
+
+    def forms(self) -> list[tuple[int, str, torch.Size, torch.dtype]]:
+        """Returns for each buffer its module, name, shape and dtype."""
+        places = {
+            id(tensor): (id(module), name)
+            for module, buffers in reversed(self._places)
+            for name, tensor in reversed(buffers.items())
+        }
+        return [(*places.get(id(tensor), (0, "")), tensor.shape, tensor.dtype) for tensor in self.tensors]
 
     def like(self, memory: UInt8[Tensor, " bytes"] | None, others: list[Tensor]) -> list[Tensor]:
         """Returns saved values with the shapes and dtypes of the buffers, in the order of `tensors`."""
@@ -113,7 +144,43 @@ class SavedBuffers:
         return parts + [as_bytes(each.contiguous()) for each in self.others]
 
 
+HUGE = 1e18
+"""A buffer with a larger value before the first step is a mask: the square of its norm would overflow fp32."""
+
 _KNOWN: "WeakKeyDictionary[nn.Module, Buffers]" = WeakKeyDictionary()
+_MASKS: "WeakKeyDictionary[nn.Module, dict[str, bool]]" = WeakKeyDictionary()
+"""For each buffer that a model had when `note_masks` looked: whether it is a mask."""
+
+
+def note_masks(model: nn.Module) -> None:
+    """Notes which buffers are masks: not finite, or above `HUGE`, when they are first seen; waits for the device.
+
+    A mask holds -inf on purpose, as in attention, so it is not judged. It stays one if the model replaces it by another
+    tensor. Call this before the first forward pass; buffers that the model adds later are looked at when they appear.
+    """
+    _KNOWN.pop(model, None)
+    _MASKS[model] = {}
+    buffers_of(model)
+
+
+def masks_of(model: nn.Module) -> list[bool]:
+    """Returns for each of the model's buffers whether it is a mask; none is before `note_masks`."""
+    if (known := _MASKS.get(model)) is None:
+        return []
+    named = [*model.named_buffers()]
+    known |= {name: is_huge(tensor) for name, tensor in named if name not in known}
+    return [known[name] for name, _ in named]
+
+
+def is_measured(tensor: Tensor) -> bool:
+    """Returns whether a buffer is one of `Buffers.floating`, and has values."""
+    wide = tensor.is_floating_point() and tensor.element_size() > 1
+    return wide and not tensor.is_meta and can_be_written(tensor)
+
+
+def is_huge(tensor: Tensor) -> bool:
+    """Returns whether a buffer is measured, and holds a value that is not finite or above `HUGE`."""
+    return is_measured(tensor) and not bool((tensor.abs() < HUGE).all())
 
 
 def buffers_of(model: nn.Module) -> Buffers:
@@ -122,7 +189,7 @@ def buffers_of(model: nn.Module) -> Buffers:
     known = _KNOWN.get(model)
     if known is None or not known.are(tensors):
         places = [(module, {**module._buffers}) for module in model.modules() if module._buffers]
-        known = _KNOWN[model] = Buffers(tensors, places)
+        known = _KNOWN[model] = Buffers(tensors, places, masks_of(model))
     return known
 
 

@@ -156,7 +156,7 @@ def compute(state: TrainState, batches: Sequence[Batch], tools: Tools) -> Comput
     tools.parallel.max_over_ranks_(tools.after_update.maxima(state.model))
     # Measure before clipping: norm clipping would turn every gradient into NaN if one of them is.
     buffers = buffers_of(state.model)
-    norms, buffer_norm = measure_all(found, buffers.floating)
+    norms, buffer_norm = measure_all(found, buffers.judged)
     checks = StepChecks(maximum(bad), maximum(largest), buffer_norm, recheck=recheck.difference)
     return Computed(terms, norms, checks, buffers, saved_buffers, forwards, classes)
 

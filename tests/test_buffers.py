@@ -33,6 +33,39 @@ def test_buffers_of_every_shape_and_dtype_are_put_back_where_the_gate_is_closed(
         assert value is kinds[name]
 
 
+REPLACED = {
+    "resized": torch.ones(4, 4),
+    "of another dtype": torch.ones(2, 3, dtype=torch.float64),
+    "not contiguous": torch.ones(3, 2).t(),
+    "new": None,
+}
+
+
+@pytest.mark.parametrize("open_", [False, True])
+@pytest.mark.parametrize("how", REPLACED)
+def test_what_a_forward_pass_adds_or_resizes_is_left_and_the_rest_is_put_back(how, open_):
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(2))
+    model[0].register_buffer("cache", torch.zeros(2, 3))
+    held = buffers_of(model).save()
+    for module in model:
+        module.running_var.add_(1)
+        module.num_batches_tracked.add_(1)
+    if how == "new":
+        model[0].register_buffer("more", torch.ones(2))
+    else:
+        model[0].cache = REPLACED[how].clone()
+    now = buffers_of(model).restore_(held, torch.tensor(open_))
+    for module in model:
+        assert torch.equal(module.running_var, torch.full_like(module.running_var, 1.0 + open_))
+        assert int(module.num_batches_tracked) == int(open_)
+    if how == "new":
+        assert torch.equal(model[0].more, torch.ones(2))
+    else:
+        put_back = how == "not contiguous" and not open_
+        assert torch.equal(model[0].cache, torch.zeros(2, 3) if put_back else REPLACED[how])
+    assert now.equal(buffers_of(model).save())
+
+
 def test_saved_values_come_as_tensors_in_the_order_of_the_model():
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(2))
     model[1].register_buffer("grid", torch.arange(6.0).view(2, 3).t())

@@ -53,7 +53,7 @@ class GuardCallback(pl.Callback):
         policy: Any = None,
     ) -> None:
         self.guard: AttachedGuard | None = None
-        self._options = {
+        self._options: dict[str, Any] = {
             "folder": folder,
             "rollback": rollback,
             "max_incidents": max_incidents,

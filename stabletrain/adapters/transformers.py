@@ -59,7 +59,7 @@ class GuardCallback(TrainerCallback):
     ) -> None:
         self.guard: AttachedGuard | None = None
         self._trainer = trainer
-        self._options = {
+        self._options: dict[str, Any] = {
             "folder": folder,
             "rollback": rollback,
             "max_incidents": max_incidents,

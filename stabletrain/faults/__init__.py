@@ -3,7 +3,7 @@
 | kind | fault | `at` counts |
 |---|---|---|
 | input, label, ignored, empty, poison | bad data | data positions |
-| activation, gradient, learning_rate, bitflip | a bad number in a step | ticks |
+| activation, gradient, learning_rate, bitflip, optimizer | a bad number in a step | ticks |
 | disk_full, kill | an interrupted write of a checkpoint | ticks done |
 | wandb | W&B is unreachable from then on | ticks done |
 | plan | several of these | |
@@ -19,6 +19,7 @@ from stabletrain.faults.in_io import DiskFull, Kill, LostWandb
 from stabletrain.faults.in_step import Activation, Gradient, LearningRate
 from stabletrain.faults.plan import Plan
 from stabletrain.faults.planned import NoFaults
+from stabletrain.faults.update import Update
 
 __all__ = [
     "Activation",
@@ -35,4 +36,5 @@ __all__ = [
     "NoFaults",
     "Plan",
     "Poison",
+    "Update",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stabletrain.errors import ConfigError
 from stabletrain.faults.in_step import Removable, StepFault, chosen_parameter
@@ -42,8 +43,7 @@ class BitFlip(StepFault):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least("bit", self.bit, 0)
-        if self.where not in ("weight", "moment", *MOMENTS):
-            raise ConfigError(f"faults.where={self.where} is none of weight, moment, {', '.join(MOMENTS)}")
+        check_where(self.where)
 
     def check(self, state: TrainState) -> None:
         name, parameter = chosen_parameter(state.model, self.parameter)
@@ -52,7 +52,7 @@ class BitFlip(StepFault):
 
     def inject(self, state: TrainState, precision: Any) -> list[Removable]:
         name, parameter = chosen_parameter(state.model, self.parameter)
-        kind, tensor = self._find(state, parameter)
+        kind, tensor = chosen_tensor(self.where, state.optimizer, parameter)
         if tensor is None:
             say(f"none, because the optimizer has no {kind} of {name} yet at tick {state.executed_steps}")
             return []
@@ -71,20 +71,27 @@ class BitFlip(StepFault):
         )
         return []
 
-    def _find(self, state: TrainState, parameter: nn.Parameter) -> tuple[str, Tensor | None]:
-        """Returns kind and tensor to change; None for a moment that the optimizer has not created yet."""
-        if self.where == "weight":
-            return self.where, parameter.data
-        kept = state.optimizer.state.get(parameter, {})
-        names = [self.where] if self.where in MOMENTS else MOMENTS
-        found = [(name, kept[name]) for name in names if isinstance(kept.get(name), Tensor)]
-        return found[0] if found else (self.where, None)
-
     def _check_bit(self, name: str, dtype: torch.dtype) -> None:
         if self.bit >= 8 * dtype.itemsize:
             raise ConfigError(
                 f"faults.bit={self.bit} is above {8 * dtype.itemsize - 1}, the sign bit of {name} in {dtype}"
             )
+
+
+def check_where(where: str) -> None:
+    """Raises ConfigError if `where` names neither the weight nor a moment."""
+    if where not in ("weight", "moment", *MOMENTS):
+        raise ConfigError(f"faults.where={where} is none of weight, moment, {', '.join(MOMENTS)}")
+
+
+def chosen_tensor(where: str, optimizer: Optimizer, parameter: nn.Parameter) -> tuple[str, Tensor | None]:
+    """Returns kind and tensor to change; None for a moment that the optimizer has not created yet."""
+    if where == "weight":
+        return where, parameter.data
+    kept = optimizer.state.get(parameter, {})
+    names = [where] if where in MOMENTS else MOMENTS
+    found = [(name, kept[name]) for name in names if isinstance(kept.get(name), Tensor)]
+    return found[0] if found else (where, None)
 
 
 @torch.no_grad()

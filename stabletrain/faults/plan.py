@@ -10,6 +10,7 @@ from stabletrain.faults.in_data import Empty, Ignored, Input, Label, Poison
 from stabletrain.faults.in_io import DiskFull, Kill, LostWandb
 from stabletrain.faults.in_step import Activation, Gradient, LearningRate
 from stabletrain.faults.planned import NoFaults, Planned
+from stabletrain.faults.update import Update
 from stabletrain.records import TrainState
 
 KINDS: dict[str, type[Planned]] = {
@@ -22,6 +23,7 @@ KINDS: dict[str, type[Planned]] = {
     "gradient": Gradient,
     "learning_rate": LearningRate,
     "bitflip": BitFlip,
+    "optimizer": Update,
     "disk_full": DiskFull,
     "kill": Kill,
     "wandb": LostWandb,

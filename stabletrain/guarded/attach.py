@@ -2,7 +2,8 @@
 
 The loop computes gradients as it likes. The model's forward calls are recorded, with what a withheld step must put
 back: buffers and random generators. At `optimizer.step()` the gradients are judged, and the step is passed on, or not
-run.
+run. A loss that is not finite, although its gradients are, can be seen only if the model returns it, if it passes
+through a `GradScaler`, or if the module that computes it is known (`criterion`).
 
 A withheld step is explained by running the recorded forward calls again. An adapter that knows how the loop computes
 its loss records that instead (`record`). Otherwise, if the model does not return its loss, only the forward pass can be
@@ -102,6 +103,7 @@ class Attached:
     """What an attached guard records of the loop's current step.
 
     Args:
+        criterion: the module that computes the loop's loss; None if unknown.
         begin: returns the state before the first forward pass.
         decide: judges the step; returns whether it is applied.
         update: returns the context in which the loop's update runs.
@@ -119,6 +121,7 @@ class Attached:
         model: nn.Module,
         optimizer: Optimizer,
         scaler: GradScaler | None,
+        criterion: nn.Module | None,
         begin: Callable[[], Begun],
         decide: Callable[[Tensor | None], bool],
         update: Callable[[], AbstractContextManager],
@@ -128,14 +131,18 @@ class Attached:
         self.begun: Begun | None = None
         self.forward_only, self.watching, self.recorded, self._passing = False, True, False, False
         self._went_back, self._before = False, begin()
+        self._seen: list[Tensor] = []
         self.unclipped: GradNorms | None = None
         self._undo = [
             model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True).remove,
             model.register_forward_hook(Hook(self._after_forward)).remove,
-            replace_step(optimizer, self._stepping),
+            replace_method(optimizer, "step", self._stepping),
         ]
         if scaler is not None:
-            self._undo.append(replace_step(scaler, self._scaled_stepping))
+            self._undo.append(replace_method(scaler, "step", self._scaled_stepping))
+            self._undo.append(replace_method(scaler, "scale", self._scaling))
+        if criterion is not None:
+            self._undo.append(criterion.register_forward_hook(Hook(self._after_criterion)).remove)
 
     def detach(self) -> None:
         """Leaves model, optimizer and scaler as they were."""
@@ -163,7 +170,12 @@ class Attached:
     def take(self) -> Begun:
         """Returns the step's record, and forgets it; without forward calls, the state after the last step."""
         begun, self.begun, self.recorded, self._went_back = self.begun, None, False, False
+        self._seen = []
         return begun or self._before
+
+    def seen_loss(self) -> Tensor:
+        """Returns NaN if a loss of this step that was seen is not finite, else 0: it may not be the whole loss."""
+        return sum(self._seen, torch.zeros(())) * 0.0
 
     def end_step(self) -> None:
         """Records the state after a step, for a loop whose forward calls are not seen."""
@@ -187,7 +199,7 @@ class Attached:
         if not (self.watching and module.training and torch.is_grad_enabled()):
             return
         if self.begun is None or (self._went_back and self._gradients_are_gone()):
-            self.begun, self.recorded, self._went_back = self._begin(), False, False
+            self.begun, self.recorded, self._went_back, self._seen = self._begin(), False, False, []
         if not self.recorded and len(self.begun.parts) < MOST_CALLS:
             call = Part(lambda given: loss_in(self._model(*given["args"], **given["kwargs"]))[0],
                         {"args": args, "kwargs": dict(kwargs)})  # fmt: skip
@@ -207,6 +219,17 @@ class Attached:
             self.forward_only = not known
             # Of an unknown loss, only this much is known: it is not finite if the model's output is not.
             self.begun.losses.append(loss.detach() if known else loss.detach() * 0.0)
+
+    def _after_criterion(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.watching and torch.is_grad_enabled():
+            self._see(output)
+
+    def _see(self, losses: Any) -> None:
+        """Notes losses that the loop is about to differentiate: scalars, because of others it may leave out values."""
+        if self.begun is None or len(self._seen) >= MOST_CALLS:
+            return
+        scalars = [tensor for _, tensor in named_tensors(losses) if tensor.requires_grad and tensor.numel() == 1]
+        self._seen += [tensor.detach().reshape(()) for tensor in scalars]
 
     def _notice(self, gradient: Tensor) -> None:
         """Notes that a backward pass has begun."""
@@ -242,6 +265,16 @@ class Attached:
             step._wrapped_by_lr_sched = True  # ty: ignore[missing-attribute]
         return step
 
+    def _scaling(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the scaler's new `scale`, which is given the loop's loss."""
+
+        def scale(scaler: GradScaler, outputs: Any) -> Any:
+            if self.watching:
+                self._see(outputs)
+            return inner(outputs)
+
+        return scale
+
     def _scaled_stepping(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the scaler's new step."""
 
@@ -265,16 +298,18 @@ class Attached:
         return step
 
 
-def replace_step(stepped: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Replaces the `step` of an optimizer or scaler by what `make` makes of it; returns what undoes this."""
-    own, inner = vars(stepped).get("step"), stepped.step
-    stepped.step = MethodType(make(inner), stepped)
+def replace_method(
+    owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Replaces a method of an optimizer or scaler by what `make` makes of it; returns what undoes this."""
+    own, inner = vars(owner).get(name), getattr(owner, name)
+    setattr(owner, name, MethodType(make(inner), owner))
 
     def undo() -> None:
         if own is None:
-            vars(stepped).pop("step", None)
+            vars(owner).pop(name, None)
         else:
-            stepped.step = own
+            setattr(owner, name, own)
 
     return undo
 

@@ -32,7 +32,20 @@ class AttachedGuard(Guard):
 
     updates = False
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, scaler: GradScaler | None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        scaler: GradScaler | None = None,
+        criterion: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if criterion is not None and not isinstance(criterion, nn.Module):
+            raise ConfigError(
+                f"Guard.attach(criterion={criterion!r}) is not an nn.Module, such as nn.CrossEntropyLoss(): what a "
+                "function returns cannot be seen; leave it out"
+            )
         for name in ("precision", "max_norm"):
             if options.pop(name, None) is not None:
                 raise ConfigError(f"Guard.attach({name}=...): the loop itself does that; leave it out")
@@ -43,7 +56,9 @@ class AttachedGuard(Guard):
         super().__init__(model, optimizer, **options)
         optimizer = self._optimizer
         self._judge.scaling = InStep(self._scaling.precision, "fp16" if scaler is not None else "", optimizer, scaler)
-        self._attached = Attached(self._outer, optimizer, scaler, self._begin, self._decide, self._loops_update)
+        self._attached = Attached(
+            self._outer, optimizer, scaler, criterion, self._begin, self._decide, self._loops_update
+        )
 
     def backward(self, closure: Callable[..., Any], batch: Any = None) -> Tensor:
         """Raises ConfigError: the loop itself runs forward and backward."""
@@ -97,11 +112,13 @@ class AttachedGuard(Guard):
             loss: what the loop's own closure returned; None if it has none.
         """
         found, attached = gradients(self._parameters), self._attached
-        recorded, begun = attached.recorded, attached.take()
+        recorded, seen, begun = attached.recorded, attached.seen_loss(), attached.take()
         if not found:
             return True
         if loss is None or (recorded and begun.losses):
             loss = sum(begun.losses[1:], begun.losses[0]) if begun.losses else torch.zeros((), device=self._device)
+        if not recorded:
+            loss = loss + seen.to(loss.device)
         unclipped, changed = attached.norms_before_clipping, self._changed(begun)
         reading = self._judge(self._step + 1, loss.detach(), self._parameters, unclipped, changed)
         spread = not recorded and not math.isfinite(reading.grad_norm) and not self.skipped

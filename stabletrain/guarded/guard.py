@@ -12,8 +12,9 @@ import contextlib
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -148,12 +149,19 @@ class Guard:
         self.alarms: list[Alarm] = []
         self.last: Reading | None = None
         self.rolled_back = 0
+        self._number, self._next_number = 0, None  # of the last step and of the next, as the loop counts
         _NEWEST[optimizer] = ref(self)
         optimizer.register_step_pre_hook(check_caller)
 
     @classmethod
     def attach(
-        cls, model: nn.Module, optimizer: Optimizer, *, scaler: GradScaler | None = None, **options: Any
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        scaler: GradScaler | None = None,
+        criterion: Callable[..., Any] | None = None,
+        **options: Any,
     ) -> "AttachedGuard":
         """Guards a loop that cannot be edited: judges whenever the loop calls `optimizer.step()`.
 
@@ -162,6 +170,8 @@ class Guard:
 
         Args:
             scaler: the loop's own `GradScaler`; the loop calls `scaler.step(optimizer)` as before.
+            criterion: the module that computes the loop's loss, such as `nn.CrossEntropyLoss()`. With it, a loss that
+                is not finite is seen although its gradients are; not needed if the model returns its loss.
             options: as for `Guard`, except `precision` and `max_norm`.
 
         Returns:
@@ -169,18 +179,19 @@ class Guard:
         """
         from stabletrain.guarded.attached_guard import AttachedGuard
 
-        return AttachedGuard(model, optimizer, scaler=scaler, **options)
+        return AttachedGuard(model, optimizer, scaler=scaler, criterion=criterion, **options)
 
     # ---- a step
 
-    def step(self, closure: Callable[..., Any], batch: Any = None) -> Tensor:
+    def step(self, closure: Callable[..., Any], batch: Any = None, *, step: SupportsIndex | None = None) -> Tensor:
         """Runs one step: forward, backward, judge, clip, and update, or nothing at all.
 
         Args:
             closure: runs the forward pass and returns the loss, a scalar. It must not call `backward`. It is run again
                 if the step is withheld.
-            batch: what the closure is called with: `closure(*batch)` for a tuple or list, else `closure(batch)`; None
-                calls `closure()`. With the batch, the guard can also find the samples at fault.
+            batch: what the closure is called with: `closure(*batch)` for a tuple or list, else `closure(batch)`. With
+                the batch, the guard can also find the samples at fault. A closure that takes nothing is called without.
+            step: see `at`.
 
         Returns:
             the loss, 0-d, detached, on its device.
@@ -192,7 +203,19 @@ class Guard:
         if self._begun is not None:
             raise ConfigError("guard.step() was called after guard.backward(): end such a step with guard.update()")
         self.backward(closure, batch)
-        return self.update()
+        return self.update(step=step)
+
+    def at(self, step: SupportsIndex) -> None:
+        """Sets the number of the next step as the loop counts, which messages and incidents then show.
+
+        Without it they show how many steps the guard has judged. The numbers may repeat, skip and go back.
+
+        Raises:
+            ConfigError: the number is negative.
+        """
+        if (number := index(step)) < 0:
+            raise ConfigError(f"step={number} is below 0: give the number of the step")
+        self._next_number = number
 
     def backward(self, closure: Callable[..., Any], batch: Any = None) -> Tensor:
         """Runs forward and backward of one micro-batch; `update` ends the step.
@@ -232,8 +255,11 @@ class Guard:
             self._incidents.explain_error(error, self._rerun(replace(begun, parts=[*begun.parts, part]), 1.0))
             raise
 
-    def update(self) -> Tensor:
+    def update(self, *, step: SupportsIndex | None = None) -> Tensor:
         """Judges the step, clips, and applies the update, or changes nothing at all.
+
+        Args:
+            step: see `at`.
 
         Returns:
             the loss: the sum over the micro-batches, 0-d, detached.
@@ -243,6 +269,8 @@ class Guard:
             TrainingHalted: see `step`.
         """
         begun, self._begun = self._begun, None
+        if step is not None:
+            self.at(step)
         if begun is None:
             raise ConfigError("guard.update() was called without guard.backward() before it")
         if all(parameter.grad is None for parameter in self._parameters):
@@ -263,23 +291,26 @@ class Guard:
         if self._states.lengths:  # of the last update: they are on the host when this step's reading is
             update, weights = torch.stack(self._states.lengths).tolist()
             reading = reading._replace(update=update, weights=weights)
+        # The guard itself goes by its own count: the loop's numbers may repeat or go back.
+        self._number = reading.step if self._next_number is None else self._next_number
+        self._next_number, shown = None, reading._replace(step=self._number)
         verdict = self._policy.judge(reading)
         if self._policy.recheck.wrong(reading):
             verdict = self._confirm(begun, reading, verdict)
-        self._step, self.last, self.rolled_back = reading.step, reading, 0
+        self._step, self.last, self.rolled_back = reading.step, shown, 0
         self._show(self._policy.new_alarms())
         if reading.applied:
             self._best = min(self._best, reading.loss)
             self._apply()
             self._usual = begun.parts
         else:
-            self._withhold(begun, reading, verdict)
+            self._withhold(begun, shown, verdict)
         if self.updates or not reading.applied:
             self._remember_state()
         if verdict is Verdict.ROLLBACK:
             self._roll_back(same_data=reading.state_changed or self._policy.kind == "recheck")
         elif verdict is Verdict.HALT:
-            raise TrainingHalted(f"step {reading.step}: {self._policy.reason}")
+            raise TrainingHalted(f"step {self._number}: {self._policy.reason}")
         elif self.updates or not reading.applied:
             self._states.after_update(reading.step)
 
@@ -292,7 +323,7 @@ class Guard:
             return verdict
         recheck.stop()
         self._incidents.note(
-            f"step {reading.step}: the closure never gives the same gradients again, so it depends on more than "
+            f"step {self._number}: the closure never gives the same gradients again, so it depends on more than "
             "weights, buffers, batch and PyTorch's random numbers: no step is repeated any more"
         )
         return Verdict.SKIP
@@ -312,7 +343,8 @@ class Guard:
         """Prints alarms, and keeps them."""
         self.alarms += alarms
         for alarm in alarms:
-            self._incidents.note(f"step {self._step}: {alarm.text}")
+            own = "" if self._number == self._step else f" (as the guard counts steps; this is its step {self._step})"
+            self._incidents.note(f"step {self._number}: {alarm.text}{own}")
 
     @property
     def _scaling(self) -> Scaling:
@@ -384,15 +416,15 @@ class Guard:
 
     def _subject(self, begun: Begun, reading: Reading) -> LoopSubject:
         """Collects what an investigation of the step needs."""
-        ranks, own = self._agreement.ranks, None
+        ranks, own, step = self._agreement.ranks, None, self._step
         if ranks.distributed:
             own = RankPart(ranks.rank, float(sum(begun.losses[1:], begun.losses[0])))
         return LoopSubject(
             self._rerun(begun, reading.loss_scale),
             reading,
-            reading.step - 1,
+            step - 1,
             usual=self._usual,
-            older_state=lambda: self._states.older(reading.step - 2),
+            older_state=lambda: self._states.older(step - 2),
             part=own,
             sharded=any(hasattr(parameter, "to_local") for parameter in self._parameters),
             keep_state=self._keep_state,
@@ -417,10 +449,10 @@ class Guard:
         reason = self._policy.reason
         if same_data:  # the saved state lacks buffers that the model does not save
             self._policy.state_check.put_back_buffers()
-        self.rolled_back = self._states.roll_back(self._step, same_data)
+        self.rolled_back = self._states.roll_back(self._step, same_data, number=self._number)
         self._remember_state()
         self._incidents.note(
-            f"step {self._step}: {reason}: rollback {self._policy.rollbacks}; pass over the batches of "
+            f"step {self._number}: {reason}: rollback {self._policy.rollbacks}; pass over the batches of "
             f"{self.rolled_back} steps (guard.rolled_back)"
         )
 
@@ -454,7 +486,7 @@ class Guard:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores them. Snapshots are not part of the state: the next step takes a new one."""
-        self._step = state["step"]
+        self._step = self._number = state["step"]
         self._policy.load_state_dict(state["policy"])
         self._policy.states.forget()
         # The loop loads its weights and moments too: checksums of those from before would report a memory fault.

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from stabletrain.forensics.agreement import NotInvestigated, exchange, in_one_line
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
 from stabletrain.forensics.diagnosis.causes import unknown
-from stabletrain.forensics.diagnosis.evidence import RunSettings
+from stabletrain.forensics.diagnosis.evidence import Evidence, RunSettings
 from stabletrain.forensics.distributed_handler import Account, account_of, write_together
 from stabletrain.forensics.handler import ATTEMPTS, IncidentHandler, IncidentSummary
 from stabletrain.forensics.investigate import Findings
@@ -70,6 +70,16 @@ def of_any_loop(diagnosis: Diagnosis) -> Diagnosis:
     return replace(diagnosis, fix=fix, also=[of_any_loop(one) for one in diagnosis.also])
 
 
+def unseen(evidence: Evidence) -> Diagnosis:
+    """Returns the diagnosis of a step of which only the forward pass could be run again, without finding anything."""
+    found = unknown(evidence)
+    if evidence.kind != "nonfinite" or not math.isfinite(evidence.reading.buffers):
+        return found
+    verdict = f"{found.verdict}: not in the forward pass, so in the loop's loss or in the backward pass"
+    fix = "look at the loop's loss; with guard.step or guard.record, the operation is named"
+    return replace(found, verdict=verdict, fix=[fix])
+
+
 class LoopHandler(IncidentHandler):
     """An incident handler whose fixes hold in any training loop.
 
@@ -105,7 +115,7 @@ class LoopHandler(IncidentHandler):
         blind = isinstance(subject, LoopSubject) and bool(subject.gap)
         evidence = found.evidence
         if blind and evidence.origin is None and not evidence.samples and not evidence.damage:
-            found = replace(found, diagnosis=unknown(evidence))  # nothing was measured that could tell the cause
+            found = replace(found, diagnosis=unseen(evidence))  # nothing was measured that could tell the cause
         gaps = [subject.gap] if isinstance(subject, LoopSubject) and subject.gap else []
         return replace(found, diagnosis=of_any_loop(found.diagnosis), failures=[*gaps, *found.failures])
 

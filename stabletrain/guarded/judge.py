@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabletrain.buffers import buffers_of
+from stabletrain.buffers import buffers_of, note_masks
 from stabletrain.guarded.agreement import Alone
 from stabletrain.guarded.gradients import gradients, measure, multiply_
 from stabletrain.guarded.scaling import Scaling
@@ -16,9 +16,6 @@ from stabletrain.records import Clipped, GradNorms, Number, Reading
 from stabletrain.stability.clipping.fixed import NormClip
 from stabletrain.stability.guard import SkipGuard
 from stabletrain.step import InFlight
-
-HUGE = 1e18
-"""A buffer with a larger value is a mask: the square of its norm would overflow fp32."""
 
 
 class Judge:
@@ -50,11 +47,7 @@ class Judge:
         self._model, self._optimizer, self.scaling = model, optimizer, scaling
         self._agreement, self._policy = agreement, policy
         self._clip = None if max_norm is None else NormClip(max_norm)
-        self._masks = [each for each in buffers_of(model).floating if not bool((each.abs() < HUGE).all())]
-
-    def _judged_buffers(self) -> list[Tensor]:
-        """Returns the floating-point buffers, except those that were not finite, or huge, from the start: masks."""
-        return [each for each in buffers_of(self._model).floating if not any(each is mask for mask in self._masks)]
+        note_masks(model)
 
     @property
     def clips(self) -> bool:
@@ -85,7 +78,7 @@ class Judge:
         # clipping would turn every gradient into NaN if one of them is.
         loss_scale = scaling.loss_scale()
         scaling.unscale_(self._optimizer, found)
-        norms, buffer_norm = measure(found, self._judged_buffers())
+        norms, buffer_norm = measure(found, buffers_of(self._model).judged)
         norms = norms if unclipped is None else unclipped(norms)
         sharded = [hasattr(parameter.grad, "to_local") for parameter in parameters if parameter.grad is not None]
         terms, norms, checks = self._agreement.agree(loss, norms, buffer_norm, changed, sharded)

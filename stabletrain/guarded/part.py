@@ -17,7 +17,7 @@ class Part:
     Attributes:
         closure: runs forward and returns the loss, a scalar. It takes nothing, or the batch.
         batch: what the closure is called with: the elements of a tuple or list one by one, if the closure takes as
-            many, else the batch itself; None for a closure that takes nothing.
+            many, else the batch itself. A closure that takes nothing is called without; None if its batch is unknown.
     """
 
     closure: Callable[..., Any]
@@ -26,7 +26,7 @@ class Part:
     @property
     def takes_batch(self) -> bool:
         """Whether the closure is called with the batch, so that it can be run with another one."""
-        return self.batch is not None
+        return self.batch is not None and not takes_nothing(self.closure)
 
     def __call__(self) -> Any:
         """Runs the closure; returns what it returns."""
@@ -34,21 +34,38 @@ class Part:
 
     def run_with(self, batch: Any) -> Any:
         """Runs the closure with another batch."""
-        if batch is None:
+        if batch is None or takes_nothing(self.closure):
             return self.closure()
         if isinstance(batch, tuple | list) and takes(self.closure, len(batch)):
             return self.closure(*batch)
         return self.closure(batch)
 
 
+def takes_nothing(closure: Callable[..., Any]) -> bool:
+    """Returns whether a function takes no positional argument, so that it is called without the batch."""
+    if (known := simple_count(closure)) is not None:
+        return known == 0
+    try:
+        parameters = inspect.signature(closure).parameters.values()
+    except (TypeError, ValueError):  # a callable without a signature
+        return False
+    return all(each.kind in (each.KEYWORD_ONLY, each.VAR_KEYWORD) for each in parameters)
+
+
+def simple_count(closure: Callable[..., Any]) -> int | None:
+    """Returns the number of arguments in the usual case, without the cost of a signature; None in any other."""
+    code = getattr(closure, "__code__", None)
+    if code is None or hasattr(closure, "__wrapped__") or inspect.ismethod(closure):
+        return None
+    if getattr(closure, "__defaults__", None) or code.co_kwonlyargcount or code.co_flags & inspect.CO_VARARGS:
+        return None
+    return code.co_argcount
+
+
 def takes(closure: Callable[..., Any], count: int) -> bool:
     """Returns whether a function is to be called with `count` positional arguments, not with the batch as a whole."""
-    code = getattr(closure, "__code__", None)
-    simple = code is not None and not hasattr(closure, "__wrapped__") and not inspect.ismethod(closure)
-    if simple and not (
-        getattr(closure, "__defaults__", None) or code.co_kwonlyargcount or code.co_flags & inspect.CO_VARARGS
-    ):
-        return code.co_argcount == count  # the usual case, without the cost of a signature
+    if (known := simple_count(closure)) is not None:
+        return known == count
     try:
         parameters = inspect.signature(closure).parameters.values()
     except (TypeError, ValueError):  # a callable without a signature

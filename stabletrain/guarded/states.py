@@ -44,10 +44,10 @@ class NoStates:
         """Returns None: there is no older state."""
         del step
 
-    def roll_back(self, step: int, same_data: bool = False) -> int:
+    def roll_back(self, step: int, same_data: bool = False, *, number: int) -> int:
         """Never called: the guard does not ask for it."""
-        del same_data
-        raise TrainingHalted(f"step {step}: there is no state to go back to")
+        del step, same_data
+        raise TrainingHalted(f"step {number}: there is no state to go back to")
 
 
 class States(NoStates):
@@ -112,12 +112,13 @@ class States(NoStates):
         """Returns the newest snapshot of at most `step` steps, as it lies on the host; None if there is none."""
         return self._snapshots.newest_on_host(step)
 
-    def roll_back(self, step: int, same_data: bool = False) -> int:
+    def roll_back(self, step: int, same_data: bool = False, *, number: int) -> int:
         """Restores the newest healthy state.
 
         Args:
             step: the step at which the guard gave up on the present state.
             same_data: whether the batches since then, if a loader can give them, are to be read again.
+            number: of the step as the loop counts, for the message.
 
         Returns:
             the number of steps whose batches are to be passed over: with a loader, which was put back, those that were
@@ -133,7 +134,7 @@ class States(NoStates):
             target = max((step for step in steps if step <= before), default=min(steps, default=None))
         tree = None if target is None else self._newest_intact(target)
         if target is None or tree is None:
-            raise TrainingHalted(f"step {step}: {policy.reason}; no healthy state is left to go back to")
+            raise TrainingHalted(f"step {number}: {policy.reason}; no healthy state is left to go back to")
         # The learning rate stays lowered for `lr_steps` steps counted from now: the loop's steps only count up.
         detour = policy.begin_rollback(step, step, same_data)
         kept = policy.cumulative_state()

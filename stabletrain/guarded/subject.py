@@ -32,7 +32,7 @@ from stabletrain.machine.compiling import uncompiled
 from stabletrain.records import RankPart, Reading
 from stabletrain.stability.guard.recheck import Finding
 
-NO_BATCH = "the closure takes no batch: pass it as guard.step(closure, batch=...)"
+NO_BATCH = "the closure takes no batch: let it take one, and pass it as guard.step(closure, batch=...)"
 
 
 @dataclass
@@ -91,8 +91,10 @@ class LoopSubject:
         del classes
         parts = self.rerun.begun.parts
         found = bad_samples(parts, self.usual)
-        if found and math.isfinite(self.reading.loss + self.reading.grad_norm):
-            return []  # the loss does not read these values
+        if found and math.isfinite(self.reading.loss + self.reading.grad_norm + self.reading.buffers):
+            return []  # the model does not read these values
+        if not all(part.takes_batch for part in parts):
+            return found  # the step cannot be run without these values
         try:
             again = self._run("cleaned") if found else None
         except Exception:  # the user's code may raise anything

@@ -18,6 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch import nn
 
+from stabletrain.buffers import note_masks
 from stabletrain.checkpoint.capture import Stateful
 from stabletrain.checkpoint.folder import run_of
 from stabletrain.comparison.pages.at_end import NoPage, PageAtEnd
@@ -354,6 +355,7 @@ def start_forensics(
 
     def model_factory() -> nn.Module:
         copy = make_model(cfg, source.data).to(process.device)
+        note_masks(copy)
         process.precision.wrap_fp32_modules(copy)
         return copy
 

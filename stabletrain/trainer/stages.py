@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
+from stabletrain.buffers import note_masks
 from stabletrain.config.arguments import job_overrides, key_of
 from stabletrain.config.make import make, plain, target_of
 from stabletrain.data.order import position
@@ -177,6 +178,7 @@ def build_model(
     forget_peak(device)
     make(cfg, "init", option_roles.InitOption)(model)  # on the CPU, so every device starts from the same weights
     loaded = weights.load_(model)
+    note_masks(model)  # here, because it reads values: after this, nothing waits for the device
     model.to(device)
     fp32_modules = precision.wrap_fp32_modules(model)
     parallel.shard(model)  # before the optimizer is built: it must hold the sharded parameters

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import json
 import math
 
 import pytest
@@ -581,6 +582,34 @@ def signatures(loop):
         "decorated": (functools.wraps(whole)(lambda *given: whole(*given)), [x, y]),
         "mapping": (lambda batch: loop.loss(batch["x"], batch["y"]), {"x": x, "y": y}),
         "one": (lambda x: loop.loss(x, y), (x,)),
+        "defaults": (lambda x=x, y=y: loop.loss(x, y), pair),
+        **{f"nothing, {name}": (closure, pair) for name, closure in without_arguments(loop, x, y).items()},
+        "nothing, of a tensor": (lambda: loop.loss(x, y), x),
+        "nothing, of a mapping": (lambda: loop.loss(x, y), {"x": x}),
+    }
+
+
+def without_arguments(loop, x, y):
+    """Closures that take no positional argument."""
+
+    class Called:
+        def __call__(self):
+            return loop.loss(x, y)
+
+        def method(self):
+            return loop.loss(x, y)
+
+    def keyword(*, x=x, y=y, **others):
+        return loop.loss(x, y)
+
+    return {
+        "lambda": lambda: loop.loss(x, y),
+        "callable": Called(),
+        "method": Called().method,
+        "keyword": keyword,
+        "partial": functools.partial(loop.loss, x, y),
+        "partial by name": functools.partial(loop.loss, x=x, y=y),
+        "decorated": functools.wraps(Called().method)(lambda *given, **named: loop.loss(x, y)),
     }
 
 
@@ -589,6 +618,27 @@ def test_a_closure_may_have_any_signature(tmp_path):
     for closure, batch in signatures(loop).values():
         loop.guard.step(closure, batch=batch)
         assert loop.guard.last.applied
+
+
+def test_a_batch_that_the_closure_does_not_take_is_only_looked_at(tmp_path):
+    for name in ("lambda", "callable", "method", "keyword", "partial", "partial by name", "decorated"):
+        loop = Loop(tmp_path / name)
+        for batch in [*batches(2), nan_in(batches(3)[2])]:
+            loop.guard.step(without_arguments(loop, *batch)[name], batch=batch)
+        assert not loop.guard.last.applied
+        record = json.loads((loop.guard.incidents[0].path / "diagnosis.json").read_text())
+        assert record["cause"] == "poison_input"
+        assert len(record["samples"]) == 1
+
+
+def test_samples_are_not_searched_for_where_the_closure_takes_no_batch(tmp_path):
+    loop = Loop(tmp_path)
+    x, y = batches(1)[0]
+    loop.guard.step(lambda: loop.loss(x, y) / 0.0, batch=(x, y))
+    record = json.loads((loop.guard.incidents[0].path / "diagnosis.json").read_text())
+    assert (record["cause"], record["samples"]) == ("unsafe_op", [])
+    assert "the closure takes no batch" in record["replays"]["fresh_batch"]["not_run"]
+    assert (loop.guard.incidents[0].path / "batch.safetensors").exists()
 
 
 def test_gradients_of_another_model_are_those_of_the_loop(tmp_path):

@@ -41,6 +41,7 @@ ACTING = ("optimizer", "precision", "clipping", "warmup", "schedule", "zloss", "
 ACTING += ("determinism", "qkclip", "guard", "stability", "monitors", "faults")
 NOT_HERE = {
     "faults=bitflip": "flips a bit of a real tensor",
+    "faults=optimizer": "reads whether the step was withheld, and writes a number from the host",
     "faults=kill": "ends the process",
     "faults=disk_full": "acts on checkpoints only",
     "faults=wandb": "acts on W&B only",

@@ -505,7 +505,7 @@ def needed_for(group, option, key, places):
     return []
 
 
-SOFT = ("activation", "gradient")
+SOFT = ("activation", "gradient", "optimizer")
 """Faults that must be finite for their place to matter: otherwise every place has the same result."""
 
 NOT_HERE = {

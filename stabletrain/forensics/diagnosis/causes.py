@@ -247,7 +247,7 @@ def unsafe_op(e: Evidence) -> Diagnosis | None:
     if o is None or wild(e) or o.why in ("overflow", "given") or (o.why == "unknown" and not no_result(e)):
         return None
     how = FIXES.get(o.why, "keep the argument inside the domain of the operation")
-    sure = 0.7 if o.why == "unknown" else 0.9
+    sure = 0.7 if o.why in ("unknown", "buffer") else 0.9
     return Diagnosis("unsafe_op", sure, origin_sentence(e), [f"{place(e)}: {how}"], beside(e))
 
 

@@ -23,6 +23,9 @@ FIXES = {
     "mean_of_nothing": "divide by max(n, 1)",
     "outside_domain": "clamp the argument to the inside of the domain, away from its ends",
     "singular_matrix": "add a small multiple of the identity",
+    "masked_logits": "mask with a large negative number instead of -inf, or leave masked classes out of label "
+    "smoothing and targets",
+    "buffer": "keep what it writes into the buffer finite",
     "written": "the code writes this constant: keep it out of the loss and the gradients",
     "unwritten": "write to memory before reading it: use torch.zeros instead of torch.empty",
 }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stabletrain.buffers import masks_of
 from stabletrain.forensics.diagnosis.evidence import Damage, Drift
 
 BEYOND = 1e3
@@ -38,8 +39,9 @@ def damaged(
     found = []
     for name, tensor in model.named_parameters():
         found += of("parameter", name, tensor, before.get(name))
-    for (name, _), tensor in zip(model.named_buffers(), buffers, strict=True):
-        found += of("buffer", name, tensor, None)
+    masks = masks_of(model) or [False] * len(buffers)  # a mask holds -inf on purpose
+    for (name, _), tensor, mask in zip(model.named_buffers(), buffers, masks, strict=True):
+        found += [] if mask else of("buffer", name, tensor, None)
     if optimizer is not None:
         moments = {} if older is None else older["optimizer"]["state"]
         for name, parameter in model.named_parameters():

@@ -1,10 +1,13 @@
 """Finds the origin: the first operation whose non-finite values reached the loss or a gradient, and what led up to it.
 
+If loss and gradients are finite, it is the operation that left a value that is not finite, or huge, in a buffer.
+
 A source counts only if its values reached an end: the loss if it is not finite, otherwise a gradient. Accidents are
 blamed before intended non-finite values, and earlier operations before later ones. For example, if a sum contains both
 a masked -Inf and a real overflow, the overflow is blamed.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -15,6 +18,12 @@ from stabletrain.forensics.trace.values import Values
 from stabletrain.monitors.module_groups import blocks, place
 
 RANKS = {"producer": 0, "revealed": 0, "unwritten": 1, "written": 2, "given": 3}
+
+
+MASKED = (
+    "log_softmax gives -Inf for logits that are -Inf, and the loss reads it: label smoothing covers every class, also "
+    "masked ones, or a target is a masked class"
+)
 
 
 class Link(NamedTuple):
@@ -72,16 +81,22 @@ class Origin:
 
 
 def find_origin(trace: Trace) -> Origin | None:
-    """Returns the operation to blame; None if loss and gradients are finite.
+    """Returns the operation to blame; None if loss, gradients and buffers are finite.
 
     Without a backward pass, the trace ends at its last output. Gradients from `torch.autograd.grad` reach no parameter;
     then the first accident of the backward pass is blamed.
     """
     source = blamed(trace)
     if source is None:
-        return None
+        return origin_of_buffer(trace)
+    if (masked := masked_logits(trace, source)) is not None:
+        return origin_at(trace, Source(masked.index, source.how), "masked_logits", MASKED + whence(trace, masked))
+    return origin_at(trace, source, *words(trace, source))
+
+
+def origin_at(trace: Trace, source: Source, why: str, reason: str) -> Origin:
+    """Returns the origin at the source's operation, for this reason."""
     record = trace.records[source.record]
-    why, reason = words(trace, source)
     finding = record.finding if source.how in ACCIDENTS else None
     bad = next((v for v in record.outputs if not v.finite), next((v for v in record.inputs if not v.finite), None))
     return Origin(
@@ -102,6 +117,32 @@ def find_origin(trace: Trace) -> Origin | None:
         chain=chain(trace, record),
         index=record.index,
     )
+
+
+def masked_logits(trace: Trace, source: Source) -> OpRecord | None:
+    """Returns the log-softmax that turned masked logits, -Inf on purpose, into a loss of Inf; None if none did."""
+    if source.how not in ("written", "given") or not any(end.loss and source in end.sources for end in trace.ends):
+        return None
+    among = [record for record in trace.records[source.record :] if source in record.sources]
+    among = [r for r in among if r.op == "aten._log_softmax" and r.direction == "forward" and not r.outputs[0].nan]
+    return among[0] if among else None
+
+
+def origin_of_buffer(trace: Trace) -> Origin | None:
+    """Returns the operation that spoilt a buffer, if loss and gradients are finite; None if there is none."""
+    if not trace.buffer_ends:
+        return None
+    end = trace.buffer_ends[0]
+    accidents = [source for source in end.sources if source.how in ACCIDENTS]
+    reached = (
+        f"it left {'NaN' if math.isnan(end.absmax) else f'values up to {end.absmax:.4g}'} in the buffer {end.name}"
+    )
+    if not accidents:
+        source = min(end.sources, key=lambda source: source.record, default=Source(end.record, "written"))
+        return origin_at(trace, source, "buffer", reached)
+    source = min(accidents, key=lambda source: source.record)
+    why, reason = words(trace, source)
+    return origin_at(trace, source, why, f"{reason}; {reached}")
 
 
 def blamed(trace: Trace) -> Source | None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stabletrain.buffers import is_huge, is_measured
 from stabletrain.forensics.trace.arithmetic import Finding, explain_nonfinite
 from stabletrain.forensics.trace.callers import Callers
 from stabletrain.forensics.trace.values import (
@@ -114,6 +115,22 @@ class End(NamedTuple):
     sources: frozenset[Source]
 
 
+class BufferEnd(NamedTuple):
+    """A buffer of the model that was finite before the pass and is not any more, or holds huge values.
+
+    Attributes:
+        name, dtype, absmax: of the buffer.
+        record: the operation after which it was so.
+        sources: where its non-finite values began; empty if the operation writes it without saying so (BatchNorm).
+    """
+
+    name: str
+    dtype: str
+    absmax: float
+    record: int
+    sources: frozenset[Source]
+
+
 @dataclass(frozen=True, slots=True)
 class OpRecord:
     """One operation.
@@ -164,6 +181,7 @@ class Trace(TorchDispatchMode):
         ends: every non-finite loss and gradient, in order of computation.
         last: sources of the last floating-point output, which is the end if there is no backward pass.
         saw_leaves: whether a gradient reached a parameter.
+        buffer_ends: buffers that the pass has spoilt, in order of computation; known when the trace has ended.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -173,6 +191,10 @@ class Trace(TorchDispatchMode):
         self.ends: list[End] = []
         self.last = frozenset[Source]()
         self.saw_leaves = False
+        self.buffer_ends: list[BufferEnd] = []
+        self._sound: dict[str, Tensor] = {}  # buffers that are finite when the trace begins
+        self._sound_places: dict[int, Tensor] = {}  # the same by storage
+        self._spoilt: dict[int, int] = {}  # storage -> first operation after which such a buffer was not finite
         self._callers = Callers(model)
         self._places: dict[int, StorageWeakRef] = {}  # keeps the numbers of storages unique after they are freed
         self._from: dict[int, frozenset[Source]] = {}  # storage -> sources of the non-finite values in it
@@ -183,6 +205,27 @@ class Trace(TorchDispatchMode):
     def accidents(self) -> list[OpRecord]:
         """The records of accidents (`producer`, `revealed`), whether or not their values reached an end."""
         return [record for record in self.records if record.how in ACCIDENTS]
+
+    def __enter__(self) -> "Trace":
+        """Begins the trace."""
+        self._sound = {name: tensor for name, tensor in self.model.named_buffers() if is_sound(tensor)}
+        self._sound_places = {self._place(tensor): tensor for tensor in self._sound.values()}
+        return super().__enter__()
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any:
+        """Ends the trace, and looks at the buffers."""
+        result = super().__exit__(exc_type, exc_val, exc_tb)
+        for name, tensor in self.model.named_buffers():
+            if name not in self._sound or is_sound(tensor):
+                continue
+            key = self._place(tensor)
+            record = self._spoilt.get(key, self._writers.get(key))
+            if record is not None:
+                values = measure(tensor)
+                size = math.nan if values.absmax is None else values.absmax
+                self.buffer_ends.append(BufferEnd(name, values.dtype, size, record, self._from.get(key, frozenset())))
+        self.buffer_ends.sort(key=lambda end: end.record)
+        return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Runs the operation unchanged and records it."""
@@ -196,6 +239,9 @@ class Trace(TorchDispatchMode):
             before = kept(func, args, kwargs)
         out = func(*args, **kwargs)
         with torch.no_grad():
+            for key in touched & self._sound_places.keys():
+                if not is_sound(self._sound_places[key]):
+                    self._spoilt.setdefault(key, len(self.records))
             self._record(Call(func, op, grad, *before), reads, inputs, touched, list(tensors(out)))
         return out
 
@@ -287,6 +333,11 @@ class Trace(TorchDispatchMode):
         there = self._from.get(key, frozenset()) if partly else frozenset()
         self._from[key] = there | (frozenset({Source(index, how)}) if how else sources)
         return how
+
+
+def is_sound(buffer: Tensor) -> bool:
+    """Returns whether a buffer is judged by the guard and has only finite values that are not huge."""
+    return is_measured(buffer) and not is_huge(buffer)
 
 
 def name(node: Any) -> str:

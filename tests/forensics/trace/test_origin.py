@@ -183,13 +183,76 @@ def test_every_target_ignored():
     assert origin.source.startswith(__file__)
 
 
-def test_the_wanted_class_masked_out_makes_the_loss_infinite_and_the_mask_is_named():
-    model = Around(nn.Identity())
+def smoothed(logits, targets):
+    return F.cross_entropy(logits, targets + 1, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, smoothed], ids=["the wanted class", "label smoothing"])
+@pytest.mark.parametrize("how", ["written", "given"])
+def test_a_masked_class_makes_the_loss_infinite_and_the_loss_and_the_mask_are_named(loss, how):
+    model, mask = Around(nn.Identity()), torch.tensor([-math.inf, 0.0])
     with Trace(model) as trace:
-        logits = model(torch.randn(4, 3)).masked_fill(torch.tensor([True, False]), -math.inf)
-        F.cross_entropy(logits, torch.zeros(4, dtype=torch.int64)).backward()
+        logits = model(torch.randn(4, 3))
+        logits = logits + mask if how == "given" else logits.masked_fill(mask < 0, -math.inf)
+        loss(logits, torch.zeros(4, dtype=torch.int64)).backward()
     origin = find_origin(trace)
-    assert (origin.module, origin.op, origin.how) == ("objective", "aten.masked_fill", "written")
+    assert (origin.module, origin.op, origin.how) == ("objective", "aten._log_softmax", how)
+    assert origin.why == "masked_logits"
+    assert "written as a constant by aten.masked_fill at" in origin.reason or how == "given"
+    assert "before the step began" in origin.reason or how == "written"
+
+
+class Statistics(nn.Module):
+    """Returns its input, and keeps a mean in a buffer."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+        self.register_buffer("mask", torch.full((3,), -math.inf))
+
+    def forward(self, x):
+        self.write(self, x.detach())
+        return x + self.mask.clamp(min=0.0)
+
+
+def assigned(module, x):
+    module.mean = module.mean + x.mean(0) / 0.0
+
+
+SPOILT = {
+    "in place": (lambda module, x: module.mean.div_(0.0), "aten.div_", "zero_over_zero", "NaN"),
+    "assigned": (assigned, "aten.div", "division_by_zero", "values up to inf"),
+    "a constant": (lambda module, x: module.mean.fill_(math.inf), "aten.fill_", "buffer", "values up to inf"),
+    "huge": (lambda module, x: module.mean.add_(1e30), "aten.add_", "buffer", "values up to 1e+30"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_buffer_that_is_spoilt_while_loss_and_gradients_are_finite(how):
+    write, op, why, left = SPOILT[how]
+    model = Around(Statistics(write))
+    with Trace(model) as trace:
+        model(torch.ones(4, 3, requires_grad=True)).sum().backward()
+    origin = find_origin(trace)
+    assert (origin.module, origin.op, origin.direction, origin.why) == ("part", op, "forward", why)
+    assert origin.reason.endswith(f"it left {left} in the buffer part.mean")
+
+
+def test_a_statistic_of_batchnorm_that_overflows_is_named():
+    model = Around(nn.BatchNorm1d(3))
+    with Trace(model) as trace:
+        model(torch.randn(4, 3) * 1e16).sum().backward()
+    origin = find_origin(trace)
+    assert (origin.module, origin.why) == ("part", "buffer")
+    assert "in the buffer part.running_var" in origin.reason
+
+
+def test_a_mask_is_no_origin():
+    model = Around(Statistics(lambda module, x: module.mask.copy_(torch.full((3,), -math.inf))))
+    with Trace(model) as trace:
+        model(torch.ones(4, 3, requires_grad=True)).sum().backward()
+    assert find_origin(trace) is None
 
 
 @pytest.mark.parametrize("where", ["data", "weights"])

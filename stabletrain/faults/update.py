@@ -1,0 +1,73 @@
+"""A bad number in what an optimizer's step has just written, as of an optimizer that divides 0 by 0.
+
+Loss and gradients are finite, so only a check of the update itself can see it. Afterwards the weights are not finite.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from stabletrain.faults.bit_flip import check_where, chosen_tensor
+from stabletrain.faults.in_step import Removable, StepFault, chosen_parameter, overwrite_
+from stabletrain.faults.planned import check_number, own, place, say, writable
+from stabletrain.records import TrainState
+
+
+@dataclass(frozen=True)
+class Update(StepFault):
+    """One bad element in a weight or a moment, written right after the optimizer's step.
+
+    A step whose update is withheld has no such fault: the optimizer has written nothing.
+
+    Attributes:
+        value: new value.
+        where: as in `BitFlip`.
+        parameter: dotted name; None for the middle one of the matrices and kernels.
+        seed: selects the element.
+    """
+
+    value: float = float("nan")
+    where: str = "weight"
+    parameter: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("value", self.value)
+        check_where(self.where)
+
+    def check(self, state: TrainState) -> None:
+        chosen_parameter(state.model, self.parameter)
+
+    def inject(self, state: TrainState, precision: Any) -> list[Removable]:
+        name, parameter = chosen_parameter(state.model, self.parameter)
+        tick, done = state.executed_steps, []
+
+        def spoil(optimizer: Optimizer, *_: Any) -> None:
+            """Overwrites one element after the first step of this tick that was not withheld."""
+            if done or withheld(optimizer):
+                return
+            done.append(True)
+            kind, tensor = chosen_tensor(self.where, optimizer, parameter)
+            if tensor is None:
+                say(f"none, because the optimizer has no {kind} of {name} after tick {tick}")
+                return
+            tensor = own(tensor)
+            if not tensor.numel():  # this rank's shard is empty
+                return
+            where = place(tensor, self.seed, tick)
+            say(f"the update of tick {tick} leaves {self.value} in the {kind} of {name} {list(where)}")
+            overwrite_(tensor, where, writable(self.value, tensor.dtype))
+
+        return [state.optimizer.register_step_post_hook(spoil)]
+
+
+def withheld(optimizer: Optimizer) -> bool:
+    """Returns whether a fused step has just left everything as it was, because the guard's gate was closed.
+
+    The step of any other optimizer is not called then.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    return isinstance(found_inf, torch.Tensor) and bool(found_inf)
