@@ -41,6 +41,10 @@ class Alone:
         loss = loss.float()
         return LossTerms(loss), norms, StepChecks(0.0, 0.0, buffers, changed)
 
+    def any_rank(self, here: bool) -> bool:
+        """Returns whether `here` is true on any rank."""
+        return here
+
 
 class Together(Alone):
     """Several ranks."""
@@ -73,6 +77,15 @@ class Together(Alone):
         stop = torch.zeros_like(first, dtype=torch.bool)
         checks = StepChecks(0.0, 0.0, rows[:, 1].amax(), rows[:, 4].amax(), stop, first)
         return LossTerms(mean), GradNorms(total, norms.each), checks
+
+    def any_rank(self, here: bool) -> bool:
+        """Returns whether `here` is true on any rank; all of them must call it."""
+        found = torch.tensor(float(here), device=self._device())
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
+
+    def _device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def together() -> Alone:

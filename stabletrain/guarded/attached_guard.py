@@ -16,6 +16,7 @@ from stabletrain.guarded.gradients import gradients, measure
 from stabletrain.guarded.guard import Guard
 from stabletrain.guarded.part import Part
 from stabletrain.guarded.rerun import Begun
+from stabletrain.records import Reading
 
 CLIPPED = (
     "every gradient holds NaN or Inf: if the loop clips by the norm before optimizer.step(), one bad gradient has "
@@ -56,6 +57,7 @@ class AttachedGuard(Guard):
         super().__init__(model, optimizer, **options)
         optimizer = self._optimizer
         self._judge.scaling = InStep(self._scaling.precision, "fp16" if scaler is not None else "", optimizer, scaler)
+        self._pending: tuple[Begun, Reading] | None = None
         self._attached = Attached(
             self._outer, optimizer, scaler, criterion, self._begin, self._decide, self._loops_update
         )
@@ -124,21 +126,35 @@ class AttachedGuard(Guard):
         spread = not recorded and not math.isfinite(reading.grad_norm) and not self.skipped
         if spread and all(not bool(each.isfinite().all()) for each in found):
             self._incidents.note(CLIPPED)
-        attached.watching = False
-        try:
-            self._settle(begun, reading)
-        finally:
-            attached.watching = True
-            attached.end_step()
+        self._pending = begun, self._count(reading)
+        if not reading.applied:
+            self._end()
         return reading.applied
 
     @contextlib.contextmanager
     def _loops_update(self) -> Generator[None]:
-        """A context in which the loop applies its update."""
+        """A context in which the loop applies its update, which is undone if it is not finite."""
+        if self._pending is None:  # there was nothing to judge
+            yield
+            return
+        kept = self._policy.update_check.before(self._model, self._optimizer)
         with self._lowered_rate():
             yield
-        self._remember_state()
-        self._states.after_update(self._step)
+        if not self._stays(kept):
+            begun, reading = self._pending
+            self._pending = begun, reading._replace(applied=False, bad_update=True)
+        self._end()
+
+    def _end(self) -> None:
+        """Judges the step, after its update was applied or withheld, and follows the verdict."""
+        assert self._pending is not None
+        (begun, reading), self._pending = self._pending, None
+        self._attached.watching = False
+        try:
+            self._conclude(begun, reading)
+        finally:
+            self._attached.watching = True
+            self._attached.end_step()
 
     def _gap(self, begun: Begun) -> str:
         """Returns why the loop's own loss cannot be computed again; empty if it can."""

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from stabletrain.buffers import buffers_of
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics.handler import IncidentSummary
+from stabletrain.forensics.probes.update import UpdateFault, trace_update
 from stabletrain.guarded.agreement import Alone, innermost, together
 from stabletrain.guarded.gradients import BareTensors, trained_parameters, unwrapped
 from stabletrain.guarded.incidents import Incidents, settings
@@ -40,8 +41,10 @@ from stabletrain.guarded.subject import LoopSubject, compiled_frames
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.monitors.update_length import NoLengths
 from stabletrain.records import Number, RankPart, Reading, TrainState, Verdict
+from stabletrain.stability.guard.comparing import sums
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
 from stabletrain.stability.guard.recheck import recheck_every as recheck_of
+from stabletrain.stability.guard.update_check import Copies, NoUpdateCheck, put_back_after, state_is_finite
 
 if TYPE_CHECKING:
     from stabletrain.guarded.attached_guard import AttachedGuard
@@ -74,6 +77,8 @@ class Guard:
             checks between all updates. 0, for none, if the loop itself changes them, as by clamping weights.
         recheck_every: steps between two repetitions of a step's gradients, which must have the same bits
             (`guarded/repeat.py`); 0 for none. The closure must take the batch, and runs a second time.
+        check_update: whether updates of an optimizer that is not proven to keep weights and moments finite are checked,
+            and undone if they are not (`stability/guard/update_check.py`). It copies what such a step may write.
         slow: what a slow spike does (`stability/guard/slow.py`): `off`, `alarm`, or with `rollback=True` `rollback`.
         policy: a `SkipGuard` or `RollbackGuard` with limits of your own, in place of `rollback` and `slow`.
         max_incidents: how many incidents are investigated; 0 for none.
@@ -101,6 +106,7 @@ class Guard:
         policy: SkipGuard | None = None,
         checksum_every: int = 0,
         recheck_every: int = 0,
+        check_update: bool = True,
         max_incidents: int = 10,
         max_seconds: float = 120.0,
         keep_state: bool = True,
@@ -132,6 +138,8 @@ class Guard:
         if recheck_every < 0:
             raise ConfigError(f"Guard(recheck_every={recheck_every}) is below 0: 250 is usual, 0 repeats nothing")
         self._policy.recheck = recheck_of(recheck_every)
+        if not check_update:
+            self._policy.update_check = NoUpdateCheck()
         self._state = TrainState(self._model, optimizer)
         self._states = states(self._model, optimizer, self._policy, chosen, loader)
         self._judge = Judge(
@@ -287,36 +295,85 @@ class Guard:
         return repeat(self._policy.recheck, self._rerun(begun, float(self._scaling.loss_scale())), self._step)
 
     def _settle(self, begun: Begun, reading: Reading) -> None:
-        """Follows the verdict on a step."""
-        if self._states.lengths:  # of the last update: they are on the host when this step's reading is
+        """Applies the update or withholds it, and follows the verdict."""
+        reading = self._count(reading)
+        if reading.applied and not self._apply():
+            reading = reading._replace(applied=False, bad_update=True)
+        self._conclude(begun, reading)
+
+    def _count(self, reading: Reading) -> Reading:
+        """Counts the step; returns its reading with the lengths of the update before it."""
+        if self._states.lengths:  # they are on the host when this step's reading is
             update, weights = torch.stack(self._states.lengths).tolist()
             reading = reading._replace(update=update, weights=weights)
         # The guard itself goes by its own count: the loop's numbers may repeat or go back.
         self._number = reading.step if self._next_number is None else self._next_number
-        self._next_number, shown = None, reading._replace(step=self._number)
-        verdict = self._policy.judge(reading)
-        if self._policy.recheck.wrong(reading):
+        self._next_number, self._step = None, reading.step
+        return reading
+
+    def _conclude(self, begun: Begun, reading: Reading) -> None:
+        """Judges a step whose update was applied or withheld, and follows the verdict."""
+        policy, shown = self._policy, reading._replace(step=self._number)
+        verdict = policy.judge(reading)
+        if policy.recheck.wrong(reading):
             verdict = self._confirm(begun, reading, verdict)
-        self._step, self.last, self.rolled_back = reading.step, shown, 0
-        self._show(self._policy.new_alarms())
+        self.last, self.rolled_back = shown, 0
         if reading.applied:
             self._best = min(self._best, reading.loss)
-            self._apply()
             self._usual = begun.parts
         else:
-            self._withhold(begun, shown, verdict)
-        if self.updates or not reading.applied:
-            self._remember_state()
-        if verdict is Verdict.ROLLBACK:
-            self._roll_back(same_data=reading.state_changed or self._policy.kind == "recheck")
+            verdict = self._withhold(begun, shown, verdict)
+        if verdict is Verdict.RESTORE and policy.kind != "state":
+            self._take_again(begun, reading)
+            return
+        self._show(policy.new_alarms())
+        self._remember_state()
+        if verdict is Verdict.RESTORE:
+            self._put_back()
+        elif verdict is Verdict.ROLLBACK:
+            self._roll_back()
         elif verdict is Verdict.HALT:
-            raise TrainingHalted(f"step {self._number}: {self._policy.reason}")
-        elif self.updates or not reading.applied:
+            raise TrainingHalted(f"step {self._number}: {policy.reason}")
+        else:
             self._states.after_update(reading.step)
+
+    def _take_again(self, begun: Begun, reading: Reading) -> None:
+        """Takes a withheld step again, because its numbers were wrong and have changed nothing.
+
+        If the update was wrong, it is applied again. Otherwise the closures run twice more, and the gradients of both
+        runs must have the same bits.
+        """
+        self._incidents.note(f"step {self._number}: taken again, with the same batch and learning rate")
+        if reading.bad_update:
+            applied = self._apply()
+            self._conclude(begun, reading._replace(applied=applied, bad_update=not applied))
+            return
+        first, second = self._run_again(begun), self._run_again(begun)
+        loss = sum(begun.losses[1:], begun.losses[0])
+        differs = torch.full((), 0.0 if torch.equal(first, second) else math.inf, device=self._device)
+        again = self._judge(reading.step, loss, self._parameters, recheck=differs)
+        if again.applied and not self._apply():
+            again = again._replace(applied=False, bad_update=True)
+        self._conclude(begun, again)
+
+    def _run_again(self, begun: Begun) -> Tensor:
+        """Runs the closures of a step from where it began; returns the sums of the gradients' bits."""
+        parts, begun.losses = begun.parts, []
+        put_back_buffers(begun, self._device)
+        begun.generators.set()
+        self._optimizer.zero_grad(set_to_none=True)
+        for part in parts:
+            with self._scaling.autocast():
+                loss = loss_of(part())
+            self._scaling.scale(loss).backward()
+            begun.losses.append(loss.detach())
+        return sums([parameter.grad for parameter in self._parameters], self._device)
 
     def _confirm(self, begun: Begun, reading: Reading, verdict: Verdict) -> Verdict:
         """Returns the verdict on a step whose gradients came out differently: a third computation tells more."""
         recheck = self._policy.recheck
+        if not recheck.compared:  # it was taken again, and differs again
+            return verdict
         found = confirm(recheck, self._rerun(begun, 1.0))
         if found.third == "second" or found.agreed:
             recheck.found = found
@@ -359,17 +416,29 @@ class Guard:
             self._optimizer.zero_grad(set_to_none=True)
         return Begun(Generators.now(self._device), buffers_of(self._model).save())
 
-    def _apply(self) -> None:
-        """Applies the update."""
-        lengths = self._policy.lengths if self.updates else NoLengths()
-        before = lengths.before(self._model)
+    def _apply(self) -> bool:
+        """Applies the update; returns whether it stays: one that is not finite is undone."""
+        lengths, scaling = self._policy.lengths, self._scaling
+        before, kept = lengths.before(self._model), self._policy.update_check.before(self._model, self._optimizer)
+        scale = None if kept is None else scaling.saved()
         self._updating = True
         try:
             with self._lowered_rate():
-                self._scaling.update(self._optimizer, True, False)
+                scaling.update(self._optimizer, True, False)
         finally:
             self._updating = False
+        if not self._stays(kept):
+            scaling.put_back(scale)
+            return False
         self._states.lengths = [*lengths.after(before, summed).values()]
+        return True
+
+    def _stays(self, kept: Copies | None) -> bool:
+        """Returns whether the update that was just applied is finite, on all ranks; if not, undoes it."""
+        if kept is None or not self._agreement.any_rank(not kept.are_finite_now()):
+            return True
+        kept.put_back()
+        return False
 
     @contextlib.contextmanager
     def _lowered_rate(self) -> Generator[None]:
@@ -385,17 +454,16 @@ class Guard:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
-    def _withhold(self, begun: Begun, reading: Reading, verdict: Verdict) -> None:
-        """Restores the buffers, lowers the loss scale after an overflow, and explains the step."""
-        buffers = begun.buffers.buffers
-        buffers.put_back()
-        buffers.restore_(begun.buffers, torch.zeros((), dtype=torch.bool, device=self._device))
-        self._scaling.update(self._optimizer, False, reading.overflow)
+    def _withhold(self, begun: Begun, reading: Reading, verdict: Verdict) -> Verdict:
+        """Restores the buffers, lowers the loss scale after an overflow, and explains the step; returns the verdict."""
+        put_back_buffers(begun, self._device)
+        if not reading.bad_update:  # that one was applied, and then undone with all else
+            self._scaling.update(self._optimizer, False, reading.overflow)
         policy = self._policy
         if reading.overflow:  # routine in fp16: an overflow only lowers the loss scale
-            return
+            return verdict
         if policy.kind == "recheck" and policy.recheck.found is None:  # the closure never repeats: no fault
-            return
+            return verdict
         new = policy.consecutive == 1 or (verdict is Verdict.HALT and policy.kind != self._newest_kind)
         if new or policy.kind in ("state", "recheck"):
             subject = self._subject(begun, reading)
@@ -405,14 +473,48 @@ class Guard:
                 clips=self._judge.clips,
                 best_loss=self._best,
             )
-            if self._incidents.investigate(subject, policy.kind, self._optimizer, bounds(policy), known):
+            found = self._incidents.investigate(subject, policy.kind, self._optimizer, bounds(policy), known)
+            if found is not None:
+                policy.note_mistake(found)
+            verdict = self._verdict_on_machine(begun, reading, verdict, None if found is None else found.cause)
+            if found is not None and not found.known:
                 self._newest_kind = policy.kind
-                return
+                return verdict
         number = policy.skips[policy.kind]
         if verdict is Verdict.SKIP and is_round(number):
             self._incidents.note(
                 f"step {reading.step}: {policy.reason}; update skipped ({policy.kind}, number {number})"
             )
+        return verdict
+
+    def _verdict_on_machine(self, begun: Begun, reading: Reading, verdict: Verdict, cause: str | None) -> Verdict:
+        """Returns RESTORE for a withheld step if memory or arithmetic was at fault, and not data or settings.
+
+        Args:
+            cause: what the investigation found; None if there was none.
+        """
+        policy, step = self._policy, self._step
+        if policy.kind == "recheck":
+            return policy.on_machine_fault(step, policy.reason, damaged=False, otherwise=verdict)
+        if policy.kind not in ("nonfinite", "spike", "update"):
+            return verdict
+        damaged = cause == "corrupt_state" or not state_is_finite(self._model, self._optimizer)
+        if self._agreement.any_rank(damaged):
+            why = f"{policy.reason}: weights or moments have changed since the last update"
+            verdict = policy.on_machine_fault(step, why, damaged=True, otherwise=verdict)
+            if step != policy.taken_again or verdict is Verdict.RESTORE:
+                policy.kind = "state"
+            return verdict
+        if cause == "hardware_fault" and self._can_take_again(begun, reading):
+            return policy.on_machine_fault(step, policy.reason, damaged=False, otherwise=verdict)
+        return verdict
+
+    def _can_take_again(self, begun: Begun, reading: Reading) -> bool:
+        """Returns whether the step can run again: on one rank, by closures that have left their batches as they were."""
+        if not self.updates or self._agreement.ranks.distributed:
+            return False
+        changed = any(tensor._version != version for tensor, version in begun.versions)
+        return reading.bad_update or not changed
 
     def _subject(self, begun: Begun, reading: Reading) -> LoopSubject:
         """Collects what an investigation of the step needs."""
@@ -431,8 +533,18 @@ class Guard:
             frames=self._frames,
             gap=self._gap(begun),
             changes=self._policy.state_check.changes(self._model) if reading.state_changed else (),
+            update=self._update_fault,
             recheck=self._policy.recheck.found,
         )
+
+    def _update_fault(self) -> UpdateFault | None:
+        """Runs the optimizer's step again and names what is not finite in it; everything is put back."""
+        self._updating = True
+        try:
+            with put_back_after(self._model, self._optimizer), self._lowered_rate():
+                return trace_update(self._model, self._optimizer, self._optimizer.step)
+        finally:
+            self._updating = False
 
     def _gap(self, begun: Begun) -> str:
         """Returns why the closures do not compute the loop's own loss; empty if they do."""
@@ -444,17 +556,23 @@ class Guard:
         buffers = buffers_of(self._model)
         return Rerun(self._model, self._outer, self._parameters, buffers, self._scaling, begun, loss_scale)
 
-    def _roll_back(self, same_data: bool = False) -> None:
+    def _roll_back(self) -> None:
         """Restores the newest healthy state."""
         reason = self._policy.reason
-        if same_data:  # the saved state lacks buffers that the model does not save
-            self._policy.state_check.put_back_buffers()
-        self.rolled_back = self._states.roll_back(self._step, same_data, number=self._number)
+        self.rolled_back = self._states.roll_back(self._step, number=self._number)
         self._remember_state()
         self._incidents.note(
             f"step {self._number}: {reason}: rollback {self._policy.rollbacks}; pass over the batches of "
             f"{self.rolled_back} steps (guard.rolled_back)"
         )
+
+    def _put_back(self) -> None:
+        """Restores the newest intact state, because memory or arithmetic failed since."""
+        reason = self._policy.reason
+        self._policy.state_check.put_back_buffers()  # the saved state lacks buffers that the model does not save
+        self.rolled_back = self._states.put_back(self._number)
+        self._remember_state()
+        self._incidents.note(f"step {self._number}: {reason}: the newest intact state is put back; go on with any batch")
 
     # ---- what has happened
 
@@ -512,6 +630,13 @@ def check_caller(optimizer: Optimizer, *arguments: Any) -> None:
             "optimizer.step() was called outside the guard: guard.step() and guard.update() apply the update; remove "
             "the call, or use Guard.attach(model, optimizer) for a loop that cannot be changed"
         )
+
+
+def put_back_buffers(begun: Begun, device: torch.device) -> None:
+    """Gives the buffers the values from before the step."""
+    buffers = begun.buffers.buffers
+    buffers.put_back()
+    buffers.restore_(begun.buffers, torch.zeros((), dtype=torch.bool, device=device))
 
 
 def is_round(count: int) -> bool:

@@ -144,28 +144,29 @@ class Incidents:
         optimizer: Optimizer,
         limits: tuple[float, float],
         setting: RunSettings,
-    ) -> bool:
-        """Investigates a step; returns whether an incident was filed and shown. All ranks must call it together.
+    ) -> IncidentSummary | None:
+        """Investigates a step, and files and shows what is new; returns None if there was no investigation.
+
+        All ranks must call it together.
 
         Args:
-            kind: `nonfinite` or `spike`.
+            kind: of the skipped step, as the policy names it.
             optimizer: only read.
             limits: the guard's limits of loss and gradient norm.
         """
         if self._handler is None:
-            return False
+            return None
         self._handler.open(self._folder, setting)
         step = subject.reading.step
         try:
             summary = self._handle(self._handler, subject, kind, None if subject.sharded else optimizer, limits)
         except NotInvestigated as error:
             self.note(f"step {step}: this incident is not investigated: {error}")
-            return False
-        if summary is None or summary.known:
-            return False
-        self.found.append(summary)
-        self.note(*summary.lines)
-        return True
+            return None
+        if summary is not None and not summary.known:
+            self.found.append(summary)
+            self.note(*summary.lines)
+        return summary
 
     def _handle(
         self,

@@ -66,6 +66,15 @@ class Scaling:
             device = optimizer.param_groups[0]["params"][0].device
             self.precision.update(torch.full((), overflow, device=device), torch.full((), applied, device=device))
 
+    def saved(self) -> dict:
+        """Returns the scale before an update that may be undone."""
+        return self.state_dict()
+
+    def put_back(self, saved: dict | None) -> None:
+        """Gives the scale the value that it had before an update that was undone."""
+        if saved is not None:
+            self.load_state_dict(saved)
+
     def state_dict(self) -> dict:
         """Returns the loss scale, for a checkpoint."""
         return getattr(self.precision, "state_dict", dict)()
@@ -125,6 +134,15 @@ class TorchScaling(Scaling):
             scaler.update()
         else:  # given a scale, the scaler only forgets what it has noted of this step
             scaler.update(new_scale=scaler.get_scale() * (scaler.get_backoff_factor() if overflow else 1.0))
+
+    def saved(self) -> dict:
+        """Returns the scaler's state before an update that may be undone."""
+        return self._scaler.state_dict()
+
+    def put_back(self, saved: dict | None) -> None:
+        """Gives the scaler the state that it had before an update that was undone."""
+        if saved:
+            self._scaler.load_state_dict(saved)
 
     def state_dict(self) -> dict:
         """Returns nothing: the scaler has a `state_dict` of its own."""

@@ -13,6 +13,7 @@ from stabletrain.errors import TrainingHalted
 from stabletrain.guarded.scaling import Scaling
 from stabletrain.records import TrainState
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
+from stabletrain.stability.guard.update_check import state_is_finite
 
 
 @runtime_checkable
@@ -44,10 +45,14 @@ class NoStates:
         """Returns None: there is no older state."""
         del step
 
-    def roll_back(self, step: int, same_data: bool = False, *, number: int) -> int:
+    def roll_back(self, step: int, *, number: int) -> int:
         """Never called: the guard does not ask for it."""
-        del step, same_data
+        del step
         raise TrainingHalted(f"step {number}: there is no state to go back to")
+
+    def put_back(self, number: int) -> int:
+        """Never called: the guard does not ask for it."""
+        return self.roll_back(0, number=number)
 
 
 class States(NoStates):
@@ -112,12 +117,11 @@ class States(NoStates):
         """Returns the newest snapshot of at most `step` steps, as it lies on the host; None if there is none."""
         return self._snapshots.newest_on_host(step)
 
-    def roll_back(self, step: int, same_data: bool = False, *, number: int) -> int:
+    def roll_back(self, step: int, *, number: int) -> int:
         """Restores the newest healthy state.
 
         Args:
             step: the step at which the guard gave up on the present state.
-            same_data: whether the batches since then, if a loader can give them, are to be read again.
             number: of the step as the loop counts, for the message.
 
         Returns:
@@ -136,24 +140,44 @@ class States(NoStates):
         if target is None or tree is None:
             raise TrainingHalted(f"step {number}: {policy.reason}; no healthy state is left to go back to")
         # The learning rate stays lowered for `lr_steps` steps counted from now: the loop's steps only count up.
-        detour = policy.begin_rollback(step, step, same_data)
-        kept = policy.cumulative_state()
-        restore(tree, self._state, self._parts)
-        policy.load_cumulative_state(kept)
-        self.lengths = self._lengths[tree["step"]]
-        self._snapshots.retain(policy.states.steps)
-        read = 0 if same_data else step + self._passed - self._read[tree["step"]]
+        detour = policy.begin_rollback(step, step)
+        read = step + self._passed - self._read[tree["step"]]
+        self._restore(tree)
         self._passed += detour.skip_batches
-        if self._loader is None:
-            return detour.skip_batches
-        self._loader.load_state_dict(copy.deepcopy(self._positions[tree["step"]]))
-        return read + detour.skip_batches
+        return detour.skip_batches + (0 if self._loader is None else read)
+
+    def put_back(self, number: int) -> int:
+        """Restores the newest intact state, because memory or arithmetic failed since.
+
+        Returns:
+            0: no batches are to be passed over. With a loader, those since that state are read again.
+
+        Raises:
+            TrainingHalted: no intact state is left.
+        """
+        newest = max(self._policy.states.steps, default=None)
+        tree = None if newest is None else self._newest_intact(newest)
+        if tree is None:
+            raise TrainingHalted(f"step {number}: {self._policy.reason}; no intact state is left to go back to")
+        self._restore(tree)
+        return 0
+
+    def _restore(self, tree: Tree) -> None:
+        """Restores a snapshot, except the counts and budgets of the policy; puts the loader back."""
+        kept = self._policy.cumulative_state()
+        restore(tree, self._state, self._parts)
+        self._policy.load_cumulative_state(kept)
+        self.lengths = self._lengths[tree["step"]]
+        self._snapshots.retain(self._policy.states.steps)
+        if self._loader is not None:
+            self._loader.load_state_dict(copy.deepcopy(self._positions[tree["step"]]))
 
     def _newest_intact(self, target: int) -> Tree | None:
-        """Returns the newest snapshot of at most `target` steps that has the checksums it was taken with."""
+        """Returns the newest snapshot of at most `target` steps that is finite, with the checksums it was taken with."""
         while (tree := self._snapshots.newest(target)) is not None:
             restore(tree, self._state, {})  # over a state that is given up in any case
-            if self._policy.state_check.restored(self._state, self._references.get(tree["step"])):
+            intact = self._policy.state_check.restored(self._state, self._references.get(tree["step"]))
+            if intact and state_is_finite(self._state.model, self._state.optimizer):
                 return tree
             self._snapshots.drop(tree["step"])
         return None

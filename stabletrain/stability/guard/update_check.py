@@ -65,6 +65,10 @@ class NoUpdateCheck:
         del state, tools
         return UNCHECKED
 
+    def before(self, model: nn.Module, optimizer: Optimizer) -> "Copies | None":
+        """Returns copies of what the next step may write, to check and undo it; None if it needs no check."""
+        del model, optimizer
+
     def why(self, optimizer: Optimizer) -> str:
         """Returns why this optimizer's updates are checked; empty if they are not."""
         del optimizer
@@ -83,13 +87,17 @@ class UpdateCheck(NoUpdateCheck):
         ours = clipping_is_proven(tools.clipping) and type(tools.after_update) in (NoQKClip, QKClip)
         if ours and not why_unproven(state.optimizer):
             return UNCHECKED
-        return Checked(self, state, tools, self.copy_of(state.model, state.optimizer))
+        return Checked(self, state, tools, self._copy(state.model, state.optimizer))
+
+    def before(self, model: nn.Module, optimizer: Optimizer) -> "Copies | None":
+        """Returns copies of what the next step may write, to check and undo it; None if it needs no check."""
+        return self._copy(model, optimizer) if why_unproven(optimizer) else None
 
     def why(self, optimizer: Optimizer) -> str:
         """Returns why this optimizer's updates are checked; empty if they are not."""
         return why_unproven(optimizer)
 
-    def copy_of(self, model: nn.Module, optimizer: Optimizer) -> "Copies | None":
+    def _copy(self, model: nn.Module, optimizer: Optimizer) -> "Copies | None":
         """Copies what the next step may write, into the memory of the copies before; None without `copies`."""
         if not self.copies:
             self._kept = None
@@ -117,7 +125,7 @@ class Checked(Unchecked):
             self.bad = bad
             return gate & (bad == 0)
         if bad and finite(written):  # values so large that only their squares overflow
-            bad.zero_()
+            bad = torch.zeros_like(bad)
         self._tools.parallel.max_over_ranks_([bad])
         if bad:
             self.bad, self.undone, self._check.failed = bad, True, True
@@ -200,6 +208,7 @@ class Copies:
     """Copies of everything that an optimizer's step may write, and of the gradients, which some overwrite."""
 
     def __init__(self) -> None:
+        self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._contents: list[tuple[Any, Any]] = []
@@ -209,7 +218,7 @@ class Copies:
     def take(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Copies the present values, into the memory of the copies before where that fits."""
         before, self._tensors, self._contents = self._tensors, {}, []
-        self._optimizer = optimizer
+        self._model, self._optimizer = model, optimizer
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.requires_grad]
         self._collect(optimizer, set())
         for parameter, gradient in self._gradients:
@@ -249,6 +258,12 @@ class Copies:
         elif isinstance(value, list | tuple):
             for each in value:
                 self._collect(each, seen)
+
+    def are_finite_now(self) -> bool:
+        """Returns whether what the step has written is finite; waits for the device."""
+        assert self._model is not None
+        assert self._optimizer is not None
+        return state_is_finite(self._model, self._optimizer)
 
     @torch.no_grad()
     def put_back(self) -> None:
