@@ -19,6 +19,7 @@ from stabletrain.forensics.probes.fp8_casts import Fp8Casts, fp8_casts
 from stabletrain.forensics.probes.samples import Culprits, bad_samples, find_culprits, named
 from stabletrain.forensics.probes.state import staleness
 from stabletrain.forensics.probes.underflow import Underflow, underflow
+from stabletrain.forensics.probes.update import UpdateFault
 from stabletrain.forensics.replay import VARIANTS, Outcome, in_true_fp32, perform, replay
 from stabletrain.forensics.repro import Repro, save_repro
 from stabletrain.forensics.trace.recorder import Trace
@@ -101,6 +102,15 @@ class Subject(Protocol):
 
     def fp8_casts(self) -> Fp8Casts | None:
         """Returns what casts to fp8 lost; None if there are none."""
+        ...
+
+    def update_fault(self) -> UpdateFault | None:
+        """Runs the optimizer's step again, and returns why it is not finite; None if it is, or if it cannot be run."""
+        ...
+
+    @property
+    def can_update(self) -> bool:
+        """Whether the optimizer's step can be run again."""
         ...
 
     def why_not_replayable(self) -> str:
@@ -196,6 +206,15 @@ class StepSubject:
     def fp8_casts(self) -> Fp8Casts | None:
         """See `Subject`."""
         return fp8_casts(self.repro)
+
+    @property
+    def can_update(self) -> bool:
+        """See `Subject`."""
+        return self.repro.update is not None
+
+    def update_fault(self) -> UpdateFault | None:
+        """See `Subject`."""
+        return None if self.repro.update is None else self.repro.update()
 
     def why_not_replayable(self) -> str:
         """Returns nothing: every step of the trainer can be replayed, if its weights are saved."""
