@@ -287,6 +287,16 @@ def save_repro(folder: Path, repro: Repro) -> None:
     (folder / SCENE).write_text(json.dumps(skeleton, allow_nan=False))
 
 
+def save_batch(folder: Path, batch: Batch) -> None:
+    """Writes the batch alone, for a step that cannot be replayed.
+
+    Raises:
+        OSError: the disk is full or gone.
+    """
+    kept = {"inputs": batch.inputs, "targets": batch.targets, "ids": batch.ids}
+    write(folder / BATCH, to_host({name: tensor for name, tensor in kept.items() if tensor is not None}))
+
+
 def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Writes a safetensors file; returns its SHA-256."""
     digest = hashlib.sha256()

@@ -22,6 +22,7 @@ from stabletrain.forensics.probes.underflow import Underflow
 from stabletrain.forensics.probes.update import UpdateFault
 from stabletrain.forensics.replay import NotPossible, Outcome, compare
 from stabletrain.forensics.repro import is_compiled
+from stabletrain.forensics.subject import ONLY_THE_UPDATE
 from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guarded.part import Part, named_tensors
@@ -199,6 +200,8 @@ class LoopSubject:
 
     def why_not_replayable(self) -> str:
         """Returns why `stabletrain replay` cannot run the step from its folder; empty if it can."""
+        if self.can_update:
+            return ONLY_THE_UPDATE
         return why_not_replayable(self.rerun, sharded=self.sharded, keep_state=self.keep_state)
 
     # ---- reruns
