@@ -7,14 +7,16 @@ is:
 
 | level | this rank's part |
 |---|---|
-| 3 | has bad samples, its state was corrupt before the step, or its recheck differs |
+| 3 | has bad samples, its state was corrupt before the step, its recheck differs, or its update is not finite |
 | 2 | fails again in a replay; if it is a spike, the larger one counts |
 | 1 | was bad in the step, but is normal in the replay: a fault that happened once |
 | 0 | was normal in both |
 
-The first rank of the highest level writes the folder. If every part was normal in both, the numbers went wrong between
-the ranks. With FSDP a rank knows the gradient of its own shards only, after the sum over the ranks. So this also holds
-for a gradient that was bad once; the rank whose shards were not finite is then named.
+The first rank of the highest level writes the folder. Of updates that are not finite, the one whose operation came
+first in the step is chosen: with sharded parameters, its value has reached the others. If every part was normal in
+both, the numbers went wrong between the ranks. With FSDP a rank knows the gradient of its own shards only, after the
+sum over the ranks. So this also holds for a gradient that was bad once; the rank whose shards were not finite is then
+named.
 """
 
 import math
@@ -42,7 +44,8 @@ class Account(NamedTuple):
 
     Attributes:
         level: see the module; -1 if this rank has nothing to report.
-        size: how many times the guard's limit the replay reached; 0 if the step is no spike.
+        size: how many times the guard's limit the replay reached; 0 if the step is no spike. For an update that is not
+            finite: minus the number of the operation to blame.
         normal: whether the replay was run, and was normal.
         shard: whether this rank's shards of the gradient were finite.
     """
@@ -87,8 +90,9 @@ class DistributedIncidentHandler(NoIncidentHandler):
         own.count()
         repro = together(make)
         # Bad samples explain the step: then no rank replays it, and weights are needed only to be saved.
-        bad = exchange(lambda: bool(bad_samples(repro.batch, repro.tools.sanitizer.vocab_size, classes)))
-        if own.keep_state or not any(bad):
+        update = kind == "update"  # the step's forward and backward pass were normal, and are not replayed
+        bad = exchange(lambda: not update and bool(bad_samples(repro.batch, repro.tools.sanitizer.vocab_size, classes)))
+        if not update and (own.keep_state or not any(bad)):
             together(states.check)  # before anything is allocated or gathered
             together(states.prepare)
             repro = replace(repro, model=together(states.gather))
@@ -133,6 +137,8 @@ def write_together(
     """
     assert subject.reading is not None
     chosen, guilty = choose(told, subject.reading.rank)
+    if len({*told}) == 1 and found is not None and found.evidence.kind == "update":
+        guilty = None  # every rank takes the same step
 
     def write() -> IncidentSummary | None:
         if rank != chosen or found is None:
@@ -149,6 +155,9 @@ def account_of(found: Findings | None) -> Account:
     if found is None:
         return Account(-1, 0.0, True, True)
     evidence, level, size = found.evidence, 0, 0.0
+    if evidence.kind == "update":
+        fault = evidence.update
+        return Account(0, 0.0, True, True) if fault is None else Account(3, -float(fault.index), True, True)
     fine = evidence.normal("same") if evidence.kind == "spike" else evidence.finite("same")
     if evidence.samples or evidence.damage or (evidence.recheck is not None and evidence.recheck.differs):
         level = 3

@@ -170,6 +170,7 @@ def as_json(subject: Subject, found: Findings, rank: int | None, execution: Exec
             for one in diagnosis.also
         ],
         "origin": None if evidence.origin is None else evidence.origin.as_dict(),
+        "update": None if evidence.update is None else evidence.update.as_dict(),
         "samples": samples,
         "rank": rank,
         "replays": {name: asdict(evidence.outcomes.get(name, UNNEEDED)) for name in VARIANTS},

@@ -78,6 +78,10 @@ def investigate(
     if kind == "recheck":  # two computations were compared, and a third: a replay would tell nothing more
         found = replace(found, recheck=subject.recheck)
         return Findings(found, diagnose(found), time.monotonic() - began, attempt.failures)
+    if kind == "update":  # the forward and backward pass were finite: only the optimizer's step is run again
+        attempt = Attempts(math.inf)  # ranks with sharded weights run it together, so no rank may leave it out
+        found = with_update(subject, found, attempt)
+        return Findings(found, diagnose(found), time.monotonic() - began, attempt.failures)
     # Cheapest first: bad samples explain the incident without any replay.
     samples = attempt("samples", lambda: subject.bad_samples(classes), [])
     found = replace(found, samples=samples)
@@ -117,6 +121,17 @@ class Attempts:
         except Exception as error:  # a user's model may raise anything
             self.failures.append(f"{what}: {in_one_line(error)}")
             return otherwise
+
+
+def with_update(subject: Subject, found: Evidence, attempt: Attempts) -> Evidence:
+    """Adds the evidence from running the optimizer's step again."""
+    if not subject.can_update:
+        attempt.failures.append("the optimizer's step: it cannot be run again")
+        return found
+    failures = len(attempt.failures)
+    fault = attempt("the optimizer's step", subject.update_fault, None)
+    ran = len(attempt.failures) == failures
+    return replace(found, update=fault, update_ran=ran, origin=None if fault is None else fault.origin)
 
 
 def run_again(

@@ -68,6 +68,8 @@ def what_became(evidence: Evidence) -> str:
         return "Its update was withheld. The numbers were computed from the changed state, and tell nothing of the run."
     if evidence.kind == "recheck" and evidence.reading.applied:
         return "Its update was applied, so the run went on from a state before it, or halted."
+    if evidence.kind == "update":
+        return "Its update was undone: weights and moments are as they were before it, and nothing is lost."
     if not evidence.reading.applied:
         return "Its update was skipped: the weights are unchanged, and nothing is lost."
     return (

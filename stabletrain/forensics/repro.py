@@ -27,6 +27,7 @@ from stabletrain.checkpoint.capture import Stateful
 from stabletrain.checkpoint.tree import Tree, flatten, map_tensors, to_host, unflatten
 from stabletrain.checkpoint.writer import pieces
 from stabletrain.errors import ConfigError
+from stabletrain.forensics.probes.update import UpdateFault
 from stabletrain.forensics.user_code import hashes
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.parallel.single import SingleProcess
@@ -57,6 +58,8 @@ class Repro:
         compiled_for: input shape that the model was compiled for (`machine/compiling.py`); None if it was not compiled.
         changes: tensors of this rank's state that changed between two updates: what, name, and words.
         recheck: what came out differently when it was computed a second time; None for any other kind of incident.
+        update: runs the step again under `trace_update`, and puts everything back; None for any other kind of
+            incident. The update was then undone, so `applied` is false.
         applied: whether the update was applied. The weights are then those after the step, and a replay does not repeat
             the step: it only uses the same batch.
         older: returns a captured state (`checkpoint/capture.py`) from before the step; None if none is left.
@@ -80,6 +83,7 @@ class Repro:
     compiled_for: tuple[int, ...] | None = None
     changes: Sequence[tuple[str, str, str]] = ()
     recheck: Finding | None = None
+    update: Callable[[], UpdateFault | None] | None = None
     applied: bool = False
     older: Callable[[], Tree | None] | None = None
     fresh: Callable[[], Batch] | None = None
@@ -281,6 +285,16 @@ def save_repro(folder: Path, repro: Repro) -> None:
         tensors, skeleton[file] = flatten(to_host(tree))
         skeleton[f"{file} sha256"] = write(folder / file, tensors)
     (folder / SCENE).write_text(json.dumps(skeleton, allow_nan=False))
+
+
+def save_batch(folder: Path, batch: Batch) -> None:
+    """Writes the batch alone, for a step that cannot be replayed.
+
+    Raises:
+        OSError: the disk is full or gone.
+    """
+    kept = {"inputs": batch.inputs, "targets": batch.targets, "ids": batch.ids}
+    write(folder / BATCH, to_host({name: tensor for name, tensor in kept.items() if tensor is not None}))
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> str:

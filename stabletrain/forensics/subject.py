@@ -19,12 +19,18 @@ from stabletrain.forensics.probes.fp8_casts import Fp8Casts, fp8_casts
 from stabletrain.forensics.probes.samples import Culprits, bad_samples, find_culprits, named
 from stabletrain.forensics.probes.state import staleness
 from stabletrain.forensics.probes.underflow import Underflow, underflow
+from stabletrain.forensics.probes.update import UpdateFault
 from stabletrain.forensics.replay import VARIANTS, Outcome, in_true_fp32, perform, replay
-from stabletrain.forensics.repro import Repro, save_repro
+from stabletrain.forensics.repro import Repro, save_batch, save_repro
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.monitors.probe import Probe
 from stabletrain.records import RankPart, Reading
 from stabletrain.stability.guard.recheck import Finding
+
+ONLY_THE_UPDATE = (
+    "its forward and backward pass were finite, and the optimizer's step, which was not, cannot be run from a folder"
+)
+"""Why a step with a non-finite update cannot be replayed."""
 
 
 @runtime_checkable
@@ -101,6 +107,15 @@ class Subject(Protocol):
 
     def fp8_casts(self) -> Fp8Casts | None:
         """Returns what casts to fp8 lost; None if there are none."""
+        ...
+
+    def update_fault(self) -> UpdateFault | None:
+        """Runs the optimizer's step again, and returns why it is not finite; None if it is, or if it cannot be run."""
+        ...
+
+    @property
+    def can_update(self) -> bool:
+        """Whether the optimizer's step can be run again."""
         ...
 
     def why_not_replayable(self) -> str:
@@ -197,10 +212,22 @@ class StepSubject:
         """See `Subject`."""
         return fp8_casts(self.repro)
 
+    @property
+    def can_update(self) -> bool:
+        """See `Subject`."""
+        return self.repro.update is not None
+
+    def update_fault(self) -> UpdateFault | None:
+        """See `Subject`."""
+        return None if self.repro.update is None else self.repro.update()
+
     def why_not_replayable(self) -> str:
-        """Returns nothing: every step of the trainer can be replayed, if its weights are saved."""
-        return ""
+        """Every step of the trainer can be replayed, if its weights are saved; but not the optimizer's part of it."""
+        return ONLY_THE_UPDATE if self.can_update else ""
 
     def save(self, folder: Path) -> None:
-        """Writes weights and batch."""
-        save_repro(folder, self.repro)
+        """Writes weights and batch; the batch only, if the step cannot be replayed."""
+        if self.can_update:
+            save_batch(folder, self.repro.batch)
+        else:
+            save_repro(folder, self.repro)

@@ -533,7 +533,7 @@ class Guard:
             frames=self._frames,
             gap=self._gap(begun),
             changes=self._policy.state_check.changes(self._model) if reading.state_changed else (),
-            update=self._update_fault,
+            update=self._update_fault if reading.bad_update else None,
             recheck=self._policy.recheck.found,
         )
 

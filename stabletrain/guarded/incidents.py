@@ -33,6 +33,7 @@ MOST_ERRORS = 3
 IN_CODE = {
     "optimizer.lr=": "lower the learning rate to {}",
     "optimizer.weight_decay=": "lower the weight decay to {}",
+    "optimizer.eps=": "eps={} in the optimizer, so that no denominator is 0",
     "optimizer.betas=": "betas={}, so that the second moment follows faster",
     "optimizer=stable_adamw": "use StableAdamW, which shortens updates when the second moment lags",
     "precision=bf16": "use bf16 in place of fp16: torch.autocast(dtype=torch.bfloat16), or Guard(precision='bf16')",
@@ -114,6 +115,8 @@ class LoopHandler(IncidentHandler):
             return None
         blind = isinstance(subject, LoopSubject) and bool(subject.gap)
         evidence = found.evidence
+        if kind == "update":  # closures play no part in it
+            return replace(found, diagnosis=of_any_loop(found.diagnosis))
         if blind and evidence.origin is None and not evidence.samples and not evidence.damage:
             found = replace(found, diagnosis=unseen(evidence))  # nothing was measured that could tell the cause
         gaps = [subject.gap] if isinstance(subject, LoopSubject) and subject.gap else []
@@ -150,7 +153,7 @@ class Incidents:
         All ranks must call it together.
 
         Args:
-            kind: of the skipped step, as the policy names it.
+            kind: `nonfinite`, `spike`, `state`, `recheck`, or `update` for a subject with `update`.
             optimizer: only read.
             limits: the guard's limits of loss and gradient norm.
         """

@@ -19,8 +19,10 @@ from stabletrain.forensics.probes.fp8_casts import Fp8Casts
 from stabletrain.forensics.probes.samples import Culprits, search
 from stabletrain.forensics.probes.state import staleness
 from stabletrain.forensics.probes.underflow import Underflow
+from stabletrain.forensics.probes.update import UpdateFault
 from stabletrain.forensics.replay import NotPossible, Outcome, compare
 from stabletrain.forensics.repro import is_compiled
+from stabletrain.forensics.subject import ONLY_THE_UPDATE
 from stabletrain.forensics.trace.origin import find_origin
 from stabletrain.forensics.trace.recorder import Trace
 from stabletrain.guarded.part import Part, named_tensors
@@ -44,6 +46,8 @@ class LoopSubject:
         reading, part, step, changes, recheck: see `Subject`.
         usual: the micro-batches of the last step that was applied; empty before the first.
         older_state: returns an older state; None if there is none.
+        update: runs the step again under `trace_update`, and puts everything back; None for any other kind of
+            incident.
         sharded: whether the weights are sharded across ranks.
         deadline: see `Subject`.
         keep_state: whether the weights are saved, if the step can be replayed from its folder.
@@ -59,6 +63,7 @@ class LoopSubject:
     older_state: Callable[[], Tree | None] = lambda: None
     part: RankPart | None = None
     recheck: Finding | None = None
+    update: Callable[[], UpdateFault | None] | None = None
     sharded: bool = False
     deadline: float = math.inf
     keep_state: bool = True
@@ -181,6 +186,15 @@ class LoopSubject:
         """Returns None: casts to fp8 are not looked into."""
         return None
 
+    @property
+    def can_update(self) -> bool:
+        """See `Subject`."""
+        return self.update is not None
+
+    def update_fault(self) -> UpdateFault | None:
+        """See `Subject`."""
+        return None if self.update is None else self.update()
+
     def save(self, folder: Path) -> None:
         """Writes the batch; and the weights, if the step can be replayed from the folder."""
         whole = not self.why_not_replayable()
@@ -188,6 +202,8 @@ class LoopSubject:
 
     def why_not_replayable(self) -> str:
         """Returns why `stabletrain replay` cannot run the step from its folder; empty if it can."""
+        if self.can_update:
+            return ONLY_THE_UPDATE
         return why_not_replayable(self.rerun, sharded=self.sharded, keep_state=self.keep_state)
 
     # ---- reruns

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +13,13 @@ from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.probes.samples import MOST, bad_samples, describe
 from stabletrain.forensics.probes.underflow import can_underflow
+from stabletrain.forensics.probes.update import UpdateFault, trace_update
 from stabletrain.forensics.repro import Repro
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Batch, Reading, Verdict
-from stabletrain.stability.guard.update_check import state_is_finite
-from stabletrain.step import InFlight
+from stabletrain.stability.guard.update_check import put_back_after, state_is_finite
+from stabletrain.step import InFlight, apply
 from stabletrain.trainer.run import TrainingRun
 
 FAR = 1_000_003
@@ -210,11 +212,20 @@ def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> Re
         ),
         compiled_for=compiled_shape(model),
         changes=run.tools.guard.state_check.changes(model) if reading.state_changed else (),
+        update=partial(update_fault, run) if reading.bad_update else None,
         applied=reading.applied,
         recheck=run.tools.guard.recheck.found,
         fresh=lambda: completed(run, run.data.load(FAR * (reading.step + 1))),
         metadata=run.forensics.metadata,
     )
+
+
+def update_fault(run: TrainingRun) -> UpdateFault | None:
+    """Runs the optimizer's step again and names what is not finite in it; puts everything back."""
+    state = run.state
+    with put_back_after(state.model, state.optimizer):
+        opened = torch.ones((), dtype=torch.bool, device=run.device)
+        return trace_update(state.model, state.optimizer, lambda: apply(state.optimizer, opened))
 
 
 def completed(run: TrainingRun, batch: Batch) -> Batch:

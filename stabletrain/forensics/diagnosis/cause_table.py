@@ -36,6 +36,14 @@ CAUSES = {
         "weights, buffers or moments changed between two updates, are not finite, or a few of their elements are huge",
         accident=True,
     ),
+    "bad_setting": Cause(
+        "a setting of the optimizer is not a usable number",
+        "a rate, eps, beta, momentum or decay that is not finite or out of its range, and an update that is not finite",
+    ),
+    "unsafe_optimizer": Cause(
+        "the optimizer made NaN or Inf of finite numbers",
+        "loss, gradients and state are finite, and the optimizer's own step is not",
+    ),
     "hardware_fault": Cause(
         "a replay of the step gives a different result",
         "a second computation, or a replay of the step, differs although it must be equal; or the replay is finite",

@@ -3,7 +3,8 @@
 Each rule is a function of the evidence alone: it returns a `Diagnosis`, or None if it does not hold. `RULES` lists them
 in order, and `diagnose.py` applies them: the first rule that holds gives the cause. A second rule for the same cause
 has its own name: `bad_inputs` gives `bad_batch`, `rushed_updates` gives `lr_too_high`, `overlong_updates` gives
-`optimizer_staleness`, and `overflow` gives `unsafe_op`. `cause_table.py` lists all causes.
+`optimizer_staleness`, `overflow` gives `unsafe_op`, and `vanished_update` gives `hardware_fault`. `cause_table.py`
+lists all causes.
 """
 
 import math
@@ -50,6 +51,7 @@ from stabletrain.forensics.diagnosis.sentences import (
     origin_sentence,
     place,
 )
+from stabletrain.forensics.diagnosis.update_causes import bad_setting, unsafe_optimizer, vanished_update
 from stabletrain.forensics.probes.samples import describe
 from stabletrain.stability.guard.recheck import Finding
 
@@ -383,6 +385,10 @@ RULES: tuple[Rule, ...] = (
     poison_input,
     bad_label,
     corrupt_state,
+    # An update that was not finite, from a state and gradients that were: nothing before it is to blame.
+    bad_setting,
+    unsafe_optimizer,
+    vanished_update,
     hardware_fault,
     bad_inputs,
     # The number format comes before the weights: fp16 overflows with weights that are fine in bf16.

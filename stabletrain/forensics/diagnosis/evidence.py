@@ -9,6 +9,7 @@ from typing import Any
 from stabletrain.forensics.probes.fp8_casts import Fp8Casts
 from stabletrain.forensics.probes.samples import Culprits
 from stabletrain.forensics.probes.underflow import Underflow
+from stabletrain.forensics.probes.update import UpdateFault
 from stabletrain.forensics.replay import Outcome
 from stabletrain.forensics.trace.origin import Origin
 from stabletrain.records import RankPart, Reading
@@ -97,7 +98,8 @@ class Evidence:
 
     Attributes:
         kind: `nonfinite`, `spike`, `loss_scale`, `bad_data` for a finite step whose batch is bad, `state` for weights,
-            buffers or moments that changed between two updates, or `recheck` for a computation that came out otherwise.
+            buffers or moments that changed between two updates, `recheck` for a computation that came out otherwise, or
+            `update` for an optimizer's step that was not finite although loss, gradients and state were.
         reading: the step's.
         part: what the investigating rank measured of its own part of the step; None in a single process.
         parts_normal: on several ranks, whether the own part of every rank was normal, in the step and in a replay.
@@ -119,6 +121,8 @@ class Evidence:
         underflow: gradients lost in fp16 or fp8; None if not measured.
         fp8: what casts to fp8 lost; None if there are none.
         recheck: what came out differently when it was computed a second time; None for other kinds.
+        update: why the optimizer's step was not finite; None for other kinds, or if it is finite when run again.
+        update_ran: whether the optimizer's step was run again.
         setting: the run's settings.
     """
 
@@ -142,6 +146,8 @@ class Evidence:
     underflow: Underflow | None = None
     fp8: Fp8Casts | None = None
     recheck: Finding | None = None
+    update: UpdateFault | None = None
+    update_ran: bool = False
     setting: RunSettings = field(default_factory=RunSettings)
 
     def normal(self, variant: str) -> bool | None:

@@ -1,5 +1,7 @@
 """Fixes for each cause: overrides that this run can take and does not have yet, or a change to a line of code."""
 
+from collections.abc import Sequence
+
 from stabletrain.forensics.diagnosis.evidence import RUSHED, Evidence, beyond_lr, decayed, has_logits
 from stabletrain.forensics.probes.underflow import Underflow
 
@@ -79,6 +81,19 @@ def other_weights(e: Evidence) -> list[str]:
     usual = ("gpt2", "small") if e.setting.has_attention else ("torch", "fan_in")
     fix = [f"init={name}" for name in usual if chosen != name]
     return [f"init.std={CUSTOMARY_STD}", *fix] if smaller and chosen == usual[0] else fix
+
+
+def nonzero_weights(e: Evidence, names: Sequence[str]) -> list[str]:
+    """An initialisation without zeros for matrices that are all 0, so that gradients flow through them."""
+    listed = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    if e.setting.choices.get("init") == "zero_residual":
+        return [f"init={'gpt2' if e.setting.has_attention else 'torch'}"]
+    return [f"initialise {listed} otherwise than with zeros: no gradient flows through them"]
+
+
+def any_clipping(e: Evidence) -> list[str]:
+    """Clipping by the norm, if the run does not clip."""
+    return ["clipping=norm"] if e.setting.choices.get("clipping") == "none" else []
 
 
 def slower(e: Evidence) -> list[str]:

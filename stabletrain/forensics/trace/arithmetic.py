@@ -48,7 +48,7 @@ def explain_nonfinite(func: Any, args: tuple, kwargs: dict, place: int, output: 
         place: position of `output` among the tensors that the call returned.
         node: the autograd node that made the call; empty in the forward pass.
     """
-    args, kwargs = unscaled(args), unscaled(kwargs)
+    args, kwargs, output = unscaled(args), unscaled(kwargs), unscaled(output)
     in_fp64 = again(func, args, kwargs, place, torch.float64)
     in_fp32 = again(func, args, kwargs, place, torch.float32)
     name = str(getattr(func, "overloadpacket", func)).rpartition(".")[2].rstrip("_")

@@ -7,11 +7,12 @@ just before its operation runs.
 """
 
 import bisect
+import linecache
 import os
 import sys
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,12 @@ WRAPPERS = ("/jaxtyping/", "/beartype/", "/torchao/", "/precision/fp8_linear.py"
 
 STEPS = (f"{PACKAGE}step.py", f"{PACKAGE}guarded{os.sep}")
 """Files that run a step. Frames beyond them only start the training."""
+
+OPTIMIZERS = f"{TORCH}optim{os.sep}"
+"""PyTorch's own optimizers."""
+
+RERUNS = f"{PACKAGE}forensics{os.sep}probes{os.sep}update.py"
+"""Runs an optimizer's step again. Frames beyond it belong to the training loop."""
 
 LANDMARKS = {
     ("autograd/graph.py", "_engine_run_backward"): "engine",
@@ -187,3 +194,52 @@ class Nodes:
         if not exact and not isinstance(node, BackwardCFunction):
             at -= 1
         return self._made[at][0] if 0 <= at < len(self._made) else None
+
+
+LONGEST = 120
+"""Maximum length of an expression, in characters."""
+
+
+class StepCallers:
+    """Finds the code of an optimizer that runs an operation, in place of `Callers`: there are no modules.
+
+    Attributes:
+        text: the expression in the source code that ran the newest operation; empty if unknown.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def of(self, node: Any, reads: list[Tensor], makes: bool) -> Caller:
+        """Returns the line of the innermost frame in an optimizer, and the line in the user's code that called it."""
+        source, own, self.text = "", "", ""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != RERUNS:
+            file = frame.f_code.co_filename
+            kind = role(file, frame.f_code.co_name)
+            torchs = file.startswith(OPTIMIZERS) and not file.endswith(f"{os.sep}optimizer.py")
+            if not source and (torchs or kind in ("own", "other", "step")):
+                source, self.text = f"{file}:{frame.f_lineno}", expression(frame.f_code, frame.f_lasti)
+            if kind == "own" and not own:
+                own = f"{file}:{frame.f_lineno}"
+            frame = frame.f_back
+        return Caller(Place(OUTSIDE, source, "" if own == source else own), False, False, False, False)
+
+
+@cache
+def expression(code: CodeType, instruction: int) -> str:
+    """Returns the source code of the expression that an instruction evaluates, in one line; empty if unknown.
+
+    Args:
+        instruction: offset in bytes, such as `f_lasti` of a frame.
+    """
+    first, last, begin, end = [*code.co_positions()][instruction // 2]
+    if first is None or last is None or begin is None or end is None:
+        return ""
+    lines = [linecache.getline(code.co_filename, number).encode() for number in range(first, last + 1)]
+    lines[-1] = lines[-1][:end]  # the positions are in bytes
+    lines[0] = lines[0][begin:]
+    lines = [line.partition(b"  #")[0] for line in lines]
+    words = " ".join(b" ".join(lines).decode(errors="replace").split())
+    words = words.replace("( ", "(").replace(", )", ")").replace(" )", ")")
+    return words if len(words) <= LONGEST else f"{words[: LONGEST - 4]} ..."

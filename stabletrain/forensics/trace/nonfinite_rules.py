@@ -95,6 +95,11 @@ def div(args: tuple, named: dict) -> Found:
     return "division_by_zero", f"division by 0 ({count(zero)})"
 
 
+def addcdiv(args: tuple, named: dict) -> Found:
+    """x + value * y / z."""
+    return div(args[1:3], named)
+
+
 def inf_over_inf(x: Tensor, y: Tensor) -> Found:
     """inf / inf."""
     both = torch.isinf(x) & torch.isinf(y)
@@ -254,6 +259,7 @@ RULES: dict[str, Callable[[tuple, dict], Found]] = {
     "rsqrt": rsqrt,
     "reciprocal": reciprocal,
     "div": div,
+    "addcdiv": addcdiv,
     **dict.fromkeys(("remainder", "fmod"), remainder),
     "polygamma": polygamma,
     "_weight_norm_interface": weight_norm,

@@ -103,6 +103,26 @@ def kept(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     return copied, {name: copy(value) if by_name.get(name) else value for name, value in kwargs.items()}
 
 
+def arguments(func: Any, args: tuple, kwargs: dict) -> list[tuple[Any, Any]]:
+    """The arguments of an operation, each with its entry in the schema."""
+    entries = getattr(getattr(func, "_schema", None), "arguments", [])
+    values = {entry.name: value for entry, value in zip(entries, args, strict=False)} | kwargs
+    return [(entry, values[entry.name]) for entry in entries if entry.name in values]
+
+
+def modified(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+    """The tensors that an operation modifies: in place, in a list (`_foreach_add_`), or as `out=`."""
+    known = arguments(func, args, kwargs)
+    return [*tensors([value for entry, value in known if entry.alias_info is not None and entry.alias_info.is_write])]
+
+
+def read_by(func: Any, op: str, args: tuple, kwargs: dict) -> list[Tensor]:
+    """The tensors that an operation reads; not those that it only writes."""
+    outs = {entry.name for entry, _ in arguments(func, args, kwargs) if entry.is_out}
+    taken = args[1:] if op.replace("_foreach_", "") in OVERWRITES else args
+    return list(tensors((taken, {key: value for key, value in kwargs.items() if key not in outs})))
+
+
 EXPLAINED = 64
 """Maximum number of sources whose arithmetic is explained; only the first ones matter."""
 
@@ -233,7 +253,7 @@ class Trace(TorchDispatchMode):
         op = str(getattr(func, "overloadpacket", func))
         # Measure the inputs first: the operation may write into them.
         with torch.no_grad():
-            reads = list(tensors((args[1:] if op in OVERWRITES else args, kwargs)))
+            reads = read_by(func, op, args, kwargs)
             inputs = tuple(measure(tensor) for tensor in reads)
             touched = {self._place(tensor) for tensor in tensors((args, kwargs))}
             before = kept(func, args, kwargs)
@@ -242,7 +262,8 @@ class Trace(TorchDispatchMode):
             for key in touched & self._sound_places.keys():
                 if not is_sound(self._sound_places[key]):
                     self._spoilt.setdefault(key, len(self.records))
-            self._record(Call(func, op, grad, *before), reads, inputs, touched, list(tensors(out)))
+            writes = list(tensors(out)) or modified(func, args, kwargs)
+            self._record(Call(func, op, grad, *before), reads, inputs, touched, writes)
         return out
 
     def _record(

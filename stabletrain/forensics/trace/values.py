@@ -59,9 +59,10 @@ def is_float(tensor: Tensor) -> bool:
 
 
 def unscaled(value: Any) -> Any:
-    """Converts torchao's scaled fp8 tensors, also in lists, tuples and dicts, to ordinary tensors with their values."""
+    """Converts torchao's scaled fp8 tensors and shards, also in lists, tuples and dicts, to ordinary tensors."""
     if isinstance(value, Tensor):
-        return value.to_original_precision() if is_scaled_fp8(value) else value
+        value = local(value)
+        return value.to_original_precision() if is_scaled_fp8(value) else value  # ty: ignore[missing-attribute]
     if isinstance(value, list | tuple):
         return type(value)([unscaled(each) for each in value])
     return {key: unscaled(each) for key, each in value.items()} if isinstance(value, dict) else value
@@ -72,8 +73,14 @@ def is_scaled_fp8(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_original_precision")
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor that is sharded across ranks (`DTensor`); reading it does not communicate."""
+    return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor  # ty: ignore[invalid-explicit-return]
+
+
 def dense(tensor: Tensor) -> Tensor:
     """The dense tensor that holds the values; for a sparse tensor, its values; for a scaled fp8 tensor, these."""
+    tensor = local(tensor)
     if is_scaled_fp8(tensor):
         return tensor._data  # ty: ignore[missing-attribute]
     if tensor.layout == torch.strided:

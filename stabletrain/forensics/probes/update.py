@@ -1,0 +1,437 @@
+"""Names what makes an optimizer's step non-finite, by running the step again from the state before it.
+
+Loss, gradients and state were finite, so the fault is the optimizer's own: one of its operations, or one of its
+settings. The step runs under a recorder (`trace/update_recorder.py`). The first operation that made a non-finite value
+from finite ones is to blame, if the value reached a parameter or a moment.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stabletrain.forensics.probes.update_reason import Reason, Root, Size, explain, root_of, short, words
+from stabletrain.forensics.trace.origin import RANKS, Origin
+from stabletrain.forensics.trace.recorder import Source
+from stabletrain.forensics.trace.update_recorder import Label, UpdateTrace
+from stabletrain.forensics.trace.values import dense, is_float, leaves, local
+from stabletrain.machine.compiling import uncompiled
+
+MOST = 8
+"""Maximum number of tensors to list."""
+
+FUSED = ("aten._fused_adam_", "aten._fused_adamw_")
+"""Kernels whose arithmetic PyTorch's own code repeats, one operation at a time."""
+
+
+class BadSetting(NamedTuple):
+    """A number of a parameter group with which no step is finite.
+
+    Attributes:
+        group: index in `optimizer.param_groups`.
+        key: such as `lr`, or `betas[1]`.
+        words: what is wrong with it.
+    """
+
+    group: int
+    key: str
+    value: float
+    words: str
+
+
+@dataclass(frozen=True)
+class UpdateFault:
+    """Why an optimizer's step is not finite.
+
+    Attributes:
+        optimizer: name of its class.
+        parameter: name in the model of the parameter whose value is not finite; on several ranks, by this rank's part.
+        tensor: which of its tensors: `parameter`, or the name of a moment.
+        dtype: of that tensor, such as `float16`.
+        group: index of its parameter group.
+        settings: the group's numbers by key, such as `lr`, `eps`, `betas[0]`.
+        broken: the tensors that are not finite after the step, in words, in the model's order; at most 8.
+        count: number of such tensors.
+        why: what a fix depends on: a key of `nonfinite_rules.py`; or `zero_eps`, `lost_eps` (0 in its format),
+            `flushed` (a product is), `second_moment` (overflow), `zero_number`, `constant`, `unwritten`; or `untraced`
+            if no operation on tensors shows where the value began.
+        reason: the same in words, with numbers.
+        origin: the operation to blame, with direction `update`; None if there is none.
+        text: the source code of the operation; empty if unknown.
+        divisor: the source code of what is 0; empty if nothing is, or if it is unknown.
+        root: the tensor from before the step that was 0, or too large; None if unknown.
+        zero_weights: names of the model's matrices whose elements are all 0: behind them, gradients are 0.
+        fused: whether the operation is a fused kernel, whose arithmetic was repeated outside of it.
+        bad_settings: numbers in the groups that are not finite, or out of their range.
+    """
+
+    optimizer: str
+    parameter: str
+    tensor: str
+    dtype: str
+    group: int
+    settings: Mapping[str, float]
+    broken: Sequence[str]
+    count: int
+    why: str
+    reason: str
+    origin: Origin | None = None
+    text: str = ""
+    divisor: str = ""
+    root: Root | None = None
+    zero_weights: Sequence[str] = ()
+    fused: bool = False
+    bad_settings: Sequence[BadSetting] = ()
+
+    @property
+    def index(self) -> int:
+        """Number of the operation in the step; infinite if there is none."""
+        return 1 << 62 if self.origin is None else self.origin.index
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fault as a mapping, for the diagnosis, without the origin; non-finite numbers stay floats."""
+        return {
+            "optimizer": self.optimizer,
+            "parameter": self.parameter,
+            "tensor": self.tensor,
+            "dtype": self.dtype,
+            "group": self.group,
+            "settings": dict(self.settings),
+            "broken": list(self.broken),
+            "count": self.count,
+            "text": self.text,
+            "root": None if self.root is None else self.root._asdict(),
+            "bad_settings": [each._asdict() for each in self.bad_settings],
+        }
+
+
+def trace_update(model: nn.Module, optimizer: Optimizer, run_update: Callable[[], None]) -> UpdateFault | None:
+    """Runs an optimizer's step and returns why its result is not finite; None if parameters and moments are finite.
+
+    The step changes live parameters, moments and counters: the caller puts them back, in `run_update` or afterwards.
+    With sharded parameters all ranks must call it together, because the step may communicate.
+
+    Args:
+        model: names the parameters; with its values from before the step.
+        optimizer: with its state from before the step, and with the gradients that the step was given: unscaled,
+            clipped.
+        run_update: calls `optimizer.step()`.
+    """
+    subject = Subject(model, optimizer)
+    tracing = UpdateTrace(model, subject.before)
+    found: list[tuple[Label, Tensor]] = []
+
+    def look(*_: Any) -> None:
+        with tracing.paused(), torch.no_grad():
+            found[:] = subject.broken()
+            for label, tensor in found:  # while they are there: `run_update` may put the old ones back
+                tracing.label(tensor, label)
+                sources[label] = tracing.sources_of(tensor)
+
+    sources: dict[Label, frozenset[Source]] = {}
+    # A hook sees the values before `run_update` can put the old ones back. An optimizer of another class has no hooks.
+    add = getattr(optimizer, "register_step_post_hook", None)
+    try:
+        hook = None if add is None else add(look)
+    except AttributeError:  # its constructor did not call PyTorch's
+        hook = None
+    try:
+        with uncompiled(), tracing:
+            run_update()
+    finally:
+        if hook is not None:
+            hook.remove()
+    if not found:
+        look()
+    return subject.fault(tracing, found, sources) if found else None
+
+
+class Subject:
+    """An optimizer before its step: its tensors, their names, and what they hold.
+
+    Attributes:
+        before: the tensors and their labels.
+        sizes: what they hold.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.groups: dict[str, int] = {}
+        self.parameters: list[tuple[str, Tensor]] = []
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                name = self.names.get(id(parameter), f"parameter {place} of group {number}")
+                self.groups[name] = number
+                self.parameters.append((name, parameter))
+        order = {name: number for number, name in enumerate(self.names.values())}
+        self.parameters.sort(key=lambda each: order.get(each[0], len(order)))
+        gradients = [(p.grad, Label("gradient", name)) for name, p in self.parameters if p.grad is not None]
+        self.before = [*self.tensors(), *gradients]
+        with torch.no_grad():
+            self.sizes = sizes(self.before)
+            self.zero_weights = zero_weights(model)
+        self.bad_settings = bad_settings(optimizer.param_groups)
+        self.settings = [numbers(group) for group in optimizer.param_groups]
+
+    def tensors(self) -> Iterator[tuple[Tensor, Label]]:
+        """The parameters and their moments, as they are now, in the model's order."""
+        optimizers = [self.optimizer, *inner(self.optimizer)]
+        for name, parameter in self.parameters:
+            yield parameter, Label("parameter", name)
+            for optimizer in optimizers:
+                yield from (
+                    (tensor, Label(str(key), name))
+                    for key, value in states(optimizer, parameter)
+                    for tensor in leaves(value)
+                    if isinstance(tensor, Tensor)
+                )
+
+    def broken(self) -> list[tuple[Label, Tensor]]:
+        """The parameters and moments that are not finite now."""
+        values = [(label, tensor) for tensor, label in self.tensors() if is_float(tensor) and dense(tensor).numel()]
+        if not values:
+            return []
+        flags = [torch.isfinite(dense(tensor)).all() for _, tensor in values]
+        return [each for each, fine in zip(values, read(flags), strict=True) if not fine]
+
+    def fault(
+        self,
+        tracing: UpdateTrace,
+        broken: Sequence[tuple[Label, Tensor]],
+        sources: Mapping[Label, frozenset[Source]],
+    ) -> UpdateFault:
+        """Explains the tensors that are not finite after the step."""
+        for label, tensor in [(label, tensor) for tensor, label in self.tensors()]:
+            tracing.label(tensor, label)  # moments that the step has made
+        reached = frozenset[Source]().union(*sources.values())
+        source = min(reached, key=lambda one: (RANKS[one.how], one.record)) if reached else None
+        mine = set[str]() if source is None else tracing.details[source.record].parameters
+        hit = [label for label, _ in broken if source in sources.get(label, ())] or [label for label, _ in broken]
+        own = [label for label in hit if label.parameter in mine] or hit
+        name = own[0].parameter
+        written = self._written(tracing, source)
+        which = next((label for label in own if label == written), own[0])
+        tensor = next((tensor for label, tensor in broken if label == which), broken[0][1])
+        reason, fused, inside = self._reason(tracing, source, which, tensor)
+        group = self.groups.get(name, 0)
+        return UpdateFault(
+            optimizer=type(self.optimizer).__name__,
+            parameter=name,
+            tensor=which.what,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            group=group,
+            settings=self.settings[group] if group < len(self.settings) else {},
+            broken=[words(label) for label, _ in broken[:MOST]],
+            count=len(broken),
+            why=reason.why,
+            reason=reason.words,
+            origin=None if source is None else self._origin(tracing, source, reason, name, inside),
+            text="" if source is None else tracing.details[source.record].text,
+            divisor=reason.divisor,
+            root=reason.root,
+            zero_weights=self.zero_weights,
+            fused=fused,
+            bad_settings=self.bad_settings or (useless_betas(self.settings) if reason.why == "zero_number" else []),
+        )
+
+    def _written(self, tracing: UpdateTrace, source: Source | None) -> Label | None:
+        """The tensor that the operation to blame wrote to; None if it is none of the optimizer's."""
+        writes = () if source is None else tracing.details[source.record].writes
+        return next((tracing.labels[each.place] for each in writes if each.place in tracing.labels), None)
+
+    def _reason(
+        self, tracing: UpdateTrace, source: Source | None, label: Label, tensor: Tensor
+    ) -> tuple[Reason, bool, UpdateTrace | None]:
+        """Returns the reason, whether the operation is a fused kernel, and the trace of its arithmetic."""
+        if source is None:
+            told = "no operation on tensors shows where the value began: numpy, or a kernel outside PyTorch"
+            return self._guess(label, tensor, told), False, None
+        if source.how == "given":
+            return self._guess(label, tensor, explain(tracing, source, self.sizes).words), False, None
+        op = tracing.records[source.record].op
+        if "_fused_" not in op:
+            return explain(tracing, source, self.sizes), False, None
+        inside = repeated(self.model, tracing, source.record, label.parameter)
+        if inside is None:
+            told = f"{op} is one fused kernel, whose operations cannot be seen"
+            return self._guess(label, tensor, told), True, None
+        nested, first = inside
+        reason = explain(nested, first, self.sizes)
+        return replace(reason, words=f"inside the fused kernel {op}, {reason.words}"), True, nested
+
+    def _guess(self, label: Label, tensor: Tensor, told: str) -> Reason:
+        """The likely reason of a value that no operation shows, from the settings and the gradient."""
+        gradient = Label("gradient", label.parameter)
+        size = self.sizes.get(gradient)
+        settings = self.settings[self.groups.get(label.parameter, 0)]
+        hints = []
+        eps = settings.get("eps")
+        if eps is not None and float(torch.tensor(eps, dtype=tensor.dtype)) == 0:
+            dtype = short(str(tensor.dtype).removeprefix("torch."))
+            hints.append("eps=0" if eps == 0 else f"eps={eps:g} is 0 in {dtype}")
+        if size is not None and size.zeros:
+            all_of_it = size.zeros == size.numel
+            some = (
+                "is exactly zero" if all_of_it else f"has {size.zeros} of {size.numel} elements that are exactly zero"
+            )
+            hints.append(f"{words(gradient)} {some}")
+        elif size is not None and size.largest**2 > torch.finfo(tensor.dtype).max:
+            hints.append(f"an element of {words(gradient)}, {size.largest:.4g}, squared is above what it can hold")
+        likely = f"; {', and '.join(hints)}" if hints else ""
+        root = root_of(gradient, self.sizes) if hints and size is not None else None
+        return Reason("untraced", f"{words(label)} is not finite after the step: {told}{likely}", root)
+
+    def _origin(
+        self, tracing: UpdateTrace, source: Source, reason: Reason, name: str, inside: UpdateTrace | None
+    ) -> Origin:
+        record = tracing.records[source.record]
+        finding = record.finding if inside is None else None
+        bad = next((values for values in (*record.outputs, *record.inputs) if not values.finite), None)
+        return Origin(
+            module=name,
+            op=record.op,
+            direction="update",
+            source=record.source,
+            called_from=record.called_from,
+            node="",
+            dtype=bad.dtype if bad is not None else "",
+            inputs=record.inputs,
+            outputs=record.outputs,
+            how=source.how,
+            why=reason.why,
+            reason=reason.words,
+            should_have_been=None if finding is None else finding.should_have_been,
+            in_fp32=None if finding is None else finding.in_fp32,
+            chain=(),
+            index=record.index,
+        )
+
+
+def repeated(model: nn.Module, tracing: UpdateTrace, index: int, name: str) -> tuple[UpdateTrace, Source] | None:
+    """Repeats a fused kernel's arithmetic in fp32, one operation at a time.
+
+    Returns its trace and where its first non-finite value began; None if it cannot be repeated, or is finite.
+    """
+    record = tracing.records[index]
+    if record.op not in FUSED or tracing.fused is None or tracing.fused[0] != index:
+        return None
+    _, args, kwargs = tracing.fused
+    lists = [[local(tensor).detach().float().clone() for tensor in value] for value in args[:6]]
+    parameter = nn.Parameter(lists[0][0])
+    parameter.grad = lists[1][0]
+    state: dict[str, Tensor] = {"exp_avg": lists[2][0], "exp_avg_sq": lists[3][0], "step": lists[5][0].cpu() - 1}
+    if lists[4]:
+        state["max_exp_avg_sq"] = lists[4][0]
+    scale = kwargs.get("grad_scale")
+    if scale is not None:
+        parameter.grad /= scale
+    kind = torch.optim.AdamW if "adamw" in record.op else torch.optim.Adam
+    again = kind(
+        [parameter],
+        lr=float(kwargs["lr"]),
+        betas=(kwargs["beta1"], kwargs["beta2"]),
+        eps=kwargs["eps"],
+        weight_decay=kwargs["weight_decay"],
+        amsgrad=kwargs["amsgrad"],
+        maximize=kwargs["maximize"],
+        foreach=False,
+        fused=False,
+    )
+    again.state[parameter].update(state)
+    known = [(parameter, "parameter"), (parameter.grad, "gradient"), *((value, key) for key, value in state.items())]
+    nested = UpdateTrace(model, [(tensor, Label(what, name)) for tensor, what in known])
+    with nested:
+        again.step()
+    reached = frozenset[Source]().union(*(nested.sources_of(tensor) for tensor, _ in known))
+    return (nested, min(reached, key=lambda one: (RANKS[one.how], one.record))) if reached else None
+
+
+def inner(optimizer: Any) -> list[Any]:
+    """The optimizers that an optimizer wraps."""
+    return [each for each in leaves(vars(optimizer)) if hasattr(each, "param_groups") and hasattr(each, "state")]
+
+
+def states(optimizer: Any, parameter: Tensor) -> list[tuple[Any, Any]]:
+    """The state of a parameter by name."""
+    state = getattr(optimizer, "state", None)
+    found = state.get(parameter) if isinstance(state, Mapping) else None
+    return [*found.items()] if isinstance(found, Mapping) else []
+
+
+def read(values: Sequence[Tensor]) -> list[Any]:
+    """Reads scalars on the host, with one transfer per device."""
+    found: dict[int, Any] = {}
+    for device in {value.device for value in values}:
+        here = [number for number, value in enumerate(values) if value.device == device]
+        found |= zip(here, torch.stack([values[number] for number in here]).tolist(), strict=True)
+    return [found[number] for number in range(len(values))]
+
+
+def sizes(known: Sequence[tuple[Tensor, Label]]) -> dict[Label, Size]:
+    """Measures tensors, with one host read per device."""
+    measured, kept = [], []
+    for tensor, label in known:
+        values = dense(tensor)
+        if not is_float(values) or not values.numel() or values.is_complex():
+            continue
+        zero = values == 0
+        rows = zero.flatten(1).all(1).sum() if values.ndim > 1 else zero.new_zeros((), dtype=torch.int64)
+        numbers = [zero.sum().double(), rows.double(), values.abs().max().double()]
+        measured.append(torch.stack(numbers))
+        kept.append((label, values.numel(), values.shape[0] if values.ndim > 1 else 0))
+    if not measured:
+        return {}
+    return {
+        label: Size(numel, int(zeros), rows, int(zero_rows), largest)
+        for (label, numel, rows), (zeros, zero_rows, largest) in zip(kept, read(measured), strict=True)
+    }
+
+
+def zero_weights(model: nn.Module) -> list[str]:
+    """Names of the matrices whose elements are all 0, at most `MOST`."""
+    found = [(name, dense(p)) for name, p in model.named_parameters() if p.ndim > 1 and dense(p).numel()]
+    flags = read([(values == 0).all() for _, values in found])
+    return [name for (name, _), zero in zip(found, flags, strict=True) if zero][:MOST]
+
+
+def numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a parameter group by key."""
+    found = {}
+    for key, value in group.items():
+        if key == "params":
+            continue
+        several = isinstance(value, list | tuple)
+        for place, each in enumerate(value if several else [value]):
+            scalar = isinstance(each, Tensor) and each.numel() == 1 and is_float(each)
+            if (isinstance(each, int | float) and not isinstance(each, bool)) or scalar:
+                found[f"{key}[{place}]" if several else key] = float(local(each) if scalar else each)
+    return found
+
+
+def bad_settings(groups: Sequence[Mapping[str, Any]]) -> list[BadSetting]:
+    """The numbers that are not finite, betas outside [0, 1], and negative eps."""
+    found = []
+    for number, group in enumerate(groups):
+        for key, value in numbers(group).items():
+            if not math.isfinite(value):
+                found.append(BadSetting(number, key, value, "not a finite number"))
+            elif key.startswith("beta") and not 0 <= value <= 1:
+                found.append(BadSetting(number, key, value, "outside [0, 1]"))
+            elif key == "eps" and value < 0:
+                found.append(BadSetting(number, key, value, "below 0"))
+    return found
+
+
+def useless_betas(settings: Sequence[Mapping[str, float]]) -> list[BadSetting]:
+    """The betas of exactly 1, which make the bias correction a division by 0."""
+    return [
+        BadSetting(number, key, value, "so the bias correction 1 - beta ** step is 0")
+        for number, group in enumerate(settings)
+        for key, value in group.items()
+        if key.startswith("beta") and value == 1
+    ]
