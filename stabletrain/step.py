@@ -104,7 +104,7 @@ class InFlight:
             self._arrived.synchronize()
         numbers = self._known | dict(zip(self._names, self._values.tolist(), strict=True))
         numbers["terms"] = {name: numbers.pop(key) for key, name in self._terms.items()}
-        numbers["applied"] = not (numbers.pop("withheld") or numbers["bad_update"])
+        numbers["applied"] = not (numbers.pop("withheld") or numbers.get("bad_update"))
         if numbers["clip_active"] is None:  # the gradient was clipped as a whole
             numbers["clip_active"] = float(numbers["clip_coef"] < 1)
         flags = {name: bool(numbers.get(name)) for name in FLAGS}

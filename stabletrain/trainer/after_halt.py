@@ -64,7 +64,7 @@ def usual_fixes(kind: str, values: Mapping[str, Any]) -> list[str]:
     most, rate = values.get("guard.max_consecutive"), values.get("optimizer.lr")
     if kind == "bad_data" and isinstance(most, int):
         return [f"guard.max_consecutive={10 * most}"]
-    if kind == "recheck":  # the machine is at fault, not the settings
+    if kind in ("recheck", "state", "update"):  # the machine or the optimizer's code is at fault, not the settings
         return []
     return [f"optimizer.lr={rate / 3:.2g}"] if isinstance(rate, int | float) else []
 

@@ -85,7 +85,6 @@ class RollbackGuard(SkipGuard):
     lowered: tuple[int, int, float] = (0, 0, 1.0)
     rolled_back_for: int = 0
     states: RetainedStates = field(init=False, repr=False)
-    _incident: Any = field(init=False, repr=False, default=None)
     rollback_before: int | None = field(init=False, repr=False, default=None)
 
     slow_modes: ClassVar[tuple[str, ...]] = ("off", "alarm", "rollback")
@@ -156,10 +155,6 @@ class RollbackGuard(SkipGuard):
         if verdict is not Verdict.SKIP or self.trouble < LAST_PATIENCE:
             return verdict
         return self._give_up("the run is at its end")
-
-    def note_mistake(self, incident: Any) -> None:
-        """Notes what the investigation of the present trouble has found."""
-        self._incident = incident
 
     def _give_up(self, why: str) -> Verdict:
         what, incident = f"{self.reason}, and {why}", self._incident

@@ -223,6 +223,7 @@ class SkipGuard(NoGuard):
     _alarms: list[Alarm] = field(init=False, repr=False, default_factory=list)
     _before_skip: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
     _suspected: int = field(init=False, repr=False, default=0)
+    _incident: Any = field(init=False, repr=False, default=None)
 
     slow_modes: ClassVar[tuple[str, ...]] = ("off", "alarm")
 
@@ -317,6 +318,8 @@ class SkipGuard(NoGuard):
         if self.bad_updates < MOST_BAD_UPDATES:
             return self._at_most()
         self.reason = f"{self.reason}, in {self.bad_updates} steps in a row: other batches do not help"
+        if self._incident is not None:
+            self.reason += f"; {self._incident.verdict}. fix: {next(iter(self._incident.fix), 'none known')}"
         return Verdict.HALT
 
     def _at_most(self) -> Verdict:
@@ -375,6 +378,10 @@ class SkipGuard(NoGuard):
         """Undoes what the newest skipped step has counted."""
         for name, value in self._before_skip.items():
             setattr(self, name, value)
+
+    def note_mistake(self, incident: Any) -> None:
+        """Notes what the investigation of the present trouble has found; see `forensics/handler.py`."""
+        self._incident = incident
 
     def on_machine_fault(self, step: int, why: str, *, damaged: bool, otherwise: Verdict | None = None) -> Verdict:
         """Returns the verdict on a step at which memory or arithmetic failed: RESTORE, but once only for each step.
