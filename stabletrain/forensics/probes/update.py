@@ -128,6 +128,7 @@ def trace_update(model: nn.Module, optimizer: Optimizer, run_update: Callable[[]
 
     def look(*_: Any) -> None:
         with tracing.paused(), torch.no_grad():
+            sources.clear()
             found[:] = subject.broken()
             for label, tensor in found:  # while they are there: `run_update` may put the old ones back
                 tracing.label(tensor, label)

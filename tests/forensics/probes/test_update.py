@@ -14,6 +14,7 @@ from stabletrain.forensics.diagnosis.diagnose import diagnose
 from stabletrain.forensics.diagnosis.evidence import Evidence
 from stabletrain.forensics.probes.update import trace_update
 from tests.forensics.diagnosis.given import READING, SETTING
+from tests.stability.optimizers.test_all import KINDS, bits, equal, fill, fresh
 
 
 class Fragile(Optimizer):
@@ -77,7 +78,7 @@ class LogGradient(Fragile):
     """Moves by the logarithm of the gradient."""
 
     def change(self, p, g, state, group):
-        p.sub_(g.sign() * g.abs().log().clamp(min=-1e30) * math.inf if False else g.abs().log())  # here: LogGradient
+        p.sub_(g.abs().log(), alpha=group["lr"])  # here: LogGradient
 
 
 class Numpy(Fragile):
@@ -306,6 +307,19 @@ def test_a_healthy_step_has_no_fault_and_the_same_bits(make, dtype):
         plain.step()
     for traced_one, one in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(traced_one, one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_optimizers_of_this_package_take_the_same_step_under_the_recorder(kind):
+    states = [fresh(kind), fresh(kind)]
+    for seed in range(3):
+        for state in states:
+            fill(state, seed)
+            if getattr(state.optimizer, "_step_supports_amp_scaling", False):
+                state.optimizer.found_inf = torch.tensor(0.0)  # the gate is open
+        assert trace_update(states[0].model, states[0].optimizer, states[0].optimizer.step) is None
+        states[1].optimizer.step()
+    assert equal(bits(states[0]), bits(states[1]))
 
 
 @pytest.mark.parametrize(
