@@ -16,14 +16,17 @@ from stabletrain.forensics.distributed_handler import (
     for_all_ranks,
     step_was_bad,
     unattributed,
+    write_together,
 )
 from stabletrain.forensics.handler import IncidentHandler, NoIncidentHandler
 from stabletrain.forensics.investigate import Findings
+from stabletrain.forensics.probes.update import UpdateFault
+from stabletrain.forensics.subject import StepSubject
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.parallel.whole import WholeState
 from stabletrain.records import RankPart
 from tests.forensics import given
-from tests.forensics.diagnosis.given import BAD, FINE, NAN, READING, SPIKE
+from tests.forensics.diagnosis.given import BAD, FINE, NAN, READING, SPIKE, origin
 
 CALM = replace(SPIKE, outcomes={"same": FINE}, part=RankPart(0, 4.0, 1.0))
 BROKEN = replace(CALM, kind="nonfinite", reading=READING._replace(loss=math.nan, grad_norm=math.nan))
@@ -133,3 +136,33 @@ def test_one_process_keeps_its_handler():
     handler = NoIncidentHandler()
     assert for_all_ranks(handler, Ranks()) is handler
     assert isinstance(for_all_ranks(handler, Ranks(0, 2, 0, launched=True)), DistributedIncidentHandler)
+
+
+def fault(index):
+    place = replace(origin(), index=index)
+    return UpdateFault("Adam", "w", "parameter", "float32", 0, {}, ["w"], 1, "zero_eps", "words", origin=place)
+
+
+@pytest.mark.parametrize(
+    ("faults", "chosen", "guilty"),
+    [
+        ([fault(5), fault(5)], 0, None),  # ddp: all ranks take the same step
+        ([None, fault(5)], 1, 1),
+        ([fault(7), fault(5)], 1, 1),
+        ([fault(5), None], 0, 0),
+    ],
+)
+def test_of_updates_that_are_not_finite_the_earliest_is_filed(faults, chosen, guilty, repro, monkeypatch):
+    evidence = [replace(BROKEN, kind="update", update=one, update_ran=True) for one in faults]
+    found = [Findings(each, diagnose(each), 0.0, []) for each in evidence]
+    filed = []
+
+    class Own(IncidentHandler):
+        def write_incident(self, subject, found, rank=None, tick=None):
+            filed.append((found.evidence.update, rank))
+
+    told = [account_of(each) for each in found]
+    monkeypatch.setattr(distributed_handler, "exchange", lambda work: [work()] * 2)
+    for rank, each in enumerate(found):
+        write_together(Own(), rank, StepSubject(repro), each, told)
+    assert filed == [(faults[chosen], guilty)]

@@ -10,11 +10,16 @@ import pytest
 import torch
 from torch import nn
 
+from stabletrain.cli.replay import replay_incident
+from stabletrain.errors import ConfigError
 from stabletrain.forensics import repro as repro_files
 from stabletrain.forensics.diagnosis.diagnose import diagnose
-from stabletrain.forensics.diagnosis.evidence import Damage
+from stabletrain.forensics.diagnosis.evidence import Damage, RunSettings
 from stabletrain.forensics.incident import UNNEEDED, Execution, as_json, file_incident, place_for, write
+from stabletrain.forensics.incident_list import block, incidents, is_whole
+from stabletrain.forensics.investigate import investigate
 from stabletrain.forensics.probes.samples import Culprits
+from stabletrain.forensics.probes.update import trace_update
 from stabletrain.forensics.replay import VARIANTS
 from stabletrain.forensics.repro import load_repro
 from stabletrain.forensics.subject import StepSubject
@@ -32,6 +37,7 @@ CONTRACT = {
         "also",
         "part",
         "origin",
+        "update",
         "samples",
         "rank",
         "replays",
@@ -170,3 +176,37 @@ def test_damage_and_a_missing_origin_are_recorded(repro):
     assert record["origin"] is None
     assert [(damage["what"], damage["name"]) for damage in record["damage"]] == [("buffer", "mean")]
     assert math.isfinite(record["confidence"])
+
+
+def test_an_update_that_is_not_finite_is_filed_with_the_batch_and_is_not_replayed(tmp_path, repro):
+    model = repro.model
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.Adam(model.parameters(), eps=0)
+    subject = StepSubject(replace(repro, update=lambda: trace_update(model, optimizer, optimizer.step)))
+    found = investigate(subject, "update", classes=2, optimizer=optimizer, setting=RunSettings())
+    assert found.evidence.outcomes == {}
+    folder = file_incident(tmp_path, subject, found, rank=None, keep_state=True, execution=Execution(3, "x"))
+    assert {file.name for file in folder.iterdir()} == FILES - {"scene.json", "state.safetensors"}
+    ((path, record),) = incidents(folder)
+    assert (record["kind"], record["cause"]) == ("update", "unsafe_optimizer")
+    assert (record["origin"]["direction"], record["origin"]["module"]) == ("update", "weight")
+    assert record["update"]["parameter"] == "weight"
+    assert record["update"]["settings"]["eps"] == 0
+    assert is_whole(record)
+    assert "unsafe_optimizer (95% sure), update" in block(path, record)
+    page = (folder / "report.md").read_text()
+    assert "the optimizer made NaN or Inf of finite numbers" in page
+    assert "Its update was undone" in page
+    assert "Not possible: its forward and backward pass were finite" in page
+    with pytest.raises(ConfigError, match="the optimizer's step, which was not, cannot be run from a folder"):
+        replay_incident(folder)
+
+
+def test_an_update_that_is_finite_when_it_is_run_again_is_the_machines_fault(repro):
+    for update, cause in ((lambda: None, "hardware_fault"), (None, "unsafe_optimizer")):
+        subject = StepSubject(replace(repro, update=update))
+        found = investigate(subject, "update", classes=2, optimizer=None, setting=RunSettings())
+        assert found.diagnosis.cause == cause
+        assert not any("lr" in fix for fix in found.diagnosis.fix)
+    assert found.failures == ["the optimizer's step: it cannot be run again"]

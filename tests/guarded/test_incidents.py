@@ -2,17 +2,23 @@
 
 import ast
 import inspect
+import math
 
 import pytest
+import torch
 
-from stabletrain.forensics.diagnosis import causes, fixes, fp8_causes
+from stabletrain.forensics.diagnosis import causes, fixes, fp8_causes, update_causes
 from stabletrain.forensics.diagnosis.cause_table import Diagnosis
-from stabletrain.guarded.incidents import IN_CODE, in_code, of_any_loop
+from stabletrain.forensics.diagnosis.evidence import RunSettings
+from stabletrain.forensics.incident_list import incidents
+from stabletrain.forensics.probes.update import trace_update
+from stabletrain.guarded.incidents import IN_CODE, LoopHandler, in_code, of_any_loop
+from tests.guarded.given import Loop, batches
 
 WRITTEN = sorted(
     {
         node.value
-        for module in (causes, fixes, fp8_causes)
+        for module in (causes, fixes, fp8_causes, update_causes)
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if "=" in node.value and " " not in node.value and node.value[0].isalpha() and "(" not in node.value
@@ -45,3 +51,25 @@ def test_contributing_causes_are_translated_too_and_none_is_said_twice():
     found = of_any_loop(Diagnosis("bad_init", 0.8, "", ["init=gpt2", "init=small"], [], [other]))
     assert found.fix == ["smaller initial weights"]
     assert found.also[0].fix == ["lower the learning rate to 1"]
+
+
+def test_an_update_that_is_not_finite_is_explained_although_no_closure_can_run_again(tmp_path, monkeypatch):
+    loop, withheld = Loop(tmp_path), []
+    monkeypatch.setattr(loop.guard._incidents, "investigate", lambda subject, *_: withheld.append(subject))
+    x, y = batches(1)[0]
+    loop.run([(x * math.nan, y)])
+    for parameter in loop.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.Adam(loop.model.parameters(), eps=0)
+    (subject,) = withheld
+    subject.gap = "the closures return no loss"
+    subject.update = lambda: trace_update(loop.model, optimizer, optimizer.step)
+    handler = LoopHandler(10, 60.0, [])
+    handler.open(tmp_path, RunSettings(values={"optimizer.eps": 0, "optimizer.lr": 0.1}))
+    found = handler.investigate(subject, "update", classes=None, optimizer=None, limits=(9.0, 9.0))
+    assert (found.diagnosis.cause, found.failures) == ("unsafe_optimizer", [])
+    assert found.diagnosis.fix[0] == "eps=1e-08 in the optimizer, so that no denominator is 0"
+    handler.write_incident(subject, found)
+    ((path, record),) = incidents(tmp_path)
+    assert "optimizer's step, which was not" in record["not_replayable"]
+    assert {file.name for file in path.iterdir()} == {"diagnosis.json", "report.md", "batch.safetensors"}

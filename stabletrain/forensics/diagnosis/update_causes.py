@@ -69,7 +69,10 @@ def fixes(e: Evidence, u: UpdateFault) -> list[str]:
         known = e.setting.values.get("optimizer.eps") == 0
         first = [f"optimizer.eps={eps:g}" if known else f"{u.optimizer}(eps={eps:g}): eps is 0 in group {u.group}"]
     elif u.why == "lost_eps":
-        first = [*wider_state(u), f"optimizer.eps={eps:g}" if "optimizer.eps" in e.setting.values else f"eps={eps:g}"]
+        first = [
+            *wider_state(u),
+            f"optimizer.eps={eps:g}" if "optimizer.eps" in e.setting.values else f"{u.optimizer}(eps={eps:g})",
+        ]
     elif u.why == "flushed":
         first = [*wider_state(u), floored(u, at)]
     elif u.why in ("second_moment", "overflow", "exp_overflow"):

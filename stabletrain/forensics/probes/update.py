@@ -7,6 +7,7 @@ from finite ones is to blame, if the value reached a parameter or a moment.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabletrain.forensics.probes.update_reason import Reason, Root, Size, explain, root_of, short, words
+from stabletrain.forensics.probes.update_reason import Reason, Root, Size, explain, from_outside, root_of, short, words
 from stabletrain.forensics.trace.origin import RANKS, Origin
 from stabletrain.forensics.trace.recorder import Source
 from stabletrain.forensics.trace.update_recorder import Label, UpdateTrace
@@ -127,6 +128,7 @@ def trace_update(model: nn.Module, optimizer: Optimizer, run_update: Callable[[]
 
     def look(*_: Any) -> None:
         with tracing.paused(), torch.no_grad():
+            sources.clear()
             found[:] = subject.broken()
             for label, tensor in found:  # while they are there: `run_update` may put the old ones back
                 tracing.label(tensor, label)
@@ -251,7 +253,7 @@ class Subject:
         if source is None:
             told = "no operation on tensors shows where the value began: numpy, or a kernel outside PyTorch"
             return self._guess(label, tensor, told), False, None
-        if source.how == "given":
+        if from_outside(tracing, source):
             return self._guess(label, tensor, explain(tracing, source, self.sizes).words), False, None
         op = tracing.records[source.record].op
         if "_fused_" not in op:
@@ -331,21 +333,13 @@ def repeated(model: nn.Module, tracing: UpdateTrace, index: int, name: str) -> t
     if scale is not None:
         parameter.grad /= scale
     kind = torch.optim.AdamW if "adamw" in record.op else torch.optim.Adam
-    again = kind(
-        [parameter],
-        lr=float(kwargs["lr"]),
-        betas=(kwargs["beta1"], kwargs["beta2"]),
-        eps=kwargs["eps"],
-        weight_decay=kwargs["weight_decay"],
-        amsgrad=kwargs["amsgrad"],
-        maximize=kwargs["maximize"],
-        foreach=False,
-        fused=False,
-    )
+    again = kind([parameter], amsgrad=kwargs["amsgrad"], maximize=kwargs["maximize"], foreach=False, fused=False)
+    numbers = {"lr": float(kwargs["lr"]), "betas": (kwargs["beta1"], kwargs["beta2"])}
+    again.param_groups[0].update(numbers | {key: kwargs[key] for key in ("eps", "weight_decay")})
     again.state[parameter].update(state)
     known = [(parameter, "parameter"), (parameter.grad, "gradient"), *((value, key) for key, value in state.items())]
     nested = UpdateTrace(model, [(tensor, Label(what, name)) for tensor, what in known])
-    with nested:
+    with nested, suppress(ArithmeticError, RuntimeError):  # numbers in Python raise where the kernel's become NaN
         again.step()
     reached = frozenset[Source]().union(*(nested.sources_of(tensor) for tensor, _ in known))
     return (nested, min(reached, key=lambda one: (RANKS[one.how], one.record))) if reached else None

@@ -91,11 +91,11 @@ def explain(trace: UpdateTrace, source: Source, before: Mapping[Label, Size]) ->
     code = f"`{detail.text}`" if detail.text else record.op
     if source.how == "unwritten":
         return Reason("unwritten", f"{code} allocated memory that was read before anything was written to it")
+    if from_outside(trace, source):
+        return Reason("untraced", f"the values in {code} came from outside of PyTorch's operations, such as numpy")
     if source.how == "written":
         bad = [number for number in detail.numbers if not math.isfinite(number)]
         return Reason("constant", f"{code} computed with the number {bad[0] if bad else 'Inf or NaN'}")
-    if source.how == "given":
-        return Reason("untraced", f"{code} read values that no operation on tensors had made: numpy, or other code")
     finding = record.finding
     if finding is None:
         return Reason("unknown", f"{code} gave values that are not finite")
@@ -106,6 +106,11 @@ def explain(trace: UpdateTrace, source: Source, before: Mapping[Label, Size]) ->
     roots = ancestors(trace, source.record)
     told = f", computed from {words(roots[0])}" if roots else ""
     return Reason(finding.why, f"{code}: {finding.reason}{told}", root_of(roots[0], before) if roots else None)
+
+
+def from_outside(trace: UpdateTrace, source: Source) -> bool:
+    """Whether no operation on tensors made the values: numpy did, or other code that shares memory with tensors."""
+    return source.how == "given" or trace.records[source.record].op == "aten.lift_fresh"
 
 
 def of_zero(trace: UpdateTrace, index: int, before: Mapping[Label, Size]) -> Reason:

@@ -233,6 +233,8 @@ def expression(code: CodeType, instruction: int) -> str:
     Args:
         instruction: offset in bytes, such as `f_lasti` of a frame.
     """
+    if sys.version_info < (3, 11):  # an older Python knows the line only
+        return ""
     first, last, begin, end = [*code.co_positions()][instruction // 2]
     if first is None or last is None or begin is None or end is None:
         return ""

@@ -4,15 +4,16 @@ import ast
 import re
 from pathlib import Path
 
-from stabletrain.forensics.diagnosis import causes, fp8_causes
+from stabletrain.forensics.diagnosis import causes, fp8_causes, update_causes
 from stabletrain.forensics.diagnosis.cause_table import CAUSES
 
 DOCS = Path(__file__).parents[3] / "docs" / "forensics.md"
 
 
 def given_by_rules():
-    """The ids in the calls `Diagnosis("<id>", ...)` of causes.py and fp8_causes.py."""
-    nodes = (node for module in (causes, fp8_causes) for node in ast.walk(ast.parse(Path(module.__file__).read_text())))
+    """The ids in the calls `Diagnosis("<id>", ...)` of the modules with rules."""
+    modules = (causes, fp8_causes, update_causes)
+    nodes = (node for module in modules for node in ast.walk(ast.parse(Path(module.__file__).read_text())))
     calls = (node for node in nodes if isinstance(node, ast.Call))
     named = [call.args[0] for call in calls if getattr(call.func, "id", "") == "Diagnosis"]
     return {node.value for first in named for node in ast.walk(first) if isinstance(node, ast.Constant)}
