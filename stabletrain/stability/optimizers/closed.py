@@ -254,6 +254,10 @@ INSIDE = {"torch.optim.lr_scheduler": "func", "stabletrain.guarded.attach": "inn
 """By module, the variable in which a function that replaced an optimizer's `step` keeps the step that it calls."""
 
 
+CHECKERS = ("jaxtyping.", "beartype.")
+"""Modules whose wrappers check types, in tests, and change nothing."""
+
+
 def foreign_code(optimizer: Optimizer) -> str:
     """Names code that runs in the optimizer's step besides the step that is proven; empty if there is none."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
@@ -274,9 +278,14 @@ def own_step(replaced: Any) -> Any:
     """Returns the step inside of those that learning rate schedulers and `Guard.attach` put around it."""
     function = getattr(replaced, "__func__", replaced)
     # Not `__module__`: `functools.wraps` copies that of the function inside.
-    while (name := INSIDE.get(module_of(function), "")) and name in function.__code__.co_freevars:
-        inner = function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
-        function = getattr(inner, "__func__", inner)
+    while module := module_of(function):
+        if module.startswith(CHECKERS):
+            function = function.__wrapped__
+        elif (name := INSIDE.get(module)) in (variables := function.__code__.co_freevars):
+            inner = function.__closure__[variables.index(name)].cell_contents
+            function = getattr(inner, "__func__", inner)
+        else:
+            break
     return function
 
 
@@ -287,9 +296,9 @@ def module_of(function: Any) -> str:
 
 @lru_cache
 def written_here(step: Any) -> bool:
-    """Returns whether a class's `step`, and all that is wrapped around it, was written by PyTorch or this package."""
+    """Returns whether a class's `step`, and all that is wrapped around it, is code of PyTorch or of this package."""
     while step is not None:
-        if not module_of(step).startswith(("torch.", "stabletrain.")):
+        if not module_of(step).startswith(("torch.", "stabletrain.", *CHECKERS)):
             return False
         step = getattr(step, "__wrapped__", None)
     return True
