@@ -569,6 +569,7 @@ class Guard:
     def _put_back(self) -> None:
         """Restores the newest intact state, because memory or arithmetic failed since."""
         reason = self._policy.reason
+        self._policy.skips["state"] += 1  # a loop does not read the step's batch again by itself
         self._policy.state_check.put_back_buffers()  # the saved state lacks buffers that the model does not save
         self.rolled_back = self._states.put_back(self._number)
         self._remember_state()
@@ -582,8 +583,13 @@ class Guard:
         return sum(self._policy.skips.values())
 
     @property
+    def machine_faults(self) -> int:
+        """Number of steps at which memory or arithmetic failed, and that were taken again or put back."""
+        return self._policy.machine_faults
+
+    @property
     def skips(self) -> dict[str, int]:
-        """Number of steps that were withheld, by kind: `nonfinite`, `spike`, `overflow`, `state`, `recheck`."""
+        """Number of steps that were withheld, by kind: the keys are `nonfinite`, `spike`, `overflow`, `state`, `recheck`, `update`."""
         return {kind: count for kind, count in self._policy.skips.items() if kind != "bad_data"}
 
     @property

@@ -16,7 +16,7 @@ def test_two_ranks_withhold_and_name_one_step(tmp_path, library):
     forked(2, "-m", "tests.adapters.worker", library, str(tmp_path), cwd=ROOT, logs=tmp_path)
     one, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert one == other | {"calls": one["calls"]}
-    assert one["skips"] == {"nonfinite": 1, "spike": 0, "overflow": 0, "state": 0, "recheck": 0}
+    assert one["skips"] == {"nonfinite": 1, "spike": 0, "overflow": 0, "state": 0, "recheck": 0, "update": 0}
     assert one["last_epoch"] == 3, "of four steps"
     assert one["calls"] == other["calls"] == 8, "two micro-batches a step; runs that explain do not count"
     assert [a == b for a, b in zip(one["weights"], one["weights"][1:], strict=False)] == [False, True, False]

@@ -162,7 +162,7 @@ def test_a_nan_in_one_micro_batch_is_withheld_and_named_and_training_goes_on(tmp
     assert same(seen.states[1], seen.states[2]), "weights, moments and BatchNorm's statistics"
     assert not same(seen.states[2], seen.states[3])
     guard = callback.guard
-    assert guard.skips == {"nonfinite": 1, "spike": 0, "overflow": 0, "state": 0, "recheck": 0}
+    assert guard.skips == {"nonfinite": 1, "spike": 0, "overflow": 0, "state": 0, "recheck": 0, "update": 0}
     assert guard.incidents[0].cause == "poison_input"
     assert f"sample {3 + SIZE * (parts - 1)} of the batch" in guard.incidents[0].verdict
     assert "'x' of the batch" in guard.incidents[0].verdict

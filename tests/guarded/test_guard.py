@@ -134,6 +134,7 @@ def test_a_withheld_step_changes_no_bit(tmp_path, name, fault):
         "overflow": 0,
         "state": 0,
         "recheck": 0,
+        "update": 0,
     }
     loop.run(data[13:])
     assert loop.guard.last.applied
@@ -184,7 +185,7 @@ def test_an_overflow_lowers_the_loss_scale_and_is_no_incident(tmp_path, options)
 
     before = loop.bits()
     loop.run(batches(1), in_half)
-    assert loop.guard.skips == {"nonfinite": 0, "spike": 0, "overflow": 1, "state": 0, "recheck": 0}
+    assert loop.guard.skips == {"nonfinite": 0, "spike": 0, "overflow": 1, "state": 0, "recheck": 0, "update": 0}
     assert same(before, loop.bits())
     assert not loop.guard.incidents
     loop.run(batches(30), in_half)

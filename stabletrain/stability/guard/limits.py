@@ -147,7 +147,7 @@ class Limit:
         if self._first:
             self._update()
         else:  # saved before the first applied step: the limit of another history must not stay
-            self.value = LARGEST
+            self.value = self._terms.largest
 
 
 def early_limit(values: Sequence[float], cold: float, prior: float, sigma: float) -> float:
