@@ -1,0 +1,342 @@
+"""Law 11: an update is finite, or it did not happen.
+
+After any step of any optimizer, weights, moments and buffers are finite, or have the bits that they had before. Each
+optimizer here makes NaN or Inf of finite gradients, in a way of its own; each public door holds the law.
+"""
+
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from stabletrain import Guard
+from stabletrain.errors import TrainingHalted
+from stabletrain.tracking.metrics import read_jsonl
+from stabletrain.trainer.build import build
+from stabletrain.trainer.loop import train
+from tests.runs import TINY_GPT, TINY_RESNET, composed
+
+
+class Fragile(Optimizer):
+    """An optimizer with one moment, whose update is `direction`."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in (each for each in group["params"] if each.grad is not None):
+                state = self.state[weight]
+                if not state:
+                    state["m"], state["v"], state["t"] = torch.zeros_like(weight), torch.zeros_like(weight), 0
+                state["t"] += 1
+                state["m"].lerp_(weight.grad, 0.1)
+                state["v"].mul_(0.9).addcmul_(weight.grad, weight.grad, value=0.1)
+                weight.add_(self.direction(weight, weight.grad, state), alpha=-group["lr"])
+
+
+class Restored(Fragile):
+    def direction(self, weight, gradient, state):
+        update = torch.sign(state["m"]) * state["v"].sqrt()
+        return update * (state["m"].norm() / update.norm())
+
+
+class RootFirst(Fragile):
+    def direction(self, weight, gradient, state):
+        return gradient * (state["v"].rsqrt() + 1e-8)
+
+
+class Logarithm(Fragile):
+    def direction(self, weight, gradient, state):
+        return torch.sign(gradient) * gradient.abs().log()
+
+
+class Factored(Fragile):
+    def direction(self, weight, gradient, state):
+        if gradient.ndim < 2:
+            return gradient
+        square = gradient.flatten(1).square()
+        rows, columns = square.mean(1, keepdim=True), square.mean(0, keepdim=True)
+        return (gradient.flatten(1) / (rows * columns / rows.mean()).sqrt()).view_as(gradient)
+
+
+class InPlace(Fragile):
+    def direction(self, weight, gradient, state):
+        return gradient.div_(gradient.norm())
+
+
+class Poisoned(Fragile):
+    """Only a moment goes wrong; the weights would follow in the next step."""
+
+    def direction(self, weight, gradient, state):
+        state["m"] = state["m"] / state["m"].norm() * state["m"].norm()
+        return gradient
+
+
+class Grown(Fragile):
+    """Squares that overflow: finite gradients, an infinite second moment."""
+
+    def direction(self, weight, gradient, state):
+        state["v"] = (gradient + 1e20).square()
+        return gradient
+
+
+class OwnList(Fragile):
+    """Keeps its moments in a list of its own."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, lr)
+        self.history = []
+
+    def direction(self, weight, gradient, state):
+        self.history = [*self.history[-3:], gradient / gradient.norm()]
+        return self.history[-1]
+
+
+class Wrapped(Optimizer):
+    """Holds another optimizer, as Lookahead does."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+        self.inner = RootFirst(self.param_groups, lr)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+FRAGILE = {
+    "norm restored": Restored,
+    "rsqrt before eps": RootFirst,
+    "log of the gradient": Logarithm,
+    "factored": Factored,
+    "gradient normalised in place": InPlace,
+    "moment only": Poisoned,
+    "squares overflow": Grown,
+    "a list of its own": OwnList,
+    "inside another": Wrapped,
+    "adam without eps": partial(torch.optim.Adam, eps=0.0),
+    "fused adamw without eps": partial(torch.optim.AdamW, eps=0.0, fused=True),
+    "rate is nan": partial(torch.optim.SGD, lr=math.nan, momentum=0.9),
+    "decay is inf": partial(torch.optim.AdamW, weight_decay=math.inf, fused=True),
+}
+
+
+class Net(nn.Module):
+    """A model some of whose gradients are exactly zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        nn.init.zeros_(self.last.weight)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)).relu())
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 4, generator=generator), torch.arange(8) % 3) for _ in range(count)]
+
+
+def bits(model, optimizer):
+    """All bits of weights, buffers and the optimizer's state, and the state's keys."""
+    inner = getattr(optimizer, "inner", optimizer)
+    state = {
+        (number, key): value.clone() if isinstance(value, torch.Tensor) else value
+        for number, each in enumerate(model.parameters())
+        for key, value in inner.state.get(each, {}).items()
+    }
+    return {**{name: value.clone() for name, value in model.state_dict().items()}, **state}
+
+
+def unchanged_or_finite(before, after):
+    return same(before, after) or all(
+        bool(torch.isfinite(each).all()) for each in after.values() if isinstance(each, torch.Tensor)
+    )
+
+
+def same(before, after):
+    def equal(a, b):
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+    return before.keys() == after.keys() and all(equal(before[key], after[key]) for key in before)
+
+
+def step_of(guard, model, optimizer, x, y):
+    guard.step(lambda x, y: nn.functional.cross_entropy(model(x), y), batch=(x, y))
+
+
+def two_parts(guard, model, optimizer, x, y):
+    for part in (slice(0, 4), slice(4, 8)):
+        guard.backward(lambda x, y: nn.functional.cross_entropy(model(x), y) / 2, batch=(x[part], y[part]))
+    guard.update()
+
+
+def attached(guard, model, optimizer, x, y):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def scaled(guard, model, optimizer, x, y):
+    scaler = guard.scaler
+    optimizer.zero_grad()
+    scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+DOORS = {"step": step_of, "update": two_parts, "attach": attached, "attach with a scaler": scaled}
+
+
+def guarded(door, model, optimizer, folder, **options):
+    """A guard of a loop that goes through this door."""
+    options = {"folder": folder, **options}
+    if door.startswith("attach"):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if door.endswith("scaler") else None
+        guard = Guard.attach(model, optimizer, scaler=scaler, **options)
+        guard.scaler = scaler
+        return guard
+    return Guard(model, optimizer, **options)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", FRAGILE)
+def test_an_own_loop(tmp_path, name, door):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = FRAGILE[name](model.parameters())
+    guard = guarded(door, model, optimizer, tmp_path, max_incidents=0)
+    failed = 0
+    for x, y in batches(6):
+        before = bits(model, optimizer)
+        try:
+            DOORS[door](guard, model, optimizer, x, y)
+        except TrainingHalted as halt:
+            assert "in 3 steps in a row" in str(halt)
+            assert same(before, bits(model, optimizer))
+            break
+        after = bits(model, optimizer)
+        assert unchanged_or_finite(before, after)
+        if not guard.last.applied:
+            failed += 1
+            assert guard.last.bad_update
+            assert same(before, after)
+    assert failed, "the optimizer was to fail"
+    assert guard.skips["update"] == guard.skipped >= failed
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_without_the_check_the_weights_are_ruined(tmp_path, door):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = RootFirst(model.parameters())
+    guard = guarded(door, model, optimizer, tmp_path, max_incidents=0, check_update=False)
+    before = bits(model, optimizer)
+    DOORS[door](guard, model, optimizer, *batches(1)[0])
+    assert not unchanged_or_finite(before, bits(model, optimizer))
+
+
+def test_several_guarded_optimizers_are_undone_one_by_one(tmp_path):
+    torch.manual_seed(0)
+    models = [Net(), Net()]
+    optimizers = [torch.optim.AdamW(models[0].parameters(), fused=True), RootFirst(models[1].parameters())]
+    pairs = zip(models, optimizers, strict=True)
+    guards = [Guard(model, each, folder=tmp_path, max_incidents=0) for model, each in pairs]
+    for model, guard in zip(models, guards, strict=True):
+        step_of(guard, model, None, *batches(1)[0])
+    assert [guard.last.applied for guard in guards] == [True, False]
+
+
+def test_an_update_that_is_bad_once_costs_nothing(tmp_path):
+    """The same update, computed again, is finite: the machine was at fault, so it is applied."""
+
+    def run(spoilt):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
+        calls = []
+
+        def spoil(*_):
+            calls.append(1)
+            if len(calls) == spoilt:
+                with torch.no_grad():
+                    model.first.weight[0, 0] = math.nan
+
+        optimizer.register_step_post_hook(spoil)
+        guard = Guard(model, optimizer, folder=tmp_path / str(spoilt))
+        for x, y in batches(5):
+            step_of(guard, model, optimizer, x, y)
+        return bits(model, optimizer), guard
+
+    clean, _ = run(0)
+    found, guard = run(3)
+    assert same(clean, found)
+    assert (guard.skipped, guard.machine_faults) == (0, 1)
+    assert [incident.cause for incident in guard.incidents] == ["hardware_fault"]
+
+
+MODELS = {"gpt": TINY_GPT, "resnet": TINY_RESNET}
+RUN = ("steps=6", "eval_every=6", "report=false", "wandb=disabled", "monitors=none", "checkpoint=off")
+
+
+def trained(folder, model, make, *overrides, forensics=False):
+    """Trains a run with an optimizer of the user's own; returns it, and what ended it."""
+    more = () if forensics else ("forensics=off",)
+    with composed(*MODELS[model], *RUN, *more, *overrides) as cfg:
+        job = build(cfg, folder)
+    optimizer = make(job.state.model.parameters())
+    job.state.optimizer, job.rollback.state.optimizer = optimizer, optimizer
+    try:
+        train(job)
+    except TrainingHalted as halt:
+        return job, str(halt)
+    return job, ""
+
+
+@pytest.mark.parametrize("guard", ["rollback", "skip"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", ["rsqrt before eps", "moment only", "fused adamw without eps"])
+def test_the_trainer(tmp_path, name, model, guard):
+    precision = "precision=fp32"
+    job, halt = trained(tmp_path, model, FRAGILE[name], f"guard={guard}", "init=zero_residual", precision)
+    assert "in 3 steps in a row" in halt
+    with composed(*MODELS[model], *RUN, "init=zero_residual", precision) as cfg:
+        clean = build(cfg, tmp_path / "clean")
+    assert same(bits(clean.state.model, clean.state.optimizer), bits(job.state.model, job.state.optimizer))
+    assert job.tools.guard.skips["update"] == 3
+
+
+def test_the_trainer_names_the_operation_and_neither_the_rate_nor_the_memory(tmp_path):
+    _, halt = trained(tmp_path, "gpt", RootFirst, "init=zero_residual", forensics=True)
+    (path,) = (tmp_path / "incidents").glob("*/diagnosis.json")
+    found = json.loads(path.read_text())
+    assert (found["kind"], found["cause"]) == ("update", "unsafe_optimizer")
+    assert "rsqrt" in found["origin"]["op"]
+    assert "test_finite_updates.py" in found["origin"]["source"]
+    assert not any(fix.startswith("optimizer.lr") for fix in found["fix"])
+    assert found["fix"][0] in halt
+
+
+@pytest.mark.parametrize("guard", ["rollback", "skip"])
+def test_one_bad_update_leaves_a_run_as_one_without_it(tmp_path, guard):
+    def run(name, *overrides):
+        options = ("steps=12", f"guard={guard}", "optimizer=adamw")
+        with composed(*TINY_GPT, *RUN, *options, *overrides) as cfg:
+            job = build(cfg, tmp_path / name)
+        train(job)
+        return job
+
+    clean, spoilt = run("clean"), run("run", "faults=optimizer", "faults.at=[7]")
+    a, b = (bits(each.state.model, each.state.optimizer) for each in (clean, spoilt))
+    assert same(a, b)
+    assert spoilt.tools.guard.machine_faults == 1
+    assert sum(spoilt.tools.guard.skips.values()) == 0
+    events = [event["event"] for event in read_jsonl(tmp_path / "run" / "events.jsonl")]
+    assert "restore" in events
