@@ -130,7 +130,7 @@ def lines(u: UpdateFault) -> list[str]:
     found = []
     if u.origin is not None and u.origin.source:
         found.append(f"at {u.origin.source}" + (f": {u.text}" if u.text else ""))
-    found.append(f"not finite after the step: {u.count} tensors: {', '.join(u.broken)}")
+    found.append(f"not finite after the step ({u.count}): {', '.join(u.broken)}")
     if u.root is not None:
         found.append(f"{u.root.what} of {u.root.parameter}: up to {u.root.largest:.4g}, {u.root.zeros:.1%} of it is 0")
     if u.zero_weights:
