@@ -120,7 +120,11 @@ class StableAdamW:
 
 
 class CappedAdamW(Optimizer):
-    """PyTorch optimizer of `StableAdamW`; its state is AdamW's: `step`, `exp_avg`, `exp_avg_sq`."""
+    """PyTorch optimizer of `StableAdamW`; its state is AdamW's: `step`, `exp_avg`, `exp_avg_sq`.
+
+    Closed, as AdamW is (`closed.py`): RMS only lowers the rate. g / max(sqrt(v), eps) is at most 1e33, and an infinite
+    norm of these ratios would make the rate 0. v includes this step's g, so the bias correction is never 0.
+    """
 
     _step_supports_amp_scaling = True
 
@@ -214,6 +218,10 @@ class SpikeAwareAdamW(Optimizer):
 
     Its state is AdamW's, plus `resets`, the number of resets so far. `step` counts from the last reset, as the bias
     correction of the moments requires.
+
+    Closed, as AdamW is (`closed.py`): clipping replaces g by a smaller value, and a reset sets m and v to 0 together,
+    since x - 1 x = 0 for finite x. A bound of clipping may be inf, where v is 0 and after a reset, but is never NaN: a
+    root of 0 is replaced by inf before it is multiplied, and theta / 0 = inf for theta > 0.
     """
 
     _step_supports_amp_scaling = True

@@ -48,8 +48,9 @@ give at most (1 + u)^3 (b M + (1 - b) M / 8) <= M, as 1 - b > 8u pays for them. 
   This holds for rates that change from step to step, for which stability of a fixed rate proves nothing.
 - A fused kernel whose first step is withheld leaves its momentum uninitialised, so it has to exist.
 
-**torch.optim.Muon** is not proven: its momentum is (R1), but a quintic polynomial is applied `ns_steps` times to a bf16
-matrix. It diverges if a singular value exceeds 1.26, and for large matrices rounding has no bound that excludes this.
+**torch.optim.Muon** is not proven. Its momentum is (R1), but then a polynomial of degree 5 is applied `ns_steps` times
+to a bf16 matrix. It diverges if a singular value exceeds 1.26; the largest seen is 1.21, but the bound on what rounding
+adds grows with the matrix. With eps=1e-30, a gradient of 1e-25 makes weights NaN, as its norm underflows to 0.
 **MuonAndAdamW** holds back each hidden matrix whose update is not finite, so it is closed by construction.
 """
 

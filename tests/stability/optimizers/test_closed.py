@@ -247,7 +247,7 @@ def spam_with(**settings):
         (with_settings(Adam, weight_decay=1e20), LARGEST_NORM),
         (with_settings(AdamW, lr=1.0, weight_decay=1e4), LARGEST_NORM),
         (with_settings(SGD, lr=100.0, weight_decay=1.0), LARGEST_NORM),
-        (with_settings(SGD, lr=1e15, momentum=0.9999), LARGEST_NORM),
+        (with_settings(SGD, lr=1e20, momentum=0.9999), LARGEST_NORM),
         (spam_with(theta=math.nan), LARGEST_NORM),
         (spam_with(theta=0.0), LARGEST_NORM),
     ],
