@@ -242,7 +242,7 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
     gate = tools.precision.close(tools.guard.gate(terms, norms, checks), overflow)
     loss_scale = tools.precision.loss_scale()
     lr = set_lr(state.optimizer, tools.learning_rate(state.step) * tools.guard.lr_multiplier(state.step))
-    # Finite gradients do not make a finite update: an optimizer that is not proven to be safe is checked after its step.
+    # Finite gradients do not make a finite update: an optimizer that is not proven safe is checked after its step.
     update = tools.guard.update_check.of_step(state, tools)
     # Clip. Adaptive clipping needs the gate: a skipped step must not enter its statistics.
     clipped = tools.clipping(state.model, norms, gate)

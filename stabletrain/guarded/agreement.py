@@ -85,7 +85,9 @@ class Together(Alone):
         return bool(found)
 
     def _device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+        return (
+            torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+        )
 
 
 def together() -> Alone:

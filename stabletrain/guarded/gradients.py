@@ -19,8 +19,8 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Returns the parameters that the optimizer updates, in the order of `model.parameters()`.
 
     Raises:
-        ConfigError: the optimizer holds a parameter that is not in the model, or one in fp16, or none that requires a
-            gradient; or it runs its closure several times.
+        ConfigError: the optimizer holds a parameter that is not in the model, or none that requires a gradient; or it
+            runs its closure several times.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("torch.optim.LBFGS runs forward and backward several times in a step: Guard cannot judge it")
@@ -32,11 +32,6 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
             f"the optimizer holds {len(held)} parameters that are not in the model (shapes {shapes}): build it from "
             "model.parameters(), after the model was moved or sharded; a loss with weights of its own belongs in the "
             "model: Guard(nn.ModuleList([model, loss]), optimizer)"
-        )
-    if any(parameter.dtype == torch.float16 for parameter in found):
-        raise ConfigError(
-            "the optimizer holds fp16 parameters: small numbers are 0 in fp16 (Adam's eps of 1e-8), so that a finite "
-            "gradient can make weights NaN; keep parameters in fp32 and use autocast: Guard(precision='fp16')"
         )
     if not any(parameter.requires_grad for parameter in found):
         raise ConfigError("no parameter of the optimizer requires a gradient: nothing can be trained")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from stabletrain.buffers import buffers_of
+from stabletrain.buffers import SavedBuffers, buffers_of
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.probes.update import UpdateFault, trace_update
@@ -39,10 +39,9 @@ from stabletrain.guarded.spikes import bounds
 from stabletrain.guarded.states import Loader, states
 from stabletrain.guarded.subject import LoopSubject, compiled_frames
 from stabletrain.monitors.rolling import Alarm
-from stabletrain.monitors.update_length import NoLengths
 from stabletrain.records import Number, RankPart, Reading, TrainState, Verdict
-from stabletrain.stability.guard.comparing import sums
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
+from stabletrain.stability.guard.comparing import sums
 from stabletrain.stability.guard.recheck import recheck_every as recheck_of
 from stabletrain.stability.guard.update_check import Copies, NoUpdateCheck, put_back_after, state_is_finite
 
@@ -297,9 +296,14 @@ class Guard:
     def _settle(self, begun: Begun, reading: Reading) -> None:
         """Applies the update or withholds it, and follows the verdict."""
         reading = self._count(reading)
-        if reading.applied and not self._apply():
-            reading = reading._replace(applied=False, bad_update=True)
-        self._conclude(begun, reading)
+        self._conclude(begun, self._applied(begun, reading))
+
+    def _applied(self, begun: Begun, reading: Reading) -> Reading:
+        """Applies the update if the gate is open; returns the reading, changed if the update was undone."""
+        if not reading.applied or self._apply():
+            return reading
+        begun.after_forward = buffers_of(self._model).save()
+        return reading._replace(applied=False, bad_update=True)
 
     def _count(self, reading: Reading) -> Reading:
         """Counts the step; returns its reading with the lengths of the update before it."""
@@ -345,21 +349,20 @@ class Guard:
         """
         self._incidents.note(f"step {self._number}: taken again, with the same batch and learning rate")
         if reading.bad_update:
-            applied = self._apply()
-            self._conclude(begun, reading._replace(applied=applied, bad_update=not applied))
+            if begun.after_forward is not None:
+                put_back(begun.after_forward, self._device)
+            self._conclude(begun, self._applied(begun, reading._replace(applied=True, bad_update=False)))
             return
         first, second = self._run_again(begun), self._run_again(begun)
         loss = sum(begun.losses[1:], begun.losses[0])
         differs = torch.full((), 0.0 if torch.equal(first, second) else math.inf, device=self._device)
         again = self._judge(reading.step, loss, self._parameters, recheck=differs)
-        if again.applied and not self._apply():
-            again = again._replace(applied=False, bad_update=True)
-        self._conclude(begun, again)
+        self._conclude(begun, self._applied(begun, again))
 
     def _run_again(self, begun: Begun) -> Tensor:
         """Runs the closures of a step from where it began; returns the sums of the gradients' bits."""
         parts, begun.losses = begun.parts, []
-        put_back_buffers(begun, self._device)
+        put_back(begun.buffers, self._device)
         begun.generators.set()
         self._optimizer.zero_grad(set_to_none=True)
         for part in parts:
@@ -456,7 +459,7 @@ class Guard:
 
     def _withhold(self, begun: Begun, reading: Reading, verdict: Verdict) -> Verdict:
         """Restores the buffers, lowers the loss scale after an overflow, and explains the step; returns the verdict."""
-        put_back_buffers(begun, self._device)
+        put_back(begun.buffers, self._device)
         if not reading.bad_update:  # that one was applied, and then undone with all else
             self._scaling.update(self._optimizer, False, reading.overflow)
         policy = self._policy
@@ -510,7 +513,7 @@ class Guard:
         return verdict
 
     def _can_take_again(self, begun: Begun, reading: Reading) -> bool:
-        """Returns whether the step can run again: on one rank, by closures that have left their batches as they were."""
+        """Returns whether the step can run again: on one rank, by closures that have not changed their batches."""
         if not self.updates or self._agreement.ranks.distributed:
             return False
         changed = any(tensor._version != version for tensor, version in begun.versions)
@@ -573,7 +576,9 @@ class Guard:
         self._policy.state_check.put_back_buffers()  # the saved state lacks buffers that the model does not save
         self.rolled_back = self._states.put_back(self._number)
         self._remember_state()
-        self._incidents.note(f"step {self._number}: {reason}: the newest intact state is put back; go on with any batch")
+        self._incidents.note(
+            f"step {self._number}: {reason}: the newest intact state is put back; go on with any batch"
+        )
 
     # ---- what has happened
 
@@ -589,7 +594,10 @@ class Guard:
 
     @property
     def skips(self) -> dict[str, int]:
-        """Number of steps that were withheld, by kind: the keys are `nonfinite`, `spike`, `overflow`, `state`, `recheck`, `update`."""
+        """Number of steps that were withheld, by kind.
+
+        The kinds are `nonfinite`, `spike`, `overflow`, `state`, `recheck` and `update`.
+        """
         return {kind: count for kind, count in self._policy.skips.items() if kind != "bad_data"}
 
     @property
@@ -638,11 +646,10 @@ def check_caller(optimizer: Optimizer, *arguments: Any) -> None:
         )
 
 
-def put_back_buffers(begun: Begun, device: torch.device) -> None:
-    """Gives the buffers the values from before the step."""
-    buffers = begun.buffers.buffers
-    buffers.put_back()
-    buffers.restore_(begun.buffers, torch.zeros((), dtype=torch.bool, device=device))
+def put_back(saved: SavedBuffers, device: torch.device) -> None:
+    """Gives the buffers the values that were saved."""
+    saved.buffers.put_back()
+    saved.buffers.restore_(saved, torch.zeros((), dtype=torch.bool, device=device))
 
 
 def is_round(count: int) -> bool:

@@ -33,6 +33,7 @@ class Begun:
     Attributes:
         parts: the closures with their batches, in order.
         losses: what they returned, 0-d, on the device.
+        after_forward: the buffers' values from before an update that was undone; None if none was.
         autocast: dtype of an autocast that the loop has entered around the guard; None for none.
         versions: the batches' tensors with their versions from before the closure: to notice that it changed them.
     """
@@ -42,6 +43,7 @@ class Begun:
     parts: list[Part] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    after_forward: SavedBuffers | None = None
     autocast: torch.dtype | None = field(init=False)
 
     def __post_init__(self) -> None:

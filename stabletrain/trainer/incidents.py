@@ -145,9 +145,7 @@ def investigate_alarm(run: TrainingRun, executed: ExecutedStep, reading: Reading
         handle_incident(run, executed, reading, "loss_scale")
 
 
-def handle_incident(
-    run: TrainingRun, executed: ExecutedStep, reading: Reading, kind: str
-) -> IncidentSummary | None:
+def handle_incident(run: TrainingRun, executed: ExecutedStep, reading: Reading, kind: str) -> IncidentSummary | None:
     """Investigates a step, and files and shows what is new; returns None if there was no investigation.
 
     If an error prevents it, one line says so.
@@ -225,7 +223,11 @@ def update_fault(run: TrainingRun) -> UpdateFault | None:
     state = run.state
     with put_back_after(state.model, state.optimizer):
         opened = torch.ones((), dtype=torch.bool, device=run.device)
-        return trace_update(state.model, state.optimizer, lambda: apply(state.optimizer, opened))
+
+        def run_update() -> None:
+            apply(state.optimizer, opened)
+
+        return trace_update(state.model, state.optimizer, run_update)
 
 
 def completed(run: TrainingRun, batch: Batch) -> Batch:

@@ -109,7 +109,7 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
                 run.monitoring.monitors.before(
                     state.model, state.optimizer, safe_batch, run.tools.precision, run.tools.objective
                 )
-            # If a bad update can be undone by a replay, from a snapshot in memory, nothing is copied before it is applied.
+            # If a replay from a snapshot in memory can undo a bad update, nothing is copied before it is applied.
             check = guard.update_check
             check.copies = check.failed or not (replays_exactly and rollback.snapshots.reaches(state.step))
             # Clip and update, or skip. The numbers are copied to the host in the background.
@@ -222,7 +222,10 @@ def settle(
         # The weights are not finite, and there are no copies. Put the state back and take the step again with copies:
         # the update is then undone at once, and can be investigated.
         guard.update_check.failed = True
-        return restore(run, executed, reading.step, BAD_UPDATE, throughput)
+        guard.suspect(reading.step)
+        restore(run, executed, reading.step, BAD_UPDATE, throughput)
+        guard.suspect(reading.step)  # the state that was put back knows nothing of it
+        return False
     verdict = guard.judge(reading)
     # A computation came out differently the second time: a third one tells more.
     if guard.recheck.wrong(reading) and guard.recheck.compared:

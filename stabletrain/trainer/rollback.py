@@ -1,7 +1,7 @@
 """The run's saved states: snapshots in memory and checkpoints on disk, restored by a rollback or a resume.
 
-A rollback restores the newest healthy state, and the run then skips the data that it has read since. `put_back` restores
-the state after a step that is known to be good, because memory or arithmetic failed since: nothing is skipped then. If
+A rollback restores the newest healthy state, and the run then skips the data that it has read since. If memory or
+arithmetic failed, `put_back` restores the state after a step that is known to be good, and nothing is skipped. If
 neither memory nor disk has the state, an older one is loaded, and the steps in between are replayed without logging. A
 step is a pure function of state and step number, so the replay gives the same bits: a run that was killed and resumed
 rolls back exactly as one that was never interrupted, and a state that was put back is the one that was lost.
@@ -289,7 +289,7 @@ class Rollback:
         tracker.alert("state put back", text)
         restore(tree, self.state, self.parts)
         self.state.skipped = skipped
-        self.parts["guard"].load_cumulative_state(cumulative["guard"])  # ty: ignore[unresolved-attribute]
+        self.parts["guard"].load_cumulative_state(cumulative["guard"])  # ty: ignore[missing-attribute]
         self._guard.reason = reason
         self._batches.forget()
         self.replaying = PendingReplay(target, trouble, executed, skipped, cumulative, target == step, used)
@@ -348,7 +348,7 @@ class Rollback:
 
     @property
     def replay_is_due(self) -> bool:
-        """Whether a replay has reached its state, which is yet to be evaluated and saved as if it were the first time."""
+        """Whether a replay has reached its state, which is still to be evaluated and saved."""
         return self.replaying is not None and not self.replaying.used and self.state.step >= self.replaying.step
 
     def finish_replay_at(self, step: int) -> None:
@@ -450,7 +450,7 @@ class Rollback:
         return tree, max(target, saved.step) if self._resumption.replayable(saved, target) else saved.step
 
     def _newest_intact(self, target: int) -> Tree | None:
-        """Returns the newest snapshot of at most `target` steps that is finite, with the checksums it was taken with."""
+        """Returns the newest snapshot of at most `target` steps that is finite and has its checksums; None if none is."""
         while (kept := self.snapshots.newest(target)) is not None:
             step, skipped, executed = self.state.step, self.state.skipped, self.state.executed_steps
             restore(kept, self.state, {})  # over a state that is given up in any case

@@ -121,7 +121,9 @@ def test_a_gradient_that_is_wrong_once_is_named_and_its_batch_is_read_again(tmp_
     assert_same(run, clean())
     assert [(step, fields["kind"]) for step, fields in events(run, "skip")] == [(DUE, "recheck")]
     ((step, fields),) = events(run, "restore")
-    assert (step, fields["to"], fields["loaded"]) == (DUE, DUE - 1, DUE - 1), "the state is good: only the step is wrong"
+    assert (step, fields["to"], fields["loaded"]) == (DUE, DUE - 1, DUE - 1), (
+        "the state is good: only the step is wrong"
+    )
     found = incident(tmp_path)
     assert (found["kind"], found["cause"], found["step"]) == ("recheck", "hardware_fault", DUE)
     assert "weight" in found["verdict"]

@@ -138,6 +138,10 @@ class NoGuard:
         del step
         return otherwise
 
+    def suspect(self, step: int) -> None:
+        """Does nothing."""
+        del step
+
     def begin_rollback(self, step: int, target: int) -> Detour:
         """Raises NotImplementedError, because this guard never returns ROLLBACK."""
         raise NotImplementedError(f"{type(self).__name__} never rolls back, but was asked to, from {step} to {target}")
@@ -370,9 +374,13 @@ class SkipGuard(NoGuard):
         """
         if step == self.taken_again:
             return otherwise
-        self.taken_again = self._suspected = step
+        self.suspect(step)
         self._forget_skip()
         return Verdict.RESTORE
+
+    def suspect(self, step: int) -> None:
+        """Notes that a step is taken again: if it is applied then, that was a fault of the machine."""
+        self.taken_again = self._suspected = step
 
     def _forget_skip(self) -> None:
         """Undoes what the newest skipped step has counted."""

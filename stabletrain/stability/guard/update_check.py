@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 from stabletrain.monitors.tensor_norms import lengths
 from stabletrain.protocols import Tools
 from stabletrain.records import Number, TrainState
-from stabletrain.stability.optimizers.closed import clipping_is_proven, why_unproven
-from stabletrain.stability.qkclip import NoQKClip, QKClip
+from stabletrain.stability.optimizers.closed import after_update_is_proven, clipping_is_proven, why_unproven
 
 NOT_WRITTEN = ("defaults", "_step_supports_amp_scaling", "grad_scale", "found_inf")
 """Attributes that an optimizer's step does not write, besides its hooks."""
@@ -84,7 +83,7 @@ class UpdateCheck(NoUpdateCheck):
 
     def of_step(self, state: TrainState, tools: Tools) -> Unchecked:
         """Returns what checks the step's update; call it before gradients are clipped, with the learning rate set."""
-        ours = clipping_is_proven(tools.clipping) and type(tools.after_update) in (NoQKClip, QKClip)
+        ours = clipping_is_proven(tools.clipping) and after_update_is_proven(tools.after_update)
         if ours and not why_unproven(state.optimizer):
             return UNCHECKED
         return Checked(self, state, tools, self._copy(state.model, state.optimizer))
@@ -290,7 +289,7 @@ class Copies:
 def own(tensor: Tensor) -> Tensor:
     """Returns a tensor without its graph; of a sharded one, this rank's shard."""
     tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # ty: ignore[call-non-callable]
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # ty: ignore[not-callable]
 
 
 def fits(copy: Tensor, tensor: Tensor) -> bool:

@@ -30,14 +30,25 @@ def test_skips_are_counted_by_kind_and_an_overflow_does_not_end_consecutive_skip
     assert guard.judge(reading(loss=NAN, applied=False)) is Verdict.SKIP
     assert guard.judge(reading(norm=INF, applied=False, overflow=True, scale=1024.0)) is Verdict.SKIP
     assert guard.judge(reading(norm=INF, applied=False)) is Verdict.SKIP
-    assert guard.skips == {"bad_data": 0, "nonfinite": 2, "spike": 0, "overflow": 1, "state": 0, "recheck": 0, "update": 0}
+    assert guard.skips == {
+        "bad_data": 0,
+        "nonfinite": 2,
+        "spike": 0,
+        "overflow": 1,
+        "state": 0,
+        "recheck": 0,
+        "update": 0,
+    }
     assert guard.consecutive == 2
 
 
 def test_three_bad_updates_in_a_row_halt_and_say_nothing_against_the_weights():
     guard = SkipGuard()
     for _ in range(2):
-        assert [guard.judge(reading(applied=False)._replace(bad_update=True)) for _ in range(2)] == [Verdict.SKIP, Verdict.SKIP]
+        assert [guard.judge(reading(applied=False)._replace(bad_update=True)) for _ in range(2)] == [
+            Verdict.SKIP,
+            Verdict.SKIP,
+        ]
         assert (guard.kind, guard.trouble, guard.healthy) == ("update", 0, True)
         guard.judge(reading())
     verdicts = [guard.judge(reading(applied=False)._replace(bad_update=True)) for _ in range(3)]
@@ -144,7 +155,15 @@ def test_windows_go_through_a_checkpoint():
 def test_a_checkpoint_of_another_guard_is_loaded_as_far_as_possible():
     guard = SkipGuard()
     guard.load_state_dict({"skips": {"overflow": 4}})
-    assert guard.skips == {"bad_data": 0, "nonfinite": 0, "spike": 0, "overflow": 4, "state": 0, "recheck": 0, "update": 0}
+    assert guard.skips == {
+        "bad_data": 0,
+        "nonfinite": 0,
+        "spike": 0,
+        "overflow": 4,
+        "state": 0,
+        "recheck": 0,
+        "update": 0,
+    }
     assert guard.healthy
 
 
