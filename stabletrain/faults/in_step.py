@@ -1,7 +1,8 @@
 """Faults in a training step: a bad activation, a bad gradient, a burst of the learning rate.
 
-A fault happens at a tick. The tick is the number of steps executed so far, including those that were rolled back. No
-tick occurs twice in a run, so the fault does not return after a rollback. A resumed run has the fault at the same tick.
+A fault happens at a tick. The tick is the number of steps executed so far, including those that were rolled back. So
+the fault does not return after a rollback, and a resumed run has it at the same tick. Only a replay runs a tick again:
+faults of the machine then stay away, as they would; what belongs to the run, such as the learning rate, returns.
 
 Each fault is set up at the start of its step and removed at the start of the next. Between faults the model has no
 hooks and runs exactly the code it runs with `faults=none`. A step begins with the optimizer's `zero_grad`, which is why
@@ -11,7 +12,7 @@ hooks and runs exactly the code it runs with `faults=none`. A step begins with t
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,13 @@ class Removable(Protocol):
 
 @dataclass(frozen=True)
 class StepFault(OnRank):
-    """A fault in a step; `at` counts ticks."""
+    """A fault in a step; `at` counts ticks.
+
+    Attributes:
+        returns: whether the fault happens again if a tick is run again in the same process.
+    """
+
+    returns: ClassVar[bool] = False
 
     def state(self, state: TrainState, precision: Any) -> None:
         """Sets up the fault at the start of each planned step.
@@ -43,11 +50,14 @@ class StepFault(OnRank):
         """
         self.check(state)
         waiting: list[Removable] = []
+        done: set[int] = set()
 
         def begin() -> None:
             while waiting:  # hooks of the previous step: it may have been skipped before they ran
                 waiting.pop().remove()
-            if self.hits(state.executed_steps):
+            tick = state.executed_steps
+            if self.hits(tick) and (self.returns or tick not in done):
+                done.add(tick)
                 waiting.extend(self.inject(state, precision))
 
         before_each_step(state.optimizer, begin)
@@ -217,6 +227,8 @@ class LearningRate(StepFault):
 
     factor: float = 100.0
     length: int = 1
+
+    returns = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -173,7 +173,7 @@ class States(NoStates):
             self._loader.load_state_dict(copy.deepcopy(self._positions[tree["step"]]))
 
     def _newest_intact(self, target: int) -> Tree | None:
-        """Returns the newest snapshot of at most `target` steps that is finite and has its checksums; None if none is."""
+        """Returns the newest snapshot of at most `target` steps that is finite and has its checksums; or None."""
         while (tree := self._snapshots.newest(target)) is not None:
             restore(tree, self._state, {})  # over a state that is given up in any case
             intact = self._policy.state_check.restored(self._state, self._references.get(tree["step"]))

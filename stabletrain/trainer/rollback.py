@@ -450,7 +450,7 @@ class Rollback:
         return tree, max(target, saved.step) if self._resumption.replayable(saved, target) else saved.step
 
     def _newest_intact(self, target: int) -> Tree | None:
-        """Returns the newest snapshot of at most `target` steps that is finite and has its checksums; None if none is."""
+        """Returns the newest snapshot of at most `target` steps that is finite and has its checksums; or None."""
         while (kept := self.snapshots.newest(target)) is not None:
             step, skipped, executed = self.state.step, self.state.skipped, self.state.executed_steps
             restore(kept, self.state, {})  # over a state that is given up in any case

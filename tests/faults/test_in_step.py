@@ -47,6 +47,21 @@ def test_a_tick_comes_once_however_often_the_step_does(fault):
     assert bad == [False] * 4 + [True] + [False] * 4
 
 
+@pytest.mark.parametrize(
+    ("fault", "times"),
+    [(Gradient(at=[4]), 1), (BitFlip(at=[4], bit=31), 1), (LearningRate(at=[4]), 2)],
+    ids=["gradient", "bitflip", "learning rate"],
+)
+def test_in_a_replay_only_what_belongs_to_the_run_comes_again(fault, times, capsys):
+    state = fresh()
+    fault.state(state, Scaled())
+    for _ in range(2):
+        state.executed_steps = 3
+        for _ in range(3):
+            step(state)
+    assert capsys.readouterr().err.count("at tick 4") == times
+
+
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_exactly_one_element_of_one_gradient_is_bad(value, micro_batches):

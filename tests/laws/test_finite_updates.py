@@ -147,8 +147,16 @@ class Net(nn.Module):
         nn.init.zeros_(self.last.weight)
 
     def forward(self, x):
-        x = x.to(self.first.weight.dtype)
-        return self.last(self.norm(self.first(x)).relu()).float()
+        dtype, norm = self.first.weight.dtype, self.norm
+        hidden = nn.functional.batch_norm(
+            self.first(x.to(dtype)).float(),
+            norm.running_mean,
+            norm.running_var,
+            norm.weight.float(),
+            norm.bias.float(),
+            training=True,
+        )
+        return self.last(hidden.relu().to(dtype)).float()
 
 
 def batches(count):
@@ -218,8 +226,11 @@ def guarded(door, model, optimizer, folder, **options):
     return Guard(model, optimizer, **options)
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("name", FRAGILE)
+LOOPS = [(name, door) for name in FRAGILE for door in DOORS if (name, door) != ("fp16 weights", "attach with a scaler")]
+"""A `GradScaler` refuses gradients in fp16 itself."""
+
+
+@pytest.mark.parametrize(("name", "door"), LOOPS)
 def test_an_own_loop(tmp_path, name, door):
     torch.manual_seed(0)
     model = Net()
