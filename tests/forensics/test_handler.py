@@ -196,7 +196,7 @@ def test_a_resumed_run_knows_what_was_filed_under_its_settings(tmp_path, repro):
     assert (again.path, again.cause, again.fix) == (told.path, told.cause, told.fix)
     assert again.lines == [*told.lines[:2], f"{told.lines[2]} (filed already)"]
     assert after.filed_at(61) is None
-    assert after.write_incident(StepSubject(repro), found, tick=70) is None, "the mistake is known"
+    assert after.write_incident(StepSubject(repro), found, tick=70).known
     other = opened(tmp_path, lr=0.2, resume="auto")
     assert other.filed_at(60) is None
     assert other.write_incident(StepSubject(repro), found, tick=60).path.name == "step-00000050-2"

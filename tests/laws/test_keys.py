@@ -179,6 +179,7 @@ CHANGED: dict[str, object] = {
     "guard.window": 19,
     "guard.checksum_every": -1,
     "guard.recheck_every": -1,
+    "guard.check_update": "sometimes",
     "guard.healthy_after": 5,
     "guard.patience": 3,
     "guard.snapshots": 0,

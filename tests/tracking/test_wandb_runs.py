@@ -74,7 +74,7 @@ def test_the_summary_is_the_line_of_a_table(sweep):
         summary, record = read(folder)["summary"], json.loads((folder / "run.json").read_text())
         assert {key: summary[key] for key in record["final"]} == record["final"]
         assert (summary["status"], summary["card"]) == ("finished", "cpu")
-        assert (summary["guard/skipped"], summary["guard/rollbacks"]) == (1, 0)
+        assert (summary["guard/skipped"], summary["guard/rollbacks"], summary["guard/machine_faults"]) == (0, 0, 1)
         assert summary["incident/count"] == 1
         assert summary["incident/cause"] == table(folder)[0]["cause"]
         assert summary["tokens_per_s"] > 0

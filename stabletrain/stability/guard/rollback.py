@@ -172,13 +172,11 @@ class RollbackGuard(SkipGuard):
         )
         return Verdict.HALT
 
-    def on_machine_fault(self, step: int, why: str, *, damaged: bool, otherwise: Verdict | None = None) -> Verdict:
-        """Like `SkipGuard.on_machine_fault`, but at most `max_rollbacks` times without progress."""
-        verdict = super().on_machine_fault(step, why, damaged=damaged, otherwise=otherwise)
-        if verdict is Verdict.RESTORE:
-            self.restored_in_vain += 1
-            self.beyond = max(self.beyond, step)
-        return verdict
+    def _count_machine_fault(self, step: int) -> None:
+        """Counts a fault of the machine at this step; at most `max_rollbacks` are put up with without progress."""
+        super()._count_machine_fault(step)
+        self.restored_in_vain += 1
+        self.beyond = max(self.beyond, step)
 
     def _no_way_back(self, damaged: bool) -> str:
         """Returns why the step cannot be taken again; empty if it can."""

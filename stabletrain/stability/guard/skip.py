@@ -248,6 +248,8 @@ class SkipGuard(NoGuard):
             raise ConfigError(
                 f"guard.whatif_steps={self.whatif_steps} is below 1: no fix could be tried; use guard.escalate=halt"
             )
+        if not isinstance(self.check_update, bool):
+            raise ConfigError(f"guard.check_update={self.check_update} is neither true nor false")
         self.recheck = recheck_every(self.recheck_every)
         self.update_check = UpdateCheck() if self.check_update else NoUpdateCheck()
         self._look_anew()
@@ -288,7 +290,8 @@ class SkipGuard(NoGuard):
         self._before_skip = {}
         if reading.applied:
             if reading.step == self._suspected:
-                self.machine_faults, self._suspected = self.machine_faults + 1, 0
+                self._suspected = 0
+                self._count_machine_fault(reading.step)
             self.consecutive = self.bad_updates = 0
             self.trouble = max(self.trouble - 1, 0)
             self.limits.add(reading)
@@ -413,9 +416,15 @@ class SkipGuard(NoGuard):
         if refused := self._no_way_back(damaged):
             self.reason = f"{why}{refused}"
             return Verdict.HALT
-        self.taken_again, self.machine_faults = step, self.machine_faults + 1
+        self.taken_again = step
+        self._count_machine_fault(step)
         self._forget_skip()
         return Verdict.RESTORE
+
+    def _count_machine_fault(self, step: int) -> None:
+        """Counts a fault of the machine at this step."""
+        del step
+        self.machine_faults += 1
 
     def _no_way_back(self, damaged: bool) -> str:
         """Returns why the step cannot be taken again; empty if it can."""

@@ -111,7 +111,7 @@ class Checked(Unchecked):
 
     def __init__(self, check: UpdateCheck, state: TrainState, tools: Tools, copies: "Copies | None") -> None:
         self._check, self._state, self._tools, self._copies = check, state, tools, copies
-        clipping = tools.clipping.state_dict() if copies is not None else {}
+        clipping = getattr(tools.clipping, "state_dict", dict)() if copies is not None else {}
         self._clipping = {name: each.clone() if isinstance(each, Tensor) else each for name, each in clipping.items()}
 
     @torch.no_grad()
@@ -129,7 +129,8 @@ class Checked(Unchecked):
         if bad:
             self.bad, self.undone, self._check.failed = bad, True, True
             self._copies.put_back()
-            self._tools.clipping.load_state_dict(self._clipping)
+            if self._clipping:
+                self._tools.clipping.load_state_dict(self._clipping)
             return torch.zeros_like(gate)
         return gate
 
