@@ -66,17 +66,18 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
         reason, samples = describe(bad), {"samples": bad}
     if guard.kind == "state":
         samples = {"tensors": changed_tensors(run)}
-    tracker.event(
-        "skip",
-        reading.step,
-        kind=guard.kind,
-        reason=reason,
-        tick=run.state.executed_steps,
-        loss=reading.loss,
-        grad_norm=reading.grad_norm,
-        loss_scale=reading.loss_scale,
-        **samples,
-    )
+    if reading.step != guard.taken_again:  # else its first try is recorded already
+        tracker.event(
+            "skip",
+            reading.step,
+            kind=guard.kind,
+            reason=reason,
+            tick=run.state.executed_steps,
+            loss=reading.loss,
+            grad_norm=reading.grad_norm,
+            loss_scale=reading.loss_scale,
+            **samples,
+        )
     if guard.kind == "overflow":  # routine in fp16: an overflow only lowers the loss scale
         return verdict
     if guard.kind == "recheck" and guard.recheck.found is None:  # the model never repeats: no fault

@@ -71,13 +71,12 @@ def test_a_run_whose_incidents_are_explained_ends_in_the_same_bits_as_one_withou
     on = trained(tmp_path / "on", *chosen)
     off = trained(tmp_path / "off", *chosen, "forensics=off")
     assert bits(on) == bits(off)
-    assert [path.name for path in sorted((tmp_path / "on" / "incidents").iterdir())] == [
-        "step-00000006",
-        "step-00000010",
-    ]
+    steps = [6, 10] if fault == "label" else [6, 9]  # a step that is taken again takes one more tick
+    names = [path.name for path in sorted((tmp_path / "on" / "incidents").iterdir())]
+    assert names == [f"step-{step:08}" for step in steps]
     assert not (tmp_path / "off" / "incidents").exists()
-    assert [event["step"] for event in events(tmp_path / "off", "skip")] == [6, 10]
-    assert [event["step"] for event in events(tmp_path / "on", "incident")] == [6, 10]
+    assert [event["step"] for event in events(tmp_path / "off", "skip")] == steps
+    assert [event["step"] for event in events(tmp_path / "on", "incident")] == steps
 
 
 CONTRACT = {

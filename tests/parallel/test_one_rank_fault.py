@@ -40,13 +40,11 @@ SHAPES = {
 def faults_of(model):
     """Each kind of fault on each rank, in that rank's own samples, with a clean step after it.
 
-    A step whose numbers may be the machine's fault is taken again. So these faults come twice, at two ticks.
+    A step whose numbers may be the machine's fault is taken again, and applied then, which takes another tick.
     """
     faults, taken_again = [], 0
     for number, (rank, (kind, value)) in enumerate(itertools.product((0, 1), KINDS), 1):
-        at = [2 * number]
-        if kind in MACHINE:
-            at = [2 * number + taken_again, 2 * number + taken_again + 1]
+        at = [2 * number + (taken_again if kind in MACHINE else 0)]
         taken_again += kind in MACHINE
         fault = {"kind": kind, "rank": rank, "at": at} | ({"value": value} if value else {})
         if shape := SHAPES[model].get(kind):
@@ -65,7 +63,11 @@ BAD = [2 * number for number in range(1, 2 * len(KINDS) + 1)]
 BAD_DATA = [f["at"][0] for f in FAULTS["gpt"] if f["kind"] in ("input", "label", "ignored", "empty")]
 STEPS = max(BAD) + 3
 KIND_OF = dict(zip(BAD, (fault["kind"] for fault in FAULTS["gpt"]), strict=True))
-APPLIED = [step not in BAD for step in range(STEPS) for _ in range(2 if KIND_OF.get(step) in MACHINE else 1)]
+APPLIED = [
+    applied
+    for step in range(STEPS)
+    for applied in ([False, True] if KIND_OF.get(step) in MACHINE else [step not in BAD])
+]
 """By tick, whether an update is applied."""
 
 
