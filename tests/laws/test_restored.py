@@ -589,12 +589,13 @@ def everything(run):
 
 
 def wreck(run, tick):
-    """Makes a weight NaN just before the forward pass of a step."""
+    """Makes all weights huge just before the forward pass of a step."""
 
     def before(module, inputs):
         if run.state.executed_steps == tick and module.training:
             with torch.no_grad():
-                [*module.parameters()][-1].fill_(math.nan)
+                for parameter in module.parameters():
+                    parameter.mul_(1e4)
 
     run.state.model.register_forward_pre_hook(before)
 
@@ -621,7 +622,7 @@ def test_a_rollback_puts_back_every_part_of_a_run(tmp_path, every, tick, target)
         train(run)
     assert back == [target]
     skips = run.tools.guard.skips
-    assert (skips["nonfinite"], sum(skips.values())) == (3, 3), "no step after the rollback is taken for a spike"
+    assert sum(skips.values()) == 3, "no step after the rollback is taken for a spike"
 
 
 @pytest.mark.parametrize("steps", [0, 4])
