@@ -53,7 +53,9 @@ def test_faults_are_withheld_at_their_steps_and_at_no_other(tmp_path, model, pre
         given += ["precision.init_scale=64.0", "model.n_layer=1" if model == "gpt" else "batch_size=4"]
     job, events = ran(tmp_path, *given, *faults)
     skips = [(event["step"], event["kind"]) for event in events if event["event"] == "skip"]
-    first = "overflow" if precision == "fp16" else "nonfinite"
-    assert skips == [(4, first), (6, "nonfinite"), (8, "bad_data"), (10, "bad_data")]
-    assert job.state.executed_steps == 12
+    # A step that may be the machine's fault is taken again, at one more tick: then it is applied.
+    first = [(4, "overflow"), (6, "nonfinite")] if precision == "fp16" else [(4, "nonfinite"), (5, "nonfinite")]
+    assert skips == [*first, (8, "bad_data"), (10, "bad_data")]
+    assert job.state.executed_steps == (13 if precision == "fp16" else 14)
+    assert job.tools.guard.machine_faults == (1 if precision == "fp16" else 2)
     assert not bad_elements(value for value in everything(job.state).values() if isinstance(value, torch.Tensor))

@@ -499,7 +499,9 @@ def needed_for(group, option, key, places):
     if group == "forensics":  # two bad steps with a good one between
         return ["faults=label", "faults.at=[0,2]"]
     if group == "faults" and option not in ("plan", "spiky"):
-        soft = ["faults.value=50"] if key in ("seed", "module", "parameter") and option in SOFT else []
+        placed = key in ("seed", "module", "parameter") and option in SOFT
+        # An update that is not finite is undone, and its step taken again: nothing of it is left.
+        soft = ["faults.value=50"] if placed or (option == "optimizer" and key != "value") else []
         return ["faults.at=[1]", *soft]
     if name == "data.length_start":
         return ["data.length_warmup=3"]

@@ -39,7 +39,7 @@ def test_all_ranks_withhold_and_the_run_ends_as_without_the_change(two, shared_p
     assert [seen["error"] for seen in faulty] == [None, None], faulty[0]["message"]
     for seen in faulty:
         assert [reading["step"] for reading in seen["readings"] if not reading["applied"]] == [4]
-        assert [each for each in seen["verdicts"] if each[1] != "apply"] == [[4, "rollback", "state"]]
+        assert [each for each in seen["verdicts"] if each[1] != "apply"] == [[4, "restore", "state"]]
     assert [last_state(seen[f"{parallel} none"]) for seen in two] == [last_state(seen) for seen in faulty]
     (path,) = (shared_place / "state_two" / name / "incidents").glob("*/diagnosis.json")
     found = json.loads(path.read_text())
