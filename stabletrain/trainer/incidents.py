@@ -49,12 +49,17 @@ class ExecutedStep(NamedTuple):
         return self.in_flight.wait()
 
 
-def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict: Verdict) -> Verdict:
+def investigate_skip(
+    run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict: Verdict, *, tried: bool = False
+) -> Verdict:
     """Records a skipped step, and investigates it if it is the first in a row; returns the verdict on it.
 
     The verdict becomes RESTORE if the machine was at fault: if the state is damaged, or the step comes out otherwise
     when it is run again. If the step halts the run, it is also investigated, unless the newest incident is of the same
     kind. Skipped steps without an incident are printed only if `is_round` selects their count.
+
+    Args:
+        tried: whether the step was taken again, so that its first try is recorded already.
     """
     guard, tracker = run.tools.guard, run.rollback.tracker
     reason, samples = guard.reason, {}
@@ -66,7 +71,7 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
         reason, samples = describe(bad), {"samples": bad}
     if guard.kind == "state":
         samples = {"tensors": changed_tensors(run)}
-    if reading.step != guard.taken_again:  # else its first try is recorded already
+    if not tried:
         tracker.event(
             "skip",
             reading.step,

@@ -176,12 +176,12 @@ def test_without_snapshots_a_wrong_gradient_is_computed_again_and_a_wrong_update
 
 
 @pytest.mark.slow
-def test_a_fault_that_returns_halts_the_run():
+def test_a_step_is_taken_again_only_so_often_without_progress():
     run = a_run(every=1)
-    spoil_gradient(run, steps=(5, 6, 7, 8))
-    with pytest.raises(TrainingHalted, match=r"gradient came out differently.*max_rollbacks=3 times without progress"):
-        train(run)
+    spoil_gradient(run, steps=(5, 7, 9, 11))
+    train(run)
     assert len(events(run, "restore")) == 3
+    assert run.tools.guard.skips["recheck"] == 1, "the fourth without progress is skipped"
 
 
 def test_a_model_that_never_repeats_is_no_fault_and_is_told_once(tmp_path):

@@ -340,7 +340,7 @@ def test_no_state_is_put_by_in_trouble(tmp_path):
     job.rollback.snapshots.retain = counting
     parameter = list(job.state.model.parameters())[-1]
     odd = range(31, 90, 2)
-    parameter.register_hook(lambda gradient: gradient * (math.nan if job.state.executed_steps in odd else 1))
+    parameter.register_hook(lambda gradient: gradient * (math.nan if job.state.step in odd else 1))
     train(job)
     assert job.tools.guard.skips["nonfinite"] == 30
     assert most <= 3 + 5, "the healthy ones, and those that wait to become so"

@@ -414,6 +414,8 @@ class SkipGuard(NoGuard):
             self.reason += "; is it code of yours that writes them? guard.checksum_every=0 allows that"
             return Verdict.HALT
         if refused := self._no_way_back(damaged):
+            if not damaged and otherwise is not None:  # the step can be skipped
+                return otherwise
             self.reason = f"{why}{refused}"
             return Verdict.HALT
         self.taken_again = step
