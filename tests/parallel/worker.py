@@ -73,7 +73,7 @@ def perform(place: Path, name: str, case: Mapping[str, Any]) -> dict[str, Any]:
 def watch(job: TrainingRun, seen: dict[str, Any], crash_at: int | None, poke: list[int] | None) -> None:
     """Writes every reading and verdict down, and the bits of the state between two steps."""
     judge, get = job.tools.guard.judge, job.data.batches.get
-    wrapped = job.tools.parallel.wrapped
+    wrapped, poked = job.tools.parallel.wrapped, []
 
     def judging(reading: Any) -> Any:
         verdict = judge(reading)
@@ -84,7 +84,8 @@ def watch(job: TrainingRun, seen: dict[str, Any], crash_at: int | None, poke: li
     def getting(step: int) -> Any:
         if job.state.executed_steps == crash_at:
             raise Crash
-        if [job.state.executed_steps, job.parallel.ranks.rank] == poke:
+        if [job.state.executed_steps, job.parallel.ranks.rank] == poke and not poked:
+            poked.append(True)
             next(job.state.model.buffers()).fill_(math.nan)
         seen["states"][str(job.state.executed_steps)] = bits(job)
         batch = get(step)
@@ -112,6 +113,7 @@ def finish(job: TrainingRun, seen: dict[str, Any]) -> None:
     seen["states"][str(job.state.executed_steps)] = bits(job)
     seen["weights"] = digest(gather_shards(dict(job.state.model.state_dict()), keep=True))
     seen["skips"], seen["rollbacks"] = dict(job.tools.guard.skips), job.tools.guard.rollbacks
+    seen["machine_faults"] = job.tools.guard.machine_faults
     seen["parts"] = {name: str(part.state_dict()) for name, part in job.rollback.parts.items() if name != "history"}
     seen["val"], seen["step"], seen["tick"] = job.history.val, job.state.step, job.state.executed_steps
 
