@@ -504,10 +504,10 @@ class Guard:
         damaged = cause == "corrupt_state" or not state_is_finite(self._model, self._optimizer)
         if self._agreement.any_rank(damaged):
             why = f"{policy.reason}: weights or moments have changed since the last update"
-            verdict = policy.on_machine_fault(step, why, damaged=True, otherwise=verdict)
-            if step != policy.taken_again or verdict is Verdict.RESTORE:
+            fault = policy.on_machine_fault(step, why, damaged=True, otherwise=verdict)
+            if fault is not verdict:
                 policy.kind = "state"
-            return verdict
+            return fault
         if cause == "hardware_fault" and self._can_take_again(begun, reading):
             return policy.on_machine_fault(step, policy.reason, damaged=False, otherwise=verdict)
         return verdict

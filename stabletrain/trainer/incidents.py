@@ -126,10 +126,11 @@ def verdict_on_machine(run: TrainingRun, reading: Reading, verdict: Verdict, cau
         return verdict
     damaged = cause == "corrupt_state" or not state_is_finite(state.model, state.optimizer)
     if run.parallel.any_rank(damaged):
-        verdict = guard.on_machine_fault(reading.step, f"{guard.reason}: {DAMAGED}", damaged=True, otherwise=verdict)
-        if verdict is Verdict.RESTORE or reading.step != guard.taken_again:
+        why = f"{guard.reason}: {DAMAGED}"
+        found = guard.on_machine_fault(reading.step, why, damaged=True, otherwise=verdict)
+        if found is not verdict:
             guard.kind = "state"
-        return verdict
+        return found
     if cause == "hardware_fault":
         return guard.on_machine_fault(reading.step, guard.reason, damaged=False, otherwise=verdict)
     return verdict if cause is not None or guard.consecutive > 1 else guard.try_again(reading.step, verdict)

@@ -205,7 +205,7 @@ class RollbackGuard(SkipGuard):
         self._incident = None
         self.beyond = max(self.beyond, step)
         self.rollback_before = None
-        self.taken_again = 0  # the step of that number reads other data now
+        self.taken_again = self.restored = 0  # the step of that number reads other data now
         self.lowered = (target, target + self.lr_steps, self.lr_factor**self.in_vain)
         return Detour(self.rollbacks, self.skip_batches, self.lowered[2], self.lowered[1])
 

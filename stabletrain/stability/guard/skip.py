@@ -165,7 +165,7 @@ KINDS = ("bad_data", "nonfinite", "spike", "overflow", "state", "recheck", "upda
 COUNTED = ("consecutive", "trouble", "bad_updates")
 """Counts that a skipped step changes, besides `skips`."""
 
-ONLY_UP = ("machine_faults", "taken_again")
+ONLY_UP = ("machine_faults", "taken_again", "restored")
 """Counts of the whole run, which nothing undoes."""
 
 MOST_BAD_UPDATES = 3
@@ -200,7 +200,8 @@ class SkipGuard(NoGuard):
             healthy at 0.
         bad_updates: updates in a row that were not finite.
         machine_faults: steps that were taken again because memory or arithmetic had failed.
-        taken_again: the last of them.
+        taken_again: the last step whose numbers were wrong.
+        restored: the last step at which a damaged state was put back.
         state_check: compares the state with what the last update left.
     """
 
@@ -218,6 +219,7 @@ class SkipGuard(NoGuard):
     consecutive: int = 0
     trouble: int = 0
     bad_updates: int = 0
+    restored: int = 0
     limits: Limits = field(init=False, repr=False)
     state_check: NoStateCheck = field(init=False, repr=False)
     update_check: NoUpdateCheck = field(init=False, repr=False)
@@ -407,7 +409,7 @@ class SkipGuard(NoGuard):
             otherwise: the verdict if it is no fault of the machine; None halts.
         """
         self.reason = why
-        if step == self.taken_again:
+        if step == (self.restored if damaged else self.taken_again):
             if otherwise is not None:
                 return otherwise
             self.reason = f"{why}: again, after that state was put back and verified, so the memory is not at fault"
@@ -418,7 +420,10 @@ class SkipGuard(NoGuard):
                 return otherwise
             self.reason = f"{why}{refused}"
             return Verdict.HALT
-        self.taken_again = step
+        if damaged:
+            self.restored = step
+        else:
+            self.taken_again = step
         self._count_machine_fault(step)
         self._forget_skip()
         return Verdict.RESTORE
