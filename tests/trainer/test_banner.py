@@ -202,6 +202,10 @@ def test_the_guards_line_counts_skips_rollbacks_and_what_was_lost():
     assert guard_summary(state, history, guard) == f"{skips}, {lost}"
     guard.rollbacks = 1
     assert "1 rollback, " in guard_summary(state, history, guard)
+    assert "fault" not in guard_summary(state, history, guard)
+    guard.machine_faults = 2
+    assert ", 2 steps taken again after a fault of the machine, " in guard_summary(state, history, guard)
+    guard.machine_faults = 0
     assert "1 rollback, 1 healing (clip), 40 steps (4 s) lost" in guard_summary(state, history, guard, ["clip"])
     guard.rollbacks = 0
     healed = guard_summary(state, history, guard, ["clip", "optimizer.lr=0.1"])

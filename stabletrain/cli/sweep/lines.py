@@ -69,7 +69,9 @@ def result(record: Mapping[str, Any]) -> str:
     words = [f"val loss {loss:.3f}" if isinstance(loss, float) else "val loss -"]
     if "val/accuracy" in final:
         words.append(f"accuracy {100 * final['val/accuracy']:.2f} %")
-    skipped = sum(final.get(f"guard/skipped_{kind}", 0) for kind in ("bad_data", "nonfinite", "spike", "recheck"))
+    skipped = sum(
+        final.get(f"guard/skipped_{kind}", 0) for kind in ("bad_data", "nonfinite", "spike", "recheck", "update")
+    )
     words += [f"{skipped} skipped"] if skipped else []
     for name in ("rollback", "healing"):
         if count := final.get(f"guard/{name}s", 0):

@@ -84,6 +84,8 @@ def guard(final: Mapping[str, Any]) -> str:
             said.append(f"{count:,} skipped ({name.removeprefix('guard/skipped_').replace('_', ' ')})")
     if final.get("guard/rollbacks"):
         said.append(plural(final["guard/rollbacks"], "rollback"))
+    if faults := final.get("guard/machine_faults"):
+        said.append(f"{plural(faults, 'step')} taken again after a fault of the machine")
     if final.get("guard/healings"):
         said.append(plural(final["guard/healings"], "healing"))
     if final.get("guard/rollbacks") or final.get("guard/healings"):

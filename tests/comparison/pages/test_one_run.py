@@ -123,6 +123,8 @@ def test_a_sentence_counts_what_the_guard_did():
     healed = {**lost, "guard/rollbacks": 0, "guard/healings": 2}
     assert guard(healed).endswith("3 skipped (bad data), 2 healings, 5 steps (2 s) lost.")
     assert guard({"guard/updates": 1, "steps": 1}) == "Guard: 1 update in 1 step, no step skipped."
+    faulty = guard({"guard/updates": 9, "steps": 9, "guard/machine_faults": 1})
+    assert faulty == "Guard: 9 updates in 9 steps, 1 step taken again after a fault of the machine."
     assert guard({"steps": 10}) == ""
 
 
