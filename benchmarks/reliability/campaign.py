@@ -319,6 +319,8 @@ def alarms(folder: Path) -> list[tuple[int, str]]:
     """Returns what the guard and the monitors did, each with the number of executed steps by then."""
     file, found = folder / "events.jsonl", []
     for event in read_jsonl(file) if file.exists() else []:
+        if event["event"] == "restore":  # that step was taken again, so it was not skipped
+            found = [each for each in found if each[0] != event["tick"] or not each[1].startswith("skip")]
         if event["event"] in EVENTS or (event["event"] == "skip" and event["kind"] != "overflow"):
             what = f"{event['event']} {event.get('kind', '')} at {event['step']}"
             found.append((event.get("tick", event["step"]), what))

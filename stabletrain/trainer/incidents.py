@@ -49,17 +49,12 @@ class ExecutedStep(NamedTuple):
         return self.in_flight.wait()
 
 
-def investigate_skip(
-    run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict: Verdict, *, tried: bool = False
-) -> Verdict:
+def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict: Verdict) -> Verdict:
     """Records a skipped step, and investigates it if it is the first in a row; returns the verdict on it.
 
     The verdict becomes RESTORE if the machine was at fault: if the state is damaged, or the step comes out otherwise
     when it is run again. If the step halts the run, it is also investigated, unless the newest incident is of the same
     kind. Skipped steps without an incident are printed only if `is_round` selects their count.
-
-    Args:
-        tried: whether the step was taken again, so that its first try is recorded already.
     """
     guard, tracker = run.tools.guard, run.rollback.tracker
     reason, samples = guard.reason, {}
@@ -71,18 +66,17 @@ def investigate_skip(
         reason, samples = describe(bad), {"samples": bad}
     if guard.kind == "state":
         samples = {"tensors": changed_tensors(run)}
-    if not tried:
-        tracker.event(
-            "skip",
-            reading.step,
-            kind=guard.kind,
-            reason=reason,
-            tick=run.state.executed_steps,
-            loss=reading.loss,
-            grad_norm=reading.grad_norm,
-            loss_scale=reading.loss_scale,
-            **samples,
-        )
+    tracker.event(
+        "skip",
+        reading.step,
+        kind=guard.kind,
+        reason=reason,
+        tick=run.state.executed_steps,
+        loss=reading.loss,
+        grad_norm=reading.grad_norm,
+        loss_scale=reading.loss_scale,
+        **samples,
+    )
     if guard.kind == "overflow":  # routine in fp16: an overflow only lowers the loss scale
         return verdict
     if guard.kind == "recheck" and guard.recheck.found is None:  # the model never repeats: no fault

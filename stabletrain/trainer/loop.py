@@ -226,13 +226,12 @@ def settle(
         restore(run, executed, reading.step, BAD_UPDATE, throughput)
         guard.suspect(reading.step)  # the state that was put back knows nothing of it
         return False
-    tried = guard.taken_again == reading.step
     verdict = guard.judge(reading)
     # A computation came out differently the second time: a third one tells more.
     if guard.recheck.wrong(reading) and guard.recheck.compared:
         verdict = confirm(run, executed, reading, verdict)
     if not reading.applied:  # the weights still have their values from before the step: replay it now
-        verdict = investigate_skip(run, executed, reading, verdict, tried=tried)
+        verdict = investigate_skip(run, executed, reading, verdict)
     run.parallel.note_stop(reading.stop)
     if verdict is Verdict.RESTORE:
         if reading.applied or guard.kind == "state":

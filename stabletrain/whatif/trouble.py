@@ -37,8 +37,8 @@ class Event:
         text: what happened.
         last: the step at which it was found.
         read: end of the data positions that the run had read by then.
-        undone: for each rollback before it, oldest first, the step that it went back to, and from there on the
-            difference between tick and step.
+        undone: for each rollback, and each step taken again, before it, oldest first: the step that it went back to,
+            and from there on the difference between tick and step.
     """
 
     kind: str
@@ -101,7 +101,9 @@ def events_of(lines: Sequence[Mapping[str, Any]]) -> list[Event]:
             text = str(line.get("reason") or line.get("text") or "")
             read = position(step - 1, skipped) + 1
             found[str(kind), tick] = Event(str(kind), since, began, text, step, read, tuple(undone))
-        if kind in ("rollback", "heal"):
+        if kind == "restore":  # that step was taken again, so it was not skipped
+            found.pop(("skip", tick), None)
+        if kind in ("rollback", "heal", "restore"):
             undone.append((int(line["to"]), tick - int(line["to"])))
             spans = line.get("skipped") or []  # a heal has all of its state's, a rollback its own one
             skipped = [*spans] if kind == "heal" else [*skipped, *([spans] if spans else [])]

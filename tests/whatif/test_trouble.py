@@ -71,6 +71,15 @@ def test_a_rollback_turns_the_step_back_and_not_the_tick():
     assert (later.first, later.tick, later.tick_of(21)) == (22, 32, 31)
 
 
+def test_a_step_that_was_taken_again_is_no_skip_and_takes_a_tick_more():
+    again = {"event": "restore", "step": 12, "tick": 12, "to": 11, "loaded": 11, "reason": "loss is nan"}
+    assert events_of([skip(12, tick=12), again]) == []
+    (event,) = events_of([skip(12, tick=12), again, skip(12, tick=13)])
+    assert (event.step, event.tick) == (12, 13), "it was wrong again"
+    trouble = trouble_of(events_of([skip(12, tick=12), again, skip(20, tick=21)]))
+    assert [trouble.tick_of(step) for step in (11, 12, 19)] == [11, 13, 20]
+
+
 def test_the_tick_of_a_step_from_before_a_rollback_is_that_of_then():
     lines = [skip(30), rollback(30, 20), {"event": "halt", "step": 200, "tick": 210, "since": 15, "reason": "diverged"}]
     halt = trouble_of([each for each in events_of(lines) if each.kind == "halt"])

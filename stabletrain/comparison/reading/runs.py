@@ -114,6 +114,8 @@ def read_events(folder: Path) -> Happened:
         for line in lines:
             if not is_event(line):
                 found.unreadable += 1
+            elif line["event"] == "restore":  # that step was taken again, so it was not skipped
+                told.pop(("skip", line.get("tick", line["step"])), None)
             elif line["event"] in KINDS:
                 told[line["event"], line.get("tick", line["step"])] = line
     for (event, _), line in told.items():
@@ -132,7 +134,7 @@ def read_events(folder: Path) -> Happened:
 
 
 KINDS = ("incident", "skip", "rollback", "forecast", "heal", "unhealed")
-"""Event kinds that are read; all others are ignored."""
+"""Event kinds that are read, besides `restore`; all others are ignored."""
 
 FORECAST = ("step", "signal", "low", "high", "text")
 """The fields of a forecast that are read."""

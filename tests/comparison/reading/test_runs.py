@@ -24,6 +24,13 @@ def only(folder):
     return run
 
 
+def test_a_step_that_was_taken_again_was_not_skipped(tmp_path):
+    first = {"event": "skip", "step": 8, "tick": 8, "kind": "nonfinite"}
+    again = {"event": "restore", "step": 8, "tick": 8, "to": 7}
+    assert only(write(tmp_path / "cured", events=[first, again])).skips == []
+    assert only(write(tmp_path / "not", events=[first, again, {**first, "tick": 9}])).skips == [8]
+
+
 def test_incidents_skips_and_rollbacks_are_told_once_however_often_they_were_run(tmp_path):
     events = [
         {"event": "skip", "step": 7, "tick": 7, "kind": "overflow"},
