@@ -14,12 +14,14 @@ from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.probes.samples import MOST, bad_samples, describe
 from stabletrain.forensics.probes.underflow import can_underflow
 from stabletrain.forensics.probes.update import UpdateFault, trace_update
+from stabletrain.forensics.replay import same_bits
 from stabletrain.forensics.repro import Repro
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Batch, Reading, Verdict
+from stabletrain.stability.guard.recheck import repeats_exactly
 from stabletrain.stability.guard.update_check import put_back_after, state_is_finite
-from stabletrain.step import InFlight, apply
+from stabletrain.step import InFlight, apply, compute
 from stabletrain.trainer.run import TrainingRun
 
 FAR = 1_000_003
@@ -89,7 +91,7 @@ def investigate_skip(run: TrainingRun, executed: ExecutedStep, reading: Reading,
         incident = handle_incident(run, executed, reading, kind)
         if incident is not None:
             guard.note_mistake(incident)
-        verdict = verdict_on_machine(run, reading, verdict, None if incident is None else incident.cause)
+        verdict = verdict_on_machine(run, executed, reading, verdict, None if incident is None else incident.cause)
         if incident is not None and not incident.known:
             handler.newest = guard.kind
             return verdict
@@ -108,12 +110,14 @@ def is_new(run: TrainingRun, verdict: Verdict) -> bool:
     return verdict is Verdict.HALT and guard.kind != run.forensics.handler.newest
 
 
-def verdict_on_machine(run: TrainingRun, reading: Reading, verdict: Verdict, cause: str | None) -> Verdict:
+def verdict_on_machine(
+    run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict: Verdict, cause: str | None
+) -> Verdict:
     """Returns RESTORE for a skipped step if memory or arithmetic was at fault, and not the data or the settings.
 
     Args:
         verdict: the guard's.
-        cause: what the investigation found; None if there was none. The step is then taken again to find out.
+        cause: what the investigation found; None if there was none.
     """
     guard, state = run.tools.guard, run.state
     if guard.kind not in ("nonfinite", "spike", "update"):
@@ -125,9 +129,45 @@ def verdict_on_machine(run: TrainingRun, reading: Reading, verdict: Verdict, cau
         if found is not verdict:
             guard.kind = "state"
         return found
-    if cause == "hardware_fault":
-        return guard.on_machine_fault(reading.step, guard.reason, damaged=False, otherwise=verdict)
-    return verdict if cause is not None or guard.consecutive > 1 else guard.try_again(reading.step, verdict)
+    # The step itself, once more: that costs as much as a step, so it is done for the first skip in a row only.
+    if guard.consecutive > 1 or guard.taken_again == reading.step or not repeats_exactly(state.model, run.device):
+        return verdict
+    otherwise = update_is_finite(run) if reading.bad_update else comes_out_otherwise(run, executed, reading)
+    if not run.parallel.any_rank(otherwise):
+        return verdict
+    return guard.on_machine_fault(reading.step, guard.reason, damaged=False, otherwise=verdict)
+
+
+def comes_out_otherwise(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> bool:
+    """Computes a skipped step again; returns whether loss or gradient norm have other bits. All ranks must call it.
+
+    The gradients of the next step, if it has been computed, are lost.
+    """
+    state, tools = run.state, run.tools
+    put_back_buffers(run, executed)
+    state.step -= 1
+    computed = compute(state, executed.batch.to(run.device).split(run.plan.grad_accum_steps), tools)
+    state.step += 1
+    terms, norms, _ = tools.parallel.reduce_stats(computed.terms, computed.norms, computed.checks)
+    put_back_buffers(run, executed)
+    executed.in_flight.computed_again = True
+    loss, norm = torch.stack([terms.total, norms.total]).float().tolist()
+    return not (same_bits(loss, reading.loss) and same_bits(norm, reading.grad_norm))
+
+
+def update_is_finite(run: TrainingRun) -> bool:
+    """Runs an optimizer's step again whose update was undone; returns whether it is finite. Puts everything back."""
+    state = run.state
+    with put_back_after(state.model, state.optimizer):
+        apply(state.optimizer, torch.ones((), dtype=torch.bool, device=run.device))
+        return state_is_finite(state.model, state.optimizer)
+
+
+def put_back_buffers(run: TrainingRun, executed: ExecutedStep) -> None:
+    """Gives the buffers the values from before a step; a later forward pass has written them."""
+    buffers = executed.saved_buffers.buffers
+    buffers.put_back()
+    buffers.restore_(executed.saved_buffers, torch.zeros((), dtype=torch.bool, device=run.device))
 
 
 def changed_tensors(run: TrainingRun) -> list[str]:

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from stabletrain.buffers import buffers_of
 from stabletrain.errors import Interrupted, TrainingHalted
 from stabletrain.machine.signals import NoStopRequest, StopRequest
@@ -30,6 +28,7 @@ from stabletrain.trainer.incidents import (
     handle_incident,
     investigate_alarm,
     investigate_skip,
+    put_back_buffers,
 )
 from stabletrain.trainer.recheck import compute_twice, confirm
 from stabletrain.trainer.run import TrainingRun
@@ -102,6 +101,8 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
             if executed is not None and not settle(run, executed, throughput):
                 executed, taking_again = None, guard.taken_again == state.step + 1
                 continue
+            if executed is not None and executed.in_flight.computed_again:
+                computed = compute(state, micro_batches, run.tools)
             # Monitors inspect raw gradients, and weights before and after the update, so they go around `commit`.
             watching = run.monitoring.monitors.due(state.step + 1, plan.steps) and computed.forwards > 0
             if watching:
@@ -290,13 +291,6 @@ def restore(
     guard.state_check.after_update(run.state, buffers_of(run.state.model).save())
     throughput.resume()
     return False
-
-
-def put_back_buffers(run: TrainingRun, executed: ExecutedStep) -> None:
-    """Gives the buffers the values from before a step; the forward pass of the next step has written them."""
-    buffers = executed.saved_buffers.buffers
-    buffers.put_back()
-    buffers.restore_(executed.saved_buffers, torch.zeros((), dtype=torch.bool, device=run.device))
 
 
 def follow(run: TrainingRun, verdict: Verdict, throughput: Throughput) -> bool:

@@ -69,7 +69,9 @@ def compute_twice(run: TrainingRun, micro_batches: Sequence[Batch]) -> Computed:
     computed = compute(state, micro_batches, tools)
     differs = (bits != sums(gradients(state.model), run.device)).any().float()
     tools.parallel.max_over_ranks_([differs])
-    difference = torch.where(differs > 0, math.inf, torch.as_tensor(computed.checks.recheck, device=run.device))
+    known = computed.checks.recheck
+    known = known if isinstance(known, torch.Tensor) else torch.full((), known, device=run.device)
+    difference = torch.where(differs > 0, math.inf, known)
     return replace(computed, checks=replace(computed.checks, recheck=difference))
 
 

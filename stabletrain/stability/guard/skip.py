@@ -133,11 +133,6 @@ class NoGuard:
         """Does nothing: this guard remembers nothing that other settings would change."""
         del loss
 
-    def try_again(self, step: int, otherwise: Verdict) -> Verdict:
-        """Returns `otherwise`: this guard takes no step again."""
-        del step
-        return otherwise
-
     def suspect(self, step: int) -> None:
         """Does nothing."""
         del step
@@ -372,25 +367,9 @@ class SkipGuard(NoGuard):
         if loss is not None and loss > self.limits.loss.value:
             self.limits = Limits(self.sigma, self.window)
 
-    def try_again(self, step: int, otherwise: Verdict) -> Verdict:
-        """Returns RESTORE for a skipped step whose cause is unknown, once for each step: it may have been the machine.
-
-        If the step is applied then, it counts as a fault of the machine.
-        """
-        if step == self.taken_again:
-            return otherwise
-        self.suspect(step)
-        self._forget_skip()
-        return Verdict.RESTORE
-
     def suspect(self, step: int) -> None:
         """Notes that a step is taken again: if it is applied then, that was a fault of the machine."""
         self.taken_again = self._suspected = step
-
-    def _forget_skip(self) -> None:
-        """Undoes what the newest skipped step has counted."""
-        for name, value in self._before_skip.items():
-            setattr(self, name, value)
 
     def note_mistake(self, incident: Any) -> None:
         """Notes what the investigation of the present trouble has found; see `forensics/handler.py`."""
@@ -425,7 +404,8 @@ class SkipGuard(NoGuard):
         else:
             self.taken_again = step
         self._count_machine_fault(step)
-        self._forget_skip()
+        for name, value in self._before_skip.items():  # the step is not skipped
+            setattr(self, name, value)
         return Verdict.RESTORE
 
     def _count_machine_fault(self, step: int) -> None:
