@@ -12,6 +12,7 @@ from torch import nn
 from stabletrain.config.arguments import SWEEP, Arguments, key_of, program
 from stabletrain.models.sampling import generate
 from stabletrain.parallel.ranks import Ranks, current_ranks, run_on_main
+from stabletrain.stability.guard.recheck import repeats_exactly
 from stabletrain.trainer.contract import context_length
 
 
@@ -90,6 +91,19 @@ def busy_note(load: float, cores: int, threads: int, val_batches: int) -> str:
     if val_batches > LONG:
         help.append(f"eval_batches=20 instead of {val_batches} at each evaluation")
     return f"busy machine: load {load:.1f} on {cores} cores; faster with {' and '.join(help)}" if help else ""
+
+
+def update_note(guard: Any, state: Any) -> str:
+    """Returns a line that says why updates are checked, and what is kept to undo one; empty if they are not."""
+    why = guard.update_check.why(state.optimizer)
+    if not why:
+        return ""
+    device = next(state.model.parameters()).device
+    if (guard.states.steps or guard.states.due(state.step)) and repeats_exactly(state.model, device):
+        return f"updates are checked, because {why}; one that is not finite is undone by a replay from a snapshot"
+    trained = [each for each in state.model.parameters() if each.requires_grad]
+    size = 2 * sum(each.numel() * each.element_size() for each in trained) / 1e6
+    return f"updates are checked, because {why}; copies of weights, gradients ({size:,.0f} MB) and moments are kept"
 
 
 def relative_path(folder: str) -> str:

@@ -26,7 +26,7 @@ from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
 from stabletrain.stability.guard.state_check import default_every
 from stabletrain.stability.optimizers.sgd import zero_momentum_
 from stabletrain.trainer import option_roles
-from stabletrain.trainer.banner import busy_note, opening, split_note, text_note
+from stabletrain.trainer.banner import busy_note, opening, split_note, text_note, update_note
 from stabletrain.trainer.contract import (
     checked,
     cost,
@@ -348,7 +348,7 @@ def opening_lines(
 ) -> str:
     """Returns the first lines on the terminal."""
     machine = f"{hardware.name(process.device)}, {hardware.threads()}"
-    notes = [*trained.notes, *opening_notes(cfg, process, source)]
+    notes = [*trained.notes, *opening_notes(cfg, process, source), update_note(tools.guard, trained.state)]
     return opening(process.choices, plain(cfg), trained.state.model, source.data, tools, machine, str(folder), notes)
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from stabletrain.config.arguments import LAUNCH, parse_arguments
 from stabletrain.errors import ConfigError
-from stabletrain.stability.guard import NoGuard, SkipGuard
+from stabletrain.records import TrainState
+from stabletrain.stability.guard import NoGuard, RollbackGuard, SkipGuard
 from stabletrain.stability.schedule import Constant, LearningRate, LinearWarmup
 from stabletrain.trainer.banner import (
     SHOWN,
@@ -24,6 +25,7 @@ from stabletrain.trainer.banner import (
     sample_text,
     split_note,
     suggestion,
+    update_note,
 )
 from stabletrain.trainer.history import History
 from stabletrain.trainer.tools import build_tools
@@ -188,6 +190,18 @@ def test_a_classifier_shows_its_accuracy_first():
 def test_a_sample_is_shown_line_by_line_unless_it_is_blank():
     assert closed(sample="\nHAMLET:\nTo be\n")[3:5] == ["sample   HAMLET:", "         To be"]
     assert closed(sample=" \n ") == closed()
+
+
+def test_the_first_lines_say_that_updates_are_checked_and_how_one_is_undone():
+    model = torch.nn.Linear(512, 512, bias=False)
+    proven, own = (kind(model.parameters(), lr=0.1) for kind in (torch.optim.AdamW, torch.optim.Adagrad))
+    for guard, how in ((SkipGuard(), "(2 MB) and moments are kept"), (RollbackGuard(), "a replay from a snapshot")):
+        assert update_note(guard, TrainState(model, proven)) == ""
+        note = update_note(guard, TrainState(model, own))
+        assert "Adagrad" in note
+        assert how in note
+    assert update_note(SkipGuard(check_update=False), TrainState(model, own)) == ""
+    assert update_note(NoGuard(), TrainState(model, own)) == ""
 
 
 def test_the_guards_line_counts_skips_rollbacks_and_what_was_lost():
