@@ -1,6 +1,7 @@
 """When the guard rolls back, to which state, and what a rollback does not restore."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -150,6 +151,35 @@ def test_a_step_that_comes_out_wrong_again_is_judged_as_any_other():
         verdict = guard.judge(reading(math.nan, applied=False))
         verdict = guard.on_machine_fault(33, "not finite", damaged=False, otherwise=verdict)
     assert (verdict, guard.skips["nonfinite"], guard.trouble) == (Verdict.SKIP, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("again", "fix", "verdict"),
+    [
+        (("unsafe_op", "aten.log"), "clamp the argument", Verdict.HALT),
+        (("unsafe_op", "aten.log"), "optimizer.lr=0.001", Verdict.ROLLBACK),
+        (("unsafe_op", "aten.sqrt"), "clamp the argument", Verdict.ROLLBACK),
+    ],
+    ids=["same", "same, but a lower rate may help", "another"],
+)
+def test_the_same_mistake_after_a_rollback_ends_the_run_unless_the_next_try_can_differ(again, fix, verdict):
+    def trouble(guard, mistake):
+        guard.note_mistake(SimpleNamespace(mistake=mistake, cause=mistake[0], fix=[fix], verdict="log of 0"))
+        return feed(guard, [math.nan] * QUICK["patience"])[-1]
+
+    guard = calm(started(), 30)
+    assert trouble(guard, ("unsafe_op", "aten.log")) is Verdict.ROLLBACK
+    gone_back(guard, 33)
+    guard = resumed(guard)
+    assert trouble(guard, again) is verdict
+    assert ("unsafe_op again after a rollback, with other data. fix: " in guard.reason) == (verdict is Verdict.HALT)
+
+
+def resumed(guard):
+    """The guard of a process that goes on from a checkpoint."""
+    other = RollbackGuard(**QUICK)
+    other.load_state_dict(guard.state_dict())
+    return other
 
 
 def test_progress_restores_the_budget_of_states_that_are_put_back():
