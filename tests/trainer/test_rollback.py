@@ -344,3 +344,21 @@ def test_no_state_is_put_by_in_trouble(tmp_path):
     train(job)
     assert job.tools.guard.skips["nonfinite"] == 30
     assert most <= 3 + 5, "the healthy ones, and those that wait to become so"
+
+
+def test_a_skipped_step_that_is_computed_again_costs_the_next_one_nothing(tmp_path, monkeypatch):
+    """The next step's gradients are at hand by then, and are computed anew."""
+
+    def run(name):
+        with composed(*TINY_GPT, *QUICK, "steps=12", "forensics=off", "monitors=none", "eval_every=100") as cfg:
+            job = build(cfg, tmp_path / name)
+        parameter = [*job.state.model.parameters()][-1]
+        parameter.register_hook(lambda gradient: gradient * (math.nan if job.state.step in (6, 8) else 1))
+        train(job)
+        assert job.tools.guard.skips["nonfinite"] == 2
+        assert job.tools.guard.machine_faults == 0
+        return weights(job)
+
+    once_more = run("computed again")
+    monkeypatch.setattr("stabletrain.trainer.incidents.comes_out_otherwise", lambda *_: False)
+    assert same(once_more, run("not"))
