@@ -229,6 +229,7 @@ class StepChecks:
         state_changed: 1 if weights, moments or buffers are not what the last update left, else 0.
         rank: first rank whose own shard of the step was bad, -1 for none; None in a single process.
         own: this rank's own numbers; None in a single process. They stay on this rank, for forensics.
+        unproven: in an own loop, 1 if the update is to be checked after it, on any rank, else 0.
     """
 
     bad_data: Number
@@ -239,6 +240,7 @@ class StepChecks:
     stop: Tensor | None = None
     rank: Tensor | None = None
     own: OwnNumbers | None = None
+    unproven: Number = 0.0
 
 
 class Reading(NamedTuple):

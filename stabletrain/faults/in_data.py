@@ -151,8 +151,8 @@ class Poison(DataFault):
         check_number("factor", self.factor)
         check_at_least("length", self.length, 1)
 
-    def hits(self, number: int) -> bool:
-        return self.on_this_rank() and any(start <= number < start + self.length for start in self.at)
+    def comes_at(self, number: int) -> bool:
+        return any(start <= number < start + self.length for start in self.at)
 
     def corrupt(self, batch: Batch, position: int, data: Any) -> Batch:
         inputs = batch.inputs * self.factor if batch.inputs.is_floating_point() else batch.inputs

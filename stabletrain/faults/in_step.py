@@ -56,9 +56,9 @@ class StepFault(OnRank):
             while waiting:  # hooks of the previous step: it may have been skipped before they ran
                 waiting.pop().remove()
             tick = state.executed_steps
-            if self.hits(tick) and (self.returns or tick not in done):
+            if self.comes_at(tick) and (self.returns or tick not in done):
                 done.add(tick)
-                waiting.extend(self.inject(state, precision))
+                waiting.extend(self.inject(state, precision) if self.on_this_rank() else self.elsewhere(state))
 
         before_each_step(state.optimizer, begin)
 
@@ -69,6 +69,23 @@ class StepFault(OnRank):
     def inject(self, state: TrainState, precision: Any) -> list[Removable]:
         """Applies the fault now, or returns hooks that apply it in this step and are removed before the next."""
         raise NotImplementedError
+
+    def elsewhere(self, state: TrainState) -> list[Removable]:
+        """Returns the hooks of a rank that does not have the fault, in a step in which another has it."""
+        del state
+        return []
+
+
+class UpdateFault(StepFault):
+    """A fault in the optimizer's step."""
+
+    def elsewhere(self, state: TrainState) -> list[Removable]:
+        """Hooks the step without effect: an update with a hook is checked, and all ranks must check the same ones."""
+        return [state.optimizer.register_step_post_hook(no_effect)]
+
+
+def no_effect(*_: Any) -> None:
+    """A hook that does nothing."""
 
 
 def before_each_step(optimizer: Optimizer, act: Any) -> None:
@@ -217,7 +234,7 @@ class Gradient(StepFault):
 
 
 @dataclass(frozen=True)
-class LearningRate(StepFault):
+class LearningRate(UpdateFault):
     """Multiplies the learning rate for some ticks.
 
     Attributes:
@@ -237,8 +254,8 @@ class LearningRate(StepFault):
         if not self.factor > 0:
             raise ConfigError(f"faults.factor={self.factor} is not above 0: 100 is the default")
 
-    def hits(self, number: int) -> bool:
-        return self.on_this_rank() and any(start <= number < start + self.length for start in self.at)
+    def comes_at(self, number: int) -> bool:
+        return any(start <= number < start + self.length for start in self.at)
 
     def inject(self, state: TrainState, precision: Any) -> list[Removable]:
         tick, planned = state.executed_steps, []

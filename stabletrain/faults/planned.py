@@ -75,9 +75,13 @@ class OnRank(Planned):
         super().__post_init__()
         check_at_least("rank", self.rank, 0)
 
+    def comes_at(self, number: int) -> bool:
+        """Whether the fault happens at `number`, on whichever rank."""
+        return number in self.at
+
     def hits(self, number: int) -> bool:
         """Whether the fault happens at `number` in this process."""
-        return number in self.at and self.on_this_rank()
+        return self.comes_at(number) and self.on_this_rank()
 
     def on_this_rank(self) -> bool:
         """Whether this process has the fault; its rank is the environment's RANK, or 0 if that is not set."""

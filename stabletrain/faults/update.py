@@ -10,13 +10,13 @@ import torch
 from torch.optim import Optimizer
 
 from stabletrain.faults.bit_flip import check_where, chosen_tensor
-from stabletrain.faults.in_step import Removable, StepFault, chosen_parameter, overwrite_
+from stabletrain.faults.in_step import Removable, UpdateFault, chosen_parameter, overwrite_
 from stabletrain.faults.planned import check_number, own, place, say, writable
 from stabletrain.records import TrainState
 
 
 @dataclass(frozen=True)
-class Update(StepFault):
+class Update(UpdateFault):
     """One bad element in a weight or a moment, written right after the optimizer's step.
 
     A step whose update is withheld has no such fault: the optimizer has written nothing.

@@ -26,7 +26,13 @@ class Alone:
     ranks = Ranks()
 
     def agree(
-        self, loss: Tensor, norms: GradNorms, buffers: Number, changed: Number, sharded: Sequence[bool]
+        self,
+        loss: Tensor,
+        norms: GradNorms,
+        buffers: Number,
+        changed: Number,
+        sharded: Sequence[bool],
+        unproven: bool = False,
     ) -> tuple[LossTerms, GradNorms, StepChecks]:
         """Returns the numbers of the whole step, equal on every rank.
 
@@ -36,10 +42,11 @@ class Alone:
             buffers: norm of this rank's buffers.
             changed: 1 if this rank's state is not what the last update left, else 0.
             sharded: for each of `norms.each`, whether it is that of a shard.
+            unproven: whether this rank would check the update after it.
         """
         del sharded
         loss = loss.float()
-        return LossTerms(loss), norms, StepChecks(0.0, 0.0, buffers, changed)
+        return LossTerms(loss), norms, StepChecks(0.0, 0.0, buffers, changed, unproven=float(unproven))
 
     def any_rank(self, here: bool) -> bool:
         """Returns whether `here` is true on any rank."""
@@ -53,7 +60,13 @@ class Together(Alone):
         self.ranks = Ranks(dist.get_rank(), dist.get_world_size(), launched=True)
 
     def agree(
-        self, loss: Tensor, norms: GradNorms, buffers: Number, changed: Number, sharded: Sequence[bool]
+        self,
+        loss: Tensor,
+        norms: GradNorms,
+        buffers: Number,
+        changed: Number,
+        sharded: Sequence[bool],
+        unproven: bool = False,
     ) -> tuple[LossTerms, GradNorms, StepChecks]:
         """Returns the mean of the losses, the largest norm of the buffers, and the norm of the whole gradient."""
         shards = torch.tensor([*sharded] or [False], device=norms.each.device)
@@ -63,7 +76,7 @@ class Together(Alone):
         held, moved = (
             each if isinstance(each, Tensor) else torch.full_like(norms.total, each) for each in (buffers, changed)
         )
-        row = torch.stack([loss.float(), held, own, whole, moved])
+        row = torch.stack([loss.float(), held, own, whole, moved, torch.full_like(norms.total, float(unproven))])
         rows = row.new_empty(self.ranks.world_size * row.numel())
         all_gather_tensor(rows, row)
         rows = rows.view(self.ranks.world_size, -1)
@@ -75,7 +88,9 @@ class Together(Alone):
         first = torch.where(bad.any(), bad.float().argmax(), -1)
         mean = rows[:, 0].mean()
         stop = torch.zeros_like(first, dtype=torch.bool)
-        checks = StepChecks(0.0, 0.0, rows[:, 1].amax(), rows[:, 4].amax(), stop, first)
+        checks = StepChecks(
+            0.0, 0.0, rows[:, 1].amax(), rows[:, 4].amax(), stop=stop, rank=first, unproven=rows[:, 5].amax()
+        )
         return LossTerms(mean), GradNorms(total, norms.each), checks
 
     def any_rank(self, here: bool) -> bool:

@@ -122,7 +122,7 @@ class AttachedGuard(Guard):
         if not recorded:
             loss = loss + seen.to(loss.device)
         unclipped, changed = attached.norms_before_clipping, self._changed(begun)
-        reading = self._judge(self._step + 1, loss.detach(), self._parameters, unclipped, changed)
+        reading = self._judged(loss.detach(), unclipped=unclipped, changed=changed)
         spread = not recorded and not math.isfinite(reading.grad_norm) and not self.skipped
         if spread and all(not bool(each.isfinite().all()) for each in found):
             self._incidents.note(CLIPPED)
@@ -137,7 +137,7 @@ class AttachedGuard(Guard):
         if self._pending is None:  # there was nothing to judge
             yield
             return
-        kept = self._policy.update_check.before(self._model, self._optimizer)
+        kept = self._copies()
         with self._lowered_rate():
             yield
         if not self._stays(kept):

@@ -284,7 +284,7 @@ class Guard:
             raise ConfigError("no parameter of the optimizer got a gradient: does the loss come from this model?")
         loss = sum(begun.losses[1:], begun.losses[0])
         changed, recheck = self._changed(begun), self._repeat(begun)
-        self._settle(begun, self._judge(self._step + 1, loss, self._parameters, changed=changed, recheck=recheck))
+        self._settle(begun, self._judged(loss, changed=changed, recheck=recheck))
         return loss
 
     def _repeat(self, begun: Begun) -> Number:
@@ -356,7 +356,9 @@ class Guard:
         first, second = self._run_again(begun), self._run_again(begun)
         loss = sum(begun.losses[1:], begun.losses[0])
         differs = torch.full((), 0.0 if torch.equal(first, second) else math.inf, device=self._device)
-        again = self._judge(reading.step, loss, self._parameters, recheck=differs)
+        self._step -= 1
+        again = self._judged(loss, recheck=differs)
+        self._step += 1
         self._conclude(begun, self._applied(begun, again))
 
     def _run_again(self, begun: Begun) -> Tensor:
@@ -422,7 +424,7 @@ class Guard:
     def _apply(self) -> bool:
         """Applies the update; returns whether it stays: one that is not finite is undone."""
         lengths, scaling = self._policy.lengths, self._scaling
-        before, kept = lengths.before(self._model), self._policy.update_check.before(self._model, self._optimizer)
+        before, kept = lengths.before(self._model), self._copies()
         scale = None if kept is None else scaling.saved()
         self._updating = True
         try:
@@ -435,6 +437,15 @@ class Guard:
             return False
         self._states.lengths = [*lengths.after(before, summed).values()]
         return True
+
+    def _judged(self, loss: Tensor, **numbers: Any) -> Reading:
+        """Returns the reading of the step that was just computed; the arguments are those of `Judge`."""
+        unproven = bool(self._policy.update_check.why(self._optimizer))
+        return self._judge(self._step + 1, loss, self._parameters, unproven=unproven, **numbers)
+
+    def _copies(self) -> Copies | None:
+        """Returns copies of what the update may write, to check and undo it; None if it needs no check."""
+        return self._policy.update_check.copy(self._model, self._optimizer) if self._judge.unproven else None
 
     def _stays(self, kept: Copies | None) -> bool:
         """Returns whether the update that was just applied is finite, on all ranks; if not, undoes it."""

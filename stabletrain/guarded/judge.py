@@ -23,6 +23,7 @@ class Judge:
 
     Attributes:
         scaling: the loss scale.
+        unproven: whether the update of the step that was judged last is to be checked; equal on all ranks.
 
     Args:
         model: without wrappers.
@@ -46,6 +47,7 @@ class Judge:
     ) -> None:
         self._model, self._optimizer, self.scaling = model, optimizer, scaling
         self._agreement, self._policy = agreement, policy
+        self.unproven = False
         self._clip = None if max_norm is None else NormClip(max_norm)
         note_masks(model)
 
@@ -62,6 +64,7 @@ class Judge:
         unclipped: Callable[[GradNorms], GradNorms] | None = None,
         changed: Number = 0.0,
         recheck: Number = 0.0,
+        unproven: bool = False,
     ) -> Reading:
         """Unscales, measures, judges and clips the gradients; returns the step's numbers.
 
@@ -71,6 +74,7 @@ class Judge:
             parameters: those that the optimizer updates; at least one has a gradient.
             changed: 1 if the state is not what the last update left, else 0.
             recheck: how far the gradients differ from a second computation.
+            unproven: whether the update is to be checked after it, as far as this rank knows.
             unclipped: returns the norms from before the loop itself clipped; None if it does not.
         """
         scaling, found = self.scaling, gradients(parameters)
@@ -81,7 +85,7 @@ class Judge:
         norms, buffer_norm = measure(found, buffers_of(self._model).judged)
         norms = norms if unclipped is None else unclipped(norms)
         sharded = [hasattr(parameter.grad, "to_local") for parameter in parameters if parameter.grad is not None]
-        terms, norms, checks = self._agreement.agree(loss, norms, buffer_norm, changed, sharded)
+        terms, norms, checks = self._agreement.agree(loss, norms, buffer_norm, changed, sharded, unproven)
         checks = replace(checks, recheck=recheck)
         overflow = scaling.overflow(terms, norms)
         opened = scaling.close(gate(self._policy, terms, norms, checks), overflow)
@@ -105,4 +109,6 @@ class Judge:
         }
         of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
         first = self._optimizer.param_groups[0]
-        return InFlight(step, float(first.get("lr", 0.0)), {}, numbers | of_ranks).wait()
+        reading = InFlight(step, float(first.get("lr", 0.0)), {}, numbers | of_ranks).wait()
+        self.unproven = bool(checks.unproven)  # the reading has just been waited for
+        return reading

@@ -64,14 +64,14 @@ class NoUpdateCheck:
         del state, tools
         return UNCHECKED
 
-    def before(self, model: nn.Module, optimizer: Optimizer) -> "Copies | None":
-        """Returns copies of what the next step may write, to check and undo it; None if it needs no check."""
-        del model, optimizer
-
     def why(self, optimizer: Optimizer) -> str:
         """Returns why this optimizer's updates are checked; empty if they are not."""
         del optimizer
         return ""
+
+    def copy(self, model: nn.Module, optimizer: Optimizer) -> "Copies | None":
+        """Copies nothing."""
+        del model, optimizer
 
 
 class UpdateCheck(NoUpdateCheck):
@@ -86,17 +86,13 @@ class UpdateCheck(NoUpdateCheck):
         ours = clipping_is_proven(tools.clipping) and after_update_is_proven(tools.after_update)
         if ours and not why_unproven(state.optimizer):
             return UNCHECKED
-        return Checked(self, state, tools, self._copy(state.model, state.optimizer))
-
-    def before(self, model: nn.Module, optimizer: Optimizer) -> "Copies | None":
-        """Returns copies of what the next step may write, to check and undo it; None if it needs no check."""
-        return self._copy(model, optimizer) if why_unproven(optimizer) else None
+        return Checked(self, state, tools, self.copy(state.model, state.optimizer))
 
     def why(self, optimizer: Optimizer) -> str:
         """Returns why this optimizer's updates are checked; empty if they are not."""
         return why_unproven(optimizer)
 
-    def _copy(self, model: nn.Module, optimizer: Optimizer) -> "Copies | None":
+    def copy(self, model: nn.Module, optimizer: Optimizer) -> "Copies | None":
         """Copies what the next step may write, into the memory of the copies before; None without `copies`."""
         if not self.copies:
             self._kept = None

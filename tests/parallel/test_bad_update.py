@@ -1,0 +1,34 @@
+"""Law 11 on two ranks: an update that is not finite on one of them is undone on both."""
+
+import pytest
+
+from stabletrain.tracking.metrics import read_jsonl
+from tests.parallel.launches import on_demand
+from tests.runs import TINY_GPT
+
+RUN = [*TINY_GPT, "batch_size=4", "steps=7", "eval_every=7", "checkpoint=off", "monitors=none", "warmup=none"]
+FAULT = ["faults=optimizer", "faults.at=[3]", "faults.rank=1"]
+CASES = {
+    f"{parallel} {guard} {name}": {"overrides": [*RUN, f"parallel={parallel}", f"guard={guard}", *more]}
+    for parallel in ("ddp", "fsdp")
+    for guard in ("rollback", "skip")
+    for name, more in (("clean", []), ("fault", FAULT))
+}
+
+
+@pytest.fixture(scope="module")
+def two(shared_place):
+    return on_demand(shared_place / "bad_update_two", 2, CASES)
+
+
+@pytest.mark.slow(unless=lambda parallel, guard: (parallel, guard) in (("ddp", "skip"), ("fsdp", "rollback")))
+@pytest.mark.parametrize("guard", ["rollback", "skip"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_bad_update_of_one_rank_leaves_the_run_as_one_without_it(two, shared_place, parallel, guard):
+    name = f"{parallel} {guard} fault"
+    for seen in two:
+        assert seen[name]["error"] is None, seen[name]["message"]
+        assert seen[name]["weights"] == seen[f"{parallel} {guard} clean"]["weights"]
+        assert (seen[name]["machine_faults"], sum(seen[name]["skips"].values())) == (1, 0)
+    events = [event["event"] for event in read_jsonl(shared_place / "bad_update_two" / name / "events.jsonl")]
+    assert events.count("restore") == 1
