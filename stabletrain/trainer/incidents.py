@@ -1,7 +1,7 @@
 """Decides which skipped steps and alarms are investigated, and collects what an investigation needs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -251,12 +251,20 @@ def make_repro(run: TrainingRun, executed: ExecutedStep, reading: Reading) -> Re
         ),
         compiled_for=compiled_shape(model),
         changes=run.tools.guard.state_check.changes(model) if reading.state_changed else (),
-        update=partial(update_fault, run) if reading.bad_update else None,
+        update=update_again(run, reading),
         applied=reading.applied,
         recheck=run.tools.guard.recheck.found,
         fresh=lambda: completed(run, run.data.load(FAR * (reading.step + 1))),
         metadata=run.forensics.metadata,
     )
+
+
+def update_again(run: TrainingRun, reading: Reading) -> Callable[[], UpdateFault | None] | None:
+    """Returns what runs a bad update again; None if the update was not bad."""
+    if not reading.bad_update:
+        return None
+    # A step that was taken again has been applied by now, so its second update was finite.
+    return (lambda: None) if reading.applied else partial(update_fault, run)
 
 
 def update_fault(run: TrainingRun) -> UpdateFault | None:

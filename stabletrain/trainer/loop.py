@@ -227,7 +227,10 @@ def settle(
         restore(run, executed, reading.step, BAD_UPDATE, throughput)
         guard.suspect(reading.step)  # the state that was put back knows nothing of it
         return False
+    faults = guard.machine_faults
     verdict = guard.judge(reading)
+    if reading.applied and guard.machine_faults > faults:  # its first update was not finite
+        handle_incident(run, executed, reading._replace(bad_update=True), "update")
     # A computation came out differently the second time: a third one tells more.
     if guard.recheck.wrong(reading) and guard.recheck.compared:
         verdict = confirm(run, executed, reading, verdict)
