@@ -121,6 +121,7 @@ def test_every_rank_withholds_exactly_the_steps_with_a_fault(both):
 def test_the_event_names_the_samples_of_whichever_rank_had_them(two, shared_place, name):
     """And their places in the whole batch, whatever the number of ranks."""
     model = name.split("/")[1]
+    assert two[0][name]["error"] is None  # which runs the case, if no test before this one did
     lines = read_jsonl(shared_place / "faults_two" / name / "events.jsonl")
     events = {line["step"] - 1: line for line in lines if line["event"] == "skip"}
     for fault in FAULTS[model]:
