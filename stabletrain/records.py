@@ -353,6 +353,8 @@ class TrainState:
         step: number of steps done; the next step looks up its batch under this number.
         skipped: ranges `[start, stop)` of data positions that are never read; see `data/order.py`.
         executed_steps: steps executed in the whole run, including rolled back ones; it never decreases.
+        options: the optimizer's arguments in each parameter group, as they were given. Some optimizers count there
+            (Prodigy, schedule-free ones): what differs from it has been counted, and belongs to the state.
     """
 
     model: nn.Module
@@ -360,3 +362,11 @@ class TrainState:
     step: int = 0
     skipped: list[tuple[int, int]] = field(default_factory=list)
     executed_steps: int = 0
+    options: list[dict[str, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        known, simple = self.optimizer.defaults, bool | int | float | str | None
+        self.options = [
+            {key: value for key, value in group.items() if key in known and isinstance(value, simple)}
+            for group in self.optimizer.param_groups
+        ]

@@ -6,6 +6,7 @@ reordering a model would silently assign the wrong moments.
 
 import copy
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,7 +17,7 @@ from stabletrain.checkpoint.tree import Tree, is_sharded, map_tensors
 from stabletrain.errors import ConfigError
 from stabletrain.records import TrainState
 
-NOT_RESTORED = frozenset({"params", "peak_lr"})
+NOT_RESTORED = frozenset({"params", "lr", "peak_lr"})
 """Keys of a parameter group that are not restored, so that a learning rate changed for the resumed run takes effect."""
 
 FIX = "resume with the options the run began with, or start a new run in another folder"
@@ -131,14 +132,18 @@ def _capture_optimizer(state: TrainState) -> Tree:
         "param_groups": [
             {**group, "params": [by_index[index] for index in group["params"]]} for group in packed["param_groups"]
         ],
+        "options": [dict(options) for options in state.options],
     }
 
 
 def _restore_optimizer(tree: Tree, state: TrainState) -> None:
     names, optimizer = _names(state), state.optimizer
-    for group, saved in zip(optimizer.param_groups, tree["param_groups"], strict=True):
-        # The optimizer's arguments (betas, weight decay ...) come from the configuration of the resumed run.
-        for key in saved.keys() - NOT_RESTORED - optimizer.defaults.keys():
+    given = zip_longest(state.options, tree.get("options", ()), fillvalue={})  # older checkpoints have none
+    for group, saved, (now, then) in zip(optimizer.param_groups, tree["param_groups"], given, strict=False):
+        # The optimizer's arguments (betas, weight decay ...) come from the configuration of the resumed run. An
+        # argument that was given the same now as then is restored: where it differs, the optimizer counts in it.
+        same = {key for key in now.keys() & then.keys() if now[key] == then[key]}
+        for key in saved.keys() - NOT_RESTORED - (optimizer.defaults.keys() - same):
             group[key] = _copy_into(group.get(key), saved[key], torch.device("cpu"))
         for parameter in group["params"]:
             values = tree["state"].get(names[parameter])

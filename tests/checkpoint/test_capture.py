@@ -211,6 +211,59 @@ def test_how_the_update_is_computed_stays_the_running_programs():
     assert fused.optimizer.state[fused.model.conv.weight]["step"] == 2
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in an argument, as Prodigy and schedule-free optimizers do."""
+
+    def __init__(self, params, lr, momentum=0.0, count=0):
+        super().__init__(params, lr=lr, momentum=momentum)
+        self.defaults["count"] = count
+        for group in self.param_groups:
+            group["count"] = count
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            group["lr"] = 0.1 / group["count"]
+        return super().step(closure)
+
+
+def counting(**options):
+    state = begin("sgd")
+    return TrainState(state.model, Counting(state.model.parameters(), lr=0.1, **options))
+
+
+def test_what_an_optimizer_counts_in_its_arguments_is_restored():
+    straight = counting()
+    train(straight, 3)
+    saved = through_disk(capture(straight, {}))
+    for steps in (0, 5):
+        resumed = counting()
+        train(resumed, steps)
+        restore(saved, resumed, {})
+        assert resumed.optimizer.param_groups[0]["count"] == 3
+    train(straight, 4)
+    train(resumed, 4)
+    assert_same(everything(resumed), everything(straight))
+
+
+def test_an_argument_changed_for_the_resumed_run_takes_effect():
+    straight = counting()
+    train(straight, 3)
+    resumed = counting(momentum=0.5, count=100)
+    restore(through_disk(capture(straight, {})), resumed, {})
+    assert (resumed.optimizer.param_groups[0]["momentum"], resumed.optimizer.param_groups[0]["count"]) == (0.5, 100)
+
+
+def test_a_checkpoint_of_before_has_no_arguments():
+    straight = counting()
+    train(straight, 3)
+    saved = through_disk(capture(straight, {}))
+    del saved["optimizer"]["options"]
+    resumed = counting()
+    restore(saved, resumed, {})
+    assert resumed.optimizer.param_groups[0]["count"] == 0
+
+
 def test_where_new_state_lives_follows_pytorchs_rule():
     """A step counter is on the CPU unless the kernel reads it on the device; `meta` stands for another device."""
     parameter = torch.zeros(2, device="meta")

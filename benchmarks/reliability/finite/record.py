@@ -19,7 +19,7 @@ from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
 
-SAID = ("skip", "rollback", "alarm", "halt", "divergence", "state_changed", "distrust")
+SAID = ("skip", "restore", "rollback", "alarm", "halt", "divergence", "state_changed", "distrust")
 """Events that count as seen."""
 
 LAST = 3
