@@ -75,6 +75,7 @@ def test_sharded_weights_train_as_whole_ones(ranks, name):
         ("input", "poison_input", None),
         ("operation", "unsafe_op", "aten.div"),
         ("backward", "unsafe_op", "aten.div"),
+        ("update", "unsafe_optimizer", "aten.div"),
     ],
 )
 def test_the_folder_names_the_rank_and_the_operation(place, kind, name, cause, op):
@@ -86,4 +87,4 @@ def test_the_folder_names_the_rank_and_the_operation(place, kind, name, cause, o
         assert record["origin"]["op"] == op
         assert "worker.py" in record["origin"]["source"]
     if kind == "ddp" and op is not None:
-        assert [sample["index"] for sample in record["samples"]] == [3]
+        assert [sample["index"] for sample in record["samples"]] == ([] if name == "update" else [3])

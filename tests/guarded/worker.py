@@ -65,8 +65,23 @@ CASES = {
     "backward": {"fault": 7.0},
     "spike": {"scale": 1e3},
     "clipped": {"max_norm": 0.1},
+    "update": {"fragile": True},
     "rollback": {"fault": math.nan, "policy": {"patience": 1, "snapshot_every": 2, "healthy_after": 0}},
 }
+
+
+class Fragile(torch.optim.AdamW):
+    """Divides by a norm that is 0 where it is `weak`: on one rank alone, as that of a shard may be."""
+
+    weak = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        weight = self.param_groups[0]["params"][0]
+        part = weight.to_local() if hasattr(weight, "to_local") else weight
+        norm = part.norm() * (not self.weak)
+        part.mul_(norm / norm)
 
 
 def loss_of(logits, x, y):
@@ -79,7 +94,7 @@ def perform(place, kind, name, case):
     torch.manual_seed(0)
     model = Net()
     outer = sharded(model) if kind == "fsdp" else DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(outer.parameters(), lr=1e-2)
+    optimizer = (Fragile if "fragile" in case else torch.optim.AdamW)(outer.parameters(), lr=1e-2)
     options = {"max_norm": case["max_norm"]} if "max_norm" in case else {}
     if "policy" in case:
         options["policy"] = RollbackGuard(**case["policy"])
@@ -89,6 +104,7 @@ def perform(place, kind, name, case):
         if step == BAD and rank == 1:
             x[3, 0] = case.get("fault", x[3, 0])
         scale = case.get("scale", 1.0) if step == BAD and rank == 1 else 1.0
+        optimizer.weak = step == BAD and rank == 1
         guard.step(lambda x, y: loss_of(outer(x), x, y) * scale, batch=(x, y))  # noqa: B023
         seen["readings"].append([repr(each) for each in guard.last])
         seen["hashes"].append(hash_of(model, optimizer))
