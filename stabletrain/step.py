@@ -280,6 +280,8 @@ def commit(state: TrainState, computed: Computed, tools: Tools) -> InFlight:
         **measured,
     }
     of_ranks = {} if checks.rank is None else {"stop": checks.stop, "rank": checks.rank}
+    if update.rank is not None and checks.rank is not None:  # a rank whose own numbers were bad had no update
+        of_ranks["rank"] = torch.maximum(checks.rank, update.rank)
     return InFlight(state.step, lr, terms.parts, numbers | of_ranks, checks.own, update.undone)
 
 

@@ -137,7 +137,7 @@ def write_together(
     """
     assert subject.reading is not None
     chosen, guilty = choose(told, subject.reading.rank)
-    if len({*told}) == 1 and found is not None and found.evidence.kind == "update":
+    if len({*told}) == 1 and found is not None and found.evidence.kind == "update" and subject.reading.rank < 0:
         guilty = None  # every rank takes the same step
 
     def write() -> IncidentSummary | None:

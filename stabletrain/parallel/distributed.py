@@ -88,6 +88,12 @@ class Distributed(SingleProcess):
         for value, largest in zip(values, flat.split([value.numel() for value in values]), strict=True):
             value.copy_(largest.view_as(value))
 
+    def on_any_rank(self, flag: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns 1 if a flag is 1 on any rank, else 0, and the first such rank; -1 if it is none, or all alike."""
+        first, other = flag * (self.ranks.world_size - self.ranks.rank), 1 - flag
+        self.max_over_ranks_([first, other])
+        return (first > 0).float(), torch.where((first > 0) & (other > 0), self.ranks.world_size - first, -1)
+
     def reduce_stats(
         self, terms: LossTerms, norms: GradNorms, checks: StepChecks
     ) -> tuple[LossTerms, GradNorms, StepChecks]:

@@ -76,6 +76,10 @@ class SingleProcess:
     def max_over_ranks_(self, values: list[Tensor]) -> None:
         """Replaces each maximum over this rank's slice by the maximum over the whole batch."""
 
+    def on_any_rank(self, flag: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns 1 if a flag (0-d, 0 or 1) is 1 on any rank, else 0, and which rank it is; no rank in one process."""
+        return flag, None
+
     def keep_gradients(self) -> bool:
         """Keeps this rank's gradients of the next backward pass for `own_gradients`; returns whether it can."""
         return True

@@ -223,14 +223,14 @@ def settle(
         # The weights are not finite, and there are no copies. Put the state back and take the step again with copies:
         # the update is then undone at once, and can be investigated.
         guard.update_check.failed = True
-        guard.suspect(reading.step)
+        guard.suspect(reading.step, reading.rank)
         restore(run, executed, reading.step, BAD_UPDATE, throughput)
-        guard.suspect(reading.step)  # the state that was put back knows nothing of it
+        guard.suspect(reading.step, reading.rank)  # the state that was put back knows nothing of it
         return False
     faults = guard.machine_faults
     verdict = guard.judge(reading)
     if reading.applied and guard.machine_faults > faults:  # its first update was not finite
-        handle_incident(run, executed, reading._replace(bad_update=True), "update")
+        handle_incident(run, executed, reading._replace(bad_update=True, rank=guard.faulty_rank), "update")
     # A computation came out differently the second time: a third one tells more.
     if guard.recheck.wrong(reading) and guard.recheck.compared:
         verdict = confirm(run, executed, reading, verdict)

@@ -1,5 +1,7 @@
 """Law 11 on two ranks: an update that is not finite on one of them is undone on both."""
 
+import json
+
 import pytest
 
 from stabletrain.tracking.metrics import read_jsonl
@@ -32,3 +34,6 @@ def test_a_bad_update_of_one_rank_leaves_the_run_as_one_without_it(two, shared_p
         assert (seen[name]["machine_faults"], sum(seen[name]["skips"].values())) == (1, 0)
     events = [event["event"] for event in read_jsonl(shared_place / "bad_update_two" / name / "events.jsonl")]
     assert events.count("restore") == 1
+    (path,) = (shared_place / "bad_update_two" / name / "incidents").glob("*/diagnosis.json")
+    found = json.loads(path.read_text())
+    assert (found["kind"], found["cause"], found["rank"]) == ("update", "hardware_fault", 1)

@@ -41,6 +41,7 @@ class NoGuard:
         since: step at which what a halt is about began; None if it began with the halt's own skips.
         rollbacks: always 0.
         machine_faults, taken_again: always 0.
+        faulty_rank: always -1.
         consecutive: always 0.
         escalate: what happens after a halt: here always `halt`, which is nothing.
     """
@@ -52,6 +53,7 @@ class NoGuard:
     rollbacks: int = 0
     machine_faults: int = 0
     taken_again: int = 0
+    faulty_rank: int = -1
     consecutive: int = 0
     escalate: str = "halt"
     states = NoRetainedStates()
@@ -133,9 +135,9 @@ class NoGuard:
         """Does nothing: this guard remembers nothing that other settings would change."""
         del loss
 
-    def suspect(self, step: int) -> None:
+    def suspect(self, step: int, rank: int = -1) -> None:
         """Does nothing."""
-        del step
+        del step, rank
 
     def begin_rollback(self, step: int, target: int) -> Detour:
         """Raises NotImplementedError, because this guard never returns ROLLBACK."""
@@ -196,6 +198,7 @@ class SkipGuard(NoGuard):
         bad_updates: updates in a row that were not finite.
         machine_faults: steps that were taken again because memory or arithmetic had failed.
         taken_again: the last step whose numbers were wrong.
+        faulty_rank: the rank on which its update was bad; -1 if it is unknown.
         restored: the last step at which a damaged state was put back.
         state_check: compares the state with what the last update left.
     """
@@ -223,6 +226,7 @@ class SkipGuard(NoGuard):
     divergence: NoDivergence = field(init=False, repr=False)
     _alarms: list[Alarm] = field(init=False, repr=False, default_factory=list)
     _before_skip: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
+    faulty_rank: int = field(init=False, repr=False, default=-1)
     _suspected: int = field(init=False, repr=False, default=0)
     _incident: Any = field(init=False, repr=False, default=None)
 
@@ -367,9 +371,9 @@ class SkipGuard(NoGuard):
         if loss is not None and loss > self.limits.loss.value:
             self.limits = Limits(self.sigma, self.window)
 
-    def suspect(self, step: int) -> None:
-        """Notes that a step is taken again: if it is applied then, that was a fault of the machine."""
-        self.taken_again = self._suspected = step
+    def suspect(self, step: int, rank: int = -1) -> None:
+        """Notes that a step is taken again: if it is applied then, that was a fault of the machine, on that rank."""
+        self.taken_again, self._suspected, self.faulty_rank = step, step, rank
 
     def note_mistake(self, incident: Any) -> None:
         """Notes what the investigation of the present trouble has found; see `forensics/handler.py`."""

@@ -35,10 +35,12 @@ class Unchecked:
     Attributes:
         bad: 1 if the update left a value that is not finite, else 0.
         undone: whether the bits from before the update were put back.
+        rank: on several ranks, the first one on which it was bad, -1 if it was on none or on all; else None.
     """
 
     bad: Number = 0.0
     undone = False
+    rank: Tensor | None = None
 
     def judge(self, gate: Tensor) -> Tensor:
         """Judges the update; returns the gate of everything that follows it."""
@@ -116,14 +118,13 @@ class Checked(Unchecked):
         written = written_by(self._state.model, self._state.optimizer)
         bad = suspicious(written, gate.device)
         if self._copies is None:
-            self._tools.parallel.max_over_ranks_([bad])
-            self.bad = bad
-            return gate & (bad == 0)
+            self.bad, self.rank = self._tools.parallel.on_any_rank(bad)
+            return gate & (self.bad == 0)
         if bad and finite(written):  # values so large that only their squares overflow
             bad = torch.zeros_like(bad)
-        self._tools.parallel.max_over_ranks_([bad])
-        if bad:
-            self.bad, self.undone, self._check.failed = bad, True, True
+        self.bad, self.rank = self._tools.parallel.on_any_rank(bad)
+        if self.bad:
+            self.undone = self._check.failed = True
             self._copies.put_back()
             if self._clipping:
                 self._tools.clipping.load_state_dict(self._clipping)
