@@ -41,6 +41,9 @@ KINDS = {
     "guard=rollback, monitors=default": ("guard=rollback", "monitors=default"),
 }
 
+CHECKED = "guard=skip, update checked"
+"""An optimizer of which nothing is proven, without copies: with them the host waits for each update."""
+
 METADATA = ("empty", "empty_strided", "empty_like", "new_empty", "_record_function_enter_new", "_record_function_exit")
 """Operations that run no kernel although they return no view."""
 
@@ -74,14 +77,22 @@ def counted(step: Callable[[], object]) -> Launches:
     return found
 
 
-def both(overrides: Sequence[str], precision: str) -> tuple[Launches, Launches]:
-    """Returns what a step of this project and one of the bare loop launch, in that order."""
+def both(overrides: Sequence[str], precision: str, checked: bool = False) -> tuple[Launches, Launches]:
+    """Returns what a step of this project and one of the bare loop launch, in that order.
+
+    With `checked`, the optimizer is AdamW of another class, so that its updates are checked.
+    """
     kind = optimizer_of(overrides)
     shared = ("device=cuda", f"precision={precision}", f"optimizer={kind}", f"optimizer.lr={OPTIMIZERS[kind][1]}")
     with tempfile.TemporaryDirectory() as folder, silence(), as_if_on_a_card():
         run = Rounds(built(Path(folder), (*overrides, *shared)))
         batch = run.job.data.load(0).to(run.job.device)
         run.fetch = lambda: (batch, [batch])  # ty: ignore[invalid-assignment]
+        if checked:
+            optimizer, check = run.job.state.optimizer, run.job.tools.guard.update_check
+            optimizer.__class__ = type("Own", (type(optimizer),), {})
+            assert check.why(optimizer)
+            check.copies = False
         reference = bare_of(run, kind, bf16=precision == "bf16")
         # On a card PyTorch chooses this form by itself, but not for tensors without values.
         clip = bare.clip_grad_norm_
@@ -94,14 +105,14 @@ def count(precision: str) -> tuple[list[dict[str, Any]], int]:
     print(head("model", "kind", "launches", "bare", "more", "dispatched", "bare", "more"))
     results, most = [], 0
     for model, overrides in MODELS.items():
-        for kind, chosen in KINDS.items():
-            ours, theirs = both((*overrides, *chosen), precision)
+        for kind, chosen in {**KINDS, CHECKED: KINDS["guard=skip"]}.items():
+            ours, theirs = both((*overrides, *chosen), precision, kind == CHECKED)
             more = ours.launched - theirs.launched
             cells = (ours.launched, theirs.launched, more)
             cells += (ours.dispatched, theirs.dispatched, ours.dispatched - theirs.dispatched)
             print(row(model, f"{kind}, {precision}", *cells), flush=True)
             results.append({"model": model, "kind": kind, "ours": vars(ours), "bare": vars(theirs)})
-            most = max(most, more)
+            most = max(most, more if kind in KINDS else 0)
     return results, most
 
 
