@@ -18,6 +18,7 @@ from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.records import Reading, Verdict
 from stabletrain.stability.guard.recheck import repeats_exactly
 from stabletrain.stability.guard.skip import BAD_UPDATE, CHANGED
+from stabletrain.stability.guard.update_check import kept_outside
 from stabletrain.step import commit, compute
 from stabletrain.trainer.ending import best_path, check_updated, remarks
 from stabletrain.trainer.evaluate import evaluate
@@ -83,7 +84,7 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
     throughput = Throughput(run.history, run.parallel.ranks.world_size)
     executed: ExecutedStep | None = None
     first = state.step + 1
-    replays_exactly = repeats_exactly(state.model, run.device)
+    replays_exactly = repeats_exactly(state.model, run.device) and not kept_outside(state.optimizer)
     taking_again = False
     # The guard needs one state to go back to before the first update.
     if rollback.snapshot_due(state.step):

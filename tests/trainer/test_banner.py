@@ -200,6 +200,10 @@ def test_the_first_lines_say_that_updates_are_checked_and_how_one_is_undone():
         note = update_note(guard, TrainState(model, own))
         assert "Adagrad" in note
         assert how in note
+    own.count, own.rank, own.name = 0, (1, 2), "own"  # what it counts outside of its state is in no snapshot
+    assert "moments are kept" in update_note(RollbackGuard(), TrainState(model, own))
+    own.history = []
+    assert "a rollback or a resume does not restore its history" in update_note(RollbackGuard(), TrainState(model, own))
     assert update_note(SkipGuard(check_update=False), TrainState(model, own)) == ""
     assert update_note(NoGuard(), TrainState(model, own)) == ""
 

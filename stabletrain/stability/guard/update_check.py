@@ -178,6 +178,17 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     return {name: each for name, each in kept.items() if not name.endswith("_hooks")}
 
 
+def kept_outside(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns an optimizer's own attributes that its step may write, besides its state and its parameter groups.
+
+    Snapshots and checkpoints do not have them, so that a replay from one need not give the same bits.
+    """
+    of_all = vars(torch.optim.SGD([torch.zeros(())], lr=0.0)).keys()
+    fixed = str | bool | tuple | None
+    own = {name: value for name, value in attributes_of(optimizer).items() if name not in of_all}
+    return {name: value for name, value in own.items() if not (isinstance(value, fixed) or callable(value))}
+
+
 def suspicious(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Returns 1 if a value may not be finite, else 0; 0-d fp32 on `device`, without a host read.
 
