@@ -56,7 +56,7 @@ def main(rounds: int, precision: str) -> None:
     job.state.optimizer = Own(model.parameters(), lr=1e-4, fused=True)
     timer, checks = Timer(), {"unchecked": NoUpdateCheck(), "replay": UpdateCheck(), "copies": UpdateCheck()}
     checks["replay"].copies = False
-    Checked.judge = timer.around(Checked.judge)  # ty: ignore[invalid-assignment]
+    Checked.judge = timer.around(Checked.judge)
     own: dict[str, list[float]] = {way: [] for way in WAYS}
     whole: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(rounds + 3):
@@ -65,12 +65,12 @@ def main(rounds: int, precision: str) -> None:
         for way in random.Random(number).sample(WAYS, len(WAYS)):
             job.tools.guard.update_check = checks[way]
             of_step, timer.seconds = checks[way].of_step, 0.0
-            checks[way].of_step = timer.around(of_step)  # ty: ignore[invalid-assignment]
+            checks[way].of_step = timer.around(of_step)
             batches = job.data.load(number).to(job.device).split(1)
             began = time.perf_counter()
             train_step(job.state, batches, job.tools)
             seconds[way], spent[way] = time.perf_counter() - began, timer.seconds
-            checks[way].of_step = of_step  # ty: ignore[invalid-assignment]
+            checks[way].of_step = of_step
         if number >= 3:  # the first ones allocate memory
             for way in WAYS:
                 own[way].append(spent[way] / seconds["unchecked"])

@@ -19,8 +19,8 @@ class Buffers:
 
     Attributes:
         tensors: the buffers, in the order of `model.buffers()`.
-        floating: those with floating-point values of at least 16 bits that can be written in place.
-        judged: those of `floating` that must stay finite: all but masks.
+        judged: those that must stay finite, as real tensors: all with floating-point or complex values, of at least 16
+            bits, that can be written in place, but masks.
 
     Args:
         places: modules with their buffers by name.
@@ -36,9 +36,9 @@ class Buffers:
         self.tensors, self._places = [*tensors], places
         self._memory = memory_of(tensors)
         tensors = [tensor for tensor in tensors if can_be_written(tensor)]
-        self.floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.element_size() > 1]
         masked = {id(tensor) for tensor, mask in zip(self.tensors, masks, strict=False) if mask}
-        self.judged = [tensor for tensor in self.floating if id(tensor) not in masked]
+        judged = [tensor for tensor in tensors if is_measured(tensor) and id(tensor) not in masked]
+        self.judged = [torch.view_as_real(each) if each.is_complex() else each for each in judged]
         plain = {id(tensor) for tensor in tensors if tensor.is_contiguous() and not hasattr(tensor, "to_local")}
         contiguous = [tensor for tensor in tensors if id(tensor) in plain]
         # Largest elements first: each part of the vector then begins at a multiple of its element size.
@@ -173,8 +173,8 @@ def masks_of(model: nn.Module) -> list[bool]:
 
 
 def is_measured(tensor: Tensor) -> bool:
-    """Returns whether a buffer is one of `Buffers.floating`, and has values."""
-    wide = tensor.is_floating_point() and tensor.element_size() > 1
+    """Returns whether a buffer has floating-point or complex values, of at least 16 bits, that can be written."""
+    wide = (tensor.is_floating_point() and tensor.element_size() > 1) or (tensor.is_complex() and not tensor.is_conj())
     return wide and not tensor.is_meta and can_be_written(tensor)
 
 

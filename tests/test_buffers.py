@@ -126,5 +126,5 @@ def test_a_nan_is_restored_and_removed():
 
 def test_a_model_without_buffers_has_nothing_to_restore():
     buffers = buffers_of(nn.Linear(2, 2))
-    assert buffers.save().tensors() == buffers.floating == []
+    assert buffers.save().tensors() == buffers.judged == []
     buffers.restore_(buffers.save(), CLOSED)

@@ -1,6 +1,7 @@
 """Optimizers that make NaN or Inf of finite gradients, each in a way of its own, as public ones have."""
 
 import math
+from collections import deque
 from functools import partial
 
 import torch
@@ -84,6 +85,63 @@ class OwnList(Fragile):
         return self.history[-1]
 
 
+class OwnDeque(Fragile):
+    """Keeps its moments in a deque of its own."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, lr)
+        self.history = deque(maxlen=3)
+
+    def direction(self, weight, gradient, state):
+        self.history.append(gradient / gradient.norm())
+        return gradient
+
+
+class OwnModule(Fragile):
+    """Keeps an average in a module of its own."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, lr)
+        self.average = torch.nn.BatchNorm1d(1)
+
+    def direction(self, weight, gradient, state):
+        self.average.running_var.mul_(gradient.norm() / gradient.norm())
+        return gradient
+
+
+class OwnNumber(Fragile):
+    """Counts a number in Python that goes wrong; the weights would follow in the next step."""
+
+    def direction(self, weight, gradient, state):
+        scale, norm = state.get("scale", 1.0), float(gradient.norm())
+        state["scale"] = norm / norm if norm else math.nan
+        return gradient * scale
+
+
+class Eight(Fragile):
+    """A moment in 8 bits, whose largest value is 57,344."""
+
+    def direction(self, weight, gradient, state):
+        state["eight"] = (1e6 * (gradient == 0)).to(torch.float8_e5m2)
+        return gradient
+
+
+class Swapped(Fragile):
+    """Gives weights the memory of a moment."""
+
+    def direction(self, weight, gradient, state):
+        weight.data = state["m"]
+        return gradient / gradient.norm()
+
+
+class Expanded(Fragile):
+    """One number for all values of a tensor, expanded to its shape."""
+
+    def direction(self, weight, gradient, state):
+        state.setdefault("rate", torch.ones(()).expand_as(weight))
+        return gradient / gradient.norm()
+
+
 class Wrapped(Optimizer):
     """Holds another optimizer, as Lookahead does."""
 
@@ -115,6 +173,12 @@ FRAGILE = {
     "moment only": Poisoned,
     "squares overflow": Grown,
     "a list of its own": OwnList,
+    "a deque of its own": OwnDeque,
+    "a module of its own": OwnModule,
+    "a number of its own": OwnNumber,
+    "a moment in 8 bits": Eight,
+    "weights in a moment's memory": Swapped,
+    "an expanded moment": Expanded,
     "inside another": Wrapped,
     "adam without eps": partial(torch.optim.Adam, eps=0.0),
     "fused adamw without eps": partial(torch.optim.AdamW, eps=0.0, fused=True),

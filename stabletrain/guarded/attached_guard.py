@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from stabletrain.errors import ConfigError
 from stabletrain.guarded.attach import Attached, InStep
 from stabletrain.guarded.gradients import gradients, measure
-from stabletrain.guarded.guard import Guard
+from stabletrain.guarded.guard import Guard, undone_if_raised
 from stabletrain.guarded.part import Part
 from stabletrain.guarded.rerun import Begun
 from stabletrain.records import Reading
@@ -113,10 +113,11 @@ class AttachedGuard(Guard):
         Args:
             loss: what the loop's own closure returned; None if it has none.
         """
+        self._look_at_parameters()
         found, attached = gradients(self._parameters), self._attached
         recorded, seen, begun = attached.recorded, attached.seen_loss(), attached.take()
-        if not found:
-            return True
+        if not found and not self._policy.update_check.why(self._optimizer):
+            return True  # nothing is updated
         if loss is None or (recorded and begun.losses):
             loss = sum(begun.losses[1:], begun.losses[0]) if begun.losses else torch.zeros((), device=self._device)
         if not recorded:
@@ -138,7 +139,7 @@ class AttachedGuard(Guard):
             yield
             return
         kept = self._copies()
-        with self._lowered_rate():
+        with undone_if_raised(kept), self._lowered_rate():
             yield
         if not self._stays(kept):
             begun, reading = self._pending

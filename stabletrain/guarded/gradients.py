@@ -24,6 +24,11 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("torch.optim.LBFGS runs forward and backward several times in a step: Guard cannot judge it")
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"{name} is no complete optimizer: call super().__init__(params, defaults) in {name}.__init__"
+        )
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     found: list[Tensor] = [parameter for parameter in model.parameters() if held.pop(id(parameter), None) is not None]
     if held:
@@ -69,6 +74,8 @@ def dense(parameter: Tensor) -> Tensor:
         return gradient.values()
     if hasattr(gradient, "to_local"):
         gradient = gradient.to_local()  # ty: ignore[not-callable]
+    if gradient.is_conj():  # its values are conjugated when they are read, which a real view cannot show
+        parameter.grad = gradient = gradient.resolve_conj()
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 

@@ -42,8 +42,10 @@ from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Number, RankPart, Reading, TrainState, Verdict
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
 from stabletrain.stability.guard.comparing import sums
+from stabletrain.stability.guard.copies import Copies, put_back_after
 from stabletrain.stability.guard.recheck import recheck_every as recheck_of
-from stabletrain.stability.guard.update_check import Copies, NoUpdateCheck, put_back_after, state_is_finite
+from stabletrain.stability.guard.update_check import NoUpdateCheck
+from stabletrain.stability.guard.written import note_start, state_is_finite
 
 if TYPE_CHECKING:
     from stabletrain.guarded.attached_guard import AttachedGuard
@@ -152,6 +154,7 @@ class Guard:
         self._incidents = Incidents(Path(folder), max_incidents, max_seconds, self._agreement.ranks)
         self._keep_state, self._frames = keep_state, compiled_frames()
         self._step, self._begun, self._usual, self._newest_kind = 0, None, [], ""
+        self._known_start, self._held = False, set()
         self._best, self._updating = math.inf, False
         self.alarms: list[Alarm] = []
         self.last: Reading | None = None
@@ -351,6 +354,7 @@ class Guard:
         if reading.bad_update:
             if begun.after_forward is not None:
                 put_back(begun.after_forward, self._device)
+            self._scaling.unscaled_again(self._optimizer)
             self._conclude(begun, self._applied(begun, reading._replace(applied=True, bad_update=False)))
             return
         first, second = self._run_again(begun), self._run_again(begun)
@@ -414,12 +418,20 @@ class Guard:
 
     def _begin(self) -> Begun:
         """Begins a step: drops the old gradients, and records what forward and backward change."""
-        if len(self._parameters) != sum(len(group["params"]) for group in self._optimizer.param_groups):
-            self._parameters = trained_parameters(self._model, self._optimizer)  # the loop has added a group
+        self._look_at_parameters()
+        if not self._known_start:
+            note_start(self._model, self._optimizer)
+            self._known_start = True
         self._states.before_first_update(self._step)
         if self.updates:
             self._optimizer.zero_grad(set_to_none=True)
         return Begun(Generators.now(self._device), buffers_of(self._model).save())
+
+    def _look_at_parameters(self) -> None:
+        """Looks again at what is trained, if the loop has added parameters or replaced some."""
+        held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        if held != self._held:
+            self._parameters, self._held = trained_parameters(self._model, self._optimizer), held
 
     def _apply(self) -> bool:
         """Applies the update; returns whether it stays: one that is not finite is undone."""
@@ -428,7 +440,7 @@ class Guard:
         scale = None if kept is None else scaling.saved()
         self._updating = True
         try:
-            with self._lowered_rate():
+            with undone_if_raised(kept), self._lowered_rate():
                 scaling.update(self._optimizer, True, False)
         finally:
             self._updating = False
@@ -519,6 +531,8 @@ class Guard:
             if fault is not verdict:
                 policy.kind = "state"
             return fault
+        if cause is None and reading.bad_update and policy.consecutive == 1:  # it was not investigated
+            cause = "hardware_fault" if self._update_fault() is None else "unsafe_optimizer"
         if cause == "hardware_fault" and self._can_take_again(begun, reading):
             return policy.on_machine_fault(step, policy.reason, damaged=False, otherwise=verdict)
         return verdict
@@ -638,6 +652,7 @@ class Guard:
         self._states.lengths = [torch.tensor(length, device=self._device) for length in state.get("lengths", [])]
         self._best, self._newest_kind = state.get("best_loss", math.inf), state.get("newest_kind", "")
         self._begun, self.last, self.rolled_back = None, None, 0
+        self._known_start = False
 
 
 def summed(values: Tensor) -> Tensor:
@@ -655,6 +670,17 @@ def check_caller(optimizer: Optimizer, *arguments: Any) -> None:
             "optimizer.step() was called outside the guard: guard.step() and guard.update() apply the update; remove "
             "the call, or use Guard.attach(model, optimizer) for a loop that cannot be changed"
         )
+
+
+@contextlib.contextmanager
+def undone_if_raised(kept: Copies | None) -> Generator[None]:
+    """A context in which an update runs: if it raises an error half-way, nothing of it stays."""
+    try:
+        yield
+    except BaseException:
+        if kept is not None:
+            kept.put_back()
+        raise
 
 
 def put_back(saved: SavedBuffers, device: torch.device) -> None:

@@ -75,6 +75,9 @@ class Scaling:
         if saved is not None:
             self.load_state_dict(saved)
 
+    def unscaled_again(self, optimizer: Optimizer) -> None:
+        """Tells that the gradients at hand are unscaled, for an update that is applied once more."""
+
     def state_dict(self) -> dict:
         """Returns the loss scale, for a checkpoint."""
         return getattr(self.precision, "state_dict", dict)()
@@ -96,6 +99,7 @@ class TorchScaling(Scaling):
     def __init__(self, scaler: GradScaler, device: torch.device, together: bool) -> None:
         super().__init__(modes.fp32(device), "fp16" if scaler.is_enabled() else "")
         self._scaler, self._together, self._one = scaler, together, torch.ones((), device=device)
+        self._noted: dict | None = None  # what the scaler knew of the gradients before its last update
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the loss times the scaler's scale."""
@@ -128,6 +132,7 @@ class TorchScaling(Scaling):
         """
         scaler = self._scaler
         if applied:
+            self._noted = {**scaler._per_optimizer_states[id(optimizer)]} if scaler.is_enabled() else None
             scaler.step(optimizer)
             scaler.update()
         elif overflow and not self._together:
@@ -143,6 +148,11 @@ class TorchScaling(Scaling):
         """Gives the scaler the state that it had before an update that was undone."""
         if saved:
             self._scaler.load_state_dict(saved)
+
+    def unscaled_again(self, optimizer: Optimizer) -> None:
+        """Tells the scaler so: it has forgotten it with its own update, and would divide them again."""
+        if self._noted is not None:
+            self._scaler._per_optimizer_states[id(optimizer)] = {**self._noted}
 
     def state_dict(self) -> dict:
         """Returns nothing: the scaler has a `state_dict` of its own."""

@@ -13,7 +13,7 @@ from stabletrain.errors import TrainingHalted
 from stabletrain.guarded.scaling import Scaling
 from stabletrain.records import TrainState
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
-from stabletrain.stability.guard.update_check import state_is_finite
+from stabletrain.stability.guard.written import state_is_finite
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from stabletrain.config.arguments import SWEEP, Arguments, key_of, program
 from stabletrain.models.sampling import generate
 from stabletrain.parallel.ranks import Ranks, current_ranks, run_on_main
 from stabletrain.stability.guard.recheck import repeats_exactly
-from stabletrain.stability.guard.update_check import kept_outside
+from stabletrain.stability.guard.written import kept_outside
 from stabletrain.trainer.contract import context_length
 
 

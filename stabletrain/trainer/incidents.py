@@ -19,8 +19,9 @@ from stabletrain.forensics.repro import Repro
 from stabletrain.machine.compiling import compiled_shape
 from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Batch, Reading, Verdict
+from stabletrain.stability.guard.copies import put_back_after
 from stabletrain.stability.guard.recheck import repeats_exactly
-from stabletrain.stability.guard.update_check import put_back_after, state_is_finite
+from stabletrain.stability.guard.written import state_is_finite
 from stabletrain.step import InFlight, apply, compute
 from stabletrain.trainer.run import TrainingRun
 

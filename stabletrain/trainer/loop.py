@@ -18,7 +18,7 @@ from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.records import Reading, Verdict
 from stabletrain.stability.guard.recheck import repeats_exactly
 from stabletrain.stability.guard.skip import BAD_UPDATE, CHANGED
-from stabletrain.stability.guard.update_check import kept_outside
+from stabletrain.stability.guard.written import kept_outside, note_start
 from stabletrain.step import commit, compute
 from stabletrain.trainer.ending import best_path, check_updated, remarks
 from stabletrain.trainer.evaluate import evaluate
@@ -86,6 +86,7 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
     first = state.step + 1
     replays_exactly = repeats_exactly(state.model, run.device) and not kept_outside(state.optimizer)
     taking_again = False
+    note_start(state.model, state.optimizer)
     # The guard needs one state to go back to before the first update.
     if rollback.snapshot_due(state.step):
         rollback.take_snapshot()

@@ -21,7 +21,7 @@ from stabletrain.data.order import position
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.protocols import GuardPolicy
 from stabletrain.records import Detour, TrainState
-from stabletrain.stability.guard.update_check import state_is_finite
+from stabletrain.stability.guard.written import state_is_finite
 from stabletrain.tracking.tracker import NoTracker
 from stabletrain.trainer.changes import NoResumption
 from stabletrain.trainer.history import History

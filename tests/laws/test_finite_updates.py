@@ -14,6 +14,7 @@ from torch import nn
 from benchmarks.reliability.fragile import FRAGILE, RootFirst
 from stabletrain import Guard
 from stabletrain.errors import TrainingHalted
+from stabletrain.stability.optimizers.closed import why_unproven
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.build import build
 from stabletrain.trainer.loop import train
@@ -50,7 +51,7 @@ def bits(model, optimizer):
     """All bits of weights, buffers and the optimizer's state, and the state's keys."""
     inner = getattr(optimizer, "inner", optimizer)
     state = {
-        (number, key): value.clone() if isinstance(value, torch.Tensor) else value
+        (number, key): value.double() if isinstance(value, torch.Tensor) else value
         for number, each in enumerate(model.parameters())
         for key, value in inner.state.get(each, {}).items()
     }
@@ -187,6 +188,144 @@ def test_an_update_that_is_bad_once_costs_nothing(tmp_path):
     assert same(clean, found)
     assert (guard.skipped, guard.machine_faults) == (0, 1)
     assert [incident.cause for incident in guard.incidents] == ["hardware_fault"]
+
+
+def spoilt_once(calls, spoilt):
+    """RMSprop that draws noise, and whose update is bad in one call, but not when it is computed again."""
+
+    class Spoilt(torch.optim.RMSprop):
+        @torch.no_grad()
+        def step(self, closure=None):
+            super().step(closure)
+            weight = self.param_groups[0]["params"][0]
+            weight.add_(torch.randn_like(weight), alpha=1e-3)
+            calls.append(1)
+            if len(calls) == spoilt:
+                weight[0, 0] = math.nan
+
+    return Spoilt
+
+
+@pytest.mark.parametrize("incidents", [0, 4])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_update_that_is_bad_once_is_applied_with_the_same_gradients_and_random_numbers(tmp_path, scaled, incidents):
+    def run(spoilt):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = spoilt_once([], spoilt)(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) if scaled else None
+        folder = tmp_path / str(spoilt)
+        guard = Guard(model, optimizer, folder=folder, scaler=scaler, max_incidents=incidents)
+        for x, y in batches(5):
+            step_of(guard, model, optimizer, x, y)
+        return bits(model, optimizer), guard, scaler and scaler.state_dict()
+
+    clean, _, scale = run(0)
+    found, guard, after = run(3)
+    assert same(clean, found)
+    assert after == scale
+    assert (guard.skipped, guard.machine_faults) == (0, 1)
+
+
+class Raising(torch.optim.RMSprop):
+    """Raises half-way through its update."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.param_groups[0]["params"][0].fill_(math.inf)
+        raise FloatingPointError("half-way")
+
+
+@pytest.mark.parametrize("door", ["step", "attach"])
+def test_an_update_that_raises_half_way_leaves_nothing(tmp_path, door):
+    model = Net()
+    optimizer = Raising(model.parameters())
+    guard = guarded(door, model, optimizer, tmp_path)
+    before = bits(model, optimizer)
+    with pytest.raises(FloatingPointError):
+        DOORS[door](guard, model, optimizer, *batches(1)[0])
+    after = bits(model, optimizer)
+    assert all(torch.equal(before[key], after[key]) for key in dict(model.named_parameters()))
+    assert not optimizer.state
+
+
+def test_what_a_hook_writes_is_judged_and_undone(tmp_path):
+    """An average of the weights in a frozen parameter, or in a buffer, that becomes infinite."""
+    model = Net()
+    model.register_buffer("average", torch.ones(2))
+    model.target = nn.Parameter(torch.ones(2), requires_grad=False)
+    for written in (model.average, model.target):
+        optimizer = torch.optim.AdamW(model.parameters())
+        guard = Guard(model, optimizer, folder=tmp_path, max_incidents=0)
+        with torch.no_grad():
+            optimizer.register_step_post_hook(lambda *_, written=written: written.mul_(1e30))
+            for number, (x, y) in enumerate(batches(3)):
+                before = bits(model, optimizer)
+                with torch.enable_grad():
+                    step_of(guard, model, optimizer, x, y)
+                assert unchanged_or_finite(before, bits(model, optimizer))
+                assert guard.last.applied == (number == 0)
+
+
+def test_infinities_that_were_there_before_are_no_bad_update(tmp_path):
+    """A mask among the frozen parameters, a best loss so far, and a moment whose square overflows."""
+
+    class Healthy(torch.optim.RMSprop):
+        def __init__(self, params):
+            super().__init__(params, lr=0.01)
+            self.best, self.sentinel = torch.tensor(math.inf), torch.full((64,), 1e30)
+
+    model = Net()
+    model.mask = nn.Parameter(torch.full((3,), -math.inf), requires_grad=False)
+    optimizer = Healthy(model.parameters())
+    guard = Guard(model, optimizer, folder=tmp_path)
+    for x, y in batches(4):
+        step_of(guard, model, optimizer, x, y)
+    assert (guard.skipped, guard.machine_faults, guard.incidents) == (0, 0, [])
+    with torch.no_grad():
+        optimizer.register_step_post_hook(lambda *_: optimizer.best.fill_(math.nan))
+    step_of(guard, model, optimizer, *batches(1)[0])
+    assert not guard.last.applied
+
+
+@pytest.mark.parametrize("change", ["dtype", "replaced", "huge"])
+def test_what_a_proof_assumes_of_the_weights_is_looked_at(tmp_path, change):
+    model = Net()
+    if change == "huge":
+        model.last.bias.data[0] = 1e20
+    optimizer = torch.optim.AdamW(model.parameters())
+    guard = Guard(model, optimizer, folder=tmp_path, max_incidents=0)
+    x, y = batches(1)[0]
+    step_of(guard, model, optimizer, x, y)
+    assert bool(why_unproven(optimizer)) == (change == "huge")
+    if change == "dtype":
+        model.norm.weight.data = model.norm.weight.data.half()
+        assert "float16" in why_unproven(optimizer)
+    if change == "replaced":  # the guard looks at the new parameter's gradient
+        model.last = nn.Linear(6, 3)
+        optimizer.param_groups[0]["params"] = [*model.parameters()]
+        model.last.weight.register_hook(lambda gradient: gradient * math.nan)
+        before = bits(model, optimizer)
+        step_of(guard, model, optimizer, x, y)
+        assert not guard.last.applied
+        assert unchanged_or_finite(before, bits(model, optimizer))
+
+
+def test_a_step_without_any_gradient_is_checked_too(tmp_path):
+    class Always(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for weight in self.param_groups[0]["params"]:
+                weight.div_(sum(0 if each.grad is None else 1 for each in self.param_groups[0]["params"]))
+
+    model = Net()
+    optimizer = Always(model.parameters(), lr=0.1)
+    guard = Guard.attach(model, optimizer, folder=tmp_path, max_incidents=0)
+    before = bits(model, optimizer)
+    optimizer.step()
+    assert same(before, bits(model, optimizer))
+    assert guard.last.bad_update
 
 
 MODELS = {"gpt": TINY_GPT, "resnet": TINY_RESNET}

@@ -111,10 +111,10 @@ def test_buffers_are_measured_together_but_for_whole_numbers():
     model[0].running_var[:] = torch.tensor([0.0, 12.0])
     model[1].running_var[:] = 0.0
     model[1].num_batches_tracked += 1000
-    assert measure_all([], buffers_of(model).floating)[1].item() == 13.0
+    assert measure_all([], buffers_of(model).judged)[1].item() == 13.0
     model[1].running_mean[0] = float("inf")
-    assert measure_all([], buffers_of(model).floating)[1].isinf()
-    assert measure_all([], buffers_of(Two()).floating)[1] == 0.0
+    assert measure_all([], buffers_of(model).judged)[1].isinf()
+    assert measure_all([], buffers_of(Two()).judged)[1] == 0.0
 
 
 def test_norms_of_half_precision_are_fp32():

@@ -8,8 +8,9 @@ A proven optimizer needs no check after its step. It is proven for exact classes
   |g| <= G = 1.000001e18. Sums of squares are rounded monotonically, so no value exceeds the measured norm by more than
   rounding. Clipping runs after the gate, and must only shorten (`clipping_is_proven`). So must what changes weights
   after the update (`after_update_is_proven`).
-- Weights start at |w| <= 1e17. Moments start as zeros, or were written by the same kind of optimizer with settings in
-  range. A state from elsewhere is covered if it meets the invariants below, whatever wrote it.
+- Weights start at |w| <= 1e17, which `note_largest_weight` tells. Moments start as zeros, or were written by the same
+  kind of optimizer with settings in range. A state from elsewhere is covered if it meets the invariants below, whatever
+  wrote it.
 - At most 1e9 updates, with all settings in range at each of them. They may change in between; if SGD's momentum and
   weight decay do, the largest ones used have to be in range with the largest rate used.
 - Arithmetic rounds to nearest with unit roundoff u: 2^-24 in fp32, 2^-8 in bf16. Denormals are kept or flushed to 0.
@@ -112,22 +113,34 @@ def why_unproven(optimizer: Optimizer) -> str:
     _, why, roundoffs = looked_at
     if why:
         return why
+    if (largest := _LARGEST_WEIGHT.get(optimizer, 0.0)) > LARGEST_START:
+        return f"a weight of {largest:.3g} is larger than {LARGEST_START:g}, for which nothing is proven"
     for group, roundoff in zip(optimizer.param_groups, roundoffs, strict=True):
         if why := check(optimizer, group, roundoff):
             return why
     return ""
 
 
-Seen = tuple[int, int, torch.dtype | None]
+def note_largest_weight(optimizer: Optimizer, value: float) -> None:
+    """Notes the largest magnitude of a weight before the first step."""
+    _LARGEST_WEIGHT[optimizer] = value
+
+
+LARGEST_START = 1e17
+"""Bound of the weights before the first step."""
+
+_LARGEST_WEIGHT: "WeakKeyDictionary[Optimizer, float]" = WeakKeyDictionary()
+
+Seen = tuple[int, frozenset[int], frozenset[torch.dtype]]
 
 _LOOKED_AT: "WeakKeyDictionary[Optimizer, tuple[list[Seen], str, list[float]]]" = WeakKeyDictionary()
 """What `look_at_parameters` found, with the `seen_of` that it holds for: looking takes 0.2 us a parameter."""
 
 
 def seen_of(group: Group) -> Seen:
-    """Returns what changes if other parameters are in a group, or if `model.half()` gives them another dtype."""
+    """Returns what changes if other parameters are in a group, or if one gets another dtype."""
     parameters = group["params"]
-    return id(parameters), len(parameters), parameters[0].dtype if parameters else None
+    return id(parameters), frozenset(map(id, parameters)), frozenset([each.dtype for each in parameters])
 
 
 def look_at_parameters(optimizer: Optimizer) -> tuple[str, list[float]]:

@@ -1,0 +1,168 @@
+"""What an optimizer's step may write, and whether it is finite."""
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Generator, Iterator
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stabletrain.buffers import buffers_of
+from stabletrain.stability.optimizers.closed import note_largest_weight
+
+NOT_WRITTEN = ("defaults", "_step_supports_amp_scaling", "grad_scale", "found_inf")
+"""Attributes that an optimizer's step does not write, besides its hooks."""
+
+_INFINITE: "WeakKeyDictionary[Optimizer, dict[int, ref[Tensor]]]" = WeakKeyDictionary()
+"""Tensors that held an infinity before the first step, by `id`: a mask of -inf, a best loss so far."""
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns an optimizer's attributes that its step may write."""
+    kept = {name: each for name, each in vars(optimizer).items() if name not in NOT_WRITTEN}
+    return {name: each for name, each in kept.items() if not name.endswith("_hooks")}
+
+
+def kept_outside(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns an optimizer's own attributes that its step may write, besides its state and its parameter groups.
+
+    Snapshots and checkpoints do not have them, so that a replay from one need not give the same bits.
+    """
+    of_all = vars(torch.optim.SGD([torch.zeros(())], lr=0.0)).keys()
+    fixed = str | bool | tuple | None
+    own = {name: value for name, value in attributes_of(optimizer).items() if name not in of_all}
+    return {name: value for name, value in own.items() if not (isinstance(value, fixed) or callable(value))}
+
+
+def held_by(value: Any) -> dict[Any, Any] | list[Any] | None:
+    """Returns what a container holds, as a new dict or list; None for what is no container."""
+    if isinstance(value, Optimizer):
+        return attributes_of(value)
+    if isinstance(value, nn.Module):
+        return {"parameters": value._parameters, "buffers": value._buffers, "modules": value._modules}
+    if isinstance(value, SimpleNamespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        return {**getattr(value, "__dict__", {})}
+    if isinstance(value, dict):
+        return {**value}
+    return [*value] if isinstance(value, list | tuple | set | deque) else None
+
+
+def containers(value: Any, seen: set[int]) -> Generator[tuple[Any, dict[Any, Any] | list[Any]]]:
+    """Yields each container in a value, itself included, with what it holds."""
+    if id(value) in seen or (held := held_by(value)) is None:
+        return
+    seen.add(id(value))
+    yield value, held
+    for each in [*held.keys(), *held.values()] if isinstance(held, dict) else held:
+        yield from containers(each, seen)
+
+
+def tensors_in(held: dict[Any, Any] | list[Any]) -> Iterator[Tensor]:
+    """Yields the tensors that a container holds."""
+    for each in [*held.keys(), *held.values()] if isinstance(held, dict) else held:
+        if isinstance(each, Tensor):
+            yield each
+
+
+def settings_of(optimizer: Optimizer) -> set[int]:
+    """Returns the `id`s of tensors that are settings, such as a learning rate: a step reads them."""
+    return {id(each) for group in optimizer.param_groups for each in group.values() if isinstance(each, Tensor)}
+
+
+def written_by(model: nn.Module, optimizer: Optimizer) -> dict[int, Tensor]:
+    """Returns the tensors with floating-point values that a step may write, by `id`.
+
+    These are weights, the buffers that are judged, and what the optimizer holds besides its settings.
+    """
+    found = {id(each): each for each in [*model.parameters(), *buffers_of(model).judged]}
+    settings = settings_of(optimizer)
+    for _, held in containers(optimizer, set()):
+        found.update((id(each), each) for each in tensors_in(held) if id(each) not in settings)
+    return {key: each for key, each in found.items() if each.is_floating_point() or each.is_complex()}
+
+
+def as_dense(tensor: Tensor) -> Tensor | None:
+    """Returns a tensor's values as a real, strided tensor without a graph; None if it has none."""
+    tensor = own(tensor)
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor._values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.element_size() == 1:  # of 8 bits, for which PyTorch has no reductions
+        tensor = tensor.float()
+    usable = tensor.layout == torch.strided and tensor.is_floating_point() and not tensor.is_meta
+    return tensor if usable and tensor.numel() else None
+
+
+def own(tensor: Tensor) -> Tensor:
+    """Returns a tensor without its graph; of a sharded one, this rank's shard."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # ty: ignore[not-callable]
+
+
+def extremes(tensors: list[Tensor]) -> Tensor:
+    """Returns the largest magnitudes in tensors of one device and dtype, 1-d: NaN if a value is NaN, Inf if one is."""
+    if tensors[0].is_cuda:
+        return torch.stack(torch._foreach_norm(tensors, math.inf))
+    # `_foreach_norm` is twenty times slower than this on a CPU.
+    return torch.stack([each for tensor in tensors for each in tensor.aminmax()]).abs()
+
+
+@torch.no_grad()
+def all_finite(model: nn.Module, optimizer: Optimizer, device: torch.device) -> Bool[Tensor, ""]:
+    """Returns whether all values that a step may write are finite; on `device`, without a host read.
+
+    A tensor that held an infinity before the first step may hold some, but no NaN.
+    """
+    judged: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
+    infinite = _INFINITE.get(optimizer, {})
+    for key, tensor in written_by(model, optimizer).items():
+        if (dense := as_dense(tensor)) is not None:
+            may = key in infinite and infinite[key]() is tensor
+            judged.setdefault((dense.device, dense.dtype, may), []).append(dense)
+    good = [torch.full((), numbers_are_finite(optimizer), device=device)]
+    for (_, _, may), some in judged.items():
+        found = extremes(some)
+        good.append((~torch.isnan(found) if may else torch.isfinite(found)).all().to(device))
+    return torch.stack(good).all()
+
+
+def numbers_are_finite(optimizer: Optimizer) -> bool:
+    """Returns whether no number in an optimizer's state, which it counts in Python, is NaN."""
+    return not any(
+        isinstance(each, float) and math.isnan(each)
+        for _, held in containers(optimizer.state, set())
+        for each in (held.values() if isinstance(held, dict) else held)
+    )
+
+
+def state_is_finite(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Returns whether weights, buffers and moments are finite; waits for the device."""
+    return bool(all_finite(model, optimizer, next(model.parameters()).device))
+
+
+@torch.no_grad()
+def note_start(model: nn.Module, optimizer: Optimizer) -> None:
+    """Notes what a run begins with: which tensors hold infinities on purpose, and how large weights are.
+
+    Waits for the device. Call it before the first step.
+    """
+    known: dict[int, ref[Tensor]] = {}
+    weights = {id(parameter) for parameter in model.parameters()}
+    largest = 0.0
+    for key, tensor in written_by(model, optimizer).items():
+        if (dense := as_dense(tensor)) is None:
+            continue
+        value = float(extremes([dense]).amax())
+        if math.isinf(value):
+            known[key] = ref(tensor)
+        elif key in weights:
+            largest = max(largest, value)
+    _INFINITE[optimizer] = known
+    note_largest_weight(optimizer, largest)
