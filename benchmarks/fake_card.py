@@ -45,6 +45,7 @@ READERS = {
     "buffers.py:is_huge": "looks at each buffer once, when it is first seen: is it a mask?",
     "stability/guard/written.py:state_is_finite": "looks at the state after a skipped step: is it damaged?",
     "stability/guard/written.py:note_start": "looks at the state once, before the first step",
+    "stability/guard/update_check.py:judge": "with copies, an update that is not proven is undone before the next step",
     "records.py:count_targets": "counts targets that are still on the host",
     "monitors/probe.py": "a look returns its metrics as numbers, and the loop has just read the step's",
     "monitors/line_search.py:loss_at": "each loss of the search decides which one is computed next",
@@ -66,7 +67,6 @@ WAITERS = {
 
 HOST = {
     "records.py:to": "moves a batch to the device",
-    "stability/guard/written.py:note_start": "looks at the state once, before the first step",
     "records.py:count_targets": "counts targets that are still on the host",
     "records.py:rows": "splits the ids of the samples, which stay on the host",
     "step.py:__init__": "the reading of a step, copied to the host",

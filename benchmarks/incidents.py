@@ -27,7 +27,8 @@ def break_down(marked: Tensor, module: nn.Module, inputs: tuple[Tensor, ...], ou
 def diagnoses(folder: Path, overrides: Sequence[str], clock: Clock) -> dict[str, dict[str, float]]:
     """Returns each incident's diagnosis time, a step's time in the same run, and the peak memory of both."""
     activation = f"{{kind: activation, at: [{AT['activation']}]}}"
-    burst = f"{{kind: learning_rate, at: [{AT['spike'] - 1}], factor: 100000.0}}"
+    # One tick later than the step before the spike: the step with the activation is taken twice.
+    burst = f"{{kind: learning_rate, at: [{AT['spike']}], factor: 100000.0}}"
     freely = (
         "forensics.max_seconds=100000",
         "optimizer.lr=1e-4",

@@ -128,7 +128,11 @@ class Rounds:
     def settle(self, seen: Mapping[str, float] = NOTHING) -> bool:
         """Acts on the previous step's verdict; returns False if the state was rolled back."""
         executed, self._executed = self._executed, None
-        if executed is None or settle(self.job, executed, self._throughput, seen):
+        if executed is None:
+            return True
+        if settle(self.job, executed, self._throughput, seen):
+            if executed.in_flight.computed_again:  # the gradients at hand are that step's
+                self.compute()
             return True
         self._computed = None
         return False
