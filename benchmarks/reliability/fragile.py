@@ -90,7 +90,7 @@ class OwnDeque(Fragile):
 
     def __init__(self, params, lr=0.01):
         super().__init__(params, lr)
-        self.history = deque(maxlen=3)
+        self.history = deque(maxlen=64)
 
     def direction(self, weight, gradient, state):
         self.history.append(gradient / gradient.norm())

@@ -55,7 +55,14 @@ def test_chunks_larger_than_the_batch_change_no_bit(tmp_path):
 @pytest.mark.slow
 def test_a_bad_step_is_skipped_named_and_replayed(tmp_path):
     with pytest.raises(TrainingHalted):
-        trained(tmp_path, "loss_chunk=5", "optimizer.lr=1e25", "optimizer.weight_decay=0", "warmup.steps=1", "precision=fp32")
+        trained(
+            tmp_path,
+            "loss_chunk=5",
+            "optimizer.lr=1e25",
+            "optimizer.weight_decay=0",
+            "warmup.steps=1",
+            "precision=fp32",
+        )
     found = sorted((tmp_path / "incidents").iterdir())[0]
     diagnosis = json.loads((found / "diagnosis.json").read_text())
     assert diagnosis["kind"] == "nonfinite"

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stabletrain.buffers import buffers_of
 from stabletrain.forensics.probes.update_reason import Reason, Root, Size, explain, from_outside, root_of, short, words
 from stabletrain.forensics.trace.origin import RANKS, Origin
 from stabletrain.forensics.trace.recorder import Source
 from stabletrain.forensics.trace.update_recorder import Label, UpdateTrace
 from stabletrain.forensics.trace.values import dense, is_float, leaves, local
 from stabletrain.machine.compiling import uncompiled
+from stabletrain.stability.guard.written import containers, kept_outside, tensors_in
 
 MOST = 8
 """Maximum number of tensors to list."""
@@ -125,11 +127,12 @@ def trace_update(model: nn.Module, optimizer: Optimizer, run_update: Callable[[]
     subject = Subject(model, optimizer)
     tracing = UpdateTrace(model, subject.before)
     found: list[tuple[Label, Tensor]] = []
+    wrong: list[Label] = []
 
     def look(*_: Any) -> None:
         with tracing.paused(), torch.no_grad():
             sources.clear()
-            found[:] = subject.broken()
+            found[:], wrong[:] = subject.broken(), subject.numbers()
             for label, tensor in found:  # while they are there: `run_update` may put the old ones back
                 tracing.label(tensor, label)
                 sources[label] = tracing.sources_of(tensor)
@@ -147,9 +150,11 @@ def trace_update(model: nn.Module, optimizer: Optimizer, run_update: Callable[[]
     finally:
         if hook is not None:
             hook.remove()
-    if not found:
+    if not found and not wrong:
         look()
-    return subject.fault(tracing, found, sources) if found else None
+    if found:
+        return subject.fault(tracing, found, sources)
+    return subject.number_fault(wrong) if wrong else None
 
 
 class Subject:
@@ -181,7 +186,32 @@ class Subject:
         self.settings = [numbers(group) for group in optimizer.param_groups]
 
     def tensors(self) -> Iterator[tuple[Tensor, Label]]:
-        """The parameters and their moments, as they are now, in the model's order."""
+        """All that the step may write, as it is now: parameters with moments, then buffers, and what else it keeps."""
+        seen = set[int]()
+        for tensor, label in (*self._of_parameters(), *self._others()):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor, label
+
+    def _others(self) -> Iterator[tuple[Tensor, Label]]:
+        """Frozen parameters, buffers, and tensors that the optimizer keeps outside of its state."""
+        frozen = ((each, Label("parameter", name)) for name, each in self.model.named_parameters())
+        judged = {id(each) for each in buffers_of(self.model).judged}
+        buffers = ((each, Label("buffer", name)) for name, each in self.model.named_buffers() if id(each) in judged)
+        yield from (*frozen, *buffers)
+        for name, value in kept_outside(self.optimizer).items():
+            for tensor in [value] if isinstance(value, Tensor) else tensors_inside(value):
+                yield tensor, Label("attribute", name)
+
+    def numbers(self) -> Iterator[Label]:
+        """The numbers in the optimizer's state that are NaN: they are counted in Python."""
+        for name, parameter in self.parameters:
+            for key, value in states(self.optimizer, parameter):
+                if isinstance(value, float) and math.isnan(value):
+                    yield Label(str(key), name)
+
+    def _of_parameters(self) -> Iterator[tuple[Tensor, Label]]:
+        """The parameters and their moments, in the model's order."""
         optimizers = [self.optimizer, *inner(self.optimizer)]
         for name, parameter in self.parameters:
             yield parameter, Label("parameter", name)
@@ -215,7 +245,7 @@ class Subject:
         mine = set[str]() if source is None else tracing.details[source.record].parameters
         hit = [label for label, _ in broken if source in sources.get(label, ())] or [label for label, _ in broken]
         own = [label for label in hit if label.parameter in mine] or hit
-        name = own[0].parameter
+        name = min(mine) if own[0].what == "attribute" and mine else own[0].parameter
         written = self._written(tracing, source)
         which = next((label for label in own if label == written), own[0])
         tensor = next((tensor for label, tensor in broken if label == which), broken[0][1])
@@ -239,6 +269,25 @@ class Subject:
             zero_weights=self.zero_weights,
             fused=fused,
             bad_settings=self.bad_settings or (useless_betas(self.settings) if reason.why == "zero_number" else []),
+        )
+
+    def number_fault(self, wrong: Sequence[Label]) -> UpdateFault:
+        """Explains numbers in Python that are NaN after the step, although all tensors are finite."""
+        what, name = wrong[0]
+        group = self.groups[name]
+        return UpdateFault(
+            optimizer=type(self.optimizer).__name__,
+            parameter=name,
+            tensor=what,
+            dtype="float",
+            group=group,
+            settings=self.settings[group],
+            broken=[words(label) for label in wrong[:MOST]],
+            count=len(wrong),
+            why="constant",
+            reason=f"{words(wrong[0])} is nan after the step: a number that is computed in Python, outside of tensors",
+            zero_weights=self.zero_weights,
+            bad_settings=self.bad_settings,
         )
 
     def _written(self, tracing: UpdateTrace, source: Source | None) -> Label | None:
@@ -348,6 +397,13 @@ def repeated(model: nn.Module, tracing: UpdateTrace, index: int, name: str) -> t
 def inner(optimizer: Any) -> list[Any]:
     """The optimizers that an optimizer wraps."""
     return [each for each in leaves(vars(optimizer)) if hasattr(each, "param_groups") and hasattr(each, "state")]
+
+
+def tensors_inside(value: Any) -> list[Tensor]:
+    """The tensors in a container and in those that it holds, but not those of a wrapped optimizer."""
+    if hasattr(value, "param_groups"):
+        return []
+    return [tensor for _, held in containers(value, set()) for tensor in tensors_in(held)]
 
 
 def states(optimizer: Any, parameter: Tensor) -> list[tuple[Any, Any]]:

@@ -254,6 +254,10 @@ def words(label: Label) -> str:
     what, of = label
     if what == "parameter":
         return of
+    if what == "buffer":
+        return f"buffer {of}"
+    if what == "attribute":
+        return f"the optimizer's {of}"
     if what == "gradient":
         return f"the gradient of {of}"
     if what in SQUARES or what.startswith("exp_avg_sq"):

@@ -19,7 +19,11 @@ from stabletrain.forensics.trace.values import dense, is_float, measure, tensors
 
 
 class Label(NamedTuple):
-    """A tensor of an optimizer: `parameter`, `gradient` or the name of a moment, and its parameter's name."""
+    """A tensor that a step may write.
+
+    `parameter`, `gradient` or the name of a moment, with the parameter's name; `buffer` with its name; or `attribute`,
+    with the name of what the optimizer keeps it in.
+    """
 
     what: str
     parameter: str

@@ -4,6 +4,8 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Generator, Iterator
+from functools import partial
+from inspect import isroutine
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -35,9 +37,9 @@ def kept_outside(optimizer: Optimizer) -> dict[str, Any]:
     Snapshots and checkpoints do not have them, so that a replay from one need not give the same bits.
     """
     of_all = vars(torch.optim.SGD([torch.zeros(())], lr=0.0)).keys()
-    fixed = str | bool | tuple | None
+    fixed = str | bool | tuple | type | partial | None
     own = {name: value for name, value in attributes_of(optimizer).items() if name not in of_all}
-    return {name: value for name, value in own.items() if not (isinstance(value, fixed) or callable(value))}
+    return {name: value for name, value in own.items() if not (isinstance(value, fixed) or isroutine(value))}
 
 
 def held_by(value: Any) -> dict[Any, Any] | list[Any] | None:
