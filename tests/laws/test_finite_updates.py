@@ -268,6 +268,30 @@ def test_what_a_hook_writes_is_judged_and_undone(tmp_path):
                 assert guard.last.applied == (number == 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("a deque of its own", "gradient / gradient.norm()"),
+        ("a module of its own", "gradient.norm() / gradient.norm()"),
+        ("a number of its own", "'scale' of first.weight is nan after the step: a number that is computed in Python"),
+        ("a moment in 8 bits", "aten._to_copy for first.weight (update, float8_e5m2)"),
+        ("a hook", "aten.mul_ for average"),
+    ],
+)
+def test_what_is_outside_of_the_optimizers_state_is_named(tmp_path, name, told):
+    torch.manual_seed(0)
+    model = Net()
+    model.register_buffer("average", torch.full((2,), 1e10))
+    optimizer = FRAGILE.get(name, torch.optim.AdamW)(model.parameters())
+    if name == "a hook":
+        optimizer.register_step_post_hook(lambda *_: model.average.mul_(1e30))
+    guard = Guard(model, optimizer, folder=tmp_path)
+    step_of(guard, model, optimizer, *batches(1)[0])
+    (incident,) = guard.incidents
+    assert incident.cause == "unsafe_optimizer"
+    assert told in incident.verdict
+
+
 def test_infinities_that_were_there_before_are_no_bad_update(tmp_path):
     """A mask among the frozen parameters, a best loss so far, and a moment whose square overflows."""
 

@@ -63,7 +63,8 @@ def confidence(u: UpdateFault) -> float:
 
 def fixes(e: Evidence, u: UpdateFault) -> list[str]:
     """What to change, best first."""
-    at = (u.origin.source if u.origin is not None else "") or u.optimizer
+    source = u.origin.source if u.origin is not None else ""
+    at = u.optimizer if not source or source.startswith("torch/") else source  # PyTorch's own code is not edited
     eps = LEAST_EPS.get(u.dtype, 1e-8)
     if u.why == "zero_eps":
         known = e.setting.values.get("optimizer.eps") == 0

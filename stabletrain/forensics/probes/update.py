@@ -27,6 +27,9 @@ from stabletrain.stability.guard.written import containers, kept_outside, tensor
 MOST = 8
 """Maximum number of tensors to list."""
 
+DECAYS = ("alpha", "rho")
+"""Names of decay rates besides betas: of RMSprop and Adadelta."""
+
 FUSED = ("aten._fused_adam_", "aten._fused_adamw_")
 """Kernels whose arithmetic PyTorch's own code repeats, one operation at a time."""
 
@@ -464,13 +467,13 @@ def numbers(group: Mapping[str, Any]) -> dict[str, float]:
 
 
 def bad_settings(groups: Sequence[Mapping[str, Any]]) -> list[BadSetting]:
-    """The numbers that are not finite, betas outside [0, 1], and negative eps."""
+    """The numbers that are not finite, betas and other decay rates outside [0, 1], and negative eps."""
     found = []
     for number, group in enumerate(groups):
         for key, value in numbers(group).items():
             if not math.isfinite(value):
                 found.append(BadSetting(number, key, value, "not a finite number"))
-            elif key.startswith("beta") and not 0 <= value <= 1:
+            elif (key in DECAYS or key.startswith("beta")) and not 0 <= value <= 1:
                 found.append(BadSetting(number, key, value, "outside [0, 1]"))
             elif key == "eps" and value < 0:
                 found.append(BadSetting(number, key, value, "below 0"))

@@ -330,6 +330,7 @@ def test_the_optimizers_of_this_package_take_the_same_step_under_the_recorder(ki
         ({"momentum": math.nan}, "momentum", "not a finite number"),
         ({"betas": (0.9, math.nan)}, "betas[1]", "betas[1] of parameter group 1 of Adam is nan"),
         ({"betas": (0.9, 1.5)}, "betas[1]", "is 1.5, outside [0, 1]"),
+        ({"alpha": 2.0}, "alpha", "is 2, outside [0, 1]"),
         ({"lr": torch.tensor(math.nan)}, "lr", "is nan"),
     ],
 )
@@ -338,6 +339,8 @@ def test_a_setting_that_is_no_usable_number(change, key, says):
     groups = [{"params": [*part.parameters()]} for part in (model.query, model.head)]
     adam = "betas" in change
     optimizer = Adam(groups, fused=change["betas"] == (0.9, 1.5)) if adam else SGD(groups, lr=0.1, momentum=0.9)
+    if "alpha" in change:
+        optimizer = torch.optim.RMSprop(groups)
     optimizer.step()
     optimizer.param_groups[1].update(change)
     fault, told = traced(model, optimizer)
