@@ -44,6 +44,7 @@ PACKAGE = f"{Path(stabletrain.__file__).parent}/"
 READERS = {
     "buffers.py:is_huge": "looks at each buffer once, when it is first seen: is it a mask?",
     "stability/guard/written.py:state_is_finite": "looks at the state after a skipped step: is it damaged?",
+    "stability/guard/written.py:update_is_finite": "looks at an update that was run again after a skipped step",
     "stability/guard/written.py:note_start": "looks at the state once, before the first step",
     "stability/guard/update_check.py:judge": "with copies, an update that is not proven is undone before the next step",
     "records.py:count_targets": "counts targets that are still on the host",

@@ -97,6 +97,22 @@ class OwnDeque(Fragile):
         return gradient
 
 
+class Held:
+    """What `InObject` keeps."""
+
+    def __init__(self, moment):
+        self.moment = moment
+
+
+class InObject(Fragile):
+    """Keeps a moment in an object of its own, in its state, as Shampoo does."""
+
+    def direction(self, weight, gradient, state):
+        held = state.setdefault("held", Held(torch.zeros_like(weight)))
+        held.moment = gradient / gradient.norm()
+        return gradient
+
+
 class OwnModule(Fragile):
     """Keeps an average in a module of its own."""
 
@@ -174,6 +190,7 @@ FRAGILE = {
     "squares overflow": Grown,
     "a list of its own": OwnList,
     "a deque of its own": OwnDeque,
+    "a moment in an object": InObject,
     "a module of its own": OwnModule,
     "a number of its own": OwnNumber,
     "a moment in 8 bits": Eight,

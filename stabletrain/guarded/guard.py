@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from stabletrain.buffers import SavedBuffers, buffers_of
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.forensics.handler import IncidentSummary
-from stabletrain.forensics.probes.update import UpdateFault, trace_update
+from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.guarded.agreement import Alone, innermost, together
 from stabletrain.guarded.gradients import BareTensors, trained_parameters, unwrapped
 from stabletrain.guarded.incidents import Incidents, settings
@@ -42,7 +42,7 @@ from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Number, RankPart, Reading, TrainState, Verdict
 from stabletrain.stability.guard import RollbackGuard, SkipGuard
 from stabletrain.stability.guard.comparing import sums
-from stabletrain.stability.guard.copies import Copies, put_back_after
+from stabletrain.stability.guard.copies import Copies
 from stabletrain.stability.guard.recheck import recheck_every as recheck_of
 from stabletrain.stability.guard.update_check import NoUpdateCheck
 from stabletrain.stability.guard.written import note_start, state_is_finite
@@ -569,8 +569,8 @@ class Guard:
         """Runs the optimizer's step again and names what is not finite in it; everything is put back."""
         self._updating = True
         try:
-            with put_back_after(self._model, self._optimizer), self._lowered_rate():
-                return trace_update(self._model, self._optimizer, self._optimizer.step)
+            with self._lowered_rate():
+                return update_fault(self._model, self._optimizer, self._optimizer.step)
         finally:
             self._updating = False
 

@@ -13,7 +13,7 @@ from stabletrain.forensics.agreement import NotInvestigated
 from stabletrain.forensics.handler import IncidentSummary
 from stabletrain.forensics.probes.samples import MOST, bad_samples, describe
 from stabletrain.forensics.probes.underflow import can_underflow
-from stabletrain.forensics.probes.update import UpdateFault, trace_update
+from stabletrain.forensics.probes.update import UpdateFault, update_fault
 from stabletrain.forensics.replay import same_bits
 from stabletrain.forensics.repro import Repro
 from stabletrain.machine.compiling import compiled_shape
@@ -21,7 +21,7 @@ from stabletrain.monitors.rolling import Alarm
 from stabletrain.records import Batch, Reading, Verdict
 from stabletrain.stability.guard.copies import put_back_after
 from stabletrain.stability.guard.recheck import repeats_exactly
-from stabletrain.stability.guard.written import state_is_finite
+from stabletrain.stability.guard.written import state_is_finite, update_is_finite
 from stabletrain.step import InFlight, apply, compute
 from stabletrain.trainer.run import TrainingRun
 
@@ -133,7 +133,7 @@ def verdict_on_machine(
     # The step itself, once more: that costs as much as a step, so it is done for the first skip in a row only.
     if guard.consecutive > 1 or guard.taken_again == reading.step or not repeats_exactly(state.model, run.device):
         return verdict
-    otherwise = update_is_finite(run) if reading.bad_update else comes_out_otherwise(run, executed, reading)
+    otherwise = finite_again(run) if reading.bad_update else comes_out_otherwise(run, executed, reading)
     if not run.parallel.any_rank(otherwise):
         return verdict
     return guard.on_machine_fault(reading.step, guard.reason, damaged=False, otherwise=verdict)
@@ -156,12 +156,12 @@ def comes_out_otherwise(run: TrainingRun, executed: ExecutedStep, reading: Readi
     return not (same_bits(loss, reading.loss) and same_bits(norm, reading.grad_norm))
 
 
-def update_is_finite(run: TrainingRun) -> bool:
+def finite_again(run: TrainingRun) -> bool:
     """Runs an optimizer's step again whose update was undone; returns whether it is finite. Puts everything back."""
     state = run.state
     with put_back_after(state.model, state.optimizer):
         apply(state.optimizer, torch.ones((), dtype=torch.bool, device=run.device))
-        return state_is_finite(state.model, state.optimizer)
+        return update_is_finite(state.model, state.optimizer)
 
 
 def put_back_buffers(run: TrainingRun, executed: ExecutedStep) -> None:
@@ -265,19 +265,17 @@ def update_again(run: TrainingRun, reading: Reading) -> Callable[[], UpdateFault
     if not reading.bad_update:
         return None
     # A step that was taken again has been applied by now, so its second update was finite.
-    return (lambda: None) if reading.applied else partial(update_fault, run)
+    return (lambda: None) if reading.applied else partial(fault_of_update, run)
 
 
-def update_fault(run: TrainingRun) -> UpdateFault | None:
+def fault_of_update(run: TrainingRun) -> UpdateFault | None:
     """Runs the optimizer's step again and names what is not finite in it; puts everything back."""
-    state = run.state
-    with put_back_after(state.model, state.optimizer):
-        opened = torch.ones((), dtype=torch.bool, device=run.device)
+    opened = torch.ones((), dtype=torch.bool, device=run.device)
 
-        def run_update() -> None:
-            apply(state.optimizer, opened)
+    def run_update() -> None:
+        apply(run.state.optimizer, opened)
 
-        return trace_update(state.model, state.optimizer, run_update)
+    return update_fault(run.state.model, run.state.optimizer, run_update)
 
 
 def completed(run: TrainingRun, batch: Batch) -> Batch:

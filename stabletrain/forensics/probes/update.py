@@ -22,7 +22,8 @@ from stabletrain.forensics.trace.recorder import Source
 from stabletrain.forensics.trace.update_recorder import Label, UpdateTrace
 from stabletrain.forensics.trace.values import dense, is_float, leaves, local
 from stabletrain.machine.compiling import uncompiled
-from stabletrain.stability.guard.written import containers, kept_outside, tensors_in
+from stabletrain.stability.guard.copies import put_back_after
+from stabletrain.stability.guard.written import containers, kept_outside, parts_of, tensors_in, update_is_finite
 
 MOST = 8
 """Maximum number of tensors to list."""
@@ -115,6 +116,23 @@ class UpdateFault:
         }
 
 
+def update_fault(model: nn.Module, optimizer: Optimizer, run_update: Callable[[], None]) -> UpdateFault | None:
+    """Runs an optimizer's step again and returns why its result is not finite, as `trace_update`; puts everything back.
+
+    Raises:
+        Exception: the step cannot be recorded, as one over tensors of another library's class, and is not finite.
+    """
+    try:
+        with put_back_after(model, optimizer):
+            return trace_update(model, optimizer, run_update)
+    except Exception:
+        with put_back_after(model, optimizer):
+            run_update()
+            if update_is_finite(model, optimizer):
+                return None
+        raise
+
+
 def trace_update(model: nn.Module, optimizer: Optimizer, run_update: Callable[[], None]) -> UpdateFault | None:
     """Runs an optimizer's step and returns why its result is not finite; None if parameters and moments are finite.
 
@@ -191,7 +209,8 @@ class Subject:
     def tensors(self) -> Iterator[tuple[Tensor, Label]]:
         """All that the step may write, as it is now: parameters with moments, then buffers, and what else it keeps."""
         seen = set[int]()
-        for tensor, label in (*self._of_parameters(), *self._others()):
+        labelled = (*self._of_parameters(), *self._others())
+        for tensor, label in ((part, label) for whole, label in labelled for part in parts_of(whole)):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield tensor, label

@@ -11,14 +11,19 @@ from torch.optim import Optimizer
 
 from stabletrain.buffers import buffers_of
 from stabletrain.machine.determinism import Generators
-from stabletrain.stability.guard.written import attributes_of, containers, own, state_is_finite, tensors_in
+from stabletrain.stability.guard.written import (
+    attributes_of,
+    containers,
+    own,
+    parts_of,
+    tensors_in,
+    update_is_finite,
+    weights_of,
+)
 
 
 class Copies:
-    """Copies of everything that an optimizer's step may write, and of the gradients, which some overwrite.
-
-    Frozen weights are copied only if something is hooked into the step, as an average over them may be.
-    """
+    """Copies of everything that an optimizer's step may write, and of the gradients, which some overwrite."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
@@ -33,8 +38,7 @@ class Copies:
         """Copies the present values, into the memory of the copies before where that fits."""
         before, self._tensors = self._tensors, {}
         self._model, self._optimizer = model, optimizer
-        hooked = any(getattr(optimizer, f"_optimizer_step_{when}_hooks", ()) for when in ("pre", "post"))
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad or hooked]
+        parameters = weights_of(model, optimizer)
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         self._contents = [*containers(optimizer, set())]
         found = [
@@ -44,7 +48,7 @@ class Copies:
         ]
         found += [gradient for _, gradient in self._gradients if gradient is not None]
         old, new = [], []
-        for tensor in found:
+        for tensor in (part for each in found for part in parts_of(each)):
             if id(tensor) in self._tensors:
                 continue
             known, value = before.get(id(tensor)), own(tensor)
@@ -62,7 +66,7 @@ class Copies:
         """Returns whether what the step has written is finite; waits for the device."""
         assert self._model is not None
         assert self._optimizer is not None
-        return state_is_finite(self._model, self._optimizer)
+        return update_is_finite(self._model, self._optimizer)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -93,7 +97,7 @@ def fill(container: Any, contents: Any) -> None:
         container.extend(contents)
     elif isinstance(container, list):
         container[:] = contents
-    elif not isinstance(container, tuple | nn.Module):  # a namespace or a dataclass
+    elif not isinstance(container, tuple | nn.Module):  # an object in the state
         vars(container).clear()
         vars(container).update(contents)
 

@@ -1,12 +1,10 @@
 """What an optimizer's step may write, and whether it is finite."""
 
-import dataclasses
 import math
 from collections import deque
 from collections.abc import Generator, Iterator
 from functools import partial
 from inspect import isroutine
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -42,27 +40,32 @@ def kept_outside(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in own.items() if not (isinstance(value, fixed) or isroutine(value))}
 
 
-def held_by(value: Any) -> dict[Any, Any] | list[Any] | None:
-    """Returns what a container holds, as a new dict or list; None for what is no container."""
+def held_by(value: Any, in_state: bool) -> dict[Any, Any] | list[Any] | None:
+    """Returns what a container holds, as a new dict or list; None for what is no container.
+
+    Objects of other classes are containers in an optimizer's state only: elsewhere they may hold anything.
+    """
     if isinstance(value, Optimizer):
         return attributes_of(value)
     if isinstance(value, nn.Module):
         return {"parameters": value._parameters, "buffers": value._buffers, "modules": value._modules}
-    if isinstance(value, SimpleNamespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
-        return {**getattr(value, "__dict__", {})}
     if isinstance(value, dict):
         return {**value}
-    return [*value] if isinstance(value, list | tuple | set | deque) else None
+    if isinstance(value, list | tuple | set | deque):
+        return [*value]
+    plain = in_state and not isinstance(value, Tensor | type) and not isroutine(value)
+    of_torch = type(value).__module__.partition(".")[0] == "torch"
+    return {**value.__dict__} if plain and not of_torch and hasattr(value, "__dict__") else None
 
 
-def containers(value: Any, seen: set[int]) -> Generator[tuple[Any, dict[Any, Any] | list[Any]]]:
+def containers(value: Any, seen: set[int], in_state: bool = False) -> Generator[tuple[Any, dict[Any, Any] | list[Any]]]:
     """Yields each container in a value, itself included, with what it holds."""
-    if id(value) in seen or (held := held_by(value)) is None:
+    if id(value) in seen or (held := held_by(value, in_state)) is None:
         return
     seen.add(id(value))
     yield value, held
     for each in [*held.keys(), *held.values()] if isinstance(held, dict) else held:
-        yield from containers(each, seen)
+        yield from containers(each, seen, in_state or (isinstance(value, Optimizer) and each is value.state))
 
 
 def tensors_in(held: dict[Any, Any] | list[Any]) -> Iterator[Tensor]:
@@ -77,16 +80,31 @@ def settings_of(optimizer: Optimizer) -> set[int]:
     return {id(each) for group in optimizer.param_groups for each in group.values() if isinstance(each, Tensor)}
 
 
-def written_by(model: nn.Module, optimizer: Optimizer) -> dict[int, Tensor]:
+def weights_of(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """Returns the weights that a step may write: frozen ones only if a hook follows it, as of an average."""
+    hooked = bool(getattr(optimizer, "_optimizer_step_post_hooks", ()))
+    return [parameter for parameter in model.parameters() if parameter.requires_grad or hooked]
+
+
+def written_by(model: nn.Module, optimizer: Optimizer, buffers: bool = True) -> dict[int, Tensor]:
     """Returns the tensors with floating-point values that a step may write, by `id`.
 
     These are weights, the buffers that are judged, and what the optimizer holds besides its settings.
     """
-    found = {id(each): each for each in [*model.parameters(), *buffers_of(model).judged]}
+    found: list[Tensor] = [*weights_of(model, optimizer), *(buffers_of(model).judged if buffers else ())]
     settings = settings_of(optimizer)
     for _, held in containers(optimizer, set()):
-        found.update((id(each), each) for each in tensors_in(held) if id(each) not in settings)
-    return {key: each for key, each in found.items() if each.is_floating_point() or each.is_complex()}
+        found += [each for each in tensors_in(held) if id(each) not in settings]
+    parts = [part for tensor in found for part in parts_of(tensor)]
+    return {id(part): part for part in parts if part.is_floating_point() or part.is_complex()}
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Returns the tensors of which a tensor of another class consists, as one of 8 bits and its scales; else itself."""
+    if hasattr(tensor, "to_local") or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # ty: ignore[not-callable]
+    return [part for name in names for part in parts_of(getattr(tensor, name))]
 
 
 def as_dense(tensor: Tensor) -> Tensor | None:
@@ -117,14 +135,14 @@ def extremes(tensors: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def all_finite(model: nn.Module, optimizer: Optimizer, device: torch.device) -> Bool[Tensor, ""]:
+def all_finite(model: nn.Module, optimizer: Optimizer, device: torch.device, buffers: bool = True) -> Bool[Tensor, ""]:
     """Returns whether all values that a step may write are finite; on `device`, without a host read.
 
     A tensor that held an infinity before the first step may hold some, but no NaN.
     """
     judged: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
     infinite = _INFINITE.get(optimizer, {})
-    for key, tensor in written_by(model, optimizer).items():
+    for key, tensor in written_by(model, optimizer, buffers).items():
         if (dense := as_dense(tensor)) is not None:
             may = key in infinite and infinite[key]() is tensor
             judged.setdefault((dense.device, dense.dtype, may), []).append(dense)
@@ -139,13 +157,21 @@ def numbers_are_finite(optimizer: Optimizer) -> bool:
     """Returns whether no number in an optimizer's state, which it counts in Python, is NaN."""
     return not any(
         isinstance(each, float) and math.isnan(each)
-        for _, held in containers(optimizer.state, set())
+        for _, held in containers(optimizer.state, set(), in_state=True)
         for each in (held.values() if isinstance(held, dict) else held)
     )
 
 
 def state_is_finite(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Returns whether weights, buffers and moments are finite; waits for the device."""
+    """Returns whether weights and moments are finite; waits for the device.
+
+    Buffers are left out: the forward pass of a later step may have written them.
+    """
+    return bool(all_finite(model, optimizer, next(model.parameters()).device, buffers=False))
+
+
+def update_is_finite(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Returns whether all that an update has just written is finite; waits for the device."""
     return bool(all_finite(model, optimizer, next(model.parameters()).device))
 
 
