@@ -114,7 +114,10 @@ class Attached:
         recorded: whether the loop tells of its micro-batches with `record`, so that forward calls are not recorded.
         watching: whether forward calls are recorded; off while they are run again.
         unclipped: norms of the gradients from before the loop clipped them; None if unknown.
+        run_own_step: the optimizer's own step.
     """
+
+    run_own_step: Callable[[], Any]
 
     def __init__(
         self,
@@ -246,6 +249,7 @@ class Attached:
 
     def _stepping(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the optimizer's new step."""
+        self.run_own_step = inner
 
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
             optimizer._opt_called = True  # ty: ignore[missing-attribute]  a scheduler asks for it

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from stabletrain.buffers import buffers_of
 from stabletrain.errors import ConfigError
 from stabletrain.guarded.attach import Attached, InStep
 from stabletrain.guarded.gradients import gradients, measure
@@ -143,8 +144,20 @@ class AttachedGuard(Guard):
             yield
         if not self._stays(kept):
             begun, reading = self._pending
+            begun.after_forward = buffers_of(self._model).save()
             self._pending = begun, reading._replace(applied=False, bad_update=True)
         self._end()
+
+    def _apply(self) -> bool:
+        """Applies the loop's update once more, after one that was undone; returns whether it stays."""
+        kept = self._copies()
+        with undone_if_raised(kept), self._lowered_rate():
+            self._run_own_step()
+        return self._stays(kept)
+
+    def _run_own_step(self) -> None:
+        """Runs the optimizer's step as it was before `attach`."""
+        self._attached.run_own_step()
 
     def _end(self) -> None:
         """Judges the step, after its update was applied or withheld, and follows the verdict."""

@@ -538,11 +538,10 @@ class Guard:
         return verdict
 
     def _can_take_again(self, begun: Begun, reading: Reading) -> bool:
-        """Returns whether the step can run again: on one rank, by closures that have not changed their batches."""
-        if not self.updates or self._agreement.ranks.distributed:
-            return False
-        changed = any(tensor._version != version for tensor, version in begun.versions)
-        return reading.bad_update or not changed
+        """Returns whether the step can be taken again: the update, or closures that have not changed their batches."""
+        if self._agreement.ranks.distributed or reading.bad_update:
+            return not self._agreement.ranks.distributed
+        return self.updates and not any(tensor._version != version for tensor, version in begun.versions)
 
     def _subject(self, begun: Begun, reading: Reading) -> LoopSubject:
         """Collects what an investigation of the step needs."""
@@ -570,9 +569,13 @@ class Guard:
         self._updating = True
         try:
             with self._lowered_rate():
-                return update_fault(self._model, self._optimizer, self._optimizer.step)
+                return update_fault(self._model, self._optimizer, self._run_own_step)
         finally:
             self._updating = False
+
+    def _run_own_step(self) -> None:
+        """Runs the optimizer's step, without judging it."""
+        self._optimizer.step()
 
     def _gap(self, begun: Begun) -> str:
         """Returns why the closures do not compute the loop's own loss; empty if they do."""

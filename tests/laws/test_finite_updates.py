@@ -207,17 +207,19 @@ def spoilt_once(calls, spoilt):
 
 
 @pytest.mark.parametrize("incidents", [0, 4])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_an_update_that_is_bad_once_is_applied_with_the_same_gradients_and_random_numbers(tmp_path, scaled, incidents):
+@pytest.mark.parametrize("door", ["step", "step with a scaler", "update", "attach", "attach with a scaler"])
+def test_an_update_that_is_bad_once_is_applied_with_the_same_gradients_and_random_numbers(tmp_path, door, incidents):
     def run(spoilt):
         torch.manual_seed(0)
         model = Net()
         optimizer = spoilt_once([], spoilt)(model.parameters(), lr=0.01)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) if scaled else None
-        folder = tmp_path / str(spoilt)
-        guard = Guard(model, optimizer, folder=folder, scaler=scaler, max_incidents=incidents)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) if "scaler" in door else None
+        options = {"folder": tmp_path / str(spoilt), "scaler": scaler, "max_incidents": incidents}
+        guard = (Guard.attach if "attach" in door else Guard)(model, optimizer, **options)
+        if "attach" in door:
+            guard.scaler = scaler
         for x, y in batches(5):
-            step_of(guard, model, optimizer, x, y)
+            DOORS[door.removesuffix(" with a scaler") if "step" in door else door](guard, model, optimizer, x, y)
         return bits(model, optimizer), guard, scaler and scaler.state_dict()
 
     clean, _, scale = run(0)
