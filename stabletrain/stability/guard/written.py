@@ -19,6 +19,9 @@ from stabletrain.stability.optimizers.closed import note_largest_weight
 NOT_WRITTEN = ("defaults", "_step_supports_amp_scaling", "grad_scale", "found_inf")
 """Attributes that an optimizer's step does not write, besides its hooks."""
 
+OF_ALL = frozenset(vars(torch.optim.SGD([torch.zeros(())], lr=0.0)))
+"""Attributes that PyTorch gives to every optimizer."""
+
 _INFINITE: "WeakKeyDictionary[Optimizer, dict[int, ref[Tensor]]]" = WeakKeyDictionary()
 """Tensors that held an infinity before the first step, by `id`: a mask of -inf, a best loss so far."""
 
@@ -34,9 +37,8 @@ def kept_outside(optimizer: Optimizer) -> dict[str, Any]:
 
     Snapshots and checkpoints do not have them, so that a replay from one need not give the same bits.
     """
-    of_all = vars(torch.optim.SGD([torch.zeros(())], lr=0.0)).keys()
     fixed = str | bool | tuple | type | partial | None
-    own = {name: value for name, value in attributes_of(optimizer).items() if name not in of_all}
+    own = {name: value for name, value in attributes_of(optimizer).items() if name not in OF_ALL}
     return {name: value for name, value in own.items() if not (isinstance(value, fixed) or isroutine(value))}
 
 
