@@ -117,8 +117,6 @@ class Attached:
         run_own_step: the optimizer's own step.
     """
 
-    run_own_step: Callable[[], Any]
-
     def __init__(
         self,
         model: nn.Module,
@@ -136,6 +134,7 @@ class Attached:
         self._went_back, self._before = False, begin()
         self._seen: list[Tensor] = []
         self.unclipped: GradNorms | None = None
+        self.run_own_step: Callable[[], Any] = optimizer.step
         self._undo = [
             model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True).remove,
             model.register_forward_hook(Hook(self._after_forward)).remove,
@@ -249,7 +248,6 @@ class Attached:
 
     def _stepping(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the optimizer's new step."""
-        self.run_own_step = inner
 
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
             optimizer._opt_called = True  # ty: ignore[missing-attribute]  a scheduler asks for it

@@ -124,7 +124,7 @@ class AttachedGuard(Guard):
         if not recorded:
             loss = loss + seen.to(loss.device)
         unclipped, changed = attached.norms_before_clipping, self._changed(begun)
-        reading = self._judged(loss.detach(), unclipped=unclipped, changed=changed)
+        reading = self._judged(self._step + 1, loss.detach(), unclipped=unclipped, changed=changed)
         spread = not recorded and not math.isfinite(reading.grad_norm) and not self.skipped
         if spread and all(not bool(each.isfinite().all()) for each in found):
             self._incidents.note(CLIPPED)

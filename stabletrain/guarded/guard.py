@@ -287,7 +287,7 @@ class Guard:
             raise ConfigError("no parameter of the optimizer got a gradient: does the loss come from this model?")
         loss = sum(begun.losses[1:], begun.losses[0])
         changed, recheck = self._changed(begun), self._repeat(begun)
-        self._settle(begun, self._judged(loss, changed=changed, recheck=recheck))
+        self._settle(begun, self._judged(self._step + 1, loss, changed=changed, recheck=recheck))
         return loss
 
     def _repeat(self, begun: Begun) -> Number:
@@ -360,9 +360,7 @@ class Guard:
         first, second = self._run_again(begun), self._run_again(begun)
         loss = sum(begun.losses[1:], begun.losses[0])
         differs = torch.full((), 0.0 if torch.equal(first, second) else math.inf, device=self._device)
-        self._step -= 1
-        again = self._judged(loss, recheck=differs)
-        self._step += 1
+        again = self._judged(reading.step, loss, recheck=differs)
         self._conclude(begun, self._applied(begun, again))
 
     def _run_again(self, begun: Begun) -> Tensor:
@@ -450,10 +448,10 @@ class Guard:
         self._states.lengths = [*lengths.after(before, summed).values()]
         return True
 
-    def _judged(self, loss: Tensor, **numbers: Any) -> Reading:
+    def _judged(self, step: int, loss: Tensor, **numbers: Any) -> Reading:
         """Returns the reading of the step that was just computed; the arguments are those of `Judge`."""
         unproven = bool(self._policy.update_check.why(self._optimizer))
-        return self._judge(self._step + 1, loss, self._parameters, unproven=unproven, **numbers)
+        return self._judge(step, loss, self._parameters, unproven=unproven, **numbers)
 
     def _copies(self) -> Copies | None:
         """Returns copies of what the update may write, to check and undo it; None if it needs no check."""

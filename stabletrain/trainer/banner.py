@@ -12,7 +12,7 @@ from torch import nn
 from stabletrain.config.arguments import SWEEP, Arguments, key_of, program
 from stabletrain.models.sampling import generate
 from stabletrain.parallel.ranks import Ranks, current_ranks, run_on_main
-from stabletrain.stability.guard.recheck import repeats_exactly
+from stabletrain.stability.guard.update_check import replays_exactly
 from stabletrain.stability.guard.written import kept_outside
 from stabletrain.trainer.contract import context_length
 
@@ -99,14 +99,14 @@ def update_note(guard: Any, state: Any) -> str:
     why = guard.update_check.why(state.optimizer)
     if not why:
         return ""
-    device, outside = next(state.model.parameters()).device, kept_outside(state.optimizer)
-    replays_exactly = repeats_exactly(state.model, device) and not outside
-    if (guard.states.steps or guard.states.due(state.step)) and replays_exactly:
+    device = next(state.model.parameters()).device
+    keeps_states = guard.states.steps or guard.states.due(state.step)
+    if keeps_states and replays_exactly(state.model, state.optimizer, device):
         return f"updates are checked, because {why}; one that is not finite is undone by a replay from a snapshot"
     trained = [each for each in state.model.parameters() if each.requires_grad]
     size = 2 * sum(each.numel() * each.element_size() for each in trained) / 1e6
     note = f"updates are checked, because {why}; copies of weights, gradients ({size:,.0f} MB) and moments are kept"
-    lost = [name for name, value in outside.items() if not isinstance(value, int | float)]
+    lost = [name for name, value in kept_outside(state.optimizer).items() if not isinstance(value, int | float)]
     return (
         f"{note}; a rollback or a resume does not restore its {', '.join(lost)}: keep them in `state`" if lost else note
     )

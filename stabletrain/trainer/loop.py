@@ -16,9 +16,9 @@ from stabletrain.errors import Interrupted, TrainingHalted
 from stabletrain.machine.signals import NoStopRequest, StopRequest
 from stabletrain.parallel.failure_report import as_rank_lost
 from stabletrain.records import Reading, Verdict
-from stabletrain.stability.guard.recheck import repeats_exactly
 from stabletrain.stability.guard.skip import BAD_UPDATE, CHANGED
-from stabletrain.stability.guard.written import kept_outside, note_start
+from stabletrain.stability.guard.update_check import replays_exactly
+from stabletrain.stability.guard.written import note_start
 from stabletrain.step import commit, compute
 from stabletrain.trainer.ending import best_path, check_updated, remarks
 from stabletrain.trainer.evaluate import evaluate
@@ -84,7 +84,7 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
     throughput = Throughput(run.history, run.parallel.ranks.world_size)
     executed: ExecutedStep | None = None
     first = state.step + 1
-    replays_exactly = repeats_exactly(state.model, run.device) and not kept_outside(state.optimizer)
+    can_replay = replays_exactly(state.model, state.optimizer, run.device)
     taking_again = False
     note_start(state.model, state.optimizer)
     # The guard needs one state to go back to before the first update.
@@ -114,7 +114,7 @@ def training_loop(run: TrainingRun, stop_request: StopRequest | NoStopRequest) -
                 )
             # If a replay from a snapshot in memory can undo a bad update, nothing is copied before it is applied.
             check = guard.update_check
-            check.copies = check.failed or not (replays_exactly and rollback.snapshots.reaches(state.step))
+            check.copies = check.failed or not (can_replay and rollback.snapshots.reaches(state.step))
             # Clip and update, or skip. The numbers are copied to the host in the background.
             in_flight = commit(state, computed, run.tools)
             executed = ExecutedStep(in_flight, batch, computed.classes, computed.saved_buffers)

@@ -51,7 +51,7 @@ def bits(model, optimizer):
     """All bits of weights, buffers and the optimizer's state, and the state's keys."""
     inner = getattr(optimizer, "inner", optimizer)
     state = {
-        (number, key): value.double() if isinstance(value, torch.Tensor) else value
+        (number, key): value.to(torch.double, copy=True) if isinstance(value, torch.Tensor) else value
         for number, each in enumerate(model.parameters())
         for key, value in inner.state.get(each, {}).items()
     }
@@ -278,6 +278,7 @@ def test_what_a_hook_writes_is_judged_and_undone(tmp_path):
         ("a number of its own", "'scale' of first.weight is nan after the step: a number that is computed in Python"),
         ("a moment in 8 bits", "aten._to_copy for first.weight (update, float8_e5m2)"),
         ("a hook", "aten.mul_ for average"),
+        ("a hook on a complex buffer", "aten.mul_ for average"),
     ],
 )
 def test_what_is_outside_of_the_optimizers_state_is_named(tmp_path, name, told):
@@ -285,7 +286,9 @@ def test_what_is_outside_of_the_optimizers_state_is_named(tmp_path, name, told):
     model = Net()
     model.register_buffer("average", torch.full((2,), 1e10))
     optimizer = FRAGILE.get(name, torch.optim.AdamW)(model.parameters())
-    if name == "a hook":
+    if "complex" in name:
+        model.average = model.average.to(torch.complex64)
+    if "hook" in name:
         optimizer.register_step_post_hook(lambda *_: model.average.mul_(1e30))
     guard = Guard(model, optimizer, folder=tmp_path)
     step_of(guard, model, optimizer, *batches(1)[0])

@@ -218,8 +218,10 @@ class Subject:
     def _others(self) -> Iterator[tuple[Tensor, Label]]:
         """Frozen parameters, buffers, and tensors that the optimizer keeps outside of its state."""
         frozen = ((each, Label("parameter", name)) for name, each in self.model.named_parameters())
-        judged = {id(each) for each in buffers_of(self.model).judged}
-        buffers = ((each, Label("buffer", name)) for name, each in self.model.named_buffers() if id(each) in judged)
+        # By their memory: a complex buffer is judged as a real tensor that shares it.
+        judged = {each.data_ptr() for each in buffers_of(self.model).judged}
+        named = self.model.named_buffers()
+        buffers = ((each, Label("buffer", name)) for name, each in named if each.data_ptr() in judged)
         yield from (*frozen, *buffers)
         for name, value in kept_outside(self.optimizer).items():
             for tensor in [value] if isinstance(value, Tensor) else tensors_inside(value):

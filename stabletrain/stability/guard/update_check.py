@@ -19,8 +19,14 @@ from torch.optim import Optimizer
 from stabletrain.protocols import Tools
 from stabletrain.records import Number, TrainState
 from stabletrain.stability.guard.copies import Copies
-from stabletrain.stability.guard.written import all_finite
+from stabletrain.stability.guard.recheck import repeats_exactly
+from stabletrain.stability.guard.written import all_finite, kept_outside
 from stabletrain.stability.optimizers.closed import after_update_is_proven, clipping_is_proven, why_unproven
+
+
+def replays_exactly(model: nn.Module, optimizer: Optimizer, device: torch.device) -> bool:
+    """Returns whether steps that are replayed from a snapshot give the same bits, the optimizer's among them."""
+    return repeats_exactly(model, device) and not kept_outside(optimizer)
 
 
 class Unchecked:

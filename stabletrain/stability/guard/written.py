@@ -19,7 +19,7 @@ from stabletrain.stability.optimizers.closed import note_largest_weight
 NOT_WRITTEN = ("defaults", "_step_supports_amp_scaling", "grad_scale", "found_inf")
 """Attributes that an optimizer's step does not write, besides its hooks."""
 
-OF_ALL = frozenset(vars(torch.optim.SGD([torch.zeros(())], lr=0.0)))
+GIVEN_TO_ALL = frozenset(vars(torch.optim.SGD([torch.zeros(())], lr=0.0)))
 """Attributes that PyTorch gives to every optimizer."""
 
 _INFINITE: "WeakKeyDictionary[Optimizer, dict[int, ref[Tensor]]]" = WeakKeyDictionary()
@@ -38,11 +38,11 @@ def kept_outside(optimizer: Optimizer) -> dict[str, Any]:
     Snapshots and checkpoints do not have them, so that a replay from one need not give the same bits.
     """
     fixed = str | bool | tuple | type | partial | None
-    own = {name: value for name, value in attributes_of(optimizer).items() if name not in OF_ALL}
+    own = {name: value for name, value in attributes_of(optimizer).items() if name not in GIVEN_TO_ALL}
     return {name: value for name, value in own.items() if not (isinstance(value, fixed) or isroutine(value))}
 
 
-def held_by(value: Any, in_state: bool) -> dict[Any, Any] | list[Any] | None:
+def contents_of(value: Any, in_state: bool) -> dict[Any, Any] | list[Any] | None:
     """Returns what a container holds, as a new dict or list; None for what is no container.
 
     Objects of other classes are containers in an optimizer's state only: elsewhere they may hold anything.
@@ -61,8 +61,8 @@ def held_by(value: Any, in_state: bool) -> dict[Any, Any] | list[Any] | None:
 
 
 def containers(value: Any, seen: set[int], in_state: bool = False) -> Generator[tuple[Any, dict[Any, Any] | list[Any]]]:
-    """Yields each container in a value, itself included, with what it holds."""
-    if id(value) in seen or (held := held_by(value, in_state)) is None:
+    """Yields a value and the values inside it that hold others, each with what it holds."""
+    if id(value) in seen or (held := contents_of(value, in_state)) is None:
         return
     seen.add(id(value))
     yield value, held

@@ -58,6 +58,7 @@ adds grows with the matrix. With eps=1e-30, a gradient of 1e-25 makes weights Na
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -77,6 +78,8 @@ ROUNDOFF = {torch.float64: 2.0**-21, torch.float32: 2.0**-21, torch.bfloat16: 2.
 
 fp16 is missing: its smallest number is 6e-8, so eps=1e-8 and squares of gradients below 2e-4 are 0.
 """
+
+DTYPE = attrgetter("dtype")
 
 LARGEST_SPREAD = 1e6
 """Bound of `spread`: AdamW's update is then at most lr * 1640 / (1 - beta1)."""
@@ -98,7 +101,7 @@ MUON: tuple[Range, ...] = (("lr", 0.0, 1e3), ("momentum", 0.0, 1.0), ("weight_de
 def why_unproven(optimizer: Optimizer) -> str:
     """Returns why an optimizer's next step may leave finite values; empty if it is proven that it cannot.
 
-    The module's docstring has the proof and what it assumes. Reads no tensor's values, and takes a few microseconds.
+    The module's docstring has the proof and what it assumes. Reads no tensor's values, and takes 0.1 us a parameter.
     """
     check = PROVEN.get(type(optimizer))
     if check is None:
@@ -131,16 +134,15 @@ LARGEST_START = 1e17
 
 _LARGEST_WEIGHT: "WeakKeyDictionary[Optimizer, float]" = WeakKeyDictionary()
 
-Seen = tuple[int, frozenset[int], frozenset[torch.dtype]]
+Seen = tuple[list[int], list[torch.dtype]]
 
 _LOOKED_AT: "WeakKeyDictionary[Optimizer, tuple[list[Seen], str, list[float]]]" = WeakKeyDictionary()
-"""What `look_at_parameters` found, with the `seen_of` that it holds for: looking takes 0.2 us a parameter."""
+"""What `look_at_parameters` found, with the `seen_of` that it holds for: looking takes longer."""
 
 
 def seen_of(group: Group) -> Seen:
     """Returns what changes if other parameters are in a group, or if one gets another dtype."""
-    parameters = group["params"]
-    return id(parameters), frozenset(map(id, parameters)), frozenset([each.dtype for each in parameters])
+    return [*map(id, group["params"])], [*map(DTYPE, group["params"])]
 
 
 def look_at_parameters(optimizer: Optimizer) -> tuple[str, list[float]]:
