@@ -143,11 +143,11 @@ class Eight(Fragile):
 
 
 class Swapped(Fragile):
-    """Gives weights the memory of a moment."""
+    """Gives weights the memory of a moment, and divides by 0 from the second step on."""
 
     def direction(self, weight, gradient, state):
         weight.data = state["m"]
-        return gradient / gradient.norm()
+        return gradient / (state["t"] < 2)
 
 
 class Expanded(Fragile):

@@ -258,16 +258,18 @@ def test_what_a_hook_writes_is_judged_and_undone(tmp_path):
     model.register_buffer("average", torch.ones(2))
     model.target = nn.Parameter(torch.ones(2), requires_grad=False)
     for written in (model.average, model.target):
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(each for each in model.parameters() if each.requires_grad)
         guard = Guard(model, optimizer, folder=tmp_path, max_incidents=0)
-        with torch.no_grad():
-            optimizer.register_step_post_hook(lambda *_, written=written: written.mul_(1e30))
-            for number, (x, y) in enumerate(batches(3)):
-                before = bits(model, optimizer)
-                with torch.enable_grad():
-                    step_of(guard, model, optimizer, x, y)
-                assert unchanged_or_finite(before, bits(model, optimizer))
-                assert guard.last.applied == (number == 0)
+        # Its square is finite before the second step, so that only this step's own value closes the gate.
+        factors = [1e15]
+        optimizer.register_step_post_hook(lambda *_, w=written, f=factors: w.data.mul_(f[0]))
+        for number, (x, y) in enumerate(batches(3)):
+            before = bits(model, optimizer)
+            step_of(guard, model, optimizer, x, y)
+            assert unchanged_or_finite(before, bits(model, optimizer))
+            assert guard.last.applied == (number == 0)
+            assert guard.last.bad_update == (number > 0)
+            factors[0] = 1e30
 
 
 @pytest.mark.parametrize(
