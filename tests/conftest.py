@@ -9,6 +9,8 @@ import torch
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 
+from tests import typechecks
+
 torch.set_num_threads(1)
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA reads it only once, on its first use
 
@@ -18,6 +20,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     tiers = parser.getgroup("tiers").addoption
     tiers("--all", action="store_true", help="run the slow tests too")
     tiers("--slow", action="store_true", help="run only the slow tests: what --all adds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has the fast tests check types and shapes; the slow ones, which have more cases of the same code, run as users do."""
+    if not config.getoption("--slow"):
+        typechecks.install("stabletrain")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

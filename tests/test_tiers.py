@@ -5,9 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import pytest
+import torch
+from beartype.roar import BeartypeCallHintViolation
+from jaxtyping import TypeCheckError
 
+from stabletrain.machine.hardware import devices
+from stabletrain.stability.objective.cross_entropy import z_loss
 from tests import forkserver
 from tests.conftest import is_slow
 from tests.runs import python
@@ -19,6 +25,16 @@ def test_a_condition_keeps_some_cases_fast(request, number):
     assert is_slow(request.node) == (number == 2)
     if not request.config.getoption("--all"):
         assert is_slow(request.node) == request.config.getoption("--slow")
+
+
+@pytest.mark.slow(unless=lambda checked: checked)
+@pytest.mark.parametrize("checked", [True, False])
+def test_types_and_shapes_are_checked_in_the_fast_tier(request, checked):
+    if not checked and request.config.getoption("--all"):
+        pytest.skip("with --all, the slow tests check types and shapes too")
+    for call in (lambda: devices("1"), lambda: z_loss(torch.zeros(2, 3, 4), 0.1)):
+        with pytest.raises((BeartypeCallHintViolation, TypeCheckError)) if checked else nullcontext():
+            call()
 
 
 SCRIPT = """

@@ -1,0 +1,49 @@
+"""Checks the types and shapes that the package's functions declare, while the fast tier runs.
+
+Every function is checked by beartype. Those that declare a shape are also checked by jaxtyping, which binds the arguments
+of each call anew, and so would make the others many times slower.
+"""
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, ForwardRef, get_args
+
+import jaxtyping
+from beartype import BeartypeConf, beartype
+
+typechecked = beartype(conf=BeartypeConf(is_pep484_tower=True))
+"""Beartype as the tests use it: an int is also a float, as PEP 484 has it."""
+
+WITH_SHAPES = jaxtyping.jaxtyped
+
+
+def install(package: str) -> None:
+    """Checks each module of a package that is imported from now on."""
+    jaxtyping.jaxtyped = jaxtyped_where_shapes_are
+    jaxtyping.install_import_hook(package, f"{__name__}.typechecked")
+
+
+def jaxtyped_where_shapes_are(function: Any = None, /, *, typechecker: Any = None) -> Any:
+    """Stands for `jaxtyping.jaxtyped`: leaves a function without shapes to the type checker alone."""
+    if function is None:
+        return lambda function: jaxtyped_where_shapes_are(function, typechecker=typechecker)
+    # Not where a function is inside another: an optimizer's step may be one, and closed.py knows jaxtyping's wrapper only.
+    plain = isinstance(function, FunctionType) and "<locals>" not in function.__qualname__
+    if typechecker is not None and plain and not has_shapes(function):
+        return typechecked(function)
+    return WITH_SHAPES(function, typechecker=typechecker)
+
+
+def has_shapes(function: Callable) -> bool:
+    """Returns whether an argument or the result of a function is declared with a shape."""
+    return any(is_shape(each) for each in inspect.get_annotations(function).values())
+
+
+def is_shape(annotation: Any) -> bool:
+    """Returns whether a type is one of jaxtyping's, or has one as an argument; one in quotes may be any."""
+    if isinstance(annotation, str | ForwardRef):
+        return True
+    if isinstance(annotation, type) and issubclass(annotation, jaxtyping.AbstractArray):
+        return True
+    return any(is_shape(each) for each in get_args(annotation) if each is not annotation)
