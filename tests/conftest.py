@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has the fast tests check types and shapes; the slow ones, which have more cases of the same code, run as users do."""
+    """Has fast tests check types and shapes; the slow ones, more cases of the same code, run it as users do."""
     if not config.getoption("--slow"):
         typechecks.install("stabletrain")
 

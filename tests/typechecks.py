@@ -1,7 +1,7 @@
 """Checks the types and shapes that the package's functions declare, while the fast tier runs.
 
-Every function is checked by beartype. Those that declare a shape are also checked by jaxtyping, which binds the arguments
-of each call anew, and so would make the others many times slower.
+Every function is checked by beartype. Those that declare a shape are also checked by jaxtyping, which binds the
+arguments of each call anew, and so would make the others many times slower.
 """
 
 import inspect
@@ -28,7 +28,7 @@ def jaxtyped_where_shapes_are(function: Any = None, /, *, typechecker: Any = Non
     """Stands for `jaxtyping.jaxtyped`: leaves a function without shapes to the type checker alone."""
     if function is None:
         return lambda function: jaxtyped_where_shapes_are(function, typechecker=typechecker)
-    # Not where a function is inside another: an optimizer's step may be one, and closed.py knows jaxtyping's wrapper only.
+    # Not a function inside another: it may be an optimizer's step, and closed.py knows jaxtyping's wrapper only.
     plain = isinstance(function, FunctionType) and "<locals>" not in function.__qualname__
     if typechecker is not None and plain and not has_shapes(function):
         return typechecked(function)
