@@ -2,14 +2,11 @@
 
 import inspect
 import os
-import pickle
 
 import pytest
 import torch
-from hydra import compose
-from hydra.core.global_hydra import GlobalHydra
 
-from tests import typechecks
+from tests import composing, typechecks
 
 torch.set_num_threads(1)
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA reads it only once, on its first use
@@ -62,20 +59,7 @@ def _global_state():
 
 @pytest.fixture(autouse=True, scope="session")
 def _compose_once():
-    """Composes the same overrides once per process, because Hydra takes longer than the steps of a small run.
-
-    Each call returns a configuration of its own. Commands that are started as processes compose as they do for users.
-    """
-    known = {}
-
-    def compose_once(name, overrides, **options):
-        places = (os.getcwd(), str(GlobalHydra.instance().config_loader().get_search_path()))
-        given = (name, *overrides, *options.items(), *places)
-        if given not in known:
-            known[given] = pickle.dumps(compose(name, overrides, **options))
-        return pickle.loads(known[given])
-
+    """Has Hydra keep what it read and merged."""
     with pytest.MonkeyPatch.context() as patch:
-        for user in ("benchmarks.runs", "stabletrain.config.checks", "stabletrain.cli.replay"):
-            patch.setattr(f"{user}.compose", compose_once)
+        composing.remember(patch)
         yield

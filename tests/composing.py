@@ -1,0 +1,40 @@
+"""Composes the same options once per process, because Hydra takes longer for it than the steps of a small run.
+
+What is kept is the result of reading and merging the YAML files, for each choice of options. Values that are typed for
+single keys are applied by Hydra each time, with all that follows. Commands that are started as processes compose as
+they do for users.
+"""
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hydra._internal import config_loader_impl
+from hydra._internal.defaults_list import Overrides, create_defaults_list
+
+merge = config_loader_impl.ConfigLoaderImpl._compose_config_from_defaults_list
+
+
+def remember(patch: pytest.MonkeyPatch) -> None:
+    """Has Hydra keep, in this process, what it read and merged."""
+    lists, merged = {}, {}
+
+    def defaults_once(repo: Any, config_name: Any, overrides_list: Any, **how: bool) -> Any:
+        """Stands for `create_defaults_list`."""
+        values = Overrides(repo, overrides_list).config_overrides
+        choices = [each for each in overrides_list if not any(each is value for value in values)]
+        files = [str(source) for source in repo.get_sources()]
+        given = (config_name, *(each.input_line for each in choices), *files, *how.items())
+        if given not in lists:
+            lists[given] = create_defaults_list(repo, config_name, choices, **how)
+        return replace(lists[given], config_overrides=values)
+
+    def merged_once(loader: Any, defaults: Any, repo: Any) -> Any:
+        """Stands for `_compose_config_from_defaults_list`; `defaults` is one of the lists that are kept."""
+        if id(defaults) not in merged:
+            merged[id(defaults)] = pickle.dumps(merge(loader, defaults, repo))
+        return pickle.loads(merged[id(defaults)])
+
+    patch.setattr(config_loader_impl, "create_defaults_list", defaults_once)
+    patch.setattr(config_loader_impl.ConfigLoaderImpl, "_compose_config_from_defaults_list", merged_once)

@@ -1,0 +1,38 @@
+"""What tests keep of Hydra's work is what Hydra composes."""
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException, MissingConfigException
+from omegaconf import OmegaConf
+
+from tests import composing
+from tests.runs import CONF
+
+LINES = [
+    [],
+    ["steps=7", "optimizer.lr=1e-3"],
+    ["precision=bf16", "stability=full", "guard.window=30"],
+    ["experiment=gpt2_tokens", "data.path=there", "clipping=adagc"],
+    ["model=resnet20", "data=digits", "hydra.run.dir=elsewhere"],
+    ["+optimizer.mine=3", "++steps=9", "~label_smoothing"],
+]
+REFUSED = [["precision=bf17"], ["stepps=3"], ["+precision=bf16"], ["optimizer.lr.x=3"]]
+
+
+def composed(overrides):
+    """Returns a configuration as Hydra composes it, without what it interpolates, or the error."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        try:
+            return OmegaConf.to_container(compose("config", overrides, return_hydra_config=True))
+        except (ConfigCompositionException, MissingConfigException) as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("overrides", [*LINES, *REFUSED], ids=" ".join)
+def test_what_is_kept_is_what_hydra_composes(monkeypatch, overrides):
+    kept, again = composed(overrides), composed(overrides)
+    loader = composing.config_loader_impl
+    monkeypatch.setattr(loader, "create_defaults_list", composing.create_defaults_list)
+    monkeypatch.setattr(loader.ConfigLoaderImpl, "_compose_config_from_defaults_list", composing.merge)
+    assert kept == again == composed(overrides)
+    assert isinstance(kept, str) == (overrides in REFUSED)
