@@ -20,6 +20,7 @@ from stabletrain.config.arguments import SWEEP, Arguments, check_folders, job_ov
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import unknown_option
 from stabletrain.config.jobs import run_as_job
+from stabletrain.config.trust import OPTION, accepting
 from stabletrain.errors import ConfigError, TrainingHalted
 from stabletrain.machine.signals import NoStopRequest
 from stabletrain.parallel.ranks import current_ranks
@@ -57,6 +58,7 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
     Args:
         overrides: `group=option` and `key=value`, as on the command line. Without `hydra.run.dir` the run folder is
             `outputs/<date>/<time>` in the working folder. `resume=auto` continues the newest run of these overrides.
+            `--trust` among them accepts the code that the record of a resumed run from elsewhere names.
         config_dir: a folder with config groups of your own, as `--config-dir`.
 
     Raises:
@@ -67,7 +69,9 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
         raise ConfigError(f"overrides={overrides!r} is one string: write a list, [{overrides!r}]")
     if current_ranks().launched:
         raise ConfigError("stabletrain.train trains in one process: for several ranks, torchrun -m stabletrain train")
-    typed = [*map(str, overrides), *([] if config_dir is None else ["--config-dir", str(config_dir)])]
+    trusts = OPTION in overrides
+    typed = [str(each) for each in overrides if each != OPTION]
+    typed += [] if config_dir is None else ["--config-dir", str(config_dir)]
     conf = conf_folder()
     if (message := unknown_option(typed, conf)) is not None:
         raise ConfigError(message)
@@ -77,8 +81,9 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
             f"{min(unfit)}: stabletrain.train trains one run: call it in a loop, or use stabletrain train"
         )
     check_folders(arguments)
-    resolved = resolve_resume(arguments)
-    with called(typed, [*resolved.options, *resolved.overrides]):
+    with accepting(trusts):
+        resolved = resolve_resume(arguments)
+    with accepting(trusts), called(typed, [*resolved.options, *resolved.overrides]):
         return job_of(resolved, conf)
 
 
@@ -109,7 +114,7 @@ def train_or_skip(cfg: DictConfig, folder: Path) -> None:
         raise
 
 
-def load(path: str | Path, *, best: bool = False, device: str = "cpu") -> "nn.Module":
+def load(path: str | Path, *, best: bool = False, device: str = "cpu", trust: bool = False) -> "nn.Module":
     """Returns the trained model of a run, in eval mode, with its parameters in fp32.
 
     Args:
@@ -118,6 +123,7 @@ def load(path: str | Path, *, best: bool = False, device: str = "cpu") -> "nn.Mo
             folder that `stabletrain export --to safetensors` has written.
         best: take the healthy checkpoint with the lowest validation loss instead of the newest.
         device: `cpu`, `cuda`, `cuda:N`, or `auto` for what training would use.
+        trust: whether to run the code that the configuration of a folder from elsewhere names, as `--trust` does.
 
     Raises:
         ConfigError: there is no usable checkpoint or configuration, the model's code does not fit the checkpoint any
@@ -125,7 +131,8 @@ def load(path: str | Path, *, best: bool = False, device: str = "cpu") -> "nn.Mo
     """
     from stabletrain.trainer.saved import load_model
 
-    return load_model(Path(path), best=best, device=device)
+    with accepting(trust):
+        return load_model(Path(path), best=best, device=device)
 
 
 def compare(runs: Sequence[str | Path] | str | Path, *, by_seed: bool = False) -> "pd.DataFrame":

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import stabletrain
+from stabletrain.config.trust import OPTION, accepting
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean, own_traceback
 from stabletrain.parallel.ranks import drop_unread_output, exit_process
 from stabletrain.printable import printable, say
@@ -61,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         command = commands.add_parser(name, help=help)
         add_arguments(command)
+        if do in (sample, export, replay, whatif):  # they build what a run's record names
+            command.add_argument(OPTION, action="store_true", help="run the code that a folder from elsewhere names")
         command.set_defaults(do=do)
 
     first = next(iter(typed), "")
@@ -73,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(printable(f"unrecognized arguments: {' '.join(more)}"))
     chosen.more = more  # argparse takes no arms of the user's own after an option
     try:
-        chosen.do(chosen)
+        with accepting(getattr(chosen, "trust", False)):
+            chosen.do(chosen)
     except StabletrainError as error:
         say(f"stabletrain: {error}", file=sys.stderr)
         return error.exit_code

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from stabletrain.cli.replay_report import ReplayReport
+from stabletrain.config import trust
 from stabletrain.config.arguments import Arguments, key_of
 from stabletrain.config.checks import CHOSEN_PARTS, check_keys
 from stabletrain.config.error_texts import explain
@@ -211,6 +212,7 @@ def recorded_config(folder: Path, found: dict[str, Any]) -> DictConfig:
 
     Raises:
         DamagedFile: it is not the configuration of a run.
+        ConfigError: it names code of somebody else.
     """
     try:
         check_type(found, RecordedConfig)
@@ -219,6 +221,7 @@ def recorded_config(folder: Path, found: dict[str, Any]) -> DictConfig:
     except (ValueError, OmegaConfBaseException) as error:
         reason = str(error).partition("\n")[0]
         raise DamagedFile(f"{folder / repro_files.SCENE} is damaged: its configuration: {reason}") from error
+    trust.check_config(found, folder / repro_files.SCENE)
     return cfg
 
 

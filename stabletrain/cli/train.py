@@ -38,6 +38,7 @@ from stabletrain.cli.sweep import lines
 from stabletrain.cli.sweep.member import Member, stopping_all
 from stabletrain.cli.sweep.plan import Sweep, finished_run, start
 from stabletrain.comparison.pages.at_end import write_if_missing
+from stabletrain.config import trust
 from stabletrain.config.arguments import (
     Arguments,
     check_folders,
@@ -139,7 +140,13 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra must raise its errors: they are explained below
     # the config store is a singleton, but --help would deep-copy it 160 times
     setattr(ConfigStore, "__deepcopy__", lambda store, _: store)  # noqa: B010
-    typed, ranks = parse_arguments(sys.argv[1:]), current_ranks()
+    with trust.accepting(trust.OPTION in sys.argv[1:]):
+        return launch_typed(main, config_dir)
+
+
+def launch_typed(main: Callable[[], Any], config_dir: Path) -> int:
+    """The same, with Hydra set up."""
+    typed, ranks = parse_arguments([word for word in sys.argv[1:] if word != trust.OPTION]), current_ranks()
     sweep: Sweep | None = None
     if (message := unknown_option(sys.argv[1:], config_dir)) is not None:
         return refuse(message, ranks)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from stabletrain.config import trust
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.printable import say
@@ -44,8 +45,8 @@ WITH_VALUE = frozenset(
 SWEEP = frozenset({"-m", "--multirun"})
 
 OPTIONS = WITH_VALUE | SWEEP | {"--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"}
-OPTIONS |= {"--experimental-rerun"}
-"""All options of Hydra."""
+OPTIONS |= {"--experimental-rerun", trust.OPTION}
+"""All options of Hydra, and our own."""
 
 
 class Arguments(NamedTuple):
@@ -132,7 +133,7 @@ def resolve_resume(typed: Arguments) -> Arguments:
     - With `-m`, `hydra.sweep.dir=<folder of a sweep>` alone is enough.
 
     Raises:
-        ConfigError: `resume` names neither a run, a sweep nor a checkpoint.
+        ConfigError: `resume` names neither a run, a sweep nor a checkpoint, or one that names code of somebody else.
     """
     resume = typed.value("resume")
     if resume is None and typed.sweeps and sweep_arguments(Path(typed.value("hydra.sweep.dir") or "/")) is not None:
@@ -151,13 +152,14 @@ def resolve_resume(typed: Arguments) -> Arguments:
         return in_folder(with_overrides(typed, "resume=auto"), key, Path(folder))
     path = Path(resume)  # a sweep's folder, a run's folder, its checkpoints/ folder, or one checkpoint
     if (first := sweep_arguments(path)) is not None:
+        trust.check_arguments(*first, path)
         typed = merged(Arguments(["-m", *first.options], first.overrides), typed)
         return in_folder(with_overrides(typed, "resume=auto"), "hydra.sweep.dir", path)
     path = path.parent if path.name == "checkpoints" else path
     if (path / "manifest.json").exists():
-        return with_overrides(merged(recorded_arguments(path.parent.parent), typed), f"resume='{path}'")
+        return with_overrides(merged(trusted_arguments(path.parent.parent), typed), f"resume='{path}'")
     if (path / "checkpoints").is_dir():
-        return in_folder(with_overrides(merged(recorded_arguments(path), typed), "resume=auto"), "hydra.run.dir", path)
+        return in_folder(with_overrides(merged(trusted_arguments(path), typed), "resume=auto"), "hydra.run.dir", path)
     raise ConfigError(
         f"resume={resume} is neither a run folder nor a checkpoint: use auto, none, or outputs/<date>/<time>"
     )
@@ -209,6 +211,17 @@ def in_folder(arguments: Arguments, key: str, folder: Path) -> Arguments:
 def recorded_arguments(folder: Path) -> Arguments:
     """Reads the arguments that the run in `folder` was first started with; empty if they are not recorded."""
     return arguments_of(folder) or Arguments([], [])
+
+
+def trusted_arguments(folder: Path) -> Arguments:
+    """The same, to be run.
+
+    Raises:
+        ConfigError: they name code of somebody else.
+    """
+    found = recorded_arguments(folder)
+    trust.check_arguments(*found, folder)
+    return found
 
 
 def arguments_of(folder: Path) -> Arguments | None:

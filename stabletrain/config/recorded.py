@@ -5,6 +5,7 @@ from typing import Any, TypedDict, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from stabletrain.config import trust
 from stabletrain.config.make import plain
 from stabletrain.stored.json_files import DamagedFile, MissingFile, check_plain, check_type
 
@@ -28,14 +29,17 @@ def read_config(file: Path) -> DictConfig:
     Raises:
         MissingFile: there is none.
         DamagedFile: it cannot be read, is no YAML, or is not the configuration of a run.
+        ConfigError: it names code of somebody else.
     """
     if not file.exists():
         raise MissingFile(f"{file} is missing")
     try:
-        return check_config(OmegaConf.load(file))
+        cfg = check_config(OmegaConf.load(file))
     except Exception as error:  # YAML and OmegaConf raise many types
         reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
         raise DamagedFile(f"{file} is damaged: {reason or type(error).__name__}") from error
+    trust.check_config(cfg, file)
+    return cfg
 
 
 def check_config(found: Any) -> DictConfig:

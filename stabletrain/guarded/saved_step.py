@@ -8,7 +8,7 @@ variable of their module: then the weights are saved as well. `why_not_replayabl
     state.safetensors     parameters and buffers from before the step
 """
 
-import importlib
+import importlib.machinery
 import json
 import sys
 import time
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from stabletrain.buffers import buffers_of
 from stabletrain.checkpoint.tree import flatten, to_host, unflatten
+from stabletrain.config import trust
 from stabletrain.errors import ConfigError
 from stabletrain.forensics import repro as files
 from stabletrain.forensics.replay import Outcome, compare
@@ -99,6 +100,7 @@ def save_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool, comp
         "buffers": dict(zip([name for name, _ in model.named_buffers()], begun.buffers.tensors(), strict=True)),
     }
     closures = [closure_record(part.closure, rerun.model) for part in begun.parts]
+    trust.remember(closures)
     skeleton: dict[str, Any] = flatten(
         {
             "format": files.FORMAT,
@@ -169,7 +171,9 @@ def replay_step(folder: Path) -> Replayed:
         torch.set_num_threads(scene["threads"])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise DamagedFile(f"{folder / files.SCENE} is damaged ({type(error).__name__}: {error})") from error
-    closures = [imported(record, folder) for record in scene["closures"]]
+    records = scene["closures"]
+    trust.check_trusted(records, f"the module {records[0]['module']}", folder / files.SCENE)
+    closures = [imported(record, folder) for record in records]
     outer = closures[0][1]
     model, device = innermost(outer), torch.device(scene["device"])
     state = files.tensors_of(folder, files.STATE, scene)
@@ -186,14 +190,24 @@ def replay_step(folder: Path) -> Replayed:
     equal = compare(found.loss, found.grad_norm, reading, None, scene["comparable"])
     finite = bool(torch.isfinite(torch.tensor([found.loss, found.grad_norm])).all())
     outcome = Outcome(finite, found.loss, found.grad_norm, equal, None, time.monotonic() - began)
-    records = {record["file"]: record["sha256"] for record in scene["closures"]}
-    return Replayed(reading, outcome, [file for file, digest in records.items() if hash_of(file) != digest])
+    known = {record["file"]: record["sha256"] for record in records}
+    return Replayed(reading, outcome, [file for file, digest in known.items() if hash_of(file) != digest])
 
 
 def imported(record: Mapping[str, Any], folder: Path) -> tuple[Callable[..., Any], nn.Module]:
-    """Imports a closure and its model."""
+    """Imports a closure and its model.
+
+    Raises:
+        ConfigError: they are not there any more, or lie inside the run's own folder, where no code belongs.
+    """
     if record["path"] not in sys.path:
         sys.path.insert(0, record["path"])
+    first = record["module"].partition(".")[0]
+    spec = importlib.machinery.PathFinder.find_spec(first)  # imports nothing
+    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    for place in places:
+        if place is not None and Path(place).resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"{folder} holds the module '{first}' itself ({place}): no code is run from an incident")
     try:
         module = importlib.import_module(record["module"])
         return getattr(module, record["name"]), getattr(module, record["model"])

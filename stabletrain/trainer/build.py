@@ -22,6 +22,7 @@ from stabletrain.buffers import note_masks
 from stabletrain.checkpoint.capture import Stateful
 from stabletrain.checkpoint.folder import run_of
 from stabletrain.comparison.pages.at_end import NoPage, PageAtEnd
+from stabletrain.config import trust
 from stabletrain.config.arguments import SWEEP, job_overrides, key_of, parse_arguments
 from stabletrain.config.make import leaves, make, plain
 from stabletrain.config.resuming import acting, check_resume
@@ -190,6 +191,11 @@ def start_run_folder(
         fingerprint = data.fingerprint() if own else option_fingerprint(cfg, process.choices)
     resuming = cfg.resume == "auto"
     check_data_of_checkpoint(cfg.resume, fingerprint)
+    options = [option for option in typed.options if option not in SWEEP]
+    overrides = [each for each in job_overrides() if key_of(each) != "resume"]
+    if process.ranks.is_main:
+        trust.remember_config(cfg)
+        trust.remember_arguments(options, overrides)
     start = partial(
         run_folder.start,
         resuming=resuming,
@@ -199,8 +205,8 @@ def start_run_folder(
         model={"parameters": trained.parameters, **trained.usage.facts(UNITS[source.unit])},
         init_from=trained.loaded.record,
         run_id=run_of(folder) if resuming else None,
-        options=[option for option in typed.options if option not in SWEEP],
-        overrides=[each for each in job_overrides() if key_of(each) != "resume"],
+        options=options,
+        overrides=overrides,
     )
     run_folder.id = run_on_main(process.ranks, start)
     return run_folder
@@ -370,6 +376,7 @@ def start_forensics(
         deterministic=choices["determinism"] == "strict" or uncompiled_cpu,
     )
     handler.open(folder / "incidents", settings)
+    trust.remember_config(config)  # an incident has it with its interpolations resolved
     return Forensics(handler, model_factory, metadata={"config": config, "choices": choices, "started": time.time()})
 
 

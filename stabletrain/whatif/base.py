@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stabletrain.config import trust
 from stabletrain.config.arguments import (
     Arguments,
     arguments_of,
@@ -97,7 +98,7 @@ def read_base(run: Path, step: int) -> Base:
     """Returns a run as it was at a step.
 
     Raises:
-        ConfigError: its record does not say how it was started.
+        ConfigError: its record does not say how it was started, or names code of somebody else.
     """
     try:
         record = read_run_record(run)
@@ -109,6 +110,7 @@ def read_base(run: Path, step: int) -> Base:
             f"{run} does not say how it was started ({run / '.hydra'} is missing or damaged), so it cannot be "
             "repeated; fix: name a run whose folder is whole"
         )
+    trust.check_arguments(*first, run)
     changes = [f"{key}={shown(value)}" for key, value in changed_by(record, step).items()]
     plain = Arguments(first.options, [each for each in first.overrides if not each.startswith("hydra.")])
     return Base(run, step, record, merged(plain, parse_arguments(changes)), found, tuple(changes))

@@ -20,6 +20,7 @@ from stabletrain.checkpoint.folder import Folder, find
 from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.checkpoint.tree import Tree
 from stabletrain.checkpoint.writer import write
+from stabletrain.config import trust
 from stabletrain.config.arguments import Arguments
 from stabletrain.config.resuming import acting, changed_keys, recorded_settings, steps_of_changes
 from stabletrain.errors import ConfigError
@@ -214,6 +215,7 @@ def losses_of(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
 
 def as_run(base: Base, folder: Path, reason: str) -> None:
     """Makes a folder one that a resume accepts as a run's: its record, and Hydra's."""
+    trust.remember_arguments(*base.arguments)
     shutil.copytree(base.run / ".hydra", folder / ".hydra", dirs_exist_ok=True)
     record = {
         **base.record,

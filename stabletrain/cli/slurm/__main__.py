@@ -11,7 +11,15 @@ from stabletrain.cli.slurm.request import Card, Request, check_checkout, read_cl
 from stabletrain.cli.slurm.runs import Runs, environment_notes, expand
 from stabletrain.cli.slurm.script import Job, script
 from stabletrain.cli.sweep.plan import FINISHED, status_of
-from stabletrain.config.arguments import Arguments, merged, newest_of_same, recorded_arguments, sweep_arguments
+from stabletrain.config import trust
+from stabletrain.config.arguments import (
+    Arguments,
+    merged,
+    newest_of_same,
+    parse_arguments,
+    recorded_arguments,
+    sweep_arguments,
+)
 from stabletrain.errors import ConfigError, StabletrainError
 from stabletrain.machine.slurm import has_slurm, sbatch
 from stabletrain.printable import say
@@ -101,8 +109,9 @@ def resumed_arguments(request: Request) -> tuple[Arguments, Path | None]:
     for place in places:
         if not (place / mark).exists():
             raise ConfigError(f"resume={resume}: there is no {place / mark}: use auto, or a folder that was begun")
-    first = sweep_arguments(places[0]) if typed.sweeps else recorded_arguments(folder)
-    return merged(first or Arguments([], []), typed), folder
+    first = (sweep_arguments(places[0]) if typed.sweeps else recorded_arguments(folder)) or Arguments([], [])
+    trust.check_arguments(*first, folder)
+    return merged(first, typed), folder
 
 
 def submit(job: Job, text: str, record: DictConfig | None, *, submitted: int) -> None:
@@ -115,6 +124,7 @@ def submit(job: Job, text: str, record: DictConfig | None, *, submitted: int) ->
         # Slurm does not create the folder of a log file.
         folder.mkdir(parents=True, exist_ok=True)
     if record is not None:
+        trust.remember_arguments([], parse_arguments([*record.hydra.overrides.task]).without("resume").overrides)
         OmegaConf.save(record, job.folder / "multirun.yaml")
     file = job.folder / "slurm.sh"
     file.write_text(text, encoding="utf-8")

@@ -19,7 +19,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
 from stabletrain.cli.own_folder import created, named_by_time
-from stabletrain.config.arguments import Arguments, key_of, parse_arguments, recorded_arguments, with_overrides
+from stabletrain.config import trust
+from stabletrain.config.arguments import SWEEP, Arguments, key_of, parse_arguments, recorded_arguments, with_overrides
 from stabletrain.config.jobs import hydra
 from stabletrain.config.resuming import check_resume
 from stabletrain.errors import ConfigError
@@ -157,6 +158,7 @@ def begin(folder: Path, typed: Arguments, grid: Grid) -> Sweep:
     # The record leaves out what names the folder; continuing a sweep sets it anew.
     kept = [o for o in typed.overrides if key_of(o) not in ("resume", "hydra.sweep.dir", "hydra.output_subdir")]
     fields = sweep._asdict() | {"folder": str(folder), "options": typed.options, "overrides": kept}
+    trust.remember_arguments([option for option in typed.options if option not in SWEEP], kept)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         replace(folder / NAME, json.dumps(fields, indent=1) + "\n")

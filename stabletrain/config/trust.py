@@ -1,0 +1,207 @@
+"""What a recorded file may name, so that a run folder that came from elsewhere runs none of its own code.
+
+A run's record names classes (`_target_`), configuration folders and settings of Hydra; an incident of `Guard` names a
+module. From a record, only this is used: the targets of this package's `conf/`, optimizers of torch.optim, modules of
+torch.nn, models of torchvision.models. Everything else that this user's own runs record is remembered in the user's
+state directory, as an empty file whose name is the hash of the record; `--trust` remembers a folder from elsewhere.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from stabletrain.config.moved import updated
+from stabletrain.errors import ConfigError
+from stabletrain.program import conf_folder
+
+HARMLESS = frozenset(
+    {"hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra/launcher", "hydra/sweeper"}
+)
+"""Settings of Hydra that name folders of runs, or choose an installed launcher."""
+
+PLAIN = re.compile(r"\$\{[\w.]+\}|\$\{oc\.env:[\w, ./-]*\}")
+"""Interpolations that give the value of another key, or of an environment variable."""
+
+
+OPTION = "--trust"
+"""The option of commands by which a user accepts what a folder from elsewhere names."""
+
+_ACCEPTS: ContextVar[bool] = ContextVar("accepts", default=False)
+
+
+@contextmanager
+def accepting(accepts: bool = True) -> Generator[None]:
+    """A context in which checks remember what they would refuse, if the user has asked for it."""
+    token = _ACCEPTS.set(accepts)
+    try:
+        yield
+    finally:
+        _ACCEPTS.reset(token)
+
+
+def state_folder() -> Path:
+    """Returns the folder whose files name what is trusted: below `XDG_STATE_HOME`, or `~/.local/state`."""
+    home = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
+    return Path(home) / "stabletrain" / "trusted"
+
+
+def remember(record: Any) -> None:
+    """Trusts a record from now on; where the state directory cannot be written, it stays unknown.
+
+    Args:
+        record: plain values, as they are read from its file.
+    """
+    folder = state_folder()
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / digest(record)).touch()
+
+
+def remember_config(cfg: Any) -> None:
+    """Trusts a configuration of this user's, if it names anything that is not known anyway."""
+    if foreign_target(OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg):
+        remember(OmegaConf.to_container(cfg, resolve=False) if isinstance(cfg, DictConfig) else cfg)
+
+
+def remember_arguments(options: Sequence[str], overrides: Sequence[str]) -> None:
+    """Trusts a command line of this user's, if it names anything that is not known anyway."""
+    if foreign_argument(options, overrides):
+        remember([[*options], [*overrides]])
+
+
+def check_config(cfg: Any, file: Path) -> None:
+    """Checks a recorded configuration; see `check_trusted`.
+
+    Args:
+        cfg: an OmegaConf container, or plain values.
+        file: that holds it.
+    """
+    plain, raw = cfg, cfg
+    if isinstance(cfg, DictConfig):
+        plain, raw = OmegaConf.to_container(cfg, resolve=True), OmegaConf.to_container(cfg, resolve=False)
+    check_trusted(raw, foreign_target(plain), file)
+
+
+def check_arguments(options: Sequence[str], overrides: Sequence[str], file: Path) -> None:
+    """Checks a recorded command line; see `check_trusted`."""
+    check_trusted([[*options], [*overrides]], foreign_argument(options, overrides), file)
+
+
+def is_remembered(record: Any) -> bool:
+    """Returns whether this user has made a record, or trusts it."""
+    return (state_folder() / digest(record)).exists()
+
+
+def digest(record: Any) -> str:
+    """Returns the SHA-256 of a record, which is the same for the same values."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def check_trusted(record: Any, named: str, file: Path) -> None:
+    """Checks that what a recorded file names may be used.
+
+    Args:
+        record: what the user must have made or trusted.
+        named: what the record names that is neither this package's nor PyTorch's; empty if there is nothing.
+        file: that holds it.
+
+    Raises:
+        ConfigError: the record is of somebody else, and names something.
+    """
+    if not named or is_remembered(record):
+        return
+    if _ACCEPTS.get():
+        remember(record)
+    else:
+        raise ConfigError(
+            f"{file} names {named}, which is not part of stabletrain and could run any code, and no run of yours has "
+            f"recorded it; fix: if you know where the folder comes from, add {OPTION}, which is remembered"
+        )
+
+
+def foreign_target(tree: Any) -> str:
+    """Returns the first `_target_` of a configuration that is neither in this package's `conf/` nor PyTorch's.
+
+    Args:
+        tree: plain values, resolved.
+    """
+    return next((f"_target_={target}" for target in targets(updated(tree)) if not is_known(target)), "")
+
+
+def targets(tree: Any) -> Iterator[Any]:
+    """Yields the value of every `_target_`, however deep."""
+    if isinstance(tree, dict):
+        if "_target_" in tree:
+            yield tree["_target_"]
+        for value in tree.values():
+            yield from targets(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from targets(value)
+
+
+def is_known(target: Any) -> bool:
+    """Returns whether a target is in this package's `conf/`, or is an optimizer, a module or a model of PyTorch."""
+    if not isinstance(target, str):
+        return False
+    return target in own_targets() or is_of_torch(target)
+
+
+@cache
+def own_targets() -> frozenset[str]:
+    """Returns every target in the files of this package's `conf/`."""
+    texts = (file.read_text(encoding="utf-8") for file in conf_folder().rglob("*.yaml"))
+    return frozenset(target for text in texts for target in re.findall(r"^\s*_target_:\s*([\w.]+)\s*$", text, re.M))
+
+
+def is_of_torch(target: str) -> bool:
+    """Returns whether a target is an optimizer of torch.optim, a module of torch.nn or a model of torchvision.models.
+
+    A name that another module's object has there, such as `torch.nn.modules.module.os.system`, is none of these.
+    """
+    module, _, name = target.rpartition(".")
+    if module in ("torch.optim", "torch.nn"):
+        package: Any = import_module(module)
+        base = import_module("torch.optim").Optimizer if module == "torch.optim" else import_module("torch.nn").Module
+        found = vars(package).get(name)
+        return isinstance(found, type) and issubclass(found, base)
+    if module == "torchvision.models":
+        return name in import_module(module).list_models(module=import_module(module))
+    return False
+
+
+def foreign_argument(options: Sequence[str], overrides: Sequence[str]) -> str:
+    """Returns the first word of a recorded command that could run code which is not this package's; empty if none."""
+    for option in options:
+        if option.startswith(("--config", "-cd", "-cn", "-cp")):
+            return option
+    return next((override for override in overrides if is_foreign(override)), "")
+
+
+def is_foreign(override: str) -> bool:
+    """Returns whether an override sets a target that is not known, or a setting of Hydra that could name one."""
+    if "${" in PLAIN.sub("", override):  # such as oc.decode, which makes a dict of a text
+        return True
+    try:
+        [parsed] = OverridesParser.create().parse_overrides([override])
+    except HydraException:
+        return True
+    key = parsed.key_or_group
+    if key.startswith(("hydra.", "hydra/")) or key == "hydra":
+        return key not in HARMLESS
+    if parsed.is_sweep_override():
+        return "_target_" in override
+    value = parsed.value()
+    return bool(foreign_target({"_target_": value} if key.rpartition(".")[2] == "_target_" else value))

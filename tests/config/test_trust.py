@@ -1,0 +1,316 @@
+"""A folder from elsewhere runs no code of its own, and a user's own runs do as before."""
+
+import importlib
+import json
+import pickle
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+import stabletrain
+from stabletrain.cli.commands import main
+from stabletrain.config import trust
+from stabletrain.errors import ConfigError
+from stabletrain.guarded.guard import Guard
+from tests.runs import TINY_GPT
+
+TINY = [*TINY_GPT, "steps=8", "guard=skip", "report=false", "precision=fp32", "faults=label", "faults.at=[5]"]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A run of somebody else, with an incident and an export."""
+    folder = tmp_path_factory.mktemp("theirs") / "run"
+    stabletrain.train([*TINY, f"hydra.run.dir={folder}"])
+    assert main(["export", str(folder), "--to", "safetensors", "--out", str(folder / "exported")]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(sound, tmp_path, monkeypatch):
+    """A copy, in the state of a user who has made nothing; the working folder is another."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    copy = tmp_path / "run"
+    shutil.copytree(sound, copy)
+    return copy
+
+
+class Payload:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (open, (str(self.mark), "w"))
+
+
+def nodes(run, mark):
+    """Returns configurations that write the file `mark` if they are built."""
+    pickled = run / "pickled"
+    pickled.write_bytes(pickle.dumps(Payload(mark)))
+    array = run / "array.npy"
+    np.save(array, np.array([Payload(mark)], dtype=object), allow_pickle=True)
+    torch.save(Payload(mark), run / "saved.pt")
+    here = str(run / "pickled")
+    return {
+        "open": {"_target_": "builtins.open", "file": str(mark), "mode": "w"},
+        "copy": {"_target_": "shutil.copyfile", "src": here, "dst": str(mark)},
+        "savetxt": {"_target_": "numpy.savetxt", "fname": str(mark), "X": [1.0]},
+        "read_pickle": {"_target_": "pandas.read_pickle", "filepath_or_buffer": here},
+        "numpy.load": {"_target_": "numpy.load", "file": str(array), "allow_pickle": True},
+        "torch.load": {"_target_": "torch.load", "f": str(run / "saved.pt"), "weights_only": False},
+        "system": {"_target_": "os.system", "command": f"touch {mark}"},
+        "touch": {"_target_": "subprocess.run", "args": ["touch", str(mark)]},
+        "our own": {"_target_": "stabletrain.machine.slurm.asked_of_slurm", "_args_": ["touch", str(mark)]},
+        "our writer": {"_target_": "stabletrain.tracking.metrics.replace", "path": str(mark), "text": "x"},
+        "torch's os": {"_target_": "torch.nn.modules.module.os.system", "_args_": [f"touch {mark}"]},
+        "torch.nn's": {"_target_": "torch.nn.modules.module.warnings.sys.modules", "_args_": []},
+        "partial": {"_target_": "builtins.open", "_partial_": True, "file": str(mark), "mode": "w"},
+        "a module there": {"_target_": "inside.made"},
+    }
+
+
+KINDS = ("open", "copy", "savetxt", "read_pickle", "numpy.load", "torch.load", "system", "touch", "our own",
+         "our writer", "torch's os", "torch.nn's", "partial", "a module there")  # fmt: skip
+
+
+def tamper(run, kind, mark, place):
+    """Writes a configuration of a kind into every record of a run."""
+    (run / "inside.py").write_text(f"open({str(mark)!r}, 'w')\nmade = dict\n")
+    node = nodes(run, mark)[kind]
+
+    def spoilt(config):
+        if place == "group":
+            return {**config, **dict.fromkeys(("model", "data", "optimizer", "precision"), node)}
+        deep = {**config["model"], "mlp": node}
+        return {**config, "model": deep}
+
+    file = run / ".hydra" / "config.yaml"
+    file.write_text(yaml.safe_dump(spoilt(OmegaConf.to_container(OmegaConf.load(file), resolve=True))))
+    for file in run.glob("incidents/*/scene.json"):
+        scene = json.loads(file.read_text())
+        scene["about"]["config"] = spoilt(scene["about"]["config"])
+        file.write_text(json.dumps(scene))
+    file = run / "exported" / "config.json"
+    file.write_text(json.dumps(spoilt(json.loads(file.read_text()))))
+    record = json.loads((run / "run.json").read_text())
+    flow = json.dumps(node).replace('"', "'").replace("': ", "':")
+    key = "model" if place == "group" else "+model.extra"
+    record["overrides"] = [each for each in record["overrides"] if not each.startswith("model")]
+    record["overrides"] += [f"{key}={flow}"]
+    (run / "run.json").write_text(json.dumps(record))
+
+
+def calls(run):
+    """Returns every command that reads a run, by name."""
+    incident = next(run.glob("incidents/step-*"))
+
+    def typed(*words):
+        return lambda: main([str(word) for word in words])
+
+    def resumed():
+        stabletrain.train([f"resume={run}", "steps=9"])
+
+    def from_checkpoint():
+        stabletrain.train([f"resume={next(run.glob('checkpoints/step-*'))}", "steps=9"])
+
+    return {
+        "sample": typed("sample", run, "--tokens", 2),
+        "export": typed("export", run, "--to", "safetensors"),
+        "replay": typed("replay", incident),
+        "replay with a fix": typed("replay", incident, "precision=bf16"),
+        "whatif": typed("whatif", run, "--steps", "2"),
+        "diagnose": typed("diagnose", run),
+        "compare": typed("compare", run),
+        "losses": typed("losses", run, run / "losses.svg"),
+        "forecast": typed("forecast", run),
+        "resume": resumed,
+        "resume of a checkpoint": from_checkpoint,
+        "load": lambda: stabletrain.load(run),
+        "load of an export": lambda: stabletrain.load(run / "exported"),
+        "init_from": lambda: stabletrain.train([*TINY, "steps=1", f"init_from={run}"]),
+        "init_from an export": lambda: stabletrain.train([*TINY, "steps=1", f"init_from={run / 'exported'}"]),
+    }
+
+
+READERS = ("diagnose", "compare", "losses", "forecast", "init_from", "init_from an export")
+"""Commands that build nothing from the record."""
+
+
+@pytest.mark.slow(unless=lambda kind, place: kind in ("open", "our own", "a module there") and place == "group")
+@pytest.mark.parametrize("place", ["group", "argument"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_command_builds_what_a_folder_from_elsewhere_names(run, tmp_path, capsys, kind, place):
+    mark = tmp_path / "here" / "mark"
+    tamper(run, kind, mark, place)
+    named = nodes(run, mark)[kind]["_target_"]
+    for name, call in calls(run).items():
+        if name in READERS:
+            continue
+        before = {*sys.modules}
+        try:
+            code, said = call(), capsys.readouterr().err
+        except ConfigError as error:
+            code, said = 2, str(error)
+        assert not mark.exists(), name
+        assert "inside" not in {*sys.modules} - before, name
+        assert code == 2, name
+        assert named in said, (name, said)
+        assert "add --trust" in said, (name, said)
+
+
+@pytest.mark.slow(unless=lambda kind: kind == "open")
+@pytest.mark.parametrize("kind", ["open", "torch.load", "a module there"])
+def test_commands_that_only_read_build_nothing(run, tmp_path, kind):
+    mark = tmp_path / "here" / "mark"
+    tamper(run, kind, mark, "group")
+    for name, call in calls(run).items():
+        if name in READERS:
+            assert call() in (0, None), name
+            assert not mark.exists(), name
+            assert "inside" not in sys.modules, name
+
+
+ARGUMENTS = [
+    ["hydra.job_logging.handlers.x={'()':os.system,command:x}"],
+    ["+hydra.callbacks.x._target_=os.system"],
+    ["hydra.searchpath=[file://here]"],
+    ["model._target_=os.system"],
+    ["optimizer._target_=os.system"],
+    ["+model.x='${oc.decode:\"{_target_: os.system}\"}'"],
+    ["+model.x=[{_target_: os.system}]"],
+    ["--config-dir", "here"],
+    ["--config-dir=here"],
+    ["--config-path", "here"],
+    ["-cn", "other"],
+]
+
+
+@pytest.mark.parametrize("words", ARGUMENTS, ids=" ".join)
+def test_a_recorded_command_from_elsewhere_is_refused(run, words):
+    record = json.loads((run / "run.json").read_text())
+    place = "options" if words[0].startswith("-") else "overrides"
+    record[place] = [*record[place], *words]
+    (run / "run.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="add --trust"):
+        stabletrain.train([f"resume={run}", "steps=9"])
+
+
+def test_what_pytorch_has_is_known():
+    known = [
+        *("torch.optim.AdamW", "torch.nn.Linear", "torchvision.models.resnet18"),
+        *("stabletrain.models.gpt.GPT", "stabletrain.models.GPT"),
+    ]
+    assert [trust.is_known(each) for each in known[:4]] == [True] * 4
+    wrong = [
+        "torch.optim.os",
+        "torch.nn.Module.eval",
+        "torch.nn.functional",
+        "torch.load",
+        "torchvision.models.list_models",
+    ]
+    wrong += ["stabletrain.load", "", None, 5, "torch.nn", "torchvision.models.get_model", "os.system"]
+    assert [trust.is_known(each) for each in wrong] == [False] * len(wrong)
+
+
+OWN = """
+import torch
+class Mine(torch.optim.SGD):
+    pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A run with a class of the user's own."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "own_optimizer.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path / "code"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    typed = [*TINY, "optimizer=sgd", "optimizer._target_=own_optimizer.Mine", "hydra.run.dir=run"]
+    return stabletrain.train(typed).folder
+
+
+def test_ones_own_run_is_trusted_wherever_it_goes(own, tmp_path):
+    moved = shutil.move(own, tmp_path / "moved")
+    assert stabletrain.train([f"resume={moved}", "steps=9"]).status == "finished"
+    assert main(["replay", str(next(moved.glob("incidents/step-*")))]) == 0
+    assert main(["sample", str(moved), "--tokens", "2"]) == 0
+
+
+def test_an_edited_run_is_no_longer_ones_own_and_trust_is_remembered(own, capsys):
+    file = own / ".hydra" / "config.yaml"
+    file.write_text(file.read_text().replace("seed: 0", "seed: 7").replace("own_optimizer.Mine", "own_optimizer.Other"))
+    assert main(["sample", str(own), "--tokens", "2"]) == 2
+    said = capsys.readouterr().err
+    assert f"{file} names _target_=own_optimizer.Other" in said
+    assert said.count("\n") == 1
+    assert main(["sample", str(own), "--tokens", "2", "--trust"]) == 0
+    assert main(["sample", str(own), "--tokens", "2"]) == 0
+
+
+def test_a_run_of_the_package_alone_leaves_nothing_in_the_state_folder(run, tmp_path):
+    assert stabletrain.train([f"resume={run}", "steps=9"]).status == "finished"
+    assert not (tmp_path / "state").exists()
+
+
+def test_resume_with_trust_goes_on(own, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
+    with pytest.raises(ConfigError, match="own_optimizer"):
+        stabletrain.train([f"resume={own}", "steps=9"])
+    assert stabletrain.train([f"resume={own}", "steps=9", "--trust"]).status == "finished"
+    assert stabletrain.train([f"resume={own}", "steps=10"]).status == "finished"
+
+
+LOOP = """
+import torch
+from torch import nn
+model = nn.Linear(2, 1)
+def closure(x):
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+"""
+
+
+@pytest.fixture
+def incident(tmp_path, monkeypatch):
+    """An incident of a loop of the user's own, whose closure lies in a module."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "own_loop.py").write_text(LOOP)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.syspath_prepend(str(tmp_path / "code"))
+    monkeypatch.delitem(sys.modules, "own_loop", raising=False)
+    own_loop = importlib.import_module("own_loop")
+    guard = Guard(own_loop.model, torch.optim.SGD(own_loop.model.parameters(), 0.1), folder=tmp_path / "guarded")
+    guard.step(own_loop.closure, torch.full((2, 2), torch.nan))
+    return next((tmp_path / "guarded").rglob("scene.json")).parent
+
+
+def test_a_loops_incident_is_replayed_by_its_own_user(incident, tmp_path, monkeypatch, capsys):
+    assert main(["replay", str(incident)]) == 0
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
+    assert main(["replay", str(incident)]) == 2
+    assert "scene.json names the module own_loop, which" in capsys.readouterr().err
+    assert main(["replay", str(incident), "--trust"]) == 0
+    assert main(["replay", str(incident)]) == 0
+
+
+@pytest.mark.parametrize("trusts", [[], ["--trust"]], ids=["", "trusted"])
+def test_nothing_is_imported_from_inside_an_incident(incident, tmp_path, monkeypatch, trusts):
+    scene = json.loads((incident / "scene.json").read_text())
+    (incident / "hidden_loop.py").write_text(LOOP + f"open({str(tmp_path / 'mark')!r}, 'w')\n")
+    scene["closures"][0] |= {"path": str(incident), "module": "hidden_loop"}
+    (incident / "scene.json").write_text(json.dumps(scene))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["replay", str(incident), *trusts]) == 2
+    assert not (tmp_path / "mark").exists()
