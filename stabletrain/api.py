@@ -21,7 +21,7 @@ from stabletrain.config.checks import check
 from stabletrain.config.error_texts import unknown_option
 from stabletrain.config.jobs import run_as_job
 from stabletrain.config.trust import OPTION, accepting
-from stabletrain.errors import ConfigError, TrainingHalted
+from stabletrain.errors import ConfigError, NotSaved, TrainingHalted
 from stabletrain.machine.signals import NoStopRequest
 from stabletrain.parallel.ranks import current_ranks
 from stabletrain.program import called, conf_folder
@@ -91,7 +91,7 @@ def job_of(arguments: Arguments, conf: Path) -> Result:
     """Runs a command line as a job of Hydra, whose global state is the same afterwards."""
 
     def job(cfg: DictConfig, folder: Path) -> None:
-        with suppress(TrainingHalted):  # a result, which the record has
+        with suppress(TrainingHalted, NotSaved):  # results, which the record has
             train_or_skip(cfg, folder)
 
     folder = run_as_job(arguments, conf, job)

@@ -51,6 +51,18 @@ class TrainingHalted(StabletrainError):
     advice: str = ""
 
 
+class NotSaved(StabletrainError):
+    """A run has finished, but its last state could not be written.
+
+    Attributes:
+        loss: the last validation loss, nats per target.
+    """
+
+    def __init__(self, message: str, loss: float | None) -> None:
+        super().__init__(message)
+        self.loss = loss
+
+
 class RankLost(StabletrainError):
     """Another rank has ended, and this one cannot continue without it."""
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from stabletrain.checkpoint.sound import Manifest, check_skeleton, check_tensors
 from stabletrain.checkpoint.tree import Tree, unflatten
 from stabletrain.errors import ConfigError
+from stabletrain.stored.files import read_file
 from stabletrain.stored.json_files import check_plain, check_type, is_int, parse
 
 CHUNK = 1 << 20
@@ -36,7 +37,7 @@ class UnusableCheckpoint(ConfigError):
 def checked(path: Path, name: str, files: Mapping[str, Any]) -> bytes:
     """Returns a file's content; raises UnusableCheckpoint if its checksum is wrong."""
     with naming(path, name):
-        content = (path / name).read_bytes()
+        content = read_file(path / name)
     compare(path, name, files, hashlib.sha256(content).hexdigest())
     return content
 
@@ -283,7 +284,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     with naming(path, MANIFEST):
         if (there := size(path, MANIFEST)) > LARGEST_MANIFEST:
             raise UnusableCheckpoint(f"{path}: {MANIFEST} has {there} bytes, too many for a manifest")
-        content = (path / MANIFEST).read_bytes()
+        content = read_file(path / MANIFEST)
         manifest = json.loads(content)
         if (form := manifest["format"]) not in (FORMAT, PARTED):
             raise UnusableCheckpoint(f"{path}: {MANIFEST} has format {form}; this version reads {FORMAT} and {PARTED}")

@@ -5,7 +5,7 @@ Resolves `resume`, runs one job or a sweep, reports errors, and returns the exit
 | code | meaning |
 |---|---|
 | 0 | finished |
-| 1 | failed: an error of the program or the machine, with its traceback |
+| 1 | failed: an error of the program or the machine, with its traceback; or finished, but the last state is not saved |
 | 2 | refused: the configuration cannot work |
 | 3 | halted by the guard |
 | 75 | interrupted by a signal, state saved; `resume=auto` continues |
@@ -52,7 +52,15 @@ from stabletrain.config.checks import check
 from stabletrain.config.error_texts import explain, unknown_option
 from stabletrain.config.interpolation import check_resolves
 from stabletrain.config.resuming import check_resume
-from stabletrain.errors import ConfigError, Interrupted, RankLost, StabletrainError, TrainingHalted, own_traceback
+from stabletrain.errors import (
+    ConfigError,
+    Interrupted,
+    NotSaved,
+    RankLost,
+    StabletrainError,
+    TrainingHalted,
+    own_traceback,
+)
 from stabletrain.machine.signals import NoStopRequest
 from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location, says_how_to_continue
 from stabletrain.parallel.ranks import (
@@ -262,6 +270,9 @@ def run_of_sweep(cfg: DictConfig, ranks: Ranks) -> float:
                 loss = build_and_train(cfg, member.folder, member.progress(cfg.log_every))
     except TrainingHalted:  # a result, not a failure: its loss is infinite
         exit_together(ranks)
+    except NotSaved as error:  # it has a loss
+        report_error(error, ranks, member.folder)
+        loss = error.loss
     except Interrupted as error:
         if ranks.is_main:
             member.say({"status": "preempted", "reason": str(error)})
@@ -314,7 +325,11 @@ def build_and_train(
 def build_and_train_once(
     cfg: DictConfig, folder: Path, shown: Any, signals: NoStopRequest | None, ready: "Ready"
 ) -> float | None:
-    """Builds a run, calls `ready` with it, and trains it; returns the last validation loss, in nats."""
+    """Builds a run, calls `ready` with it, and trains it; returns the last validation loss, in nats.
+
+    Raises:
+        NotSaved: it has finished, and its last state could not be written.
+    """
     from stabletrain.trainer.build import build  # imports torch, which the checks do without
     from stabletrain.trainer.loop import train
 
@@ -326,6 +341,8 @@ def build_and_train_once(
         halt.advice = run.output.halted()
         raise
     say_closing_lines(run.output)
+    if missing := run.rollback.checkpoints.unsaved():
+        raise NotSaved(f"{missing}; fix: make room, and type the command again with resume=auto", loss)
     return loss
 
 

@@ -19,6 +19,7 @@ from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.printable import say
 from stabletrain.program import conf_folder, started
+from stabletrain.stored.files import load_yaml
 from stabletrain.stored.json_files import DamagedFile, MissingFile, check_type
 from stabletrain.stored.run_json import read_run_record, read_sweep_command
 
@@ -194,7 +195,7 @@ def is_of_another_option(override: str, then: Arguments, options: list[str]) -> 
         file = folder / group / f"{option}.yaml"
         if file.is_file():
             try:
-                known = OmegaConf.load(file)
+                known = load_yaml(file)
             except Exception:  # Hydra reports what is wrong with the file
                 return False
             return key.partition(".")[0] not in known
@@ -236,7 +237,7 @@ def arguments_of(folder: Path) -> Arguments | None:
     except DamagedFile:
         pass
     try:
-        overrides = OmegaConf.to_container(OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
+        overrides = OmegaConf.to_container(load_yaml(folder / ".hydra" / "overrides.yaml"))
         check_type(overrides, list[str])
     except Exception:  # YAML parsers raise many types
         return None
@@ -251,7 +252,7 @@ def sweep_arguments(folder: Path) -> Arguments | None:
             options = [option for option in record["options"] if option not in SWEEP]
             return parse_arguments([*options, *record["overrides"]])
         if (folder / "multirun.yaml").exists():  # written by a Slurm job array
-            tasks = OmegaConf.select(OmegaConf.load(folder / "multirun.yaml"), "hydra.overrides.task") or []
+            tasks = OmegaConf.select(load_yaml(folder / "multirun.yaml"), "hydra.overrides.task") or []
             return parse_arguments([str(task) for task in tasks]).without("resume")
     except Exception:  # JSON and YAML parsers raise many types; a damaged record counts as none
         return None

@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.config import trust
 from stabletrain.config.make import plain
+from stabletrain.stored.files import load_yaml
 from stabletrain.stored.json_files import DamagedFile, MissingFile, check_plain, check_type
 
 
@@ -34,7 +35,7 @@ def read_config(file: Path) -> DictConfig:
     if not file.exists():
         raise MissingFile(f"{file} is missing")
     try:
-        cfg = check_config(OmegaConf.load(file))
+        cfg = check_config(load_yaml(file))
     except Exception as error:  # YAML and OmegaConf raise many types
         reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
         raise DamagedFile(f"{file} is damaged: {reason or type(error).__name__}") from error

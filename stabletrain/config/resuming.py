@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.config.make import leaves, plain
 from stabletrain.errors import ConfigError
+from stabletrain.stored.files import load_yaml
 from stabletrain.stored.json_files import DamagedFile
 from stabletrain.stored.run_json import read_run_record
 
@@ -215,8 +216,8 @@ def recorded_settings(folder: Path, step: float) -> Settings | None:
     """Returns the settings with which the run in `folder` reached `step`, from its record; None if there is none."""
     try:
         file = folder / ".hydra" / "config.yaml"
-        first = OmegaConf.load(file.with_name("hydra.yaml")).hydra.runtime.choices
-        values = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+        first = load_yaml(file.with_name("hydra.yaml")).hydra.runtime.choices
+        values = OmegaConf.to_container(load_yaml(file), resolve=True)
         record = read_run_record(folder)
         choices = {str(group): str(option) for group, option in first.items() if "hydra" not in str(group)}
         assert isinstance(values, dict)

@@ -36,6 +36,7 @@ from stabletrain.records import Batch, RankPart, Reading, saved_reading
 from stabletrain.stability.guard import NoGuard
 from stabletrain.stability.guard.recheck import Finding
 from stabletrain.stability.guard.repeats import CONTAINERS
+from stabletrain.stored.files import read_file
 from stabletrain.stored.json_files import Count, DamagedFile, read_record
 
 
@@ -405,7 +406,7 @@ def tensors_of(folder: Path, file: str, found: Tree) -> Tree:
         ConfigError: the file cannot be read, or does not match its checksum.
     """
     try:
-        content = (folder / file).read_bytes()
+        content = read_file(folder / file)
     except OSError as error:
         raise ConfigError(f"{folder / file} cannot be read ({error.strerror}): a replay needs it") from error
     if hashlib.sha256(content).hexdigest() != found.get(f"{file} sha256"):

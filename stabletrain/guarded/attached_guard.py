@@ -167,6 +167,7 @@ class AttachedGuard(Guard):
         try:
             self._conclude(begun, reading)
         finally:
+            self._end_step()
             self._attached.watching = True
             self._attached.end_step()
 

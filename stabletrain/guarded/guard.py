@@ -31,6 +31,7 @@ from stabletrain.guarded.agreement import Alone, innermost, together
 from stabletrain.guarded.gradients import BareTensors, trained_parameters, unwrapped
 from stabletrain.guarded.incidents import Incidents, settings
 from stabletrain.guarded.judge import Judge
+from stabletrain.guarded.loaded import Loaded
 from stabletrain.guarded.part import Part, in_new_containers, loss_of, versions
 from stabletrain.guarded.repeat import confirm, repeat
 from stabletrain.guarded.rerun import Begun, Generators, Rerun
@@ -154,7 +155,10 @@ class Guard:
         self._incidents = Incidents(Path(folder), max_incidents, max_seconds, self._agreement.ranks)
         self._keep_state, self._frames = keep_state, compiled_frames()
         self._step, self._begun, self._usual, self._newest_kind = 0, None, [], ""
-        self._known_start, self._held = False, set()
+        self._known_start, self._held, self._idle = False, set(), 0
+        self._first = {id(parameter) for parameter in self._model.parameters()}
+        self._loaded = Loaded()
+        self._loaded.listen(self._model, optimizer)
         self._best, self._updating = math.inf, False
         self.alarms: list[Alarm] = []
         self.last: Reading | None = None
@@ -250,6 +254,7 @@ class Guard:
             self._scaling.scale(loss).backward()
         except BaseException:
             self._begun = None  # the step is given up; the next one begins anew
+            put_back(begun.buffers, self._device)  # such as the statistics of a batch norm
             raise
         begun.parts.append(part)
         begun.losses.append(loss.detach())
@@ -299,7 +304,15 @@ class Guard:
     def _settle(self, begun: Begun, reading: Reading) -> None:
         """Applies the update or withholds it, and follows the verdict."""
         reading = self._count(reading)
-        self._conclude(begun, self._applied(begun, reading))
+        try:
+            self._conclude(begun, self._applied(begun, reading))
+        finally:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """Ends a step, whatever became of it."""
+        self._say_what_is_not_trained()
+        self._loaded.noticed = False  # what was loaded since was the guard's own doing
 
     def _applied(self, begun: Begun, reading: Reading) -> Reading:
         """Applies the update if the gate is open; returns the reading, changed if the update was undone."""
@@ -416,6 +429,8 @@ class Guard:
 
     def _begin(self) -> Begun:
         """Begins a step: drops the old gradients, and records what forward and backward change."""
+        if self._loaded.noticed:
+            self.state_replaced()
         self._look_at_parameters()
         if not self._known_start:
             note_start(self._model, self._optimizer)
@@ -430,6 +445,34 @@ class Guard:
         held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         if held != self._held:
             self._parameters, self._held = trained_parameters(self._model, self._optimizer), held
+
+    def _say_what_is_not_trained(self) -> None:
+        """Tells of parameters that the loop has put in the place of those that the optimizer trains."""
+        idle = sum(parameter.grad is None for parameter in self._parameters)
+        if idle == self._idle:  # as in the step before
+            return
+        self._idle = idle
+        there = {id(parameter) for parameter in self._model.parameters()}
+        if all(id(parameter) in there for parameter in self._parameters):
+            return
+        named = self._model.named_parameters()
+        new = [name for name, each in named if each.requires_grad and id(each) not in self._held | self._first]
+        if new:
+            self._incidents.note(
+                f"step {self._number}: {', '.join(new[:3])}: replaced since the optimizer was made, which has the old "
+                "parameter still; fix: make optimizer and guard anew, or copy_ the new values into the old parameter"
+            )
+
+    def state_replaced(self) -> None:
+        """Tells the guard that the loop has given weights, moments or buffers other values itself.
+
+        `load_state_dict` of the model and of the optimizer tell it without this. The checksums from before no longer
+        count, and the next step keeps a new state to go back to.
+        """
+        self._loaded.noticed = False
+        self._policy.states.forget()
+        self._policy.check_state_every(self._policy.state_check.every)
+        self._known_start = False
 
     def _apply(self) -> bool:
         """Applies the update; returns whether it stays: one that is not finite is undone."""
@@ -646,14 +689,12 @@ class Guard:
         """Restores them. Snapshots are not part of the state: the next step takes a new one."""
         self._step = self._number = state["step"]
         self._policy.load_state_dict(state["policy"])
-        self._policy.states.forget()
         # The loop loads its weights and moments too: checksums of those from before would report a memory fault.
-        self._policy.check_state_every(self._policy.state_check.every)
+        self.state_replaced()
         self._scaling.load_state_dict(state["scaling"])
         self._states.lengths = [torch.tensor(length, device=self._device) for length in state.get("lengths", [])]
         self._best, self._newest_kind = state.get("best_loss", math.inf), state.get("newest_kind", "")
         self._begun, self.last, self.rolled_back = None, None, 0
-        self._known_start = False
 
 
 def summed(values: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ value may rely on it.
 
 import json
 import math
-import stat
 import types
 import typing
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast
 
 from stabletrain.errors import ConfigError
+from stabletrain.stored.files import read_file
 
 DEPTH = 100
 """Largest nesting of a value: deeper ones would exceed Python's recursion limit in the code that walks through them."""
@@ -59,9 +59,7 @@ def read_record(file: Path, kind: type[Record]) -> Record:
         DamagedFile: it cannot be read, is no JSON, or holds a value of another type.
     """
     try:
-        if not stat.S_ISREG(file.stat().st_mode):  # reading a pipe or a device could block forever
-            raise DamagedFile(f"{file} is not a file")
-        content = file.read_bytes()
+        content = read_file(file)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFile(f"{file} is missing") from error
     except OSError as error:

@@ -5,9 +5,11 @@ strings "NaN", "Infinity" and "-Infinity", so they are never hidden and every li
 write. A killed process leaves at most the last line incomplete, and the next process that opens the file removes it.
 """
 
+import errno
 import json
 import math
 import os
+import stat
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ from typing import Any
 
 from stabletrain.errors import ConfigError
 from stabletrain.printable import say
+from stabletrain.stored.files import read_words
 from stabletrain.stored.json_files import parse
 from stabletrain.stored.lines import is_line
 
@@ -158,7 +161,10 @@ class Lines:
     def _open(self) -> None:
         """Opens the file, replaces the open descriptor, and removes an incomplete last line."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        opened = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        opened = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(opened).st_mode):  # a pipe would block
+            os.close(opened)
+            raise OSError(errno.EINVAL, "not a file", str(self.path))
         size = os.fstat(opened).st_size
         end, block = size, 1 << 16
         while end > 0:  # back to the last newline
@@ -178,7 +184,7 @@ class Lines:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Reads metrics or events, with NaN and infinities as floats. Ignores lines that are damaged."""
     lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []:
+    for text in read_words(path).split("\n") if path.is_file() else []:
         with suppress(ValueError):
             if is_line(line := parse(text)):
                 lines.append(numbers(line))

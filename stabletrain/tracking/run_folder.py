@@ -112,7 +112,7 @@ class RunFolder(NoRunFolder):
         super().__init__(path)
         self._record: dict[str, Any] = {}
         self._earlier: dict[str, Any] = {}
-        self._lock: int | None = None
+        self._locks: list[int] = []
 
     def start(
         self,
@@ -274,23 +274,29 @@ class RunFolder(NoRunFolder):
         )
 
     def _claim(self, earlier: Mapping[str, Any]) -> None:
-        """Locks the folder for this process. The system releases it when the process ends or is killed."""
-        self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._release()
-            raise ConfigError(
-                f"hydra.run.dir={self.path} is in use by process {earlier.get('pid')} on {earlier.get('host')}: "
-                "wait for it, stop it, or choose another hydra.run.dir"
-            ) from None
-        except OSError:  # the file system does not support locks
-            pass
+        """Locks the folder for this process. The system releases it when the process ends or is killed.
+
+        Locks the folder itself too: the file may be deleted while the run lives. NFS locks only files.
+        """
+        self._locks = [
+            os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644),
+            os.open(self.path, os.O_RDONLY),
+        ]
+        for lock in self._locks:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._release()
+                raise ConfigError(
+                    f"hydra.run.dir={self.path} is in use by process {earlier.get('pid')} on {earlier.get('host')}: "
+                    "wait for it, stop it, or choose another hydra.run.dir"
+                ) from None
+            except OSError:  # the file system does not support locks
+                pass
 
     def _release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        while self._locks:
+            os.close(self._locks.pop())
 
     def __del__(self) -> None:
         self._release()

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stabletrain.errors import ConfigError
+from stabletrain.stored.files import read_words
 
 PATIENCE = 10.0
 """Seconds to wait for an answer from the server; W&B itself would wait for days."""
@@ -129,7 +130,7 @@ def name_of(folder: Path, typed: Sequence[str]) -> str:
         typed: the overrides. The name omits those that all runs of the sweep have, and those of `wandb` and `hydra`.
     """
     try:
-        lines = (folder.parent / "multirun.yaml").read_text(encoding="utf-8").splitlines()
+        lines = read_words(folder.parent / "multirun.yaml").splitlines()
     except OSError:
         lines = []
     # Overrides that `multirun.yaml` lists in the same form apply to all runs of the sweep.

@@ -142,8 +142,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         restore_state(cfg, rollback, guard, opened.tracker)
         if (changed := resumption.announce(opened.run_folder, opened.tracker)) is not None and acting(changed.keys):
             guard.begin_anew(None if changed.loss is None else changed.loss[1])
-            if guard.states.target is not None:  # steps from before the change cannot be replayed to reach this state
-                rollback.take_snapshot()
+            rollback.pin()
         opened.tracker.note(opening_lines(cfg, process, source, trained, tools, folder))
         if compiling.wanted(cfg.compile, process.device):
             compile_model(cfg, process, trained.state, tools, load, opened)

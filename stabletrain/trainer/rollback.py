@@ -101,6 +101,7 @@ class Rollback:
         self.kept: Sequence[int] = ()
         self.healed_by: Sequence[str] = ()
         self.whatif_steps = 0
+        self._resumed_healthy = False
         self._history, self._guard, self._batches = history, guard, batches
         self._retained = guard.states
         self._tracker, self._run_id = tracker, run_id
@@ -122,6 +123,14 @@ class Rollback:
     def snapshot_due(self, step: int) -> bool:
         """Returns whether to take a snapshot after `step` steps."""
         return self._retained.due(step)
+
+    def pin(self) -> None:
+        """Keeps the present state, from which the run goes on with other settings; no rollback goes back beyond it."""
+        if self._retained.target is None:
+            return
+        if self._resumed_healthy:
+            self._retained.pin(self.state.step)
+        self.take_snapshot()  # steps from before the change cannot be replayed to reach this state
 
     def take_snapshot(self) -> None:
         """Takes a snapshot of the present state, and frees those that are no longer retained."""
@@ -204,6 +213,7 @@ class Rollback:
             found = self.checkpoints.find(Path(resume))
             self._resume_from(found)
         if found is not None:
+            self._resumed_healthy = found.healthy
             tracker.event("resume", self.state.step, checkpoint=found.path.name, healthy=found.healthy)
             tracker.note(f"resumed after step {self.state.step}, from {found.path}")
             # If the folder was searched, the search has reported this already.
@@ -309,6 +319,10 @@ class Rollback:
         self.finish_replay()
         wanted, reason = self._wanted(), self._guard.reason
         found = None if wanted is None else self._find(wanted)
+        pinned = self._retained.pinned
+        if found is not None and pinned is not None and found[1] < pinned:
+            found = None
+            reason += f"; the state of step {pinned}, from which the run was resumed with other settings, is damaged"
         if found is None:
             reason = f"{reason}; no healthy state is left to go back to"
             self.note_halt(trouble, reason, machine=False)
@@ -420,6 +434,8 @@ class Rollback:
             return self._retained.target
         if kept := [step for step in self._retained.steps if step <= before]:
             return max(kept)
+        if (pinned := self._retained.pinned) is not None:
+            return pinned
         saved = self.checkpoints.newest(healthy_only=True, at_most=before)
         return min(self._retained.steps, default=None) if saved is None else saved.step
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stabletrain.errors import ConfigError
+from stabletrain.stored.files import read_file
 from stabletrain.stored.json_files import parse
 
 ONE_FILE, INDEX, SUFFIX = "model.safetensors", ".safetensors.index.json", ".safetensors"
@@ -40,7 +41,7 @@ def files_of(folder: Path) -> list[str]:
     if len(indices) > 1:
         raise ConfigError(f"{folder} holds {' and '.join(indices)}: leave one model in the folder")
     try:
-        index = parse((folder / indices[0]).read_bytes())
+        index = parse(read_file(folder / indices[0]))
         listed = sorted({str(name) for name in index["weight_map"].values()})
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise ConfigError(

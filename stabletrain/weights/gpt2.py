@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from stabletrain.errors import ConfigError
+from stabletrain.stored.files import read_file
 from stabletrain.stored.json_files import parse
 from stabletrain.weights import files
 
@@ -67,7 +68,7 @@ Sizes = dict[str, int | float | str]
 def is_folder(folder: Path) -> bool:
     """Returns whether `folder` holds a GPT-2 of transformers: a `config.json` with `model_type` gpt2."""
     try:
-        config = parse((folder / CONFIG).read_bytes())
+        config = parse(read_file(folder / CONFIG))
     except (OSError, ValueError):
         return False
     return isinstance(config, dict) and config.get("model_type") == "gpt2"
@@ -89,7 +90,7 @@ def read(folder: Path) -> tuple[Sizes, dict[str, Tensor]]:
             architecture that this GPT does not have.
     """
     try:
-        config = parse((folder / CONFIG).read_bytes())
+        config = parse(read_file(folder / CONFIG))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / CONFIG} cannot be read ({error}): name a folder of transformers") from error
     sizes = sizes_of(config, str(folder / CONFIG))

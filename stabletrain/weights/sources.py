@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stabletrain.checkpoint import folder, reader
 from stabletrain.errors import ConfigError
+from stabletrain.stored.files import read_file
 from stabletrain.stored.json_files import parse
 from stabletrain.weights import files, gpt2
 from stabletrain.weights.place import there
@@ -123,7 +124,7 @@ def sort(path: Path, as_gpt2: bool) -> Source:
 def config_in(path: Path) -> dict[str, Any]:
     """Returns the `config.json` of a folder; empty if there is none that can be read."""
     try:
-        config = parse((path / gpt2.CONFIG).read_bytes())
+        config = parse(read_file(path / gpt2.CONFIG))
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stabletrain.config import trust
 from stabletrain.errors import ConfigError, StabletrainError
+from stabletrain.stored.files import read_file
 from stabletrain.stored.json_files import check_type, parse
 from stabletrain.weights.trained import Trained, Written
 
@@ -76,7 +77,7 @@ def is_folder(folder: Path) -> bool:
 def config_in(folder: Path) -> dict[str, Any]:
     """Returns what `config.json` holds; empty if there is none that can be read."""
     try:
-        found = parse((folder / CONFIG).read_bytes())
+        found = parse(read_file(folder / CONFIG))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

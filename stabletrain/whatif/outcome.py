@@ -12,6 +12,7 @@ from stabletrain.checkpoint.reader import Checkpoint
 from stabletrain.comparison.reading.run import Run
 from stabletrain.comparison.reading.runs import read_run
 from stabletrain.data.order import position
+from stabletrain.stored.files import read_words
 from stabletrain.stored.json_files import DamagedFile
 from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import read_jsonl
@@ -130,7 +131,7 @@ def read_outcome(arm: Arm, folder: Path, start: Facts, until: int) -> Outcome:
         until: the last step whose losses count: the arm may have gone on with a later heat.
     """
     if (folder / REFUSED).exists():
-        reason = (folder / REFUSED).read_text(encoding="utf-8").strip()
+        reason = read_words(folder / REFUSED).strip()
         return Outcome(arm, folder, start.step, reason, 0, 0, (), {}, math.nan, math.nan)
     run = read_run(folder)
     final, reason = run.record.get("final", {}), str(run.record.get("reason") or "")

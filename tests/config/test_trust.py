@@ -127,7 +127,7 @@ def calls(run):
         "export": typed("export", run, "--to", "safetensors"),
         "replay": typed("replay", incident),
         "replay with a fix": typed("replay", incident, "precision=bf16"),
-        "whatif": typed("whatif", run, "--steps", "2"),
+        "whatif": typed("whatif", run, "--from", "4", "--steps", "0"),
         "diagnose": typed("diagnose", run),
         "compare": typed("compare", run),
         "losses": typed("losses", run, run / "losses.svg"),
@@ -276,9 +276,7 @@ import torch
 from torch import nn
 model = nn.Linear(2, 1)
 def closure(x):
-    loss = model(x).square().mean()
-    loss.backward()
-    return loss
+    return model(x).square().mean()
 """
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from stabletrain.comparison.reading.columns import Curve, thin
 from stabletrain.comparison.reading.run import Run
+from stabletrain.stored.files import read_words
 
 PANELS: list[dict[str, Any]] = [
     {
@@ -226,7 +227,7 @@ def sample(run: Run, most: int = 4000) -> str | None:
     if run.status != "finished":
         return None
     try:
-        text = (run.folder / "sample.txt").read_text(encoding="utf-8", errors="replace")
+        text = read_words(run.folder / "sample.txt")
     except OSError:
         return None
     return text[:most] or None

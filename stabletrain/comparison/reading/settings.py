@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import yaml
 
+from stabletrain.stored.files import read_file
 from stabletrain.stored.json_files import check_plain
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -50,7 +51,7 @@ def read_settings(
     settings: dict[str, Value] = {}
     composed = True
     try:
-        for block in split((folder / ".hydra" / "config.yaml").read_text(encoding="utf-8")):
+        for block in split(read_file(folder / ".hydra" / "config.yaml").decode()):
             settings.update(parse(block))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         settings = {key: scalar(value) for key, value in overrides.items()}

@@ -5,6 +5,7 @@ the retained states. A resumed run retains the same states, and recomputes those
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class NoRetainedStates:
@@ -20,6 +21,12 @@ class NoRetainedStates:
 
     def forget(self) -> None:
         """Does nothing."""
+
+    def pin(self, step: int) -> None:
+        """Does nothing."""
+
+    pinned: int | None = None
+    """Step of the state that no rollback may go back beyond: none."""
 
     @property
     def steps(self) -> list[int]:
@@ -42,6 +49,8 @@ class RetainedStates(NoRetainedStates):
         healthy_after: steps after which a state becomes healthy, if `trouble` is 0 then.
         waiting: steps of the states not yet known to be healthy, oldest first.
         known: steps of the healthy states, oldest first.
+        pinned: step of the state from which a resume went on with other settings. No rollback goes back beyond it until
+            the run has been healthy with them: what was trained before would be lost to a setting.
     """
 
     most: int
@@ -49,6 +58,7 @@ class RetainedStates(NoRetainedStates):
     healthy_after: int
     waiting: list[int] = field(default_factory=list)
     known: list[int] = field(default_factory=list)
+    pinned: int | None = None
 
     def due(self, step: int) -> bool:
         """Whether to take a snapshot after `step` steps: every `every` steps, and before the first step."""
@@ -61,7 +71,11 @@ class RetainedStates(NoRetainedStates):
 
     def forget(self) -> None:
         """Forgets all states: they belong to another run folder and cannot be restored in this one."""
-        self.waiting, self.known = [], []
+        self.waiting, self.known, self.pinned = [], [], None
+
+    def pin(self, step: int) -> None:
+        """Retains the state after `step` steps alone, and lets no rollback go back beyond it."""
+        self.waiting, self.known, self.pinned = [], [step], step
 
     def promote(self, step: int) -> list[int]:
         """Marks as healthy the states taken at least `healthy_after` steps before `step`; returns their steps."""
@@ -80,10 +94,13 @@ class RetainedStates(NoRetainedStates):
         """Step of the newest healthy state, which a rollback restores; None if there is none."""
         return self.known[-1] if self.known else None
 
-    def state_dict(self) -> dict[str, list[int]]:
+    def state_dict(self) -> dict[str, Any]:
         """Step numbers, for the checkpoint; part of the guard's state."""
-        return {"waiting": list(self.waiting), "known": list(self.known)}
+        pinned = -1 if self.pinned is None else self.pinned
+        return {"waiting": list(self.waiting), "known": list(self.known), "pinned": pinned}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores the step numbers. A checkpoint of another kind of guard has none."""
         self.waiting, self.known = list(state.get("waiting", [])), list(state.get("known", []))
+        pinned = state.get("pinned", -1)
+        self.pinned = None if pinned < 0 else pinned

@@ -113,6 +113,8 @@ class RollbackGuard(SkipGuard):
         # While a change is suspected, newer states must not push out those from before it.
         if verdict is Verdict.APPLY and self.healthy and not self.slow_spikes.suspects:
             promoted = self.states.promote(reading.step)
+            if self.states.pinned is not None and any(step >= self.states.pinned + self.window for step in promoted):
+                self.states.pinned = None  # the run is healthy with its other settings
             if any(step > self.beyond for step in promoted):  # the run got past the trouble: restore the budget
                 self.in_vain, self.restored_in_vain, self.rolled_back_for = 0, 0, 0
         # Bad data and fp16's overflows do not mean that the weights are bad: no rollback for them.
