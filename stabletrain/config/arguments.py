@@ -5,6 +5,7 @@ folder belongs to.
 """
 
 import os
+import re
 import shlex
 import sys
 from itertools import pairwise
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from stabletrain.config import trust
@@ -69,7 +71,7 @@ class Arguments(NamedTuple):
     def value(self, key: str) -> str | None:
         """Returns the value that an override gives `key`, without quotes; None if there is none."""
         found = [o.partition("=")[2] for o in self.overrides if key_of(o) == key and "=" in o]
-        return found[-1].strip("'\"") if found else None
+        return unquoted(found[-1]) if found else None
 
     def without(self, key: str) -> "Arguments":
         """Returns the arguments without the overrides of `key`."""
@@ -78,6 +80,19 @@ class Arguments(NamedTuple):
     def identity(self) -> list[str]:
         """Returns what identifies a command: its overrides, sorted, without `resume` and Hydra's own."""
         return sorted(o for o in self.overrides if key_of(o) != "resume" and not key_of(o).startswith("hydra"))
+
+
+def unquoted(value: str) -> str:
+    """Returns a value without its quotes, if it has any, as Hydra reads it."""
+    if len(value) < 2 or value[0] != value[-1] or value[0] not in "'\"":
+        return value
+    # Backslashes are doubled before a quote and at the end, and only there.
+    return re.sub(rf"(\\+)(?={value[0]}|$)", lambda found: found[1][: len(found[1]) // 2], value[1:-1])
+
+
+def quoted(value: Any) -> str:
+    """Returns a text in quotes, as Hydra reads it: a path may hold anything."""
+    return QuotedString(str(value), Quote.single).with_quotes()
 
 
 def key_of(override: str) -> str:
@@ -158,7 +173,7 @@ def resolve_resume(typed: Arguments) -> Arguments:
         return in_folder(with_overrides(typed, "resume=auto"), "hydra.sweep.dir", path)
     path = path.parent if path.name == "checkpoints" else path
     if (path / "manifest.json").exists():
-        return with_overrides(merged(trusted_arguments(path.parent.parent), typed), f"resume='{path}'")
+        return with_overrides(merged(trusted_arguments(path.parent.parent), typed), f"resume={quoted(path)}")
     if (path / "checkpoints").is_dir():
         return in_folder(with_overrides(merged(trusted_arguments(path), typed), "resume=auto"), "hydra.run.dir", path)
     raise ConfigError(
@@ -206,7 +221,7 @@ def in_folder(arguments: Arguments, key: str, folder: Path) -> Arguments:
     """Returns the arguments with the folder to continue in."""
     # null keeps Hydra from overwriting `.hydra/`, its record of the first start
     kept = ["hydra.output_subdir=null"] if (folder / "run.json").exists() else []
-    return with_overrides(arguments, f"{key}='{folder}'", *kept)
+    return with_overrides(arguments, f"{key}={quoted(folder)}", *kept)
 
 
 def recorded_arguments(folder: Path) -> Arguments:

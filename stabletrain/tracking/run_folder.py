@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stabletrain.errors import ConfigError
+from stabletrain.printable import printable
 from stabletrain.program import started
 from stabletrain.stored.json_files import DamagedFile, MissingFile
 from stabletrain.stored.run_json import RUN, read_run_record
@@ -179,6 +180,13 @@ class RunFolder(NoRunFolder):
 
     def _claim_for(self, resuming: bool) -> dict[str, Any]:
         """Creates and locks the folder; returns its existing `run.json`."""
+        try:
+            str(self.path).encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"hydra.run.dir={printable(str(self.path))} is no valid UTF-8, so the run's records could not name it: "
+                "choose another hydra.run.dir"
+            ) from error
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             earlier, metrics = self._earlier_record(), self.path / "metrics.jsonl"

@@ -12,6 +12,7 @@ from stabletrain.config.arguments import (
     in_folder,
     merged,
     parse_arguments,
+    quoted,
     with_overrides,
 )
 from stabletrain.config.resuming import WITHOUT_TRACE, Settings, recorded_settings, show
@@ -76,12 +77,13 @@ class Base:
     def resumed(self, checkpoint: Path, overrides: Sequence[str], folder: Path) -> Arguments:
         """Returns the command line that resumes a checkpoint in a new folder, with changed overrides."""
         typed = merged(self.arguments, parse_arguments([*overrides]))
-        return with_overrides(typed, *self.saving(overrides), f"resume='{checkpoint}'", f"hydra.run.dir='{folder}'")
+        places = f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}"
+        return with_overrides(typed, *self.saving(overrides), *places)
 
     def anew(self, overrides: Sequence[str], folder: Path) -> Arguments:
         """Returns the command line that repeats the run from step 0 in a new folder."""
         typed = merged(self.arguments, parse_arguments([*overrides]))
-        return with_overrides(typed, *self.saving(overrides), "resume=none", f"hydra.run.dir='{folder}'")
+        return with_overrides(typed, *self.saving(overrides), "resume=none", f"hydra.run.dir={quoted(folder)}")
 
     def continued(self, overrides: Sequence[str], folder: Path) -> Arguments:
         """Returns the command line that goes on in the folder of a run that one of the others has started."""

@@ -20,7 +20,15 @@ from omegaconf import OmegaConf, open_dict
 
 from stabletrain.cli.own_folder import created, named_by_time
 from stabletrain.config import trust
-from stabletrain.config.arguments import SWEEP, Arguments, key_of, parse_arguments, recorded_arguments, with_overrides
+from stabletrain.config.arguments import (
+    SWEEP,
+    Arguments,
+    key_of,
+    parse_arguments,
+    quoted,
+    recorded_arguments,
+    with_overrides,
+)
 from stabletrain.config.jobs import hydra
 from stabletrain.config.resuming import check_resume
 from stabletrain.errors import ConfigError
@@ -276,7 +284,7 @@ def start(typed: Arguments, config_dir: Path) -> tuple[Sweep | None, Arguments]:
     if named_by_time(found.cfg.hydra.sweep):
         folder = created(folder)
     sweep = begin(folder, typed, found)
-    return sweep, with_overrides(typed, f"hydra.sweep.dir='{folder}'", "hydra.output_subdir=null")
+    return sweep, with_overrides(typed, f"hydra.sweep.dir={quoted(folder)}", "hydra.output_subdir=null")
 
 
 def check_changes(name: str, folder: Path, found: Grid) -> None:
