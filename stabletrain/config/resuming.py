@@ -300,7 +300,7 @@ def check_unfinished(folder: Path, steps: int, changes: Mapping[str, Any]) -> No
         return
     finished = record.get("status") == "finished" and not record.get("reason")
     done: Any = record.get("final", {}).get("steps", -1) if finished else -1
-    if done >= steps:
+    if done >= max(steps, 1):
         raise ConfigError(
             f"steps={steps}: the run in {folder} has finished its {done} steps, so a resume with another "
             f"{' and '.join([*changes][:2])} would train nothing: raise steps, such as steps={2 * done}"

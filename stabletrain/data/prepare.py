@@ -118,6 +118,10 @@ def prepare(
     return meta
 
 
+LONGEST = 200
+"""Bytes of a folder's name: file systems allow 255, and `prepare` writes into a folder with a longer name first."""
+
+
 def check_arguments(out: str, val_fraction: float, shard_tokens: int) -> Path:
     """Validates the arguments; returns the folder to write.
 
@@ -129,6 +133,8 @@ def check_arguments(out: str, val_fraction: float, shard_tokens: int) -> Path:
     if shard_tokens < 1:
         raise ConfigError(f"--shard-tokens={shard_tokens} is below 1")
     target = Path(out).expanduser()
+    if (length := len(os.fsencode(target.name))) > LONGEST:
+        raise ConfigError(f"{out[:40]}...: its name has {length} bytes, but names may have {LONGEST} here: shorten it")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty folder: choose another, or remove it")
     return target

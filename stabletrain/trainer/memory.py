@@ -56,7 +56,11 @@ class Weights:
         return Weights(self.all + times * (more.all - self.all), self.trained + times * (more.trained - self.trained))
 
 
-def check_memory(cfg: DictConfig, process: Any, data: Any, sizes: Mapping[str, Any]) -> None:
+SLOW = 1000, 4e9
+"""From how many layers, or bytes of weights, on a model takes so long to build that the user is told first."""
+
+
+def check_memory(cfg: DictConfig, process: Any, data: Any, sizes: Mapping[str, Any]) -> str:
     """Checks that weights, gradients, moments and one batch fit into the memory of the device and of the host.
 
     Args:
@@ -65,12 +69,15 @@ def check_memory(cfg: DictConfig, process: Any, data: Any, sizes: Mapping[str, A
         data: the data set.
         sizes: the model's sizes that are taken from the data.
 
+    Returns:
+        a line that says what is going to be built, if that takes long; else empty.
+
     Raises:
         ConfigError: names what is too large, what it needs at least, and what there is.
     """
     weights = weights_of(cfg, sizes)
     if weights is None:
-        return
+        return ""
     ranks, device = process.ranks, process.device
     shards = ranks.world_size if process.choices.get("parallel") == "fsdp" else 1
     half = 0.5 if process.choices.get("precision") == "bf16_params" else 1
@@ -82,6 +89,15 @@ def check_memory(cfg: DictConfig, process: Any, data: Any, sizes: Mapping[str, A
     each = max(weights.all, training)  # each rank builds the whole model
     here = ranks.local_world_size
     refuse_above(host_memory(), here * each, here * batch, "this process may use", cfg, process.choices)
+    name = depth_key(cfg)
+    depth = cfg.model[name] if name else 0
+    if depth < SLOW[0] and weights.all < SLOW[1]:
+        return ""
+    deep = f" with model.{name}={depth}" if name else ""
+    return (
+        f"building model={process.choices['model']}{deep}: weights {gigabytes(weights.all)}, in training "
+        f"{gigabytes(half * (weights.all + (1 + moments(cfg)) * weights.trained) / shards)} or more"
+    )
 
 
 def refuse_above(

@@ -21,6 +21,7 @@ from stabletrain.machine import hardware
 from stabletrain.machine.determinism import mix
 from stabletrain.machine.hardware import Usage, forget_peak, peak_flops
 from stabletrain.parallel.ranks import Ranks, current_ranks, join_process_group
+from stabletrain.printable import say
 from stabletrain.protocols import Objective, Tools
 from stabletrain.records import IGNORE_INDEX, Batch, TrainState, reads_rows
 from stabletrain.stability.guard.state_check import default_every
@@ -165,7 +166,9 @@ def build_model(
         weights: puts other weights into the model than its `init`.
     """
     device, precision, parallel = process.device, process.precision, process.parallel
-    check_memory(cfg, process, source.data, sizes_from_data(cfg, source.data))
+    long = check_memory(cfg, process, source.data, sizes_from_data(cfg, source.data))
+    if long and process.ranks.is_main:
+        say(long, flush=True)
     process.determinism.seed_run(cfg.seed)
     model = make_model(cfg, source.data)
     parameters = sum(p.numel() for p in model.parameters())
