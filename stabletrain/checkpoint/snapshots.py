@@ -114,12 +114,14 @@ class Snapshots:
         self._copied: torch.cuda.Event | None = None
         self._waits: Optimizer | None = None
 
-    def take(self, step: int, tree: Tree, state: TrainState) -> None:
+    def take(self, step: int, tree: Tree, state: TrainState, *, only_optimizer_writes: bool = True) -> None:
         """Copies a captured state, taken after `step` steps, to the host. The host does not wait for CUDA.
 
         Args:
-            tree: from `capture(state, ...)`. Of its parameters and moments, nothing may be written before the next
-                `state.optimizer.step()`.
+            tree: from `capture(state, ...)`.
+            only_optimizer_writes: whether nothing else writes parameters and moments before the next
+                `state.optimizer.step()`. If not, as in a loop of the user's own that clamps or averages weights, all
+                later work of the device waits for the copy.
         """
         names = {name for name, _ in state.model.named_parameters(remove_duplicate=False)}
         live, only = tensors_of(tree, names)
@@ -134,6 +136,8 @@ class Snapshots:
             copies[i].copy_(own[i], non_blocking=i in on_card)
         if later := [i for i in on_card if only[i]]:
             self._copy_beside([copies[i] for i in later], [own[i] for i in later], state.optimizer)
+            if not only_optimizer_writes:
+                self._before_update()
         each = iter(range(len(live)))
         self._trees[step] = map_tensors(lambda tensor: kept(tensor, own, copies, each), tree)
 

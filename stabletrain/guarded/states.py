@@ -101,7 +101,7 @@ class States(NoStates):
         retained.retain(step, self._policy.healthy)
         self._snapshots.retain(retained.steps)
         self._state.step = step
-        self._snapshots.take(step, capture(self._state, self._parts), self._state)
+        self._snapshots.take(step, capture(self._state, self._parts), self._state, only_optimizer_writes=False)
         self._snapshots.retain(retained.steps)
         self._references = {taken: each for taken, each in self._references.items() if taken in retained.steps}
         self._references[step] = self._policy.state_check.reference(self._state)

@@ -30,6 +30,12 @@ COPIES = 5
 GB = 1e9
 
 
+def free_on_card() -> float:
+    """Returns the bytes that are free on the card, those that PyTorch has reserved and does not use included."""
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return float(torch.cuda.mem_get_info()[0] + unused)
+
+
 class NotEnoughMemory(StabletrainError):
     """This rank cannot hold the whole weights."""
 
@@ -93,7 +99,7 @@ class GatheredState(WholeState):
         buffer = sum(Gather.sizes(parameters, self._ranks.world_size))
         host = weights + buffer  # a model is created on the host, and the older state stays there
         if parameters[0].device.type == "cuda":
-            require("the card", COPIES * weights, float(torch.cuda.mem_get_info()[0]))
+            require("the card", COPIES * weights, free_on_card())
         else:
             host += COPIES * weights
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self._ranks.world_size))

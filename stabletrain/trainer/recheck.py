@@ -23,6 +23,7 @@ from stabletrain.machine.determinism import rng_restored
 from stabletrain.monitors.tensor_norms import gradients
 from stabletrain.records import Batch, Reading, Verdict
 from stabletrain.stability.guard.comparing import Compared, sums
+from stabletrain.stability.guard.limits import LARGEST
 from stabletrain.stability.guard.recheck import Finding
 from stabletrain.step import Computed, compute, count_targets, forward_backward
 from stabletrain.trainer.incidents import ExecutedStep, handle_incident
@@ -40,7 +41,8 @@ def confirm(run: TrainingRun, executed: ExecutedStep, reading: Reading, verdict:
     finding = find(run, executed, reading, part)
     # If the third equals the first and none ever agreed, something that cannot be put back changed the second one: the
     # step itself was right.
-    repeats = finding.third == "second" or finding.agreed > 0
+    # Above a limit that was learnt, nothing needs to repeat: differences of rounding are below it.
+    repeats = finding.third == "second" or finding.agreed > 0 or 0 < finding.limit < LARGEST
     if not run.parallel.any_rank(finding.differs and repeats):
         recheck.vary(part)
         tracker.event("recheck_varies", reading.step, part=part, tick=run.state.executed_steps)
