@@ -84,6 +84,8 @@ if ((SLURM_JOB_NUM_NODES * processes > 1)); then
   ranks+=("$(dirname -- "${BASH_SOURCE[0]}")/ranks.py" --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$processes"
     --rdzv-backend=c10d --rdzv-endpoint="${addresses[0]}:$((15000 + SLURM_JOB_ID % 15000))"
     --rdzv-id="$SLURM_JOB_ID.$restarts")
+  # torchrun kills ranks that SIGTERM has not ended after 30 s, which may cut off a large checkpoint.
+  export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-$((notice > 50 ? notice - 20 : 30))}
   STABLETRAIN_NODE_ADDRESSES=$(IFS=,; echo "${addresses[*]}")   # for ranks.py
   export STABLETRAIN_NODE_ADDRESSES
   # If NCCL times out, PyTorch writes the last collectives of each rank to files that begin with this.
