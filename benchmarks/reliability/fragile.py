@@ -143,19 +143,21 @@ class Eight(Fragile):
 
 
 class Swapped(Fragile):
-    """Gives weights the memory of a moment, and divides by 0 from the second step on."""
+    """Gives weights the memory of a moment and divides by 0, from the second step on."""
 
     def direction(self, weight, gradient, state):
+        if state["t"] < 2:
+            return gradient
         weight.data = state["m"]
-        return gradient / (state["t"] < 2)
+        return gradient / 0
 
 
 class Expanded(Fragile):
-    """One number for all values of a tensor, expanded to its shape."""
+    """One number for all values of a tensor, expanded to its shape; divides by 0 from the second step on."""
 
     def direction(self, weight, gradient, state):
         state.setdefault("rate", torch.ones(()).expand_as(weight))
-        return gradient / gradient.norm()
+        return gradient / (state["t"] < 2)
 
 
 class Wrapped(Optimizer):

@@ -80,6 +80,12 @@ def finished(process, timeout=200):
     return process.returncode, out, err
 
 
+def check_code(expected, code, out, err, cluster):
+    """Fails the test with all that was printed and logged, if a command ended with another exit code."""
+    if code != expected:
+        pytest.fail(f"exit code {code}, not {expected}\n{out}\n{err}\n{cluster.logs()}")
+
+
 def submitted(cluster, run, *typed, conf=None):
     conf = conf or cluster.place / "cluster.conf"
     words = [*TYPED, "--slurm", "--gpu", "a100", "--cluster", str(conf), *typed]
@@ -122,7 +128,7 @@ def log(run, task, array="000"):
 
 def test_an_array_gives_the_bits_of_one_process(cluster, run, whole):
     code, out, err = finished(submitted(cluster, run, "--jobs", "1"))
-    assert code == 0, (out, err, cluster.logs())
+    check_code(0, code, out, err, cluster)
     same(run, whole)
     assert "how      as a Slurm array on a100, one task per arm, at most 1 at once\n" in out
     assert f"array    {log(run, 0).split(' job ')[1].partition('_')[0]}, 2 tasks, logs " in out
@@ -143,7 +149,7 @@ def test_a_task_that_is_preempted_goes_on(cluster, run, whole):
 
     cluster.wait(over, 200)
     code, out, err = finished(process)
-    assert code == 0, (out, err, cluster.logs())
+    check_code(0, code, out, err, cluster)
     assert "start 2 on n" in log(run, 1)
     same(run, whole)
 
@@ -153,7 +159,7 @@ def test_ctrl_c_cancels_the_array_and_the_same_command_goes_on(cluster, run, who
     job = trains(cluster, run, process)
     os.killpg(process.pid, signal.SIGINT)
     code, out, err = finished(process)
-    assert code == 75, (out, err, cluster.logs())
+    check_code(75, code, out, err, cluster)
     assert f"array    {job} is cancelled: waits until the arms have saved their states\n" in out
     assert "the what-if was stopped, its states are saved; fix: type it again" in err
     assert cluster.state(job) in ("CANCELLED", "CANCELLED COMPLETED")
@@ -161,7 +167,7 @@ def test_ctrl_c_cancels_the_array_and_the_same_command_goes_on(cluster, run, who
     stopped = step(run)
     assert stopped < 1000
     code, out, err = finished(submitted(cluster, run))
-    assert code == 0, (out, err, cluster.logs())
+    check_code(0, code, out, err, cluster)
     assert json.loads((folder_of(run) / ARMS[1] / "run.json").read_text())["resumed"]
     same(run, whole)
 
@@ -180,7 +186,7 @@ def test_an_array_that_outlives_its_command_is_found(cluster, run, whole):
     assert found == f"array    {job} still runs 1 of the arms: waits for it\n", (*finished(process), cluster.logs())
     cluster.run("scontrol", "resume", f"{job}_1")
     code, out, err = finished(process)
-    assert code == 0, (out, err, cluster.logs())
+    check_code(0, code, out, err, cluster)
     assert [each.name for each in folder_of(run).glob("slurm/*")] == ["000"]
     same(run, whole)
 
