@@ -7,6 +7,7 @@ they do for users.
 
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ def remember(patch: pytest.MonkeyPatch) -> None:
         """Stands for `create_defaults_list`."""
         values = Overrides(repo, overrides_list).config_overrides
         choices = [each for each in overrides_list if not any(each is value for value in values)]
-        files = [str(source) for source in repo.get_sources()]
+        files = [(str(source), stamps(source)) for source in repo.get_sources()]
         given = (config_name, *(each.input_line for each in choices), *files, *how.items())
         if given not in lists:
             lists[given] = create_defaults_list(repo, config_name, choices, **how)
@@ -38,3 +39,9 @@ def remember(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(config_loader_impl, "create_defaults_list", defaults_once)
     patch.setattr(config_loader_impl.ConfigLoaderImpl, "_compose_config_from_defaults_list", merged_once)
+
+
+def stamps(source: Any) -> tuple:
+    """Returns name, size and time of each YAML file of a source: a test may change its own options."""
+    files = sorted(Path(source.path).rglob("*.yaml")) if source.scheme() == "file" else []
+    return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)

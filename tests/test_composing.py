@@ -36,3 +36,13 @@ def test_what_is_kept_is_what_hydra_composes(monkeypatch, overrides):
     monkeypatch.setattr(loader.ConfigLoaderImpl, "_compose_config_from_defaults_list", composing.merge)
     assert kept == again == composed(overrides)
     assert isinstance(kept, str) == (overrides in REFUSED)
+
+
+def test_an_option_that_a_test_has_changed_is_read_again(tmp_path):
+    (tmp_path / "clipping").mkdir()
+    found = []
+    for value in (1, 2, 30):
+        (tmp_path / "clipping" / "mine.yaml").write_text(f"_target_: builtins.dict\nvalue: {value}\n")
+        config = composed([f"hydra.searchpath=[file://{tmp_path}]", "clipping=mine"])
+        found.append(config["clipping"]["value"])
+    assert found == [1, 2, 30]

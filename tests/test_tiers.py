@@ -13,7 +13,7 @@ from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import TypeCheckError
 
 from stabletrain.machine.hardware import devices
-from stabletrain.stability.objective.cross_entropy import z_loss
+from stabletrain.stability.objective.cross_entropy import NoZLoss, z_loss
 from tests import forkserver
 from tests.conftest import is_slow
 from tests.runs import python
@@ -32,7 +32,10 @@ def test_a_condition_keeps_some_cases_fast(request, number):
 def test_types_and_shapes_are_checked_in_the_fast_tier(request, checked):
     if not checked and request.config.getoption("--all"):
         pytest.skip("with --all, the slow tests check types and shapes too")
-    for call in (lambda: devices("1"), lambda: z_loss(torch.zeros(2, 3, 4), 0.1)):
+    zero, one, logits, targets = torch.zeros(()), torch.tensor(1), torch.zeros(2, 3), torch.tensor([0, 1, 2])
+    wrong_type, wrong_shape = lambda: devices("1"), lambda: z_loss(torch.zeros(2, 3, 4), 0.1)
+    other_length = lambda: NoZLoss().add(zero, logits, targets, one)  # noqa: E731
+    for call in (wrong_type, wrong_shape, other_length):
         with pytest.raises((BeartypeCallHintViolation, TypeCheckError)) if checked else nullcontext():
             call()
 

@@ -31,7 +31,7 @@ def jaxtyped_where_shapes_are(function: Any = None, /, *, typechecker: Any = Non
     # Not a function inside another: it may be an optimizer's step, and closed.py knows jaxtyping's wrapper only.
     plain = isinstance(function, FunctionType) and "<locals>" not in function.__qualname__
     if typechecker is not None and plain and not has_shapes(function):
-        return typechecked(function)
+        return typechecker(function)
     return WITH_SHAPES(function, typechecker=typechecker)
 
 
