@@ -20,11 +20,11 @@ from stabletrain.config.arguments import SWEEP, Arguments, check_folders, job_ov
 from stabletrain.config.checks import check
 from stabletrain.config.error_texts import unknown_option
 from stabletrain.config.jobs import run_as_job
-from stabletrain.config.trust import OPTION, accepting
 from stabletrain.errors import ConfigError, NotSaved, TrainingHalted
 from stabletrain.machine.signals import NoStopRequest
 from stabletrain.parallel.ranks import current_ranks
 from stabletrain.program import called, conf_folder
+from stabletrain.stored.trusted import OPTION, accepting
 from stabletrain.tracking.run_folder import RunFolder
 
 if TYPE_CHECKING:

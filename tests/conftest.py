@@ -58,6 +58,14 @@ def _global_state():
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _trust_nothing(tmp_path_factory):
+    """Has the state folder of a user who has made and trusted nothing; subprocesses inherit it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _compose_once():
     """Has Hydra keep what it read and merged."""
     with pytest.MonkeyPatch.context() as patch:

@@ -93,7 +93,7 @@ def test_a_run_of_two_ranks_goes_on_with_two(place):
 
 
 def test_a_run_of_a_users_own_model_data_and_clipping_goes_on(place, monkeypatch):
-    assert train(monkeypatch, "resume=plugin_run", "steps=20") == 0
+    assert train(monkeypatch, "resume=plugin_run", "steps=20", "--trust") == 0
     same_as_recorded(place / "plugin_run", "plugin_run")
     record = json.loads((place / "plugin_run" / "run.json").read_text())
     assert [record["choices"][group] for group in ("model", "data", "clipping")] == ["mine"] * 3
@@ -180,7 +180,7 @@ def test_stored_import_paths_that_moved_are_found(old_paths, monkeypatch, capsys
     code = (old_paths / "plugin" / "mine.py").read_text()
     assert "from stabletrain.long_gone.clipping import NoClip" in code
     assert "from stabletrain.ancient.records import Batch" in code
-    assert train(monkeypatch, "resume=plugin_run", "steps=20") == 0
+    assert train(monkeypatch, "resume=plugin_run", "steps=20", "--trust") == 0
     same_as_recorded(old_paths / "plugin_run", "plugin_run")
 
 

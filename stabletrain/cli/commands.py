@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import stabletrain
-from stabletrain.config.trust import OPTION, accepting
 from stabletrain.errors import ConfigError, StabletrainError, did_you_mean, own_traceback
 from stabletrain.parallel.ranks import drop_unread_output, exit_process
 from stabletrain.printable import printable, say
+from stabletrain.stored.trusted import OPTION, accepting
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 import stabletrain
 from stabletrain.checkpoint.folder import find
 from stabletrain.checkpoint.reader import Checkpoint
+from stabletrain.config import trust
 from stabletrain.config.make import make, plain
 from stabletrain.config.moved import updated
 from stabletrain.data.files import read_meta
@@ -50,6 +51,7 @@ def export(run: Path, to: str, out: Path | None, *, best: bool, overwrite: bool)
     trained = trained_of(checkpoint)
     form = format_of(to, trained)
     form.refuse(trained)
+    trust.remember_config(trained.config)
     with new_folder(folder, overwrite=overwrite) as hidden:
         written = form.write(trained, hidden)
     say(report(folder, checkpoint, written))

@@ -212,7 +212,7 @@ def recorded_config(folder: Path, found: dict[str, Any]) -> DictConfig:
 
     Raises:
         DamagedFile: it is not the configuration of a run.
-        ConfigError: it names code of somebody else.
+        ConfigError: it names unknown code.
     """
     try:
         check_type(found, RecordedConfig)

@@ -38,7 +38,6 @@ from stabletrain.cli.sweep import lines
 from stabletrain.cli.sweep.member import Member, stopping_all
 from stabletrain.cli.sweep.plan import Sweep, finished_run, start
 from stabletrain.comparison.pages.at_end import write_if_missing
-from stabletrain.config import trust
 from stabletrain.config.arguments import (
     Arguments,
     check_folders,
@@ -73,6 +72,7 @@ from stabletrain.parallel.ranks import (
 )
 from stabletrain.printable import printable, say
 from stabletrain.program import SCRIPT, conf_folder, program_name, started, torchrun_target
+from stabletrain.stored import trusted
 from stabletrain.stored.json_files import DamagedFile, MissingFile
 from stabletrain.stored.run_json import read_run_record
 from stabletrain.tracking.metrics import warn
@@ -148,13 +148,13 @@ def launch(main: Callable[[], Any], config_dir: Path) -> int:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra must raise its errors: they are explained below
     # the config store is a singleton, but --help would deep-copy it 160 times
     setattr(ConfigStore, "__deepcopy__", lambda store, _: store)  # noqa: B010
-    with trust.accepting(trust.OPTION in sys.argv[1:]):
+    with trusted.accepting(trusted.OPTION in sys.argv[1:]):
         return launch_typed(main, config_dir)
 
 
 def launch_typed(main: Callable[[], Any], config_dir: Path) -> int:
     """The same, with Hydra set up."""
-    typed, ranks = parse_arguments([word for word in sys.argv[1:] if word != trust.OPTION]), current_ranks()
+    typed, ranks = parse_arguments([word for word in sys.argv[1:] if word != trusted.OPTION]), current_ranks()
     sweep: Sweep | None = None
     if (message := unknown_option(sys.argv[1:], config_dir)) is not None:
         return refuse(message, ranks)

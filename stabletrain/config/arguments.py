@@ -17,11 +17,12 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from stabletrain.config import trust
+from stabletrain.config.yaml_files import load_yaml
 from stabletrain.errors import ConfigError
 from stabletrain.parallel.ranks import Ranks
 from stabletrain.printable import say
 from stabletrain.program import conf_folder, started
-from stabletrain.stored.files import load_yaml
+from stabletrain.stored import trusted
 from stabletrain.stored.json_files import DamagedFile, MissingFile, check_type
 from stabletrain.stored.run_json import read_run_record, read_sweep_command
 
@@ -48,7 +49,7 @@ WITH_VALUE = frozenset(
 SWEEP = frozenset({"-m", "--multirun"})
 
 OPTIONS = WITH_VALUE | SWEEP | {"--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"}
-OPTIONS |= {"--experimental-rerun", trust.OPTION}
+OPTIONS |= {"--experimental-rerun", trusted.OPTION}
 """All options of Hydra, and our own."""
 
 
@@ -149,7 +150,7 @@ def resolve_resume(typed: Arguments) -> Arguments:
     - With `-m`, `hydra.sweep.dir=<folder of a sweep>` alone is enough.
 
     Raises:
-        ConfigError: `resume` names neither a run, a sweep nor a checkpoint, or one that names code of somebody else.
+        ConfigError: `resume` names neither a run, a sweep nor a checkpoint, or one that names unknown code.
     """
     resume = typed.value("resume")
     if resume is None and typed.sweeps and sweep_arguments(Path(typed.value("hydra.sweep.dir") or "/")) is not None:
@@ -233,7 +234,7 @@ def trusted_arguments(folder: Path) -> Arguments:
     """The same, to be run.
 
     Raises:
-        ConfigError: they name code of somebody else.
+        ConfigError: they name unknown code.
     """
     found = recorded_arguments(folder)
     trust.check_arguments(*found, folder)

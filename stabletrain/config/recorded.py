@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.config import trust
 from stabletrain.config.make import plain
-from stabletrain.stored.files import load_yaml
+from stabletrain.config.yaml_files import load_yaml
 from stabletrain.stored.json_files import DamagedFile, MissingFile, check_plain, check_type
 
 
@@ -30,7 +30,7 @@ def read_config(file: Path) -> DictConfig:
     Raises:
         MissingFile: there is none.
         DamagedFile: it cannot be read, is no YAML, or is not the configuration of a run.
-        ConfigError: it names code of somebody else.
+        ConfigError: it names unknown code.
     """
     if not file.exists():
         raise MissingFile(f"{file} is missing")

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.config.make import leaves, plain
+from stabletrain.config.yaml_files import load_yaml
 from stabletrain.errors import ConfigError
-from stabletrain.stored.files import load_yaml
 from stabletrain.stored.json_files import DamagedFile
 from stabletrain.stored.run_json import read_run_record
 

@@ -6,13 +6,8 @@ torch.nn, models of torchvision.models. Everything else that this user's own run
 state directory, as an empty file whose name is the hash of the record; `--trust` remembers a folder from elsewhere.
 """
 
-import hashlib
-import json
-import os
 import re
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -23,8 +18,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from stabletrain.config.moved import updated
-from stabletrain.errors import ConfigError
 from stabletrain.program import conf_folder
+from stabletrain.stored.trusted import check_trusted, remember
 
 HARMLESS = frozenset(
     {"hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra/launcher", "hydra/sweeper"}
@@ -33,40 +28,6 @@ HARMLESS = frozenset(
 
 PLAIN = re.compile(r"\$\{[\w.]+\}|\$\{oc\.env:[\w, ./-]*\}")
 """Interpolations that give the value of another key, or of an environment variable."""
-
-
-OPTION = "--trust"
-"""The option of commands by which a user accepts what a folder from elsewhere names."""
-
-_ACCEPTS: ContextVar[bool] = ContextVar("accepts", default=False)
-
-
-@contextmanager
-def accepting(accepts: bool = True) -> Generator[None]:
-    """A context in which checks remember what they would refuse, if the user has asked for it."""
-    token = _ACCEPTS.set(accepts)
-    try:
-        yield
-    finally:
-        _ACCEPTS.reset(token)
-
-
-def state_folder() -> Path:
-    """Returns the folder whose files name what is trusted: below `XDG_STATE_HOME`, or `~/.local/state`."""
-    home = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
-    return Path(home) / "stabletrain" / "trusted"
-
-
-def remember(record: Any) -> None:
-    """Trusts a record from now on; where the state directory cannot be written, it stays unknown.
-
-    Args:
-        record: plain values, as they are read from its file.
-    """
-    folder = state_folder()
-    with suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (folder / digest(record)).touch()
 
 
 def remember_config(cfg: Any) -> None:
@@ -97,38 +58,6 @@ def check_config(cfg: Any, file: Path) -> None:
 def check_arguments(options: Sequence[str], overrides: Sequence[str], file: Path) -> None:
     """Checks a recorded command line; see `check_trusted`."""
     check_trusted([[*options], [*overrides]], foreign_argument(options, overrides), file)
-
-
-def is_remembered(record: Any) -> bool:
-    """Returns whether this user has made a record, or trusts it."""
-    return (state_folder() / digest(record)).exists()
-
-
-def digest(record: Any) -> str:
-    """Returns the SHA-256 of a record, which is the same for the same values."""
-    return hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def check_trusted(record: Any, named: str, file: Path) -> None:
-    """Checks that what a recorded file names may be used.
-
-    Args:
-        record: what the user must have made or trusted.
-        named: what the record names that is neither this package's nor PyTorch's; empty if there is nothing.
-        file: that holds it.
-
-    Raises:
-        ConfigError: the record is of somebody else, and names something.
-    """
-    if not named or is_remembered(record):
-        return
-    if _ACCEPTS.get():
-        remember(record)
-    else:
-        raise ConfigError(
-            f"{file} names {named}, which is not part of stabletrain and could run any code, and no run of yours has "
-            f"recorded it; fix: if you know where the folder comes from, add {OPTION}, which is remembered"
-        )
 
 
 def foreign_target(tree: Any) -> str:

@@ -27,5 +27,5 @@ class Loaded:
         self.noticed = True
 
     def __reduce__(self) -> Any:
-        """A copy of a hooked model notices for nobody, and nothing of the guard is pickled with it."""
+        """Copies and pickles of a hooked model have a new instance, which no guard reads."""
         return (Loaded, ())

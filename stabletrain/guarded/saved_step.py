@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from stabletrain.buffers import buffers_of
 from stabletrain.checkpoint.tree import flatten, to_host, unflatten
-from stabletrain.config import trust
 from stabletrain.errors import ConfigError
 from stabletrain.forensics import repro as files
 from stabletrain.forensics.replay import Outcome, compare
@@ -32,6 +31,7 @@ from stabletrain.guarded.part import Part, named_tensors
 from stabletrain.guarded.rerun import Begun, Generators, Rerun
 from stabletrain.guarded.scaling import scaling
 from stabletrain.records import Reading
+from stabletrain.stored import trusted
 from stabletrain.stored.json_files import DamagedFile
 
 
@@ -100,7 +100,7 @@ def save_step(folder: Path, rerun: Rerun, reading: Reading, *, whole: bool, comp
         "buffers": dict(zip([name for name, _ in model.named_buffers()], begun.buffers.tensors(), strict=True)),
     }
     closures = [closure_record(part.closure, rerun.model) for part in begun.parts]
-    trust.remember(closures)
+    trusted.remember(closures)
     skeleton: dict[str, Any] = flatten(
         {
             "format": files.FORMAT,
@@ -172,7 +172,7 @@ def replay_step(folder: Path) -> Replayed:
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise DamagedFile(f"{folder / files.SCENE} is damaged ({type(error).__name__}: {error})") from error
     records = scene["closures"]
-    trust.check_trusted(records, f"the module {records[0]['module']}", folder / files.SCENE)
+    trusted.check_trusted(records, f"the module {records[0]['module']}", folder / files.SCENE)
     closures = [imported(record, folder) for record in records]
     outer = closures[0][1]
     model, device = innermost(outer), torch.device(scene["device"])

@@ -4,9 +4,6 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
 
 
 def read_file(path: Path) -> bytes:
@@ -24,13 +21,3 @@ def read_file(path: Path) -> bytes:
 def read_words(path: Path) -> str:
     """Returns the content of a file as text, in which bytes that are no UTF-8 are replaced; see `read_file`."""
     return read_file(path).decode("utf-8", errors="replace")
-
-
-def load_yaml(path: Path) -> Any:
-    """Returns the configuration in a file of YAML.
-
-    Raises:
-        OSError: see `read_file`.
-        Exception: it is no such YAML; its parsers raise many types.
-    """
-    return OmegaConf.create(read_file(path).decode())

@@ -192,9 +192,8 @@ def start_run_folder(
     check_data_of_checkpoint(cfg.resume, fingerprint)
     options = [option for option in typed.options if option not in SWEEP]
     overrides = [each for each in job_overrides() if key_of(each) != "resume"]
-    if process.ranks.is_main:
-        trust.remember_config(cfg)
-        trust.remember_arguments(options, overrides)
+    trust.remember_config(cfg)  # by every rank: a node may have a home of its own
+    trust.remember_arguments(options, overrides)
     start = partial(
         run_folder.start,
         resuming=resuming,

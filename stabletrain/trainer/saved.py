@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stabletrain.checkpoint.folder import find
 from stabletrain.checkpoint.reader import Checkpoint
+from stabletrain.config import trust
 from stabletrain.config.make import make, plain
 from stabletrain.config.recorded import read_config
 from stabletrain.errors import ConfigError
@@ -45,6 +46,7 @@ def build_model(checkpoint: Checkpoint, cfg: DictConfig) -> tuple[nn.Module, dic
 def exported_model(folder: Path) -> nn.Module:
     """Returns the model of a folder that `stabletrain export --to safetensors` has written, on the CPU."""
     group, state = to_safetensors.read(folder)
+    trust.check_config(group, folder / to_safetensors.CONFIG)
     return filled(DictConfig({"model": group}), {}, state, folder)
 
 

@@ -100,7 +100,7 @@ def read_base(run: Path, step: int) -> Base:
     """Returns a run as it was at a step.
 
     Raises:
-        ConfigError: its record does not say how it was started, or names code of somebody else.
+        ConfigError: its record does not say how it was started, or names unknown code.
     """
     try:
         record = read_run_record(run)

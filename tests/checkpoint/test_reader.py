@@ -232,7 +232,7 @@ def test_a_file_that_cannot_be_read_is_passed_over_and_used_again_when_it_can(ru
         return called
 
     monkeypatch.setattr(reader, "open", refusing(open), raising=False)
-    monkeypatch.setattr(Path, "read_bytes", refusing(Path.read_bytes))
+    monkeypatch.setattr(reader, "read_file", refusing(reader.read_file))
     assert run.newest().step == 10
     assert f"{run.path(20)}: {name} cannot be read ({os.strerror(number)})" in capfd.readouterr().err
     monkeypatch.undo()

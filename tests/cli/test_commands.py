@@ -188,7 +188,7 @@ def test_sampling_from_a_model_not_trained_on_text_is_refused(trained, tmp_path,
     file = run / ".hydra" / "config.yaml"
     data = "data:\n  _target_: types.SimpleNamespace\n"
     file.write_text(re.sub(r"^data:\n(?: .*\n)+", data, file.read_text(), flags=re.MULTILINE))
-    assert main(["sample", str(run)]) == 2
+    assert main(["sample", str(run), "--trust"]) == 2
     said = "its model was trained on types.SimpleNamespace, which is not text\n"
     assert said in capsys.readouterr().err
 

@@ -30,6 +30,7 @@ def place(tmp_path, monkeypatch):
         shutil.copytree(FIXTURES / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "plugin"))
+    stabletrain.load("plugin_run", trust=True)  # from now on, its model is trusted
     yield tmp_path
     sys.modules.pop("mine", None)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from stabletrain.config import trust
 from stabletrain.config.arguments import (
     LAUNCH,
     Arguments,
@@ -34,6 +35,7 @@ def run_folder(folder, *overrides, options=(), checkpoint=True):
     """A run folder as `train.py` leaves it: `run.json`, and a checkpoint of step 4."""
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"options": list(options), "overrides": list(overrides)}))
+    trust.remember_arguments(options, [each for each in overrides if not each.startswith("resume=")])
     if checkpoint:
         (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
         (folder / "checkpoints" / "step-00000004" / "manifest.json").write_text("{}")
@@ -43,6 +45,7 @@ def sweep_folder(folder, *overrides, options=("-m",)):
     """A sweep's folder with its `sweep.json`."""
     folder.mkdir(parents=True)
     (folder / "sweep.json").write_text(json.dumps({"options": list(options), "overrides": list(overrides)}))
+    trust.remember_arguments([option for option in options if option != "-m"], overrides)
 
 
 def resolved(*typed):

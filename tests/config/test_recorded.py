@@ -5,7 +5,7 @@ import pytest
 from stabletrain.config.recorded import read_config
 from stabletrain.stored.json_files import DamagedFile, MissingFile
 
-WHOLE = "seed: 0\nmodel: {_target_: a.B, seed: '${seed}'}\ndata: {_target_: a.C}\n"
+WHOLE = "seed: 0\nmodel: {_target_: torch.nn.Linear, seed: '${seed}'}\ndata: {_target_: torch.nn.Identity}\n"
 
 
 def test_a_configuration_is_read(tmp_path):
@@ -24,9 +24,9 @@ def test_a_configuration_is_read(tmp_path):
         "\x00",
         "[" * 100_000,
         WHOLE.replace("seed}", "gone}"),
-        WHOLE.replace("a.B", "5"),
+        WHOLE.replace("torch.nn.Linear", "5"),
         WHOLE.replace("data:", "other:"),
-        "model: 5\ndata: {_target_: a.C}\n",
+        "model: 5\ndata: {_target_: torch.nn.Identity}\n",
         WHOLE + 'name: "\\ud800"\n',
         WHOLE + "name: 1" + "0" * 300,
     ],

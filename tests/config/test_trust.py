@@ -24,7 +24,7 @@ TINY = [*TINY_GPT, "steps=8", "guard=skip", "report=false", "precision=fp32", "f
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A run of somebody else, with an incident and an export."""
+    """Another user's run, with an incident and an export."""
     folder = tmp_path_factory.mktemp("theirs") / "run"
     stabletrain.train([*TINY, f"hydra.run.dir={folder}"])
     assert main(["export", str(folder), "--to", "safetensors", "--out", str(folder / "exported")]) == 0

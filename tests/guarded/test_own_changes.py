@@ -93,7 +93,7 @@ def test_a_loop_tells_what_it_copies_by_hand(tmp_path):
     assert guard.last.applied
     with torch.no_grad():
         model[0].weight.copy_(torch.zeros(4, 3))
-    with pytest.raises(TrainingHalted, match="not what the last update left"):  # nobody told it
+    with pytest.raises(TrainingHalted, match="not what the last update left"):  # it was not told
         guard.step(lambda x: model(x).square().mean(), batch(2))
 
 

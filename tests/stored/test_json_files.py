@@ -81,10 +81,10 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path):
     (tmp_path / "loop.json").symlink_to("loop.json")
     with pytest.raises(DamagedFile, match="cannot be read: Too many levels"):
         read_record(tmp_path / "loop.json", Outer)
-    with pytest.raises(DamagedFile, match="is not a file"):
+    with pytest.raises(DamagedFile, match="cannot be read: Is a directory"):
         read_record(tmp_path, Outer)
     os.mkfifo(tmp_path / "pipe.json")
-    with pytest.raises(DamagedFile, match="is not a file"):
+    with pytest.raises(DamagedFile, match="cannot be read: not a file"):
         read_record(tmp_path / "pipe.json", Outer)
 
 

@@ -93,8 +93,8 @@ def test_stored_runs_of_earlier_versions_are_loaded(name, tmp_path, monkeypatch)
     shutil.copytree(FIXTURES / name, tmp_path / "run")
     monkeypatch.syspath_prepend(FIXTURES / "plugin")
     monkeypatch.chdir(FIXTURES)
-    saved = find(tmp_path / "run").load_model()
-    assert all(torch.equal(value, saved[key]) for key, value in stabletrain.load(tmp_path / "run").state_dict().items())
+    saved, model = find(tmp_path / "run").load_model(), stabletrain.load(tmp_path / "run", trust=True)
+    assert all(torch.equal(value, saved[key]) for key, value in model.state_dict().items())
 
 
 def test_sizes_come_from_shapes_before_the_data():

@@ -1,0 +1,80 @@
+"""What this user trusts of the code that recorded files name, and whether a record is among it.
+
+Each trusted record is an empty file in the user's state directory, named by the hash of the record.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from stabletrain.errors import ConfigError
+
+OPTION = "--trust"
+"""The option of commands by which a user accepts what a folder from elsewhere names."""
+
+_ACCEPTS: ContextVar[bool] = ContextVar("accepts", default=False)
+
+
+@contextmanager
+def accepting(accepts: bool = True) -> Generator[None]:
+    """A context in which checks remember what they would refuse, if the user has asked for it."""
+    token = _ACCEPTS.set(accepts)
+    try:
+        yield
+    finally:
+        _ACCEPTS.reset(token)
+
+
+def state_folder() -> Path:
+    """Returns the folder whose files name what is trusted: below `XDG_STATE_HOME`, or `~/.local/state`."""
+    home = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
+    return Path(home) / "stabletrain" / "trusted"
+
+
+def remember(record: Any) -> None:
+    """Trusts a record from now on; where the state directory cannot be written, it stays unknown.
+
+    Args:
+        record: plain values, as they are read from its file.
+    """
+    folder = state_folder()
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / digest(record)).touch()
+
+
+def is_remembered(record: Any) -> bool:
+    """Returns whether this user has made a record, or trusts it."""
+    return (state_folder() / digest(record)).exists()
+
+
+def digest(record: Any) -> str:
+    """Returns the SHA-256 of a record, which is the same for the same values in the same order."""
+    return hashlib.sha256(json.dumps(record, default=str).encode()).hexdigest()
+
+
+def check_trusted(record: Any, named: str, file: Path) -> None:
+    """Checks that what a recorded file names may be used.
+
+    Args:
+        record: what the user must have made or trusted.
+        named: what the record names that is neither this package's nor PyTorch's; empty if there is nothing.
+        file: that holds it.
+
+    Raises:
+        ConfigError: the record names something, and is not of this user.
+    """
+    if not named or is_remembered(record):
+        return
+    if _ACCEPTS.get():
+        remember(record)
+    else:
+        raise ConfigError(
+            f"{file} names {named}, which is not part of stabletrain and could run any code, and no run of yours has "
+            f"recorded it; fix: if you know where the folder comes from, add {OPTION}, which is remembered"
+        )
