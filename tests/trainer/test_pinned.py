@@ -8,7 +8,6 @@ import torch
 
 import stabletrain
 from stabletrain.checkpoint.folder import find
-from stabletrain.stability.guard.retained import RetainedStates
 from stabletrain.tracking.metrics import read_jsonl
 from stabletrain.trainer.rollback import Rollback
 from tests.runs import TINY_GPT
