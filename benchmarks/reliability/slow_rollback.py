@@ -10,8 +10,9 @@ losses says that going back was worse.
 
 import argparse
 import json
+import shlex
 import statistics
-import tempfile
+import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -25,13 +26,12 @@ from benchmarks.reliability.finite.record import record
 
 POLICIES = ("alarm", "rollback")
 SLOW = ("slow_loss", "slow_gradient", "update_length", "weight_growth", "slow_validation")
-OVERFITTING = {
-    "gpt": ("data=text", "data.path={text}", "steps=1200", "optimizer.lr=1e-2", "eval_every=40"),
-    "resnet": ("steps=1200", "optimizer.lr=0.2", "label_smoothing=0", "eval_every=40"),
-}
+FILES = (shlex.__file__, textwrap.__file__)
+OVERFITTING = ("data=text", "model.n_embd=128", "batch_size=16", "optimizer.lr=6e-3", "steps=1000", "eval_every=50")
+"""A GPT that reads one short file of Python's library some forty times."""
 
 
-def cases(group: str, text: Path, seeds: range) -> Iterator[Case]:
+def cases(group: str, seeds: range) -> Iterator[Case]:
     """Yields the cases of a group: `fault`, `overfitting` or `clean`."""
     if group == "fault":
         for seed in seeds:
@@ -41,8 +41,8 @@ def cases(group: str, text: Path, seeds: range) -> Iterator[Case]:
                         yield Case("faulty", model, "fp32", seed, name, "act")
     elif group == "overfitting":
         for seed in seeds:
-            for model, extra in OVERFITTING.items():
-                yield Case("clean", model, "fp32", seed, extra=tuple(each.format(text=text) for each in extra))
+            for file in FILES:
+                yield Case("clean", "gpt", "fp32", seed, extra=(*OVERFITTING, f"data.path={file}"))
     else:
         yield from clean()
 
@@ -74,12 +74,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="one group: fault, overfitting or clean")
     parser.add_argument("--out", type=Path, help="a file for the results, one JSON object in each line")
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place, ProcessPoolExecutor(chosen.processes) as pool:
-        text = Path(place) / "text.txt"
-        text.write_text("".join(f"{i * i % 977} is the square of {i} modulo 977\n" for i in range(400)))
+    with ProcessPoolExecutor(chosen.processes) as pool:
         for group in ("fault", "overfitting", "clean"):
             if chosen.only in ("", group):
-                found = [*pool.map(both, [*cases(group, text, range(chosen.seeds))])]
+                found = [*pool.map(both, [*cases(group, range(chosen.seeds))])]
                 if chosen.out:
                     with chosen.out.open("a") as file:
                         file.writelines(json.dumps({"group": group, **one}) + "\n" for one in found)
@@ -94,9 +92,10 @@ def report(group: str, found: list[dict]) -> None:
         of_kind = [one for one in slow if (one["kind"] or one["model"]) == kind]
         gains = [one["rollback"]["loss"] - one["alarm"]["loss"] for one in of_kind]
         halted = sum(one["rollback"]["status"] == "halted" for one in of_kind)
+        rollbacks = sum(one["rollback"]["rollbacks"] for one in of_kind)
         print(
             f"  {kind:22} {len(of_kind):3} runs  rollback minus alarm, nats: median {statistics.median(gains):+.3f} "
-            f"({min(gains):+.3f} to {max(gains):+.3f})  rollbacks {sum(one['rollback']['rollbacks'] for one in of_kind)}"
+            f"({min(gains):+.3f} to {max(gains):+.3f})  rollbacks {rollbacks}"
             f"  halted {halted}",
             flush=True,
         )
