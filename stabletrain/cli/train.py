@@ -61,7 +61,13 @@ from stabletrain.errors import (
     own_traceback,
 )
 from stabletrain.machine.signals import NoStopRequest
-from stabletrain.parallel.failure_report import as_rank_lost, publish_failure, publish_location, says_how_to_continue
+from stabletrain.parallel.failure_report import (
+    as_rank_lost,
+    publish_end,
+    publish_failure,
+    publish_location,
+    says_how_to_continue,
+)
 from stabletrain.parallel.ranks import (
     Ranks,
     current_ranks,
@@ -249,6 +255,7 @@ def run_job(cfg: DictConfig) -> float | None:
             record_failure(folder, error)
         if isinstance(error, Interrupted | TrainingHalted):  # all ranks raise these: none may be ended early
             exit_together(ranks)
+        publish_end(ranks)
         sys.exit(getattr(error, "exit_code", 1))
 
 
