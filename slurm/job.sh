@@ -84,7 +84,7 @@ if ((SLURM_JOB_NUM_NODES * processes > 1)); then
   ranks+=("$(dirname -- "${BASH_SOURCE[0]}")/ranks.py" --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$processes"
     --rdzv-backend=c10d --rdzv-endpoint="${addresses[0]}:$((15000 + SLURM_JOB_ID % 15000))"
     --rdzv-id="$SLURM_JOB_ID.$restarts")
-  # torchrun kills ranks that SIGTERM has not ended after 30 s, which may cut off a large checkpoint.
+  # By itself torchrun kills the ranks 30 s after SIGTERM, which may cut off a large checkpoint (pytorch/pytorch#172596).
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-$((notice > 50 ? notice - 20 : 30))}
   STABLETRAIN_NODE_ADDRESSES=$(IFS=,; echo "${addresses[*]}")   # for ranks.py
   export STABLETRAIN_NODE_ADDRESSES

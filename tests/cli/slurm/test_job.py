@@ -220,6 +220,17 @@ def test_the_addresses_of_the_nodes_are_slurms_in_slurms_order(tmp_path):
     assert "--nnodes=2" in options
 
 
+LIMIT_OF_TORCHRUN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+
+@pytest.mark.slow(unless=lambda notice, own, seconds: notice == 300)
+@pytest.mark.parametrize(
+    ("notice", "own", "seconds"), [(300, {}, "280"), (30, {}, "30"), (300, {LIMIT_OF_TORCHRUN: "7"}, "7")]
+)
+def test_torchrun_waits_for_a_save_as_long_as_the_notice_allows(tmp_path, notice, own, seconds):
+    assert given(tmp_path, f"echo ${LIMIT_OF_TORCHRUN}", notice=notice, **TWO_NODES, **own) == [seconds]
+
+
 @pytest.mark.parametrize(("written", "kept"), [("", False), ("0", True)], ids=["none", "some"])
 def test_traces_of_nccl_go_to_the_run_folder_which_keeps_no_empty_folder(tmp_path, written, kept):
     prefix = tmp_path / "run" / "nccl" / "start-3-rank-"
