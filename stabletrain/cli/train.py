@@ -8,6 +8,7 @@ Resolves `resume`, runs one job or a sweep, reports errors, and returns the exit
 | 1 | failed: an error of the program or the machine, with its traceback; or finished, but the last state is not saved |
 | 2 | refused: the configuration cannot work |
 | 3 | halted by the guard |
+| 4 | refused on this machine: the card, or its build of PyTorch, cannot do what the run needs |
 | 75 | interrupted by a signal, state saved; `resume=auto` continues |
 | 130 | interrupted twice, or without checkpoints: stopped, state not saved |
 
