@@ -199,7 +199,7 @@ def test_a_rise_of_the_validation_loss_is_gone_back_for_once_until_there_is_a_be
     if then is Verdict.HALT:
         assert guard.reason.endswith("and a rollback did not help")
     assert judged(8, [1.4, 1.3, 1.2]) is Verdict.APPLY
-    assert judged(11, [4.5, 4.5, 4.5]) is Verdict.ROLLBACK
+    assert judged(11, [9.0, 9.0, 9.0]) is Verdict.ROLLBACK
 
 
 def test_off_measures_nothing_and_sees_nothing():
