@@ -115,7 +115,7 @@ class States(NoStates):
 
     def older(self, step: int) -> Tree | None:
         """Returns the newest snapshot of at most `step` steps, as it lies on the host; None if there is none."""
-        return self._snapshots.newest_on_host(step)
+        return self._snapshots.newest(step)
 
     def roll_back(self, step: int, *, number: int) -> int:
         """Restores the newest healthy state.

@@ -5,7 +5,8 @@ import safetensors.torch
 import torch
 
 from stabletrain.checkpoint import dcp
-from stabletrain.checkpoint.dcp import Copies, local_part
+from stabletrain.checkpoint.dcp import Copies
+from stabletrain.checkpoint.tree import Piece, local_part
 from stabletrain.checkpoint.writer import write_file
 from tests.checkpoint.given import as_rank
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from benchmarks.fake_card import FakeStream, as_if_on_a_card
 from stabletrain.checkpoint.capture import capture, restore
-from stabletrain.checkpoint.snapshots import ALIGNED, Snapshots, host_copies, places, room
+from stabletrain.checkpoint.host_copies import ALIGNED, host_copies, places, room
+from stabletrain.checkpoint.snapshots import Snapshots
 from stabletrain.checkpoint.tree import flatten
 from stabletrain.records import TrainState
 
@@ -144,7 +145,7 @@ def test_on_a_card_a_restored_snapshot_is_complete(monkeypatch):
         snapshots = Snapshots()
         snapshots.take(4, capture(state, {}), state)
         assert not synchronized
-        assert snapshots.newest_on_host(3) is None
+        assert snapshots.newest(3) is None
         assert synchronized == [1], "the state is about to be restored from disk: the snapshot must be complete first"
         assert snapshots.newest(4) is not None
         assert synchronized == [1, 1]

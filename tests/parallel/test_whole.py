@@ -103,7 +103,7 @@ def test_of_the_older_state_only_weights_are_gathered_and_only_from_the_host(sha
     live = {"model": dict(model.state_dict()), "optimizer": {"state": moments}, "step": 3}
     snapshots = Snapshots()
     snapshots.take(3, live, TrainState(model, torch.optim.SGD(model.parameters())))
-    tree = snapshots.newest_on_host(3)
+    tree = snapshots.newest(3)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
