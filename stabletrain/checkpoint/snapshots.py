@@ -8,16 +8,19 @@ the device. Everything else (buffers, a loss scale, statistics of clipping) is s
 is copied at once, on the current stream.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stabletrain.checkpoint.host_copies import host_copies
+from stabletrain.checkpoint.host_copies import host_copies, page_lock, room
 from stabletrain.checkpoint.tree import Piece, Tree, is_sharded, local_part, map_tensors
 from stabletrain.records import TrainState
+
+GB = 1e9
+
 
 def tensors_of(tree: Tree, names: Collection[str]) -> tuple[list[Tensor], list[bool]]:
     """Returns the tensors of a captured state in order, and for each whether only the optimizer writes it.
@@ -41,6 +44,61 @@ def tensors_of(tree: Tree, names: Collection[str]) -> tuple[list[Tensor], list[b
         else:
             collect(part, key == "optimizer")
     return found, only
+
+
+def state_bytes(state: TrainState) -> int:
+    """Returns the bytes of a copy of a state; of a sharded one, of this rank's shards.
+
+    Before the first update the moments are estimated: for each parameter two if the optimizer has `betas`, none if its
+    `momentum` is 0, else one.
+    """
+    tensors = list(state.model.state_dict().values())
+    for group in state.optimizer.param_groups:
+        moments = 2 if "betas" in group else int(group.get("momentum", 1) != 0)
+        for parameter in group["params"]:
+            kept = state.optimizer.state.get(parameter)
+            tensors += kept.values() if kept else [parameter] * moments
+    return sum(room(local_part(tensor)) for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def choose_memory(
+    state: TrainState,
+    *,
+    snapshots: int,
+    checkpoints: int,
+    ranks: int,
+    free: float,
+    fix: str,
+    any_rank: Callable[[bool], bool] = bool,
+) -> str:
+    """Copies states from CUDA to page-locked memory from now on, if the copies of all ranks fit into the host's memory.
+
+    Otherwise they go to pageable memory, which the system may swap; the host then waits for each copy. The choice
+    changes no bits.
+
+    Args:
+        snapshots: how many of them each rank holds at once.
+        checkpoints: how many ranks of this machine hold another copy while a checkpoint is written.
+        ranks: number of ranks on this machine, which share its memory.
+        free: bytes of host memory that are free on this machine.
+        fix: what the user can change.
+        any_rank: returns whether its argument is true on any rank. All of them choose the same.
+
+    Returns:
+        a line for the user if this machine has too little memory; else empty.
+    """
+    each, copies = state_bytes(state), ranks * snapshots + checkpoints
+    fits = copies * each <= free
+    page_lock(not any_rank(not fits))
+    if fits:
+        return ""
+    on_card = next(state.model.parameters()).device.type == "cuda"
+    waits = "they are kept in pageable memory, and training waits for each copy"
+    return (
+        f"memory   {copies} copies of the state for rollbacks and checkpoints, {each / GB:.3g} GB each, need "
+        f"{copies * each / GB:.3g} GB of host memory, but {free / GB:.3g} GB are free: "
+        f"{waits if on_card else 'the run may be killed'}. fix: {fix}"
+    )
 
 
 class Snapshots:

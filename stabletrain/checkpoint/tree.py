@@ -1,9 +1,8 @@
 """Converts a state tree to named tensors and a JSON skeleton and back, and copies or gathers its sharded tensors.
 
-A tree consists of dicts with str keys, lists, tuples, tensors (or a `Piece` of one), str, bool, int, float and None. The
-skeleton is the same
-tree with `{"$tensor": name}` in place of each tensor. Tensors go to safetensors and the skeleton to JSON, so a
-checkpoint needs no pickle. A key that begins with `$` gets a second `$`.
+A tree consists of dicts with str keys, lists, tuples, tensors, str, bool, int, float and None; a `Piece` may stand for
+a tensor. The skeleton is the same tree with `{"$tensor": name}` in place of each tensor. Tensors go to safetensors and
+the skeleton to JSON, so a checkpoint needs no pickle. A key that begins with `$` gets a second `$`.
 """
 
 import math

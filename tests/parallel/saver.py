@@ -82,7 +82,8 @@ def saved_and_read(place: Path) -> dict[str, Any]:
     assert found is not None
     tree, reading = gathering(lambda: found.load(sharded_tensors(again.state)))
     tensors = flatten({"model": tree["model"], "optimizer": tree["optimizer"]["state"]})[0]
-    read = {name: tensor.to_local().numel() / tensor.shape.numel() for name, tensor in tensors.items() if is_sharded(tensor)}
+    shards = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
+    read = {name: shard.to_local().numel() / shard.shape.numel() for name, shard in shards.items()}
     whole = [name for name, tensor in tensors.items() if not is_sharded(tensor) and tensor.numel() > 1]
     seen = {"step": again.state.step, "end": tensors_of(job), "again": tensors_of(again), "read": read, "whole": whole}
     other = made(place, "ddp", f"resume={place / 'run'}", "parallel=ddp")
