@@ -28,6 +28,7 @@ from stabletrain.config.arguments import SWEEP, job_overrides, key_of, parse_arg
 from stabletrain.config.make import leaves, make, plain
 from stabletrain.config.resuming import acting, check_resume
 from stabletrain.data.prefetch import Prefetch
+from stabletrain.data.to_device import ToDevice
 from stabletrain.errors import ConfigError
 from stabletrain.forensics.diagnosis.evidence import RunSettings
 from stabletrain.forensics.distributed_handler import for_all_ranks
@@ -131,6 +132,7 @@ def build(cfg: DictConfig, folder: Path, shown: Progress | None = None) -> Train
         ),
         load=load,
         unit=source.unit,
+        to_device=ToDevice(process.device),
     )
     monitoring, history = Monitoring(monitors, RollingStats(), trained.usage, forecast), History()
     resumption = Resumption(
