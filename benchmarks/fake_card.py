@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):
         out = None
         if name != "_fused_sgd_":  # it writes in place, and PyTorch has no fake kernel for it
             out = func(*args, **kwargs)
-        if self.beside and name == "_to_copy" and out.is_cuda:
+        if self.beside and name == "_to_copy" and isinstance(out, Tensor) and out.is_cuda:
             if not getattr(args[0], "is_page_locked", False):
                 raise RuntimeError(f"{package_frame()[0]} copies from pageable memory: the host waits for it")
             self.arriving[memory(out)] = out, self.beside
