@@ -110,6 +110,7 @@ class Snapshots:
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
         self._waits: Optimizer | None = None
+        self._device: torch.device | None = None
 
     def take(self, step: int, tree: Tree, state: TrainState, *, only_optimizer_writes: bool = True) -> None:
         """Copies a captured state, taken after `step` steps, to the host. The host does not wait for CUDA.
@@ -138,7 +139,7 @@ class Snapshots:
 
     def _copy_beside(self, copies: list[Tensor], live: list[Tensor], optimizer: Optimizer) -> None:
         """Copies CUDA tensors on the snapshots' own stream; the optimizer's next step waits for it, on the device."""
-        device = live[0].device
+        self._device = device = live[0].device
         if self._waits is not optimizer:
             optimizer.register_step_pre_hook(self._before_update)
             self._waits = optimizer
@@ -155,7 +156,7 @@ class Snapshots:
         """Makes the current stream wait for the last snapshot's copy."""
         copied, self._copied = self._copied, None
         if copied is not None:
-            torch.cuda.current_stream().wait_event(copied)
+            torch.cuda.current_stream(self._device).wait_event(copied)
 
     def retain(self, steps: Iterable[int]) -> None:
         """Drops all snapshots except those of `steps`; their memory serves the next ones."""

@@ -161,6 +161,30 @@ def test_on_a_card_the_next_update_waits_for_the_copy_and_nothing_before_it(monk
         assert waited == [1, 1], "one hook, however many snapshots"
 
 
+def test_on_a_card_a_loop_that_writes_weights_itself_waits_for_the_copy_at_once(monkeypatch):
+    waited, wait_event = [], FakeStream.wait_event
+    with state_on_a_card() as (card, state):
+        monkeypatch.setattr(FakeStream, "wait_event", lambda *given: waited.append(1) or wait_event(*given))
+        Snapshots().take(1, capture(state, {}), state, only_optimizer_writes=False)
+        assert not card.copied
+        with torch.no_grad():
+            state.model[3].weight.clamp_(-1, 1)
+        state.model.zero_grad()
+        state.model(torch.randn(4, 3, 3, 3, device="cuda")).square().mean().backward()
+        state.optimizer.step()
+        assert waited == [1]
+
+
+def test_on_a_card_the_stream_that_waits_is_that_of_the_models_device(monkeypatch):
+    asked = []
+    with state_on_a_card() as (_, state):
+        current = torch.cuda.current_stream
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: asked.append(device) or current(*device))
+        Snapshots().take(1, capture(state, {}), state)
+        state.optimizer.step()
+    assert set(asked) == {(torch.device("cuda", 0),)}, "the loop may have chosen another device"
+
+
 def test_on_a_card_a_restored_snapshot_is_complete(monkeypatch):
     with state_on_a_card() as (_, state):
         synchronized = []
